@@ -1,0 +1,41 @@
+# make run [ARGS="dataset=mnist seed=1"]   install into a virtual environment if there is none, then launch
+# make test [ARGS="-m slow"]               the same for the tests; JOBS is the number of test processes
+# make lint, make format, make clean       VENV=<folder> and PYTHON=<interpreter> choose the environment
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+
+# Named after the content of pyproject.toml and written last: a change or an interrupted installation installs again.
+STAMP := $(VENV)/.installed-$(firstword $(shell cksum < pyproject.toml))
+
+# Before the environment is made: one made with the wrong Python would stay.
+CHECK_PYTHON := import sys; (3, 11) <= sys.version_info < (3, 14) or sys.exit("Python 3.11 to 3.13 is needed: make PYTHON=...")
+
+.PHONY: run test lint format install clean
+
+run: install
+	$(VENV)/bin/python launch.py $(ARGS)
+
+test: install
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+lint: install
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: install
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+install: $(STAMP)
+
+$(STAMP):
+	@echo "Installing into $(VENV) (PyTorch included: several gigabytes, some minutes the first time)"
+	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || { $(PYTHON) -c '$(CHECK_PYTHON)' && $(PYTHON) -m venv --clear $(VENV); }
+	@rm -f $(VENV)/.installed-*
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

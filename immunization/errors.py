@@ -1,0 +1,21 @@
+"""The errors a user can cause: each message names the key or file and the remedy, and is shown without a traceback."""
+
+
+class UserError(Exception):
+    """A mistake in a configuration, a file or the data; `launch.py` prints the message and exits with code 1."""
+
+
+class ConfigError(UserError):
+    """A configuration value that cannot work; the message names the key and the values allowed."""
+
+
+class DataError(UserError):
+    """A data file or array that cannot be used; the message names the file, column or array."""
+
+
+class DegenerateSpectrum(UserError):
+    """A spectrum for which the quantity asked for does not exist (rank 0, or R_ill of a flat spectrum)."""
+
+
+class Diverged(UserError):
+    """Training stopped on a non-finite loss, or on one above 1e12 times the first."""

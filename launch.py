@@ -1,0 +1,69 @@
+"""Run immunization experiments: `python launch.py [group=option] [key=value] [-m]`; see `--help` and README.md."""
+
+import math
+import os
+import sys
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from immunization.config import CONF
+from immunization.errors import UserError
+
+_VERBOSE = os.environ.get("HYDRA_FULL_ERROR") == "1"
+
+
+@hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")
+def main(cfg: DictConfig) -> float | None:
+    """One job; returns the metric named by `objective` for Hydra's sweepers."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    from immunization.runner import run
+
+    job = HydraConfig.get()
+    sweep = job.mode == RunMode.MULTIRUN
+    try:
+        result = run(cfg, folder=job.runtime.output_dir, overrides=list(job.overrides.task), quiet=sweep)
+    except Exception as error:
+        if sweep:  # recorded in result.json; the other jobs go on, and the summary at the end counts it
+            print(f"{os.path.basename(job.runtime.output_dir)}: error: {error}", file=sys.stderr, flush=True)
+            return math.nan
+        if _VERBOSE or not isinstance(error, UserError):
+            raise
+        sys.exit(f"error: {error}")
+    return result.metrics.get(cfg.objective)
+
+
+def cli() -> None:
+    """`main` with one-line messages for a user's mistakes; HYDRA_FULL_ERROR=1 shows every traceback."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hand exceptions to us instead of printing a trimmed traceback
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("error: interrupted")
+    except (UserError, HydraException, OmegaConfBaseException, OSError, ValueError) as error:
+        if _VERBOSE or (isinstance(error, ValueError) and "group override" not in str(error)):
+            raise  # a ValueError is a fault of ours, unless it is how Hydra meets method=null
+        sys.exit(f"error: {_explain(error)}")
+
+
+def _explain(error: Exception) -> str:
+    """The message of an error, with the remedy where Hydra names none."""
+    cause = error.__cause__
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
+        keys = (str(key) for key in cause.parent_node if not str(key).startswith("_"))
+        return f"there is no key {cause.full_key}; allowed here are {', '.join(keys)}"
+    if isinstance(error, ValueError):
+        return f"{error}: give every group=... the name of an option"
+    if "'hydra/launcher/" in str(error):
+        return f"{str(error).splitlines()[0]}: pip install 'immunization[launchers]'"
+    if isinstance(error, OSError) and not isinstance(error, HydraException):
+        return f"{error}; if that is the run folder, move it with hydra.run.dir=... (hydra.sweep.dir=... for -m)"
+    return f"{error}\n{cause}" if isinstance(cause, OmegaConfBaseException) else str(error)
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,33 @@
+"""What every test stands on: one thread per process, no network, the same numbers in every run."""
+
+import os
+from pathlib import Path
+
+# Set before torch, timm or wandb are imported; processes started by tests inherit them.
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
+
+import pytest
+import torch
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parents[1]
+
+torch.set_num_threads(1)
+# No deadline: a first call pays for imports and allocation, and the machine may be busy.
+settings.register_profile("reproducible", derandomize=True, deadline=None)
+settings.load_profile("reproducible")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Tests that draw from torch's global generator draw the same numbers in any order and process."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder of real data, from the environment variable IMMUNIZATION_DATA (default: `../shared/data`)."""
+    folder = Path(os.environ.get("IMMUNIZATION_DATA", ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no real data at {folder}: set IMMUNIZATION_DATA to the folder that holds it")
+    return folder
