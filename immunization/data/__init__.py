@@ -1,0 +1,20 @@
+"""Data sets: each is one function that takes the keys of its YAML (conf/dataset) and returns a `TaskPair`."""
+
+from immunization.data.images import digits_deep, image_folders
+from immunization.data.matrices import arrays
+from immunization.data.pixels import digits, fashion_mnist, mnist
+from immunization.data.tabular import house_prices
+from immunization.data.task import Split, Task, TaskPair
+
+__all__ = [
+    "Split",
+    "Task",
+    "TaskPair",
+    "arrays",
+    "digits",
+    "digits_deep",
+    "fashion_mnist",
+    "house_prices",
+    "image_folders",
+    "mnist",
+]

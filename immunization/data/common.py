@@ -1,0 +1,154 @@
+"""What data sets share: options, random splits, standardization, and the common range of two tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from immunization.data.task import SPLITS, Split, Task, TaskPair
+from immunization.errors import ConfigError, DataError
+
+Normalize = Literal["shared", "each", "none"]
+
+
+def check_choice(key: str, value: object, allowed: Sequence[object]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{key}={value}: choose one of {', '.join(map(str, allowed))}")
+
+
+def check_fractions(val_fraction: float, test_fraction: float = 0.0) -> None:
+    for key, value in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
+        if not (isinstance(value, int | float) and 0 <= value < 1):
+            raise ConfigError(f"dataset.{key}={value}: must be a number in [0, 1)")
+    if val_fraction + test_fraction >= 1:
+        raise ConfigError(
+            f"dataset.val_fraction={val_fraction} and dataset.test_fraction={test_fraction} leave no training rows: "
+            "their sum must be under 1"
+        )
+
+
+def split_rows(
+    strata: Tensor, val_fraction: float, test_fraction: float, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Row numbers of each split, ascending, drawn at random within every stratum.
+
+    `strata` [N] holds integers (class labels, or all the same). Fractions of a stratum are rounded down, so each of its
+    values keeps at least one training row.
+    """
+    parts: dict[str, list[Tensor]] = {name: [] for name in SPLITS}
+    for value in strata.unique():
+        rows = torch.nonzero(strata == value)[:, 0]
+        rows = rows[torch.randperm(len(rows), generator=generator)]
+        n_test, n_val = int(test_fraction * len(rows)), int(val_fraction * len(rows))
+        sizes = [len(rows) - n_val - n_test, n_val, n_test]
+        for name, part in zip(SPLITS, rows.split(sizes), strict=True):
+            parts[name].append(part)
+    return {name: torch.cat(part).sort().values for name, part in parts.items()}
+
+
+def map_inputs(pair: TaskPair, transform: Callable[[str, Tensor], Tensor], **tensors: Tensor) -> TaskPair:
+    """The pair with `transform(role, x)` for the inputs of every split; `tensors` join those of the pair."""
+
+    def mapped(role: str, task: Task) -> Task:
+        return replace(task, **{s: Split(transform(role, getattr(task, s).x), getattr(task, s).y) for s in SPLITS})
+
+    tasks = {role: mapped(role, task) for role, task in pair.tasks.items()}
+    return replace(pair, **tasks, tensors=pair.tensors | tensors)
+
+
+def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation (ddof = 1) [D] of the columns of x [N, D].
+
+    A constant column gets its own value and 1, exactly: it must become 0, not a quotient of two rounding errors.
+    """
+    constant = (x == x[0]).all(0)
+    return torch.where(constant, x[0], x.mean(0)), torch.where(constant, 1.0, x.std(0))
+
+
+def both_train(pair: TaskPair) -> Tensor:
+    """Training inputs of primary and harmful task, one under the other; the benign task shapes no preparation."""
+    return torch.cat([pair.primary.train.x, pair.harmful.train.x])
+
+
+def standardize(pair: TaskPair, normalize: Normalize) -> TaskPair:
+    """Columns of the inputs to mean 0, standard deviation 1, on training rows.
+
+    `shared`: statistics of both tasks together, which keeps one coordinate system (tensors `mean`, `std`); `each`:
+    every task by its own (tensors `<role>/mean`, `<role>/std`); `none`: as they are.
+    """
+    if normalize == "none":
+        return pair
+    if normalize == "shared":
+        mean, std = moments(both_train(pair))
+        return map_inputs(pair, lambda _, x: (x - mean) / std, mean=mean, std=std)
+    own = {role: moments(task.train.x) for role, task in pair.tasks.items()}
+    tensors = {f"{role}/mean": mean for role, (mean, _) in own.items()}
+    tensors |= {f"{role}/std": std for role, (_, std) in own.items()}
+    return map_inputs(pair, lambda role, x: (x - own[role][0]) / own[role][1], **tensors)
+
+
+def standardize_targets(pair: TaskPair) -> TaskPair:
+    """Regression targets to mean 0, standard deviation 1 on training rows (tensors `<role>/target_mean`, `_std`)."""
+    tasks, tensors = {}, {}
+    for role, task in pair.tasks.items():
+        if task.classes:
+            continue
+        mean, std = (value[0] for value in moments(task.train.y[:, None]))
+        splits = {s: Split(getattr(task, s).x, (getattr(task, s).y - mean) / std) for s in SPLITS}
+        tasks[role] = replace(task, **splits)
+        tensors |= {f"{role}/target_mean": mean, f"{role}/target_std": std}
+    return replace(pair, **tasks, tensors=pair.tensors | tensors)
+
+
+def common_basis(primary: Task, harmful: Task) -> Tensor:
+    """Orthonormal basis [D, d] of range(K_P) and range(K_H) intersected, K = X^T X of the training inputs.
+
+    The principal vectors of the two ranges (SVD of V_P^T V_H) whose cosine is 1 within the square root of the inputs'
+    machine epsilon, i.e. angles under about 2e-4 for float64. Raises DataError where the ranges meet only in 0.
+    """
+    ranges = [torch.linalg.svd(task.root, full_matrices=False).Vh for task in (primary, harmful)]
+    vectors, cosines, _ = torch.linalg.svd(ranges[0] @ ranges[1].T, full_matrices=False)
+    shared = cosines > 1 - max(primary.eps, harmful.eps) ** 0.5
+    if not shared.any():
+        raise DataError(
+            f"the inputs of '{primary.name}' and '{harmful.name}' have no direction in common; "
+            "set dataset.common_range=false"
+        )
+    return ranges[0].T @ vectors[:, shared]
+
+
+def finish(pair: TaskPair, common_range: bool) -> TaskPair:
+    """The last step of every data set: check that the tasks can be learned, go to the common range, say what came out.
+
+    With `common_range` the inputs of all tasks become coordinates in `common_basis` (tensor `basis`).
+    """
+    for task in pair.tasks.values():
+        _check_learnable(task)
+    about = {"inputs": pair.dim}
+    if common_range:
+        basis = common_basis(pair.primary, pair.harmful)
+        pair = map_inputs(pair, lambda _, x: x @ basis, basis=basis)
+        about["common_range"] = f"inputs projected onto the {pair.dim} dimensions range(K_P) and range(K_H) share"
+    about["rows"] = {role: {s: len(getattr(task, s)) for s in SPLITS} for role, task in pair.tasks.items()}
+    return replace(pair, about=pair.about | about)
+
+
+def _check_learnable(task: Task) -> None:
+    x, y = task.train.x, task.train.y
+    if (x == x[0]).all():
+        raise DataError(
+            f"task '{task.name}': every input feature is constant over its {len(x)} training rows (rank 0); "
+            "give it features that vary"
+        )
+    if task.constant:
+        return
+    if not task.classes and (y == y[0]).all():
+        raise DataError(f"task '{task.name}': its target is constant over the training rows, nothing can be learned")
+    if task.classes:
+        counts = torch.bincount(y, minlength=task.classes)
+        if not counts.all():
+            raise DataError(f"task '{task.name}': class {int(counts.argmin())} is empty, it has no training rows")

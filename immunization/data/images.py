@@ -1,0 +1,350 @@
+"""Pairs of image classification tasks for deep nets: folders with one folder a class, or any data set timm can open.
+
+Unlike the other data sets these hold no numbers yet: what a model reads depends on its own preprocessing, so
+`models.timm.Timm.prepare` turns an `ImagePair` into a `TaskPair` of activations.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from immunization.data.common import check_choice, check_fractions, split_rows
+from immunization.data.task import SPLITS
+from immunization.errors import ConfigError, DataError
+
+CROPS = (None, "center", "squash", "border")
+SYNONYMS = {"val": ("val", "validation", "valid", "test"), "train": ("train", "training")}
+
+
+@dataclass(frozen=True)
+class ImageSplit:
+    """Images of one split: `dataset` gives (image, class); `rows` of it belong here, None standing for all.
+
+    `identity` changes with the files, so that whatever is computed from them can be kept under it.
+    """
+
+    dataset: Dataset
+    rows: Tensor | None
+    identity: str
+
+    def __len__(self) -> int:
+        return len(self.dataset) if self.rows is None else len(self.rows)
+
+
+@dataclass(frozen=True)
+class ImageTask:
+    """One task: `classes` are the names of its labels 0, 1, ... (empty: not known beforehand), `splits` its images.
+
+    `crop` replaces the model's own crop mode. `outputs` says which output of a model's own head means which class.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    splits: dict[str, ImageSplit]
+    crop: str | None = None
+    outputs: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ImagePair:
+    """Tasks by role (primary, harmful and perhaps benign), and how to read their images; see conf/dataset."""
+
+    name: str
+    tasks: dict[str, ImageTask]
+    on_bad_image: Literal["error", "skip"] = "error"
+    augment: bool = False
+    size: int | None = None
+    crop_pct: float | None = None
+    batch_size: int = 64
+    workers: int = 0
+    cache: str | None = "~/.cache/immunization/activations"
+    cache_limit: float = 20.0
+    about: dict[str, object] = field(default_factory=dict)
+    device: torch.device | str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> ImagePair:
+        """The same images, to be computed with on `device` in `dtype`."""
+        return replace(self, device=torch.device(device), dtype=dtype)
+
+
+def image_folders(
+    primary_root: str | None = None,
+    harmful_root: str | None = None,
+    benign_root: str | None = None,
+    primary: Mapping[str, Any] | None = None,
+    harmful: Mapping[str, Any] | None = None,
+    benign: Mapping[str, Any] | None = None,
+    val_fraction: float = 0.1,
+    test_fraction: float = 0.2,
+    split_seed: int = 0,
+    on_bad_image: Literal["error", "skip"] = "error",
+    augment: bool = False,
+    size: int | None = None,
+    crop_pct: float | None = None,
+    batch_size: int = 64,
+    workers: int = 0,
+    cache: str | None = "~/.cache/immunization/activations",
+    cache_limit: float = 20.0,
+    name: str = "image_folders",
+) -> ImagePair:
+    """Tasks from folders of images or from timm's sources; conf/dataset/image_folders.yaml describes the options.
+
+    Raises ConfigError for an option that cannot be, DataError for folders that are absent, empty or do not agree.
+    """
+    check_choice("dataset.on_bad_image", on_bad_image, ("error", "skip"))
+    check_fractions(val_fraction, test_fraction)
+    if batch_size < 1 or workers < 0 or cache_limit < 0:
+        raise ConfigError("dataset.batch_size must be at least 1, dataset.workers and dataset.cache_limit at least 0")
+    if size is not None and size < 1:
+        raise ConfigError(f"dataset.size={size}: must be at least 1, or null for the model's own")
+    if crop_pct is not None and not 0 < crop_pct <= 1:
+        raise ConfigError(f"dataset.crop_pct={crop_pct}: must be in (0, 1], or null for the model's own")
+    sources = {"primary": (primary_root, primary), "harmful": (harmful_root, harmful), "benign": (benign_root, benign)}
+    tasks = {}
+    for role, (root, options) in sources.items():
+        if root is None and not (options or {}).get("source"):
+            if role == "benign":
+                continue
+            raise ConfigError(f"dataset.{role}_root is not set: give the folder of the images, a folder per class")
+        fractions = {"val_fraction": val_fraction, "test_fraction": test_fraction}
+        tasks[role] = _open_task(role, root, **(options or {}), **fractions, split_seed=split_seed)
+    reading = {"size": size, "crop_pct": crop_pct, "batch_size": batch_size, "workers": workers}
+    return ImagePair(
+        name, tasks, on_bad_image, augment, **reading, cache=cache, cache_limit=cache_limit, about=_about(tasks)
+    )
+
+
+class Digits(Dataset):
+    """scikit-learn's digits of some classes as grey 8 x 8 images, labels 0, 1, ... in the order of `classes`."""
+
+    def __init__(self, classes: Sequence[int]) -> None:
+        from sklearn.datasets import load_digits
+
+        pixels, labels = load_digits(return_X_y=True)
+        rows = np.flatnonzero(np.isin(labels, classes))
+        self.pixels = (pixels[rows] * 255 / 16).round().astype(np.uint8).reshape(-1, 8, 8)
+        self.labels = torch.tensor([list(classes).index(label) for label in labels[rows]])
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, i: int) -> tuple[Any, int]:
+        from PIL import Image
+
+        return Image.fromarray(self.pixels[i]), int(self.labels[i])
+
+
+def digits_deep(
+    primary: Sequence[int] = (0, 1, 2, 3),
+    harmful: Sequence[int] = (4, 5, 6),
+    benign: Sequence[int] | None = (7, 8, 9),
+    val_fraction: float = 0.1,
+    test_fraction: float = 0.25,
+    split_seed: int = 0,
+    size: int = 32,
+    name: str = "digits_deep",
+) -> ImagePair:
+    """scikit-learn's digits as images for a small net; conf/dataset/digits_deep.yaml describes the options."""
+    check_fractions(val_fraction, test_fraction)
+    roles = {"primary": primary, "harmful": harmful} | ({} if benign is None else {"benign": benign})
+    for role, classes in roles.items():
+        if len(classes) < 2 or len(set(classes)) < len(classes) or not set(classes) <= set(range(10)):
+            raise ConfigError(f"dataset.{role}={list(classes)}: at least two different digits of 0 to 9 are needed")
+    if sum(map(len, roles.values())) > len(set().union(*roles.values())):
+        raise ConfigError("dataset.primary, harmful and benign must have no digit in common")
+    tasks = {}
+    for role, classes in roles.items():
+        images = Digits(classes)
+        generator = torch.Generator().manual_seed(split_seed)
+        rows = split_rows(images.labels, val_fraction, test_fraction, generator)
+        splits = {s: ImageSplit(images, rows[s], f"digits {list(classes)} {rows[s].tolist()}") for s in SPLITS}
+        tasks[role] = ImageTask("digits " + " ".join(map(str, classes)), tuple(map(str, classes)), splits)
+    return ImagePair(name, tasks, size=size, crop_pct=1.0, cache=None, about=_about(tasks))
+
+
+def _about(tasks: Mapping[str, ImageTask]) -> dict[str, object]:
+    return {
+        "data": {role: task.name for role, task in tasks.items()},
+        "images": {role: {s: len(split) for s, split in task.splits.items()} for role, task in tasks.items()},
+        "classes": {role: len(task.classes) for role, task in tasks.items()},
+    }
+
+
+def _open_task(
+    role: str,
+    root: str | None,
+    val_fraction: float,
+    test_fraction: float,
+    split_seed: int,
+    source: str = "",
+    train: str = "train",
+    test: str = "val",
+    crop: str | None = None,
+    outputs: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> ImageTask:
+    check_choice(f"dataset.{role}.crop", crop, CROPS)
+    generator = torch.Generator().manual_seed(split_seed)
+    folder = None if root is None else Path(root).expanduser()
+    if source:
+        parts = {s: _open_source(role, source, folder, s, options or {}) for s in (train, test)}
+        classes = tuple(map(str, getattr(getattr(parts[train], "reader", None), "class_to_idx", None) or ()))
+        identities = {s: f"{source} {folder} {s} {len(part)} {dict(options or {})}" for s, part in parts.items()}
+        labels = None
+    else:
+        if not folder.is_dir():
+            raise DataError(f"dataset.{role}_root={root}: there is no such folder")
+        training, testing = _find(folder, train), _find(folder, test)
+        if testing is not None and training is None:
+            raise DataError(f"{folder} has {testing.name}/ but no {train}/; dataset.{role}.train names the folder")
+        classes = _class_folders(training or folder)
+        parts = {train: _open_folder(training or folder, classes)}
+        if testing is not None:
+            unknown = sorted(set(_class_folders(testing)) - set(classes))
+            if unknown:
+                raise DataError(f"{testing}: class {unknown[0]} is not in {training}; the classes of both must agree")
+            parts[test] = _open_folder(testing, classes)
+        identities = {s: _fingerprint(part.reader) for s, part in parts.items()}
+        labels = torch.tensor([label for _, label in parts[train].reader.samples])
+    held_out = test in parts
+    strata = torch.zeros(len(parts[train]), dtype=torch.long) if labels is None else labels
+    rows = split_rows(strata, val_fraction, 0.0 if held_out else test_fraction, generator)
+    splits = {s: ImageSplit(parts[train], rows[s], identities[train]) for s in SPLITS}
+    if held_out:
+        splits["test"] = ImageSplit(parts[test], None, identities[test])
+    named = None if outputs is None else _read_outputs(Path(outputs).expanduser(), classes)
+    return ImageTask(f"{source} {folder or ''}".strip(), classes, splits, crop, named)
+
+
+def _find(folder: Path, split: str) -> Path | None:
+    return next((folder / name for name in (split, *SYNONYMS.get(split, ())) if (folder / name).is_dir()), None)
+
+
+def _class_folders(folder: Path) -> tuple[str, ...]:
+    classes = tuple(sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != "."))
+    if not classes:
+        raise DataError(f"{folder} holds no folders: images are expected in one folder per class")
+    return classes
+
+
+def _open_folder(folder: Path, classes: tuple[str, ...]) -> Dataset:
+    from timm.data import create_dataset
+
+    index = {name: i for i, name in enumerate(classes)}
+    try:
+        dataset = create_dataset("", root=str(folder), search_split=False, class_map=index)
+    except RuntimeError as error:
+        raise DataError(f"{folder}: {error}") from error
+    present = {label for _, label in dataset.reader.samples}
+    for name in _class_folders(folder):
+        if index[name] not in present:
+            raise DataError(f"{folder / name}: the class folder is empty, it holds no image; add images or remove it")
+    return dataset
+
+
+def _open_source(role: str, source: str, folder: Path | None, split: str, options: Mapping[str, Any]) -> Dataset:
+    from timm.data import create_dataset
+
+    try:
+        return create_dataset(source, root=folder and str(folder), split=split, search_split=False, **options)
+    except ImportError as error:
+        raise ConfigError(f"dataset.{role}.source={source}: {error}; install what it needs, or use a folder") from error
+    except (AssertionError, OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"dataset.{role}.source={source}, split {split}, cannot be opened: {reason}") from error
+
+
+def _fingerprint(reader: Any) -> str:
+    """A hash of the names, sizes and times of the files, which stands for their content."""
+    digest = hashlib.sha256()
+    for path, label in reader.samples:
+        status = Path(path).stat()
+        digest.update(f"{path}|{label}|{status.st_size}|{status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _read_outputs(path: Path, classes: tuple[str, ...]) -> tuple[int, ...]:
+    """The output of the model's head for every class: CSV with a column `index` and one that holds the folder names."""
+    try:
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        for column in rows[0]:
+            index = {row[column]: int(row["index"]) for row in rows}
+            if set(classes) <= set(index):
+                return tuple(index[name] for name in classes)
+    except (OSError, KeyError, ValueError, IndexError, csv.Error) as error:
+        raise DataError(f"{path}: a CSV with a column 'index' and one of class folders is needed ({error})") from error
+    raise DataError(f"{path}: no column names all {len(classes)} class folders, e.g. '{classes[0]}'")
+
+
+class Readable(Dataset):
+    """The images of a split after `transform`, which timm's loaders set; what cannot be read comes as its message."""
+
+    def __init__(self, split: ImageSplit) -> None:
+        self.split, self.transform = split, None
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int] | str:
+        dataset, rows = self.split.dataset, self.split.rows
+        row = i if rows is None else int(rows[i])
+        reader = getattr(dataset, "reader", None)
+        try:
+            if hasattr(reader, "samples"):  # timm's own data set would put another image in place of a bad one
+                from PIL import Image
+
+                stream, label = reader[row]
+                with stream, Image.open(stream) as image:
+                    image = image.convert(dataset.input_img_mode)
+            else:
+                image, label = dataset[row]
+        except (OSError, SyntaxError, ValueError) as error:
+            name = reader.filename(row, absolute=True) if hasattr(reader, "samples") else f"image {row}"
+            return f"{name}: {error}"
+        return self.transform(image), label
+
+
+class ReadableStream(torch.utils.data.IterableDataset):
+    """The same for sources that can only be read in order (wds, hfids, tfds)."""
+
+    def __init__(self, split: ImageSplit) -> None:
+        self.split, self.transform = split, None
+        if split.rows is not None:
+            self.rows = set(split.rows.tolist())
+
+    def __iter__(self):
+        for row, (image, label) in enumerate(self.split.dataset):
+            if self.split.rows is None or row in self.rows:
+                yield self.transform(image), label
+
+
+def collate(items: list[tuple[Tensor, int] | str]) -> tuple[Tensor, Tensor, list[str]]:
+    """Images [n, C, H, W], labels [n] and the messages about those that could not be read."""
+    good = [item for item in items if not isinstance(item, str)]
+    images = torch.stack([torch.as_tensor(image) for image, _ in good]) if good else torch.empty(0)
+    labels = torch.tensor([int(label) for _, label in good], dtype=torch.long)
+    return images, labels, [item for item in items if isinstance(item, str)]
+
+
+def create_loader(pair: ImagePair, split: ImageSplit, config: Mapping[str, Any], **options: Any) -> Any:
+    """timm's loader over one split with a model's data config; batches are as `collate` makes them."""
+    from timm.data import create_loader as timm_loader
+
+    streamed = isinstance(split.dataset, torch.utils.data.IterableDataset)
+    dataset = ReadableStream(split) if streamed else Readable(split)
+    defaults = {"batch_size": pair.batch_size, "num_workers": 0 if streamed else pair.workers}
+    return timm_loader(
+        dataset, **config, **(defaults | options), use_prefetcher=False, persistent_workers=False, collate_fn=collate
+    )

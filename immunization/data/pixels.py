@@ -1,0 +1,248 @@
+"""Pairs of binary tasks on images of ten classes: scikit-learn's digits, MNIST and FashionMNIST."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from immunization.data.common import check_choice, check_fractions, finish, split_rows
+from immunization.data.task import Split, Task, TaskPair
+from immunization.errors import ConfigError, DataError
+
+Protocol = Literal["one_vs_rest", "authors"]
+
+FILES = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images of ten classes: `pixels` [N, D] from 0 to `scale`, `labels` [N] int64, row numbers of each split."""
+
+    about: str
+    pixels: Tensor
+    scale: int
+    labels: Tensor
+    rows: dict[str, Tensor]
+
+
+def digits(
+    seed: int,
+    primary: int = 0,
+    harmful: int = 1,
+    benign: int | None = None,
+    protocol: Protocol = "one_vs_rest",
+    max_samples: int | None = None,
+    val_fraction: float = 0.2,
+    test_fraction: float = 0.2,
+    common_range: bool = False,
+    name: str = "digits",
+) -> TaskPair:
+    """scikit-learn's 1797 digits of 8 x 8 pixels (D = 64); the options are described in conf/dataset/digits.yaml.
+
+    Raises ConfigError for an option that cannot be.
+    """
+    roles = _check_options(primary, harmful, benign, protocol, max_samples)
+    check_fractions(val_fraction, test_fraction)
+    from sklearn.datasets import load_digits
+
+    pixels, labels = map(torch.from_numpy, load_digits(return_X_y=True))
+    rows = split_rows(labels, val_fraction, test_fraction, torch.Generator().manual_seed(seed))
+    images = Images(f"scikit-learn digits, {len(pixels)} images of 8 x 8 pixels", pixels, 16, labels, rows)
+    return finish(_pair(name, images, roles, protocol, max_samples, seed), common_range)
+
+
+def mnist(
+    seed: int,
+    primary: int = 0,
+    harmful: int = 1,
+    benign: int | None = None,
+    protocol: Protocol = "one_vs_rest",
+    max_samples: int | None = None,
+    val_fraction: float = 0.1,
+    root: str = "~/.cache/immunization/mnist",
+    download: bool = True,
+    common_range: bool = False,
+    name: str = "mnist",
+) -> TaskPair:
+    """MNIST (D = 784); the options are described in conf/dataset/mnist.yaml.
+
+    Raises ConfigError for an option that cannot be, DataError for files that are absent or damaged.
+    """
+    roles = _check_options(primary, harmful, benign, protocol, max_samples)
+    images = _torchvision_images("MNIST", root, download, val_fraction, seed)
+    release = (0.1307, 0.3081) if protocol == "authors" else None
+    return finish(_pair(name, images, roles, protocol, max_samples, seed, release), common_range)
+
+
+def fashion_mnist(
+    seed: int,
+    primary: int = 0,
+    harmful: int = 1,
+    benign: int | None = None,
+    protocol: Protocol = "one_vs_rest",
+    max_samples: int | None = None,
+    val_fraction: float = 0.1,
+    root: str = "~/.cache/immunization/fashion_mnist",
+    download: bool = True,
+    common_range: bool = False,
+    name: str = "fashion_mnist",
+) -> TaskPair:
+    """FashionMNIST (D = 784); the options are described in conf/dataset/fashion_mnist.yaml. Raises as `mnist` does."""
+    roles = _check_options(primary, harmful, benign, protocol, max_samples)
+    images = _torchvision_images("FashionMNIST", root, download, val_fraction, seed)
+    return finish(_pair(name, images, roles, protocol, max_samples, seed), common_range)
+
+
+def _check_options(
+    primary: int, harmful: int, benign: int | None, protocol: Protocol, max_samples: int | None
+) -> dict[str, int]:
+    """The class of each role, once all options are found possible."""
+    roles = {"primary": primary, "harmful": harmful} | ({} if benign is None else {"benign": benign})
+    for role, digit in roles.items():
+        check_choice(f"dataset.{role}", digit, range(10))
+    if len(set(roles.values())) < len(roles):
+        shown = ", ".join(f"dataset.{role}={digit}" for role, digit in roles.items())
+        raise ConfigError(f"{shown}: every task needs a class of its own, choose different ones of 0 to 9")
+    check_choice("dataset.protocol", protocol, ("one_vs_rest", "authors"))
+    if max_samples is not None and not (isinstance(max_samples, int) and max_samples >= 1):
+        raise ConfigError(f"dataset.max_samples={max_samples}: must be an integer from 1 on, or null for all images")
+    return roles
+
+
+def _pair(
+    name: str,
+    images: Images,
+    roles: dict[str, int],
+    protocol: Protocol,
+    max_samples: int | None,
+    seed: int,
+    moments: tuple[float, float] | None = None,
+) -> TaskPair:
+    """The binary tasks of `roles` {role: class}, normalized by `moments` (mean, std) or by those of the training rows.
+
+    Negatives are dealt to the tasks from one shuffled deck of the images of classes that are nobody's, so no image is
+    in two tasks.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    authors = protocol == "authors"
+    chosen: dict[str, dict[str, tuple[Tensor, Tensor]]] = {role: {} for role in roles}  # row numbers, labels
+    for split, rows in images.rows.items():
+        deck = rows[torch.randperm(len(rows), generator=generator)]
+        labels = images.labels[deck]
+        own = {role: deck[labels == digit][:max_samples] for role, digit in roles.items()}
+        rest = deck[~torch.isin(labels, torch.tensor(list(roles.values())))]
+        fewest = min(map(len, own.values()))
+        if split == "train" and not fewest:
+            empty = next(role for role, positive in own.items() if not len(positive))
+            raise DataError(
+                f"{images.about}: class {roles[empty]} (dataset.{empty}) is empty, it has no training images"
+            )
+        for role, positive in own.items():
+            if authors:
+                chosen[role][split] = positive[:fewest], torch.full((fewest,), int(role != "primary"))
+            else:
+                negative, rest = rest[: len(positive)], rest[len(positive) :]
+                y = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
+                chosen[role][split] = torch.cat([positive, negative]), y
+
+    def scaled(rows: Tensor) -> Tensor:
+        return images.pixels[rows].double().div_(images.scale)
+
+    if moments:
+        mean, std = torch.tensor(moments, dtype=torch.float64)
+    else:
+        std, mean = torch.std_mean(scaled(torch.cat([chosen["primary"]["train"][0], chosen["harmful"]["train"][0]])))
+        if not std > 0:
+            raise DataError(f"{images.about}: all pixels of both tasks are equal (rank 0), the files are damaged")
+    tasks = {}
+    for role, digit in roles.items():
+        splits = {split: Split(scaled(rows).sub_(mean).div_(std), y) for split, (rows, y) in chosen[role].items()}
+        label = f"class {digit}" if authors else f"class {digit} against the rest"
+        tasks[role] = Task(label, **splits, classes=2, constant=authors)
+    source = "given by the release" if moments else "of all training pixels of primary and harmful task (ddof = 1)"
+    about = {
+        "data": images.about,
+        "protocol": "authors: images of one class a task, equally many, labels all 0 (primary) or all 1"
+        if authors
+        else "one_vs_rest: a class (1) against as many images of classes that no task has (0), no image in two tasks",
+        "classes": roles,
+        "normalize": f"pixels / {images.scale}, then one mean {mean:.6g} and std {std:.6g}, {source}",
+    }
+    return TaskPair(name, **tasks, about=about, tensors={"mean": mean[None], "std": std[None]})
+
+
+def _torchvision_images(family: str, root: str, download: bool, val_fraction: float, seed: int) -> Images:
+    """The files of torchvision's class `family`: its test file is the test split, the rest is train and val."""
+    check_fractions(val_fraction)
+    folder = Path(root).expanduser() / family / "raw"
+    _provide(family, folder, download)
+    (pixels, labels), (test_pixels, test_labels) = (_read_part(folder, part) for part in ("train", "t10k"))
+    rows = split_rows(labels, val_fraction, 0.0, torch.Generator().manual_seed(seed))
+    rows["test"] = torch.arange(len(labels), len(labels) + len(test_labels))
+    return Images(
+        f"{family}, {len(labels)} images of 28 x 28 pixels and the official {len(test_labels)} for test",
+        torch.cat([pixels, test_pixels]).flatten(1),
+        255,
+        torch.cat([labels, test_labels]).long(),
+        rows,
+    )
+
+
+def _stored(folder: Path, name: str) -> Path | None:
+    """The file as torchvision leaves it, unpacked or not: a read-only folder may hold only the latter."""
+    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
+
+
+def _provide(family: str, folder: Path, download: bool) -> None:
+    missing = [name for name in FILES if _stored(folder, name) is None]
+    if not missing:
+        return
+    remedy = f"put torchvision's four files of {family} into {folder} (dataset.root is the folder above {family}/raw)"
+    if not download:
+        raise DataError(f"{folder / missing[0]}[.gz] does not exist: {remedy}, or set dataset.download=true")
+    from torchvision import datasets
+
+    try:
+        getattr(datasets, family)(folder.parents[1], download=True)
+    except (RuntimeError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{folder / missing[0]} does not exist and the download failed ({reason}): {remedy}") from error
+
+
+def _read_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
+    images, labels = _read_idx(folder, f"{part}-images-idx3-ubyte"), _read_idx(folder, f"{part}-labels-idx1-ubyte")
+    if images.shape != (len(labels), 28, 28) or labels.ndim != 1 or not len(labels) or labels.max() > 9:
+        raise DataError(
+            f"{folder}: the {part} files hold images {tuple(images.shape)} and labels {tuple(labels.shape)}, expected "
+            "[N, 28, 28] and [N] from 0 to 9; delete them and run again with dataset.download=true"
+        )
+    return images, labels
+
+
+def _read_idx(folder: Path, name: str) -> Tensor:
+    """The bytes of an IDX file, plain or gzip, as a uint8 tensor (http://yann.lecun.com/exdb/mnist, FILE FORMATS)."""
+    path = _stored(folder, name)
+    try:
+        data = path.read_bytes()
+        if path.suffix == ".gz":
+            data = gzip.decompress(data)
+        if data[:3] != b"\0\0\x08":  # two zeros, then the code of uint8
+            raise ValueError("it does not begin as an IDX file of bytes")
+        shape = np.frombuffer(data, ">u4", count=data[3], offset=4).tolist()
+        body = np.frombuffer(data, np.uint8, offset=4 + 4 * len(shape))
+        if len(body) != prod(shape):
+            raise ValueError(f"{len(body)} bytes where its header announces {prod(shape)}")
+    except (OSError, EOFError, ValueError, IndexError, zlib.error) as error:
+        raise DataError(
+            f"{path} is truncated or corrupted ({error}): delete it and run again with dataset.download=true, "
+            "or copy it again"
+        ) from error
+    return torch.from_numpy(body.copy()).reshape(shape)

@@ -1,0 +1,75 @@
+"""CSV files read strictly: a damaged row, a missing column or a field that is no number is an error, never a guess."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from immunization.errors import DataError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def read_table(path: Path) -> pd.DataFrame:
+    """A CSV file with a header line; missing values stay the text they are written as.
+
+    pandas fills a row that is cut short with NaN, so the fields of every row are counted first. A file cut off within
+    its last field has the right number of them; that it does not end with a line break gives it away.
+    Raises DataError naming the file and the line.
+    """
+    import pandas as pd
+
+    again = "the file is damaged or cut off, get it again"
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file, strict=True)
+            header = next(reader, [])
+            for row in reader:
+                if row and len(row) != len(header):
+                    raise DataError(
+                        f"{path}, line {reader.line_num}: {len(row)} fields, the header has {len(header)}; {again}"
+                    )
+        if len(set(header)) < len(header):
+            raise DataError(f"{path}: the header names a column twice; give every column a name of its own")
+        if not header or reader.line_num < 2:
+            raise DataError(f"{path} has no rows below a header line; {again}")
+        with path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read() not in (b"\n", b"\r"):
+                raise DataError(
+                    f"{path} does not end with a line break, so its last row may be cut off; "
+                    "get the file again, or add the line break if the row is whole"
+                )
+        return pd.read_csv(path, na_filter=False, low_memory=False, encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} cannot be read as a CSV file in UTF-8: {error}") from error
+
+
+def require_columns(table: pd.DataFrame, columns: Sequence[str], path: Path) -> None:
+    missing = [name for name in columns if name not in table.columns]
+    if missing:
+        raise DataError(f"{path} lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}")
+
+
+def numbers(table: pd.DataFrame, columns: Sequence[str], path: Path, missing: Sequence[str] = ()) -> np.ndarray:
+    """Columns as float64 [rows, columns]; texts in `missing` are 0; other text, NaN or infinity is an error."""
+    import pandas as pd
+
+    parsed = np.empty((len(table), len(columns)))
+    for j, name in enumerate(columns):
+        field = table[name]
+        if not pd.api.types.is_numeric_dtype(field):
+            field = field.mask(field.isin(missing), "0")
+        parsed[:, j] = pd.to_numeric(field, errors="coerce")
+    bad = np.argwhere(~np.isfinite(parsed))
+    if len(bad):
+        i, j = bad[0]
+        value = table[columns[j]].iloc[i]
+        raise DataError(f"{path}, data row {table.index[i] + 1}, column {columns[j]}: '{value}' is not a finite number")
+    return parsed

@@ -1,0 +1,180 @@
+"""Tasks and pairs of tasks: what every data set of the project resolves to.
+
+A `Task` is one supervised problem on inputs with D features, split into train, validation and test. A `TaskPair`
+holds the primary task D_P, the harmful task D_H and, where there is one, a benign third task no method is shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from immunization import spectral
+from immunization.errors import DataError
+
+SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class Split:
+    """Rows of one task: `x` [N, D] float64; `y` [N], float64 (regression) or int64 class labels.
+
+    What enters the trainable part of a deep net is `x` [N, ...] in the net's dtype: it stays where it is stored, and
+    its rows follow `y` to the device as they are used. It need not be a tensor: `shape` and `split(n)` are enough.
+    """
+
+    x: Tensor
+    y: Tensor
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> Split:
+        x = self.x.to(device, dtype) if len(self.x.shape) == 2 else self.x
+        return Split(x, self.y.to(device, dtype if self.y.is_floating_point() else None))
+
+
+@dataclass(frozen=True)
+class Task:
+    """One supervised task.
+
+    `classes` is 0 for a regression, whose targets are standardized by the training split. `constant` marks the
+    authors' MNIST protocol, in which every label of a task is the same. `eps` is the machine epsilon of the dtype
+    the inputs were stored in before the cast to float64: it sets the rank tolerance. `width` is the number of features
+    a deep net makes of an input that is no row of a matrix. `head` [classes] says which output of a model's own head
+    means which class, where they differ.
+    """
+
+    name: str
+    train: Split
+    val: Split
+    test: Split
+    classes: int = 0
+    eps: float = 2.0**-52
+    constant: bool = False
+    width: int | None = None
+    head: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name in SPLITS:
+            split: Split = getattr(self, name)
+            matrix = len(split.x.shape) == 2
+            if matrix == bool(self.width) or len(split.y) != len(split.x):
+                raise DataError(
+                    f"task '{self.name}', {name} split: inputs of shape {tuple(split.x.shape)} and "
+                    f"{len(split.y)} targets; expected [rows, features] and one target a row"
+                )
+            if not torch.isfinite(split.y).all() or (matrix and not torch.isfinite(split.x).all()):
+                raise DataError(
+                    f"task '{self.name}', {name} split holds NaN or infinite values; clean or drop those rows"
+                )
+        if not len(self.train):
+            raise DataError(f"task '{self.name}' has no training rows")
+
+    @property
+    def dim(self) -> int:
+        """Number of features D."""
+        return self.width or self.train.x.shape[1]
+
+    @property
+    def outputs(self) -> int:
+        """Columns of a head for this task: 1 for a regression or two classes, else one a class."""
+        return self.classes if self.classes > 2 else 1
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of guessing, 1/classes; 0 for R^2."""
+        return 1 / self.classes if self.classes else 0.0
+
+    @property
+    def measure_name(self) -> str:
+        """`accuracy` for classes, `r2` for a regression."""
+        return "accuracy" if self.classes else "r2"
+
+    def targets(self, y: Tensor) -> Tensor:
+        """Least-squares targets [N, outputs] in float64: y itself, -1/+1 for two classes, else one-hot."""
+        if not self.classes:
+            return y.double()[:, None]
+        if self.classes == 2:
+            return (2.0 * y - 1.0).double()[:, None]
+        return F.one_hot(y, self.classes).double()
+
+    def loss(self, logits: Tensor, y: Tensor, smoothing: float = 0.0) -> Tensor:
+        """Mean training loss: squared error, binary cross-entropy, or cross-entropy with label smoothing."""
+        if not self.classes:
+            return F.mse_loss(logits[:, 0], y)
+        if logits.shape[1] == 1:
+            return F.binary_cross_entropy_with_logits(logits[:, 0], y.to(logits.dtype))
+        return F.cross_entropy(logits, self._labels(logits, y), label_smoothing=smoothing)
+
+    def measure(self, predictions: Tensor, y: Tensor) -> Tensor:
+        """Accuracy (sign or argmax) or R^2 of predictions [..., N, outputs]; leading dimensions are kept."""
+        if predictions.shape[-1] > 1:
+            return (predictions.argmax(-1) == self._labels(predictions, y)).double().mean(-1)
+        if self.classes:
+            return ((predictions[..., 0] > 0) == (y > 0)).double().mean(-1)
+        residual = ((predictions[..., 0] - y) ** 2).sum(-1)
+        return 1 - residual / ((y - y.mean()) ** 2).sum()
+
+    def _labels(self, predictions: Tensor, y: Tensor) -> Tensor:
+        """Labels as the columns of `predictions` count them: those of a model's own head, or of a probe."""
+        own = self.head is None or predictions.shape[-1] == self.outputs
+        return y if own else self.head.to(y.device)[y]
+
+    @cached_property
+    def root(self) -> Tensor:
+        """K^1/2 up to a rotation: [k, D] with root^T root = K = X^T X of the training inputs, k = rank(X)."""
+        root = spectral.compress(self.train.x, eps=self.eps)
+        if not len(root):
+            raise DataError(
+                f"task '{self.name}': every input feature is constant or zero (rank 0), there is nothing to condition"
+            )
+        return root
+
+    @property
+    def rank(self) -> int:
+        """Numerical rank k of the training inputs, which an invertible theta does not change; for a net, min(N, D)."""
+        return min(len(self.train), self.width) if self.width else len(self.root)
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> Task:
+        moved = {name: getattr(self, name).to(device, dtype) for name in SPLITS}
+        return replace(self, **moved, eps=max(self.eps, torch.finfo(dtype).eps))
+
+
+@dataclass(frozen=True)
+class TaskPair:
+    """Primary, harmful and (optionally) benign task over the same D input features.
+
+    `about` states the preparation in words and numbers; it goes to result.json, so that no figure is without it.
+    `tensors` holds what a reader needs to recompute the inputs: `mean`, `std` and, where it was used, `basis`.
+    """
+
+    name: str
+    primary: Task
+    harmful: Task
+    benign: Task | None = None
+    about: dict[str, object] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        dims = {role: task.dim for role, task in self.tasks.items()}
+        if len(set(dims.values())) > 1:
+            raise DataError(f"the tasks of '{self.name}' have different numbers of input features: {dims}")
+
+    @property
+    def tasks(self) -> dict[str, Task]:
+        """The tasks that exist, by role."""
+        roles = {"primary": self.primary, "harmful": self.harmful, "benign": self.benign}
+        return {role: task for role, task in roles.items() if task is not None}
+
+    @property
+    def dim(self) -> int:
+        return self.primary.dim
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> TaskPair:
+        moved = {role: task.to(device, dtype) for role, task in self.tasks.items()}
+        return TaskPair(self.name, **moved, about=self.about, tensors=self.tensors)
