@@ -1,0 +1,8 @@
+"""Feature extractors: one class each, chosen by `conf/model/*.yaml`."""
+
+from immunization.models.base import Batch, Model
+from immunization.models.digits import DigitsNet
+from immunization.models.linear import Linear
+from immunization.models.timm import Folded, Timm
+
+__all__ = ["Batch", "DigitsNet", "Folded", "Linear", "Model", "Timm"]

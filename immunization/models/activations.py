@@ -1,0 +1,177 @@
+"""What a frozen part of a net makes of images, computed once and kept in memory-mapped files.
+
+An entry is a folder named by a hash of everything its content depends on; it holds `data.bin` (rows one after another),
+`labels.bin` (int64) and `entry.json` (shape, dtype, checksum, images left out). It is renamed into place when complete.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from immunization.errors import DataError
+
+log = logging.getLogger(__name__)
+
+CHUNK = 2**26
+
+
+@dataclass(frozen=True)
+class Activations:
+    """`x` [N, ...] as computed, memory-mapped where it is kept on disk; `labels` [N]; `skipped` unreadable images."""
+
+    x: Tensor
+    labels: Tensor
+    skipped: tuple[str, ...] = ()
+
+
+class Stream:
+    """Activations too many to keep: computed from the images whenever they are read, in order (`split`)."""
+
+    def __init__(
+        self, loader: Callable[[int], Iterable], compute: Callable[[Tensor], Tensor], shape: Sequence[int]
+    ) -> None:
+        self.loader, self.compute, self.shape = loader, compute, torch.Size(shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def split(self, size: int) -> Iterator[Tensor]:
+        """Batches of `size` rows, in order."""
+        for images, _, _ in self.loader(size):
+            if len(images):
+                yield self.compute(images)
+
+
+def take(x: Tensor | Stream, rows: Tensor) -> Tensor:
+    """Rows of a tensor, or of a stream by one pass over it."""
+    if isinstance(x, Tensor):
+        return x[rows.to(x.device)]
+    wanted, found, start = rows.cpu(), {}, 0
+    for part in x.split(256):
+        for row in wanted[(wanted >= start) & (wanted < start + len(part))].tolist():
+            found[row] = part[row - start]
+        start += len(part)
+    return torch.stack([found[row] for row in wanted.tolist()])
+
+
+class _Writer:
+    """Writes one entry batch by batch; `root=None` gathers it in memory."""
+
+    def __init__(self, root: Path | None, key: str) -> None:
+        self.root, self.key, self.parts, self.crc, self.shape = root, key, [], 0, None
+        if root is not None:
+            root.mkdir(parents=True, exist_ok=True)
+            self.folder = Path(tempfile.mkdtemp(dir=root, prefix=".unfinished-"))
+            self.file = (self.folder / "data.bin").open("wb")
+
+    def add(self, batch: Tensor) -> None:
+        batch = batch.detach().cpu().contiguous()
+        if self.root is None:
+            self.parts.append(batch)
+            return
+        data = memoryview(batch.numpy()).cast("B")
+        self.file.write(data)
+        self.crc = zlib.crc32(data, self.crc)
+        self.shape, self.dtype = tuple(batch.shape[1:]), str(batch.dtype).removeprefix("torch.")
+
+    def finish(self, labels: Tensor, skipped: Sequence[str]) -> Activations:
+        if self.root is None:
+            return Activations(torch.cat(self.parts), labels, tuple(skipped))
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        labels.numpy().tofile(self.folder / "labels.bin")
+        entry = {"shape": (len(labels), *self.shape), "dtype": self.dtype, "crc": self.crc, "skipped": list(skipped)}
+        (self.folder / "entry.json").write_text(json.dumps(entry))
+        target = self.root / self.key
+        try:
+            os.replace(self.folder, target)
+        except OSError:  # another process was faster
+            self.discard()
+        return load(self.root, self.key)
+
+    def discard(self) -> None:
+        if self.root is not None:
+            self.file.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def load(root: Path | None, key: str) -> Activations | None:
+    """The entry `key`, memory-mapped; None where there is none. A damaged one is removed, with a warning."""
+    if root is None or not (root / key).is_dir():
+        return None
+    folder = root / key
+    try:
+        entry = json.loads((folder / "entry.json").read_text())
+        dtype, shape = getattr(torch, entry["dtype"]), entry["shape"]
+        size = prod(shape) * dtype.itemsize
+        if (folder / "data.bin").stat().st_size != size or (folder / "labels.bin").stat().st_size != 8 * shape[0]:
+            raise ValueError("wrong size")
+        crc = 0
+        with (folder / "data.bin").open("rb") as file:
+            while chunk := file.read(CHUNK):
+                crc = zlib.crc32(chunk, crc)
+        if crc != entry["crc"]:
+            raise ValueError("wrong checksum")
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        log.warning("activations in %s are damaged (%s) and are computed again", folder, error)
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+    x = torch.from_file(str(folder / "data.bin"), shared=False, size=prod(shape), dtype=dtype).view(shape)
+    labels = torch.from_file(str(folder / "labels.bin"), shared=False, size=shape[0], dtype=torch.int64)
+    return Activations(x, labels, tuple(entry["skipped"]))
+
+
+@torch.no_grad()
+def collect(
+    loader: Iterable[tuple[Tensor, Tensor, list[str]]],
+    compute: Callable[[Tensor], dict[str, Tensor]],
+    keys: dict[str, str],
+    root: Path | None,
+    title: str,
+    skip: bool = False,
+) -> dict[str, Activations]:
+    """One pass over `loader`: what `compute` makes of the images, by name; entries that exist are not computed.
+
+    `keys` gives the key of each name. Raises DataError that names all unreadable images, unless they are to be skipped.
+    """
+    found = {name: load(root, key) for name, key in keys.items()}
+    missing = [name for name in keys if found[name] is None]
+    if not missing:
+        return found
+    writers = {name: _Writer(root, keys[name]) for name in missing}
+    labels, bad = [], []
+    try:
+        for images, targets, messages in tqdm(loader, desc=title, unit="batch", disable=None, leave=False):
+            bad += messages
+            if len(images) and not (bad and not skip):
+                outputs = compute(images)
+                labels.append(targets)
+                for name in missing:
+                    writers[name].add(outputs[name])
+        if bad and not skip:
+            raise DataError(
+                f"{title}: {len(bad)} images cannot be read: {'; '.join(bad[:5])}{'; ...' if len(bad) > 5 else ''}. "
+                "Repair or remove them, or set dataset.on_bad_image=skip"
+            )
+        if not labels:
+            raise DataError(f"{title}: no image can be read{': ' + bad[0] if bad else ''}")
+    except BaseException:
+        for writer in writers.values():
+            writer.discard()
+        raise
+    y = torch.cat(labels)
+    return found | {name: writer.finish(y, bad) for name, writer in writers.items()}

@@ -1,0 +1,96 @@
+"""The linear extractor of the paper's theory: X~ = X theta."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from immunization.data.task import Task, TaskPair
+from immunization.errors import ConfigError
+from immunization.models.base import Batch, Model, Regularizer
+from immunization.spectral import Precondition, preconditioned_product
+
+
+class LinearMap(nn.Module):
+    """x @ theta + bias with theta [D_in, D_out]; `bias` is None but for the released code, whose theory has none."""
+
+    def __init__(self, theta: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.theta = nn.Parameter(theta)
+        self.bias = None if bias is None else nn.Parameter(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.theta if self.bias is None else x @ self.theta + self.bias
+
+
+class Linear(Model):
+    """Square linear extractor theta [D, D] and a linear head without bias.
+
+    `init`: `identity` (theta_0 = I, the baseline itself), `orthogonal` (a random rotation, which leaves every condition
+    number as it is) or `random` (uniform in +-1/sqrt(D), torch's default for a linear layer, as in the released code).
+    The head starts at zero from `identity`, else standard normal.
+    """
+
+    def __init__(
+        self, pair: TaskPair, init: Literal["identity", "orthogonal", "random"] = "identity", bias: bool = False
+    ) -> None:
+        super().__init__()
+        if not isinstance(pair, TaskPair):
+            raise ConfigError(f"dataset '{pair.name}' holds images; choose model=resnet18, vit_b16_clip or timm for it")
+        like = {"dtype": pair.primary.train.x.dtype, "device": pair.primary.train.x.device}
+        d, outputs = pair.dim, pair.primary.outputs
+        # drawn on the CPU, so that a seed means the same numbers on every device
+        layer = nn.Linear(d, d, dtype=like["dtype"])
+        theta, offset = layer.weight.data.T.contiguous(), layer.bias.data
+        omega = torch.randn(outputs, d, dtype=like["dtype"])
+        if init == "orthogonal":
+            nn.init.orthogonal_(theta)
+        elif init == "identity":
+            nn.init.eye_(theta)
+        elif init != "random":
+            raise ConfigError(f"model.init must be identity, orthogonal or random, not {init!r}")
+        if init != "random":
+            offset.zero_()
+        if init == "identity":
+            omega.zero_()
+        self.extractor = LinearMap(theta, offset if bias else None)
+        self.head = nn.Linear(d, outputs, bias=False)
+        self.head.weight = nn.Parameter(omega)
+        self.to(**like)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.extractor.bias is not None:
+            return super().forward(x)
+        return x @ (self.extractor.theta @ self.head.weight.T)  # O(N D) instead of O(N D^2)
+
+    def hessian_term(
+        self,
+        regularizer: Regularizer,
+        batch: Batch,
+        mode: Precondition,
+        ridge: float = 1.0,
+        side: str = "input",
+        features: Tensor | None = None,
+    ) -> Tensor:
+        theta, bias = self.extractor.theta, self.extractor.bias
+        x = batch.x if batch.root is None or bias is not None else batch.root
+        if mode == "cancelled":
+            return regularizer(x @ theta.detach(), theta=theta)
+        features = preconditioned_product(x, theta, mode, ridge, side)
+        return regularizer(features if bias is None else features + bias)
+
+    def set_head(self, weight: Tensor) -> None:
+        """Take `weight` [outputs, D_out] as the primary head."""
+        self.head.weight.data.copy_(weight)
+
+    @torch.no_grad()
+    def factor(self, task: Task) -> Tensor:
+        theta = self.extractor.theta
+        return task.root.to(theta) @ theta if self.extractor.bias is None else self.extractor(task.train.x)
+
+    def export(self) -> dict[str, Tensor]:
+        """`theta` [D_in, D_out] (features are X @ theta), `omega` [outputs, D_out], `bias` [D_out] if there is one."""
+        tensors = {"theta": self.extractor.theta, "omega": self.head.weight, "bias": self.extractor.bias}
+        return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
