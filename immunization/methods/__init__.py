@@ -1,0 +1,27 @@
+"""Immunization methods: one short class each beside the shared loop of `base.train`."""
+
+from immunization.methods.base import Method, PairedBatches, train
+from immunization.methods.closed_form import ClosedForm
+from immunization.methods.condition_number import ConditionNumber, RIllOnly
+from immunization.methods.identity import Identity
+from immunization.methods.imma import IMMA
+from immunization.methods.learning_curve import LearningCurve
+from immunization.methods.learning_curve_net import LearningCurveNet
+from immunization.methods.loaders import LoaderBatches, batches_of
+from immunization.methods.opt_kappa import OptKappa
+
+__all__ = [
+    "IMMA",
+    "ClosedForm",
+    "ConditionNumber",
+    "Identity",
+    "LearningCurve",
+    "LearningCurveNet",
+    "LoaderBatches",
+    "Method",
+    "OptKappa",
+    "PairedBatches",
+    "RIllOnly",
+    "batches_of",
+    "train",
+]

@@ -1,0 +1,91 @@
+"""The paper's method ("Ours", Alg. 1) and its ablation to R_ill alone."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from immunization.data.task import TaskPair
+from immunization.errors import ConfigError
+from immunization.methods.base import Method, nonnegative
+from immunization.models.base import Batch, Model
+from immunization.spectral import Precondition, r_ill_of_features, r_well_of_features
+
+
+class ConditionNumber(Method):
+    """Minimize L(D_P) + lambda_P R_well(H_P) + lambda_H R_ill(H_H) (Alg. 1).
+
+    The gradients of both regularizers are multiplied by K_P^-1 and K_H^-1 (`precondition`: `cancelled`, where K drops
+    out exactly; `ridge`, with K + `ridge` I; `pinv`; `none`). `side="output"` (of ridge) and `rank="full"` (k = D in
+    R_ill whatever the rank) are the released code's. `balance=True` scales both weights so that at theta_0 the gradient
+    of each regularizer is as long as that of the loss; lambda_P and lambda_H are then multiples of that scale.
+    """
+
+    def __init__(
+        self,
+        lambda_P: float,
+        lambda_H: float,
+        epochs: int,
+        batch_size: int | None = None,
+        precondition: Precondition = "cancelled",
+        ridge: float = 1.0,
+        ridge_harmful: float | None = None,
+        side: Literal["input", "output"] = "input",
+        rank: Literal["data", "full"] = "data",
+        balance: bool = False,
+        smoothing: float = 0.0,
+        max_accuracy_drop: float | None = None,
+        patience: int | None = None,
+    ) -> None:
+        super().__init__(epochs, batch_size, patience, max_accuracy_drop)
+        nonnegative(lambda_P=lambda_P, lambda_H=lambda_H, ridge=ridge, smoothing=smoothing)
+        if ridge_harmful is not None:
+            nonnegative(ridge_harmful=ridge_harmful)
+        if smoothing >= 1:
+            raise ConfigError(f"method.smoothing must be below 1, not {smoothing}")
+        if side == "output" and precondition != "ridge":
+            raise ConfigError(f"method.side=output needs method.precondition=ridge, not {precondition}")
+        self.lambda_P, self.lambda_H, self.balance, self.smoothing = lambda_P, lambda_H, balance, smoothing
+        self.full_rank = rank == "full"
+        self.well = {"mode": precondition, "ridge": ridge, "side": side}
+        self.ill = {**self.well, "ridge": ridge if ridge_harmful is None else ridge_harmful}
+
+    def setup(self, model: Model, pair: TaskPair) -> None:
+        super().setup(model, pair)
+        self.scale_P = self.scale_H = None if self.balance else 1.0
+
+    def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
+        logits, features = model.outputs(primary)
+        loss = self.pair.primary.loss(logits, primary.y, self.smoothing)
+        well = model.hessian_term(r_well_of_features, primary, **self.well, features=features)
+        rank = harmful.x.shape[1] if self.full_rank else harmful.rank
+        ill = model.hessian_term(partial(r_ill_of_features, rank=rank), harmful, **self.ill)
+        if self.scale_P is None:
+            self._balance(model, loss, well, ill)
+        total = loss + self.lambda_P * self.scale_P * well + self.lambda_H * self.scale_H * ill
+        return {"loss": total, "task_loss": loss, "r_well": well, "r_ill": ill}
+
+    def _balance(self, model: Model, loss: Tensor, well: Tensor, ill: Tensor) -> None:
+        theta = [p for p in model.extractor.parameters() if p.requires_grad]
+
+        def norm(term: Tensor) -> float:
+            gradients = torch.autograd.grad(term, theta, retain_graph=True, allow_unused=True)
+            return sum(g.square().sum().item() for g in gradients if g is not None) ** 0.5
+
+        # a head that starts at zero gives the loss no gradient in theta; the regularizers are then balanced alone
+        unit = norm(loss) or 1.0
+        self.scale_P, self.scale_H = (unit / (norm(term) or 1.0) for term in (well, ill))
+
+
+class RIllOnly(Method):
+    """Minimize R_ill(H_H) alone, by plain gradient descent (the paper's ablation)."""
+
+    def __init__(self, epochs: int, batch_size: int | None = None, max_accuracy_drop: float | None = None) -> None:
+        super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
+
+    def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
+        ill = model.hessian_term(partial(r_ill_of_features, rank=harmful.rank), harmful, "none")
+        return {"loss": ill, "r_ill": ill}

@@ -1,0 +1,85 @@
+"""IMMA (Zheng & Yeh, ECCV 2024): bi-level immunization against an adapting attacker."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from immunization.data.task import Task, TaskPair
+from immunization.errors import ConfigError
+from immunization.methods.base import Method, nonnegative
+from immunization.models.base import Batch, Model
+
+Head = tuple[Tensor, Tensor | None]
+"""Weight and bias."""
+
+
+class IMMA(Method):
+    """Bi-level: the attacker adapts theta to D_H for a few steps, the defender makes the adapted theta bad at it.
+
+    A step, in this order: omega takes `head_steps` gradient steps on L(D_P) and the attacker's head w as many on L(D_H)
+    (rate `head_lr`), both then held fixed; the lower level
+    theta^(k+1) = theta^k - inner_lr grad_theta L(D_H, w, theta^k) runs for `inner_steps`; the upper loss is
+    L(D_P, omega, theta^K) - weight * min(L(D_H, w, theta^K), cap). `mode="unroll"` differentiates through the lower
+    level (the paper's); `"first_order"` takes the upper gradient at theta^K and applies it at theta (what the IMMA
+    release does). `cap=None` leaves the harmful loss unbounded.
+    """
+
+    def __init__(
+        self,
+        epochs: int,
+        batch_size: int | None = None,
+        inner_steps: int = 1,
+        inner_lr: float = 0.1,
+        head_steps: int = 1,
+        head_lr: float = 0.5,
+        weight: float = 1.0,
+        cap: float | None = None,
+        mode: Literal["unroll", "first_order"] = "unroll",
+        max_accuracy_drop: float | None = None,
+    ) -> None:
+        super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
+        nonnegative(inner_steps=inner_steps, inner_lr=inner_lr, head_steps=head_steps, head_lr=head_lr, weight=weight)
+        if cap is not None:
+            nonnegative(cap=cap)
+        if mode not in ("unroll", "first_order"):
+            raise ConfigError(f"method.mode must be 'unroll' or 'first_order', not {mode!r}")
+        self.inner_steps, self.inner_lr, self.head_steps, self.head_lr = inner_steps, inner_lr, head_steps, head_lr
+        self.weight, self.cap, self.unroll = weight, math.inf if cap is None else cap, mode == "unroll"
+
+    def setup(self, model: Model, pair: TaskPair) -> None:
+        super().setup(model, pair)
+        self.attacker = nn.Linear(model.head.in_features, pair.harmful.outputs, bias=False).to(model.head.weight)
+        nn.init.zeros_(self.attacker.weight)
+
+    def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
+        self._fit_head(model.head, model.features(primary.x), primary.y, self.pair.primary)
+        self._fit_head(self.attacker, model.features(harmful.x), harmful.y, self.pair.harmful)
+        omega, w = (_detached(head) for head in (model.head, self.attacker))
+
+        def task_loss(task: Task, head: Head, theta: dict[str, Tensor], batch: Batch) -> Tensor:
+            return task.loss(F.linear(functional_call(model.extractor, theta, (batch.x,)), *head), batch.y)
+
+        theta = {name: p for name, p in model.extractor.named_parameters() if p.requires_grad}
+        for _ in range(self.inner_steps):
+            lower = task_loss(self.pair.harmful, w, theta, harmful)
+            gradients = torch.autograd.grad(lower, list(theta.values()), create_graph=self.unroll)
+            theta = {name: p - self.inner_lr * g for (name, p), g in zip(theta.items(), gradients, strict=True)}
+        loss_primary = task_loss(self.pair.primary, omega, theta, primary)
+        loss_harmful = task_loss(self.pair.harmful, w, theta, harmful)
+        loss = loss_primary - self.weight * loss_harmful.clamp(max=self.cap)
+        return {"loss": loss, "task_loss": loss_primary, "harmful_loss": loss_harmful}
+
+    def _fit_head(self, head: nn.Module, features: Tensor, y: Tensor, task: Task) -> None:
+        for _ in range(self.head_steps):
+            (gradient,) = torch.autograd.grad(task.loss(head(features), y), head.weight)
+            head.weight.data -= self.head_lr / features.square().sum(1).mean() * gradient
+
+
+def _detached(head: nn.Linear) -> Head:
+    return head.weight.detach(), None if head.bias is None else head.bias.detach()

@@ -1,0 +1,61 @@
+"""Immunization of the learning curve by training a net itself, batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from immunization.data.task import Task, TaskPair
+from immunization.errors import ConfigError
+from immunization.methods.base import Method, nonnegative
+from immunization.methods.learning_curve import excess_curves, time_grid
+from immunization.models import Batch, Model
+
+
+class LearningCurveNet(Method):
+    """Minimize L(D_P) + weight (lambda_P mean_t excess_P(t) - lambda_H mean_t excess_H(t) + benign_weight random(t)).
+
+    The curves are those of `LearningCurve`, of a probe on the features of one batch: exact for these rows, whatever the
+    net. L(D_P) is cross-entropy with label smoothing on the model's own head and keeps the primary task.
+    """
+
+    def __init__(
+        self,
+        epochs: int,
+        batch_size: int | None = None,
+        horizon: int | Sequence[int] = 11,
+        weight: float = 1.0,
+        lambda_P: float = 1.0,
+        lambda_H: float = 1.0,
+        benign_weight: float = 0.3,
+        smoothing: float = 0.1,
+        max_accuracy_drop: float | None = None,
+    ) -> None:
+        super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
+        nonnegative(
+            weight=weight, lambda_P=lambda_P, lambda_H=lambda_H, benign_weight=benign_weight, smoothing=smoothing
+        )
+        if smoothing >= 1:
+            raise ConfigError(f"method.smoothing must be below 1, not {smoothing}")
+        self.weight, self.lambda_P, self.lambda_H = weight, lambda_P, lambda_H
+        self.benign_weight, self.smoothing, self.grid = benign_weight, smoothing, time_grid(horizon)
+
+    def setup(self, model: Model, pair: TaskPair) -> None:
+        super().setup(model, pair)
+        self.grid = self.grid.to(model.head.weight.device)
+
+    def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
+        logits, features = model.outputs(primary)
+        loss = self.pair.primary.loss(logits, primary.y, self.smoothing)
+        features = model.extractor(primary.x) if features is None else features
+        excess_p, random = self._curves(self.pair.primary, features, primary.y)
+        excess_h, _ = self._curves(self.pair.harmful, model.extractor(harmful.x), harmful.y)
+        curves = self.lambda_P * excess_p - self.lambda_H * excess_h + self.benign_weight * random
+        terms = {"excess_primary": excess_p, "excess_harmful": excess_h, "excess_random": random}
+        return {"loss": loss + self.weight * curves, "task_loss": loss, **terms}
+
+    def _curves(self, task: Task, features: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        targets = task.targets(y)
+        excess, random = excess_curves(features.double(), targets, self.grid)
+        return excess.mean() / targets.square().sum(), random.mean()

@@ -1,0 +1,65 @@
+"""What the methods for linear maps share: theta itself, the D x D statistics of a task, and the least-squares head."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from immunization import spectral
+from immunization.data.task import Task
+from immunization.errors import ConfigError
+from immunization.evaluation.probe import Probe
+from immunization.models import Linear, Model
+
+SLACK = 0.05
+"""Share by which a simpler (earlier stopped) probe may miss the best generalization score."""
+
+
+def linear_map(model: Model, method: str) -> nn.Parameter:
+    """theta [D, D] of a linear model without bias; ConfigError for any other model."""
+    if not isinstance(model, Linear):
+        raise ConfigError(f"method={method} acts on a linear extractor: use model=linear, not {model.name}")
+    if model.extractor.bias is not None:
+        raise ConfigError(f"method={method} has no use for a bias in the extractor: set model.bias=false")
+    return model.extractor.theta
+
+
+def probe_of_inputs(task: Task) -> Probe:
+    """The probe on the training inputs: root S V^T [k, D] of K and c = U^T Y [k, C], whatever the number of rows."""
+    x, y = task.train.x.double(), task.targets(task.train.y)
+    blocks = spectral.triangular_factor(torch.cat([x, y], 1))[0][: task.dim]
+    return Probe.fit(blocks[:, : task.dim], blocks[:, task.dim :], max(x.shape) * task.eps, rank=task.rank)
+
+
+def root_of(probe: Probe) -> Tensor:
+    """S V^T [k, D]: with c in the place of Y it is all that any probe behind a linear map depends on."""
+    return probe.sigma[:, None] * probe.vectors.T
+
+
+def early_stopped(inputs: Probe, task: Task) -> Probe:
+    """`inputs` with c replaced by what gradient descent has learned of it when that generalizes best.
+
+    After t steps of size 1/lambda_1 that is c_i (1 - (1 - r_i)^t), r_i = (sigma_i / sigma_1)^2. t is the first one that
+    comes within `SLACK` of the least generalized cross-validation (Golub, Heath and Wahba, 1979),
+    ||Y - F w_t||^2 / (N - sum_i (1 - (1 - r_i)^t))^2, which needs no held-out rows.
+    """
+    steps = 2 ** torch.arange(0, 20.5, 0.5, dtype=torch.float64, device=inputs.sigma.device)
+    learned = 1 - (1 - (inputs.sigma / inputs.sigma[0]) ** 2) ** steps[:, None]
+    squares = inputs.coefficients.square().sum(1)
+    residual = task.targets(task.train.y).square().sum() - (1 - (1 - learned) ** 2) @ squares
+    score = (residual / (len(task.train) - learned.sum(1)) ** 2).nan_to_num(math.inf)  # 0/0 where all N rows are fitted
+    first = (score <= (1 + SLACK) * score.min()).nonzero()[0, 0]
+    return replace(inputs, coefficients=learned[first][:, None] * inputs.coefficients)
+
+
+@torch.no_grad()
+def fit_head(model: Linear, inputs: Probe) -> None:
+    """Set the primary head to theta^-1 w*, w* the minimum-norm least squares on the inputs of `inputs`.
+
+    It is a least-squares head on the features too, and the one whose logits are those of w* for any input, also in
+    directions that no training row has.
+    """
+    model.set_head(torch.linalg.solve(model.extractor.theta.double(), inputs.optimum()).T)

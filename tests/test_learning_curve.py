@@ -1,0 +1,185 @@
+"""Immunization of the learning curve: exact curves, exact gradients, and what training on them does to the probes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matrices import gaussian, seeds, spectra, with_spectrum
+from torch.testing import assert_close
+
+from immunization.data import digits
+from immunization.data.task import Split, Task, TaskPair
+from immunization.errors import ConfigError
+from immunization.evaluation import Comparison, LearningCurves, PrimaryPerformance
+from immunization.methods import LearningCurve, PairedBatches, train
+from immunization.methods.learning_curve import excess_curves, time_grid
+from immunization.methods.statistics import early_stopped, probe_of_inputs
+from immunization.models import Linear
+
+quick = settings(max_examples=15)
+
+
+def doubled(factor, c, octaves):
+    """Excess after 1, 2, 4, ..., 2^octaves steps by w_2t = w_t + P^t w_t, P^2t = P^t P^t; and mean ||P^t||_F^2."""
+    hessian, b = factor.T @ factor, factor.T @ c
+    largest = torch.linalg.eigvalsh(hessian)[-1]
+    power, w = torch.eye(len(hessian)).double() - hessian / largest, b / largest
+    excess, expected = [], []
+    for _ in range(octaves + 1):
+        excess.append((factor @ w - c).square().sum())
+        expected.append(power.square().sum() / len(hessian))
+        w, power = w + power @ w, power @ power
+    return torch.stack(excess), torch.stack(expected)
+
+
+def immunized(pair, method, lr=3e-3, seed=0):
+    torch.manual_seed(seed)
+    model = Linear(pair)
+    method.setup(model, pair)
+    batches = PairedBatches(pair, None, torch.Generator())
+    steps = train(method, model, batches, torch.optim.Adam(model.parameters(), lr=lr))
+    method.finish(model)
+    return model, steps
+
+
+@quick
+@given(spectra(smallest=2, largest=6, decades=1.5), seeds, st.integers(1, 3))
+def test_curves_are_gradient_descent_step_by_step(sigma, seed, outputs):
+    size = len(sigma)
+    factor, c = with_spectrum(sigma, size, size, seed), gaussian(size, outputs, seed=seed + 5)
+    steps = [1, 2, 3, 7, 20, 64]
+    excess, _ = excess_curves(factor, c, time_grid(steps))
+    hessian, b, w = factor.T @ factor, factor.T @ c, torch.zeros(size, outputs, dtype=torch.float64)
+    rate, plain = 1 / torch.linalg.eigvalsh(hessian)[-1], []
+    for t in range(1, 65):
+        w = w - rate * (hessian @ w - b)
+        if t in steps:
+            plain.append((factor @ w - c).square().sum())
+    assert_close(excess, torch.stack(plain), rtol=1e-8, atol=1e-12)
+
+
+@quick
+@given(spectra(smallest=2, largest=6), seeds)
+def test_curves_are_those_of_the_doubling_formula(sigma, seed):
+    size = len(sigma)
+    factor, c = with_spectrum(sigma, size, size, seed), gaussian(size, 2, seed=seed + 5)
+    for curve, expected in zip(excess_curves(factor, c, time_grid(16)), doubled(factor, c, 16), strict=True):
+        assert_close(curve, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "sigma",
+    [[3.0, 2.0, 1.0, 0.5], [3.0, 2.0, 2.0, 1e-3], [1.0, 1e-2, 0.0, 0.0], [2.0, 1.0, 1 - 1e-9, 0.5]],
+    ids=["simple", "repeated", "singular", "nearly equal"],
+)
+def test_gradients_are_those_of_backpropagation_through_the_doubling(sigma):
+    factor = with_spectrum(torch.tensor(sigma, dtype=torch.float64), 4, 4, seed=1)
+    c, weights = gaussian(4, 2, seed=2), gaussian(2, 11, seed=3)
+    gradients = []
+    for curves in (excess_curves(factor.requires_grad_(), c, time_grid(10)), doubled(factor, c, 10)):
+        loss = sum(weight @ curve for weight, curve in zip(weights, curves, strict=True))
+        gradients.extend(torch.autograd.grad(loss, factor))
+    assert_close(*gradients, rtol=1e-6, atol=1e-8)
+
+
+def test_gradient_is_finite_where_the_largest_eigenvalue_is_repeated():
+    factor = with_spectrum(torch.tensor([2.0, 2.0, 1.0], dtype=torch.float64), 3, 3, seed=1).requires_grad_()
+    excess, expected = excess_curves(factor, gaussian(3, 1, seed=2), time_grid(10))
+    (excess.sum() + expected.sum()).backward()
+    assert torch.isfinite(factor.grad).all()
+
+
+@quick
+@given(seeds, st.integers(2, 5), st.integers(1, 3), st.sampled_from([3, 12, [1, 5, 40]]))
+def test_gradients_against_finite_differences(seed, size, outputs, horizon):
+    factor, c = gaussian(size, size + 1, seed=seed).requires_grad_(), gaussian(size, outputs, seed=seed + 1)
+    grid = time_grid(horizon)
+    assert torch.autograd.gradcheck(
+        lambda f: torch.cat(excess_curves(f, c, grid)), factor, eps=1e-7, atol=1e-3, rtol=1e-3
+    )
+
+
+def test_scale_of_the_features_changes_nothing():
+    factor, c = gaussian(4, 4, seed=0).requires_grad_(), gaussian(4, 1, seed=1)
+    excess, expected = excess_curves(factor, c, time_grid(8))
+    for curve, other in zip((excess, expected), excess_curves(1e3 * factor, c, time_grid(8)), strict=True):
+        assert_close(curve, other)
+    (excess.sum() + expected.sum()).backward()
+    assert (factor.grad * factor).sum().abs() < 1e-9 * factor.grad.norm()
+
+
+def test_harmful_probe_is_slowed_by_orders_of_magnitude_and_the_primary_one_is_not():
+    pair = digits(seed=0, primary=3, harmful=8, benign=5)
+    model, _ = immunized(pair, LearningCurve(epochs=100))
+    comparison = Comparison(pair, after=model.features, logits=model)
+    metrics = LearningCurves()(comparison).metrics | PrimaryPerformance()(comparison).metrics
+    assert metrics["steps_ratio/harmful"] >= 1e3
+    assert metrics["steps_ratio/primary"] <= 1
+    assert metrics["primary/head_accuracy"] == metrics["primary/accuracy_baseline"]
+
+
+def test_early_stopping_goes_back_to_the_best_theta():
+    pair = digits(seed=0)
+    method = LearningCurve(epochs=200, patience=10, rotate=False)
+    model, steps = immunized(pair, method, lr=0.3)  # coarse steps: the score stalls soon
+    assert steps < 200
+    assert method.score(model) == pytest.approx(method.best[0])
+
+
+def test_without_validation_rows_patience_has_no_effect_and_says_so():
+    method = LearningCurve(epochs=20, patience=5)
+    _, steps = immunized(digits(seed=0, val_fraction=0.0), method)
+    assert steps == 20
+    assert "no_early_stopping" in method.flags
+
+
+def test_early_stopped_targets_are_a_part_of_the_labels_chosen_by_generalization():
+    x, w = gaussian(60, 40, seed=0) * torch.logspace(0, -2, 40).double(), gaussian(40, 1, seed=1)
+    y, noise = (x @ w)[:, 0], gaussian(60, seed=2)
+    shares = []
+    for level in (1e-6, 3.0):
+        split = Split(x, y + level * noise)
+        task = Task("noisy", split, split, split)
+        inputs = probe_of_inputs(task)
+        aim = early_stopped(inputs, task)
+        share = aim.coefficients / inputs.coefficients
+        assert ((share >= 0) & (share <= 1 + 1e-12)).all()
+        shares.append(share.mean())
+    assert shares[1] < 0.5 * shares[0]  # noise that no probe should learn is no aim
+
+
+@pytest.mark.parametrize("targets", ["labels", "early_stopped"])
+def test_regression_and_several_classes(targets):
+    x = gaussian(40, 6, seed=0)
+    regression = Split(x, x @ gaussian(6, seed=1))
+    classes = Split(gaussian(40, 6, seed=2), torch.arange(40) % 3)
+    pair = TaskPair(
+        "mixed",
+        Task("classes", classes, classes, classes, classes=3),
+        Task("regression", regression, regression, regression),
+    )
+    method = LearningCurve(epochs=30, targets=targets)
+    before = Linear(pair)
+    method.setup(before, pair)
+    first = method.step(before, None, None)
+    model, _ = immunized(pair, method, lr=1e-2)
+    last = method.step(model, None, None)
+    assert last["loss"] < first["loss"]
+    assert model.head.weight.shape == (3, 6)
+
+
+@pytest.mark.parametrize("horizon", [[], [4, 2], [1, 1], [0, 1], [1.5, 2], -1, 99, "abc", None, True])
+def test_time_grid_that_cannot_be(horizon):
+    with pytest.raises(ConfigError, match=r"method\.horizon"):
+        LearningCurve(epochs=1, horizon=horizon)
+
+
+def test_time_grid():
+    assert time_grid(3).tolist() == [1, 2, 4, 8]
+    assert time_grid([1, 10, 100]).tolist() == [1, 10, 100]
+
+
+def test_bad_options():
+    for options in ({"benign_weight": -1.0}, {"lambda_H": float("nan")}, {"patience": 0}, {"targets": "noise"}):
+        with pytest.raises(ConfigError, match=rf"method\.{next(iter(options))}"):
+            LearningCurve(epochs=1, **options)
