@@ -1,0 +1,131 @@
+"""How far two tasks can be told apart at all: the ceiling of RIR (docs/theory.md) and the alignment of K_P and K_H.
+
+Both look at the training features before immunization, for linear models the inputs: K = V S^2 V^T.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from immunization import spectral
+from immunization.errors import ConfigError
+from immunization.evaluation.base import Comparison, Measures
+from immunization.evaluation.probe import Probe
+from immunization.evaluation.rir import condition_ratios
+
+
+def dimensions_outside(comparison: Comparison) -> int:
+    """Dimensions of range(K_H) outside of range(K_P): the rank of both tasks' features together, minus rank(K_P)."""
+    primary, harmful = (comparison.probe(role, "before") for role in ("primary", "harmful"))
+    dim, k = primary.vectors.shape
+    if k == dim:
+        return 0
+    roots = torch.cat([probe.vectors * probe.sigma for probe in (primary, harmful)], 1)
+    tasks = [comparison.tasks[role] for role in ("primary", "harmful")]
+    shape = sum(len(task.train) for task in tasks), dim
+    return max(0, spectral.numerical_rank(torch.linalg.svdvals(roots), shape, max(task.eps for task in tasks)) - k)
+
+
+def relative_condition_number(primary: Probe, harmful: Probe) -> float:
+    """kappa(M) of M = K_P^-1/2 K_H K_P^-1/2 over its rank(K_H) largest eigenvalues.
+
+    These are the squared singular values of S_H V_H^T V_P S_P^-1, so that no Gram matrix loses digits.
+    """
+    sigma = torch.linalg.svdvals(harmful.sigma[:, None] * (harmful.vectors.T @ primary.vectors) / primary.sigma)
+    return spectral.condition_number_of(sigma, min(len(sigma), len(harmful.sigma)))
+
+
+def bounded_condition_number(comparison: Comparison) -> tuple[float, str]:
+    """kappa(M), and '' or, where it is infinite, the reason why RIR has no ceiling and what to do."""
+    primary, harmful = (comparison.probe(role, "before") for role in ("primary", "harmful"))
+    rank = len(harmful.sigma)
+    if rank == 1:
+        return 1.0, ""  # kappa(H_H) is 1 whatever theta is, also outside of range(K_P)
+    if outside := dimensions_outside(comparison):
+        return math.inf, (
+            f"unbounded: {outside} of the {rank} dimensions of range(K_H) are outside of range(K_P), where theta may "
+            "stretch the harmful features at no cost to the primary task; dataset.common_range=true stays inside"
+        )
+    return relative_condition_number(primary, harmful), ""
+
+
+class Ceiling:
+    """RIR* = kappa(M) kappa(K_P) / kappa(K_H), which no invertible theta exceeds, and log RIR / log RIR*.
+
+    By Ostrowski's theorem kappa(H_H) <= kappa(M) kappa(H_P). For training inputs; None where the supremum is infinite.
+    """
+
+    def __call__(self, comparison: Comparison) -> Measures:
+        measures = Measures()
+        kappa, reason = bounded_condition_number(comparison)
+        if reason:
+            measures.miss(reason, "ceiling/rir", "ceiling/attained")
+            return measures
+        ratios = condition_ratios(comparison)
+        ceiling = kappa * ratios["kappa_primary_baseline"] / ratios["kappa_harmful_baseline"]
+        measures.put("ceiling/rir", ceiling)
+        if abs(math.log(ceiling)) < 1e-9:
+            measures.miss("the ceiling is 1: no theta can tell the two tasks' spectra apart", "ceiling/attained")
+        elif not 0 < ratios["rir"] < math.inf:
+            measures.miss(f"rir is {ratios['rir']}", "ceiling/attained")
+        else:
+            measures.put("ceiling/attained", math.log(ratios["rir"]) / math.log(ceiling))
+        return measures
+
+
+class Alignment:
+    """Alignment of K_P and K_H (paper, Sec. 3.1).
+
+    `alignment/score` in [0, 1]: (1 + rho) / 2, with rho the correlation of log K_P and log K_H in the trace inner
+    product, sum_ij p_i h_j cos^2(v_i, v_j) / (||p|| ||h||) for log-eigenvalues p, h centered on each matrix's range.
+    It is 1 where log K_H = a log K_P + b (a > 0), 1/2 where they are unrelated, 0 where the order of eigenvalues is
+    reversed; condition numbers are distances on that log scale (log-Euclidean geometry, Arsigny et al. 2006).
+    `alignment/kernel`: the kernel alignment tr(K_P K_H) / (||K_P|| ||K_H||) (Cristianini et al. 2001), the same for the
+    eigenvalues themselves.
+    `alignment/principal_angle_max|mean` (radians) and the curve `alignment/principal_angles`: between the spans of the
+    leading singular vectors that hold the share `energy` of each trace. `alignment/kappa_M` as in `Ceiling`.
+    Array `alignment/cosines` [rank K_P, rank K_H], float32: |cos| between singular vectors.
+    """
+
+    def __init__(self, energy: float = 0.95) -> None:
+        if not 0 < energy <= 1:
+            raise ConfigError(f"evaluation.alignment.energy must be above 0 and at most 1, not {energy}")
+        self.energy = energy
+
+    def __call__(self, comparison: Comparison) -> Measures:
+        measures = Measures()
+        primary, harmful = (comparison.probe(role, "before") for role in ("primary", "harmful"))
+        cosines = (primary.vectors.T @ harmful.vectors).abs().clamp(max=1)
+        measures.arrays["alignment/cosines"] = cosines.float()
+
+        kappa, reason = bounded_condition_number(comparison)
+        if reason:
+            measures.miss(reason, "alignment/kappa_M")
+        else:
+            measures.put("alignment/kappa_M", kappa)
+
+        logs = [2 * (probe.sigma.log() - probe.sigma.log().mean()) for probe in (primary, harmful)]
+        if all(log.norm() > 1e-9 for log in logs):
+            measures.put("alignment/score", (1 + _correlation(cosines, *logs)) / 2)
+        else:
+            measures.miss("all eigenvalues of one task are equal: it has no leading directions", "alignment/score")
+        measures.put("alignment/kernel", _correlation(cosines, *(probe.sigma**2 for probe in (primary, harmful))))
+
+        leading = [probe.vectors[:, : self._leading(probe.sigma)] for probe in (primary, harmful)]
+        angles = torch.linalg.svdvals(leading[0].T @ leading[1]).clamp(max=1).acos()
+        measures.curve("alignment/principal_angles", range(1, len(angles) + 1), angles)
+        measures.put("alignment/principal_angle_max", angles.max().item())
+        measures.put("alignment/principal_angle_mean", angles.mean().item())
+        return measures
+
+    def _leading(self, sigma: Tensor) -> int:
+        share = (sigma**2).cumsum(0) / (sigma**2).sum()
+        return min(int((share < self.energy - 1e-12).sum()) + 1, len(sigma))
+
+
+def _correlation(cosines: Tensor, p: Tensor, h: Tensor) -> float:
+    """<V_P diag(p) V_P^T, V_H diag(h) V_H^T> over the product of the norms."""
+    return (p @ cosines.square() @ h / (p.norm() * h.norm())).item()

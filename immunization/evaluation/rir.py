@@ -1,0 +1,82 @@
+"""The paper's score: condition numbers of both Hessians and the relative immunization ratio (Eq. 15, 17)."""
+
+from __future__ import annotations
+
+from immunization import spectral
+from immunization.errors import DegenerateSpectrum
+from immunization.evaluation.base import SUFFIX, Comparison, Measures
+
+
+def condition_ratios(comparison: Comparison, split: str = "train") -> dict[str, float]:
+    """Rank-aware `rir`, `ratio_<role>`, `kappa_<role>`, `kappa_<role>_baseline` and `rank_<role>` of one split.
+
+    A kappa is infinite where sigma_k underflowed to 0, and then so is its ratio.
+    """
+    values: dict[str, float] = {}
+    for role in ("harmful", "primary"):
+        for state, suffix in SUFFIX.items():
+            sigma = comparison.sigma(role, split, state)
+            values[f"kappa_{role}{suffix}"] = spectral.condition_number_of(sigma, len(sigma))
+        values[f"rank_{role}"] = len(comparison.sigma(role, split, "after"))
+    return _ratios(values) | values
+
+
+def _ratios(kappa: dict[str, float]) -> dict[str, float]:
+    harmful, primary = (kappa[f"kappa_{role}"] / kappa[f"kappa_{role}_baseline"] for role in ("harmful", "primary"))
+    return {"rir": harmful / primary, "ratio_harmful": harmful, "ratio_primary": primary}
+
+
+class RelativeRatio:
+    """RIR and its parts, rank-aware on training and test inputs, and by the released code's convention; spectra."""
+
+    def __call__(self, comparison: Comparison) -> Measures:
+        measures = Measures()
+        for name, value in condition_ratios(comparison).items():
+            measures.put(name, value)
+        self._authors(comparison, measures)
+        self._test(comparison, measures)
+        for role in ("primary", "harmful"):
+            for state in SUFFIX:
+                sigma = comparison.sigma(role, "train", state)
+                measures.curve(f"spectrum/{role}", range(1, len(sigma) + 1), sigma**2, state)
+            self._flags(comparison, role, measures)
+        return measures
+
+    @staticmethod
+    def _authors(comparison: Comparison, measures: Measures) -> None:
+        kappa = {
+            f"kappa_{role}{suffix}": comparison.authors_condition_number(role, state)
+            for role in ("harmful", "primary")
+            for state, suffix in SUFFIX.items()
+        }
+        for name, value in _ratios(kappa).items():
+            measures.put(f"authors/{name}", value)
+
+    @staticmethod
+    def _test(comparison: Comparison, measures: Measures) -> None:
+        names = ("test/rir", "test/ratio_harmful", "test/ratio_primary")
+        if empty := [role for role in ("primary", "harmful") if not len(comparison.tasks[role].test)]:
+            measures.miss(f"no test split: {', '.join(empty)}", *names)
+            return
+        try:
+            for name, value in condition_ratios(comparison, "test").items():
+                measures.put(f"test/{name}", value)
+        except DegenerateSpectrum as error:
+            measures.miss(f"test split: {error}", *names)
+
+    @staticmethod
+    def _flags(comparison: Comparison, role: str, measures: Measures) -> None:
+        probe = comparison.probe(role, "after")
+        (width, k), lowest = probe.vectors.shape, (probe.sigma[-1] / probe.sigma[0]).item()
+        if k < width:
+            measures.flag(
+                f"rank_deficient_{role}",
+                f"H has rank {k} of {width}: the authors' kappa is then sigma_1^2 / 1e-6, which measures the scale of "
+                "the features and no conditioning; read the rank-aware figures",
+            )
+        if probe.resolved < k:
+            measures.flag(
+                f"noise_floor_{role}",
+                f"sigma_{k} / sigma_1 = {lowest:.1e} is below the rounding errors of float64, max(N, D) eps: "
+                f"kappa_{role} is not resolved, only known to be large",
+            )
