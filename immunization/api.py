@@ -1,0 +1,152 @@
+"""Immunization of a model in Python, and immunized models back from disk."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from immunization.config import build, compose
+from immunization.data.images import ImagePair
+from immunization.data.task import Split, Task, TaskPair
+from immunization.errors import ConfigError, DataError
+from immunization.methods import LoaderBatches, Method, PairedBatches, train
+from immunization.models import Folded, Model, Timm
+from immunization.models.linear import LinearMap
+from immunization.models.timm import create, fold_into
+
+WEIGHTS = "immunized.safetensors"
+
+Loader = Iterable[tuple[Tensor, Tensor]]
+"""Batches of images [n, C, H, W], preprocessed for the model, and labels [n] from 0 on."""
+
+
+def immunize(
+    model: nn.Module,
+    primary_loader: Loader,
+    harmful_loader: Loader,
+    method: str = "learning_curve",
+    *,
+    trainable: str | Sequence[str] = "last",
+    augmented: bool = False,
+    seed: int = 0,
+    **options: Any,
+) -> nn.Module:
+    """An immunized copy of a timm model, in eval mode; `model` stays as it is.
+
+    `method` is any of conf/method. `closed_form` and `learning_curve` put a linear map behind the features and its
+    inverse into the classifier, so that the outputs stay (the copy is in float64, since the inverse costs digits); the
+    others train the modules named by `trainable` and the classifier, in the model's own dtype. `options` are keys of
+    the method (`epochs=100`), or of the optimizer Adam as `optimizer__lr=1e-3`.
+
+    Both loaders are read once, and what enters the trained part is kept in memory; with `augmented=True` they are read
+    in every epoch instead. Labels of `primary_loader` are outputs of the model. Raises ConfigError, DataError.
+    """
+    torch.manual_seed(seed)
+    chosen = [f"method={method}", "tracker=none", "optimizer=adam"]
+    config = compose(chosen)
+    for key, value in options.items():
+        group, _, name = key.partition("__") if key.startswith("optimizer__") else ("method", "", key)
+        if name not in config[group]:
+            known = ", ".join(str(k) for k in config[group] if not str(k).startswith("_"))
+            raise ConfigError(f"immunize: {method} has no option {key!r}; there are {known}")
+        OmegaConf.update(config, f"{group}.{name}", value)
+    if "precondition" in config.method and "precondition" not in options:
+        config.method.precondition = "none"
+    solver: Method = build(config, "method")
+    if solver.batch_size is None and not solver.folds:
+        solver.batch_size = 64
+    weight = next(model.parameters())
+    images = ImagePair("loaders", {}, cache=None).to(weight.device, weight.dtype)
+    base = Timm.of(copy.deepcopy(model), images, trainable="fold" if solver.folds else trainable)
+    loaders = {"primary": primary_loader, "harmful": harmful_loader}
+    tasks = {role: _collect(base, role, loader, solver.folds) for role, loader in loaders.items()}
+    pair = TaskPair("loaders", **tasks)
+    if solver.folds:
+        pair = pair.to(weight.device, torch.float64)
+    trained: Model = Folded(base, pair) if solver.folds else base
+    solver.setup(trained, pair)
+    generator = torch.Generator().manual_seed(seed)
+    batches: Any = PairedBatches(pair, solver.batch_size, generator)
+    if augmented and not solver.folds:
+        batches = LoaderBatches(loaders, lambda _, x, y: (base.trunk(x), y.to(weight.device)), pair.dim)
+    train(solver, trained, batches, build(config, "optimizer")(trained.groups()))
+    solver.finish(trained)
+    return restore(copy.deepcopy(model), trained.export(), json.loads(trained.metadata()["immunization"]))
+
+
+@torch.no_grad()
+def _collect(base: Timm, role: str, loader: Loader, folded: bool) -> Task:
+    """One pass over a loader: the task as the trained part reads it. A tenth of the rows is for validation."""
+    inputs, labels, features = [], [], []
+    for images, targets, *_ in loader:
+        x = base.trunk(images)
+        inputs.append(base.extractor(x).cpu() if folded else x.cpu())
+        labels.append(torch.as_tensor(targets))
+        if not folded:
+            features.append(base.extractor(x))
+    if not labels:
+        raise DataError(f"immunize: {role}_loader gives no batches")
+    x, y = torch.cat(inputs), torch.cat(labels).long().to(base.head.weight.device)
+    outputs = base.head.out_features
+    if role == "primary" and not 0 <= int(y.min()) <= int(y.max()) < max(outputs, 2):
+        raise ConfigError(
+            f"immunize: labels of primary_loader go from {int(y.min())} to {int(y.max())}, the model has {outputs} "
+            "outputs"
+        )
+    present, y = y.unique(return_inverse=True)
+    if len(present) < 2:
+        raise DataError(f"immunize: {role}_loader holds one class alone; at least two are needed")
+    held_out = torch.arange(len(y)) % 10 == 9
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+    parts = {"train": order[~held_out], "val": order[held_out], "test": order[:0]}
+    splits = {s: Split(x[rows], y[rows.to(y.device)]) for s, rows in parts.items()}
+    own = role == "primary" and len(present) < outputs
+    width = None if folded else base.head.in_features
+    if not folded:
+        rows = parts["train"].to(base.head.weight.device)
+        base.reference[role, "train"] = torch.cat(features)[rows]
+    eps = torch.finfo(base.dtype).eps
+    return Task(role, **splits, classes=len(present), eps=eps, width=width, head=present if own else None)
+
+
+def load(path: str | Path) -> nn.Module:
+    """The immunized model of a run folder (or of its immunized.safetensors), in eval mode.
+
+    A timm model for deep nets: `forward_features`, `forward_head(..., pre_logits=True)` (the immunized features) and
+    the classifier work as ever. For linear models the map theta, which takes prepared inputs [N, D_in] to features.
+    Raises DataError for a file that is not there or was not written by this project.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(path)
+    path = path / WEIGHTS if path.is_dir() else path
+    try:
+        with safe_open(path, "pt") as file:
+            facts = (file.metadata() or {}).get("immunization")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{path} cannot be read ({error}); give a run folder that holds {WEIGHTS}") from error
+    if facts is None:
+        if "theta" not in tensors:
+            raise DataError(f"{path} holds neither a linear map nor a net of this project")
+        return LinearMap(tensors["theta"], tensors.get("bias")).eval()
+    known = json.loads(facts)
+    return restore(create(known["architecture"], None, False, known["arguments"]), tensors, known)
+
+
+def restore(net: nn.Module, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> nn.Module:
+    """Put exported `tensors` into `net`, a timm model of the same architecture, and fold the map in if there is one."""
+    net = net.to(getattr(torch, facts["dtype"]))
+    if "fold" in facts:
+        weight = next(net.parameters())
+        size = tensors[f"{facts['fold']}.immunization.weight"].shape[0]
+        fold_into(net, facts["fold"], size, dtype=weight.dtype, device=weight.device)
+    net.load_state_dict(dict(tensors))
+    return net.eval().requires_grad_(True)

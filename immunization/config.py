@@ -1,0 +1,145 @@
+"""From configurations to objects: composing, checking across groups, and building with the constructor as the schema.
+
+Light on purpose (no torch): `launch.py` imports it before Hydra has parsed the command line.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from immunization.errors import ConfigError
+
+_PACKAGE = Path(__file__).parent
+CONF = next(path for path in (_PACKAGE.parent / "conf", _PACKAGE / "conf") if path.is_dir())
+"""The YAML groups: at the top of the repository, or inside the package once it is installed as a wheel."""
+
+TRUSTED = ("immunization.", "torch.", "timm.")
+"""Packages a `_target_` may come from; `trusted` in the configuration adds the user's own."""
+
+_HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_")
+
+
+def slug(text: object, limit: int = 150) -> str:
+    """`text` as one safe file name: no separators or leading dots, at most `limit` characters."""
+    return re.sub(r"[^\w.,=+-]+", "-", str(text)).lstrip(".-")[:limit] or "run"
+
+
+def class_of(pair: str, place: int) -> int:
+    """The primary (place 0) or harmful (1) class of a pair that is written `3-5`."""
+    classes = pair.split("-")
+    if len(classes) != 2 or not all(map(str.isdecimal, classes)):
+        raise ConfigError(f"pair={pair}: write the primary and the harmful class as in 3-5")
+    return int(classes[place])
+
+
+OmegaConf.register_new_resolver("slug", slug, replace=True)
+OmegaConf.register_new_resolver("class_of", class_of, replace=True)
+
+
+def compose(overrides: Iterable[str] = ()) -> DictConfig:
+    """The configuration that `python launch.py <overrides>` would run."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return hydra_compose("config", overrides=list(overrides))
+
+
+def check(cfg: DictConfig) -> None:
+    """Rules that no single constructor can see; raises ConfigError naming the key and the allowed values."""
+    for key, allowed in {"device": ("auto", "cpu", "cuda"), "dtype": ("float64", "float32")}.items():
+        if cfg[key] not in allowed:
+            raise ConfigError(f"{key}={cfg[key]!r}: allowed are {', '.join(allowed)}")
+    if not isinstance(cfg.seed, int) or cfg.seed < 0:
+        raise ConfigError(f"seed must be an integer of at least 0, not {cfg.seed!r}")
+    for key in ("threads", "log_every"):
+        if cfg[key] is not None and not (isinstance(cfg[key], int) and cfg[key] >= 1):
+            raise ConfigError(f"{key} must be an integer of at least 1, or null for automatic, not {cfg[key]!r}")
+    for key in ("resume", "figures"):
+        if not isinstance(cfg[key], bool) and not (key == "figures" and cfg[key] is None):
+            raise ConfigError(f"{key} must be true or false, not {cfg[key]!r}")
+    for key in ("tags", "trusted"):
+        if not isinstance(cfg[key] or [], list | ListConfig):
+            raise ConfigError(f"{key} must be a list, [a,b] on the command line, not {cfg[key]!r}")
+    linear = cfg.model._target_.endswith(".Linear")
+    preconditioned = cfg.method.get("precondition") not in (None, "none")
+    if preconditioned and not linear:
+        raise ConfigError("method.precondition needs model=linear: the matrix K of a deep net is not defined; use none")
+    if linear and cfg.model.get("bias") and cfg.method.get("precondition") == "cancelled":
+        raise ConfigError("method.precondition=cancelled needs model.bias=false; with a bias use ridge or pinv")
+    lr = cfg.optimizer.get("lr")
+    if lr is not None and not (isinstance(lr, int | float) and math.isfinite(lr) and lr > 0):
+        raise ConfigError(f"optimizer.lr must be a number above 0, not {lr!r}")
+
+
+def build(cfg: DictConfig, key: str, **arguments: Any) -> Any:
+    """Call `cfg[key]`, whose `_target_` must be trusted and whose values must fit the constructor's annotations.
+
+    `arguments` are passed beside the YAML's keys; a YAML with `_partial_: true` gives the callable itself. Raises
+    ConfigError, which names the key, for a target that does not exist, a key it does not know and a value of the wrong
+    kind.
+    """
+    from hydra.errors import InstantiationException
+    from hydra.utils import get_object, instantiate
+
+    node = OmegaConf.select(cfg, key)
+    target = str(node.get("_target_"))
+    trusted = (*TRUSTED, *(f"{name}." for name in cfg.get("trusted") or ()))
+    if not target.startswith(trusted):
+        raise ConfigError(
+            f"{key}._target_={target}: not from a trusted package ({', '.join(name[:-1] for name in trusted)}); "
+            "add yours with trusted=[package]"
+        )
+    try:
+        _check_signature(get_object(target), node, key)
+        factory = instantiate(node, _partial_=True)
+    except (InstantiationException, ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{key}: {error}") from error
+    # a call of our own: Hydra would turn dataclasses among the arguments into configurations
+    return factory if node.get("_partial_") else factory(**arguments)
+
+
+def _check_signature(target: Any, node: DictConfig, key: str) -> None:
+    names = [str(name) for name in node if name not in _HYDRA_KEYS]
+    try:
+        inspect.signature(target).bind_partial(**dict.fromkeys(names))
+        hints = get_type_hints(target.__init__ if isinstance(target, type) else target)
+    except TypeError as error:
+        raise ConfigError(f"{key}: {error}; {node._target_} does not take that key") from error
+    except NameError:  # an annotation imported for type checkers alone
+        return
+    for name, hint in hints.items():
+        if name in names and not _accepts(hint, node[name]):
+            raise ConfigError(f"{key}.{name}={node[name]!r}: expected {_words(hint)}")
+
+
+def _accepts(hint: Any, value: Any) -> bool:
+    """Whether a plain value fits a plain annotation; annotations of other kinds are left to the constructor."""
+    if get_origin(hint) in (Union, UnionType):
+        return any(_accepts(option, value) for option in get_args(hint))
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if hint is bool or hint is str or hint is NoneType:
+        return isinstance(value, hint)
+    if hint in (int, float):
+        return isinstance(value, (int, hint)) and not isinstance(value, bool)
+    return True
+
+
+def _words(hint: Any) -> str:
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(_words(option) for option in get_args(hint))
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, get_args(hint)))
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+    return names.get(hint, str(hint))

@@ -1,0 +1,81 @@
+"""environment.json: what a run was made with, so that its numbers can be traced and repeated."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from immunization import strict_json
+
+FILE = "environment.json"
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("immunization", "torch", "numpy", "timm", "hydra-core", "scikit-learn", "wandb")
+
+
+def describe(device: torch.device | str) -> dict[str, Any]:
+    """Code version, library versions, hardware, command line and time (UTC); None where a thing is not known."""
+    return {
+        "time": datetime.now(UTC).isoformat(),
+        "command": shlex.join([sys.executable, *sys.argv]),
+        "git": _git(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "platform": platform.platform(),
+        "device": str(device),
+        "device_name": _device_name(torch.device(device)),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def write(folder: str | Path, device: torch.device | str) -> None:
+    """Write environment.json into the run folder."""
+    strict_json.write(Path(folder) / FILE, describe(device))
+
+
+def command_of(folder: str | Path) -> str | None:
+    """The command that made a run, without the places of Python and of this checkout; None where it is not known."""
+    try:
+        _, program, *arguments = shlex.split(json.loads((Path(folder) / FILE).read_text())["command"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return shlex.join(["python", Path(program).name, *arguments])
+
+
+def _git() -> dict[str, Any] | None:
+    """Commit of this checkout, and whether tracked files differ from it; None for an installed package."""
+    if not (ROOT / ".git").exists():  # or git would report the repository an environment happens to lie in
+        return None
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": answer.removesuffix("-dirty"), "dirty": answer.endswith("-dirty")}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _device_name(device: torch.device) -> str | None:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or None
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,207 @@
+"""The figures of a run, made from result.json and metrics.jsonl alone, so that they can be drawn again at any time.
+
+One colour a task in every figure (Okabe and Ito's palette, safe for colour-blind readers); the immunized extractor is
+a solid line, the baseline a dashed one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from immunization import tracking
+from immunization.result import Result
+from immunization.results.table import number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from immunization.evaluation.base import Curve
+
+COLORS = {"primary": "#0072B2", "harmful": "#D55E00", "benign": "#009E73"}
+INK = "#222222"
+TERMS = {
+    "loss": (INK, "-"),
+    "task_loss": (COLORS["primary"], "-"),
+    "r_well": (COLORS["primary"], "-."),
+    "harmful_loss": (COLORS["harmful"], "-"),
+    "r_ill": (COLORS["harmful"], "-."),
+}
+"""Colour and line of the terms that the methods of the paper log; the terms of other methods take OTHERS in turn."""
+LABELS = {
+    "kappa_primary": "primary",
+    "kappa_harmful": "harmful",
+    "ratio_primary": "(ii) primary κ ratio",
+    "ratio_harmful": "(i) harmful κ ratio",
+    "rir": "RIR",
+}
+OTHERS = ("#CC79A7", "#E69F00", "#56B4E9", "#999999")
+STYLES = {
+    "immunized": {"linestyle": "-", "linewidth": 2.0},
+    "baseline": {"linestyle": (0, (5, 3)), "linewidth": 1.4},
+}
+DPI = 100
+
+
+def draw(result: Result, folder: str | Path) -> list[Path]:
+    """Draw every figure that the run has curves for into `folder` and return the paths of the PNG files."""
+    folder = Path(folder)
+    figures = {
+        "norm_ratio": norm_ratio(result.curves),
+        "spectra": spectra(result.curves),
+        "learning_curves": learning_curves(result),
+        "history": history(tracking.history(folder)),
+    }
+    paths = []
+    for name, figure in figures.items():
+        if figure is not None:
+            figure.suptitle(f"{result.method} on {result.dataset} ({result.model}, seed {result.seed})", fontsize=11)
+            for ax in figure.axes:
+                _ticks(ax)
+            paths.append(folder / f"{name}.png")
+            figure.savefig(paths[-1], dpi=DPI)
+    return paths
+
+
+def norm_ratio(curves: Mapping[str, Curve]) -> Figure | None:
+    """Distance to the optimum of the probe against steps of steepest descent (Eq. 16), both tasks."""
+    panels = _roles(curves, "norm_ratio")
+    if not panels:
+        return None
+    figure, axes = _panels(len(panels))
+    for ax, role in zip(axes, panels, strict=True):
+        _before_and_after(ax, curves, "norm_ratio", role)
+        ax.set(title=f"{role} task", xlabel="steps, exact line search")
+    _log_scale(axes[0], np.concatenate([line.get_ydata() for ax in axes for line in ax.lines]))
+    axes[0].set_ylabel("‖wₜ − w*‖ / ‖w₀ − w*‖")  # noqa: RUF001
+    return _with_legend(figure)
+
+
+def spectra(curves: Mapping[str, Curve]) -> Figure | None:
+    """Eigenvalues of both Hessians relative to the largest one: the last of them is 1/kappa."""
+    panels = _roles(curves, "spectrum")
+    if not panels:
+        return None
+    relative: dict[str, Curve] = {}
+    for name, curve in curves.items():
+        if name.startswith("spectrum/"):
+            x, y = _points(curve)
+            relative[name] = {"x": x, "y": y / y[0]}
+    figure, axes = _panels(len(panels))
+    for ax, role in zip(axes, panels, strict=True):
+        _before_and_after(ax, relative, "spectrum", role)
+        ends = (relative.get(f"spectrum/{role}{suffix}") for suffix in ("/baseline", ""))
+        kappa = " → ".join(number(1 / curve["y"][-1]) for curve in ends if curve)
+        ax.set(title=f"{role} task: κ {kappa}", xlabel="index i", yscale="log")
+    axes[0].set_ylabel("eigenvalue λᵢ / λ₁ of the Hessian")
+    return _with_legend(figure)
+
+
+def learning_curves(result: Result) -> Figure | None:
+    """Held-out measure of a gradient descent probe against its steps, on every task of the run."""
+    panels = _roles(result.curves, "probe")
+    if not panels:
+        return None
+    figure, axes = _panels(len(panels))
+    for ax, role in zip(axes, panels, strict=True):
+        _before_and_after(ax, result.curves, "probe", role)
+        ratio = result.metrics.get(f"steps_ratio/{role}")
+        ax.set(title=f"{role} task" + ("" if ratio is None else f": steps ratio {number(ratio)}"), xscale="log")
+        ax.set_xlabel("steps of gradient descent")
+    low, high = axes[0].get_ylim()
+    axes[0].set_ylim(max(low, -0.25), min(high, 1.03))  # R^2 can start far below 0
+    axes[0].set_ylabel("held-out " + ("accuracy" if "primary/accuracy" in result.metrics else "R²"))
+    return _with_legend(figure)
+
+
+def history(curves: Mapping[str, Curve]) -> Figure | None:
+    """Loss terms, condition numbers, and RIR with its parts, against training steps."""
+    groups: dict[str, list[str]] = {"loss and its terms": [], "condition numbers κ": [], "RIR = (i) / (ii)": []}
+    terms, kappas, ratios = groups.values()
+    for name in curves:
+        (kappas if name.startswith("kappa_") else ratios if name.startswith(("ratio_", "rir")) else terms).append(name)
+    groups = {title: names for title, names in groups.items() if names}
+    if not groups:
+        return None
+    rows = max(math.ceil(len(names) / 2) for names in groups.values())
+    figure, axes = _panels(len(groups), share=False, legend_rows=rows)
+    for ax, (title, names) in zip(axes, groups.items(), strict=True):
+        others = iter(OTHERS * len(names))
+        values = []
+        for name in names:
+            role = next((role for role in COLORS if name.endswith(role)), None)
+            color, line = TERMS.get(name) or (COLORS[role] if role else INK if name == "rir" else next(others), "-")
+            x, y = _points(curves[name])
+            ax.plot(x, y, line, color=color, label=LABELS.get(name, name))
+            values.append(y[np.isfinite(y)])
+        ax.set(title=title, xlabel="training steps")
+        _log_scale(ax, np.concatenate(values))
+        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, frameon=False)
+    return figure
+
+
+def _roles(curves: Mapping[str, Curve], family: str) -> list[str]:
+    return [role for role in COLORS if f"{family}/{role}" in curves]
+
+
+def _panels(count: int, share: bool = True, legend_rows: int = 1) -> tuple[Figure, np.ndarray]:
+    """A figure of `count` axes side by side, with a light grid and no box; pyplot, a global state, stays out of it."""
+    from matplotlib.figure import Figure
+
+    # fixed margins in inches: matplotlib's own layout engines take several times longer than the drawing
+    top, left, right, gap = 0.7, 0.95, 0.15, 0.25 if share else 0.7
+    bottom = 0.75 + 0.22 * legend_rows
+    width, height = 1.2 + 3.9 * count, 2.4 + top + bottom
+    margins = {"left": left / width, "right": 1 - right / width, "bottom": bottom / height, "top": 1 - top / height}
+    figure = Figure(figsize=(width, height))
+    axes = figure.subplots(1, count, sharey=share, squeeze=False, gridspec_kw=margins | {"wspace": gap / 3.5})[0]
+    for ax in axes:
+        ax.grid(alpha=0.25, linewidth=0.6)
+        ax.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _points(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
+    """x and y as float64 arrays; None, which JSON has for NaN, leaves a gap."""
+    return np.array(curve["x"], dtype=float), np.array(curve["y"], dtype=float)
+
+
+def _before_and_after(ax: Axes, curves: Mapping[str, Curve], family: str, role: str) -> None:
+    for state, style in STYLES.items():
+        suffix = "/baseline" if state == "baseline" else ""
+        if curve := curves.get(f"{family}/{role}{suffix}"):
+            ax.plot(*_points(curve), color=COLORS[role], **style)
+
+
+def _with_legend(figure: Figure) -> Figure:
+    """One legend under the panels: what is solid and what is dashed holds for every colour."""
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=INK, label=name, **style) for name, style in STYLES.items()]
+    figure.legend(handles=handles, loc="lower center", ncols=len(handles), frameon=False, handlelength=3.5)
+    return figure
+
+
+def _ticks(ax: Axes) -> None:
+    """Few ticks: minor ones take longer than all the rest, and less than two decades need more than powers of 10."""
+    from matplotlib.ticker import LogLocator
+
+    ax.minorticks_off()
+    low, high = ax.get_ylim()
+    if ax.get_yscale() == "log" and high < 100 * low:
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        ax.yaxis.set_major_formatter(lambda value, position: f"{value:g}")
+
+
+def _log_scale(ax: Axes, y: np.ndarray) -> None:
+    """A logarithmic y axis, linear for values within a factor of 5, and near 0 where there are values of 0 or below."""
+    size = np.abs(y[y != 0])
+    if size.size and (y > 0).all():
+        ax.set_yscale("log" if size.max() > 5 * size.min() else "linear")
+    elif size.size:
+        ax.set_yscale("symlog", linthresh=size.min())

@@ -1,0 +1,85 @@
+"""What a run leaves behind: its measures, curves, flags and status, read from and written to result.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from immunization import strict_json
+from immunization.errors import DataError, UserError
+
+if TYPE_CHECKING:
+    from immunization.evaluation.base import Curve
+
+
+@dataclass
+class Result:
+    """One run. It counts as failed until the runner says `completed`.
+
+    `metrics` holds flat names (`rir`, `primary/accuracy`); None is a measure that does not exist. `reasons` says why,
+    for such a metric and for every flag. `curves` holds x and y by name, `seconds` the wall-clock time of `immunize`
+    and `evaluate`, `about` the preparation of the data. `folder` is the run folder; it is not part of the file.
+    """
+
+    schema: ClassVar[int] = 1
+    file: ClassVar[str] = "result.json"
+
+    seed: int
+    dataset: str
+    model: str
+    method: str
+    status: Literal["completed", "failed"] = "failed"
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    curves: dict[str, Curve] = field(default_factory=dict)
+    flags: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+    folder: Path | None = field(default=None, compare=False)
+
+    def fail(self, error: BaseException) -> None:
+        """Mark the run as failed by `error`; measures taken before are kept."""
+        self.status = "failed"
+        if isinstance(error, UserError):
+            self.error = str(error)
+        else:
+            self.error = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of result.json: non-finite numbers are None, and every metric that is None has a reason."""
+        content = {"schema": self.schema} | {key.name: getattr(self, key.name) for key in fields(self)}
+        del content["folder"]
+        content = strict_json.plain(content)
+        for name, value in content["metrics"].items():
+            if value is None:
+                raw = self.metrics[name]
+                why = "not computed" if raw is None else f"not a finite number ({raw})"
+                content["reasons"].setdefault(name, why)
+        return content
+
+    def write(self, folder: str | Path) -> Path:
+        """Write result.json into `folder` in one step and return its path."""
+        path = Path(folder) / self.file
+        strict_json.write(path, self.as_dict())
+        return path
+
+    @classmethod
+    def read(cls, path: str | Path) -> Result:
+        """The result in a run folder, or in the file at `path`; raises DataError if there is none to read."""
+        path = Path(path)
+        path = path / cls.file if path.is_dir() else path
+        try:
+            content = json.loads(path.read_text())
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}; give a run folder, or the result.json in it") from error
+        except ValueError as error:
+            raise DataError(f"{path} is not JSON ({error}); it was cut off or edited, run again") from error
+        if not isinstance(content, dict) or content.pop("schema", None) != cls.schema:
+            raise DataError(f"{path} is not a result of schema {cls.schema}, the only one this version reads")
+        try:
+            return cls(**content, folder=path.parent)
+        except TypeError as error:
+            raise DataError(f"{path}: {error}; it was edited, or written by another version") from error

@@ -1,0 +1,66 @@
+"""What a multirun does beside its jobs: it protects earlier runs, sums up at the end, and fails if a job failed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from hydra.plugins.sweeper import Sweeper
+from omegaconf import DictConfig
+
+
+class Summary(Callback):
+    """A Hydra callback: the table over all jobs of a multirun, on the screen and in the sweep folder.
+
+    Jobs report through their run folders alone, so that it does not matter in which process or on which machine they
+    ran. The process ends with exit code 1 if any job failed.
+    """
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Refuse to overwrite the runs of an earlier sweep; prepare for many jobs, and for jobs in other processes."""
+        Sweeper.validate_batch_is_legal = _validate
+        # processes that launchers start have to find this package
+        path = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(path)
+        folder = Path(config.hydra.sweep.dir)
+        if not config.resume and next(folder.glob("*/config.yaml"), None):
+            sys.exit(
+                f"error: {folder} already holds runs; resume=true goes on with that sweep, another hydra.sweep.dir=... "
+                "starts a new one"
+            )
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Print and save the summary; Hydra turns exceptions of callbacks into warnings, exits it lets pass."""
+        from immunization.results.collect import collect
+        from immunization.results.report import summarize
+
+        folder = Path(config.hydra.sweep.dir)
+        try:
+            collection = collect([folder])
+            summarize(collection, folder, config.objective)
+        except Exception:
+            traceback.print_exc()
+            sys.exit(f"error: the jobs have run, but there is no summary; python -m immunization.results {folder}")
+        if any(problem.kind != "repeated" for problem in collection.problems):
+            sys.exit(1)
+
+
+def _validate(sweeper: Sweeper, batch: Sequence[Sequence[str]]) -> None:
+    """In place of Hydra's, which composes every job before the first one starts, in this process: 0.2 s each.
+
+    Here only jobs with a key, or an option of a group, that none before them had are composed: in the values of other
+    keys composing finds no mistakes.
+    """
+    loader = sweeper.hydra_context.config_loader
+    seen: set[str] = set()
+    for overrides in batch:
+        keys = {override.partition("=")[0]: override for override in overrides}
+        news = {override if loader.get_group_options(key) else key for key, override in keys.items()} - seen
+        if news:
+            seen |= news
+            loader.load_sweep_config(sweeper.config, list(overrides))

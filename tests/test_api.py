@@ -1,0 +1,108 @@
+"""Immunization in Python, and immunized models back from disk."""
+
+import pytest
+import timm
+import torch
+from test_deep import draw_folder
+from torch.utils.data import DataLoader, TensorDataset
+
+import immunization
+from immunization import ConfigError, DataError, spectral
+
+
+def loader(classes: int, seed: int, count: int = 120) -> DataLoader:
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.arange(count) % classes
+    x = torch.randn(count, 3, 32, 32, generator=generator) + torch.randn(classes, 3, 1, 1, generator=generator)[y]
+    return DataLoader(TensorDataset(x, y), batch_size=32)
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return timm.create_model("test_resnet", pretrained=False, num_classes=4).eval()
+
+
+def features(model, images):
+    return model.forward_head(model.forward_features(images), pre_logits=True)
+
+
+@pytest.mark.parametrize("method", ["closed_form", "learning_curve"])
+def test_folded_maps_keep_the_outputs(net, method):
+    options = {"epochs": 3} if method == "learning_curve" else {"ridge": 1e-4}
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    immunized = immunization.immunize(net, loader(4, 0), loader(3, 1), method=method, **options)
+    assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
+    images = next(iter(loader(4, 2)))[0].double()
+    with torch.no_grad():
+        torch.testing.assert_close(immunized(images), net.double()(images), rtol=1e-6, atol=1e-6)
+        assert not torch.allclose(features(immunized, images), features(net, images), rtol=0.1)
+    assert not immunized.training
+
+
+@pytest.mark.parametrize("augmented", [False, True])
+def test_training_a_part_of_the_model(net, augmented):
+    options = {"epochs": 1, "batch_size": 16, "smoothing": 0.1, "optimizer__lr": 1e-4}
+    immunized = immunization.immunize(
+        net, loader(4, 0), loader(3, 1), "condition_number", trainable="layer4", augmented=augmented, **options
+    )
+    state, before = immunized.state_dict(), net.state_dict()
+    changed = {name for name in state if not torch.equal(state[name], before[name])}
+    assert changed
+    assert all(name.startswith(("layer4", "fc")) for name in changed)
+
+
+def test_rir_of_the_closed_form(net):
+    primary, harmful = loader(4, 0, 300), loader(3, 1, 300)
+    immunized = immunization.immunize(net, primary, harmful, method="closed_form", ridge=1e-6)
+    with torch.no_grad():
+        sides = [
+            torch.cat([features(model, x.double()) for x, _ in data])
+            for data in (harmful, primary)
+            for model in (immunized, net.double())
+        ]
+    rank = min(spectral.numerical_rank(torch.linalg.svdvals(f), tuple(f.shape), 1e-6) for f in sides)
+    assert spectral.rir(*sides, rank=rank)["rir"] > 10
+
+
+def test_mistakes_are_named(net):
+    with pytest.raises(ConfigError, match="has no option 'epoch'; there are epochs"):
+        immunization.immunize(net, loader(4, 0), loader(3, 1), epoch=3)
+    with pytest.raises(ConfigError, match="labels of primary_loader go from 0 to 5, the model has 4 outputs"):
+        immunization.immunize(net, loader(6, 0), loader(3, 1))
+    with pytest.raises(DataError, match="harmful_loader gives no batches"):
+        immunization.immunize(net, loader(4, 0), [])
+    with pytest.raises(DataError, match="harmful_loader holds one class alone"):
+        immunization.immunize(net, loader(4, 0), loader(1, 0))
+
+
+@pytest.mark.parametrize("method", ["identity", "closed_form"])
+def test_a_run_is_exported_and_loaded(tmp_path, method):
+    folders = [draw_folder(tmp_path / "p", 4, 12, 6, 0), draw_folder(tmp_path / "h", 3, 12, 6, 1)]
+    overrides = [
+        "dataset=image_folders",
+        f"dataset.primary_root={folders[0]}",
+        f"dataset.harmful_root={folders[1]}",
+        "dataset.cache=null",
+        "dataset.size=32",
+        "model=timm",
+        "model.name=test_resnet",
+        "model.pretrained=false",
+        "model.arguments={num_classes: 4}",
+        f"method={method}",
+        "tracker=none",
+    ]
+    result = immunization.run(overrides, tmp_path / "run")
+    assert result.status == "completed"
+    assert result.metrics["primary/changed_predictions"] == 0
+    model = immunization.load(tmp_path / "run")
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    assert model(images).shape == (2, 4)
+    assert (tmp_path / "run/model_card.md").read_text().startswith("# ")
+    with pytest.raises(DataError, match="cannot be read"):
+        immunization.load(tmp_path)
+
+
+def test_a_linear_run_is_loaded(tmp_path):
+    immunization.run(["method=closed_form", "tracker=none", "evaluation=[]"], tmp_path)
+    assert immunization.load(tmp_path)(torch.randn(3, 64, dtype=torch.float64)).shape == (3, 64)

@@ -1,0 +1,310 @@
+"""The YAML groups: every option and experiment composes, its keys are its constructor's, mistakes are refused."""
+
+import copy
+import functools
+import inspect
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.errors import HydraException
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+
+from immunization import figures, run, tracking
+from immunization.config import CONF, build, check, compose, slug
+from immunization.errors import ConfigError, DataError
+
+SETUPS = ("experiment", "hparams", "debug", "launcher", "sweeps")  # values for other groups, no objects of their own
+OPTIONS = sorted((path.parent.name, path.stem) for path in CONF.glob("*/*.yaml") if path.parent.name not in SETUPS)
+EXPERIMENTS = sorted(
+    path.relative_to(CONF / "experiment").with_suffix("").as_posix() for path in (CONF / "experiment").rglob("*.yaml")
+)
+LINEAR = [name for name in EXPERIMENTS if compose([f"experiment={name}"]).model._target_.endswith(".Linear")]
+HPARAMS = sorted(
+    path.relative_to(CONF / "hparams").with_suffix("").as_posix() for path in (CONF / "hparams").rglob("*.yaml")
+)
+MULTIPLE = ("evaluation", "attack")  # groups of which a run takes several options
+GIVEN = {"model": {"pair", "net"}, "optimizer": {"params"}}  # arguments that are objects, which no YAML can hold
+
+
+@pytest.fixture
+def config() -> DictConfig:
+    """A fresh copy of what `python launch.py tracker=none` runs."""
+    return copy.deepcopy(composed())
+
+
+@functools.cache
+def composed() -> DictConfig:
+    return compose(["tracker=none"])
+
+
+def change(cfg: DictConfig, override: str) -> None:
+    """What `key=value`, or `+key=value`, does on the command line."""
+    key, value = override.lstrip("+").split("=")
+    OmegaConf.update(cfg, key, OmegaConf.from_dotlist([f"x={value}"]).x, force_add=True)
+
+
+@pytest.fixture
+def no_figures(monkeypatch) -> None:
+    """They take most of the time of a small run."""
+    monkeypatch.setattr(figures, "draw", lambda result, folder: [])
+
+
+def choose(group: str, option: str) -> list[str]:
+    return [f"{group}=[{option}]" if group in MULTIPLE else f"{group}={option}"]
+
+
+def node_of(group: str, option: str) -> DictConfig:
+    """An option's own part of the configuration."""
+    cfg = compose(choose(group, option))
+    return cfg[group][option] if group in MULTIPLE else cfg[group]
+
+
+# --- Composition ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_composes_and_its_keys_are_its_constructors(group, option):
+    node = node_of(group, option)
+    if node is None:
+        assert (group, option) == ("tracker", "none")
+        return
+    target = get_object(node._target_)
+    keys = {str(key) for key in node if not str(key).startswith("_")}
+    parameters = inspect.signature(target).parameters.values()
+    assert all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
+    names = {p.name for p in parameters} - GIVEN.get(group, set())
+    if node._target_.startswith("immunization."):
+        assert keys == names
+    else:
+        assert keys <= names  # torch's optimizers have more than are worth a line
+
+
+@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: path.relative_to(CONF).as_posix())
+def test_every_knob_has_its_meaning_beside_it(path):
+    """Options say behind each key what it means; what changes keys described elsewhere says above what it is."""
+    lines = path.read_text().splitlines()
+    setup = bool(set(path.relative_to(CONF).parts) & {*SETUPS, "config.yaml"} - {"launcher"})
+    if setup or any(line.startswith("defaults:") for line in lines):
+        assert any(line.startswith("# ") and not line.startswith("# @") for line in lines)
+        return
+    knobs = [line for line in lines if re.match(r" *(?!tracker)[a-zA-Z]\w*: *\S", line)]
+    assert [line for line in knobs if "#" not in line] == []
+
+
+@pytest.mark.parametrize("name", HPARAMS)
+def test_hyper_parameters_change_values_and_add_no_key(name):
+    keys = {
+        "method": set(OmegaConf.load(CONF / "method" / f"{Path(name).name}.yaml")),
+        "optimizer": {key for path in CONF.glob("optimizer/*.yaml") for key in OmegaConf.load(path)},
+    }
+    for group, values in OmegaConf.load(CONF / "hparams" / f"{name}.yaml").items():
+        if group != "defaults":
+            assert set(values) <= keys[group]
+
+
+def test_hyper_parameters_are_chosen_by_data_set_and_method():
+    chosen = OmegaConf.load(CONF / "hparams" / "mnist" / "imma.yaml")
+    assert compose(["dataset=mnist", "method=imma"]).optimizer.lr == chosen.optimizer.lr
+
+
+def test_the_command_line_wins_over_an_experiment_and_that_over_the_hyper_parameters():
+    assert compose(["dataset=mnist", "method=imma", "method.epochs=7"]).method.epochs == 7
+    cfg = compose(["experiment=paper/house_prices"])
+    assert (cfg.method.epochs, cfg.method.lambda_H, cfg.dataset.protocol) == (1000, 1e7, "authors")
+    cfg = compose(["experiment=paper/house_prices", "method.epochs=2", "method.lambda_H=3", "dataset.protocol=full"])
+    assert (cfg.method.epochs, cfg.method.lambda_H, cfg.dataset.protocol) == (2, 3, "full")
+
+
+def test_defaults():
+    cfg = compose()
+    assert cfg.dataset.name == "digits"
+    assert cfg.method._target_.endswith(".ConditionNumber")
+    assert cfg.tracker._target_.endswith(".Wandb")
+    assert (cfg.seed, cfg.device, cfg.dtype) == (0, "auto", "float64")
+    assert {"rir", "definition", "primary", "ceiling", "norm_ratio", "learning_curves"} <= set(cfg.evaluation)
+    check(cfg)
+
+
+def test_composing_leaves_nothing_behind():
+    before = compose(["seed=3", "dataset.primary=4"])
+    assert compose().seed == 0
+    assert (before.seed, before.dataset.primary) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "methd=imma",
+        "method=imm",
+        "method.lamda_P=1",
+        "evaluation=[rri]",
+        "experiment=hose_prices",
+        "dataset.primry=2",
+        "sed=1",
+        "tracker=wnadb",
+        "debug=defualt",
+    ],
+)
+def test_a_mistyped_group_option_or_key_is_refused(override):
+    with pytest.raises(HydraException):
+        compose([override])
+
+
+# --- Experiments ------------------------------------------------------------------------------------------------------
+
+
+def shrunk(name: str, data_dir: Path) -> list[str]:
+    """Overrides that leave an experiment its kind and take away its size."""
+    overrides = [f"experiment={name}", "tracker=none"]
+    cfg = compose(overrides)
+    if "root" in cfg.dataset:
+        overrides += [f"dataset.root={data_dir / cfg.dataset.name}", "dataset.download=false"]
+    if "max_samples" in cfg.dataset:
+        overrides.append("dataset.max_samples=70")
+    if cfg.method.get("epochs"):
+        overrides.append("method.epochs=1")
+    if "norm_ratio" in cfg.evaluation:
+        overrides.append("evaluation.norm_ratio.steps=10")
+    return overrides
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_composes(name):
+    """Those that sweep over methods leave the choice to the sweeper, and `check` to its jobs."""
+    cfg = compose([f"experiment={name}"])
+    if "sweeper" not in (CONF / "experiment" / f"{name}.yaml").read_text():
+        check(cfg)
+    assert slug(cfg.name) == cfg.name
+    assert OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_every_linear_experiment_runs_on_shrunk_data(name, data_dir, tmp_path, no_figures):
+    try:
+        result = run(shrunk(name, data_dir), folder=tmp_path)
+    except DataError as error:
+        if "does not exist" not in str(error):
+            raise
+        pytest.skip(f"no data for it: {error}")
+    assert result.status == "completed"
+    assert result.metrics["rir"] > 0
+    assert result.metrics["authors/rir"] > 0
+
+
+def test_the_debug_group_makes_any_run_small(tmp_path, no_figures):
+    result = run(["debug=default", "dataset.max_samples=20"], folder=tmp_path)
+    assert tracking.history(tmp_path)["rir"]["x"] == [0, 1, 2]
+    assert result.status == "completed"
+
+
+# --- Rules across groups, and objects ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("device=tpu", "device='tpu': allowed are auto, cpu, cuda"),
+        ("dtype=float16", "dtype='float16': allowed are float64, float32"),
+        ("seed=-1", "seed must be an integer of at least 0"),
+        ("seed=1.5", "seed must be an integer of at least 0"),
+        ("threads=0", "threads must be an integer of at least 1, or null"),
+        ("log_every=0", "log_every must be an integer of at least 1, or null"),
+        ("tags=text", "tags must be a list"),
+        ("trusted=text", "trusted must be a list"),
+        ("optimizer.lr=-1", "optimizer.lr must be a number above 0"),
+        ("optimizer.lr=.nan", "optimizer.lr must be a number above 0"),
+        ("optimizer.lr=fast", "optimizer.lr must be a number above 0"),
+        ("model.bias=true", "method.precondition=cancelled needs model.bias=false"),
+    ],
+)
+def test_rules_across_groups(config, override, message):
+    change(config, override)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check(config)
+
+
+def test_a_preconditioner_needs_a_linear_model(config):
+    config.model._target_ = "immunization.models.Timm"
+    with pytest.raises(ConfigError, match=r"method\.precondition needs model=linear.*use none"):
+        check(config)
+    config.method.precondition = "none"
+    check(config)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("method.epochs=1.5", "method.epochs=1.5: expected an integer"),
+        ("method.epochs=true", "method.epochs=True: expected an integer"),
+        ("method.lambda_P=heavy", "method.lambda_P='heavy': expected a number"),
+        ("method.lambda_P=-1", "method.lambda_P must be a finite number of at least 0, not -1"),
+        ("method.batch_size=many", "method.batch_size='many': expected an integer or null"),
+        ("method.balance=1", "method.balance=1: expected true or false"),
+        ("method.precondition=inverse", "expected one of cancelled, ridge, pinv, none"),
+        ("+method.lamda_P=1", "unexpected keyword argument 'lamda_P'"),
+        ("method._target_=immunization.methods.Magic", "Magic"),
+        ("method._target_=immunization.magic.Method", "magic"),
+        (
+            "method._target_=os.system",
+            "not from a trusted package (immunization, torch, timm); add yours with trusted=",
+        ),
+    ],
+)
+def test_values_a_constructor_cannot_take_are_named(config, override, message):
+    change(config, override)
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        build(config, "method")
+    assert "method" in str(caught.value)
+
+
+def test_an_integer_is_a_number_and_null_is_one_of_the_alternatives(config):
+    change(config, "method.lambda_P=2")
+    change(config, "method.batch_size=null")
+    method = build(config, "method")
+    assert (method.lambda_P, method.batch_size) == (2, None)
+
+
+class Mine:
+    """An object of the user's own; its annotation exists for type checkers alone."""
+
+    def __init__(self, value: "Unknown" = 1) -> None:  # noqa: F821
+        self.value = value
+
+
+def test_packages_of_the_user_are_built_once_trusted(config):
+    config.method = {"_target_": f"{__name__}.Mine", "value": 3}
+    with pytest.raises(ConfigError, match="not from a trusted package"):
+        build(config, "method")
+    config.trusted = [__name__.partition(".")[0]]
+    assert build(config, "method").value == 3
+    config.trusted = [__name__[:4]]  # a whole name, not its beginning
+    with pytest.raises(ConfigError, match="not from a trusted package"):
+        build(config, "method")
+
+
+def test_a_partial_option_is_the_callable(config):
+    change(config, "optimizer.lr=0.5")
+    factory = build(config, "optimizer")
+    assert factory([torch.zeros(1, requires_grad=True)]).defaults["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("a b/c", "a-b-c"),
+        ("../../etc/passwd", "etc-passwd"),
+        ("method=imma,seed=1", "method=imma,seed=1"),
+        (".hidden", "hidden"),
+        ("", "run"),
+        ("///", "run"),
+        (None, "None"),
+        ("x" * 300, "x" * 150),
+    ],
+)
+def test_slugs_are_safe_file_names(text, name):
+    assert slug(text) == name
+    assert os.sep not in slug(text)

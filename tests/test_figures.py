@@ -1,0 +1,152 @@
+"""The figures of a run: what is drawn, in which colour and line, and that odd curves do not stop them."""
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from matplotlib.colors import to_hex
+from PIL import Image
+
+from immunization import figures
+from immunization.result import Result
+from immunization.tracking import Recorder
+
+
+def curve(y, x=None) -> dict:
+    return {"x": list(range(1, len(y) + 1)) if x is None else x, "y": list(y)}
+
+
+@pytest.fixture
+def result() -> Result:
+    """A run on two tasks and a benign one: immunization slows the harmful probe."""
+    curves, steps = {}, [1, 10, 100, 1000]
+    for role, end in {"primary": -2.0, "harmful": -6.0, "benign": -4.0}.items():
+        for suffix, factor in {"": 1.0, "/baseline": 0.5}.items():
+            curves[f"spectrum/{role}"] = curve(40 * np.logspace(0, end, 30))
+            curves[f"spectrum/{role}{suffix}"] = curve(7 * np.logspace(0, end * factor, 30))
+            curves[f"norm_ratio/{role}{suffix}"] = curve(np.logspace(0, end * factor, 50), list(range(50)))
+            curves[f"probe/{role}{suffix}"] = curve([0.5, 0.6, 0.7 * factor, 0.9], steps)
+    metrics = {"primary/accuracy": 0.97, "steps_ratio/harmful": 152.2, "steps_ratio/primary": None}
+    return Result(1, "digits", "linear", "condition_number", status="completed", metrics=metrics, curves=curves)
+
+
+def record(folder, **terms) -> None:
+    recorder = Recorder(folder)
+    recorder.log(0, {"kappa_primary": 10.0, "kappa_harmful": 5.0, "rir": 1.0})
+    for step in (1, 2, 3):
+        values = {name: value[step - 1] for name, value in terms.items()}
+        recorder.log(step, values | {"kappa_primary": 9.0, "kappa_harmful": 6.0, "ratio_primary": 0.9, "rir": 1.3})
+    recorder.close(failed=False)
+
+
+def test_every_figure_is_drawn(result, tmp_path):
+    record(tmp_path, loss=[3.0, 2.0, 1.0])
+    paths = figures.draw(result, tmp_path)
+    assert {path.name for path in paths} == {"norm_ratio.png", "spectra.png", "learning_curves.png", "history.png"}
+    for path in paths:
+        with Image.open(path) as image:
+            assert image.width >= 700
+            assert len(set(image.convert("RGB").resize((200, 100)).get_flattened_data())) > 50  # not a blank page
+
+
+def test_a_run_without_curves_gives_the_figures_it_can(result, tmp_path):
+    result.curves = {}
+    assert figures.draw(result, tmp_path) == []
+    record(tmp_path, loss=[3.0, 2.0, 1.0])
+    assert [path.name for path in figures.draw(result, tmp_path)] == ["history.png"]
+
+
+def test_a_task_keeps_its_color_and_the_baseline_is_dashed(result):
+    for figure in (figures.norm_ratio(result.curves), figures.spectra(result.curves), figures.learning_curves(result)):
+        for role, ax in zip(figures.COLORS, figure.axes, strict=True):
+            immunized, baseline = ax.get_lines()
+            assert {to_hex(line.get_color()).upper() for line in (immunized, baseline)} == {figures.COLORS[role]}
+            assert immunized.get_linestyle() == "-"
+            assert baseline.get_linestyle() != "-"
+            assert ax.get_title().startswith(f"{role} task")
+        assert [text.get_text() for text in figure.legends[0].get_texts()] == ["immunized", "baseline"]
+
+
+def test_spectra_end_at_one_over_kappa(result):
+    figure = figures.spectra(result.curves)
+    assert figure.axes[0].get_lines()[0].get_ydata()[[0, -1]] == pytest.approx([1, 1e-2])
+    assert figure.axes[1].get_title() == "harmful task: κ 1,000 → 1e6"
+
+
+def test_learning_curves_name_the_measure_and_the_steps_ratio(result):
+    figure = figures.learning_curves(result)
+    assert figure.axes[0].get_ylabel() == "held-out accuracy"
+    assert [ax.get_title() for ax in figure.axes[:2]] == ["primary task", "harmful task: steps ratio 152"]
+    assert figure.axes[0].get_xscale() == "log"
+
+
+def test_r2_far_below_zero_does_not_flatten_the_rest(result):
+    result.metrics = {"primary/r2": 0.7}
+    result.curves["probe/primary"]["y"] = [-1e6, -3.0, 0.5, 0.7]
+    figure = figures.learning_curves(result)
+    assert figure.axes[0].get_ylabel() == "held-out R²"
+    assert figure.axes[0].get_ylim()[0] == -0.25
+
+
+@pytest.mark.parametrize(
+    ("terms", "scale"),
+    [
+        ({"loss": [3.0, 2.0, 1.0], "r_ill": [1e-9, 1e-8, 1e-7]}, "log"),
+        ({"loss": [-1e11, 0.0, 2.0]}, "symlog"),
+        ({"loss": [0.0, 0.0, 0.0]}, "linear"),
+        ({"loss": [1.0, math.nan, math.inf], "my_term": [1.0, 2.0, 9.0], "another": [1.0, 2.0, 3.0]}, "log"),
+        ({"loss": [0.71, 0.72, 0.73]}, "linear"),
+    ],
+)
+def test_history_takes_any_loss_terms(tmp_path, terms, scale):
+    record(tmp_path, **terms)
+    figure = figures.history(figures.tracking.history(tmp_path))
+    assert [ax.get_title() for ax in figure.axes] == ["loss and its terms", "condition numbers κ", "RIR = (i) / (ii)"]
+    loss = figure.axes[0]
+    assert loss.get_yscale() == scale
+    assert {line.get_label() for line in loss.get_lines()} == set(terms)
+    assert len({(line.get_color(), line.get_linestyle()) for line in loss.get_lines()}) == len(terms)
+    figure.savefig(tmp_path / "history.png")
+
+
+def test_flat_empty_and_null_values_are_drawn(result, tmp_path):
+    result.curves |= {
+        "norm_ratio/primary": curve([1.0, 0.0, 0.0]),
+        "spectrum/primary": curve([2.0]),
+        "spectrum/harmful": curve([2.0, None, 1.0]),
+        "probe/harmful": curve([None, None, None, None]),
+    }
+    assert len(figures.draw(result, tmp_path)) == 3
+
+
+@pytest.mark.parametrize("low", [0.999, 0.9, 0.3, 0.15, 0.02, 1e-9])
+def test_an_axis_has_several_labels(result, tmp_path, low):
+    result.curves = {"norm_ratio/primary": curve(np.geomspace(1, low, 50))}
+    (path,) = figures.draw(result, tmp_path)
+    figure = figures.norm_ratio(result.curves)
+    figures._ticks(figure.axes[0])
+    figure.draw_without_rendering()
+    assert figure.axes[0].yaxis.label.get_window_extent().x0 > 0
+    bottom, top = figure.axes[0].get_ylim()
+    assert 3 <= sum(bottom <= tick <= top for tick in figure.axes[0].get_yticks()) <= 12
+    assert path.is_file()
+
+
+def test_legends_stay_outside_of_the_data(result, tmp_path):
+    record(tmp_path, loss=[3.0, 2.0, 1.0], r_well=[1.0, 1.0, 1.0], r_ill=[1.0, 1.0, 1.0], task_loss=[1.0, 1.0, 1.0])
+    history = figures.history(figures.tracking.history(tmp_path))
+    for figure in (history, figures.norm_ratio(result.curves)):
+        figure.draw_without_rendering()
+        for ax in figure.axes:
+            for legend in [*figure.legends, *filter(None, [ax.get_legend()])]:
+                box = legend.get_window_extent()
+                assert box.y1 < ax.xaxis.label.get_window_extent().y0
+                assert box.y0 >= 0
+
+
+def test_importing_figures_leaves_matplotlib_alone():
+    code = "import sys, immunization.figures; assert not [name for name in sys.modules if 'matplotlib' in name]"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -1,0 +1,274 @@
+"""The command line: what it prints, its exit code, and one clear line for every mistake of a user."""
+
+import gzip
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+import launch
+from immunization import Result, figures
+from immunization.tracking import history
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICK = ("tracker=none", "evaluation=[rir]")
+Cli = Callable[..., str]
+
+
+@pytest.fixture
+def cli(tmp_path, monkeypatch, capsys) -> Cli:
+    """`python launch.py <overrides>` in this process, which must fail: the message without its "error: ".
+
+    The run folder is `tmp_path`/run.
+    """
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    monkeypatch.setattr(figures, "draw", lambda result, folder: [])
+
+    def call(*overrides: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["launch.py", *QUICK, f"hydra.run.dir={tmp_path / 'run'}", *overrides])
+        GlobalHydra.instance().clear()
+        with pytest.raises(SystemExit, match=r"^error: ") as end:  # Python prints a text and exits with 1
+            launch.cli()
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.out + captured.err
+        return end.value.code.removeprefix("error: ")
+
+    return call
+
+
+def launched(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
+    """A process of its own."""
+    environment = {**os.environ, "WANDB_MODE": "offline"}
+    environment.pop("HYDRA_FULL_ERROR", None)
+    command = [sys.executable, str(ROOT / "launch.py"), *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+# --- Processes --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_with_the_defaults(tmp_path):
+    """Exit code 0, a table, figures, W&B offline inside of the run folder, nothing outside of outputs/."""
+    done = launched("dataset.max_samples=20", "method.epochs=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "RIR" in done.stdout
+    assert "Traceback" not in done.stderr
+    (folder,) = (tmp_path / "outputs" / "digits").iterdir()
+    assert Result.read(folder).status == "completed"
+    assert {path.name for path in folder.iterdir()} >= {"config.yaml", "immunized.safetensors", "history.png", "wandb"}
+    assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
+
+
+def test_a_multirun_goes_on_after_a_job_that_failed(tmp_path):
+    done = launched("-m", *QUICK, "method=identity", "dataset.harmful=0,1", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "error: dataset.primary=0, dataset.harmful=0" in done.stderr
+    assert "Traceback" not in done.stderr
+    (sweep,) = (tmp_path / "outputs" / "digits" / "multirun").iterdir()
+    first, second = sorted(path for path in sweep.iterdir() if path.is_dir())
+    assert re.fullmatch(r"0_.*dataset\.harmful=0.*", first.name)
+    assert re.fullmatch(r"1_.*dataset\.harmful=1.*", second.name)
+    assert Result.read(first).status == "failed"
+    assert Result.read(second).status == "completed"
+
+
+def test_a_mistake_prints_one_line_and_exits_with_1(tmp_path):
+    done = launched(*QUICK, "dataset.primary=1", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert re.fullmatch(r"error: dataset\.primary=1, dataset\.harmful=1: every task needs [^\n]*\n", done.stderr)
+
+
+def test_help_is_quick_as_it_imports_nothing_heavy():
+    code = (
+        "import runpy, sys\n"
+        "sys.argv = ['launch.py', '--help']\n"
+        "try: runpy.run_path('launch.py', run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code\n"
+        "heavy = {'torch', 'numpy', 'sklearn', 'pandas', 'matplotlib', 'wandb', 'timm'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for text in ("dataset: ", "house_prices", "condition_number", "optimizer", "seed: 0"):
+        assert text in done.stdout
+
+
+# --- Mistakes in options ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("method.lamda_P=1", "there is no key method.lamda_P; allowed here are .*lambda_P, lambda_H"),
+        ("sed=1", "there is no key sed; allowed here are .*seed"),
+        ("+method.lamda_P=1", "method: .*'lamda_P'.* does not take that key"),
+        ("dataset.primary=1", "dataset.primary=1, dataset.harmful=1: .*choose different ones of 0 to 9"),
+        ("dataset.primary=10", "dataset.primary=10: choose one of 0, 1, .*9"),
+        ("method.lambda_P=-1", "method.lambda_P must be a finite number of at least 0, not -1"),
+        ("method.lambda_P=much", "method.lambda_P='much': expected a number"),
+        ("method.batch_size=100000", r"method.batch_size=100000 is above the \d+ training rows .*; lower it"),
+        ("optimizer.lr=-0.1", "optimizer.lr must be a number above 0, not -0.1"),
+        ("method=null", "give every group=... the name of an option"),
+    ],
+)
+def test_options(cli, override, message):
+    said = cli(override)
+    assert re.search(message, said)
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("override", ["method=magic", "evaluation=[magic]"])
+def test_unknown_options_are_refused_by_hydra(cli, override):
+    said = cli(override)
+    assert re.match(rf"In 'config': Could not (find|load) '{override.split('=')[0]}/magic'", said)
+    assert "hydra.run.dir" not in said
+
+
+def test_a_gpu_that_is_not_there(cli, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "device=cuda" in (said := cli("device=cuda"))
+    assert "use device=auto or device=cpu" in said
+
+
+def test_a_diverging_loss_keeps_the_last_good_numbers(tmp_path, cli):
+    said = cli("optimizer=sgd", "optimizer.lr=3", "method.epochs=500", "dataset.max_samples=20", "log_every=1")
+    assert "lower optimizer.lr" in said
+    result, curves = Result.read(tmp_path / "run"), history(tmp_path / "run")
+    assert (result.status, result.error) == ("failed", said)
+    assert result.metrics["rir"] == curves["rir"]["y"][-1]
+    assert len(curves["rir"]["y"]) > 1
+
+
+@pytest.mark.parametrize("folder", ["{tmp}/file/run", "/proc/run"])
+def test_folders_that_cannot_be_written(tmp_path, cli, folder):
+    (tmp_path / "file").touch()
+    folder = folder.format(tmp=tmp_path)
+    said = cli(f"hydra.run.dir={folder}")
+    assert folder in said
+    assert "hydra.run.dir=" in said
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, ValueError])
+def test_a_fault_of_the_program_shows_its_traceback(cli, monkeypatch, error):
+    def fault(*_):
+        raise error("not the user's")
+
+    monkeypatch.setattr("immunization.methods.ConditionNumber.step", fault)
+    with pytest.raises(error, match="not the user's"):
+        cli("dataset.max_samples=20")
+
+
+def test_an_interrupt_ends_quietly(tmp_path, cli, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("immunization.methods.ConditionNumber.step", interrupt)
+    assert cli("dataset.max_samples=20") == "interrupted"
+    assert Result.read(tmp_path / "run").status == "failed"
+
+
+# --- Mistakes in data -------------------------------------------------------------------------------------------------
+
+
+def matrices(**changes: np.ndarray) -> dict[str, np.ndarray]:
+    """A good pair of tasks with 40 rows, 3 columns and 2 classes, changed."""
+    rng = np.random.default_rng(0)
+    good = {f"{role}_x": rng.normal(size=(40, 3)) for role in ("primary", "harmful")}
+    return good | {f"{role}_y": np.arange(40) % 2 for role in ("primary", "harmful")} | changes
+
+
+def with_nan() -> np.ndarray:
+    x = matrices()["harmful_x"]
+    x[7, 1] = np.nan
+    return x
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"harmful_x": with_nan()}, r"'harmful_x' in .*pair.npz holds 1 NaN .* \[7, 1\]; clean or drop"),
+        ({"primary_y": np.zeros(40, int)}, "'primary_y' in .*pair.npz .*one class only.* is empty"),
+        ({"primary_x": np.ones((40, 3))}, r"task 'primary': every input feature is constant .* \(rank 0\); give it"),
+    ],
+)
+def test_arrays(tmp_path, cli, changes, message):
+    np.savez(tmp_path / "pair.npz", **matrices(**changes))
+    said = cli("dataset=arrays", f"dataset.path={tmp_path / 'pair.npz'}", "method.epochs=1")
+    assert re.search(message, said)
+    assert "\n" not in said
+    assert Result.read(tmp_path / "run").error == said
+
+
+def table(header: str = "a,b,target", first: str = "0.1,0.2,0.3") -> str:
+    """A good CSV file of 40 rows, or one with another header or first row."""
+    rows = np.random.default_rng(0).normal(size=(39, 2))
+    return "\n".join([header, first, *(f"{a:.4f},{b:.4f},{a + b:.4f}" for a, b in rows)]) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "harmful.csv .*No such file"),
+        (table(header="a,b,price"), "harmful.csv lacks the column target"),
+        (table(first="near,0,0"), "harmful.csv, data row 1, column a: 'near' is not a finite number"),
+        (table()[:-14], "harmful.csv, line 41: 2 fields, the header has 3; .*cut off"),
+        (table()[:-3], "harmful.csv does not end with a line break"),
+    ],
+    ids=["absent", "no target", "text", "cut between fields", "cut in a field"],
+)
+def test_csv_files(tmp_path, cli, text, message):
+    (tmp_path / "primary.csv").write_text(table())
+    if text is not None:
+        (tmp_path / "harmful.csv").write_text(text)
+    paths = [f"dataset.{role}_csv={tmp_path / role}.csv" for role in ("primary", "harmful")]
+    said = cli("dataset=arrays", *paths, "method.epochs=1")
+    assert re.search(message, said)
+    assert "\n" not in said
+
+
+def test_house_prices(tmp_path, cli):
+    options = ("dataset=house_prices", f"dataset.root={tmp_path}", "dataset.download=false", "method.epochs=1")
+    said = cli(*options)
+    assert re.search(r"train\.csv does not exist: get train\.csv from .* and set dataset\.root", said)
+    (tmp_path / "train.csv").write_text("Id,MSZoning\n1,RL\n2,RM\n")
+    assert re.search(r"train\.csv lacks the columns MSSubClass, ", cli(*options))
+
+
+def idx(shape: tuple[int, ...]) -> bytes:
+    return bytes([0, 0, 8, len(shape)]) + np.array(shape, ">u4").tobytes() + bytes(int(np.prod(shape)))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "train-images-idx3-ubyte.gz",
+            gzip.compress(idx((60, 28, 28)))[:-9],
+            "train-images.* is truncated or corrupted",
+        ),
+        ("t10k-labels-idx1-ubyte.gz", gzip.compress(idx((60,))[:-5]), "t10k-labels.* is truncated or corrupted"),
+        ("t10k-labels-idx1-ubyte.gz", None, r"t10k-labels-idx1-ubyte\[\.gz\] does not exist: put"),
+    ],
+    ids=["cut", "short", "absent"],
+)
+def test_mnist(tmp_path, cli, name, content, message):
+    folder = tmp_path / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    for part in ("train", "t10k"):
+        (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx((60, 28, 28))))
+        (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx((60,))))
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(content)
+    said = cli("dataset=mnist", f"dataset.root={tmp_path}", "dataset.download=false", "method.epochs=1")
+    assert re.search(message, said)
+    assert "\n" not in said
+    assert Result.read(tmp_path / "run").status == "failed"

@@ -1,0 +1,222 @@
+"""result.json, environment.json and the table."""
+
+import io
+import json
+import math
+import os
+import stat
+import time
+
+import pytest
+import torch
+from rich.console import Console
+
+from immunization import environment, strict_json
+from immunization.errors import DataError
+from immunization.result import Result
+from immunization.results.table import number, show
+
+UNBOUNDED = "range(K_H) is not inside range(K_P): unbounded"
+METRICS = {
+    "ratio_harmful": 63.1,
+    "ratio_primary": 0.0158,
+    "rir": 3993.67,
+    "test/rir": 812.0,
+    "authors/rir": 3.108e12,
+    "ceiling/rir": None,
+    "ceiling/attained": None,
+    "kappa_harmful": 4.2e5,
+    "kappa_harmful_baseline": 6655.0,
+    "primary/accuracy": 0.9731,
+    "primary/accuracy_baseline": 0.9846,
+    "definition/a": 1.0,
+    "definition/b": 1.0,
+    "definition/c": 0.0,
+    "definition/immunized": 0.0,
+    "steps_ratio/harmful": 152.2,
+    "steps_ratio/primary": 0.84,
+}
+REASONS = {"ceiling/rir": UNBOUNDED, "ceiling/attained": UNBOUNDED, "capped_harmful": "never came to [0.87]"}
+
+
+def result(**changes) -> Result:
+    values = {
+        "seed": 1,
+        "dataset": "digits",
+        "model": "linear",
+        "method": "condition_number",
+        "status": "completed",
+        "metrics": dict(METRICS),
+        "reasons": dict(REASONS),
+        "curves": {"probe/harmful": {"x": [1, 2], "y": [0.5, 0.75]}},
+        "flags": ["capped_harmful"],
+        "seconds": {"immunize": 1.25, "evaluate": 0.5},
+        "about": {"protocol": "one_vs_rest", "rows": 300},
+    }
+    return Result(**values | changes)
+
+
+def printed(results, width=80) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    show(results, console)
+    return console.file.getvalue()
+
+
+def test_a_result_comes_back_as_it_was_written(tmp_path):
+    original = result()
+    path = original.write(tmp_path)
+    assert Result.read(tmp_path) == Result.read(path) == original
+    assert Result.read(path).folder == tmp_path
+
+
+def test_the_file_has_the_documented_keys_and_no_folder(tmp_path):
+    content = json.loads(result(folder=tmp_path).write(tmp_path).read_text())
+    documented = "schema status seed dataset model method metrics reasons curves flags seconds error about"
+    assert set(content) == set(documented.split())
+    assert content["schema"] == 1
+
+
+def test_non_finite_numbers_become_null_with_a_reason(tmp_path):
+    metrics = {"rir": math.inf, "rfd/harmful": math.nan, "ratio_primary": None, "ratio_harmful": torch.tensor(2.0)}
+    curves = {"spectrum/primary": {"x": [1, 2], "y": [1.0, math.nan]}}
+    text = result(metrics=metrics, curves=curves).write(tmp_path).read_text()
+    content = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert content["metrics"] == {"rir": None, "rfd/harmful": None, "ratio_primary": None, "ratio_harmful": 2.0}
+    assert content["reasons"]["rir"] == "not a finite number (inf)"
+    assert content["reasons"]["ratio_primary"] == "not computed"
+    assert content["curves"]["spectrum/primary"]["y"] == [1.0, None]
+
+
+def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    result().write(tmp_path)
+
+    def fail(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        result(seed=2).write(tmp_path)
+    assert Result.read(tmp_path).seed == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_the_file_is_readable_by_others_as_the_umask_says(tmp_path):
+    mask = os.umask(0o022)
+    try:
+        path = result().write(tmp_path)
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "No such file"),
+        ('{"schema": 1, "status": "comp', "is not JSON"),
+        ('{"schema": 2}', "schema 1"),
+        ("[]", "schema 1"),
+        ('{"schema": 1, "seed": 1}', "missing"),
+        ('{"schema": 1, "seed": 1, "dataset": "", "model": "", "method": "", "colour": 1}', "colour"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, text, message):
+    path = tmp_path / "result.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(DataError, match=message) as caught:
+        Result.read(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (DataError("column 'LotArea' is missing"), "column 'LotArea' is missing"),
+        (ValueError("bad"), "ValueError: bad"),
+        (KeyboardInterrupt(), "interrupted"),
+    ],
+)
+def test_a_failed_run_keeps_its_measures(error, message):
+    failed = result()
+    failed.fail(error)
+    assert (failed.status, failed.error) == ("failed", message)
+    assert failed.metrics == METRICS
+
+
+def test_a_run_counts_as_failed_until_it_completes():
+    assert Result(seed=0, dataset="digits", model="linear", method="identity").status == "failed"
+
+
+def test_plain_takes_tensors_arrays_and_paths_apart(tmp_path):
+    value = {"t": torch.tensor([[1.0, math.inf]]), "n": torch.arange(2).numpy(), "p": tmp_path, 3: (True, None)}
+    assert strict_json.plain(value) == {"t": [[1.0, None]], "n": [0, 1], "p": str(tmp_path), "3": [True, None]}
+
+
+def test_environment_says_what_ran_and_is_quick(tmp_path):
+    environment.write(tmp_path, torch.device("cpu"))
+    started = time.process_time()
+    environment.write(tmp_path, torch.device("cpu"))
+    assert time.process_time() - started < 0.1
+    content = json.loads((tmp_path / "environment.json").read_text())
+    assert content["packages"]["torch"] == torch.__version__.partition("+")[0]
+    assert content["threads"] == 1
+    assert content["command"]
+    if (environment.ROOT / ".git").exists():
+        assert len(content["git"]["commit"]) == 40
+
+
+def test_environment_of_an_installed_package_claims_no_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    assert environment.describe("cpu")["git"] is None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.01234, "0.0123"),
+        (1.0, "1"),
+        (-2.5, "-2.5"),
+        (356.2, "356"),
+        (29712.3, "29,700"),
+        (99999, "100,000"),
+        (3.108e12, "3.11e12"),
+        (2.4e-7, "2.4e-7"),
+        (math.inf, "inf"),
+    ],
+)
+def test_numbers_have_three_digits(value, text):
+    assert number(value) == text
+
+
+def test_the_sheet_of_one_run_shows_every_measure_and_why_one_is_missing(tmp_path):
+    text = printed(result(folder=tmp_path), 120)
+    for shown in ("63.1", "0.0158", "3,990", "812", "3.11e12", "4.2e5", "0.985", "0.973", "152", "no (c)", "immunize"):
+        assert shown in text
+    assert text.count(UNBOUNDED) == 1
+    assert text.count("–¹") == 2  # noqa: RUF001
+    assert "capped_harmful: never came to [0.87]" in text
+    assert str(tmp_path) in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_tables_fit_the_width(width, tmp_path):
+    runs = [result(method=name, folder=tmp_path / name) for name in ("identity", "condition_number", "imma")]
+    for text in (printed(runs[0], width), printed(runs, width)):
+        assert max(map(len, text.splitlines())) <= width
+        assert "…" not in text
+
+
+def test_rows_tell_runs_apart_and_name_failures():
+    broken = result(seed=3, status="failed", error="diverged at step 3 [nan]", metrics={"rir": 2.0}, flags=[])
+    text = printed([result(), result(seed=2), broken], 200)
+    assert "1 condition_number seed 1" in text
+    assert "3 condition_number seed 3 failed" in text
+    assert text.count("diverged at step 3 [nan]") == 1
+    assert "digits" not in text  # all the same
+
+
+def test_the_sheet_of_a_failed_run_says_so():
+    text = printed(result(status="failed", error="lower optimizer.lr", metrics={}, flags=[], reasons={}, seconds={}))
+    assert "failed: lower optimizer.lr" in text

@@ -1,0 +1,442 @@
+"""One run from Python: its folder, its numbers, computing them again, and what is left of a run that fails."""
+
+import json
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import load_file
+from sklearn.datasets import load_digits
+from torch.testing import assert_close
+
+import immunization
+from immunization import Result, data, figures, run, spectral
+from immunization.config import CONF, compose
+from immunization.errors import ConfigError, DataError, DegenerateSpectrum, Diverged
+from immunization.evaluation import Measures
+from immunization.tracking import Tracker, history
+
+SMALL = ("tracker=none", "dataset.max_samples=40", "method.epochs=4", "evaluation.norm_ratio.steps=20")
+QUICK = (*SMALL[:3], "evaluation=[rir]")
+METHODS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
+FILES = {
+    "config.yaml",
+    "overrides.yaml",
+    "environment.json",
+    "metrics.jsonl",
+    "result.json",
+    "immunized.safetensors",
+    "run.log",
+    "norm_ratio.png",
+    "spectra.png",
+    "learning_curves.png",
+    "history.png",
+}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> Result:
+    """A completed run with a benign task; no test changes its folder."""
+    return run([*SMALL, "dataset.benign=2", "seed=3"], folder=tmp_path_factory.mktemp("runs") / "done")
+
+
+@pytest.fixture
+def no_figures(monkeypatch) -> None:
+    """They take most of the time of a small run."""
+    monkeypatch.setattr(figures, "draw", lambda result, folder: [])
+
+
+def trusting(*overrides: str) -> DictConfig:
+    """A configuration that may name the classes of this file."""
+    cfg = compose([*QUICK, *overrides])
+    cfg.trusted = [__name__.partition(".")[0]]
+    return cfg
+
+
+def strict(path: Path) -> dict:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} in {path}")
+
+    return json.loads(path.read_text(), parse_constant=refuse)
+
+
+# --- The run folder ---------------------------------------------------------------------------------------------------
+
+
+def test_the_folder_holds_everything(done):
+    assert {path.name for path in done.folder.iterdir()} >= FILES
+    for path in done.folder.glob("*.png"):
+        assert path.read_bytes().startswith(b"\x89PNG")
+    log = (done.folder / "run.log").read_text()
+    assert "digits" in log
+    assert "ERROR" not in log
+
+
+def test_the_configuration_written_is_the_one_that_ran(done):
+    overrides = [*SMALL, "dataset.benign=2", "seed=3"]
+    assert OmegaConf.load(done.folder / "overrides.yaml") == overrides
+    written = OmegaConf.load(done.folder / "config.yaml")
+    assert written == OmegaConf.create(OmegaConf.to_container(compose(overrides), resolve=True))
+    assert "${" not in (done.folder / "config.yaml").read_text()
+
+
+def test_environment(done):
+    environment = strict(done.folder / "environment.json")
+    assert environment["device"] == "cpu" or environment["device"].startswith("cuda")
+    assert {"time", "command", "git", "python", "packages", "threads"} <= set(environment)
+
+
+def test_history_has_every_term_at_every_logged_step(done):
+    curves = history(done.folder)
+    always = {"kappa_primary", "kappa_harmful", "ratio_primary", "ratio_harmful", "rir"}
+    assert set(curves) == always | {"loss", "task_loss", "r_well", "r_ill"}
+    for name, curve in curves.items():
+        assert curve["x"] == ([0, 1, 2, 3, 4] if name in always else [1, 2, 3, 4])
+    assert curves["rir"]["y"][0] == pytest.approx(1)
+    assert curves["rir"]["y"][-1] == pytest.approx(done.metrics["rir"], rel=1e-6)
+    assert curves["kappa_harmful"]["y"][0] == pytest.approx(done.metrics["kappa_harmful_baseline"], rel=1e-6)
+
+
+def test_about_forty_lines_a_run_by_default_and_log_every_as_asked(tmp_path, no_figures):
+    run([*QUICK, "method.epochs=200"], folder=tmp_path / "default")
+    assert history(tmp_path / "default")["rir"]["x"] == list(range(0, 201, 5))
+    run([*QUICK, "method.epochs=20", "log_every=8"], folder=tmp_path / "chosen")
+    assert history(tmp_path / "chosen")["rir"]["x"] == [0, 8, 16, 20]
+
+
+def test_folders_of_runs_started_together_differ(tmp_path, monkeypatch, no_figures):
+    monkeypatch.chdir(tmp_path)
+    results = [run([*QUICK, "method=identity", "name=../a b"]) for _ in range(2)]
+    folders = [result.folder.resolve() for result in results]
+    assert len(set(folders)) == 2
+    for folder in folders:
+        assert folder.parent == tmp_path / "outputs" / "a-b"
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-\d{6}", folder.name)
+
+
+# --- result.json ------------------------------------------------------------------------------------------------------
+
+
+def test_result_has_the_documented_content(done):
+    content = strict(done.folder / "result.json")
+    assert (content["schema"], content["status"], content["seed"]) == (1, "completed", 3)
+    assert (content["dataset"], content["model"], content["method"]) == ("digits", "linear", "condition_number")
+    assert set(content["seconds"]) == {"immunize", "evaluate"}
+    assert all(seconds > 0 for seconds in content["seconds"].values())
+    names = {"rir", "ratio_harmful", "ratio_primary"}
+    names |= {f"authors/{name}" for name in names} | {f"test/{name}" for name in names}
+    names |= {f"kappa_{role}{suffix}" for role in ("harmful", "primary") for suffix in ("", "_baseline")}
+    names |= {"rank_harmful", "rank_primary", "ceiling/rir", "ceiling/attained"}
+    names |= {f"definition/{part}" for part in ("a", "b", "c", "immunized")}
+    names |= {f"primary/{name}{suffix}" for name in ("loss", "accuracy") for suffix in ("", "_baseline")}
+    names |= {f"steps_ratio/{role}" for role in ("harmful", "primary", "benign")} | {"rfd/harmful"}
+    assert names <= set(content["metrics"])
+    assert all(value is None or isinstance(value, int | float) for value in content["metrics"].values())
+    assert all(content["metrics"][f"definition/{part}"] in (0, 1) for part in ("a", "b", "c", "immunized"))
+    missing = {name for name, value in content["metrics"].items() if value is None}
+    assert missing | set(content["flags"]) <= set(content["reasons"])
+    curves = {f"norm_ratio/{role}{state}" for role in ("primary", "harmful") for state in ("", "/baseline")}
+    assert curves | {"probe/harmful"} <= set(content["curves"])
+    for curve in content["curves"].values():
+        assert set(curve) == {"x", "y"}
+        assert len(curve["x"]) == len(curve["y"])
+
+
+def test_the_file_is_the_result_that_was_returned(done):
+    read = Result.read(done.folder)
+    assert read.folder == done.folder
+    assert read.as_dict() == done.as_dict()
+
+
+def test_the_preparation_of_the_data_is_stated(done):
+    assert done.about["classes"] == {"primary": 0, "harmful": 1, "benign": 2}
+    assert "one_vs_rest" in done.about["protocol"]
+    assert done.about["rows"]["primary"]["train"] == 80
+
+
+def test_every_figure_can_be_computed_again_from_the_saved_tensors(done):
+    """theta, mean and std, applied to scikit-learn's pixels, give RIR and both kappas, on training and test rows."""
+    saved = load_file(done.folder / "immunized.safetensors")
+    assert {"theta", "omega", "mean", "std"} == set(saved)
+    pair = data.digits(seed=3, max_samples=40, benign=2)
+    known = {row.tobytes() for row in load_digits().data}
+
+    def inputs(role: str, split: str) -> torch.Tensor:
+        """The rows of a split, found among the pixels as published, then normalized by what the run saved."""
+        x = getattr(pair.tasks[role], split).x
+        pixels = (16 * (x * saved["std"] + saved["mean"])).round()
+        assert all(row.numpy().tobytes() in known for row in pixels)
+        return (pixels / 16 - saved["mean"]) / saved["std"]
+
+    for prefix, split in (("", "train"), ("test/", "test")):
+        harmful, primary = inputs("harmful", split), inputs("primary", split)
+        ranks = {role: len(spectral.compress(x)) for role, x in (("harmful", harmful), ("primary", primary))}
+        kappa = {
+            "kappa_harmful": spectral.condition_number(harmful @ saved["theta"], ranks["harmful"]),
+            "kappa_primary": spectral.condition_number(primary @ saved["theta"], ranks["primary"]),
+            "kappa_harmful_baseline": spectral.condition_number(harmful, ranks["harmful"]),
+            "kappa_primary_baseline": spectral.condition_number(primary, ranks["primary"]),
+        }
+        for name, value in kappa.items():
+            assert done.metrics[prefix + name] == pytest.approx(value, rel=1e-6)
+        ratio = kappa["kappa_harmful"] / kappa["kappa_harmful_baseline"]
+        assert done.metrics[f"{prefix}ratio_harmful"] == pytest.approx(ratio, rel=1e-6)
+        rir = ratio / kappa["kappa_primary"] * kappa["kappa_primary_baseline"]
+        assert done.metrics[f"{prefix}rir"] == pytest.approx(rir, rel=1e-6)
+
+    x, y = inputs("primary", "test"), pair.primary.test.y
+    correct = (x @ saved["theta"] @ saved["omega"][0] > 0) == (y > 0)
+    assert done.metrics["primary/head_accuracy"] == pytest.approx(correct.double().mean().item())
+
+
+def test_what_the_user_sees(capsys, tmp_path, no_figures):
+    run(SMALL, folder=tmp_path)
+    out, err = capsys.readouterr()
+    for text in ("condition_number", "RIR", "Definition 3.1", "accuracy", "seconds", "run folder"):
+        assert text in out
+    assert "Traceback" not in out + err
+
+
+# --- Numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [(), ("model.init=random", "method.batch_size=8")], ids=["exact", "random"])
+def test_a_seed_means_the_same_numbers(options, tmp_path, no_figures):
+    first, again, other = (
+        run([*QUICK, *options, f"seed={seed}"], folder=tmp_path / str(i)) for i, seed in enumerate((1, 1, 2))
+    )
+    assert first.metrics == again.metrics
+    assert first.curves == again.curves
+    assert first.metrics["rir"] != other.metrics["rir"]
+    tensors = [load_file(result.folder / "immunized.safetensors")["theta"] for result in (first, again, other)]
+    assert torch.equal(tensors[0], tensors[1])
+    assert not torch.equal(tensors[0], tensors[2])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_every_method_runs(method, dtype, tmp_path, no_figures):
+    options = [f"method={method}", f"dtype={dtype}"]
+    result = run([*QUICK, *options], folder=tmp_path)
+    assert (result.status, result.method) == ("completed", method)
+    assert result.metrics["rir"] > 0
+    theta = load_file(tmp_path / "immunized.safetensors")["theta"]
+    assert theta.dtype == torch.float64
+    assert torch.equal(theta, theta.float().double()) == (dtype == "float32" or method == "identity")
+    if method == "identity":
+        for name in ("rir", "ratio_harmful", "ratio_primary", "authors/rir", "test/rir"):
+            assert result.metrics[name] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("dataset", ["arrays", "house_prices", "mnist", "fashion_mnist"])
+def test_every_linear_data_set_runs(dataset, tmp_path, no_figures, request):
+    """Regressions and classes; those with files of their own are skipped where these are absent."""
+    if dataset == "arrays":
+        from safetensors.torch import save_file
+
+        generator = torch.Generator().manual_seed(0)
+        x = {f"{role}_x": torch.randn(60, 6, generator=generator) for role in ("primary", "harmful")}
+        save_file({**x, **{f"{name[:-1]}y": v[:, 0].contiguous() for name, v in x.items()}}, tmp_path / "a.safetensors")
+        options = [f"dataset.path={tmp_path / 'a.safetensors'}"]
+    else:
+        options = [f"dataset.root={request.getfixturevalue('data_dir') / dataset}", "dataset.download=false"]
+        options += ["dataset.max_samples=30"] if "mnist" in dataset else []
+    overrides = [f"dataset={dataset}", "tracker=none", "method.epochs=2", "evaluation=[rir,primary]", *options]
+    try:
+        result = run(overrides, folder=tmp_path / "run")
+    except DataError as error:
+        if "does not exist" not in str(error):
+            raise
+        pytest.skip(str(error))
+    assert result.metrics["rir"] > 0
+    assert f"primary/{'accuracy' if 'mnist' in dataset else 'r2'}" in result.metrics
+
+
+def test_float32_is_close_to_float64(tmp_path, no_figures):
+    single, double = (run([*QUICK, f"dtype={dtype}"], folder=tmp_path / dtype) for dtype in ("float32", "float64"))
+    assert single.metrics["rir"] != double.metrics["rir"]
+    for name, value in double.metrics.items():
+        if not name.startswith("authors/"):  # noise of single precision is above their ridge
+            assert single.metrics[name] == pytest.approx(value, rel=1e-2)
+
+
+def test_a_linear_layer_with_a_bias_is_exported_with_it(tmp_path, no_figures):
+    options = ("model.bias=true", "model.init=random", "method.precondition=ridge", "method.side=output")
+    run([*QUICK, *options], folder=tmp_path)
+    saved = load_file(tmp_path / "immunized.safetensors")
+    assert saved["bias"].shape == (64,)
+    assert saved["bias"].any()
+
+
+def test_a_run_without_measures_still_leaves_theta(tmp_path, no_figures):
+    result = run([*SMALL[:3], "evaluation=[]"], folder=tmp_path)
+    assert (result.status, result.metrics) == ("completed", {})
+    assert (tmp_path / "immunized.safetensors").is_file()
+
+
+def test_the_tasks_in_the_common_range_are_saved_with_its_basis(tmp_path, no_figures):
+    run([*QUICK, "dataset.common_range=true", "dataset.max_samples=60"], folder=tmp_path)
+    saved = load_file(tmp_path / "immunized.safetensors")
+    assert saved["basis"].shape == (64, len(saved["theta"]))
+    assert_close(saved["basis"].T @ saved["basis"], torch.eye(len(saved["theta"]), dtype=torch.float64))
+
+
+def test_the_python_interface():
+    assert {"run", "Result", "condition_number", "rir"} <= set(immunization.__all__)
+    assert immunization.run is run
+    assert immunization.condition_number is spectral.condition_number
+    with pytest.raises(AttributeError, match="immunise"):
+        immunization.immunise  # noqa: B018
+
+
+# --- Trackers ---------------------------------------------------------------------------------------------------------
+
+
+class Spy(Tracker):
+    """Remembers what it was told."""
+
+    calls: list[tuple] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.calls.clear()
+
+    def start(self, folder, config, name, group, tags):
+        self.calls.append(("start", config["seed"], name, group, tags))
+
+    def log(self, step, metrics):
+        self.calls.append(("log", step, metrics["rir"]))
+
+    def finish(self, result, figures):
+        self.calls.append(("finish", result.status, figures))
+
+    def close(self, failed):
+        self.calls.append(("close", failed))
+
+
+def test_a_tracker_gets_configuration_numbers_result_and_figures(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "draw", lambda result, folder: [folder / "one.png"])
+    cfg = trusting("seed=5", "name=mine", "tags=[a,b]")
+    cfg.tracker = {"_target_": f"{__name__}.Spy"}
+    run(cfg, folder=tmp_path / "here")
+    start, *logs, finish, close = Spy.calls
+    assert start == ("start", 5, "here", "mine", ["a", "b"])
+    assert [step for _, step, _ in logs] == [0, 1, 2, 3, 4]
+    assert finish == ("finish", "completed", [tmp_path / "here" / "one.png"])
+    assert close == ("close", False)
+
+
+# --- Runs that fail ---------------------------------------------------------------------------------------------------
+
+
+class Broken:
+    """An evaluation with a fault."""
+
+    def __call__(self, comparison) -> Measures:
+        raise ZeroDivisionError("a fault of the program")
+
+
+def failed(folder: Path) -> Result:
+    result = Result.read(folder)
+    assert result.status == "failed"
+    assert result.error
+    assert (folder / "config.yaml").is_file()
+    return result
+
+
+def test_divergence_keeps_the_last_good_numbers(tmp_path):
+    cfg = trusting("optimizer=sgd", "optimizer.lr=3", "method.lambda_P=1", "method.epochs=500", "log_every=1")
+    cfg.tracker = {"_target_": f"{__name__}.Spy"}
+    with pytest.raises(Diverged, match=r"lower optimizer\.lr"):
+        run(cfg, folder=tmp_path)
+    result, curves = failed(tmp_path), history(tmp_path)
+    assert "diverged" in result.error or "overflows" in result.error
+    assert len(curves["rir"]["x"]) > 1
+    for name in ("loss", "rir", "kappa_harmful", "kappa_primary"):
+        assert result.metrics[name] == curves[name]["y"][-1] is not None
+    assert Spy.calls[-1] == ("close", True)
+    assert all(call[0] != "finish" for call in Spy.calls)
+    log = (tmp_path / "run.log").read_text()
+    assert "ERROR" in log
+    assert "Traceback" not in log  # a user's mistake
+
+
+def test_theta_that_overflows_in_the_last_step_is_divergence(tmp_path):
+    with pytest.raises(Diverged, match="theta overflows at step 1"):
+        run([*QUICK, "optimizer=sgd", "optimizer.lr=1e300", "method.epochs=1"], folder=tmp_path)
+    assert failed(tmp_path).metrics["rir"] == pytest.approx(1)
+
+
+def test_a_fault_of_the_program_is_raised_and_logged_with_its_traceback(tmp_path):
+    cfg = trusting()
+    OmegaConf.update(cfg, "evaluation.broken", {"_target_": f"{__name__}.Broken"}, force_add=True)
+    with pytest.raises(ZeroDivisionError):
+        run(cfg, folder=tmp_path)
+    result = failed(tmp_path)
+    assert result.error == "ZeroDivisionError: a fault of the program"
+    assert result.metrics["rir"] > 0  # of the last step
+    assert "Traceback" in (tmp_path / "run.log").read_text()
+
+
+def test_an_interrupted_run_is_a_failed_one(tmp_path, monkeypatch):
+    def interrupt(self, *_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("immunization.methods.ConditionNumber.step", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(QUICK, folder=tmp_path)
+    assert failed(tmp_path).error == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "message"),
+    [
+        (["device=tpu"], ConfigError, "device='tpu'"),
+        (["dataset.harmful=0"], ConfigError, "dataset.primary=0, dataset.harmful=0"),
+        (["method.batch_size=1000"], ConfigError, "method.batch_size=1000 is above the 80 training rows"),
+        (["optimizer.betas=[2,2]"], ConfigError, "optimizer: Invalid beta"),
+        (["optimizer.betas=3"], ConfigError, "optimizer: "),
+        (["method.precondition=ridge", "method.ridge=0", "method.batch_size=70"], DegenerateSpectrum, "method.ridge=0"),
+        (
+            ["evaluation=[definition]", "evaluation.definition.tolerance=-1"],
+            ConfigError,
+            "evaluation.definition.tolerance",
+        ),
+        (["dataset=house_prices", "dataset.download=false", "dataset.root=/nowhere"], DataError, "/nowhere/train.csv"),
+    ],
+)
+def test_mistakes_leave_a_failed_result(overrides, error, message, tmp_path):
+    base = [item for item in QUICK if "max_samples" not in item or "dataset=house_prices" not in overrides]
+    with pytest.raises(error, match=re.escape(message)):
+        run([*base, *overrides], folder=tmp_path)
+    assert message in failed(tmp_path).error
+
+
+def test_a_gpu_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"device=cuda, but .* no GPU .*; use device=auto or device=cpu"):
+        run([*QUICK, "device=cuda"], folder=tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file/run.*choose another one"):
+        run(QUICK, folder=tmp_path / "file" / "run")
+
+
+def test_a_run_after_a_failed_one_in_the_same_folder_starts_afresh(tmp_path, no_figures):
+    with pytest.raises(Diverged):
+        run([*QUICK, "optimizer=sgd", "optimizer.lr=1e300"], folder=tmp_path)
+    result = run(QUICK, folder=tmp_path)
+    assert result.status == Result.read(tmp_path).status == "completed"
+    assert history(tmp_path)["rir"]["x"] == [0, 1, 2, 3, 4]
+
+
+def test_runs_leave_no_handler_or_thread_behind(tmp_path, no_figures):
+    import logging
+
+    before = list(logging.getLogger("immunization").handlers), threading.active_count()
+    run(QUICK, folder=tmp_path)
+    assert (list(logging.getLogger("immunization").handlers), threading.active_count()) == before

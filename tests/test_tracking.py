@@ -1,0 +1,310 @@
+"""metrics.jsonl, and W&B as it is: offline runs are read back from the file that `wandb sync` uploads."""
+
+import json
+import logging
+import math
+import os
+import pty
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import wandb
+from conftest import ROOT
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from PIL import Image
+from wandb.proto.wandb_internal_pb2 import Record
+
+from immunization.errors import ConfigError
+from immunization.result import Result
+from immunization.tracking import Recorder, Tracker, Wandb, history
+
+CONFIG = {"seed": 3, "method": {"_target_": "immunization.methods.Identity", "lambda_P": 0.5}}
+WITHOUT_ACCOUNT = dict.fromkeys(("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
+
+
+def start(tracker: Tracker, folder: Path) -> None:
+    tracker.start(folder, CONFIG, name="run-name", group="table_1", tags=["paper", "linear"])
+
+
+def records(folder: Path) -> list[Record]:
+    """The records of the one offline run in `folder`: LevelDB's log format after a header of 7 bytes."""
+    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    data, found, payload = path.read_bytes(), [], b""
+    assert data.startswith(b":W&B")
+    position, block = 7, 32768
+    while position + 7 <= len(data):
+        if block - position % block < 7:  # the rest of a block is too short for a header
+            position += block - position % block
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        if position + 7 + length > len(data):  # still being written
+            break
+        payload += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # the whole record, or the last part of one
+            found.append(Record.FromString(payload))
+            payload = b""
+    return found
+
+
+def kept(folder: Path, kind: str) -> list[Record]:
+    """The records of one kind; waits for the last one, which W&B's service writes on its own time."""
+    deadline = time.monotonic() + 20
+    while True:
+        found = [(record.WhichOneof("record_type"), record) for record in records(folder)]
+        if "exit" in dict(found) or time.monotonic() > deadline:
+            return [getattr(record, name) for name, record in found if name == kind]
+        time.sleep(0.05)
+
+
+def values(items) -> dict:
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+@pytest.fixture
+def environ(monkeypatch, tmp_path):
+    """No account and no mode, whatever the machine has; W&B's settings are read again."""
+    for name in WITHOUT_ACCOUNT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    wandb.teardown()
+    yield monkeypatch
+    wandb.teardown()
+
+
+def python(code: str, folder: Path, **environment: str | None) -> subprocess.Popen:
+    """A fresh process with a terminal as its standard input, which a prompt would take for a person."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "NETRC": str(folder / "netrc"), **WITHOUT_ACCOUNT, **environment}
+    _, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={name: value for name, value in env.items() if value is not None},
+        cwd=folder,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(terminal)
+    return process
+
+
+def test_recorder_writes_one_strict_line_a_step_at_once(tmp_path):
+    recorder = Recorder(tmp_path)
+    recorder.log(0, {"rir": 1.0})
+    recorder.log(5, {"rir": math.inf, "loss": math.nan})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before it is closed
+    assert [json.loads(line, parse_constant=pytest.fail) for line in lines] == [
+        {"step": 0, "rir": 1.0},
+        {"step": 5, "rir": None, "loss": None},
+    ]
+    recorder.close(failed=True)
+    recorder.close(failed=True)
+
+
+def test_history_reads_curves_and_leaves_out_a_cut_off_line(tmp_path):
+    recorder = Recorder(tmp_path)
+    recorder.log(0, {"rir": 1.0})
+    recorder.log(5, {"rir": 2.0, "loss": math.nan})
+    recorder.close(failed=False)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 10, "ri')
+    assert history(tmp_path) == {"rir": {"x": [0, 5], "y": [1.0, 2.0]}, "loss": {"x": [5], "y": [None]}}
+    assert history(tmp_path / "nowhere") == {}
+
+
+def test_wandb_keeps_config_history_summary_and_figures(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    result = Result(3, "digits", "linear", "identity", status="completed", flags=["capped_harmful"])
+    result.metrics = {"rir": 4.5, "ceiling/rir": None, "test/rir": math.inf}
+    result.seconds = {"immunize": 1.5}
+    picture = tmp_path / "norm_ratio.png"
+    Image.new("RGB", (8, 8)).save(picture)
+
+    tracker = Wandb(project="unit-test", mode="offline")
+    start(tracker, tmp_path)
+    for step in (0, 25, 50):
+        tracker.log(step, {"loss": 1 / (1 + step), "rir": float(step)})
+    tracker.finish(result, [picture])
+    tracker.close(failed=False)
+    tracker.close(failed=False)
+
+    run = kept(tmp_path, "run")[0]
+    assert (run.project, run.display_name, run.run_group) == ("unit-test", "run-name", "table_1")
+    assert list(run.tags) == ["paper", "linear"]
+    assert {"seed": 3, "method": CONFIG["method"]}.items() <= values(run.config.update).items()
+    steps = [values(entry.item) for entry in kept(tmp_path, "history")]
+    assert [(line["_step"], line["rir"]) for line in steps] == [(0, 0.0), (25, 25.0), (50, 50.0)]
+    assert steps[-1]["figures/norm_ratio/_type"] == "image-file"
+    assert len(list(tmp_path.glob(f"wandb/offline-run-*/files/{steps[-1]['figures/norm_ratio/path']}"))) == 1
+    summary = {}
+    for update in kept(tmp_path, "summary"):
+        summary |= values(update.update)
+    assert (summary["rir"], summary["seconds/immunize"], summary["status"]) == (4.5, 1.5, "completed")
+    assert summary["flags"] == ["capped_harmful"]
+    assert not {"ceiling/rir", "test/rir"} & set(summary)
+    assert kept(tmp_path, "exit")[0].exit_code == 0
+    assert "wandb sync" in caplog.text
+
+
+def test_wandb_closes_a_failed_run_as_failed(tmp_path):
+    tracker = Wandb(mode="offline")
+    start(tracker, tmp_path)
+    tracker.log(0, {"loss": 1.0})
+    tracker.close(failed=True)
+    assert kept(tmp_path, "exit")[0].exit_code == 1
+
+
+def test_wandb_leaves_a_run_of_the_caller_alone(tmp_path):
+    with wandb.init(mode="offline", dir=tmp_path, settings=wandb.Settings(silent=True)) as own:
+        tracker = Wandb(mode="offline")
+        (tmp_path / "run").mkdir()
+        start(tracker, tmp_path / "run")
+        assert tracker.run.id != own.id
+        tracker.close(failed=False)
+        own.log({"still": 1.0})
+
+
+def test_runs_in_one_process_are_separate(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        tracker = Wandb(mode="offline")
+        start(tracker, tmp_path / name)
+        tracker.log(0, {"loss": 1.0})
+        tracker.close(failed=False)
+        assert len(kept(tmp_path / name, "history")) == 1
+
+
+def test_wandb_is_quiet(tmp_path, capfd):
+    tracker = Wandb(mode="offline")
+    start(tracker, tmp_path)
+    tracker.log(0, {"loss": 1.0})
+    tracker.close(failed=False)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("mode", "environment", "expected"),
+    [
+        ("auto", {}, "offline"),
+        ("auto", {"WANDB_API_KEY": "k" * 40}, "online"),
+        ("auto", {"WANDB_API_KEY": "k" * 40, "WANDB_MODE": "offline"}, "offline"),
+        ("auto", {"WANDB_MODE": "online"}, "offline"),
+        ("auto", {"WANDB_MODE": "disabled"}, "disabled"),
+        ("online", {}, "offline"),
+        ("online", {"WANDB_API_KEY": "k" * 40, "WANDB_MODE": "offline"}, "online"),
+        ("offline", {"WANDB_API_KEY": "k" * 40}, "offline"),
+    ],
+)
+def test_mode_is_online_only_with_an_account(environ, mode, environment, expected):
+    for name, value in environment.items():
+        environ.setenv(name, value)
+    assert Wandb(mode=mode)._mode() == expected
+
+
+def test_wandb_login_is_found_in_netrc(environ, tmp_path):
+    def mode(content: str) -> str:
+        (tmp_path / "netrc").write_text(content)
+        return Wandb()._mode()
+
+    account = f"  login user\n  password {'k' * 40}\n"
+    assert mode(f"machine api.wandb.ai\n{account}") == "online"
+    assert mode(f"machine elsewhere.org\n{account}") == "offline"
+    assert mode("machine\n") == "offline"
+    environ.setenv("WANDB_BASE_URL", "https://wandb.elsewhere.org")
+    wandb.teardown()
+    assert mode(f"machine wandb.elsewhere.org\n{account}") == "online"
+    assert mode(f"machine api.wandb.ai\n{account}") == "offline"
+
+
+RUN = """
+import logging, sys
+from pathlib import Path
+logging.basicConfig(level="WARNING", format="%(message)s")
+from immunization.result import Result
+from immunization.tracking import Wandb
+tracker = Wandb(timeout=2)
+tracker.start(Path("."), {"seed": 1}, name="n", group="g", tags=[])
+tracker.log(1, {"loss": 1.0})
+tracker.finish(Result(0, "d", "m", "identity"), [])
+tracker.close(failed=False)
+"""
+
+
+def test_without_an_account_there_is_no_prompt_even_on_a_terminal(tmp_path):
+    process = python(RUN, tmp_path)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    assert len(kept(tmp_path, "history")) == 1
+
+
+def test_an_unreachable_server_makes_the_run_an_offline_one(tmp_path):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        process = python(RUN, tmp_path, WANDB_API_KEY="k" * 40, WANDB_BASE_URL=url)
+        started = time.monotonic()
+        _, errors = process.communicate(timeout=90)
+    assert process.returncode == 0
+    assert "tracked offline" in errors
+    assert time.monotonic() - started < 60
+    assert len(kept(tmp_path, "history")) == 1
+
+
+def test_a_failure_of_wandb_is_one_warning_and_the_run_is_still_closed(tmp_path, caplog, monkeypatch):
+    tracker = Wandb(mode="offline")
+    start(tracker, tmp_path)
+
+    def lost(*args, **kwargs):
+        raise ConnectionResetError("connection lost")
+
+    monkeypatch.setattr(type(tracker.run), "log", lost)
+    tracker.log(0, {"loss": 1.0})
+    tracker.log(1, {"loss": 1.0})
+    tracker.close(failed=False)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1
+    assert "connection lost" in warnings[0]
+    assert kept(tmp_path, "exit")[0].exit_code == 0
+
+
+def test_a_slow_last_upload_is_a_warning(caplog):
+    class Slow:
+        def finish(self, exit_code):
+            raise TimeoutError("timed out")
+
+    tracker = Wandb()
+    tracker.run = Slow()
+    tracker.close(failed=False)
+    assert "did not take everything" in caplog.text
+
+
+def test_timeout_must_be_positive():
+    with pytest.raises(ConfigError, match=r"tracker\.timeout"):
+        Wandb(timeout=0)
+
+
+@pytest.mark.parametrize("environment", [{}, {"WANDB_PROJECT": "mine", "WANDB_ENTITY": "team"}])
+def test_yaml_builds_the_tracker_and_takes_wandbs_variables(monkeypatch, environment):
+    for name in ("WANDB_PROJECT", "WANDB_ENTITY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    tracker = instantiate(OmegaConf.load(ROOT / "conf" / "tracker" / "wandb.yaml"))
+    assert tracker.project == environment.get("WANDB_PROJECT", "immunization")
+    assert tracker.entity == environment.get("WANDB_ENTITY")
+
+
+def test_tracker_none_composes_to_null(tmp_path):
+    (tmp_path / "config.yaml").write_text("defaults:\n  - _self_\n  - tracker: wandb\n")
+    (tmp_path / "tracker").symlink_to(ROOT / "conf" / "tracker")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        assert compose("config", overrides=["tracker=none"]).tracker is None
+        assert compose("config").tracker._target_ == "immunization.tracking.Wandb"
