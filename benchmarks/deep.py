@@ -1,0 +1,112 @@
+"""Costs of immunizing deep nets, against what has to be paid anyway: `python benchmarks/deep.py [--device cuda]`.
+
+1. A step of condition_number against a plain supervised step on the same two batches (at most 1.25).
+2. Exact kappa over a data set against feature extraction alone (at most 1.1).
+3. Samples a second of each method.
+
+Random images and weights; medians of `--repeats` interleaved measurements.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from torch import nn
+
+from immunization import spectral
+from immunization.data.images import ImagePair
+from immunization.data.task import Split, Task, TaskPair
+from immunization.methods import IMMA, ConditionNumber, LearningCurveNet, Method, OptKappa, RIllOnly
+from immunization.models import Batch, Timm
+from immunization.models.timm import create
+
+
+def seconds(*functions: Callable[[], object], repeats: int, cuda: bool) -> list[float]:
+    """Median time of each function; they take turns, so that a busy machine slows all of them."""
+    times: list[list[float]] = [[] for _ in functions]
+    for repeat in range(repeats + 1):
+        for function, mine in zip(functions, times, strict=True):
+            if cuda:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            function()
+            if cuda:
+                torch.cuda.synchronize()
+            if repeat:  # the first round warms up
+                mine.append(time.perf_counter() - start)
+    return [median(mine) for mine in times]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--model", default="resnet18")
+    parser.add_argument("--trainable", default="layer4")
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--batches", type=int, default=8, help="batches of the data set whose kappa is taken")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    cuda, classes = args.device == "cuda", 80
+
+    torch.manual_seed(0)
+    images = ImagePair("random", {}, size=args.size).to(args.device, getattr(torch, args.dtype))
+    model = Timm.of(create(args.model, None, False, {"num_classes": classes}), images, args.trainable)
+    n = args.batch * args.batches
+    x = torch.cat([model.trunk(torch.randn(args.batch, 3, args.size, args.size)).cpu() for _ in range(args.batches)])
+    y = torch.arange(n, device=args.device) % classes
+    empty = Split(x[:0], y[:0])
+    tasks = [Task(role, Split(x, y), empty, empty, classes=classes, width=model.head.in_features) for role in "PH"]
+    pair = TaskPair("random", *tasks)
+    first, last = slice(args.batch), slice(-args.batch, None)
+    primary, harmful = (Batch(x[rows].to(args.device), y[rows], args.batch) for rows in (first, last))
+    optimizer = torch.optim.SGD(model.groups(), lr=1e-6, momentum=0.9, nesterov=True)
+    probe = nn.Linear(model.head.in_features, classes).to(model.head.weight)
+
+    def update(loss: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    def supervised() -> None:
+        loss = tasks[0].loss(model.head(model.extractor(primary.x)), primary.y, 0.1)
+        update(loss + tasks[1].loss(probe(model.extractor(harmful.x)), harmful.y))
+
+    def step(method: Method) -> Callable[[], None]:
+        method.setup(model, pair)
+        return lambda: update(method.step(model, primary, harmful)["loss"])
+
+    methods = {
+        "condition_number": ConditionNumber(1e-9, 1e-9, 1, args.batch, precondition="none", smoothing=0.1),
+        "r_ill_only": RIllOnly(1, args.batch),
+        "opt_kappa": OptKappa(1, args.batch, form="log"),
+        "imma": IMMA(1, args.batch),
+        "learning_curve_net": LearningCurveNet(1, args.batch),
+    }
+    timing = {"repeats": args.repeats, "cuda": cuda}
+    plain, *times = seconds(supervised, *map(step, methods.values()), **timing)
+    print(f"{args.model}, {args.trainable}, batches of {args.batch}, {args.dtype}, {args.device}", flush=True)
+    print(f"plain supervised step    {plain:8.3f} s")
+    for name, value in zip(methods, times, strict=True):
+        print(f"{name:24} {value:8.3f} s  {value / plain:5.2f} x  {2 * args.batch / value:8.0f} images/s")
+
+    def extract() -> None:
+        for _ in model.feature_batches(x):
+            pass
+
+    def kappa() -> None:
+        spectral.condition_number(model.feature_batches(x))
+
+    forward, exact = seconds(extract, kappa, **timing)
+    print(
+        f"features of {n} images   {forward:8.3f} s\nexact kappa of the same {exact:8.3f} s  {exact / forward:5.2f} x"
+    )
+
+
+if __name__ == "__main__":
+    main()

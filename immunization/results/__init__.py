@@ -1,0 +1,1 @@
+"""From result.json files to what people read: tables and reports."""

@@ -1,0 +1,79 @@
+"""`python -m immunization.results PATH...`: any number of run folders as tables, figures and one report."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from immunization.errors import UserError
+from immunization.results.collect import collect
+from immunization.results.report import REPORT, Section, markdown, sections, show, write
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Collect, print and write; raises UserError for a path that does not exist or holds no run."""
+    options = _parser().parse_args(arguments)
+    collection = collect(options.paths)
+    parts = sections(collection, options.objective, figures=not options.no_figures)
+    folder = options.output
+    figures = options.figures or folder / "figures"
+    for place in (folder, figures):
+        place.mkdir(parents=True, exist_ok=True)
+
+    frame = collection.frame()
+    frame.to_csv(folder / "results.csv", index=False)
+    try:
+        frame.to_parquet(folder / "results.parquet", index=False)
+    except ImportError:
+        print("results.parquet was not written: pip install 'immunization[parquet]'", file=sys.stderr)
+    for part in parts:
+        for suffix, text in {"md": part.table.markdown(), "tex": part.table.latex(), "csv": part.table.csv()}.items():
+            (folder / f"{part.table.name}.{suffix}").write_text(text, encoding="utf-8")
+    pictures = {plot.name: plot.png(figures) for part in parts for plot in part.plots}
+    write(folder / REPORT, collection, parts, options.title)
+    if options.markdown:
+        base = options.markdown.resolve().parent
+        relative = {name: os.path.relpath(path.resolve(), base) for name, path in pictures.items()}
+        command = shlex.join(["python", "-m", "immunization.results", *(arguments or sys.argv[1:])])
+        options.markdown.write_text(markdown(parts, relative, command), encoding="utf-8")
+    show(collection, parts, options.objective)
+    print(f"report: {folder / REPORT}")
+    if options.wandb:
+        _log(options, parts, list(pictures.values()))
+
+
+def _log(options: argparse.Namespace, parts: list[Section], pictures: list[Path]) -> None:
+    """A summary run on W&B with every table, figure and the report."""
+    from immunization.tracking import Wandb
+
+    tracker = Wandb(os.environ.get("WANDB_PROJECT", "immunization"), os.environ.get("WANDB_ENTITY"))
+    paths = {"paths": [str(path) for path in options.paths]}
+    tracker.start(options.output, paths, name=options.title, group="results", tags=["summary"])
+    texts = (([[cell.text for cell in row] for row in part.table.rows], part.table) for part in parts)
+    tables = {table.name: (table.header, rows) for rows, table in texts}
+    tracker.report(tables, pictures, options.output / REPORT)
+    tracker.close(failed=False)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m immunization.results", description=__doc__)
+    add = parser.add_argument
+    add("paths", nargs="+", type=Path, metavar="PATH", help="folders of runs or sweeps, result.json files")
+    add("--output", type=Path, default=Path("outputs/results"), help="folder to write to (%(default)s)")
+    add("--objective", default="rir", help="measure of the best setting, larger is better (%(default)s)")
+    add("--title", default="Results", help="heading of the report (%(default)s)")
+    add("--markdown", type=Path, metavar="FILE", help="also write all tables as one document")
+    add("--figures", type=Path, metavar="FOLDER", help="folder for PNG figures (<output>/figures)")
+    add("--no-figures", action="store_true", help="tables alone, a few seconds faster")
+    add("--wandb", action="store_true", help="also log tables and figures to a summary run on W&B")
+    return parser
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (UserError, OSError) as error:
+        sys.exit(f"error: {error}")

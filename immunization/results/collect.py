@@ -1,0 +1,208 @@
+"""Any number of result.json files as one table, with everything that does not belong into it named and counted."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from immunization.environment import command_of
+from immunization.errors import DataError
+from immunization.result import Result
+from immunization.resume import CONFIG, decisive, read_config
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PAIR = ("dataset.primary", "dataset.harmful", "dataset.benign", "pair")
+"""Keys that choose the classes of both tasks: runs that differ in them are averaged, not compared."""
+_WHERE = ("dataset.root", "dataset.download")
+
+
+@dataclass
+class Run:
+    """A completed run: its result and the configuration that made it."""
+
+    result: Result
+    config: dict[str, Any]
+    command: str | None
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Flat names and values of the configuration, without seeds, places of files and bookkeeping."""
+        flat = flatten(decisive(self.config))
+        return {name: value for name, value in flat.items() if name not in _WHERE and name.split(".")[-1] != "seed"}
+
+    @cached_property
+    def pair(self) -> str:
+        """The classes of both tasks where the data set has them, `0→1`, else nothing."""
+        classes = [self.settings.get(key) for key in PAIR[:2]]
+        return "" if None in classes else "→".join(map(str, classes))
+
+    @cached_property
+    def group(self) -> str:
+        """What has to agree for runs to stand in one table: the data and its preparation, model and evaluation."""
+        return _key(self.settings, lambda name: not name.startswith(("method.", "optimizer.")) and name not in PAIR)
+
+    @cached_property
+    def setting(self) -> str:
+        """What has to agree for runs to be averaged: everything but the seed and the pair of classes."""
+        return _key(self.settings, lambda name: name not in PAIR)
+
+    @cached_property
+    def identity(self) -> tuple[str, int]:
+        return _key(self.settings, lambda name: True), self.result.seed
+
+
+@dataclass
+class Problem:
+    """A run folder that is left out of every average, and why."""
+
+    folder: Path
+    kind: Literal["failed", "unfinished", "unreadable", "repeated"]
+    message: str
+    run: Run | None = None  # of a failed run whose configuration can be read
+
+
+@dataclass
+class Collection:
+    """The completed runs below some folders, and everything else that was found there."""
+
+    runs: list[Run] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def counts(self) -> str:
+        """One line: how many runs there are and how many of what kind are left out."""
+        kinds = Counter(problem.kind for problem in self.problems)
+        return ", ".join([f"{len(self.runs)} completed", *(f"{n} {kind}" for kind, n in sorted(kinds.items()))])
+
+    def frame(self) -> pd.DataFrame:
+        """A tidy table: a row for each completed run, columns of what it was, what differs, and what was measured."""
+        import pandas as pd
+
+        varied = varying([run.settings for run in self.runs])
+        rows = [
+            {
+                **{key: getattr(run.result, key) for key in ("dataset", "model", "method", "seed")},
+                "pair": run.pair,
+                **{name: _cell(run.settings.get(name)) for name in varied},
+                **run.result.metrics,
+                **{f"seconds/{name}": value for name, value in run.result.seconds.items()},
+                "flags": " ".join(run.result.flags),
+                "folder": str(run.result.folder),
+            }
+            for run in self.runs
+        ]
+        return pd.DataFrame(rows)
+
+
+def collect(paths: Iterable[str | Path]) -> Collection:
+    """Read every run folder at or below `paths`; a path may also be a result.json.
+
+    Runs that did not complete, files that cannot be read or are of another schema, and all but the last of runs that
+    are the same in everything become problems. Raises DataError if a path does not exist or there is no run at all.
+    """
+    collection = Collection()
+    latest: dict[tuple[str, int], Run] = {}
+    for folder in dict.fromkeys(folder for path in paths for folder in _run_folders(Path(path))):
+        try:
+            run = _read(folder)
+        except DataError as error:
+            kind = "unreadable" if (folder / Result.file).exists() else "unfinished"
+            collection.problems.append(Problem(folder, kind, str(error)))
+            continue
+        if run.result.status != "completed":
+            message = run.result.error or "no reason given"
+            collection.problems.append(Problem(folder, "failed", message, run if run.config else None))
+            continue
+        before = latest.get(run.identity)
+        if before is not None:
+            older, run = sorted((before, run), key=lambda r: (r.result.folder / Result.file).stat().st_mtime)
+            message = f"the same configuration and seed as {run.result.folder}, which is newer"
+            collection.problems.append(Problem(older.result.folder, "repeated", message))
+        latest[run.identity] = run
+    collection.runs = sorted(latest.values(), key=lambda run: _natural(run.result.folder))
+    if not collection.runs and not collection.problems:
+        raise DataError(f"no {Result.file} in or below {', '.join(map(str, paths))}; give folders of runs or sweeps")
+    return collection
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with names joined by dots."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def varying(settings: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The names that do not have one and the same value everywhere."""
+    settings = list(settings)
+    names = dict.fromkeys(name for setting in settings for name in setting)
+    return [name for name in names if len({_text(setting.get(name)) for setting in settings}) > 1]
+
+
+def _run_folders(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path.parent
+        return
+    if not path.is_dir():
+        raise DataError(f"{path} does not exist; give folders of runs or sweeps, or {Result.file} files")
+    for folder, subfolders, files in os.walk(path):
+        subfolders.sort()
+        if {Result.file, CONFIG} & set(files):
+            subfolders.clear()  # what lies deeper belongs to the run
+            yield Path(folder)
+
+
+def _read(folder: Path) -> Run:
+    if not (folder / Result.file).exists():
+        raise DataError(f"{folder} has no {Result.file}; the run was killed or is still going")
+    result = Result.read(folder)
+    numbers = (*_values(result.metrics), *_values(result.seconds))
+    curves = _values(result.curves)
+    sound = (
+        all(value is None or isinstance(value, int | float) for value in numbers)
+        and all(isinstance(curve, dict) and len(curve.get("x", ())) == len(curve.get("y", "?")) for curve in curves)
+        and isinstance(result.seed, int)
+        and isinstance(result.flags, list)
+    )
+    if not sound:
+        raise DataError(f"{folder / Result.file}: its content is not what a run writes; it was edited")
+    try:
+        config = read_config(folder)
+    except DataError:
+        if result.status == "completed":
+            raise
+        config = {}  # it failed before there was one
+    return Run(result, config, command_of(folder))
+
+
+def _values(mapping: Any) -> list[Any]:
+    if not isinstance(mapping, dict):
+        raise DataError("metrics, curves and seconds of a result must be mappings; the file was edited")
+    return list(mapping.values())
+
+
+def _key(settings: Mapping[str, Any], keep: Callable[[str], bool]) -> str:
+    """The settings whose names `keep` says yes to, as text to compare by."""
+    return json.dumps({name: value for name, value in sorted(settings.items()) if keep(name)}, default=str)
+
+
+def _cell(value: Any) -> Any:
+    return value if value is None or isinstance(value, bool | int | float | str) else _text(value)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, default=str)
+
+
+def _natural(path: Path) -> list[tuple[int, int, str]]:
+    """Sorts job 10 after job 9."""
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", str(path))]

@@ -1,0 +1,186 @@
+"""report.html: tables, figures and everything left out, in one file that needs no network."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from string import Template
+
+from rich.console import Console
+
+from immunization.result import Result
+from immunization.results.collect import Collection, Problem, Run
+from immunization.results.plots import Plot, draw
+from immunization.results.table import NONE, number
+from immunization.results.tables import Cell, Setting, Table, best, comparison, settings, title
+
+REPORT = "report.html"
+SCREEN = ("method", "runs", "failed", "(i)", "(ii)", "RIR", "harmful steps ratio")
+"""Columns of the table on a terminal."""
+MOST = 500
+"""Rows of the lists of runs and problems in the report; the CSV has all."""
+
+
+@dataclass
+class Section:
+    """What is said of the runs that can be compared: a table and its figures."""
+
+    group: list[Setting]
+    table: Table
+    plots: list[Plot]
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for setting in self.group for run in setting.runs]
+
+
+def sections(collection: Collection, objective: str, figures: bool = True) -> list[Section]:
+    """One section for each preparation of the data and model."""
+    groups = settings(collection)
+    made = []
+    for i, group in enumerate(groups, 1):
+        heading = title(group, groups)
+        name = f"{i}_{re.sub(r'[^a-z0-9]+', '_', heading.lower()).strip('_')[:60]}"
+        made.append(
+            Section(group, comparison(group, name, heading, objective), draw(group, name, objective) if figures else [])
+        )
+    return made
+
+
+def summarize(collection: Collection, folder: Path, objective: str, console: Console | None = None) -> None:
+    """Print the table over a sweep, and write results.csv and report.html into its folder."""
+    parts = sections(collection, objective)
+    collection.frame().to_csv(folder / "results.csv", index=False)
+    write(folder / REPORT, collection, parts, f"Sweep {folder.name}")
+    show(collection, parts, objective, console)
+    (console or Console()).print(f"report: {folder / REPORT}", highlight=False, soft_wrap=True)
+
+
+def show(collection: Collection, parts: Sequence[Section], objective: str, console: Console | None = None) -> None:
+    """Print the tables, the best setting of each, and what was left out."""
+    console = console or Console()
+    for part in parts:
+        console.print()
+        console.print(part.table.rich(SCREEN))
+        if len(part.group) > 1 and (winner := best(part.group, objective)):
+            mean = number(winner.summary(objective).mean)
+            console.print(f"★ largest mean {objective}: {winner.label} ({mean})", markup=False, highlight=False)
+    console.print()
+    console.print(collection.counts(), highlight=False)
+    for (kind, message), same in Counter((p.kind, p.message) for p in collection.problems).most_common(20):
+        folder = next(p.folder for p in collection.problems if (p.kind, p.message) == (kind, message))
+        text = f"{same} {kind}: {message}\n  {'first ' if same > 1 else ''}{folder}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def write(path: Path, collection: Collection, parts: Sequence[Section], heading: str) -> None:
+    """Write the report to `path`."""
+    page = Template(Path(__file__).with_name(REPORT).read_text())
+    body = [*(_section(part) for part in parts), _problems(collection.problems), _runs(collection.runs)]
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    content = page.substitute(
+        title=escape(heading), counts=escape(collection.counts()), made=made, body="\n".join(filter(None, body))
+    )
+    path.write_text(content, encoding="utf-8")
+
+
+def provenance(runs: Sequence[Run]) -> str:
+    """Which runs, and by which commands."""
+    folders = sorted({str(run.result.folder.parent) for run in runs})
+    commands = dict.fromkeys(run.command for run in runs if run.command)
+    shown = [f"`{command}`" for command in list(commands)[:3]]
+    more = f" and {len(commands) - 3} more" if len(commands) > 3 else ""
+    where = ", ".join(folders[:3]) + (f" and {len(folders) - 3} more" if len(folders) > 3 else "")
+    return f"{len(runs)} runs in {where}" + (f", made by {', '.join(shown)}{more}" if shown else "") + "."
+
+
+def _section(part: Section) -> str:
+    source = _code(provenance(part.runs))
+    figures = (
+        f"<figure>{plot.svg()}<figcaption>{escape(plot.caption)} {source}</figcaption></figure>" for plot in part.plots
+    )
+    notes = "".join(f"<li>{escape(note)}</li>" for note in part.table.notes)
+    return "\n".join(
+        [
+            f"<h2>{escape(part.table.title)}</h2>",
+            _table(part.table),
+            f'<ul class="notes">{notes}</ul><p class="soft">{source}</p>',
+            *figures,
+        ]
+    )
+
+
+def _table(table: Table, kind: str = "") -> str:
+    head = "".join(f'<th scope="col"><button>{escape(name)}</button></th>' for name in table.header)
+    rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in table.rows)
+    return f'<div class="wide"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+
+
+def _cell(cell: Cell) -> str:
+    text = f"<b>{escape(cell.text)}</b>" if cell.strong else escape(cell.text)
+    value = "" if cell.value is None else f' data-value="{cell.value!r}"'
+    return f"<td{value}{' class=long' if len(cell.text) > 60 else ''}>{text}</td>"
+
+
+def _problems(problems: Sequence[Problem]) -> str:
+    if not problems:
+        return ""
+    rows = [[Cell(problem.kind), Cell(str(problem.folder)), Cell(problem.message)] for problem in problems[:MOST]]
+    return (
+        f'<h2 class="bad">Left out of every average: {len(problems)} run{"s" * (len(problems) != 1)}</h2>'
+        + _table(Table("problems", "", ["what", "folder", "why"], rows), "text")
+        + _rest(len(problems))
+    )
+
+
+def _runs(runs: Sequence[Run]) -> str:
+    metrics = ("ratio_harmful", "ratio_primary", "rir", "test/rir", "authors/rir", "steps_ratio/harmful")
+    rows = [
+        [
+            Cell(run.result.folder.name),
+            Cell(run.result.method),
+            Cell(str(run.result.seed), run.result.seed),
+            *(_metric(run.result, name) for name in metrics),
+            Cell(", ".join(run.result.flags)),
+        ]
+        for run in runs[:MOST]
+    ]
+    header = ["run folder", "method", "seed", *metrics, "flags"]
+    return f"<h2>Runs</h2><details><summary>{len(runs)} completed runs</summary>{_rest(len(runs))}" + (
+        _table(Table("runs", "", header, rows)) + "</details>"
+    )
+
+
+def _metric(result: Result, name: str) -> Cell:
+    value = result.metrics.get(name)
+    return Cell(NONE) if value is None else Cell(number(value), value)
+
+
+def _rest(count: int) -> str:
+    return f'<p class="soft">The first {MOST} of {count}; results.csv has all.</p>' if count > MOST else ""
+
+
+def _code(text: str) -> str:
+    """Escaped, with `...` as code."""
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
+
+
+def markdown(parts: Iterable[Section], pictures: dict[str, str], command: str) -> str:
+    """The tables as one document, with the command that made each; `pictures` maps figures to their paths."""
+    lines = ["# Results", "", f"Written by `{command}`; do not edit by hand.", ""]
+    for part in parts:
+        lines += [part.table.markdown(), f"Source: {_public(provenance(part.runs))}", ""]
+        lines += [
+            f"![{plot.name}]({pictures[plot.name]})\n\n{plot.caption}\n" for plot in part.plots if plot.name in pictures
+        ]
+    return "\n".join(lines)
+
+
+def _public(text: str) -> str:
+    """Without the places of files on this machine."""
+    return re.sub(r"(?<=[= ])[/~][^\s`,]*", "<folder>", text)

@@ -1,0 +1,78 @@
+"""Spread of a measure over seeds, and whether two methods differ: means, intervals and paired tests."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from scipy import stats
+
+T = TypeVar("T")
+
+LEVEL = 0.95
+"""Confidence of the intervals; tests are significant below 1 - LEVEL."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Mean, standard deviation (n - 1; NaN for one value), bootstrap interval of the mean and number of values."""
+
+    mean: float
+    std: float
+    low: float
+    high: float
+    n: int
+
+
+def summarize(values: Sequence[float]) -> Summary:
+    """`values` [n] (one a seed) as a Summary; NaN without values.
+
+    The interval is the percentile bootstrap's; it needs three values and is NaN below. It is narrow for few of them:
+    of 5 values it covers the mean of a normal distribution in about 80 % of all cases.
+    """
+    x = np.asarray(values, dtype=float)
+    if x.size == 0:
+        return Summary(math.nan, math.nan, math.nan, math.nan, 0)
+    low = high = math.nan
+    if x.size >= 3:
+        interval = stats.bootstrap((x,), np.mean, method="percentile", confidence_level=LEVEL, rng=0, n_resamples=2000)
+        low, high = interval.confidence_interval
+    return Summary(float(x.mean()), float(x.std(ddof=1)) if x.size > 1 else math.nan, float(low), float(high), x.size)
+
+
+def paired_p(a: Mapping[object, float], b: Mapping[object, float]) -> float:
+    """Two-sided p-value of a paired t-test of `a` against `b` on the keys (seed, pair of classes) that both have.
+
+    Of positive measures the logarithms are compared, because ratios spread by factors. NaN below three common keys.
+    """
+    keys = [key for key in a if key in b]
+    x, y = (np.array([values[key] for key in keys], dtype=float) for values in (a, b))
+    if len(keys) < 3:
+        return math.nan
+    if min(x.min(), y.min()) > 0:
+        x, y = np.log(x), np.log(y)
+    difference = x - y
+    if np.ptp(difference) <= 1e-12 * np.abs(x).max():  # a test of constant differences divides by zero
+        return 1.0 if abs(difference[0]) <= 1e-12 * np.abs(x).max() else 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return float(stats.ttest_1samp(difference, 0.0).pvalue)
+
+
+def ties(values: Mapping[T, Mapping[object, float]], best: T) -> set[T]:
+    """The names whose values do not differ significantly from those of `best`, itself included.
+
+    Paired t-tests against `best`, corrected for their number by Holm's method.
+    """
+    p = {name: paired_p(values[best], values[name]) for name in values if name != best}
+    tested = sorted((name for name in p if not math.isnan(p[name])), key=p.__getitem__)
+    different: set[T] = set()
+    for rank, name in enumerate(tested):
+        if p[name] > (1 - LEVEL) / (len(tested) - rank):
+            break
+        different.add(name)
+    return {best} | (set(tested) - different)

@@ -1,0 +1,353 @@
+"""Tables over many runs, in the shape of the paper's Tables 1 to 3, as text for a terminal, Markdown, LaTeX and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import rich.table
+import yaml
+from rich.text import Text
+
+from immunization.results.collect import PAIR, Collection, Run, varying
+from immunization.results.statistics import Summary, summarize, ties
+from immunization.results.table import MEASURES, NONE, number
+
+METHODS = ("identity", "r_ill_only", "imma", "opt_kappa", "condition_number", "closed_form", "learning_curve")
+"""The order of rows: the baseline, the paper's methods as in its tables, ours, then any other by name."""
+
+RATIOS = {"ratio_harmful": "(i)", "ratio_primary": "(ii)", "rir": "RIR"}
+AUTHORS = "authors'"
+
+
+@dataclass
+class Cell:
+    """A value as text, and as a number to sort by where it is one; `strong` marks the best of a column."""
+
+    text: str
+    value: float | None = None
+    strong: bool = False
+
+
+@dataclass
+class Table:
+    """Rows of cells under a header; `name` is a file name. The first column is text, the others are numbers."""
+
+    name: str
+    title: str
+    header: list[str]
+    rows: list[list[Cell]]
+    notes: list[str] = field(default_factory=list)
+
+    def rich(self, columns: Sequence[str]) -> rich.table.Table:
+        """For a terminal: those of `columns` that the table has."""
+        chosen = [i for i, name in enumerate(self.header) if name in columns]
+        table = rich.table.Table(title=self.title, box=None, padding=(0, 2, 0, 0), title_justify="left")
+        longest = max((len(row[0].text) for row in self.rows), default=0)
+        for i in chosen:
+            width = None if i else min(longest, 40)
+            table.add_column(
+                self.header[i], justify="right" if i else "left", vertical="bottom", overflow="fold", min_width=width
+            )
+        for row in self.rows:
+            table.add_row(*(Text(row[i].text, "bold" if row[i].strong else "") for i in chosen))
+        return table
+
+    def markdown(self) -> str:
+        """A pipe table under a heading, and its notes."""
+        lines = [f"## {_escape_markdown(self.title)}", ""]
+        lines += [_pipes(self.header), _pipes(["---", *["---:"] * (len(self.header) - 1)])]
+        lines += [_pipes(f"**{cell.text}**" if cell.strong else cell.text for cell in row) for row in self.rows]
+        return "\n".join([*lines, "", *(f"- {_escape_markdown(note)}" for note in self.notes), ""])
+
+    def latex(self) -> str:
+        """A table environment; it needs the package booktabs."""
+        rows = ((f"\\textbf{{{_tex(c.text)}}}" if c.strong else _tex(c.text) for c in row) for row in self.rows)
+        return "\n".join(
+            [
+                "\\begin{table}",
+                f"\\caption{{{_tex(self.title)}. {_tex(' '.join(self.notes))}}}",
+                f"\\begin{{tabular}}{{l{'r' * (len(self.header) - 1)}}}",
+                "\\toprule",
+                " & ".join(map(_tex, self.header)) + " \\\\",
+                "\\midrule",
+                *(" & ".join(row) + " \\\\" for row in rows),
+                "\\bottomrule",
+                "\\end{tabular}",
+                "\\end{table}",
+                "",
+            ]
+        )
+
+    def csv(self) -> str:
+        """Comma-separated, with the cells as they are shown."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerows([self.header, *([cell.text for cell in row] for row in self.rows)])
+        return out.getvalue()
+
+
+class Setting:
+    """Runs that differ in nothing but the seed and the pair of classes."""
+
+    def __init__(self, runs: Sequence[Run], failed: Sequence[Run] = ()) -> None:
+        self.runs, self.failed = list(runs), list(failed)
+        self.first = (self.runs or self.failed)[0]
+        self.method = self.first.result.method
+        self.label = self.method
+
+    def values(self, metric: str) -> dict[tuple[int, str], float]:
+        """The measure of every run that has it, by seed and pair of classes."""
+        numbers = ((run.result.seed, run.pair, run.result.metrics.get(metric)) for run in self.runs)
+        return {(seed, pair): float(value) for seed, pair, value in numbers if value is not None}
+
+    def seeds(self, metric: str) -> list[float]:
+        """The mean over all pairs of classes, for each seed."""
+        by_seed: dict[int, list[float]] = {}
+        for (seed, _), value in self.values(metric).items():
+            by_seed.setdefault(seed, []).append(value)
+        return [sum(values) / len(values) for values in by_seed.values()]
+
+    def summary(self, metric: str) -> Summary:
+        """Mean, spread and interval over the seeds."""
+        return summarize(self.seeds(metric))
+
+    def median(self, metric: str) -> float | None:
+        """Over all runs; for measures that spread by orders of magnitude."""
+        values = sorted(self.values(metric).values())
+        middle = len(values) // 2
+        return (values[middle] + values[-middle - 1]) / 2 if values else None
+
+    def reason(self, metric: str) -> str | None:
+        """Why runs have no value of the measure."""
+        missing = [run for run in self.runs if run.result.metrics.get(metric) is None and metric in run.result.metrics]
+        if not missing:
+            return None
+        return f"{len(missing)} of {len(self.runs)}: {missing[0].result.reasons.get(metric, 'no reason given')}"
+
+
+def settings(collection: Collection) -> list[list[Setting]]:
+    """The runs by what can be compared, and in it by what is averaged; failed runs are counted where they belong."""
+    groups: dict[str, dict[str, tuple[list[Run], list[Run]]]] = {}
+    failed = (problem.run for problem in collection.problems if problem.run)
+    for run, place in [*((run, 0) for run in collection.runs), *((run, 1) for run in failed)]:
+        groups.setdefault(run.group, {}).setdefault(run.setting, ([], []))[place].append(run)
+    named = [_named([Setting(*runs) for runs in group.values()]) for group in groups.values()]
+    return sorted(named, key=lambda group: group[0].first.result.dataset)
+
+
+def best(group: Iterable[Setting], objective: str) -> Setting | None:
+    """The setting with the largest mean of the objective."""
+    candidates = [setting for setting in group if setting.seeds(objective)]
+    return max(candidates, key=lambda setting: setting.summary(objective).mean, default=None)
+
+
+def title(group: Sequence[Setting], others: Sequence[Sequence[Setting]] = ()) -> str:
+    """What the runs of a group have in common: data set, model, and what tells the group from the others."""
+    first = group[0].first
+    words = [f"{first.result.dataset}, {first.result.model}"]
+    same = [other[0].first for other in others if other[0].first.result.dataset == first.result.dataset]
+    names = dict.fromkeys([*(["dataset.protocol"] if "dataset.protocol" in first.settings else [])])
+    names |= dict.fromkeys(name for name in varying([run.settings for run in same]) if _of_group(name))
+    words += [f"{name.removeprefix('dataset.')}={_value(first.settings.get(name))}" for name in names]
+    return ", ".join(words)
+
+
+def comparison(group: Sequence[Setting], name: str, heading: str, objective: str = "rir") -> Table:
+    """One row a setting: (i), (ii) and RIR beside the paper's, share of the ceiling, and what it means in practice."""
+    # in the authors' protocol the main columns follow the authors' convention of kappa, as the paper's figures do
+    authors = group[0].first.settings.get("dataset.protocol") == "authors"
+    main, other = ("authors/", "") if authors else ("", "authors/")
+    objective = main + objective if objective in RATIOS else objective
+    pairs = {run.pair for setting in group for run in setting.runs}
+    seeds = {run.result.seed for setting in group for run in setting.runs}
+    winner = best(group, objective) if len(group) > 1 else None
+    paper = _paper().get(paper_key(group[0].first), {})
+    rivals = [setting for setting in group if setting.method != "identity"]
+    columns: dict[str, list[Cell]] = {
+        "method": [Cell(setting.label + (" ★" if setting is winner else "")) for setting in group],
+        "runs": [Cell(str(len(setting.runs)), len(setting.runs)) for setting in group],
+        "failed": [Cell(str(len(setting.failed)), len(setting.failed)) for setting in group],
+    }
+    for metric, text in RATIOS.items():
+        strong = _strong(rivals, main + metric)
+        columns[text] = [_spread(setting, main + metric, setting in strong) for setting in group]
+    columns["RIR, 95 % interval"] = [_interval(setting, main + "rir") for setting in group]
+    if len(pairs) > 1:
+        columns["RIR, median"] = [_median(setting, main + "rir") for setting in group]
+    for metric, text in RATIOS.items():
+        columns[f"paper {text}"] = [_published(paper.get(setting.method, {}).get(metric)) for setting in group]
+    columns[f"RIR, {'rank-aware' if authors else AUTHORS} κ"] = [_median(setting, other + "rir") for setting in group]
+    columns["ceiling, log share"] = [_percent(setting, "ceiling/attained") for setting in group]
+    columns["Def. 3.1 holds"] = [_percent(setting, "definition/immunized") for setting in group]
+    for measure, text in MEASURES.items():
+        if measure != "loss":
+            columns[f"primary {text}, before → after"] = [_change(setting, f"primary/{measure}") for setting in group]
+    accuracies = (paper.get(setting.method, {}).get("primary_accuracy") for setting in group)
+    columns["paper accuracy, %"] = [_published(value) for value in accuracies]
+    for role in ("harmful", "primary", "benign"):
+        columns[f"{role} steps ratio"] = [_median(setting, f"steps_ratio/{role}") for setting in group]
+    columns["seconds"] = [_seconds(setting) for setting in group]
+
+    shown = {
+        key: cells
+        for key, cells in columns.items()
+        if key in ("method", "runs") or any(cell.value for cell in cells) or (key in RATIOS.values())
+    }
+    rows = [list(row) for row in zip(*shown.values(), strict=True)]
+    notes = [_sample(len(seeds), len(pairs), group), _data(group[0].first)]
+    notes += _conventions(winner, objective, len(pairs) > 1, authors)
+    if paper and not authors:
+        notes.append("The paper's figures are of its own preparation of the data, dataset.protocol=authors.")
+    return Table(name, heading, list(shown), rows, notes + _gaps(group))
+
+
+def paper_key(run: Run) -> str:
+    """The table of paper.yaml that a run can be compared with."""
+    model = str(run.settings.get("model.name", ""))
+    family = next((name for name in ("resnet18", "vit") if name in model), None)
+    return f"{run.result.dataset}/{family}" if family else run.result.dataset
+
+
+def _named(group: list[Setting]) -> list[Setting]:
+    """Sorted by method, and labeled by the method and what tells its settings apart."""
+    for setting in group:
+        same = [other.first.settings for other in group if other.method == setting.method]
+        names = [name for name in varying(same) if not name.startswith("dataset.")]
+        values = (f"{name.removeprefix('method.')}={_value(setting.first.settings.get(name))}" for name in names)
+        setting.label = " ".join([setting.method, *values])
+    order = {method: place for place, method in enumerate(METHODS)}
+    return sorted(group, key=lambda setting: (order.get(setting.method, len(order)), setting.method))
+
+
+def _of_group(name: str) -> bool:
+    return not name.startswith(("method.", "optimizer.")) and name not in PAIR
+
+
+@cache
+def _paper() -> dict[str, dict[str, dict[str, list[float]]]]:
+    return yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text())
+
+
+def _strong(group: Sequence[Setting], metric: str) -> set[Setting]:
+    """The best of a column, and those that do not differ significantly from it."""
+    values = {setting: setting.values(metric) for setting in group}
+    means = {setting: setting.summary(metric).mean for setting in group if values[setting]}
+    if len(means) < 2:
+        return set()
+    top = (min if metric.endswith("ratio_primary") else max)(means, key=means.__getitem__)
+    return ties({setting: values[setting] for setting in means}, top)
+
+
+def _spread(setting: Setting, metric: str, strong: bool) -> Cell:
+    summary = setting.summary(metric)
+    if not summary.n:
+        return Cell(NONE)
+    spread = "" if math.isnan(summary.std) else f" ± {number(float(f'{summary.std:.1e}'))}"
+    return Cell(number(summary.mean) + spread, summary.mean, strong)
+
+
+def _interval(setting: Setting, metric: str) -> Cell:
+    summary = setting.summary(metric)
+    if math.isnan(summary.low):
+        return Cell(NONE)
+    return Cell(f"{number(summary.low)} to {number(summary.high)}", summary.low)
+
+
+def _median(setting: Setting, metric: str) -> Cell:
+    value = setting.median(metric)
+    return Cell(NONE) if value is None else Cell(number(value), value)
+
+
+def _published(value: Sequence[float] | None) -> Cell:
+    return Cell(NONE) if value is None else Cell(f"{number(value[0])} ± {number(value[1])}", value[0])
+
+
+def _percent(setting: Setting, metric: str) -> Cell:
+    summary = setting.summary(metric)
+    return Cell(f"{100 * summary.mean:.0f} %", summary.mean) if summary.n else Cell(NONE)
+
+
+def _change(setting: Setting, metric: str) -> Cell:
+    before, after = (setting.summary(name) for name in (f"{metric}_baseline", metric))
+    return Cell(f"{before.mean:.3f} → {after.mean:.3f}", after.mean) if before.n and after.n else Cell(NONE)
+
+
+def _seconds(setting: Setting) -> Cell:
+    totals = [sum(run.result.seconds.values()) for run in setting.runs]
+    return Cell(number(sum(totals) / len(totals)), sum(totals) / len(totals)) if totals else Cell(NONE)
+
+
+def _sample(seeds: int, pairs: int, group: Sequence[Setting]) -> str:
+    text = f"{seeds} seed{'s' * (seeds != 1)}" + (f", {pairs} pairs of classes" if pairs > 1 else "")
+    sizes = {len(setting.runs) for setting in group}
+    return text + ("; the settings have different numbers of runs" if len(sizes) > 1 else "") + "."
+
+
+def _data(run: Run) -> str:
+    """The preparation of the data, on which all depends that can be attained."""
+    facts = (f"{name}: {text}" for name, text in run.result.about.items() if isinstance(text, str))
+    return f"Data: {'; '.join(facts) or 'not described'}."
+
+
+def _conventions(winner: Setting | None, objective: str, pairs: bool, authors: bool) -> list[str]:
+    convention = "the released code's κ, smallest eigenvalue above 1e-6 of H + 1e-6 I" if authors else "rank-aware κ"
+    notes = [
+        f"(i), (ii): κ of the harmful and of the primary Hessian over the baseline's; RIR = (i) / (ii); {convention}.",
+        "Mean ± standard deviation over seeds"
+        + (" of the mean over pairs" if pairs else "")
+        + ", and its 95 % bootstrap interval; steps ratios and the RIR of the other κ are medians over all runs.",
+        "Bold: the best mean of a column, and the means that a paired t-test (logarithms of the same seeds and pairs, "
+        "Holm, 5 %) does not tell from it; the baseline identity stands outside.",
+        "Steps ratio: steps of a gradient descent probe with the immunized extractor over those with the baseline. "
+        "RIR sees the spectrum alone; this is what an attacker meets.",
+    ]
+    return notes + ([f"★: the largest mean of the objective, {objective}."] if winner else [])
+
+
+def _gaps(group: Sequence[Setting]) -> list[str]:
+    """Which averages are over fewer runs than there are, and why."""
+    gaps: dict[str, list[str]] = {}
+    for metric, text in {**RATIOS, "ceiling/attained": "ceiling", "definition/immunized": "Def. 3.1"}.items():
+        for setting in group:
+            if reason := setting.reason(metric):
+                gaps.setdefault(f"No value of {text} in {reason}", []).append(setting.label)
+    return [f"{text} ({', '.join(labels)})." for text, labels in gaps.items()]
+
+
+def _value(value: Any) -> str:
+    return number(value) if isinstance(value, float) else str(value)
+
+
+def _pipes(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def _escape_markdown(text: str) -> str:
+    return text.replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+
+
+_TEX: Mapping[int, str] = str.maketrans(
+    {
+        **{char: f"\\{char}" for char in "&%$#_{}"},
+        "\\": "\\textbackslash{}",
+        "~": "\\textasciitilde{}",
+        "^": "\\textasciicircum{}",
+        "±": "$\\pm$",
+        "→": "$\\to$",
+        "κ": "$\\kappa$",
+        "★": "$\\star$",
+        "²": "$^2$",
+        NONE: "--",
+    }
+)
+
+
+def _tex(text: str) -> str:
+    return text.translate(_TEX)

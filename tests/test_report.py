@@ -1,0 +1,150 @@
+"""report.html and the figures: complete, self-contained, escaped, and no larger than it may be."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+from results_maker import METHODS, make_run
+
+from immunization.results.collect import collect
+from immunization.results.plots import INK, draw
+from immunization.results.report import markdown, provenance, sections, summarize, write
+from immunization.results.tables import settings
+
+VOID = {"meta", "br", "img", "input", "hr", "link"}
+
+
+class Page(HTMLParser):
+    """Fails on tags that do not close, and keeps every attribute and the text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open, self.attributes, self.words = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag, attrs):
+        self.attributes += attrs
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def report_of(folder) -> str:
+    collection = collect([folder])
+    write(folder / "report.html", collection, sections(collection, "rir"), "Title")
+    return (folder / "report.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two methods on six pairs, one run failed."""
+    folder = tmp_path_factory.mktemp("runs")
+    for i, method in enumerate(METHODS):
+        for a in range(3):
+            for b in range(3):
+                if a != b:
+                    make_run(folder / f"{i}_{a}{b}", method, pair=(a, b), rir=10.0 ** (a - b), seed=0)
+    make_run(folder / "9", seed=5, status="failed", error="diverged <b>&")
+    return folder
+
+
+def test_a_page_that_needs_nothing_else(folder):
+    text = report_of(folder)
+    page = Page(text)
+    assert page.open == []
+    links = [value for name, value in page.attributes if name in ("src", "href", "xlink:href")]
+    assert all(link.startswith(("#", "data:image/png;base64,")) for link in links)  # heat maps are pictures
+    assert not re.search(r"url\((?!#)", text)
+    assert "@import" not in text
+    assert "prefers-color-scheme: dark" in text
+    assert len(text) < 1_000_000
+
+
+def test_the_page_holds_tables_figures_and_what_was_left_out(folder):
+    words = "".join(Page(report_of(folder)).words)
+    for expected in (*METHODS, "12 completed, 1 failed", "Fig. 1", "Fig. 2", "Fig. 3", "diverged <b>&", "12 runs in"):
+        assert expected in words
+
+
+def test_names_of_all_kinds_are_escaped(tmp_path):
+    evil = "<script>alert(1)</script>"
+    for seed in range(2):
+        make_run(tmp_path / f"{seed}_&lt", evil, seed, dataset=evil, flags=[evil], pair=(evil, '"><i>'))
+    make_run(tmp_path / "2", seed=3, status="failed", error=evil)
+    text = report_of(tmp_path)
+    assert text.count("<script>") == 1  # ours
+    assert Page(text).open == []
+
+
+def test_figures_of_pairs_show_every_cell_and_count(folder):
+    (group,) = settings(collect([folder]))
+    plots = {plot.name.rpartition("_")[2]: plot for plot in draw(group, "x")}
+    assert {"figure1", "figure2", "figure3"} <= set(plots)
+    panels = [ax for ax in plots["figure2"].figure.axes if ax.get_title()]
+    assert [ax.get_title().splitlines()[1] for ax in panels] == ["RIR > 1 in 3 of 6"] * 2
+    values = panels[0].images[0].get_array().filled(float("nan"))
+    assert values[2, 0] == pytest.approx(2.0)
+    assert values[0, 0] != values[0, 0]  # the diagonal is blank
+
+
+def test_the_map_of_both_weights(tmp_path):
+    for i, lambda_p in enumerate((1.0, 10.0)):
+        for j, lambda_h in enumerate((1.0, 10.0, 100.0)):
+            make_run(tmp_path / f"{i}{j}", lambdas=(lambda_p, lambda_h), rir=10.0 ** (i + 2 * j))
+    (group,) = settings(collect([tmp_path]))
+    plot = next(plot for plot in draw(group, "x") if plot.name == "x_lambdas")
+    values = plot.figure.axes[0].images[0].get_array()
+    assert values.tolist() == [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
+
+
+def test_the_chosen_point_keeps_the_primary_task(tmp_path):
+    for i, (rir, keeps) in enumerate([(100.0, 0), (10.0, 1), (5.0, 1)]):
+        folder = make_run(tmp_path / str(i), lambdas=(1.0, 10.0**i), rir=rir)
+        path = folder / "result.json"
+        text = path.read_text().replace('"definition/c": 1', f'"definition/c": {keeps}')
+        path.write_text(text.replace('"primary/accuracy": 0.95', f'"primary/accuracy": 0.9{i}'))
+    (group,) = settings(collect([tmp_path]))
+    plot = next(plot for plot in draw(group, "x") if plot.name == "x_pareto")
+    circle = next(line for line in plot.figure.axes[0].lines if line.get_label() == "chosen")
+    assert circle.get_ydata().tolist() == [10.0]
+
+
+def test_text_of_figures_follows_the_theme(folder):
+    (group,) = settings(collect([folder]))
+    for plot in draw(group, "x"):
+        content = plot.svg()
+        assert content.startswith("<svg")
+        assert INK not in content
+        assert "currentColor" in content
+
+
+def test_the_sweep_summary_prints_and_writes(folder, capsys):
+    summarize(collect([folder]), folder, "rir")
+    printed = capsys.readouterr().out
+    assert "12 completed, 1 failed" in printed
+    assert "★" in printed
+    assert (folder / "results.csv").exists()
+
+
+def test_documents_hold_no_places_of_this_machine(folder):
+    collection = collect([folder])
+    for run in collection.runs:
+        run.command = "python launch.py dataset.root=/home/me/data 'x=~/y'"
+    text = markdown(sections(collection, "rir", figures=False), {}, "python -m immunization.results")
+    assert "/home/me" not in text
+    assert "dataset.root=<folder>" in text
+
+
+def test_provenance_names_runs_and_commands(folder):
+    runs = collect([folder]).runs
+    for i, run in enumerate(runs):
+        run.command = f"python launch.py seed={i}"
+    assert re.fullmatch(r"12 runs in .*, made by `python launch.py seed=0`, .* and 9 more\.", provenance(runs))

@@ -1,0 +1,265 @@
+"""From run folders to tables: what is collected, what is left out and named, and the statistics."""
+
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from results_maker import METHODS, make_run
+from scipy import stats
+
+from immunization.errors import DataError
+from immunization.results import __main__ as command
+from immunization.results.collect import collect
+from immunization.results.statistics import paired_p, summarize, ties
+from immunization.results.tables import best, comparison, settings, title
+
+
+@pytest.fixture
+def sweep(tmp_path) -> Path:
+    """Two methods, three seeds."""
+    for i, method in enumerate(METHODS):
+        for seed in range(3):
+            make_run(tmp_path / "sweep" / f"{3 * i + seed}_{method}", method, seed, rir=10.0 * (i + 1) + seed)
+    return tmp_path / "sweep"
+
+
+def table(folder: Path):
+    (group,) = settings(collect([folder]))
+    return comparison(group, "name", "Heading")
+
+
+def column(made, header: str) -> list[str]:
+    place = made.header.index(header)
+    return [row[place].text for row in made.rows]
+
+
+# --- Collecting -------------------------------------------------------------------------------------------------------
+
+
+def test_a_tidy_row_for_each_run(sweep):
+    frame = collect([sweep]).frame()
+    assert len(frame) == 6
+    assert set(frame.columns) >= {"method", "seed", "pair", "rir", "steps_ratio/harmful", "seconds/immunize", "folder"}
+    assert frame.groupby("method").rir.mean().to_dict() == {"condition_number": 11.0, "opt_kappa": 21.0}
+
+
+def test_jobs_are_in_the_order_of_their_numbers(tmp_path):
+    for i in (10, 9, 1):
+        make_run(tmp_path / f"{i}_x", seed=i)
+    assert [run.result.seed for run in collect([tmp_path]).runs] == [1, 9, 10]
+
+
+def test_paths_may_be_files_and_overlap(sweep):
+    assert len(collect([sweep, sweep / "0_condition_number", sweep / "0_condition_number" / "result.json"]).runs) == 6
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "message"),
+    [
+        (lambda path: path.write_text(path.read_text()[:100]), "unreadable", "is not JSON"),
+        (lambda path: path.write_text("{}"), "unreadable", "schema 1"),
+        (lambda path: path.write_text(path.read_text().replace('"schema": 1', '"schema": 2')), "unreadable", "schema"),
+        (lambda path: path.write_text(path.read_text().replace('"rir": 10.0', '"rir": "10"')), "unreadable", "edited"),
+        (lambda path: path.write_text("[1, 2]"), "unreadable", "schema 1"),
+        (lambda path: path.write_bytes(b"\xff\x00\x12"), "unreadable", "is not JSON"),
+        (lambda path: path.unlink(), "unfinished", "killed or is still going"),
+        (lambda path: path.with_name("config.yaml").unlink(), "unreadable", "config.yaml"),
+    ],
+)
+def test_what_cannot_be_read_is_named_counted_and_left_out(sweep, damage, kind, message):
+    damage(sweep / "0_condition_number" / "result.json")
+    collection = collect([sweep])
+    assert len(collection.runs) == 5
+    (problem,) = collection.problems
+    assert (problem.kind, problem.folder.name) == (kind, "0_condition_number")
+    assert message in problem.message
+    assert collection.counts() == f"5 completed, 1 {kind}"
+
+
+def test_failed_runs_are_counted_with_their_setting(sweep):
+    make_run(sweep / "6_x", seed=7, status="failed", error="diverged", metrics={"rir": 1e9})
+    made = table(sweep)
+    assert column(made, "runs") == ["3", "3"]
+    assert sorted(column(made, "failed")) == ["0", "1"]
+    assert "1e9" not in str(made)
+
+
+def test_the_same_run_twice_counts_once(sweep):
+    make_run(sweep / "9_again", METHODS[0], 0, rir=500.0)
+    collection = collect([sweep])
+    assert [problem.kind for problem in collection.problems] == ["repeated"]
+    assert collection.problems[0].folder.name == "0_condition_number"
+    assert max(run.result.metrics["rir"] for run in collection.runs) == 500.0
+
+
+def test_different_preparations_are_never_averaged(sweep):
+    make_run(sweep / "9_other", protocol="authors", rir=1e6)
+    groups = settings(collect([sweep]))
+    assert [len(group) for group in groups] == [2, 1]
+    assert {title(group, groups) for group in groups} == {
+        "digits, linear, protocol=one_vs_rest",
+        "digits, linear, protocol=authors",
+    }
+
+
+@pytest.mark.parametrize("name", ["empty", "absent"])
+def test_nothing_to_collect(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"no result\.json|does not exist"):
+        collect([tmp_path / name])
+
+
+@pytest.mark.slow
+def test_2000_files_in_ten_seconds(tmp_path):
+    for i in range(2000):
+        make_run(tmp_path / str(i), METHODS[i % 2], i // 2)
+    started = time.process_time()
+    collection = collect([tmp_path])
+    collection.frame()
+    assert len(collection.runs) == 2000
+    assert time.process_time() - started < 10
+
+
+# --- Tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_mean_and_standard_deviation_over_seeds(sweep):
+    made = table(sweep)
+    assert column(made, "method") == ["opt_kappa ★", "condition_number"]
+    assert column(made, "RIR") == ["21 ± 1", "11 ± 1"]
+
+
+def test_pairs_are_averaged_within_a_seed(tmp_path):
+    for seed in range(2):
+        for harmful, rir in ((1, 1.0), (2, 3.0 + seed)):
+            make_run(tmp_path / f"{seed}_{harmful}", seed=seed, pair=(0, harmful), rir=rir)
+    made = table(tmp_path)
+    assert column(made, "RIR") == ["2.25 ± 0.35"]  # the mean of 2 and 2.5
+    assert "2 pairs of classes" in " ".join(made.notes)
+
+
+def test_settings_are_named_by_what_tells_them_apart(tmp_path):
+    for i, lambdas in enumerate([(1.0, 1e5), (1.0, 1e6)]):
+        make_run(tmp_path / str(i), lambdas=lambdas, rir=float(i + 1))
+    (group,) = settings(collect([tmp_path]))
+    assert [setting.label for setting in group] == [
+        "condition_number lambda_H=1e5",
+        "condition_number lambda_H=1e6",
+    ]
+    assert best(group, "rir").label.endswith("1e6")
+
+
+def test_missing_values_are_told(tmp_path):
+    make_run(tmp_path / "0", seed=0)
+    make_run(tmp_path / "1", seed=1, rir=None, reasons={"rir": "rank 0"})
+    made = table(tmp_path)
+    assert column(made, "RIR") == ["10"]
+    assert any("1 of 2: rank 0" in note for note in made.notes)
+
+
+def test_the_papers_figures_stand_beside_ours(tmp_path):
+    make_run(tmp_path / "0", dataset="house_prices")
+    assert column(table(tmp_path), "paper RIR") == ["356 ± 5.49"]
+
+
+def test_markdown_and_latex(sweep):
+    made = table(sweep)
+    lines = made.markdown().splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    assert len(rows) == 4
+    assert len({row.count("|") for row in rows}) == 1
+    latex = made.latex()
+    assert r"condition\_number" in latex
+    assert r"21 $\pm$ 1" in latex
+    assert latex.count(r"\\") == 3
+
+
+# --- Statistics -------------------------------------------------------------------------------------------------------
+
+
+def test_summary_of_values():
+    x = [1.0, 2.0, 4.0, 8.0, 16.0]
+    summary = summarize(x)
+    assert summary.mean == pytest.approx(np.mean(x))
+    assert summary.std == pytest.approx(np.std(x, ddof=1))
+    assert min(x) < summary.low < summary.mean < summary.high < max(x)
+    assert summarize(x) == summary
+    assert math.isnan(summarize([1.0]).std)
+    assert math.isnan(summarize([1.0, 2.0]).low)
+    assert summarize([]).n == 0
+    assert summarize([3.0, 3.0, 3.0]).low == 3.0
+
+
+def test_paired_test_is_scipys_on_logarithms():
+    rng = np.random.default_rng(0)
+    a, b = rng.lognormal(0, 1, 6), rng.lognormal(0.5, 1, 6)
+    expected = stats.ttest_rel(np.log(a), np.log(b)).pvalue
+    assert paired_p(dict(enumerate(a)), dict(enumerate(b))) == pytest.approx(expected)
+    signed = paired_p(dict(enumerate(-a)), dict(enumerate(b)))
+    assert signed == pytest.approx(stats.ttest_rel(-a, b).pvalue)
+
+
+def test_paired_tests_use_common_keys_and_need_three():
+    a = {0: 1.0, 1: 2.0, 2: 3.0}
+    assert math.isnan(paired_p(a, {0: 1.0, 1: 2.0, 5: 9.0}))
+    assert paired_p(a, dict(a)) == 1.0
+    assert paired_p(a, {key: 2 * value for key, value in a.items()}) == 0.0
+
+
+def test_ties_hold_holms_correction():
+    """p = 0.04 alone is significant at 5 %; beside another test it is not."""
+    base = {i: math.exp(x) for i, x in enumerate([0.1, -0.2, 0.05, 0.0, 0.1])}
+    far = {i: value * 100 * (1 + 0.01 * i) for i, value in base.items()}
+    near = {i: value * math.exp(d) for (i, value), d in zip(base.items(), [0.3, 0.1, 0.4, 0.2, 0.05], strict=True)}
+    p = paired_p(base, near)
+    assert 0.025 < p < 0.05
+    assert ties({"base": base, "near": near}, "base") == {"base"}
+    other = {i: value * (1.1 if i % 2 else 0.9) for i, value in base.items()}
+    assert ties({"base": base, "near": near, "other": other, "far": far}, "base") == {"base", "near", "other"}
+
+
+# --- The command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_tables_in_every_format(sweep, tmp_path, capsys):
+    out = tmp_path / "out"
+    command.main([str(sweep), "--output", str(out), "--no-figures", "--markdown", str(tmp_path / "R.md")])
+    assert len(pd.read_csv(out / "results.csv")) == 6
+    suffixes = {path.suffix for path in out.glob("1_*")}
+    assert suffixes == {".md", ".tex", ".csv"}
+    assert "6 completed" in capsys.readouterr().out
+    text = (tmp_path / "R.md").read_text()
+    assert text.startswith("# Results\n")
+    assert "opt_kappa" in text
+
+
+def test_parquet_holds_the_same(sweep, tmp_path):
+    pytest.importorskip("pyarrow")
+    command.main([str(sweep), "--output", str(tmp_path), "--no-figures"])
+    left, right = pd.read_parquet(tmp_path / "results.parquet"), pd.read_csv(tmp_path / "results.csv")
+    assert left.rir.tolist() == right.rir.tolist()
+
+
+def test_the_command_names_a_missing_path(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "immunization.results", str(tmp_path / "none")],
+        cwd=Path(__file__).resolve().parents[1],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_results_of_failed_runs_alone(tmp_path, capsys):
+    make_run(tmp_path / "runs" / "0", status="failed", error="no data")
+    command.main([str(tmp_path / "runs"), "--output", str(tmp_path / "out")])
+    assert "1 failed: no data" in capsys.readouterr().out

@@ -1,0 +1,226 @@
+"""Multiruns in real processes, what they leave in the sweep folder, and that every sweep file composes and runs."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from immunization import run
+from immunization.config import CONF, check, class_of, compose
+from immunization.errors import ConfigError
+from immunization.result import Result
+from immunization.resume import completed, decisive, read_config
+from immunization.sweep import Summary
+
+ROOT = Path(__file__).resolve().parents[1]
+JOBS = ("seed=0,1", "dataset.harmful=0,1", "tags=[../../x]")
+QUICK = ("tracker=none", "method=identity", "evaluation=[rir]", "dataset.max_samples=20")
+SWEEPS = sorted(path.stem for path in (ROOT / "sweeps").glob("*.yaml"))
+AGENTS = sorted(path.stem for path in (ROOT / "sweeps" / "wandb").glob("*.yaml"))
+MULTIRUNS = ["table1", "table2", *(f"paper/{kind}{i}" for kind in ("table", "figure") for i in (1, 2, 3))]
+
+
+def launch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "launch.py"), *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+
+
+def first_job(name: str, group: str = "sweeps") -> list[str]:
+    """The first of every value that a sweep file gives, with the file itself."""
+    cfg = compose_with_hydra([f"{group}={name}"])
+    assert cfg.hydra.mode.name == "MULTIRUN"
+    parser = OverridesParser.create()
+    overrides = parser.parse_overrides([f"{key}={value}" for key, value in cfg.hydra.sweeper.params.items()])
+    assert all(override.is_sweep_override() or override.value() is not None for override in overrides)
+    values = (
+        next(override.sweep_string_iterator()) if override.is_sweep_override() else override.get_value_element_as_str()
+        for override in overrides
+    )
+    return [f"{group}={name}", *(f"{o.get_key_element()}={v}" for o, v in zip(overrides, values, strict=True))]
+
+
+def compose_with_hydra(overrides: list[str]):
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return hydra_compose("config", overrides=overrides, return_hydra_config=True)
+
+
+# --- A sweep as a user starts it --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
+    """Four jobs, of which two must fail because both tasks are the same digit; a tag that would leave the folder."""
+    folder = tmp_path_factory.mktemp("sweep")
+    return folder, launch("-m", *QUICK, *JOBS, f"hydra.sweep.dir={folder}", cwd=folder)
+
+
+def test_a_failed_job_is_recorded_and_the_others_go_on(sweep):
+    folder, done = sweep
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    jobs = sorted(path.parent for path in folder.glob("*/result.json"))
+    assert len(jobs) == 4
+    statuses = {path.name: Result.read(path).status for path in jobs}
+    assert [status for name, status in statuses.items() if "harmful=0" in name] == ["failed", "failed"]
+    assert [status for name, status in statuses.items() if "harmful=1" in name] == ["completed", "completed"]
+
+
+def test_the_sweep_ends_with_a_table_and_a_report(sweep):
+    folder, done = sweep
+    assert "2 completed, 2 failed" in done.stdout
+    assert "every task needs a class of its own" in done.stdout
+    assert len((folder / "results.csv").read_text().splitlines()) == 3
+    assert "Left out of every average: 2 runs" in (folder / "report.html").read_text()
+
+
+def test_a_job_prints_one_line_and_draws_no_figure(sweep):
+    folder, done = sweep
+    assert sum(line.startswith(("0_", "1_", "2_", "3_")) for line in done.stdout.splitlines()) == 2
+    assert not list(folder.glob("*/*.png"))
+
+
+def test_run_folders_stay_inside_of_the_sweep_folder(sweep):
+    folder, _ = sweep
+    outside = {path.name for path in folder.iterdir() if not path.name[0].isdigit()}
+    assert outside == {"multirun.yaml", "report.html", "results.csv"}
+    assert len([path for path in folder.iterdir() if path.is_dir()]) == 4
+
+
+def test_a_used_sweep_folder_is_refused(sweep):
+    config = OmegaConf.create({"resume": False, "hydra": {"sweep": {"dir": str(sweep[0])}}})
+    with pytest.raises(SystemExit, match="already holds runs; resume=true goes on"):
+        Summary().on_multirun_start(config)
+    config.resume = True
+    Summary().on_multirun_start(config)
+
+
+def test_resume_skips_what_is_completed_and_runs_the_rest(sweep, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(sweep[0], folder)
+    done_before = next(folder.glob("0_*harmful=0*")), next(folder.glob("1_*harmful=1*"))
+    kept = (done_before[1] / "result.json").stat().st_mtime_ns
+    half = next(folder.glob("3_*"))
+    (half / "result.json").write_text('{"schema": 1, "sta')
+    done = launch("-m", *QUICK, *JOBS, f"hydra.sweep.dir={folder}", "resume=true", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout.count("completed before, nothing to do") == 1
+    assert (done_before[1] / "result.json").stat().st_mtime_ns == kept
+    assert Result.read(half).status == "completed"
+    assert "2 completed, 2 failed" in done.stdout
+
+
+@pytest.mark.slow
+def test_joblib_runs_jobs_in_processes_of_one_thread(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    jobs = ("launcher=joblib", "hydra.launcher.n_jobs=2", "seed=0,1", "hydra.sweep.dir=runs")
+    done = launch("-m", *QUICK, *jobs, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    environments = [json.loads(path.read_text()) for path in tmp_path.glob("runs/*/environment.json")]
+    assert [environment["threads"] for environment in environments] == [1, 1]
+    assert (tmp_path / "runs" / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_submitit_runs_jobs_on_this_machine(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    done = launch("-m", *QUICK, "launcher=submitit_local", "seed=0,1", "hydra.sweep.dir=runs", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2 completed" in done.stdout
+
+
+# --- Resume -----------------------------------------------------------------------------------------------------------
+
+
+def test_resume_of_a_single_run(tmp_path, capsys):
+    first = run([*QUICK], folder=tmp_path)
+    written = (tmp_path / "result.json").stat().st_mtime_ns
+    again = run([*QUICK, "resume=true", "tags=[other]"], folder=tmp_path)
+    assert again.metrics == pytest.approx(first.metrics)
+    assert "nothing to do" in capsys.readouterr().out
+    assert (tmp_path / "result.json").stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize("change", ["seed=1", "dataset.harmful=2", "evaluation=[rir,primary]"])
+def test_a_changed_configuration_is_run_again(change, tmp_path):
+    run([*QUICK], folder=tmp_path)
+    assert completed(compose([*QUICK]), tmp_path)
+    assert completed(compose([*QUICK, change]), tmp_path) is None
+
+
+def test_an_empty_or_damaged_folder_is_not_completed(tmp_path):
+    config = compose([*QUICK])
+    assert completed(config, tmp_path) is None
+    run([*QUICK], folder=tmp_path)
+    (tmp_path / "config.yaml").write_text("a: [")
+    assert completed(config, tmp_path) is None
+
+
+def test_a_written_configuration_reads_back_as_it_was(tmp_path):
+    config = compose([*QUICK])
+    OmegaConf.save(config, tmp_path / "config.yaml", resolve=True)
+    assert decisive(read_config(tmp_path)) == decisive(OmegaConf.to_container(config, resolve=True))
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_every_sweep_composes_and_runs_one_step(name, tmp_path):
+    overrides = first_job(name)
+    if name == "layers":
+        assert compose([*overrides, "model=resnet18"]).model.trainable == "layer4.1"
+        return
+    result = run([*overrides, "debug=default", "evaluation=[rir]", "dataset.max_samples=20"], tmp_path, quiet=True)
+    assert result.status == "completed"
+
+
+def test_mnist_pairs_are_the_90_ordered_pairs():
+    text = yaml.safe_load((ROOT / "sweeps" / "mnist_pairs.yaml").read_text())["hydra"]["sweeper"]["params"]["pair"]
+    pairs = {tuple(pair.strip().split("-")) for pair in text.split(",")}
+    assert len(pairs) == 90
+    assert all(a != b and {a, b} <= set("0123456789") for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_every_agent_file_composes_and_runs_one_step(name, tmp_path):
+    """With the arguments that W&B makes of its parameters for ${args_no_hyphens}."""
+    content = yaml.safe_load((ROOT / "sweeps" / "wandb" / f"{name}.yaml").read_text())
+    assert content["program"] == "launch.py"
+    assert "${args_no_hyphens}" in content["command"]
+    assert content["method"] in ("grid", "random", "bayes")
+    arguments = []
+    for key, options in content["parameters"].items():
+        value = options.get("value", options.get("values", [options.get("min")])[0])
+        arguments.append(f"{key}={value}")
+    small = ["debug=default", "evaluation=[rir,definition]", "dataset.max_samples=20", "figures=false"]
+    result = run([*arguments, *small], tmp_path, quiet=True)
+    assert result.metrics.get(content["metric"]["name"]) is not None
+
+
+@pytest.mark.parametrize("name", MULTIRUNS)
+def test_every_table_is_a_multirun_by_itself(name):
+    job = first_job(name, "experiment")
+    assert any(argument.startswith("seed=") for argument in job)
+    check(compose(job))
+
+
+def test_a_pair_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match="pair=12: write the primary and the harmful class"):
+        class_of("12", 0)
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "launcher").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_launcher_composes(path):
+    if path.stem != "basic":
+        pytest.importorskip(f"hydra_plugins.hydra_{path.stem.partition('_')[0]}_launcher")
+    cfg = compose_with_hydra([f"launcher={path.stem}"])
+    assert path.stem == "basic" or cfg.hydra.job.env_set.OMP_NUM_THREADS is not None
