@@ -1,0 +1,59 @@
+"""What the documents say is what the project does: examples run, tables are current, links resolve."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from immunization.config import compose
+from immunization.runner import run
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_resolve(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    missing = [target for target in targets if not (page.parent / target).exists()]
+    assert not missing
+
+
+def test_hyperparameters_page_is_current() -> None:
+    spec = importlib.util.spec_from_file_location("hyperparameters", ROOT / "docs" / "hyperparameters.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (ROOT / "docs" / "hyperparameters.md").read_text() == module.page()
+
+
+def test_commands_of_the_readme_compose() -> None:
+    text = "\n".join(blocks("sh")).replace("\\\n", " ")
+    lines = [re.sub("<[^>]*>", "placeholder", line.partition("#")[0]).split() for line in text.splitlines()]
+    commands = [line[2:] for line in lines if line[:2] == ["python", "launch.py"]]
+    assert len(commands) >= 5
+    for command in commands:
+        compose([word.partition(",")[0] if "-m" in command else word for word in command if word != "-m"])
+
+
+def test_adding_a_method_as_the_readme_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = next(block for block in blocks("python") if "RWellOnly" in block)
+    (tmp_path / "my_methods.py").write_text(code)
+    (tmp_path / "my_conf" / "method").mkdir(parents=True)
+    (tmp_path / "my_conf" / "method" / "r_well_only.yaml").write_text(blocks("yaml")[0])
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    command = [sys.executable, ROOT / "launch.py", "--config-dir", tmp_path / "my_conf", "method=r_well_only"]
+    options = ["trusted=[my_methods]", "tracker=none", f"hydra.run.dir={tmp_path / 'run'}"]
+    subprocess.run([*command, *options], check=True, capture_output=True, cwd=tmp_path)
+    assert '"method": "r_well_only"' in (tmp_path / "run" / "result.json").read_text()
+
+
+def test_python_example_of_the_readme(tmp_path: Path) -> None:
+    result = run(["method=closed_form", "dataset.common_range=true", "tracker=none"], folder=tmp_path)
+    assert result.metrics["rir"] == pytest.approx(result.metrics["ceiling/rir"], rel=1e-6)
