@@ -68,6 +68,18 @@ def compress(features: Tensor | Iterable[Tensor], eps: float = EPS) -> Tensor:
     return sigma[:k, None] * vh[:k]
 
 
+def dimensions_outside(root: Tensor, other: Tensor, rows: int, eps: float = EPS) -> int:
+    """Dimensions of the row space of `other` [m, D] outside of that of `root` [k, D], which has full rank k.
+
+    That is the rank of both together minus k; `rows`, for which both stand, and `eps` set the tolerance.
+    """
+    k, width = root.shape
+    if k == width:
+        return 0
+    sigma = torch.linalg.svdvals(torch.cat([root, other]).double())
+    return max(0, numerical_rank(sigma, (rows, width), eps) - k)
+
+
 def condition_number(
     features: Tensor | Iterable[Tensor],
     rank: int | None = None,

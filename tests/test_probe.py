@@ -11,7 +11,7 @@ from matrices import gaussian, seeds, with_spectrum
 
 from immunization import spectral
 from immunization.errors import DegenerateSpectrum
-from immunization.evaluation import Probe
+from immunization.probe import Probe
 
 FLOOR = 1e-14
 f64, eye = partial(torch.tensor, dtype=torch.float64), partial(torch.eye, dtype=torch.float64)

@@ -175,6 +175,12 @@ class TaskPair:
     def dim(self) -> int:
         return self.primary.dim
 
+    @property
+    def tolerance(self) -> tuple[int, float]:
+        """Rows and epsilon that set the rank tolerance of the training inputs of D_P and D_H together."""
+        both = self.primary, self.harmful
+        return sum(len(task.train) for task in both), max(task.eps for task in both)
+
     def to(self, device: torch.device | str, dtype: torch.dtype) -> TaskPair:
         moved = {role: task.to(device, dtype) for role, task in self.tasks.items()}
         return TaskPair(self.name, **moved, about=self.about, tensors=self.tensors)

@@ -5,7 +5,6 @@ from immunization.evaluation.base import Comparison, Measures
 from immunization.evaluation.convergence import LearningCurves, NormRatio
 from immunization.evaluation.deep import OwnHead, SampledRatio
 from immunization.evaluation.primary import Definition, PrimaryPerformance
-from immunization.evaluation.probe import Probe
 from immunization.evaluation.rir import RelativeRatio
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "NormRatio",
     "OwnHead",
     "PrimaryPerformance",
-    "Probe",
     "RelativeRatio",
     "SampledRatio",
 ]

@@ -13,20 +13,8 @@ from torch import Tensor
 from immunization import spectral
 from immunization.errors import ConfigError
 from immunization.evaluation.base import Comparison, Measures
-from immunization.evaluation.probe import Probe
 from immunization.evaluation.rir import condition_ratios
-
-
-def dimensions_outside(comparison: Comparison) -> int:
-    """Dimensions of range(K_H) outside of range(K_P): the rank of both tasks' features together, minus rank(K_P)."""
-    primary, harmful = (comparison.probe(role, "before") for role in ("primary", "harmful"))
-    dim, k = primary.vectors.shape
-    if k == dim:
-        return 0
-    roots = torch.cat([probe.vectors * probe.sigma for probe in (primary, harmful)], 1)
-    tasks = [comparison.tasks[role] for role in ("primary", "harmful")]
-    shape = sum(len(task.train) for task in tasks), dim
-    return max(0, spectral.numerical_rank(torch.linalg.svdvals(roots), shape, max(task.eps for task in tasks)) - k)
+from immunization.probe import Probe
 
 
 def relative_condition_number(primary: Probe, harmful: Probe) -> float:
@@ -44,7 +32,7 @@ def bounded_condition_number(comparison: Comparison) -> tuple[float, str]:
     rank = len(harmful.sigma)
     if rank == 1:
         return 1.0, ""  # kappa(H_H) is 1 whatever theta is, also outside of range(K_P)
-    if outside := dimensions_outside(comparison):
+    if outside := spectral.dimensions_outside(primary.root, harmful.root, *comparison.pair.tolerance):
         return math.inf, (
             f"unbounded: {outside} of the {rank} dimensions of range(K_H) are outside of range(K_P), where theta may "
             "stretch the harmful features at no cost to the primary task; dataset.common_range=true stays inside"

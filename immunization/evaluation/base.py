@@ -13,7 +13,7 @@ from torch import Tensor
 
 from immunization import spectral
 from immunization.data.task import Split, Task, TaskPair
-from immunization.evaluation.probe import Probe
+from immunization.probe import Probe
 
 Role = Literal["primary", "harmful", "benign"]
 State = Literal["after", "before"]

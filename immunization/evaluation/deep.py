@@ -11,10 +11,10 @@ from immunization import spectral
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
 from immunization.evaluation.base import SUFFIX, Comparison, Measures, Role, State
-from immunization.evaluation.probe import Probe
 from immunization.models.activations import take
 from immunization.models.base import Model
 from immunization.models.timm import Folded, Timm
+from immunization.probe import Probe
 
 ROWS = 256
 

@@ -135,7 +135,7 @@ class ClosedForm(Method):
         theta.copy_(optimal_map(root_p, root_h, self.primary_ratio, self.ridge, self.spread, generator))
         if len(root_h) == 1:
             self.flags["harmful_rank_one"] = "K_H has rank 1: kappa(H_H) is 1 whatever theta is, nothing is immunized"
-        elif outside := _dimensions_outside(pair):
+        elif outside := spectral.dimensions_outside(root_p, root_h, *pair.tolerance):
             self.flags["common_range"] = (
                 f"{outside} of the {len(root_h)} dimensions of range(K_H) are outside of range(K_P), where RIR is "
                 "unbounded: closed_form is optimal for K_H projected onto range(K_P) and keeps the other directions as "
@@ -144,13 +144,3 @@ class ClosedForm(Method):
 
     def finish(self, model: Model) -> None:
         fit_head(model, probe_of_inputs(self.pair.primary))
-
-
-def _dimensions_outside(pair: TaskPair) -> int:
-    """Rank of both tasks' inputs together, minus rank(K_P)."""
-    primary, harmful = pair.primary, pair.harmful
-    if primary.rank == pair.dim:
-        return 0
-    sigma = torch.linalg.svdvals(torch.cat([primary.root, harmful.root]).double())
-    rows, eps = len(primary.train) + len(harmful.train), max(primary.eps, harmful.eps)
-    return max(0, spectral.numerical_rank(sigma, (rows, pair.dim), eps) - primary.rank)

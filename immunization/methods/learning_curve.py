@@ -11,10 +11,10 @@ from torch.autograd.function import once_differentiable
 
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
-from immunization.evaluation.probe import Probe
 from immunization.methods.base import Method, nonnegative
-from immunization.methods.statistics import early_stopped, fit_head, linear_map, probe_of_inputs, root_of
+from immunization.methods.statistics import early_stopped, fit_head, linear_map, probe_of_inputs
 from immunization.models import Batch, Model
+from immunization.probe import Probe
 
 MAX_OCTAVES = 40
 CLOSE = 1e-4
@@ -144,7 +144,7 @@ class LearningCurve(Method):
     def _curves(self, inputs: Probe) -> tuple[Tensor, Tensor]:
         """Mean over the grid of the excess loss, relative to that of w = 0, and of the curve of random labels."""
         c = inputs.coefficients
-        excess, expected = excess_curves(root_of(inputs) @ self.theta.double(), c, self.grid)
+        excess, expected = excess_curves(inputs.root @ self.theta.double(), c, self.grid)
         return excess.mean() / c.square().sum(), expected.mean()
 
     @torch.no_grad()
@@ -157,7 +157,7 @@ class LearningCurve(Method):
     def _held_out(self, task: Task, inputs: Probe) -> float:
         """Measure on the validation split, mean over the grid; from 0 at chance or worse to 1."""
         theta = self.theta.double()
-        weights = Probe.fit(root_of(inputs) @ theta, inputs.coefficients, 0.0, rank=task.rank).weights(self.grid)
+        weights = Probe.fit(inputs.root @ theta, inputs.coefficients, 0.0, rank=task.rank).weights(self.grid)
         measure = task.measure(task.val.x.double() @ theta @ weights, task.val.y)
         return ((measure - task.chance) / (1 - task.chance)).clamp(min=0).mean().item()
 

@@ -6,13 +6,13 @@ import math
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from immunization import spectral
 from immunization.data.task import Task
 from immunization.errors import ConfigError
-from immunization.evaluation.probe import Probe
 from immunization.models import Linear, Model
+from immunization.probe import Probe
 
 SLACK = 0.05
 """Share by which a simpler (earlier stopped) probe may miss the best generalization score."""
@@ -32,11 +32,6 @@ def probe_of_inputs(task: Task) -> Probe:
     x, y = task.train.x.double(), task.targets(task.train.y)
     blocks = spectral.triangular_factor(torch.cat([x, y], 1))[0][: task.dim]
     return Probe.fit(blocks[:, : task.dim], blocks[:, task.dim :], max(x.shape) * task.eps, rank=task.rank)
-
-
-def root_of(probe: Probe) -> Tensor:
-    """S V^T [k, D]: with c in the place of Y it is all that any probe behind a linear map depends on."""
-    return probe.sigma[:, None] * probe.vectors.T
 
 
 def early_stopped(inputs: Probe, task: Task) -> Probe:

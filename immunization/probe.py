@@ -45,6 +45,11 @@ class Probe:
         k = min(rank or resolved, len(sigma))
         return cls(sigma[:k], vh[:k].T, u[:, :k].T @ targets, min(k, resolved))
 
+    @property
+    def root(self) -> Tensor:
+        """S V^T [k, D]: with c in the place of Y it is all that any probe behind a linear map depends on."""
+        return self.sigma[:, None] * self.vectors.T
+
     def _decay(self, t: Tensor) -> Tensor:
         """log (1 - r_i)^t for steps t [T]: [T, k]. Small r keep their digits; r = 1 gives a large negative number."""
         log = torch.log1p(-((self.sigma / self.sigma[0]) ** 2)).clamp(min=-torch.finfo(self.sigma.dtype).max)
