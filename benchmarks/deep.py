@@ -22,7 +22,7 @@ from immunization.data.images import ImagePair
 from immunization.data.task import Split, Task, TaskPair
 from immunization.methods import IMMA, ConditionNumber, LearningCurveNet, Method, OptKappa, RIllOnly
 from immunization.models import Batch, Timm
-from immunization.models.timm import create
+from immunization.models.checkpoint import create
 
 
 def seconds(*functions: Callable[[], object], repeats: int, cuda: bool) -> list[float]:

@@ -18,8 +18,9 @@ from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError, DataError
 from immunization.methods import LoaderBatches, Method, PairedBatches, train
 from immunization.models import Folded, Model, Timm
+from immunization.models.checkpoint import create
+from immunization.models.folded import fold_into
 from immunization.models.linear import LinearMap
-from immunization.models.timm import create, fold_into
 
 WEIGHTS = "immunized.safetensors"
 

@@ -17,7 +17,8 @@ from immunization.methods import ClosedForm, PairedBatches, train
 from immunization.methods.condition_number import ConditionNumber
 from immunization.methods.loaders import LoaderBatches, batches_of
 from immunization.models.activations import Stream, load, take
-from immunization.models.timm import Timm, fold_into, fold_place
+from immunization.models.folded import fold_into, fold_place
+from immunization.models.timm import Timm
 
 
 def draw_folder(root: Path, classes: int, train: int, val: int, seed: int) -> Path:
@@ -77,7 +78,7 @@ def test_trainable_names_and_patterns(folders):
 
 
 def test_a_net_that_is_no_chain_runs_whole(folders, monkeypatch):
-    monkeypatch.setattr("immunization.models.timm._chain", lambda name, module: [])
+    monkeypatch.setattr("immunization.models.chain._chain", lambda name, module: [])
     model = build(open_pair(folders))
     assert not model._trunk
     images = torch.randn(2, *model.config["input_size"], dtype=torch.float64)

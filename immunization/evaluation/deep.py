@@ -13,7 +13,8 @@ from immunization.errors import ConfigError
 from immunization.evaluation.base import SUFFIX, Comparison, Measures, Role, State
 from immunization.models.activations import take
 from immunization.models.base import Model
-from immunization.models.timm import Folded, Timm
+from immunization.models.folded import Folded
+from immunization.models.timm import Timm
 from immunization.probe import Probe
 
 ROWS = 256

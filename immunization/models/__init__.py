@@ -2,7 +2,8 @@
 
 from immunization.models.base import Batch, Model
 from immunization.models.digits import DigitsNet
+from immunization.models.folded import Folded
 from immunization.models.linear import Linear
-from immunization.models.timm import Folded, Timm
+from immunization.models.timm import Timm
 
 __all__ = ["Batch", "DigitsNet", "Folded", "Linear", "Model", "Timm"]

@@ -6,6 +6,7 @@ An entry is a folder named by a hash of everything its content depends on; it ho
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -16,9 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from immunization.errors import DataError
@@ -175,3 +177,21 @@ def collect(
         raise
     y = torch.cat(labels)
     return found | {name: writer.finish(y, bad) for name, writer in writers.items()}
+
+
+def fingerprint(parts: Sequence[Any]) -> str:
+    """A hash of the structure and all tensors of modules (and of the net behind bound methods)."""
+    digest = hashlib.sha256()
+    for part in parts:
+        module = part if isinstance(part, nn.Module) else part.__self__
+        digest.update(str(module).encode())
+        for name, tensor in module.state_dict().items():
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy() if tensor.ndim else
+                          str(tensor.item()).encode())  # fmt: skip
+    return digest.hexdigest()
+
+
+def free_space(root: Path) -> float:
+    """Free space in GiB on the disk of `root`, which need not exist yet."""
+    return shutil.disk_usage(next(path for path in (root, *root.parents) if path.exists())).free / 2**30

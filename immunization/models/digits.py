@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from immunization.data.images import ImagePair, create_loader
-from immunization.models.timm import Timm, create
+from immunization.models.checkpoint import create
+from immunization.models.timm import Timm
 
 NAME = "test_resnet"
 

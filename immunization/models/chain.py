@@ -1,0 +1,110 @@
+"""A timm net taken apart: its classifier, and the units that it applies one after another."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from immunization.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+class Tail(nn.Module):
+    """The last units of a net and its pooling: activations -> features [N, D]. Holds the units alone, not the net."""
+
+    def __init__(self, net: nn.Module, units: list[tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        for name, unit in units:
+            self.add_module(name.replace(".", "_"), unit)
+        self._pool = (net,)  # in a tuple: not a submodule
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.children():
+            x = unit(x)
+        return self._pool[0].forward_head(x, pre_logits=True)
+
+
+class Whole(nn.Module):
+    """A whole net without its classifier: images -> features [N, D]."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net.forward_head(self.net.forward_features(x), pre_logits=True)
+
+
+def classifier_path(net: nn.Module) -> str:
+    """Name of the linear classifier; raises ConfigError for a model without one."""
+    head = net.get_classifier() if hasattr(net, "get_classifier") else None
+    path = next((name for name, module in net.named_modules() if module is head), None)
+    if path is None or not isinstance(head, nn.Linear):
+        raise ConfigError(
+            f"{type(net).__name__} has no linear classifier (it has {type(head).__name__}); methods need the primary "
+            "head: create the model with its classes"
+        )
+    return path
+
+
+def data_config(net: nn.Module) -> dict[str, Any]:
+    """How the net wants its images: size, interpolation, mean, std and crop, for as many channels as it reads."""
+    from timm.data import resolve_model_data_config
+
+    keys = ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")
+    config = {key: value for key, value in resolve_model_data_config(net).items() if key in keys}
+    channels = next(p for p in net.parameters() if p.ndim == 4 and p.shape[-1] > 1).shape[1]
+    if channels != len(config["mean"]):  # another number than the pretrained weights had
+        config["input_size"] = (channels, *config["input_size"][1:])
+        config |= {key: (sum(config[key]) / len(config[key]),) * channels for key in ("mean", "std")}
+    return config
+
+
+def parameters(unit: Callable) -> list[nn.Parameter]:
+    return list(unit.parameters()) if isinstance(unit, nn.Module) else []
+
+
+@torch.no_grad()
+def units_of(net: nn.Module, input_size: Sequence[int]) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
+    """The parts that `forward_features` applies one after another, checked on an image.
+
+    These are the children in the order in which they run (a ViT's `pos_drop` standing for `_pos_embed`), Sequential
+    ones taken apart. A net that is no such chain is one unit.
+    """
+    like = next(net.parameters())
+    image = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(0)).to(like)
+    order: list[str] = []
+    hooks = [
+        child.register_forward_pre_hook(lambda _module, _inputs, name=name: order.append(name))
+        for name, child in net.named_children()
+    ]
+    expected = net.forward_features(image)
+    for hook in hooks:
+        hook.remove()
+    units: list[tuple[str, Callable]] = []
+    for name in order:
+        if name == "pos_drop" and hasattr(net, "_pos_embed"):
+            units.append(("_pos_embed", net._pos_embed))
+        else:
+            units += _chain(name, net.get_submodule(name))
+    try:
+        x = image
+        for _, unit in units:
+            x = unit(x)
+        if torch.equal(x, expected):
+            return units
+    except (RuntimeError, TypeError, ValueError, AttributeError):
+        pass
+    log.info("%s is no chain of modules: it runs as a whole, without a cache of activations", type(net).__name__)
+    return [("images", net.forward_features)]
+
+
+def _chain(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    if type(module) is not nn.Sequential:
+        return [(name, module)]
+    return [unit for child, part in module.named_children() for unit in _chain(f"{name}.{child}", part)]
