@@ -58,8 +58,16 @@ class Probe:
     def weights(self, t: Tensor) -> Tensor:
         """w_t [T, D, C] after t [T] steps of gradient descent with step 1/lambda_1 from 0."""
         # a sigma that underflowed to 0 is never moved: 0 / tiny = 0
-        gain = -torch.expm1(self._decay(t)) / self.sigma.clamp(min=torch.finfo(self.sigma.dtype).tiny)
+        gain = self.learned(t) / self.sigma.clamp(min=torch.finfo(self.sigma.dtype).tiny)
         return self.vectors @ (gain[:, :, None] * self.coefficients)
+
+    def learned(self, t: Tensor) -> Tensor:
+        """Share 1 - (1 - r_i)^t [T, k] of each coefficient that t [T] steps have learned."""
+        return -torch.expm1(self._decay(t))
+
+    def residuals(self, t: Tensor) -> Tensor:
+        """What is left of the coefficients c after t [T] steps: U^T (Y - F w_t) [T, k, C]."""
+        return torch.exp(self._decay(t))[:, :, None] * self.coefficients
 
     def excess(self, t: Tensor) -> Tensor:
         """||F w_t - Y||^2 - min_w ||F w - Y||^2 [T], twice the excess training loss; at t = 0 it is ||c||^2."""

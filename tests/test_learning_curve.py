@@ -13,7 +13,7 @@ from immunization.errors import ConfigError
 from immunization.evaluation import Comparison, LearningCurves, PrimaryPerformance
 from immunization.methods import LearningCurve, PairedBatches, train
 from immunization.methods.learning_curve import excess_curves, time_grid
-from immunization.methods.statistics import early_stopped, probe_of_inputs
+from immunization.methods.statistics import generalizing_step, probe_of_inputs
 from immunization.models import Linear
 
 quick = settings(max_examples=15)
@@ -133,22 +133,37 @@ def test_without_validation_rows_patience_has_no_effect_and_says_so():
     assert "no_early_stopping" in method.flags
 
 
-def test_early_stopped_targets_are_a_part_of_the_labels_chosen_by_generalization():
-    x, w = gaussian(60, 40, seed=0) * torch.logspace(0, -2, 40).double(), gaussian(40, 1, seed=1)
-    y, noise = (x @ w)[:, 0], gaussian(60, seed=2)
-    shares = []
-    for level in (1e-6, 3.0):
-        split = Split(x, y + level * noise)
-        task = Task("noisy", split, split, split)
-        inputs = probe_of_inputs(task)
-        aim = early_stopped(inputs, task)
-        share = aim.coefficients / inputs.coefficients
-        assert ((share >= 0) & (share <= 1 + 1e-12)).all()
-        shares.append(share.mean())
-    assert shares[1] < 0.5 * shares[0]  # noise that no probe should learn is no aim
+def noisy(rows: int, noise: float, seed: int = 0) -> Task:
+    """A regression on 40 features of falling variance, few of which carry signal; held-out rows have no noise."""
+    w = torch.linspace(1, 0, 40, dtype=torch.float64)[:, None] ** 4
+    parts = []
+    for i, n in enumerate((rows, 100, 400)):
+        x = gaussian(n, 40, seed=seed + i) * torch.logspace(0, -1, 40).double()
+        parts.append(Split(x, (x @ w)[:, 0] + (i < 2) * noise * gaussian(n, seed=seed + 5 + i)))
+    return Task(f"noisy{seed}", *parts)
 
 
-@pytest.mark.parametrize("targets", ["labels", "early_stopped"])
+def test_the_step_that_generalizes_best_is_the_earlier_the_more_noise_there_is():
+    steps = [
+        generalizing_step(probe_of_inputs(task), task) for task in (noisy(60, 1e-6), noisy(60, 0.3), noisy(60, 3.0))
+    ]
+    assert steps[0] > steps[1] > steps[2]
+
+
+def test_following_the_baseline_does_not_overfit_noisy_labels():
+    """With the labels as targets a fresh primary probe first learns the noise, here for a hundred times as long."""
+    pair = TaskPair("noisy", noisy(60, 0.3), noisy(300, 0.1, seed=20))
+    ratios = {}
+    for targets, weight in (("labels", 1.0), ("baseline", 3.0)):
+        method = LearningCurve(epochs=150, lambda_P=weight, benign_weight=0.0, targets=targets)
+        model, _ = immunized(pair, method, lr=1e-2)
+        ratios[targets] = LearningCurves()(Comparison(pair, model.extractor)).metrics
+    assert ratios["labels"]["steps_ratio/primary"] > 100
+    assert ratios["baseline"]["steps_ratio/primary"] <= 1
+    assert ratios["baseline"]["steps_ratio/harmful"] > 10
+
+
+@pytest.mark.parametrize("targets", ["labels", "baseline"])
 def test_regression_and_several_classes(targets):
     x = gaussian(40, 6, seed=0)
     regression = Split(x, x @ gaussian(6, seed=1))

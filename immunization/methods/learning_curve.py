@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.base import Method, nonnegative
-from immunization.methods.statistics import early_stopped, fit_head, linear_map, probe_of_inputs
+from immunization.methods.statistics import fit_head, generalizing_step, linear_map, probe_of_inputs
 from immunization.models import Batch, Model
 from immunization.probe import Probe
 
@@ -20,12 +20,19 @@ MAX_OCTAVES = 40
 CLOSE = 1e-4
 """Relative step-weighted gap of two eigenvalues below which a derivative replaces their difference quotient."""
 
+PACE = 2
+"""How many steps of the baseline's probe one step behind theta shall take."""
 
-class _ExcessCurves(torch.autograd.Function):
-    """With mu the eigenvalues of G = F F^T over the largest one, both curves are sums over f(mu) = (1 - mu)^2t.
+FLOOR = 1e-12
+"""Directions with a smaller share of the largest eigenvalue weigh as much as those with this one."""
 
-    The gradient in G is U (Phi * U^T c c^T U) U^T, Phi the difference quotients of f (Daleckii and Krein): one
-    eigendecomposition whatever the number of steps, and no division by the gap of two eigenvalues that meet.
+
+class _Residuals(torch.autograd.Function):
+    """With mu the eigenvalues of G = F F^T over the largest one, both results are functions (1 - mu)^t of G.
+
+    The gradient in G of <g, (1 - G)^t c> is U (Phi * U^T c g^T U) U^T, Phi the difference quotients of (1 - mu)^t
+    (Daleckii and Krein): one eigendecomposition whatever the number of steps, and no division by the gap of two
+    eigenvalues that meet.
     """
 
     @staticmethod
@@ -34,39 +41,49 @@ class _ExcessCurves(torch.autograd.Function):
         decay = 1 - (eigenvalues / eigenvalues[-1]).clamp(min=0)
         c = u.T @ coefficients
         ctx.save_for_backward(factor, eigenvalues[-1], u, decay, c, steps)
-        powers = decay ** (2 * steps[:, None])
-        return powers @ c.square().sum(1), powers.mean(1)
+        powers = decay ** steps[:, None]
+        return u @ (powers[:, :, None] * c), powers.square().mean(1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, of_excess: Tensor, of_expected: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, of_residual: Tensor, of_expected: Tensor) -> tuple[Tensor, None, None]:
         factor, largest, u, decay, c, steps = ctx.saved_tensors
         gap = decay[:, None] - decay
         distance, smaller = gap.abs(), torch.minimum(decay[:, None], decay)
-        quotients, slopes = torch.zeros_like(gap), torch.zeros_like(decay)
-        for n, weight, mean_weight in zip((2 * steps).tolist(), of_excess.tolist(), of_expected.tolist(), strict=True):
+        gradient, slopes = torch.zeros_like(gap), torch.zeros_like(decay)
+        for n, weight, mean_weight in zip(steps.tolist(), u.T @ of_residual, of_expected.tolist(), strict=True):
             power, half = decay**n, decay ** ((n - 1) / 2)
             close = n * distance <= CLOSE * smaller
-            quotients += weight * torch.where(close, n * torch.outer(half, half), (power[:, None] - power) / gap)
-            slopes += mean_weight * n * half.square() / len(decay)
+            quotients = torch.where(close, n * torch.outer(half, half), (power[:, None] - power) / gap)
+            gradient += quotients * (weight @ c.T)
+            slopes += mean_weight * 2 * n * decay ** (2 * n - 1) / len(decay)
         # from here on the derivative in mu = 1 - decay: its sign is the other one
-        gradient = -u @ (quotients * (c @ c.T) + slopes.diag()) @ u.T
+        gradient = -u @ ((gradient + gradient.T) / 2 + slopes.diag()) @ u.T
         # mu = eigenvalues / largest, and the largest has the gradient u_1 u_1^T of its own
         along = (gradient * ((u * (1 - decay)) @ u.T)).sum()
         gradient -= along * torch.outer(u[:, -1], u[:, -1])
         return 2 / largest * gradient @ factor, None, None
 
 
-def excess_curves(factor: Tensor, coefficients: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-    """Excess loss of the l2 probe after `steps` [T] of gradient descent, exact and differentiable in `factor`.
+def residuals(factor: Tensor, coefficients: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+    """Residuals of the l2 probe after `steps` [T] of gradient descent, exact and differentiable in `factor`.
 
     `factor` F [m, D] and `coefficients` c [m, C] stand for features and targets of any number of rows, as H = F^T F and
     b = F^T c do: e.g. R A and Q^T Y of features Q R behind a map A. Step size 1/lambda_1(H), w_0 = 0, no bias. Returns
-    ||F w_t - c||^2 [T], summed over the C outputs (the excess loss where F has rank m, the excess and a constant else),
-    and its mean over random c of unit length, 1/m sum_i (1 - lambda_i / lambda_1)^2t [T]. Both ignore the scale of F
-    and take a singular H as it is. One eigendecomposition of F F^T forth, a few products of m x m matrices back.
+    c - F w_t [T, m, C] and the mean of its square over random c of unit length, 1/m sum_i (1 - lambda_i / lambda_1)^2t
+    [T]. Both ignore the scale of F and take a singular H as it is. One eigendecomposition of F F^T forth, a few
+    products of m x m matrices back.
     """
-    return _ExcessCurves.apply(factor, coefficients, steps.to(factor))
+    return _Residuals.apply(factor, coefficients, steps.to(factor))
+
+
+def excess_curves(factor: Tensor, coefficients: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+    """||F w_t - c||^2 [T], summed over the C outputs, and its mean over random c [T]; arguments as in `residuals`.
+
+    It is the excess loss where F has rank m, the excess and a constant else.
+    """
+    residual, expected = residuals(factor, coefficients, steps)
+    return residual.square().sum((1, 2)), expected
 
 
 def time_grid(horizon: int | Sequence[int]) -> Tensor:
@@ -95,8 +112,13 @@ class LearningCurve(Method):
     lambda_1(H_P))^2t, the curve of random labels on D_P: it keeps tasks fast that no one has shown, and buys that with
     steps of the harmful one. All of it lives on D x D statistics of the inputs, taken once; an epoch is one step.
 
-    `targets="early_stopped"`: the primary curve leads to the best early-stopped probe of the inputs instead of to least
-    squares (see `early_stopped`): for tasks whose labels are noisy, where learning fast would be overfitting fast.
+    `targets="baseline"`: where labels are noisy, learning them fast is overfitting fast. The primary term then follows
+    the baseline's own probe, PACE times as fast: after t steps w_t shall be what the inputs' probe has after tau(t) =
+    max(PACE t, t_0), t_0 the early stop that generalizes best (`generalizing_step`). The distance is the mean squared
+    difference of predictions, half of it on the training inputs and half on white noise of the same mean square (a
+    multiple of ||theta w_t - w_tau||^2): few rows say little about directions in which they hardly vary, and held-out
+    rows do vary there. A probe that takes the baseline's path in fewer steps reaches what the baseline reaches on any
+    data, which fitting the labels does not promise. It is relative to the distance at w = 0 from t_0.
 
     `patience`: stop after that many epochs in which the held-out gap (measure of the primary probe minus that of the
     harmful one on the validation splits, mean over t, minus the benign term) has not grown, and go back to the best
@@ -114,14 +136,14 @@ class LearningCurve(Method):
         lambda_P: float = 1.0,
         lambda_H: float = 1.0,
         benign_weight: float = 0.3,
-        targets: Literal["labels", "early_stopped"] = "labels",
+        targets: Literal["labels", "baseline"] = "labels",
         patience: int | None = None,
         rotate: bool = True,
     ) -> None:
         super().__init__(epochs, patience=patience)
         nonnegative(lambda_P=lambda_P, lambda_H=lambda_H, benign_weight=benign_weight)
-        if targets not in ("labels", "early_stopped"):
-            raise ConfigError(f"method.targets must be 'labels' or 'early_stopped', not {targets!r}")
+        if targets not in ("labels", "baseline"):
+            raise ConfigError(f"method.targets must be 'labels' or 'baseline', not {targets!r}")
         self.lambda_P, self.lambda_H, self.benign_weight = lambda_P, lambda_H, benign_weight
         self.grid, self.targets, self.rotate = time_grid(horizon), targets, rotate
 
@@ -129,30 +151,36 @@ class LearningCurve(Method):
         super().setup(model, pair)
         self.theta = linear_map(model, self.name)
         self.primary, self.harmful = (probe_of_inputs(task) for task in (pair.primary, pair.harmful))
-        self.aim = early_stopped(self.primary, pair.primary) if self.targets == "early_stopped" else self.primary
         self.grid = self.grid.to(self.theta.device)
+        c, squares = self.primary.coefficients, self.primary.sigma.square()
+        if self.targets == "baseline":
+            first = generalizing_step(self.primary, pair.primary)
+            self.aim = self.primary.residuals((PACE * self.grid).clamp(min=first))
+            weights = 1 + squares.mean() / squares.clamp(min=FLOOR * squares[0])
+        else:
+            self.aim, weights = torch.zeros_like(c)[None], torch.ones_like(squares)
+        self.weights = (weights / (weights @ (c - self.aim[0]).square().sum(1)))[:, None]
         if self.patience and not all(len(task.val) for task in (pair.primary, pair.harmful)):
             self.patience = None
             self.flags["no_early_stopping"] = "method.patience is without effect: a task has no validation rows"
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
-        excess_p, expected = self._curves(self.aim)
-        excess_h, _ = self._curves(self.harmful)
+        residual, expected = self._residuals(self.primary)
+        excess_p = (self.weights * (residual - self.aim).square()).sum((1, 2)).mean()
+        residual, _ = self._residuals(self.harmful)
+        excess_h = residual.square().sum((1, 2)).mean() / self.harmful.coefficients.square().sum()
         loss = self.lambda_P * excess_p - self.lambda_H * excess_h + self.benign_weight * expected
         return {"loss": loss, "excess_primary": excess_p, "excess_harmful": excess_h, "excess_random": expected}
 
-    def _curves(self, inputs: Probe) -> tuple[Tensor, Tensor]:
-        """Mean over the grid of the excess loss, relative to that of w = 0, and of the curve of random labels."""
-        c = inputs.coefficients
-        excess, expected = excess_curves(inputs.root @ self.theta.double(), c, self.grid)
-        return excess.mean() / c.square().sum(), expected.mean()
+    def _residuals(self, inputs: Probe) -> tuple[Tensor, Tensor]:
+        """Of a probe behind theta [T, k, C], and the mean over the grid of the curve of random labels."""
+        residual, expected = residuals(inputs.root @ self.theta.double(), inputs.coefficients, self.grid)
+        return residual, expected.mean()
 
     @torch.no_grad()
     def score(self, model: Model) -> float:
-        primary = self._held_out(self.pair.primary, self.primary)
-        harmful = self._held_out(self.pair.harmful, self.harmful)
-        _, expected = self._curves(self.primary)
-        return self.lambda_P * primary - self.lambda_H * harmful - self.benign_weight * expected.item()
+        gap = self._held_out(self.pair.primary, self.primary) - self._held_out(self.pair.harmful, self.harmful)
+        return gap - self.benign_weight * self._residuals(self.primary)[1].item()
 
     def _held_out(self, task: Task, inputs: Probe) -> float:
         """Measure on the validation split, mean over the grid; from 0 at chance or worse to 1."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -34,20 +33,18 @@ def probe_of_inputs(task: Task) -> Probe:
     return Probe.fit(blocks[:, : task.dim], blocks[:, task.dim :], max(x.shape) * task.eps, rank=task.rank)
 
 
-def early_stopped(inputs: Probe, task: Task) -> Probe:
-    """`inputs` with c replaced by what gradient descent has learned of it when that generalizes best.
+def generalizing_step(inputs: Probe, task: Task) -> float:
+    """Number of gradient steps from 1 to 2^20 after which the probe of the inputs generalizes best.
 
-    After t steps of size 1/lambda_1 that is c_i (1 - (1 - r_i)^t), r_i = (sigma_i / sigma_1)^2. t is the first one that
-    comes within `SLACK` of the least generalized cross-validation (Golub, Heath and Wahba, 1979),
-    ||Y - F w_t||^2 / (N - sum_i (1 - (1 - r_i)^t))^2, which needs no held-out rows.
+    That is the first one that comes within `SLACK` of the least generalized cross-validation (Golub, Heath and Wahba,
+    1979), which needs no held-out rows: ||Y - F w_t||^2 / (N - sum_i (1 - (1 - r_i)^t))^2, r_i = (sigma_i / sigma_1)^2.
     """
     steps = 2 ** torch.arange(0, 20.5, 0.5, dtype=torch.float64, device=inputs.sigma.device)
-    learned = 1 - (1 - (inputs.sigma / inputs.sigma[0]) ** 2) ** steps[:, None]
-    squares = inputs.coefficients.square().sum(1)
-    residual = task.targets(task.train.y).square().sum() - (1 - (1 - learned) ** 2) @ squares
-    score = (residual / (len(task.train) - learned.sum(1)) ** 2).nan_to_num(math.inf)  # 0/0 where all N rows are fitted
-    first = (score <= (1 + SLACK) * score.min()).nonzero()[0, 0]
-    return replace(inputs, coefficients=learned[first][:, None] * inputs.coefficients)
+    total = task.targets(task.train.y).square().sum()
+    missed = inputs.excess(steps) + (total - inputs.coefficients.square().sum()).clamp(min=0)
+    left = len(task.train) - inputs.learned(steps).sum(1)
+    score = (missed / left.square()).nan_to_num(math.inf)  # 0/0 where all N rows are fitted
+    return steps[(score <= (1 + SLACK) * score.min()).nonzero()[0, 0]].item()
 
 
 @torch.no_grad()
