@@ -8,7 +8,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -24,7 +24,7 @@ from immunization import environment, figures, model_card, spectral
 from immunization.config import build, check, compose, slug
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError, Diverged, UserError
-from immunization.evaluation import Measures
+from immunization.evaluation import Comparison, Measures
 from immunization.evaluation.deep import compare
 from immunization.methods import Method, batches_of, train
 from immunization.models import Model
@@ -119,6 +119,7 @@ def _execute(config: DictConfig, overrides: list[str], result: Result, trackers:
     if method.epochs:  # a process's first optimizer imports torch's compiler, seconds that are not the method's
         torch.optim.SGD([torch.zeros(1)])
     result.method, result.model = method.name, model.name
+    start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()} if config.attack else {}
 
     started = time.perf_counter()
     immunize(config, method, model, training, Monitor(model, training, result, trackers))
@@ -127,10 +128,15 @@ def _execute(config: DictConfig, overrides: list[str], result: Result, trackers:
     save_file({**model.export(), **pair.tensors}, folder / "immunized.safetensors", metadata=model.metadata())
 
     started = time.perf_counter()
-    measures = evaluate(config, pair, model)
+    comparison = compare(pair, model)
+    measures = evaluate(config, comparison)
     for name, reason in method.flags.items():
         measures.flag(name, reason)
     result.seconds["evaluate"] = time.perf_counter() - started
+    if config.attack:
+        started = time.perf_counter()
+        measures.merge(attack(config, model, comparison, start))
+        result.seconds["attack"] = time.perf_counter() - started
     result.metrics, result.reasons = measures.metrics, measures.reasons
     result.curves, result.flags = measures.curves, measures.flags
     if measures.arrays:
@@ -214,13 +220,20 @@ class Monitor:
         return values
 
 
-def evaluate(config: DictConfig, pair: TaskPair, model: Model) -> Measures:
+def evaluate(config: DictConfig, comparison: Comparison) -> Measures:
     """Every evaluation of the configuration; the baseline of a linear model is the raw inputs (Eq. 15)."""
-    comparison = compare(pair, model)
     measures = Measures()
     for name in config.get("evaluation") or ():
         measures.merge(build(config, f"evaluation.{name}")(comparison))
     return measures
+
+
+def attack(config: DictConfig, model: Model, comparison: Comparison, start: Mapping[str, Tensor]) -> Measures:
+    """Every attack of the configuration on `model` and its baseline; `start` is the state dict of theta_0."""
+    from immunization.attacks import Victim, assault  # not loaded by runs without attacks
+
+    attacks = {name: build(config, f"attack.{name}") for name in config.attack}
+    return assault(attacks, Victim(model, comparison, start))
 
 
 def _device(choice: str) -> torch.device:

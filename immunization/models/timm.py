@@ -97,10 +97,14 @@ class Timm(Model):
     def name(self) -> str:
         return self.architecture
 
+    def last_block(self) -> str:
+        """Name of the last part of the net that has weights."""
+        blocks = [unit for unit in self.units if parameters(unit[1])] or list(self.net.named_children())
+        return next(n for n, f in reversed(blocks) if any(p.ndim > 1 for p in parameters(f)))
+
     def _match(self, patterns: list[str]) -> list[str]:
         if patterns == ["last"]:
-            blocks = [unit for unit in self.units if parameters(unit[1])] or list(self.net.named_children())
-            patterns = [next(n for n, f in reversed(blocks) if any(p.ndim > 1 for p in parameters(f)))]
+            patterns = [self.last_block()]
         matched = []
         for pattern in patterns:
             names = [n for n, m in self.net.named_modules() if n and fnmatchcase(n, pattern) and parameters(m)]

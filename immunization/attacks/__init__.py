@@ -1,0 +1,34 @@
+"""Attacks on an immunized extractor: one class each, chosen by the list `attack=[...]` (conf/attack/*.yaml)."""
+
+from immunization.attacks.base import Attack, Course
+from immunization.attacks.direct import ClosedFormProbe, LogisticProbe
+from immunization.attacks.probes import (
+    LBFGS,
+    Adam,
+    AdamW,
+    ConjugateGradients,
+    LinearProbe,
+    Momentum,
+    Undo,
+    WhitenedProbe,
+)
+from immunization.attacks.suite import assault
+from immunization.attacks.victim import Inapplicable, Victim
+
+__all__ = [
+    "LBFGS",
+    "Adam",
+    "AdamW",
+    "Attack",
+    "ClosedFormProbe",
+    "ConjugateGradients",
+    "Course",
+    "Inapplicable",
+    "LinearProbe",
+    "LogisticProbe",
+    "Momentum",
+    "Undo",
+    "Victim",
+    "WhitenedProbe",
+    "assault",
+]

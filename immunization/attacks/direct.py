@@ -1,0 +1,89 @@
+"""Attacks on frozen features that take no steps: ridge regression in closed form, and logistic regression."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from immunization.attacks.base import Attack, Course, Log, ProbeAttack, Problem
+from immunization.attacks.probes import WhitenedProbe, decomposition_flops
+from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
+
+
+class ClosedFormProbe(ProbeAttack):
+    """Ridge regression through one singular value decomposition, w = V S / (S^2 + ridge) c for every ridge.
+
+    `ridges` are relative to lambda_1; the best on the validation split is used. It counts as one step.
+    """
+
+    setting_name = "ridge"
+    order = None
+    natural_ends = True
+
+    def __init__(
+        self,
+        ridges: Sequence[float] = (0, *(10.0**e for e in range(-20, 2))),
+        samples: int | None = None,
+        precision: Precision | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(1, ridges, "none", samples, precision, seed)
+
+    def descend(self, problem: Problem, log: Log) -> None:
+        ridges = torch.tensor(self.settings, dtype=torch.float64).to(problem.sigma)[:, None]
+        gain = problem.sigma / (problem.sigma.square() + ridges)
+        passes = decomposition_flops(problem) / problem.per_pass
+        log(1, problem.vectors @ (gain[:, :, None] * problem.target), passes)
+
+
+class LogisticProbe(Attack):
+    """scikit-learn's logistic regression on whitened features, for every C of `strengths`; classes alone.
+
+    A step is an iteration of its L-BFGS, of which only the last is seen.
+    """
+
+    setting_name = "C"
+
+    def __init__(
+        self,
+        strengths: Sequence[float] = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0),
+        steps: int = 200,
+        samples: int | None = None,
+        precision: Precision | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(steps, strengths, samples, precision, seed)
+
+    def course(self, victim: Victim, stage: Stage) -> Course:
+        from sklearn.exceptions import ConvergenceWarning
+        from sklearn.linear_model import LogisticRegression
+
+        task = victim.task
+        if not task.classes:
+            raise Inapplicable("a regression has no classes: logistic regression does not apply")
+        whitening = WhitenedProbe(samples=self.samples, precision=self.precision, seed=self.seed)
+        problem = whitening.problem(victim, stage)
+        basis = problem.vectors / problem.sigma
+        rows, y = self.rows(task), task.train.y.cpu()
+        train = whitening.look(victim, stage, "train")
+        rows = torch.arange(len(train)) if rows is None else rows
+        scale = problem.test.norm() / victim.features(stage, "test", self.precision).norm()
+        train = (train[rows.to(train.device)] * scale) @ basis
+        val, test, steps = [], [], []
+        for strength in self.settings:
+            model = LogisticRegression(C=strength, max_iter=self.steps)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ConvergenceWarning)
+                model.fit(train.cpu().numpy(), y[rows].numpy())
+            for split, scores in (("val", val), ("test", test)):
+                features = getattr(problem, split) @ basis
+                scores.append([model.score(features.cpu().numpy(), getattr(task, split).y.cpu().numpy())])
+            steps.append(int(model.n_iter_.max()))
+        val, test = (torch.tensor(scores, dtype=torch.float64) for scores in (val, test))
+        course = self.choose([1], torch.zeros(1), val, test, task.chance)
+        taken = steps[self.settings.index(course.setting)]
+        course.steps = torch.tensor([taken])
+        course.flops = torch.tensor([problem.flops + problem.per_pass * taken], dtype=torch.float64)
+        return course

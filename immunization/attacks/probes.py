@@ -1,0 +1,305 @@
+"""Attacks on frozen features by first-order, quasi-Newton and preconditioned methods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from immunization.attacks.base import Log, ProbeAttack, Problem
+from immunization.attacks.victim import Precision, Stage, Victim
+from immunization.errors import ConfigError
+
+Scaling = Literal["none", "columns", "standard"]
+
+
+class LinearProbe(ProbeAttack):
+    """Steepest descent with exact line search, one step size for all outputs (the paper's probe, Eq. 2 and 16)."""
+
+    def __init__(
+        self,
+        steps: int = 8192,
+        scaling: Scaling = "none",
+        samples: int | None = None,
+        precision: Precision | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(steps, [1.0], scaling, samples, precision, seed)
+
+    def descend(self, problem: Problem, log: Log) -> None:
+        steepest_descent(problem, log, np.ones((1, len(problem.sigma))), self.steps)
+
+
+class WhitenedProbe(ProbeAttack):
+    """The same on features whitened by (H + ridge I)^-1/2, as the training rows give it; ridge 0 solves in one step.
+
+    `ridges` are relative to lambda_1; the best on the validation split is used.
+    """
+
+    setting_name = "ridge"
+    natural_ends = True
+
+    def __init__(
+        self,
+        steps: int = 256,
+        ridges: Sequence[float] = (0, 1e-14, 1e-12, 1e-10, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2),
+        samples: int | None = None,
+        precision: Precision | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(steps, ridges, "none", samples, precision, seed)
+
+    def problem(self, victim: Victim, stage: Stage) -> Problem:
+        problem = super().problem(victim, stage)
+        problem.flops += decomposition_flops(problem)
+        return problem
+
+    def condition_number(self, problem: Problem) -> Tensor:
+        ridges = torch.tensor(self.settings, dtype=torch.float64)
+        low, high = (problem.sigma[i].square().item() for i in (-1, 0))
+        return high / (high + ridges) * (low + ridges) / low
+
+    def descend(self, problem: Problem, log: Log) -> None:
+        squares = problem.sigma.square().cpu().numpy()
+        gains = 1 / (squares + np.array(self.settings)[:, None])
+        steepest_descent(problem, log, gains * squares.min(), self.steps)
+
+
+class TorchProbe(ProbeAttack):
+    """A head trained by an optimizer of torch, every learning rate in a parameter group of its own."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        rates: Sequence[float],
+        steps: int,
+        scaling: Scaling,
+        samples: int | None,
+        precision: Precision | None,
+        seed: int,
+    ) -> None:
+        super().__init__(steps, rates, scaling, samples, precision, seed)
+        self.optimizer = optimizer
+
+    def descend(self, problem: Problem, log: Log) -> None:
+        weights = problem.target.new_zeros(len(self.settings), *problem.shape)
+        parameters = [nn.Parameter(part) for part in weights]  # views: the optimizer writes into `weights`
+        optimizer = self.optimizer(
+            [{"params": [p], "lr": rate} for p, rate in zip(parameters, self.settings, strict=True)]
+        )
+        for step in range(1, self.steps + 1):
+            for parameter, gradient in zip(parameters, problem.gradient(weights), strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+            if log(step, weights):
+                break
+
+
+class Momentum(TorchProbe):
+    """Gradient descent with heavy-ball momentum; rates are relative to 1/lambda_1, stable below 2 (1 + momentum)."""
+
+    natural_ends = True
+
+    def __init__(
+        self,
+        momentum: float = 0.9,
+        rates: Sequence[float] = (0.1, 0.3, 1.0, 3.0),
+        steps: int = 4096,
+        scaling: Scaling = "none",
+        samples: int | None = None,
+        precision: Precision | None = None,
+        seed: int = 0,
+    ) -> None:
+        make = partial(torch.optim.SGD, momentum=momentum)
+        super().__init__(make, rates, steps, scaling, samples, precision, seed)
+
+
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+
+class Adam(TorchProbe):
+    """Adam on features scaled to lambda_1 = 1; it takes the scale of the gradient, but not the basis, as it likes."""
+
+    order = None
+
+    def __init__(
+        self,
+        rates: Sequence[float] = RATES,
+        steps: int = 2048,
+        scaling: Scaling = "none",
+        samples: int | None = None,
+        precision: Precision | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(torch.optim.Adam, rates, steps, scaling, samples, precision, seed)
+
+
+class AdamW(TorchProbe):
+    """Adam with decoupled weight decay."""
+
+    order = None
+
+    def __init__(
+        self,
+        weight_decay: float = 0.01,
+        rates: Sequence[float] = RATES,
+        steps: int = 2048,
+        scaling: Scaling = "none",
+        samples: int | None = None,
+        precision: Precision | None = None,
+        seed: int = 0,
+    ) -> None:
+        make = partial(torch.optim.AdamW, weight_decay=weight_decay)
+        super().__init__(make, rates, steps, scaling, samples, precision, seed)
+
+
+class LBFGS(ProbeAttack):
+    """scipy's L-BFGS-B without bounds, `memory` pairs; a step is an iteration, compute counts its line searches too."""
+
+    order = None
+
+    def __init__(
+        self,
+        memory: int = 10,
+        steps: int = 2048,
+        scaling: Scaling = "none",
+        samples: int | None = None,
+        precision: Precision | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(steps, [1.0], scaling, samples, precision, seed)
+        if memory < 1:
+            raise ConfigError(f"attack.lbfgs.memory must be at least 1, not {memory}")
+        self.memory = memory
+
+    def descend(self, problem: Problem, log: Log) -> None:
+        from scipy.optimize import minimize
+
+        factor, target = problem.factor.cpu().numpy(), problem.target.cpu().numpy()
+        calls = step = 0
+
+        def loss(w: np.ndarray) -> tuple[float, np.ndarray]:
+            nonlocal calls
+            calls += 1
+            residual = factor @ w.reshape(problem.shape) - target
+            return np.square(residual).sum() / 2, (factor.T @ residual).ravel()
+
+        def callback(w: np.ndarray) -> None:
+            nonlocal step
+            step += 1
+            if log(step, as_weights(w, problem), calls):
+                raise StopIteration
+
+        options = {"maxiter": self.steps, "maxfun": 20 * self.steps, "maxcor": self.memory, "ftol": 0, "gtol": 0}
+        start = np.zeros(problem.shape).ravel()
+        minimize(loss, start, jac=True, method="L-BFGS-B", callback=callback, options=options)
+
+
+class ConjugateGradients(ProbeAttack):
+    """scipy's conjugate gradients on the normal equations of all outputs at once."""
+
+    order = 0.5
+
+    def __init__(
+        self,
+        steps: int = 2048,
+        scaling: Scaling = "none",
+        samples: int | None = None,
+        precision: Precision | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(steps, [1.0], scaling, samples, precision, seed)
+
+    def descend(self, problem: Problem, log: Log) -> None:
+        from scipy.sparse.linalg import LinearOperator, cg
+
+        factor, target = problem.factor.cpu().numpy(), problem.target.cpu().numpy()
+        size, step = problem.shape[0] * problem.shape[1], 0
+
+        def product(w: np.ndarray) -> np.ndarray:
+            return (factor.T @ (factor @ w.reshape(problem.shape))).ravel()
+
+        def callback(w: np.ndarray) -> None:
+            nonlocal step
+            step += 1
+            if log(step, as_weights(w, problem)):
+                raise StopIteration
+
+        hessian = LinearOperator((size, size), matvec=product, dtype=np.float64)
+        with suppress(StopIteration):
+            cg(hessian, (factor.T @ target).ravel(), rtol=1e-15, atol=0, maxiter=self.steps, callback=callback)
+
+
+class Undo(LinearProbe):
+    """The attacker takes the map back before he probes.
+
+    `how=relearn`: he has theta_0 and inputs without labels, of both tasks, and fits the least-squares map from the
+    features of theta_I to those of theta_0. `how=strip`: he finds the linear map itself in the weights and multiplies
+    by its pseudo-inverse.
+    """
+
+    def __init__(
+        self,
+        how: Literal["relearn", "strip"] = "relearn",
+        steps: int = 8192,
+        samples: int | None = None,
+        precision: Precision | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(steps, "none", samples, precision, seed)
+        if how not in ("relearn", "strip"):
+            raise ConfigError(f"attack.undo.how must be relearn or strip, not {how!r}")
+        self.how = how
+
+    def look(self, victim: Victim, stage: Stage, split: str) -> Tensor:
+        features = super().look(victim, stage, split)
+        return features @ self._inverse(victim, stage)
+
+    def _inverse(self, victim: Victim, stage: Stage) -> Tensor:
+        if self.how == "strip":
+            return torch.linalg.pinv(victim.linear_map(stage, self.precision))
+        pairs = [
+            (victim.features(stage, "train", self.precision, role), victim.features("baseline", "train", None, role))
+            for role in ("primary", "harmful")
+        ]
+        mine, theirs = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        return torch.linalg.pinv(mine) @ theirs
+
+
+def steepest_descent(problem: Problem, log: Log, gains: np.ndarray, steps: int) -> None:
+    """W <- W - a P gradient with exact line search a, for preconditioners P = V diag(gains) V^T, [settings, k].
+
+    In the eigenbasis of the Hessian, in numpy: several times less overhead than torch for arrays this small.
+    """
+    sigma = problem.sigma.cpu().numpy()[:, None]
+    error = np.broadcast_to(problem.target.cpu().numpy(), (len(gains), *problem.target.shape)).copy()  # c - S V^T W
+    moved = np.zeros_like(error)  # V^T W
+    for step in range(1, steps + 1):
+        gradient = sigma * error
+        direction = gains[:, :, None] * gradient
+        along = (np.square(sigma * direction)).sum((1, 2))
+        length = (gradient * direction).sum((1, 2)) / np.where(along > 0, along, np.inf)
+        direction *= length[:, None, None]
+        moved += direction
+        error -= sigma * direction
+        if step >= log.grid[min(log.done, len(log.grid) - 1)] and log(
+            step, problem.vectors @ torch.from_numpy(moved).to(problem.vectors)
+        ):
+            break
+
+
+def as_weights(w: np.ndarray, problem: Problem) -> Tensor:
+    """A flat vector of scipy's as weights [1, D, C]."""
+    return torch.from_numpy(w.reshape(1, *problem.shape)).to(problem.vectors)
+
+
+def decomposition_flops(problem: Problem) -> float:
+    """Of one thin SVD of the training features by way of their QR: about 2 N D^2 + 22 D^3 (Golub and Van Loan)."""
+    d, c = problem.shape
+    rows = problem.per_pass / (4 * d * c)
+    return 2.0 * rows * d**2 + 22.0 * d**3

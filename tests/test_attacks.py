@@ -1,0 +1,231 @@
+"""Attacks on frozen features: each on a case whose outcome is known, and what the suite makes of them."""
+
+import pytest
+import torch
+from matrices import gaussian, orthonormal
+from torch import Tensor
+
+from immunization import run
+from immunization.attacks import (
+    LBFGS,
+    Adam,
+    ClosedFormProbe,
+    ConjugateGradients,
+    LinearProbe,
+    Momentum,
+    Undo,
+    Victim,
+    WhitenedProbe,
+    assault,
+)
+from immunization.attacks.victim import round_to
+from immunization.config import CONF, build, compose
+from immunization.data.task import Split, Task, TaskPair
+from immunization.errors import ConfigError
+from immunization.evaluation.deep import compare
+from immunization.models import Linear
+
+ATTACKS = sorted(path.stem for path in (CONF / "attack").glob("*.yaml"))
+NETS = {"full_finetune", "full_finetune_adamw", "last_block_finetune", "lora"}
+
+
+def victim_of(harmful: Task, theta: Tensor) -> Victim:
+    """A linear model with the given theta, immunized against `harmful`; the primary task has the same inputs."""
+    pair = TaskPair("known", harmful, harmful)
+    model = Linear(pair)
+    start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
+    model.extractor.theta.data.copy_(theta)
+    return Victim(model, compare(pair, model), start)
+
+
+def regression(x: Tensor, y: Tensor) -> Task:
+    """A task whose validation and test rows are the training rows: what is learned is seen."""
+    return Task("regression", Split(x, y), Split(x, y), Split(x, y))
+
+
+def classes(dim: int = 6, rows: int = 240, count: int = 3) -> Task:
+    """Well separated classes with inputs of kappa near 1."""
+    labels = torch.arange(rows) % count
+    x = gaussian(rows, dim, seed=1) + 6 * torch.eye(count, dim, dtype=torch.float64)[labels]
+    x = torch.linalg.qr(x).Q
+    parts = map(Split, x.split(rows // 3), labels.split(rows // 3))
+    return Task("classes", *parts, classes=count)
+
+
+def quadratic(kappa: float) -> tuple[Task, Tensor]:
+    """Isotropic inputs and a map that gives the worst start for exact line search: a gradient of two equal parts."""
+    sigma = torch.tensor([1.0, kappa**-0.5], dtype=torch.float64)
+    x = orthonormal(50, 2, seed=0)
+    return regression(x, x @ (1 / sigma)), torch.diag(sigma)
+
+
+@pytest.mark.parametrize("name", [name for name in ATTACKS if name not in NETS])
+def test_every_attack_learns_a_well_conditioned_task(name):
+    attack = build(compose([f"attack=[{name}]"]), f"attack.{name}")
+    measures = assault({name: attack}, victim_of(classes(), orthonormal(6, 6, seed=3)))
+    values = {key.rpartition("/")[2]: value for key, value in measures.metrics.items() if f"/{name}/" in key}
+    assert values["final"] == pytest.approx(values["final_baseline"], abs=0.03)
+    assert values["final"] > 0.95
+    assert values["steps"] <= 16
+    assert values["steps_ratio"] <= 2
+    assert values["flops"] > 0
+    assert measures.metrics["attack/worst/successful"] == 1
+    assert "attack_succeeds" in measures.flags
+    assert not {"attacks_capped", "attacks_diverged", "attacks_at_chance"} & set(measures.flags)
+
+
+@pytest.mark.parametrize("kappa", [100.0, 400.0])
+def test_gradient_descent_needs_about_kappa_steps_and_whitening_one(kappa):
+    """Loss shrinks by ((kappa - 1) / (kappa + 1))^2 a step: 2.3 kappa steps to 1e-4 (grid: a factor of 2^(1/4))."""
+    victim = victim_of(*quadratic(kappa))
+    attacks = {"gd": LinearProbe(), "whitened": WhitenedProbe(), "cg": ConjugateGradients(), "ridge": ClosedFormProbe()}
+    values = assault(attacks, victim).metrics
+    assert 2.3 * kappa <= values["attack/gd/steps_to_1e-4"] <= 1.25 * 2.31 * kappa
+    assert values["attack/gd/steps_to_1e-4_baseline"] == 1
+    assert values["attack/gd/kappa"] == pytest.approx(kappa)
+    assert values["attack/gd/steps_ratio_predicted"] == pytest.approx(kappa)
+    assert values["attack/cg/steps_ratio_predicted"] == pytest.approx(kappa**0.5)
+    assert values["attack/whitened/steps_to_1e-4"] == 1
+    assert values["attack/whitened/kappa"] == pytest.approx(1)
+    assert values["attack/ridge/steps_to_1e-4"] == 1
+    assert values["attack/cg/steps_to_1e-4"] == 2  # as many as there are eigenvalues
+
+
+def test_a_rotation_takes_the_shortcut_from_diagonal_attackers():
+    task, theta = quadratic(400.0)
+    rotation = torch.tensor([[1.0, 1.0], [-1.0, 1.0]], dtype=torch.float64) / 2**0.5
+    attacks = {"columns": LinearProbe(scaling="columns")}
+    plain = assault(attacks, victim_of(task, theta)).metrics["attack/columns/steps_to_1e-4"]
+    rotated = assault(attacks, victim_of(task, theta @ rotation)).metrics["attack/columns/steps_to_1e-4"]
+    assert plain == 1
+    assert rotated > 400
+
+
+@pytest.mark.parametrize("how", ["relearn", "strip"])
+def test_a_map_that_is_taken_back_leaves_the_baseline(how):
+    task, theta = quadratic(1e6)
+    values = assault({"undo": Undo(how)}, victim_of(task, theta)).metrics
+    assert values["attack/undo/steps"] == values["attack/undo/steps_baseline"] == 1
+    assert values["attack/undo/kappa"] == pytest.approx(values["attack/undo/kappa_baseline"], rel=1e-6)
+
+
+def test_quasi_newton_and_adam_come_between():
+    victim = victim_of(*quadratic(1e4))
+    attacks = {"gd": LinearProbe(), "lbfgs": LBFGS(), "adam": Adam(), "momentum": Momentum()}
+    values = assault(attacks, victim).metrics
+    assert values["attack/gd/steps_to_1e-4"] is None
+    assert values["attack/lbfgs/steps_to_1e-4"] < 20
+    assert values["attack/adam/steps_to_1e-4"] < 2048
+
+
+def test_closed_form_is_ridge_regression():
+    task = classes()
+    attack = ClosedFormProbe(ridges=[0.1])
+    course = attack.course(victim_of(task, torch.eye(6, dtype=torch.float64)), "immunized")
+    x, y = task.train.x, task.targets(task.train.y)
+    largest = torch.linalg.matrix_norm(x, 2) ** 2
+    w = torch.linalg.solve(x.T @ x + 0.1 * largest * torch.eye(6, dtype=torch.float64), x.T @ y)
+    assert course.test.tolist() == [task.measure(task.test.x @ w, task.test.y).item()]
+    least = (y - x @ torch.linalg.lstsq(x, y).solution).square().sum()
+    excess = ((x @ w - y).square().sum() - least) / (y.square().sum() - least)
+    assert course.excess[0].item() == pytest.approx(excess.item(), rel=1e-9)
+
+
+def test_an_attack_that_diverges_is_no_defence():
+    victim = victim_of(*quadratic(10.0))
+    measures = assault({"momentum": Momentum(rates=[50.0]), "gd": LinearProbe()}, victim)
+    assert measures.metrics["attack/momentum/final"] is None
+    assert "diverged at every learning rate tried: 50" in measures.reasons["attack/momentum/final"]
+    assert "momentum on theta_I at learning rate 50" in measures.reasons["attacks_diverged"]
+    assert "attack/momentum/steps_ratio" not in measures.metrics
+    assert measures.metrics["attack/worst/attacks"] == 1
+    tuned = assault({"momentum": Momentum(rates=[0.3, 50.0])}, victim)
+    assert tuned.metrics["attack/momentum/setting"] == 0.3
+    assert "attacks_diverged" in tuned.flags
+
+
+def test_the_setting_is_chosen_on_validation_rows():
+    """More directions than noisy rows can tell apart: without a ridge the probe learns the noise."""
+    x = gaussian(250, 40, seed=2)
+    y = x[:, 0] + gaussian(250, seed=3)
+    task = Task("noisy", *(Split(x[rows], y[rows]) for rows in (slice(50), slice(50, 150), slice(150, 250))))
+    victim = victim_of(task, torch.eye(40, dtype=torch.float64))
+    ridges = [0, 0.01, 0.1, 1.0, 10.0]
+    scores = {ridge: ClosedFormProbe(ridges=[ridge]).course(victim, "immunized").val.item() for ridge in ridges}
+    chosen = ClosedFormProbe(ridges=ridges).course(victim, "immunized")
+    assert chosen.setting == max(scores, key=scores.__getitem__) > 0
+    assert chosen.final > ClosedFormProbe(ridges=[0]).course(victim, "immunized").final
+
+
+def test_few_shot_attackers_have_as_many_rows_of_each_class():
+    task = classes()
+    rows = LinearProbe(samples=4).rows(task)
+    assert torch.bincount(task.train.y[rows]).tolist() == [4, 4, 4]
+    assert torch.equal(rows, LinearProbe(samples=4).rows(task))
+    assert not torch.equal(rows, LinearProbe(samples=4, seed=1).rows(task))
+    few = LinearProbe(samples=4).course(victim_of(task, torch.eye(6, dtype=torch.float64)), "immunized")
+    assert few.flops[0] == 12 * (2 * 6 * 6) + 4 * 12 * 6 * 3
+
+
+def test_rounded_weights():
+    x = gaussian(20, 20, seed=0)
+    assert torch.equal(round_to(x, "float32"), x.float().double())
+    assert ((round_to(x, "bfloat16") - x).abs() <= 2.0**-8 * x.abs()).all()
+    assert len(round_to(x, "int8").unique()) <= 255
+    assert (round_to(x, "int8") - x).abs().max() <= x.abs().max() / 254 * (1 + 1e-9)
+    task, theta = quadratic(1e6)
+    rotation = orthonormal(2, 2, seed=5)
+    coarse = LinearProbe(precision="int8").course(victim_of(task, theta @ rotation), "immunized")
+    assert coarse.kappa != pytest.approx(1e6, rel=0.1)
+    assert LinearProbe(precision="int8").course(victim_of(task, theta), "baseline").kappa == pytest.approx(1)
+
+
+def test_a_start_other_than_the_baseline_is_attacked_too():
+    pair = TaskPair("known", classes(), classes())
+    torch.manual_seed(0)
+    model = Linear(pair, init="random")
+    start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
+    victim = Victim(model, compare(pair, model), start)
+    values = assault({"linear_probe": LinearProbe()}, victim).metrics
+    assert values["attack/linear_probe/steps_start"] == values["attack/linear_probe/steps"]
+
+
+def test_what_cannot_be_attacked_says_why():
+    task = classes()
+    empty = Split(task.val.x[:0], task.val.y[:0])
+    eye = torch.eye(6, dtype=torch.float64)
+    measures = assault({"gd": LinearProbe()}, victim_of(Task("t", task.train, empty, task.test, 3), eye))
+    assert measures.metrics["attack/gd/final"] is None
+    assert "no val split" in measures.reasons["attack/gd/final"]
+    noise = Task("noise", *(Split(part.x, part.y[torch.randperm(80)]) for part in (task.train, task.val, task.test)), 3)
+    measures = assault({"gd": LinearProbe()}, victim_of(noise, eye))
+    assert "gd" in measures.reasons["attacks_at_chance"]
+    assert measures.metrics["attack/worst/final"] is None
+
+
+@pytest.mark.parametrize(
+    ("attack", "message"),
+    [
+        (lambda: LinearProbe(steps=0), "steps must be at least 1"),
+        (lambda: LinearProbe(samples=0), "samples must be at least 1"),
+        (lambda: LinearProbe(scaling="rows"), "scaling must be none, columns or standard"),
+        (lambda: Adam(rates=[]), "learning rates must be a list of numbers"),
+        (lambda: Undo("guess"), "how must be relearn or strip"),
+    ],
+)
+def test_wrong_settings_are_named(attack, message):
+    with pytest.raises(ConfigError, match=message):
+        attack()
+
+
+def test_a_run_with_attacks(tmp_path):
+    chosen = "attack=[linear_probe,closed_form_probe]"
+    result = run(["method=learning_curve", "tracker=none", "figures=false", chosen], folder=tmp_path)
+    assert result.seconds["attack"] > 0
+    assert result.metrics["attack/linear_probe/steps_ratio"] > 100
+    assert result.metrics["attack/closed_form_probe/steps_ratio"] == 1
+    assert result.metrics["attack/worst/final"] == result.metrics["attack/closed_form_probe/final"]
+    assert "closed_form_probe comes to accuracy" in result.reasons["attack_succeeds"]
+    curve = result.curves["attack/linear_probe/accuracy"]
+    assert curve["x"][-1] == 8192
+    assert len(curve["x"]) == len(curve["y"]) == len(result.curves["attack/linear_probe/compute/baseline"]["x"])
