@@ -119,7 +119,7 @@ def _execute(config: DictConfig, overrides: list[str], result: Result, trackers:
     if method.epochs:  # a process's first optimizer imports torch's compiler, seconds that are not the method's
         torch.optim.SGD([torch.zeros(1)])
     result.method, result.model = method.name, model.name
-    start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()} if config.attack else {}
+    start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()} if config.get("attack") else {}
 
     started = time.perf_counter()
     immunize(config, method, model, training, Monitor(model, training, result, trackers))
@@ -133,7 +133,7 @@ def _execute(config: DictConfig, overrides: list[str], result: Result, trackers:
     for name, reason in method.flags.items():
         measures.flag(name, reason)
     result.seconds["evaluate"] = time.perf_counter() - started
-    if config.attack:
+    if config.get("attack"):
         started = time.perf_counter()
         measures.merge(attack(config, model, comparison, start))
         result.seconds["attack"] = time.perf_counter() - started
