@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -119,7 +120,7 @@ def _execute(config: DictConfig, overrides: list[str], result: Result, trackers:
     if method.epochs:  # a process's first optimizer imports torch's compiler, seconds that are not the method's
         torch.optim.SGD([torch.zeros(1)])
     result.method, result.model = method.name, model.name
-    start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()} if config.get("attack") else {}
+    start = copy.deepcopy(model.extractor.state_dict()) if config.get("attack") else {}
 
     started = time.perf_counter()
     immunize(config, method, model, training, Monitor(model, training, result, trackers))
