@@ -4,7 +4,8 @@
 2. Exact kappa over a data set against feature extraction alone (at most 1.1).
 3. Samples a second of each method.
 
-Random images and weights; medians of `--repeats` interleaved measurements.
+Random images and weights; medians of `--repeats` interleaved measurements, on a CPU of the process's own CPU time (all
+threads), which other processes disturb little.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ from immunization.models.checkpoint import create
 
 
 def seconds(*functions: Callable[[], object], repeats: int, cuda: bool) -> list[float]:
-    """Median time of each function; they take turns, so that a busy machine slows all of them."""
+    """Median time of each function, CPU time without CUDA; they take turns: a busy machine slows all of them."""
+    clock = time.perf_counter if cuda else time.process_time
     times: list[list[float]] = [[] for _ in functions]
     for repeat in range(repeats + 1):
         for function, mine in zip(functions, times, strict=True):
             if cuda:
                 torch.cuda.synchronize()
-            start = time.perf_counter()
+            start = clock()
             function()
             if cuda:
                 torch.cuda.synchronize()
             if repeat:  # the first round warms up
-                mine.append(time.perf_counter() - start)
+                mine.append(clock() - start)
     return [median(mine) for mine in times]
 
 

@@ -13,10 +13,10 @@ from immunization.data.images import image_folders
 from immunization.data.task import SPLITS
 from immunization.errors import ConfigError, DataError
 from immunization.evaluation.deep import DeepComparison, OwnHead, SampledRatio, compare
-from immunization.methods import ClosedForm, PairedBatches, train
-from immunization.methods.condition_number import ConditionNumber
+from immunization.methods import ClosedForm, ConditionNumber, LearningCurveNet, OptKappa, PairedBatches, train
 from immunization.methods.loaders import LoaderBatches, batches_of
 from immunization.models.activations import Stream, load, take
+from immunization.models.chain import Tail
 from immunization.models.folded import fold_into, fold_place
 from immunization.models.timm import Timm
 
@@ -169,11 +169,19 @@ def test_paired_batches_cycle_the_primary_task(folders):
         next(iter(PairedBatches(tasks, None, torch.Generator()).epoch()))
 
 
-def test_one_pass_of_the_trainable_part_a_batch(folders):
-    """condition_number reads the primary features once for the loss and R_well."""
+@pytest.mark.parametrize(
+    "method",
+    [
+        ConditionNumber(1.0, 1.0, 1, 16, precondition="none", smoothing=0.1),
+        OptKappa(1, 16, form="log"),
+        LearningCurveNet(1, 16),
+    ],
+    ids=lambda method: method.name,
+)
+def test_one_pass_of_the_trainable_part_a_batch(folders, method):
+    """Primary features are computed once for the loss and the term of their Hessian."""
     pair = open_pair(folders)
     model, tasks = build(pair).prepare(pair, False)
-    method = ConditionNumber(1.0, 1.0, 1, 16, precondition="none", smoothing=0.1)
     method.setup(model, tasks)
     primary, harmful = next(iter(PairedBatches(tasks, 16, torch.Generator()).epoch()))
     calls = []
@@ -427,3 +435,6 @@ def test_a_full_gpu_is_a_message(tmp_path, digits, monkeypatch):
     monkeypatch.setattr(ConditionNumber, "step", full)
     with pytest.raises(ConfigError, match=r"no memory for method\.batch_size=64; lower it"):
         run([*digits, "method=condition_number"], tmp_path / "run")
+    monkeypatch.setattr(Tail, "forward", full)  # while features are collected
+    with pytest.raises(ConfigError, match=r"no memory for dataset\.batch_size=64 images; lower it"):
+        run([*digits, "method=closed_form"], tmp_path / "features")

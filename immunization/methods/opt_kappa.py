@@ -34,12 +34,11 @@ class OptKappa(Method):
         self.form = form
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
-        log_p, log_h = (
-            model.hessian_term(partial(log_condition_number, rank=batch.rank), batch, "none")
-            for batch in (primary, harmful)
-        )
+        logits, features = model.outputs(primary) if self.form == "log" else (None, None)
+        log_p = model.hessian_term(partial(log_condition_number, rank=primary.rank), primary, "none", features=features)
+        log_h = model.hessian_term(partial(log_condition_number, rank=harmful.rank), harmful, "none")
         terms = {"log_kappa_primary": log_p, "log_kappa_harmful": log_h}
         if self.form == "raw":
             return {"loss": log_p.exp() - log_h.exp(), **terms}
-        loss = self.pair.primary.loss(model(primary.x), primary.y)
+        loss = self.pair.primary.loss(logits, primary.y)
         return {"loss": log_p - log_h + loss, "task_loss": loss, **terms}

@@ -36,6 +36,11 @@ def preprocessing(config: dict[str, Any], pair: ImagePair, task: ImageTask, trai
     return config | crop
 
 
+def out_of_memory(pair: ImagePair) -> ConfigError:
+    """The error for a GPU that is too small for a batch without gradients."""
+    return ConfigError(f"the GPU has no memory for dataset.batch_size={pair.batch_size} images; lower it")
+
+
 def activations(
     model: Timm, role: str, task: ImageTask, split: str, folded: bool, weights: dict[str, str]
 ) -> tuple[Tensor | Stream, Tensor]:

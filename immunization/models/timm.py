@@ -21,13 +21,10 @@ from immunization.models.base import Batch, Model, Regularizer
 from immunization.models.chain import Tail, Whole, classifier_path, data_config, parameters, units_of
 from immunization.models.checkpoint import create
 from immunization.models.folded import Folded
-from immunization.models.inputs import activations, preprocessing, task_of, training_loaders
+from immunization.models.inputs import activations, out_of_memory, preprocessing, task_of, training_loaders
 from immunization.spectral import Precondition, triangular_factor
 
 log = logging.getLogger(__name__)
-
-BATCH = 128
-"""Rows of a batch without gradients."""
 
 
 class Timm(Model):
@@ -205,8 +202,12 @@ class Timm(Model):
     @torch.no_grad()
     def feature_batches(self, x: Tensor | Stream) -> Iterator[Tensor]:
         """Features [n, D] of stored inputs, batch by batch."""
-        for part in x.split(BATCH):
-            yield self.extractor(part.to(self.head.weight))
+        for part in x.split(self.images.batch_size):
+            try:
+                features = self.extractor(part.to(self.head.weight))
+            except torch.OutOfMemoryError as error:
+                raise out_of_memory(self.images) from error
+            yield features
 
     @torch.no_grad()
     def logits(self, x: Tensor | Stream) -> Tensor:
@@ -219,7 +220,7 @@ class Timm(Model):
         return F.linear(features.to(self.head.weight), *self.original_head)
 
     def baseline_factor(self, role: str, task: Task) -> Tensor:
-        return triangular_factor(self.reference[role, "train"].split(BATCH))[0]
+        return triangular_factor(self.reference[role, "train"].split(self.images.batch_size))[0]
 
     def factor(self, task: Task) -> Tensor:
         return triangular_factor(self.feature_batches(task.train.x))[0]
