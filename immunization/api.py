@@ -12,6 +12,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from immunization import files
 from immunization.config import build, compose
 from immunization.data.images import ImagePair
 from immunization.data.task import Split, Task, TaskPair
@@ -21,8 +22,7 @@ from immunization.models import Folded, Model, Timm
 from immunization.models.checkpoint import create
 from immunization.models.folded import fold_into
 from immunization.models.linear import LinearMap
-
-WEIGHTS = "immunized.safetensors"
+from immunization.resume import WEIGHTS
 
 Loader = Iterable[tuple[Tensor, Tensor]]
 """Batches of images [n, C, H, W], preprocessed for the model, and labels [n] from 0 on."""
@@ -122,18 +122,15 @@ def load(path: str | Path) -> nn.Module:
 
     A timm model for deep nets: `forward_features`, `forward_head(..., pre_logits=True)` (the immunized features) and
     the classifier work as ever. For linear models the map theta, which takes prepared inputs [N, D_in] to features.
-    Raises DataError for a file that is not there or was not written by this project.
+    Raises DataError for a file that is not there, was not written by this project, or was altered since.
     """
-    from safetensors import SafetensorError, safe_open
-
     path = Path(path)
     path = path / WEIGHTS if path.is_dir() else path
     try:
-        with safe_open(path, "pt") as file:
-            facts = (file.metadata() or {}).get("immunization")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"{path} cannot be read ({error}); give a run folder that holds {WEIGHTS}") from error
+        tensors, metadata = files.read_tensors(path)
+    except DataError as error:
+        raise DataError(f"{error}; give a run folder that holds a sound {WEIGHTS}") from error
+    facts = metadata.get("immunization")
     if facts is None:
         if "theta" not in tensors:
             raise DataError(f"{path} holds neither a linear map nor a net of this project")

@@ -62,10 +62,14 @@ def check(cfg: DictConfig) -> None:
             raise ConfigError(f"{key}={cfg[key]!r}: allowed are {', '.join(allowed)}")
     if not isinstance(cfg.seed, int) or cfg.seed < 0:
         raise ConfigError(f"seed must be an integer of at least 0, not {cfg.seed!r}")
-    for key in ("threads", "log_every"):
-        if cfg[key] is not None and not (isinstance(cfg[key], int) and cfg[key] >= 1):
-            raise ConfigError(f"{key} must be an integer of at least 1, or null for automatic, not {cfg[key]!r}")
-    for key in ("resume", "figures"):
+    for key in ("threads", "log_every", "checkpoint.every"):
+        value = OmegaConf.select(cfg, key)
+        if value is not None and not (_accepts(int, value) and value >= 1):
+            raise ConfigError(f"{key} must be an integer of at least 1, or null for automatic, not {value!r}")
+    seconds = cfg.checkpoint.seconds
+    if seconds is not None and not (_accepts(float, seconds) and seconds > 0):
+        raise ConfigError(f"checkpoint.seconds must be a number above 0, or null for none, not {seconds!r}")
+    for key in ("resume", "figures", "deterministic"):
         if not isinstance(cfg[key], bool) and not (key == "figures" and cfg[key] is None):
             raise ConfigError(f"{key} must be true or false, not {cfg[key]!r}")
     for key in ("tags", "trusted"):

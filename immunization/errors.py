@@ -19,3 +19,7 @@ class DegenerateSpectrum(UserError):
 
 class Diverged(UserError):
     """Training stopped on a non-finite loss, or on one above 1e12 times the first."""
+
+
+class Preempted(SystemExit):
+    """The process was told to end by a signal; its exit code is 128 + the signal's number, as shells have it."""

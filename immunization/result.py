@@ -46,7 +46,8 @@ class Result:
         if isinstance(error, UserError):
             self.error = str(error)
         else:
-            self.error = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+            stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+            self.error = "interrupted" if stopped else f"{type(error).__name__}: {error}"
 
     def as_dict(self) -> dict[str, Any]:
         """The content of result.json: non-finite numbers are None, and every metric that is None has a reason."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,19 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from immunization.errors import DataError
+from immunization import files
+from immunization.errors import ConfigError, DataError
 from immunization.result import Result
 
-CONFIG = "config.yaml"
+log = logging.getLogger(__name__)
 
-BOOKKEEPING = ("figures", "log_every", "name", "objective", "resume", "tags", "threads", "tracker", "trusted")
+CONFIG = "config.yaml"
+WEIGHTS = "immunized.safetensors"
+
+BOOKKEEPING = (
+    *("checkpoint", "deterministic", "figures", "log_every", "name", "objective", "resume", "tags", "threads"),
+    *("tracker", "trusted"),
+)
 """Keys that change where and how a run is shown, and no number in its result."""
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where PyYAML was built with it, ten times faster
@@ -38,10 +46,46 @@ def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def completed(config: DictConfig, folder: Path) -> Result | None:
-    """The result in `folder` if it is a completed one of this very configuration, else None: there is work to do."""
+    """With `resume=true` the result in `folder` if it is a completed one of this very configuration; None: work to do.
+
+    A completed run is never written over: raises ConfigError for one of another configuration, and without
+    `resume=true`. What was damaged since is named, and is work to do again.
+    """
     try:
-        result, before = Result.read(folder), read_config(folder)
-    except DataError:
+        result = Result.read(folder)
+    except DataError as error:
+        if (folder / Result.file).exists():
+            log.warning("%s; the run is done again", error)
+        return None
+    if result.status != "completed":
+        return None
+    if not config.resume:
+        raise ConfigError(
+            f"{folder} holds a completed run: its configuration with resume=true returns it, another folder "
+            "(hydra.run.dir=...) starts a new one"
+        )
+    try:
+        before = read_config(folder)
+        files.read_tensors(folder / WEIGHTS)
+    except DataError as error:
+        log.warning("%s; the run is done again", error)
         return None
     now = OmegaConf.to_container(config, resolve=True)
-    return result if result.status == "completed" and decisive(before) == decisive(now) else None
+    if differing := different(decisive(before), decisive(now)):
+        raise ConfigError(
+            f"{folder} holds a completed run of another configuration ({', '.join(differing)}); another folder "
+            "(hydra.run.dir=...) starts a new one"
+        )
+    return result
+
+
+def different(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """`key: before -> now` of everything in which two plain configurations differ."""
+    found = []
+    for key in dict.fromkeys([*before, *now]):
+        a, b, name = before.get(key), now.get(key), f"{prefix}{key}"
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += different(a, b, f"{name}.")
+        elif a != b:
+            found.append(f"{name}: {a} -> {b}")
+    return found

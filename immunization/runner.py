@@ -3,38 +3,43 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import logging
+import math
 import os
-import random
 import sys
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from immunization import environment, figures, model_card, spectral
+from immunization import checkpoint, environment, figures, files, model_card, randomness, spectral
+from immunization.checkpoint import Checkpointer, Stop
 from immunization.config import build, check, compose, slug
 from immunization.data.task import Task, TaskPair
-from immunization.errors import ConfigError, Diverged, UserError
+from immunization.errors import ConfigError, DataError, Diverged, Preempted, UserError
 from immunization.evaluation import Comparison, Measures
 from immunization.evaluation.deep import compare
-from immunization.methods import Method, batches_of, train
+from immunization.methods import LoaderBatches, Method, PairedBatches, Progress, batches_of, train
 from immunization.models import Model
 from immunization.result import Result
 from immunization.results.table import line, show
-from immunization.resume import completed
+from immunization.resume import CONFIG, WEIGHTS, completed, decisive
 from immunization.tracking import Recorder, Tracker
 
 log = logging.getLogger("immunization")
+
+RUN_LOG = "run.log"
+ARRAYS = "arrays.safetensors"
 
 LOG_LINES = 40
 """Lines of metrics.jsonl a run writes by default."""
@@ -52,10 +57,11 @@ def run(
     """Run one experiment and return its Result, which also stands in the run folder as result.json.
 
     `config` is a composed configuration, or a list of overrides as on the command line (`["dataset=mnist"]`). `folder`
-    is the run folder, by default outputs/<name>/<time>; with `resume=true` a completed run of the same configuration
-    in it is returned as it is. `quiet`, for the jobs of a sweep, prints one line instead of the table and draws figures
+    is the run folder, by default outputs/<name>/<time>. With `resume=true` a completed run of the same configuration
+    in it is returned as it is, and an interrupted one goes on from its checkpoint; a completed run is never written
+    over. `quiet`, for the jobs of a sweep, prints one line instead of the table and draws figures
     only with `figures=true`. Raises UserError for a mistake in the configuration or the data, after a result.json with
-    status `failed` was written.
+    status `failed` was written; Preempted, an exit with code 143, on SIGTERM, after a checkpoint was written.
     """
     if not isinstance(config, DictConfig):
         overrides = list(config)
@@ -63,50 +69,53 @@ def run(
     if folder is None:
         folder = Path("outputs") / slug(config.name) / datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
     folder = Path(folder)
-    if config.resume and (before := completed(config, folder)):
-        print(f"{folder.name}: completed before, nothing to do (resume=true)", flush=True)
-        return before
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        recorder = Recorder(folder)
-    except OSError as error:
-        raise ConfigError(
-            f"the run folder cannot be written ({error}); choose another one, hydra.run.dir=..."
-        ) from error
     method, model = (config[key]._target_.rpartition(".")[2] for key in ("method", "model"))
     result = Result(seed=config.seed, dataset=config.dataset.name, model=model, method=method, folder=folder)
-    trackers: list[Tracker] = [recorder]
-    with _run_log(folder):
+    trackers: list[Tracker] = []
+    with _at_work(folder), Stop().listening() as stop, randomness.deterministic(config.deterministic):
+        if before := completed(config, folder):
+            print(f"{folder.name}: completed before, nothing to do (resume=true)", flush=True)
+            return before
+        state = (
+            checkpoint.read(folder, decisive(OmegaConf.to_container(config, resolve=True))) if config.resume else None
+        )
         try:
-            _execute(config, list(overrides or ()), result, trackers, quiet)
+            _execute(config, list(overrides or ()), result, trackers, state, stop)
         except BaseException as error:
+            error = _without_room(error, folder)
             result.fail(error)
-            result.write(folder)
-            log.error("%s", result.error, exc_info=not isinstance(error, UserError))
-            raise
-        finally:
+            with suppress(OSError):  # which would hide the error itself
+                result.write(folder)
+            log.error("%s", result.error, exc_info=not isinstance(error, UserError | Preempted))
             for tracker in trackers:
-                tracker.close(failed=result.status == "failed")
-    if quiet:
-        print(line(result), flush=True)
-    else:
-        show(result)
+                tracker.close(failed=True)
+            raise error from error.__cause__
+        _present(config, result, trackers, quiet)
     return result
 
 
-def _execute(config: DictConfig, overrides: list[str], result: Result, trackers: list[Tracker], quiet: bool) -> None:
+def _execute(
+    config: DictConfig,
+    overrides: list[str],
+    result: Result,
+    trackers: list[Tracker],
+    state: dict[str, Any] | None,
+    stop: Stop,
+) -> None:
+    """Everything up to a completed result.json. `state` is that of the checkpoint to go on from."""
     folder = result.folder
-    OmegaConf.save(config, folder / "config.yaml", resolve=True)
-    OmegaConf.save(OmegaConf.create(overrides), folder / "overrides.yaml")
+    settings = OmegaConf.to_container(config, resolve=True)
+    files.write(folder / CONFIG, OmegaConf.to_yaml(config, resolve=True))
+    files.write(folder / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(overrides)))
     check(config)
     device = _device(config.device)
     if config.tracker is not None:
         tracker = build(config, "tracker")
-        settings = OmegaConf.to_container(config, resolve=True)
+        tracker.run_id = state["tracker"] if state else None
         tracker.start(folder, settings, name=folder.name, group=config.name, tags=list(config.tags or ()))
         trackers.append(tracker)
 
-    _seed(config.seed)
+    randomness.seed(config.seed)
     _threads(config.threads, None)
     data = build(config, "dataset").to(device, torch.float64)
     environment.write(folder, device)
@@ -122,11 +131,14 @@ def _execute(config: DictConfig, overrides: list[str], result: Result, trackers:
     result.method, result.model = method.name, model.name
     start = copy.deepcopy(model.extractor.state_dict()) if config.get("attack") else {}
 
+    _clear(folder, state)
+    trackers.insert(0, Recorder(folder, state["recorder"] if state else None))
     started = time.perf_counter()
-    immunize(config, method, model, training, Monitor(model, training, result, trackers))
-    result.seconds["immunize"] = time.perf_counter() - started
+    keeper = Checkpointer(folder, decisive(settings), stop, **config.checkpoint)
+    earlier = immunize(config, method, model, training, Monitor(model, training, result, trackers), keeper, state)
+    result.seconds["immunize"] = earlier + time.perf_counter() - started
     model = model.exact()
-    save_file({**model.export(), **pair.tensors}, folder / "immunized.safetensors", metadata=model.metadata())
+    files.write_tensors(folder / WEIGHTS, {**model.export(), **pair.tensors}, model.metadata())
 
     started = time.perf_counter()
     comparison = compare(pair, model)
@@ -141,46 +153,145 @@ def _execute(config: DictConfig, overrides: list[str], result: Result, trackers:
     result.metrics, result.reasons = measures.metrics, measures.reasons
     result.curves, result.flags = measures.curves, measures.flags
     if measures.arrays:
-        save_file(measures.arrays, folder / "arrays.safetensors")
-    result.status = "completed"
-    result.write(folder)
+        files.write_tensors(folder / ARRAYS, measures.arrays)
     if facts := model.metadata():
         model_card.write(folder, result, config, json.loads(facts["immunization"]))
-    pictures = figures.draw(result, folder) if config.figures or (config.figures is None and not quiet) else []
-    for tracker in trackers:
-        tracker.finish(result, pictures)
+    result.status = "completed"
+    result.write(folder)
+    keeper.path.unlink(missing_ok=True)
 
 
-def immunize(config: DictConfig, method: Method, model: Model, pair: TaskPair, monitor: Monitor) -> None:
-    """Train `model` in place by `method`, with a progress bar on a terminal and `monitor` every `log_every` steps."""
+def _present(config: DictConfig, result: Result, trackers: list[Tracker], quiet: bool) -> None:
+    """Figures, trackers and the screen: the result stands, and nothing that fails here makes it a failed one."""
+    pictures: list[Path] = []
+    try:
+        if config.figures or (config.figures is None and not quiet):
+            pictures = figures.draw(result, result.folder)
+    except Exception as error:
+        log.warning("the figures cannot be drawn (%s: %s); the result is complete", type(error).__name__, error)
+    try:
+        for tracker in trackers:
+            tracker.finish(result, pictures)
+    except Exception as error:
+        log.warning("a tracker failed at the end (%s: %s); the result is complete", type(error).__name__, error)
+    finally:
+        for tracker in trackers:
+            tracker.close(failed=False)
+    if quiet:
+        print(line(result), flush=True)
+    else:
+        show(result)
+
+
+def _clear(folder: Path, state: dict[str, Any] | None) -> None:
+    """Remove what an unfinished run left and the one that begins, or goes on from `state`, will write at its end."""
+    for name in (Result.file, WEIGHTS, ARRAYS, model_card.FILE, *([] if state else [checkpoint.FILE])):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _without_room(error: BaseException, folder: Path) -> BaseException:
+    """An error of a full or read-only disk in words of its own; any other one as it is."""
+    if not isinstance(error, OSError) or error.errno not in (*files.NO_ROOM, errno.EROFS, errno.EACCES):
+        return error
+    said = ConfigError(
+        f"{error.filename or folder}: {error.strerror}; make room there, or choose another disk with hydra.run.dir=... "
+        "(what was written before is intact)"
+    )
+    said.__cause__ = error
+    return said
+
+
+def immunize(
+    config: DictConfig,
+    method: Method,
+    model: Model,
+    pair: TaskPair,
+    monitor: Monitor,
+    keeper: Checkpointer,
+    state: dict[str, Any] | None,
+) -> float:
+    """Train `model` in place by `method`, with a progress bar on a terminal and `monitor` every `log_every` steps.
+
+    `keeper` writes checkpoints; `state` is that of the one to go on from, whose seconds are returned.
+    """
     method.setup(model, pair)
     batches = batches_of(model, pair, method.batch_size, torch.Generator().manual_seed(config.seed))
     total = method.epochs * batches.steps_per_epoch
     cheap = pair.primary.width is not None or pair.dim <= SMALL  # else a log line costs more than a step
     every = config.log_every or max(1, total // (LOG_LINES if cheap else LOG_LINES // 2))
     monitor.period = batches.steps_per_epoch if pair.primary.width else 1
-    monitor(0, {})
+    if state is None:
+        monitor(0, {})
     if total:
         try:
             optimizer = build(config, "optimizer")(model.groups())
         except (TypeError, ValueError) as error:  # torch's way to refuse a value
             raise ConfigError(f"optimizer: {error}") from error
-        with tqdm(total=total, desc=method.name, unit="step", disable=None) as bar:
+        training = Training(method, model, optimizer, batches, monitor)
+        if state:
+            training.load_state_dict(state)
+            log.info("going on after step %d", training.progress.step)
+        with tqdm(total=total, initial=training.progress.step, desc=method.name, unit="step", disable=None) as bar:
 
             def on_step(step: int, terms: dict[str, Tensor]) -> None:
                 bar.update()
                 if step % every == 0 or step == total or (step % monitor.period == 0 and monitor.period > 1):
                     values = monitor(step, terms)
                     bar.set_postfix(loss=f"{values['loss']:.3g}", rir=f"{values['rir']:.3g}", refresh=False)
+                keeper(step, training.state_dict)
 
             try:
-                train(method, model, batches, optimizer, on_step)
+                with keeper.stop.training():
+                    train(method, model, batches, optimizer, on_step, training.progress)
             except torch.OutOfMemoryError as error:
                 raise ConfigError(
                     f"the GPU has no memory for method.batch_size={method.batch_size}; lower it, or use dtype=float32, "
                     "fewer trained layers (model.trainable), or device=cpu"
                 ) from error
+        keeper.finish(training.progress.step, training.state_dict)
     method.finish(model)
+    return state["seconds"] if state else 0.0
+
+
+class Training:
+    """What a checkpoint is made of: method, model, optimizer, place in the data, random states and what was logged."""
+
+    def __init__(
+        self,
+        method: Method,
+        model: Model,
+        optimizer: torch.optim.Optimizer,
+        batches: PairedBatches | LoaderBatches,
+        monitor: Monitor,
+    ) -> None:
+        self.parts = {"method": method, "optimizer": optimizer, "batches": batches, "monitor": monitor}
+        self.model, self.monitor = model, monitor
+        self.progress, self.earlier, self.started = Progress(), 0.0, time.perf_counter()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self.parts.items()} | {
+            "model": checkpoint.kept_of(self.model),
+            "progress": vars(self.progress),
+            "random": randomness.states(),
+            "recorder": self.monitor.trackers[0].state_dict(),
+            "tracker": next((tracker.run_id for tracker in self.monitor.trackers if tracker.run_id), None),
+            "seconds": self.earlier + time.perf_counter() - self.started,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises DataError where `state` does not fit, as the data or the weights have changed."""
+        try:
+            for name, part in self.parts.items():
+                part.load_state_dict(state[name])
+            checkpoint.load_into(self.model, state["model"])
+            vars(self.progress).update(state["progress"])
+            self.earlier = state["seconds"]
+            randomness.restore(state["random"])
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise DataError(
+                f"{self.monitor.result.folder / checkpoint.FILE} does not fit this run ({error}): the data, the "
+                "weights or the program have changed; resume=false starts afresh"
+            ) from error
 
 
 class Monitor:
@@ -195,11 +306,23 @@ class Monitor:
         self.tasks = {"primary": pair.primary, "harmful": pair.harmful}
         factors = {role: model.baseline_factor(role, task) for role, task in self.tasks.items()}
         self.baseline = {role: self._kappa(task, factors[role]) for role, task in self.tasks.items()}
+        self.labels = {role: zlib.crc32(task.train.y.cpu().numpy()) for role, task in self.tasks.items()}
         self.kappa, self.period = self.baseline, 1
 
     @staticmethod
     def _kappa(task: Task, factor: Tensor) -> float:
         return spectral.condition_number_of(torch.linalg.svdvals(factor), task.rank)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"baseline": self.baseline, "labels": self.labels, "kappa": self.kappa, "metrics": self.result.metrics}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError if the data, as far as their spectra and labels show it, are not those of `state`."""
+        before, now = state["baseline"], self.baseline
+        if state["labels"] != self.labels or not all(math.isclose(before[r], now[r], rel_tol=1e-6) for r in now):
+            raise ValueError("the inputs, features or labels are others than before")
+        self.kappa = state["kappa"]
+        self.result.metrics.update(state["metrics"])
 
     def __call__(self, step: int, terms: dict[str, Tensor]) -> dict[str, float]:
         if step % self.period == 0 and (step or self.period == 1):
@@ -243,23 +366,28 @@ def _device(choice: str) -> torch.device:
     return torch.device("cuda" if choice != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 def _threads(choice: int | None, dim: int | None) -> None:
     """Set torch's threads on purpose; OMP_NUM_THREADS, which launchers set, bounds the automatic choice."""
-    cores = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # one number a nesting level
+    cores = int(first) if first.isdecimal() and int(first) else os.cpu_count() or 1
     torch.set_num_threads(choice or (1 if dim is not None and dim <= SMALL else cores))
 
 
 @contextmanager
-def _run_log(folder: Path) -> Iterator[None]:
-    """run.log in the folder gets every message; warnings and worse go to the screen too."""
-    file = logging.FileHandler(folder / "run.log")
+def _at_work(folder: Path) -> Iterator[None]:
+    """Make the folder, keep other processes out of it, and write every message into its run.log.
+
+    Warnings and worse go to the screen too.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = logging.FileHandler(folder / RUN_LOG)
+    except OSError as error:
+        raise ConfigError(
+            f"the run folder cannot be written ({error}); choose another one, hydra.run.dir=..."
+        ) from error
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    file.handleError = lambda record: None  # a full disk is found, and said, where it matters
     screen = logging.StreamHandler(sys.stderr)
     screen.setLevel(logging.WARNING)
     screen.addFilter(lambda record: record.levelno < logging.ERROR)  # errors are raised, and shown by the caller
@@ -268,9 +396,11 @@ def _run_log(folder: Path) -> Iterator[None]:
     for handler in (file, screen):
         log.addHandler(handler)
     try:
-        yield
+        with files.locked(folder / RUN_LOG):
+            yield
     finally:
         for handler in (file, screen):
             log.removeHandler(handler)
         log.propagate = propagate
-        file.close()
+        with suppress(OSError):
+            file.close()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from immunization import files
 
 
 def plain(value: Any) -> Any:
@@ -33,12 +34,4 @@ def write(path: Path, value: Any) -> None:
 
     Raises OSError if the folder cannot be written.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with part.open("w") as file:
-            file.write(dumps(value, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    files.write(path, dumps(value, indent=2) + "\n")

@@ -5,19 +5,20 @@ A tracker is one class with the four methods of `Tracker` and one YAML file in c
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import netrc
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from immunization import strict_json
-from immunization.errors import ConfigError
+from immunization.errors import ConfigError, DataError
 from immunization.result import Result
 
 if TYPE_CHECKING:
@@ -31,7 +32,12 @@ METRICS = "metrics.jsonl"
 
 
 class Tracker:
-    """The interface, every method doing nothing. A tracker never fails a run: it warns and goes on."""
+    """The interface, every method doing nothing. A tracker never fails a run: it warns and goes on.
+
+    `run_id` is set before `start` to go on with a run of the tracker's, and by `start` where there is such a thing.
+    """
+
+    run_id: str | None = None
 
     def start(self, folder: Path, config: dict[str, Any], name: str, group: str, tags: list[str]) -> None:
         """Open a run called `name` in `group`; files of the tracker belong into the run folder."""
@@ -47,17 +53,39 @@ class Tracker:
 
 
 class Recorder(Tracker):
-    """Writes metrics.jsonl: one line a logged step, each flushed, so that a killed run keeps what it logged."""
+    """Writes metrics.jsonl: one line a logged step, each flushed, so that a killed run keeps what it logged.
 
-    def __init__(self, folder: str | Path) -> None:
-        self.file = (Path(folder) / METRICS).open("w")
+    `state` is what `state_dict` returned in a run that was killed: what that run logged later is cut off, to be logged
+    again. Raises DataError if the file is not the one of `state`.
+    """
+
+    def __init__(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> None:
+        path = Path(folder) / METRICS
+        kept = b""
+        if state:
+            with suppress(FileNotFoundError):
+                kept = path.read_bytes()[: state["bytes"]]
+            if hashlib.sha256(kept).hexdigest() != state["sha256"]:
+                raise DataError(f"{path} was altered since the checkpoint; resume=false starts afresh")
+        self.digest = hashlib.sha256(kept)
+        self.file = path.open("r+b" if state else "wb")
+        self.file.truncate(len(kept))
+        self.file.seek(len(kept))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.file.write(strict_json.dumps({"step": step, **metrics}) + "\n")
+        line = (strict_json.dumps({"step": step, **metrics}) + "\n").encode()
+        self.file.write(line)
         self.file.flush()
+        self.digest.update(line)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How much was logged, safely on disk from here on."""
+        os.fsync(self.file.fileno())
+        return {"bytes": self.file.tell(), "sha256": self.digest.hexdigest()}
 
     def close(self, failed: bool) -> None:
-        self.file.close()
+        with suppress(OSError):  # a full disk was met while writing
+            self.file.close()
 
 
 def history(folder: str | Path) -> dict[str, Curve]:
@@ -116,6 +144,8 @@ class Wandb(Tracker):
                 name=name,
                 group=group,
                 tags=tags,
+                id=self.run_id,
+                resume="allow" if self.run_id else None,
                 reinit="create_new",  # a run of the caller's own in this process stays as it is
                 settings=self._settings(),
             )
@@ -127,6 +157,7 @@ class Wandb(Tracker):
                     raise
                 log.warning("W&B cannot be used online, this run is tracked offline: %s", str(error).partition("\n")[0])
                 self.run = init(mode="offline")
+            self.run_id = self.run.id
             if self.run.offline:
                 log.info("W&B is offline; upload the run with: wandb sync %s", Path(self.run.dir).parent)
             elif self.run.url:

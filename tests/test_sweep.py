@@ -150,18 +150,23 @@ def test_resume_of_a_single_run(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("change", ["seed=1", "dataset.harmful=2", "evaluation=[rir,primary]"])
-def test_a_changed_configuration_is_run_again(change, tmp_path):
+def test_a_completed_run_of_another_configuration_is_refused(change, tmp_path):
     run([*QUICK], folder=tmp_path)
-    assert completed(compose([*QUICK]), tmp_path)
-    assert completed(compose([*QUICK, change]), tmp_path) is None
+    assert completed(compose([*QUICK, "resume=true"]), tmp_path)
+    with pytest.raises(ConfigError, match="holds a completed run of another configuration"):
+        completed(compose([*QUICK, "resume=true", change]), tmp_path)
 
 
-def test_an_empty_or_damaged_folder_is_not_completed(tmp_path):
-    config = compose([*QUICK])
+@pytest.mark.parametrize("name", ["config.yaml", "result.json", "immunized.safetensors"])
+@pytest.mark.parametrize("damage", [lambda content: content[: len(content) // 2], lambda content: b""])
+def test_an_empty_or_damaged_folder_is_not_completed(name, damage, tmp_path, caplog):
+    config = compose([*QUICK, "resume=true"])
     assert completed(config, tmp_path) is None
-    run([*QUICK], folder=tmp_path)
-    (tmp_path / "config.yaml").write_text("a: [")
+    first = run([*QUICK], folder=tmp_path)
+    (tmp_path / name).write_bytes(damage((tmp_path / name).read_bytes()))
     assert completed(config, tmp_path) is None
+    assert name in caplog.text
+    assert run(config, folder=tmp_path).metrics == first.metrics
 
 
 def test_a_written_configuration_reads_back_as_it_was(tmp_path):

@@ -1,6 +1,6 @@
 """Immunization methods: one short class each beside the shared loop of `base.train`."""
 
-from immunization.methods.base import Method, PairedBatches, train
+from immunization.methods.base import Method, PairedBatches, Progress, train
 from immunization.methods.closed_form import ClosedForm
 from immunization.methods.condition_number import ConditionNumber, RIllOnly
 from immunization.methods.identity import Identity
@@ -21,6 +21,7 @@ __all__ = [
     "Method",
     "OptKappa",
     "PairedBatches",
+    "Progress",
     "RIllOnly",
     "batches_of",
     "train",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,6 +106,18 @@ class Method:
         )
         return math.log(kappa_h) - math.log(kappa_p)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What training changes in the method: nested dicts, lists and tuples of tensors and plain values.
+
+        A run that goes on from a checkpoint calls `setup`, then `load_state_dict`; a method with more to remember than
+        this extends both.
+        """
+        return {"best": self.best, "flags": self.flags}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned; by default every entry is an attribute."""
+        vars(self).update(state)
+
     def finish(self, model: Model) -> None:
         """Called once after the last step, before the evaluation."""
         if self.best[2]:
@@ -121,6 +135,44 @@ def nonnegative(**values: float) -> None:
             raise ConfigError(f"method.{key} must be a finite number of at least 0, not {value!r}")
 
 
+class _Pass:
+    """Passes over the training rows of one task; it knows how many batches of the current one it gave."""
+
+    def __init__(self, task: Task, batch_size: int | None, generator: torch.Generator) -> None:
+        self.task, self.batch_size, self.generator = task, batch_size, generator
+        self.start: Tensor | None = None
+        self.taken = 0
+
+    def rest(self) -> Iterator[Batch]:
+        """What is left of the pass, all of it at first."""
+        task, x, y = self.task, self.task.train.x, self.task.train.y
+        if self.batch_size is None:
+            if task.width:
+                raise ConfigError("method.batch_size must be set: a net is trained on batches, not on all rows at once")
+            if not self.taken:
+                self.taken = 1
+                yield Batch(x, y, task.rank, task.root.to(x))
+        else:
+            self.start = self.generator.get_state()
+            order = torch.randperm(len(x), generator=self.generator)
+            for rows in order[: len(x) - len(x) % self.batch_size].split(self.batch_size)[self.taken :]:
+                self.taken += 1
+                inputs = x[rows.to(x.device)].to(y.device)  # stored activations stay where they are
+                yield Batch(inputs, y[rows.to(y.device)], min(len(rows), task.rank))
+        self.start, self.taken = None, 0
+
+    def forever(self) -> Iterator[Batch]:
+        while True:
+            yield from self.rest()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state() if self.start is None else self.start, "taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+        self.taken = state["taken"]
+
+
 class PairedBatches:
     """Batches of both tasks side by side; one epoch is one pass over D_H, D_P goes on where it was and cycles.
 
@@ -135,35 +187,37 @@ class PairedBatches:
                     f"method.batch_size={batch_size} is above the {len(task.train)} training rows of the {key} task; "
                     "lower it, or set it to null for full batches"
                 )
-        self.pair, self.batch_size, self.generator = pair, batch_size, generator
         # a generator for each task, in the same state: tasks of as many rows are shuffled alike, as in the release
         alike = torch.Generator().set_state(generator.get_state())
-        self.primary = self._cycle(pair.primary, alike)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return 1 if self.batch_size is None else len(self.pair.harmful.train) // self.batch_size
+        self.passes = {
+            "primary": _Pass(pair.primary, batch_size, alike),
+            "harmful": _Pass(pair.harmful, batch_size, generator),
+        }
+        self.primary = self.passes["primary"].forever()
+        self.steps_per_epoch = 1 if batch_size is None else len(pair.harmful.train) // batch_size
 
     def epoch(self) -> Iterator[tuple[Batch, Batch]]:
-        """The pairs of batches of one epoch."""
-        for harmful in self._pass(self.pair.harmful, self.generator):
+        """The pairs of batches of one epoch, or what is left of it after `load_state_dict`."""
+        for harmful in self.passes["harmful"].rest():
             yield next(self.primary), harmful
 
-    def _cycle(self, task: Task, generator: torch.Generator) -> Iterator[Batch]:
-        while True:
-            yield from self._pass(task, generator)
+    def state_dict(self) -> dict[str, Any]:
+        """Where both passes stand."""
+        return {role: one.state_dict() for role, one in self.passes.items()}
 
-    def _pass(self, task: Task, generator: torch.Generator) -> Iterator[Batch]:
-        x, y = task.train.x, task.train.y
-        if self.batch_size is None:
-            if task.width:
-                raise ConfigError("method.batch_size must be set: a net is trained on batches, not on all rows at once")
-            yield Batch(x, y, task.rank, task.root.to(x))
-            return
-        order = torch.randperm(len(x), generator=generator)
-        for rows in order[: len(x) - len(x) % self.batch_size].split(self.batch_size):
-            inputs = x[rows.to(x.device)].to(y.device)  # stored activations stay where they are
-            yield Batch(inputs, y[rows.to(y.device)], min(len(rows), task.rank))
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where `state_dict` was taken; before the first batch only."""
+        for role, one in self.passes.items():
+            one.load_state_dict(state[role])
+
+
+@dataclass
+class Progress:
+    """Where a training stands: epochs ended, steps taken, and the loss above which it has diverged."""
+
+    epoch: int = 0
+    step: int = 0
+    limit: float = math.inf
 
 
 def train(
@@ -172,32 +226,34 @@ def train(
     batches: PairedBatches,
     optimizer: torch.optim.Optimizer,
     on_step: Callable[[int, dict[str, Tensor]], None] = lambda step, terms: None,
+    progress: Progress | None = None,
 ) -> int:
     """Run `method` for its epochs and return the number of steps taken.
 
-    `on_step(step, terms)` sees every step (counted from 1) after the update. Raises Diverged on a non-finite loss, or
-    one above 1e12 times the first; the parameters are then those before the bad step.
+    `on_step(step, terms)` sees every step (counted from 1) after the update. `progress` is where to go on, and is kept
+    up to date. Raises Diverged on a non-finite loss, or one above 1e12 times the first; the parameters are then those
+    before the bad step.
     """
-    step, limit = 0, math.inf
-    for epoch in range(method.epochs):
+    at = Progress() if progress is None else progress
+    while at.epoch < method.epochs:
         for primary, harmful in batches.epoch():
             try:
                 terms = method.step(model, primary, harmful)
                 value = terms["loss"].item()
             except torch.linalg.LinAlgError:  # a decomposition of non-finite features
                 value = math.nan
-            if step == 0:
-                limit = DIVERGENCE * max(abs(value), 1.0)
-            if not (math.isfinite(value) and value <= limit):
+            if at.step == 0:
+                at.limit = DIVERGENCE * max(abs(value), 1.0)
+            if not (math.isfinite(value) and value <= at.limit):
                 raise Diverged(
-                    f"{type(method).__name__} diverged at step {step + 1} (loss {value:.3g}); lower optimizer.lr "
+                    f"{type(method).__name__} diverged at step {at.step + 1} (loss {value:.3g}); lower optimizer.lr "
                     "or the weights in method.*"
                 )
             optimizer.zero_grad()
             terms["loss"].backward()
             optimizer.step()
-            step += 1
-            on_step(step, terms)
-        if method.epoch_end(model, epoch):
-            break
-    return step
+            at.step += 1
+            on_step(at.step, terms)
+        ended = method.epoch_end(model, at.epoch)
+        at.epoch = method.epochs if ended else at.epoch + 1
+    return at.step

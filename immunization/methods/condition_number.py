@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -67,6 +67,9 @@ class ConditionNumber(Method):
             self._balance(model, loss, well, ill)
         total = loss + self.lambda_P * self.scale_P * well + self.lambda_H * self.scale_H * ill
         return {"loss": total, "task_loss": loss, "r_well": well, "r_ill": ill}
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"scale_P": self.scale_P, "scale_H": self.scale_H}
 
     def _balance(self, model: Model, loss: Tensor, well: Tensor, ill: Tensor) -> None:
         theta = [p for p in model.extractor.parameters() if p.requires_grad]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,13 @@ class IMMA(Method):
         super().setup(model, pair)
         self.attacker = nn.Linear(model.head.in_features, pair.harmful.outputs, bias=False).to(model.head.weight)
         nn.init.zeros_(self.attacker.weight)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"attacker": self.attacker.weight.data}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.attacker.weight.data.copy_(state.pop("attacker"))
+        super().load_state_dict(state)
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         self._fit_head(model.head, model.features(primary.x), primary.y, self.pair.primary)

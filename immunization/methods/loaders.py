@@ -3,13 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from immunization import randomness
 from immunization.data.task import TaskPair
 from immunization.methods.base import PairedBatches
 from immunization.models.base import Batch, Model
+
+
+class _Pass:
+    """Passes over a loader with random numbers of their own, so that any of them can be begun again."""
+
+    def __init__(self, loader: Iterable) -> None:
+        self.loader = loader
+        self.seed, self.number, self.taken = int(torch.randint(2**60, ())), 0, 0
+
+    def rest(self) -> Iterator[tuple]:
+        """What is left of the pass, all of it at first; what was taken before is read once more and left out."""
+        outside = randomness.states()
+        randomness.seed(self.seed + self.number)
+        source = iter(self.loader)
+        for _ in range(self.taken):
+            next(source)
+        inside = randomness.states()
+        randomness.restore(outside)
+        while True:
+            outside = randomness.states()
+            randomness.restore(inside)
+            item = next(source, None)
+            inside = randomness.states()
+            randomness.restore(outside)
+            if item is None:
+                break
+            self.taken += 1
+            yield item
+        self.number, self.taken = self.number + 1, 0
+
+    def forever(self) -> Iterator[tuple]:
+        while True:
+            yield from self.rest()
 
 
 class LoaderBatches:
@@ -25,27 +60,33 @@ class LoaderBatches:
         prepare: Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]],
         width: int,
     ) -> None:
-        self.loaders, self.prepare, self.width = loaders, prepare, width
-        self.primary = self._cycle("primary")
+        self.passes = {role: _Pass(loader) for role, loader in loaders.items()}
+        self.prepare, self.width = prepare, width
+        self.primary = self._batches("primary", self.passes["primary"].forever())
 
     @property
     def steps_per_epoch(self) -> int:
-        return len(self.loaders["harmful"])
+        return len(self.passes["harmful"].loader)
 
     def epoch(self) -> Iterator[tuple[Batch, Batch]]:
-        """The pairs of batches of one epoch."""
-        for harmful in self._pass("harmful"):
+        """The pairs of batches of one epoch, or what is left of it after `load_state_dict`."""
+        for harmful in self._batches("harmful", self.passes["harmful"].rest()):
             yield next(self.primary), harmful
 
-    def _cycle(self, role: str) -> Iterator[Batch]:
-        while True:
-            yield from self._pass(role)
-
-    def _pass(self, role: str) -> Iterator[Batch]:
-        for images, labels, *_ in self.loaders[role]:
+    def _batches(self, role: str, items: Iterable[tuple]) -> Iterator[Batch]:
+        for images, labels, *_ in items:
             if len(images):
                 x, y = self.prepare(role, images, labels)
                 yield Batch(x, y, min(len(x), self.width))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where both passes stand."""
+        return {role: (one.seed, one.number, one.taken) for role, one in self.passes.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where `state_dict` was taken; before the first batch only."""
+        for role, one in self.passes.items():
+            one.seed, one.number, one.taken = state[role]
 
 
 def batches_of(

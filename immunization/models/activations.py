@@ -1,7 +1,7 @@
 """What a frozen part of a net makes of images, computed once and kept in memory-mapped files.
 
 An entry is a folder named by a hash of everything its content depends on; it holds `data.bin` (rows one after another),
-`labels.bin` (int64) and `entry.json` (shape, dtype, checksum, images left out). It is renamed into place when complete.
+`labels.bin` (int64) and `entry.json` (shape, dtype, checksums, images left out). It is renamed into place when whole.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from immunization import randomness
 from immunization.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -96,8 +97,9 @@ class _Writer:
         os.fsync(self.file.fileno())
         self.file.close()
         labels.numpy().tofile(self.folder / "labels.bin")
-        entry = {"shape": (len(labels), *self.shape), "dtype": self.dtype, "crc": self.crc, "skipped": list(skipped)}
-        (self.folder / "entry.json").write_text(json.dumps(entry))
+        entry = {"shape": [len(labels), *self.shape], "dtype": self.dtype, "skipped": list(skipped)}
+        entry |= {"crc": self.crc, "labels": zlib.crc32(labels.numpy())}
+        (self.folder / "entry.json").write_text(json.dumps(entry | {"self": _checksum(entry)}))
         target = self.root / self.key
         try:
             os.replace(self.folder, target)
@@ -126,15 +128,20 @@ def load(root: Path | None, key: str) -> Activations | None:
         with (folder / "data.bin").open("rb") as file:
             while chunk := file.read(CHUNK):
                 crc = zlib.crc32(chunk, crc)
-        if crc != entry["crc"]:
+        labels = torch.from_file(str(folder / "labels.bin"), shared=False, size=shape[0], dtype=torch.int64)
+        told = entry.pop("self"), entry["crc"], entry["labels"]
+        if told != (_checksum(entry), crc, zlib.crc32(labels.numpy())):
             raise ValueError("wrong checksum")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         log.warning("activations in %s are damaged (%s) and are computed again", folder, error)
         shutil.rmtree(folder, ignore_errors=True)
         return None
     x = torch.from_file(str(folder / "data.bin"), shared=False, size=prod(shape), dtype=dtype).view(shape)
-    labels = torch.from_file(str(folder / "labels.bin"), shared=False, size=shape[0], dtype=torch.int64)
     return Activations(x, labels, tuple(entry["skipped"]))
+
+
+def _checksum(entry: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(entry, sort_keys=True).encode())
 
 
 @torch.no_grad()
@@ -157,13 +164,14 @@ def collect(
     writers = {name: _Writer(root, keys[name]) for name in missing}
     labels, bad = [], []
     try:
-        for images, targets, messages in tqdm(loader, desc=title, unit="batch", disable=None, leave=False):
-            bad += messages
-            if len(images) and not (bad and not skip):
-                outputs = compute(images)
-                labels.append(targets)
-                for name in missing:
-                    writers[name].add(outputs[name])
+        with randomness.apart():  # or a run that finds the entries would go on with other random numbers
+            for images, targets, messages in tqdm(loader, desc=title, unit="batch", disable=None, leave=False):
+                bad += messages
+                if len(images) and not (bad and not skip):
+                    outputs = compute(images)
+                    labels.append(targets)
+                    for name in missing:
+                        writers[name].add(outputs[name])
         if bad and not skip:
             raise DataError(
                 f"{title}: {len(bad)} images cannot be read: {'; '.join(bad[:5])}{'; ...' if len(bad) > 5 else ''}. "

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from immunization.errors import ConfigError
+from immunization import files
+from immunization.errors import ConfigError, DataError
 
 
 def create(name: str, checkpoint: str | None, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
@@ -36,15 +37,15 @@ def create(name: str, checkpoint: str | None, pretrained: bool, arguments: dict[
 
 def load_weights(net: nn.Module, path: Path) -> None:
     """Read a safetensors file or a state dict (weights only); raises ConfigError that names the tensors in the way."""
+    if not path.exists():
+        raise ConfigError(f"model.checkpoint={path}: there is no such file")
     try:
         if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            state = load_file(path)
+            state, _ = files.read_tensors(path)
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise ConfigError(f"model.checkpoint={path}: there is no such file") from error
+    except DataError as error:  # says all there is to say
+        raise ConfigError(f"model.checkpoint={error}") from error
     except Exception as error:  # safetensors and pickle raise a dozen kinds
         raise ConfigError(
             f"model.checkpoint={path} cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]}); "

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import os
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
+from immunization import files
 from immunization.data.images import ImagePair, create_loader
+from immunization.errors import DataError
 from immunization.models.checkpoint import create
 from immunization.models.timm import Timm
+
+log = logging.getLogger(__name__)
 
 NAME = "test_resnet"
 
@@ -37,7 +40,11 @@ class DigitsNet(Timm):
         arguments = {"in_chans": 1, "num_classes": classes}
         key = f"{pair.tasks['primary'].splits['train'].identity} {pair.size} {fit_epochs} {torch.__version__}"
         path = Path(cache).expanduser() / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
-        if not path.is_file():
+        try:
+            files.read_tensors(path)
+        except DataError as error:
+            if path.exists():
+                log.warning("%s; the net is fitted again", error)
             _fit(pair, arguments, fit_epochs, path)
         super().__init__(pair, NAME, trainable, str(path), False, head_decay, arguments)
 
@@ -60,6 +67,4 @@ def _fit(pair: ImagePair, arguments: dict[str, int], epochs: int, path: Path) ->
                 optimizer.step()
                 schedule.step()
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}")
-    save_file(net.state_dict(), part)
-    os.replace(part, path)
+    files.write_tensors(path, net.state_dict())

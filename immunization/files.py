@@ -1,0 +1,166 @@
+"""Files that are whole or not there: atomic writing, tensors that carry their checksum, and one process a folder."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from immunization.errors import ConfigError, DataError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+log = logging.getLogger(__name__)
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_KEY = "sha256"
+
+
+def write(path: Path, content: bytes | str) -> None:
+    """Write `content` to `path`: the file is the old one or the new one, never a part of either.
+
+    Raises OSError, which names `path`, if it cannot be written; the old file is then as it was.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with part.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file in one step, a SHA-256 of everything in it in its header; equal content, equal bytes."""
+    from safetensors.torch import save
+
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    header, body = _split(save(tensors, dict(metadata or {})))
+    header.setdefault("__metadata__", {})[_KEY] = _digest(header, body)
+    text = _canonical(header)
+    text += b" " * (-len(text) % 8)
+    write(path, b"".join([len(text).to_bytes(8, "little"), text, body]))
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of a safetensors file; one that `write_tensors` wrote must agree with its checksum.
+
+    Raises DataError for a file that cannot be read, was cut off or altered.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        content = path.read_bytes()
+        tensors = load(content)
+        header, body = _split(content)
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    metadata = header.get("__metadata__", {})
+    told = metadata.pop(_KEY, None)
+    if told is not None and told != _digest(header, body):
+        raise DataError(f"{path} was altered or damaged: its checksum does not agree")
+    return tensors, metadata
+
+
+def _split(content: bytes) -> tuple[dict[str, Any], memoryview]:
+    size = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + size]), memoryview(content)[8 + size :]
+
+
+def _canonical(header: Mapping[str, Any]) -> bytes:
+    """The header in one order: safetensors writes the entries of its metadata in any."""
+    return json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _digest(header: Mapping[str, Any], body: memoryview) -> str:
+    metadata = {key: value for key, value in header.get("__metadata__", {}).items() if key != _KEY}
+    digest = hashlib.sha256(_canonical({**header, "__metadata__": metadata}))
+    digest.update(body)
+    return digest.hexdigest()
+
+
+def pack(value: Any, tensors: dict[str, Tensor], name: str = "") -> Any:
+    """`value` as JSON that keeps its types, its tensors being put into `tensors` under names that start with `name`.
+
+    For nested dicts, lists and tuples of tensors, numbers, texts, booleans and None, as state dicts are; raises
+    TypeError for anything else.
+    """
+    if isinstance(value, Tensor):
+        tensors[name] = value
+        return {"tensor": name}
+    if isinstance(value, Mapping):
+        return {"dict": [[pack(k, {}), pack(v, tensors, f"{name}.{k}" if name else str(k))] for k, v in value.items()]}
+    if isinstance(value, list | tuple):
+        return {type(value).__name__: [pack(item, tensors, f"{name}.{i}") for i, item in enumerate(value)]}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise TypeError(f"{name}: a {type(value).__name__} cannot be kept in a checkpoint")
+
+
+def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `pack` was given."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {unpack(k, {}): unpack(v, tensors) for k, v in content}
+    return {"list": list, "tuple": tuple}[kind](unpack(item, tensors) for item in content)
+
+
+_locks: set[int] = set()
+
+
+def _release() -> None:
+    for descriptor in _locks:
+        os.close(descriptor)
+    _locks.clear()
+
+
+if fcntl is not None:  # a worker of a data loader is a copy of this process, and would hold its locks after its death
+    os.register_at_fork(after_in_child=_release)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the file at `path`, which must exist, against every other process; a lock dies with its process.
+
+    Raises ConfigError if it is held already. On a file system without locks nothing is held.
+    """
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(path, os.O_WRONLY)
+    _locks.add(descriptor)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{path.parent}: another process is at work in this run folder; wait for it, or choose another folder "
+                "with hydra.run.dir=..."
+            ) from None
+        except OSError as error:
+            log.warning("%s cannot be locked (%s): nothing keeps a second process out", path, error)
+        yield
+    finally:
+        if descriptor in _locks:
+            _locks.remove(descriptor)
+            os.close(descriptor)

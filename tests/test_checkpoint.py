@@ -1,0 +1,351 @@
+"""Runs that are interrupted and go on, bit for bit; damaged files; folders that are taken, full or read-only."""
+
+import hashlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_deep import draw_folder
+
+from immunization import Result, checkpoint, figures, files, run
+from immunization.config import compose
+from immunization.errors import ConfigError, DataError
+from immunization.methods import Method
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICK = ("tracker=none", "dataset.max_samples=40", "evaluation=[rir]", "log_every=1", "figures=false")
+DEEP = ("experiment=digits_deep", "tracker=none", "figures=false", "evaluation=[rir]", "method.epochs=2")
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """Ends a run at a step as a kill would, without a chance to write anything."""
+
+    def arrange(step: int) -> None:
+        taken = checkpoint.Checkpointer.__call__
+
+        def killed(self, now, state):
+            taken(self, now, state)
+            if now == step:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(checkpoint.Checkpointer, "__call__", killed)
+
+    yield arrange
+    monkeypatch.undo()
+
+
+def outcome(folder: Path) -> tuple:
+    """What must not depend on interruptions: weights and history byte for byte, and the result but for the clock."""
+    content = Result.read(folder).as_dict()
+    del content["seconds"]
+    hashes = [
+        hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("immunized.safetensors", "metrics.jsonl")
+    ]
+    return content, hashes
+
+
+def resumed(overrides, tmp_path, monkeypatch, cut, at=5, every=3) -> tuple[tuple, tuple]:
+    """Outcome of a run without interruption, and of one that was cut at step `at` and went on."""
+    run(overrides, folder=tmp_path / "whole")
+    whole = outcome(tmp_path / "whole")
+    with monkeypatch.context():
+        cut(at)
+        with pytest.raises(KeyboardInterrupt):
+            run([*overrides, f"checkpoint.every={every}"], folder=tmp_path / "cut")
+    monkeypatch.undo()
+    assert Result.read(tmp_path / "cut").error == "interrupted"
+    run([*overrides, "resume=true"], folder=tmp_path / "cut")
+    assert not (tmp_path / "cut" / checkpoint.FILE).exists()
+    return whole, outcome(tmp_path / "cut")
+
+
+# --- Going on, bit for bit --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("method.epochs=9",),
+        ("method.epochs=3", "method.batch_size=20", "method.balance=true", "model.init=random"),
+        ("method.epochs=9", "optimizer=nesterov", "dtype=float32"),
+        ("method=imma", "method.epochs=9"),
+        ("method=opt_kappa", "method.epochs=30", "method.patience=4", "method.form=log"),
+        ("method=learning_curve", "method.epochs=9", "method.patience=2", "dataset.val_fraction=0.2"),
+        ("method=r_ill_only", "method.epochs=9", "method.max_accuracy_drop=0.5", "dataset.val_fraction=0.2"),
+    ],
+    ids=["exact", "batches", "float32", "imma", "patience", "learning_curve", "accuracy"],
+)
+def test_linear_runs_go_on(options, tmp_path, monkeypatch, cut):
+    whole, again = resumed([*QUICK, *options], tmp_path, monkeypatch, cut)
+    assert whole == again
+
+
+@pytest.mark.parametrize(
+    "options", [("method=condition_number",), ("method=imma",), ("method=learning_curve", "method.epochs=9")]
+)
+def test_nets_go_on(options, tmp_path, monkeypatch, cut):
+    whole, again = resumed([*DEEP, *options], tmp_path, monkeypatch, cut)
+    assert whole == again
+
+
+def test_nets_on_augmented_images_go_on_in_the_middle_of_a_pass(tmp_path, monkeypatch, cut):
+    """The images of the pass are read again, and the same augmentations drawn."""
+    primary = draw_folder(tmp_path / "p", 2, 20, 4, 0)
+    harmful = draw_folder(tmp_path / "h", 2, 12, 4, 1)
+    options = [
+        *("dataset=image_folders", "model=timm", "model.name=test_resnet", "model.pretrained=false", "tracker=none"),
+        *("+model.arguments.num_classes=2", "method=condition_number", "method.epochs=2", "method.batch_size=5"),
+        *(f"dataset.primary_root={primary}", f"dataset.harmful_root={harmful}", "dataset.augment=true", "log_every=1"),
+        *("dataset.size=32", "evaluation=[rir]", f"dataset.cache={tmp_path / 'cache'}", "figures=false"),
+    ]
+    whole, again = resumed(options, tmp_path, monkeypatch, cut, at=3, every=2)
+    assert whole == again
+
+
+def test_a_run_in_which_the_method_remembers_something_of_its_own(tmp_path, monkeypatch, cut):
+    cfg = compose([*QUICK, "method.epochs=9", "checkpoint.every=3"])
+    cfg.trusted = [__name__]
+    cfg.method = {"_target_": f"{__name__}.Momentum", "epochs": 9}
+    run(cfg, folder=tmp_path / "whole")
+    cut(4)
+    with pytest.raises(KeyboardInterrupt):
+        run(cfg, folder=tmp_path / "cut")
+    monkeypatch.undo()
+    cfg.resume = True
+    run(cfg, folder=tmp_path / "cut")
+    assert outcome(tmp_path / "whole") == outcome(tmp_path / "cut")
+
+
+class Momentum(Method):
+    """Remembers the last loss."""
+
+    last = 0.0
+
+    def step(self, model, primary, harmful):
+        loss = self.pair.primary.loss(model(primary.x), primary.y)
+        self.last, before = loss.item(), self.last
+        return {"loss": loss * (1 + before)}
+
+    def state_dict(self):
+        return super().state_dict() | {"last": self.last}
+
+
+def test_a_run_killed_after_its_training_measures_the_same(tmp_path, monkeypatch):
+    options = [*QUICK, "method=learning_curve", "method.epochs=6"]
+    run(options, folder=tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(Result, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run([*options, "checkpoint.every=4"], folder=tmp_path / "cut")
+    monkeypatch.setattr(Method, "step", None)
+    monkeypatch.setattr("immunization.methods.LearningCurve.step", None)  # no step is left
+    run([*options, "resume=true"], folder=tmp_path / "cut")
+    assert outcome(tmp_path / "whole") == outcome(tmp_path / "cut")
+
+
+def test_short_runs_write_no_checkpoint_and_the_clock_bounds_its_share(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(checkpoint.Checkpointer, "write", lambda self, step, state: written.append(step))
+    run([*QUICK, "method.epochs=5"], folder=tmp_path / "default")
+    assert not written
+    run([*QUICK, "method.epochs=5", "checkpoint.seconds=1e-9"], folder=tmp_path / "always")
+    assert written[:5] == [1, 2, 3, 4, 5]
+    monkeypatch.undo()
+    keeper = checkpoint.Checkpointer(tmp_path, {}, checkpoint.Stop(), seconds=1e-9)
+    keeper.write(1, lambda: time.sleep(0.01) or {})
+    assert keeper.due - time.monotonic() > 0.9  # 1 % of the time from now on
+
+
+# --- What may not be mixed up -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def half(tmp_path, cut, monkeypatch) -> Path:
+    """The folder of a run of 9 steps that was cut after step 4, with a checkpoint of step 3."""
+    cut(4)
+    with pytest.raises(KeyboardInterrupt):
+        run([*QUICK, "method.epochs=9", "checkpoint.every=3"], folder=tmp_path / "half")
+    monkeypatch.undo()
+    return tmp_path / "half"
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(half):
+    before = {path.name: path.read_bytes() for path in half.iterdir() if path.suffix != ".log"}
+    with pytest.raises(ConfigError, match=r"another configuration \(seed: 0 -> 1, .*resume=false to start afresh"):
+        run([*QUICK, "method.epochs=9", "seed=1", "resume=true"], folder=half)
+    assert before == {path.name: path.read_bytes() for path in half.iterdir() if path.suffix != ".log"}
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "emptied", "text"])
+def test_a_damaged_checkpoint_is_named_and_the_run_starts_again(half, damage, tmp_path, capsys):
+    path = half / checkpoint.FILE
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(
+        {"cut": content[:-100], "flipped": content, "emptied": b"", "text": b"not a checkpoint at all"}[damage]
+    )
+    run([*QUICK, "method.epochs=9", "resume=true"], folder=half)
+    assert "checkpoint.safetensors" in (said := capsys.readouterr().err)
+    assert "starts from the beginning" in said
+    run([*QUICK, "method.epochs=9"], folder=tmp_path / "whole")
+    assert outcome(half) == outcome(tmp_path / "whole")
+
+
+def test_an_altered_history_is_named(half):
+    path = half / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"step": 1', '"step": 7'))
+    with pytest.raises(DataError, match=r"metrics\.jsonl was altered since the checkpoint; resume=false starts afresh"):
+        run([*QUICK, "method.epochs=9", "resume=true"], folder=half)
+
+
+def test_other_data_under_the_same_configuration_are_named(half, monkeypatch):
+    from sklearn import datasets
+
+    pixels, labels = datasets.load_digits(return_X_y=True)
+    monkeypatch.setattr("sklearn.datasets.load_digits", lambda **_: (pixels + (pixels == 3), labels))
+    with pytest.raises(DataError, match=r"does not fit this run .* data"):
+        run([*QUICK, "method.epochs=9", "resume=true"], folder=half)
+
+
+@pytest.mark.parametrize("resume", ["false", "true"])
+def test_a_completed_run_is_never_written_over(tmp_path, resume):
+    run([*QUICK, "method.epochs=2"], folder=tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ConfigError, match="holds a completed run"):
+        run([*QUICK, "method.epochs=2", "seed=1", f"resume={resume}"], folder=tmp_path)
+    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+# --- Processes --------------------------------------------------------------------------------------------------------
+
+
+def start(*overrides: str, folder: Path) -> subprocess.Popen:
+    """A run in a process of its own that has begun to train."""
+    command = [sys.executable, str(ROOT / "launch.py"), *QUICK, *overrides, f"hydra.run.dir={folder}"]
+    process = subprocess.Popen(command, cwd=folder.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size > 1000) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return process
+
+
+def test_sigterm_writes_a_checkpoint_and_a_second_process_is_refused(tmp_path):
+    folder = tmp_path / "run"
+    process = start("method.epochs=100000", "log_every=50", folder=folder)
+    try:
+        with pytest.raises(ConfigError, match="another process is at work in this run folder"):
+            run([*QUICK, "resume=true"], folder=folder)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 143
+    assert len(said.splitlines()) == 1
+    assert "error: SIGTERM: interrupted after step" in said
+    assert "resume=true goes on from there" in said
+    result = Result.read(folder)
+    assert (result.status, result.error) == ("failed", "interrupted")
+    state = checkpoint.read(folder, json.loads(files.read_tensors(folder / checkpoint.FILE)[1]["checkpoint"])["config"])
+    assert state["progress"]["step"] == int(said.split("after step ")[1].split(";")[0])
+
+
+def test_signals_are_given_back(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    run([*QUICK, "method.epochs=2"], folder=tmp_path)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_whoever_listened_before_decides_what_follows_the_checkpoint(tmp_path, monkeypatch):
+    """As submitit does: it requeues the job on SIGUSR2, and lets SIGTERM pass."""
+    heard = []
+    monkeypatch.setattr(checkpoint.Checkpointer, "write", lambda self, step, state: heard.append(step))
+    step = Method.epoch_end
+    monkeypatch.setattr(
+        Method,
+        "epoch_end",
+        lambda self, model, epoch: os.kill(os.getpid(), signal.SIGUSR2) if epoch == 2 else step(self, model, epoch),
+    )
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append("requeued"))
+    try:
+        run([*QUICK, "method.epochs=5"], folder=tmp_path)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert heard == [4, "requeued"]
+
+
+# --- Disks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def limited():
+    """Sets how large a file may become, as a full disk or a quota does."""
+
+    def limit(size: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [0, 2000, 20_000])
+def test_a_full_disk_is_said_and_nothing_written_before_is_lost(size, half, limited, capfd):
+    """At any time: in config.yaml, in metrics.jsonl, in the weights."""
+    kept = (half / checkpoint.FILE).read_bytes()
+    limited(size)
+    with pytest.raises(ConfigError, match=r"half.*: .*; make room there, or .* hydra\.run\.dir"):
+        run([*QUICK, "method.epochs=9", "resume=true"], folder=half)
+    limited(resource.RLIM_INFINITY)
+    assert "Traceback" not in capfd.readouterr().err
+    assert (half / checkpoint.FILE).read_bytes() == kept
+    assert not list(half.glob(".*"))
+    assert run([*QUICK, "method.epochs=9", "resume=true"], folder=half).status == "completed"
+
+
+def test_a_figure_that_cannot_be_drawn_leaves_the_run_completed(tmp_path, monkeypatch, capsys):
+    def broken(*_):
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(figures, "draw", broken)
+    assert run([*QUICK, "figures=true", "method.epochs=2"], folder=tmp_path).status == "completed"
+    assert Result.read(tmp_path).status == "completed"
+    assert "the figures cannot be drawn (RuntimeError: no fonts)" in capsys.readouterr().err
+
+
+# --- The pieces -------------------------------------------------------------------------------------------------------
+
+
+def test_states_are_kept_with_their_types(tmp_path):
+    state = {
+        "a": [1, 2.5, None, True, "x", float("inf")],
+        3: ({"t": torch.arange(3)}, torch.tensor(1.5, dtype=torch.float64)),
+        "empty": {},
+    }
+    tensors: dict = {}
+    plain = json.loads(json.dumps(files.pack(state, tensors)))
+    files.write_tensors(tmp_path / "x", tensors, {"b": "1", "a": json.dumps(plain)})
+    first = (tmp_path / "x").read_bytes()
+    read, metadata = files.read_tensors(tmp_path / "x")
+    again = files.unpack(json.loads(metadata["a"]), read)
+    assert repr(again) == repr(state)
+    files.write_tensors(tmp_path / "x", tensors, {"a": json.dumps(plain), "b": "1"})
+    assert (tmp_path / "x").read_bytes() == first
+    with pytest.raises(TypeError, match=r"a\.0: a object cannot be kept"):
+        files.pack({"a": [object()]}, {})
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    files.write(tmp_path / "x", "old")
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match=r"No space left on device.*/x"):
+        files.write(tmp_path / "x", "new")
+    assert (tmp_path / "x").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
