@@ -51,9 +51,12 @@ class Table:
         table = rich.table.Table(title=self.title, box=None, padding=(0, 2, 0, 0), title_justify="left")
         longest = max((len(row[0].text) for row in self.rows), default=0)
         for i in chosen:
-            width = None if i else min(longest, 40)
             table.add_column(
-                self.header[i], justify="right" if i else "left", vertical="bottom", overflow="fold", min_width=width
+                self.header[i],
+                justify="right" if i else "left",
+                vertical="bottom",
+                overflow="fold",
+                no_wrap=i == 0 and longest <= 40,
             )
         for row in self.rows:
             table.add_row(*(Text(row[i].text, "bold" if row[i].strong else "") for i in chosen))
