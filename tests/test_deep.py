@@ -1,5 +1,6 @@
 """Deep nets on tiny folders of images: splitting, freezing, kept activations, methods, folded maps and measures."""
 
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -279,16 +280,19 @@ def test_fold_raises_rir_on_features(folders):
 def test_bad_images_are_named_or_left_out(tmp_path, caplog):
     folders = draw_folder(tmp_path / "p", 4, 6, 2, 0), draw_folder(tmp_path / "h", 3, 6, 2, 1)
     good = (folders[1] / "train/class0/0.png").read_bytes()
-    for path in ("train/class0/0.png", "train/class1/3.png"):
-        (folders[1] / path).write_bytes(good[: len(good) // 2])
+    (folders[1] / "train/class0/0.png").write_bytes(good[: len(good) // 2])  # truncated
+    (folders[1] / "train/class1/3.png").write_bytes(b"no image")
+    huge = good[:16] + (10**5).to_bytes(4) * 2 + good[24:29]  # the size stands in the header
+    (folders[1] / "train/class2/1.png").write_bytes(huge + zlib.crc32(huge[12:]).to_bytes(4) + good[33:])
     options = {"val_fraction": 0.0}
     pair = open_pair(folders, **options)
-    with pytest.raises(DataError, match=r"2 images cannot be read: .*class0/0\.png.*class1/3\.png.*on_bad_image=skip"):
+    names = r"class0/0\.png.*class1/3\.png.*class2/1\.png: Image size.*on_bad_image=skip"
+    with pytest.raises(DataError, match=r"3 images cannot be read: .*" + names):
         build(pair).prepare(pair, True)
     pair = open_pair(folders, tmp_path / "cache", on_bad_image="skip", **options)
     for _ in range(2):  # also from the cache
         _, tasks = build(pair).prepare(pair, True)
-        assert len(tasks.harmful.train) == 16
+        assert len(tasks.harmful.train) == 15
 
 
 def test_empty_class_folder(tmp_path):

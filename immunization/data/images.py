@@ -298,19 +298,19 @@ class Readable(Dataset):
         return len(self.split)
 
     def __getitem__(self, i: int) -> tuple[Tensor, int] | str:
+        from PIL import Image
+
         dataset, rows = self.split.dataset, self.split.rows
         row = i if rows is None else int(rows[i])
         reader = getattr(dataset, "reader", None)
         try:
             if hasattr(reader, "samples"):  # timm's own data set would put another image in place of a bad one
-                from PIL import Image
-
                 stream, label = reader[row]
                 with stream, Image.open(stream) as image:
                     image = image.convert(dataset.input_img_mode)
             else:
                 image, label = dataset[row]
-        except (OSError, SyntaxError, ValueError) as error:
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             name = reader.filename(row, absolute=True) if hasattr(reader, "samples") else f"image {row}"
             return f"{name}: {error}"
         return self.transform(image), label
