@@ -98,7 +98,9 @@ def test_a_run_is_exported_and_loaded(tmp_path, method):
     model = immunization.load(tmp_path / "run")
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     assert model(images).shape == (2, 4)
-    assert (tmp_path / "run/model_card.md").read_text().startswith("# ")
+    card = (tmp_path / "run/model_card.md").read_text()
+    assert card.startswith(f"# test_resnet, immunized by {method}\n")
+    assert "Licence of its weights: not stated" in card  # timm's own holds for its weights alone
     with pytest.raises(DataError, match="cannot be read"):
         immunization.load(tmp_path)
 

@@ -50,7 +50,8 @@ class Timm(Model):
         if not isinstance(pair, ImagePair):
             raise ConfigError(f"model={name} needs images, for example dataset=image_folders; '{pair.name}' has none")
         self._take(create(name, checkpoint, pretrained, arguments), pair, name, trainable, head_decay, arguments)
-        self.weights = checkpoint or ("weights of the hub" if pretrained else "random weights")
+        if checkpoint or not pretrained:
+            self.weights, self.license = checkpoint or "random weights", None  # timm states that of its own weights
 
     @classmethod
     def of(cls, net: nn.Module, pair: ImagePair, trainable: str | Sequence[str] = "last") -> Timm:
@@ -58,7 +59,7 @@ class Timm(Model):
         model = cls.__new__(cls)
         name = (getattr(net, "pretrained_cfg", None) or {}).get("architecture") or type(net).__name__
         model._take(net, pair, name, trainable, 2e-5, {})
-        model.weights = "the caller's own"
+        model.weights, model.license = "the caller's own", None
         return model
 
     def _take(
@@ -72,6 +73,8 @@ class Timm(Model):
     ) -> None:
         super().__init__()
         self.images, self.architecture, self.head_decay, self.arguments = pair, name, head_decay, arguments
+        self.weights = "weights of the hub"
+        self.license = (getattr(net, "pretrained_cfg", None) or {}).get("license")
         self.config = data_config(net)
         if pair.size is not None:
             self.config["input_size"] = (self.config["input_size"][0], pair.size, pair.size)
@@ -233,7 +236,6 @@ class Timm(Model):
     def metadata(self) -> dict[str, str]:
         """What `load` needs beside the tensors."""
         facts = {"architecture": self.architecture, "arguments": self.arguments, "data_config": self.config}
-        facts["weights"] = self.weights
-        facts["license"] = (getattr(self.net, "pretrained_cfg", None) or {}).get("license")
+        facts |= {"weights": self.weights, "license": self.license}
         facts |= {"classes": self.head.out_features, "dtype": str(self.head.weight.dtype).removeprefix("torch.")}
         return {"immunization": json.dumps(facts)}

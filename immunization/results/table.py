@@ -114,7 +114,7 @@ class Sheet:
 
         pairs = {"κ, harmful task": "kappa_harmful", "κ, primary task": "kappa_primary"}
         pairs |= {f"primary {text}, held out": f"primary/{name}" for name, text in MEASURES.items()}
-        pairs["the same by the net's own head"] = "primary/head_accuracy"
+        pairs["primary accuracy, own head"] = "primary/head_accuracy"
         pairs = {label: name for label, name in pairs.items() if f"{name}_baseline" in result.metrics}
         if pairs:
             _head(grid, "", "baseline", "immunized")
