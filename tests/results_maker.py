@@ -1,6 +1,8 @@
 """Run folders with made-up numbers, written as the runner writes them."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import yaml
 
@@ -17,14 +19,16 @@ def make_run(
     rir: float | None = 10.0,
     protocol: str = "one_vs_rest",
     lambdas: tuple[float, float] | None = None,
+    measures: Mapping[str, float | None] = MappingProxyType({}),
     **changes,
 ) -> Path:
-    """One completed run; `changes` replace attributes of the result."""
+    """One completed run; `measures` are further metrics, `changes` replace attributes of the result."""
     folder.mkdir(parents=True)
     harmful = None if rir is None else rir * 0.5
     metrics = {"rir": rir, "ratio_harmful": harmful, "ratio_primary": 0.5, "authors/rir": rir}
     metrics |= {"primary/accuracy": 0.95 + seed / 1000, "primary/accuracy_baseline": 0.95, "ceiling/attained": 0.5}
     metrics |= {"steps_ratio/harmful": 100.0, "steps_ratio/primary": 1.0, "definition/immunized": 1, "definition/c": 1}
+    metrics |= measures
     curve = {"x": [1, 10, 100], "y": [1.0, 0.5, 0.1 + seed / 100]}
     names = ("norm_ratio/harmful", "norm_ratio/primary", "probe/harmful", "probe/primary")
     result = Result(

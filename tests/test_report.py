@@ -117,6 +117,30 @@ def test_the_chosen_point_keeps_the_primary_task(tmp_path):
     assert circle.get_ydata().tolist() == [10.0]
 
 
+def test_what_slowing_the_harmful_task_costs_a_benign_one(tmp_path):
+    for i, (harmful, benign) in enumerate([(1e5, 100.0), (1e3, 3.0), (10.0, 1.0)]):
+        measures = {"steps_ratio/harmful": harmful, "steps_ratio/benign": benign}
+        make_run(tmp_path / str(i), lambdas=(1.0, 10.0**i), measures=measures)
+    (group,) = settings(collect([tmp_path]))
+    plot = next(plot for plot in draw(group, "x") if plot.name == "x_collateral")
+    (ax,) = plot.figure.axes
+    assert ax.lines[0].get_xydata().tolist() == [[100.0, 1e5], [3.0, 1e3], [1.0, 10.0]]
+    assert [text.get_text() for text in ax.texts] == ["lambda_H=1", "lambda_H=10", "lambda_H=100"]
+
+
+def test_alignment_against_the_ceiling_and_what_is_reached(tmp_path):
+    for i, (a, b) in enumerate((a, b) for a in range(3) for b in range(3) if a != b):
+        for method in METHODS:
+            measures = {"alignment/score": i / 6, "ceiling/rir": 1e3 / (1 + i)}
+            make_run(tmp_path / f"{i}_{method}", method, pair=(a, b), rir=2.0 + i, measures=measures)
+    (group,) = settings(collect([tmp_path]))
+    plot = next(plot for plot in draw(group, "x") if plot.name == "x_alignment")
+    attainable, reached = plot.figure.axes
+    assert attainable.lines[0].get_xydata().tolist() == [[i / 6, 1e3 / (1 + i)] for i in range(6)]
+    assert [line.get_label().splitlines()[0] for line in reached.lines] == sorted(METHODS, reverse=True)
+    assert "r 1.00" in reached.lines[0].get_label()
+
+
 def test_text_of_figures_follows_the_theme(folder):
     (group,) = settings(collect([folder]))
     for plot in draw(group, "x"):

@@ -15,8 +15,9 @@ from scipy import stats
 from immunization.errors import DataError
 from immunization.results import __main__ as command
 from immunization.results.collect import collect
-from immunization.results.statistics import paired_p, summarize, ties
-from immunization.results.tables import best, comparison, settings, title
+from immunization.results.statistics import paired_p, rank_correlation, summarize, ties
+from immunization.results.table import NONE
+from immunization.results.tables import Setting, alignment, best, comparison, counts, settings, title
 
 
 @pytest.fixture
@@ -204,6 +205,25 @@ def test_paired_test_is_scipys_on_logarithms():
     assert signed == pytest.approx(stats.ttest_rel(-a, b).pvalue)
 
 
+def test_rank_correlation_is_spearmans_and_its_p_value_that_of_permuted_classes():
+    rng = np.random.default_rng(1)
+    pairs = [(a, b) for a in "abcdef" for b in "abcdef" if a != b]
+    x, y = ({pair: rng.normal() for pair in pairs} for _ in range(2))
+    expected = stats.spearmanr([x[pair] for pair in pairs], [y[pair] for pair in pairs])
+    rho, p = rank_correlation(x, y)
+    assert rho == pytest.approx(expected.statistic)
+    assert p == pytest.approx(expected.pvalue, abs=0.2)
+    some = dict(list(x.items())[:20])  # not all pairs of the classes: no permutation takes them to each other
+    expected = stats.spearmanr([x[pair] for pair in some], [y[pair] for pair in some])
+    assert rank_correlation(some, y) == pytest.approx((expected.statistic, expected.pvalue))
+    # a measure of one class alone has as many independent values as classes, not as pairs
+    level = dict(zip("abcdef", rng.normal(size=6), strict=True))
+    other = {pair: level[pair[0]] + 0.5 * rng.normal() for pair in pairs}
+    level = {pair: level[pair[0]] for pair in pairs}
+    assert rank_correlation(level, other)[1] > 10 * stats.spearmanr(list(level.values()), list(other.values())).pvalue
+    assert all(math.isnan(value) for value in rank_correlation({}, y))
+
+
 def test_paired_tests_use_common_keys_and_need_three():
     a = {0: 1.0, 1: 2.0, 2: 3.0}
     assert math.isnan(paired_p(a, {0: 1.0, 1: 2.0, 5: 9.0}))
@@ -221,6 +241,34 @@ def test_ties_hold_holms_correction():
     assert ties({"base": base, "near": near}, "base") == {"base"}
     other = {i: value * (1.1 if i % 2 else 0.9) for i, value in base.items()}
     assert ties({"base": base, "near": near, "other": other, "far": far}, "base") == {"base", "near", "other"}
+
+
+def test_successes_are_counted_by_run(tmp_path):
+    for i, (rir, harmful, primary) in enumerate([(2.0, 5.0, 1.0), (0.5, 5.0, 1.1), (3.0, 1.0, 0.5), (4.0, None, None)]):
+        measures = {"steps_ratio/harmful": harmful, "steps_ratio/primary": primary, "definition/a": i < 2}
+        make_run(tmp_path / str(i), pair=(0, i + 1), rir=rir, measures=measures)
+    (group,) = settings(collect([tmp_path]))
+    made = counts(group, "name", "Heading")
+    found = dict(zip(made.header, (cell.text for cell in made.rows[0]), strict=True))
+    assert found["RIR > 1"] == "3/4"
+    assert found["(a)"] == "2/4"
+    assert (found["harmful > 1"], found["primary ≤ 1"], found["both"]) == ("2/3", "2/3", "1/3")
+    assert "benign ≤ 1" not in found  # no run has it
+    assert counts([Setting(group[0].runs[:1])], "name", "Heading") is None
+
+
+def test_alignment_is_correlated_with_what_it_may_predict(tmp_path):
+    for i, (a, b) in enumerate((a, b) for a in range(4) for b in range(4) if a != b):
+        measures = {"alignment/score": i / 12, "alignment/kernel": (a - b) ** 2.0, "ceiling/rir": 1e3 / (1 + i)}
+        make_run(tmp_path / str(i), pair=(a, b), rir=2.0 + i % 2, measures=measures)
+    (group,) = settings(collect([tmp_path]))
+    made = alignment(group, "name", "Heading")
+    assert [row[0].text for row in made.rows] == ["ceiling", "condition_number"]
+    ceiling = dict(zip(made.header, made.rows[0], strict=True))
+    assert ceiling["score"].value == pytest.approx(-1)
+    p = float(ceiling["score"].text.split("p ")[1].strip(")"))
+    assert p == pytest.approx(2 / 24, abs=0.01)  # of all orders of 4 classes, its reverse is as strong
+    assert ceiling["κ(M)"].text == NONE
 
 
 # --- The command ------------------------------------------------------------------------------------------------------

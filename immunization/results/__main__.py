@@ -29,9 +29,9 @@ def main(arguments: list[str] | None = None) -> None:
         frame.to_parquet(folder / "results.parquet", index=False)
     except ImportError:
         print("results.parquet was not written: pip install 'immunization[parquet]'", file=sys.stderr)
-    for part in parts:
-        for suffix, text in {"md": part.table.markdown(), "tex": part.table.latex(), "csv": part.table.csv()}.items():
-            (folder / f"{part.table.name}.{suffix}").write_text(text, encoding="utf-8")
+    for table in (table for part in parts for table in part.tables):
+        for suffix, text in {"md": table.markdown(), "tex": table.latex(), "csv": table.csv()}.items():
+            (folder / f"{table.name}.{suffix}").write_text(text, encoding="utf-8")
     pictures = {plot.name: plot.png(figures) for part in parts for plot in part.plots}
     write(folder / REPORT, collection, parts, options.title)
     if options.markdown:
@@ -52,7 +52,7 @@ def _log(options: argparse.Namespace, parts: list[Section], pictures: list[Path]
     tracker = Wandb(os.environ.get("WANDB_PROJECT", "immunization"), os.environ.get("WANDB_ENTITY"))
     paths = {"paths": [str(path) for path in options.paths]}
     tracker.start(options.output, paths, name=options.title, group="results", tags=["summary"])
-    texts = (([[cell.text for cell in row] for row in part.table.rows], part.table) for part in parts)
+    texts = (([[cell.text for cell in row] for row in table.rows], table) for part in parts for table in part.tables)
     tables = {table.name: (table.header, rows) for rows, table in texts}
     tracker.report(tables, pictures, options.output / REPORT)
     tracker.close(failed=False)

@@ -1,4 +1,4 @@
-"""Figures over many runs: the paper's Figs. 1 to 3, the map of both lambdas, and RIR against the primary task.
+"""Figures over many runs: the paper's Figs. 1 to 3, the map of both lambdas, and what is traded against what.
 
 Methods have one color in every figure. What is drawn in INK follows the reader's theme in the report.
 """
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from immunization.results.tables import METHODS, Setting, best
+from immunization.results.statistics import rank_correlation
+from immunization.results.tables import METHODS, Setting, best, correlations
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,6 +66,8 @@ def draw(group: Sequence[Setting], name: str, objective: str = "rir") -> list[Pl
         "figure3": probes,
         "lambdas": lambdas,
         "pareto": pareto,
+        "collateral": collateral,
+        "alignment": alignment,
     }
     import matplotlib
 
@@ -210,6 +213,59 @@ def pareto(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
         "RIR (mean) against the primary task (median), one point a setting; no setting is better in both than one on "
         f"the front. Circled: the largest {objective} among settings that keep the primary task "
         "(part (c) of Definition 3.1)."
+    )
+
+
+def collateral(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | None:
+    """Steps of the harmful probe against those of a benign third task's; settings of one method are one line."""
+    roles = ("steps_ratio/benign", "steps_ratio/harmful")
+    points = [setting for setting in group if all(setting.median(name) for name in roles)]
+    if len(points) < 2:
+        return None
+    figure, (ax,) = _panels(1, width=6.0, height=3.8, legend=True)
+    for method in dict.fromkeys(setting.method for setting in points):
+        mine = [setting for setting in points if setting.method == method]
+        x, y = ([setting.median(name) for setting in mine] for name in roles)
+        ax.plot(x, y, "o-", color=_color(method, points), linewidth=1.0, label=method)
+        if len(mine) <= LINES:
+            for setting, *place in zip(mine, x, y, strict=True):
+                text = setting.label.removeprefix(method).strip()
+                ax.annotate(text, place, (5, 4), textcoords="offset points", fontsize=8, color=INK)
+    ax.axvline(1, color=INK, linewidth=0.8, alpha=0.5)
+    ax.set(xscale="log", yscale="log", xlabel="steps of a benign task's probe / baseline (left of the line is faster)")
+    ax.set_ylabel("steps of the harmful probe / baseline")
+    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    return figure, (
+        "What slowing the harmful task costs a benign task that no method was shown: steps of fresh probes by gradient "
+        "descent over those with the baseline, median over the runs. Up and to the left is better."
+    )
+
+
+def alignment(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | None:
+    """Alignment score of both tasks against the ceiling of RIR, and against the RIR reached, one point a pair."""
+    outcomes = correlations(group)
+    if not outcomes:
+        return None
+    score = next(found for setting in group if (found := setting.pairs("alignment/score")))
+    methods = {setting.label: setting.method for setting in group}
+    panels = {"the largest attainable": {"ceiling": outcomes.pop("ceiling")}, "reached": outcomes}
+    panels = {title: series for title, series in panels.items() if any(series.values())}
+    figure, axes = _panels(len(panels), width=4.4, height=3.4, legend=True)
+    for ax, (heading, series) in zip(axes, panels.items(), strict=True):
+        for label, values in series.items():
+            r, p = rank_correlation(score, values)
+            known = [pair for pair in values if pair in score]
+            color = _color(methods[label], group) if label in methods else INK
+            text = f"{label}\nr {r:.2f}, p {p:.2g}"
+            x, y = ([measure[pair] for pair in known] for measure in (score, values))
+            ax.plot(x, y, "o", markersize=4, alpha=0.7, color=color, label=text)
+        ax.set(title=f"RIR, {heading}", yscale="log", xlabel="alignment score of K_P and K_H")
+    handles = [line for ax in axes for line in ax.lines]
+    axes[-1].legend(handles=handles, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    return figure, (
+        "Does the alignment of both tasks predict the RIR? One point a pair of classes; a score of 1/2 stands for "
+        "unrelated tasks, 1 for aligned ones. r: Spearman's rank correlation, p by permutations of the classes where "
+        "all of their pairs are there."
     )
 
 

@@ -17,7 +17,7 @@ from immunization.result import Result
 from immunization.results.collect import Collection, Problem, Run
 from immunization.results.plots import Plot, draw
 from immunization.results.table import NONE, number
-from immunization.results.tables import Cell, Setting, Table, best, comparison, settings, title
+from immunization.results.tables import Cell, Setting, Table, alignment, best, comparison, counts, settings, title
 
 REPORT = "report.html"
 SCREEN = ("method", "runs", "failed", "(i)", "(ii)", "RIR", "harmful steps ratio")
@@ -28,10 +28,10 @@ MOST = 500
 
 @dataclass
 class Section:
-    """What is said of the runs that can be compared: a table and its figures."""
+    """What is said of the runs that can be compared: tables, the comparison first, and figures."""
 
     group: list[Setting]
-    table: Table
+    tables: list[Table]
     plots: list[Plot]
 
     @property
@@ -46,9 +46,9 @@ def sections(collection: Collection, objective: str, figures: bool = True) -> li
     for i, group in enumerate(groups, 1):
         heading = title(group, groups)
         name = f"{i}_{re.sub(r'[^a-z0-9]+', '_', heading.lower()).strip('_')[:60]}"
-        made.append(
-            Section(group, comparison(group, name, heading, objective), draw(group, name, objective) if figures else [])
-        )
+        more = (counts(group, f"{name}_counts", heading), alignment(group, f"{name}_alignment", heading))
+        tables = [comparison(group, name, heading, objective), *filter(None, more)]
+        made.append(Section(group, tables, draw(group, name, objective) if figures else []))
     return made
 
 
@@ -66,7 +66,8 @@ def show(collection: Collection, parts: Sequence[Section], objective: str, conso
     console = console or Console()
     for part in parts:
         console.print()
-        console.print(part.table.rich(SCREEN))
+        for table in part.tables:
+            console.print(table.rich(SCREEN if table is part.tables[0] else table.header))
         if len(part.group) > 1 and (winner := best(part.group, objective)):
             mean = number(winner.summary(objective).mean)
             console.print(f"★ largest mean {objective}: {winner.label} ({mean})", markup=False, highlight=False)
@@ -104,15 +105,12 @@ def _section(part: Section) -> str:
     figures = (
         f"<figure>{plot.svg()}<figcaption>{escape(plot.caption)} {source}</figcaption></figure>" for plot in part.plots
     )
-    notes = "".join(f"<li>{escape(note)}</li>" for note in part.table.notes)
-    return "\n".join(
-        [
-            f"<h2>{escape(part.table.title)}</h2>",
-            _table(part.table),
-            f'<ul class="notes">{notes}</ul><p class="soft">{source}</p>',
-            *figures,
-        ]
+    tables = (
+        f"<h2>{escape(table.title)}</h2>{_table(table)}"
+        f'<ul class="notes">{"".join(f"<li>{escape(note)}</li>" for note in table.notes)}</ul>'
+        for table in part.tables
     )
+    return "\n".join([*tables, f'<p class="soft">{source}</p>', *figures])
 
 
 def _table(table: Table, kind: str = "") -> str:
@@ -174,7 +172,7 @@ def markdown(parts: Iterable[Section], pictures: dict[str, str], command: str) -
     """The tables as one document, with the command that made each; `pictures` maps figures to their paths."""
     lines = ["# Results", "", f"Written by `{command}`; do not edit by hand.", ""]
     for part in parts:
-        lines += [part.table.markdown(), f"Source: {_public(provenance(part.runs))}", ""]
+        lines += [*(table.markdown() for table in part.tables), f"Source: {_public(provenance(part.runs))}", ""]
         lines += [
             f"![{plot.name}]({pictures[plot.name]})\n\n{plot.caption}\n" for plot in part.plots if plot.name in pictures
         ]

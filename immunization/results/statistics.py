@@ -16,6 +16,9 @@ T = TypeVar("T")
 LEVEL = 0.95
 """Confidence of the intervals; tests are significant below 1 - LEVEL."""
 
+PERMUTATIONS = 9999
+"""Random permutations behind a p-value, which is at least the reciprocal of their number."""
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -61,6 +64,30 @@ def paired_p(a: Mapping[object, float], b: Mapping[object, float]) -> float:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         return float(stats.ttest_1samp(difference, 0.0).pvalue)
+
+
+def rank_correlation(x: Mapping[tuple[str, str], float], y: Mapping[tuple[str, str], float]) -> tuple[float, float]:
+    """Spearman's rho of two measures of ordered pairs of classes, and its two-sided p-value; NaN below three pairs.
+
+    Pairs that share a class are not independent. Where all pairs of the classes are there, p therefore comes from
+    PERMUTATIONS random permutations of the classes, each of which moves all their pairs (the quadratic assignment
+    procedure; Krackhardt, 1988); else it is the one for independent pairs, which is too small.
+    """
+    keys = [key for key in x if key in y]
+    if len(keys) < 3:
+        return math.nan, math.nan
+    a, b = (stats.rankdata([values[key] for key in keys]) for values in (x, y))
+    a, b = ((ranks - ranks.mean()) / max(np.linalg.norm(ranks - ranks.mean()), 1e-300) for ranks in (a, b))
+    rho = float(a @ b)
+    classes = sorted({name for key in keys for name in key})
+    if len(keys) < len(classes) * (len(classes) - 1):
+        return rho, float(stats.spearmanr([x[key] for key in keys], [y[key] for key in keys]).pvalue)
+    first, second = np.array([[classes.index(name) for name in key] for key in keys]).T
+    matrix = np.zeros((len(classes), len(classes)))
+    matrix[first, second] = a
+    permuted = np.random.default_rng(0).permuted(np.tile(np.arange(len(classes)), (PERMUTATIONS, 1)), axis=1)
+    others = matrix[permuted[:, first], permuted[:, second]] @ b
+    return rho, float((1 + (np.abs(others) >= abs(rho) - 1e-12).sum()) / (1 + PERMUTATIONS))
 
 
 def ties(values: Mapping[T, Mapping[object, float]], best: T) -> set[T]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -16,11 +17,27 @@ import yaml
 from rich.text import Text
 
 from immunization.results.collect import PAIR, Collection, Run, varying
-from immunization.results.statistics import Summary, summarize, ties
+from immunization.results.statistics import Summary, rank_correlation, summarize, ties
 from immunization.results.table import MEASURES, NONE, number
 
 METHODS = ("identity", "r_ill_only", "imma", "opt_kappa", "condition_number", "closed_form", "learning_curve")
 """The order of rows: the baseline, the paper's methods as in its tables, ours, then any other by name."""
+
+COUNTS: dict[str, dict[str, Callable[[float], bool]]] = {
+    "RIR > 1": {"rir": lambda value: value > 1},
+    "(a)": {"definition/a": bool},
+    "(b)": {"definition/b": bool},
+    "(c)": {"definition/c": bool},
+    "Def. 3.1": {"definition/immunized": bool},
+    "harmful > 1": {"steps_ratio/harmful": lambda value: value > 1},
+    "primary ≤ 1": {"steps_ratio/primary": lambda value: value <= 1},
+    "benign ≤ 1": {"steps_ratio/benign": lambda value: value <= 1},
+}
+"""What counts as a success of a run: every measure named exists and is as stated."""
+COUNTS["both"] = COUNTS["harmful > 1"] | COUNTS["primary ≤ 1"]
+
+ALIGNMENT = {"alignment/score": "score", "alignment/kernel": "kernel", "alignment/kappa_M": "κ(M)"}
+"""What might predict the RIR that a pair of tasks allows."""
 
 RATIOS = {"ratio_harmful": "(i)", "ratio_primary": "(ii)", "rir": "RIR"}
 AUTHORS = "authors'"
@@ -123,9 +140,16 @@ class Setting:
 
     def median(self, metric: str) -> float | None:
         """Over all runs; for measures that spread by orders of magnitude."""
-        values = sorted(self.values(metric).values())
-        middle = len(values) // 2
-        return (values[middle] + values[-middle - 1]) / 2 if values else None
+        values = self.values(metric).values()
+        return statistics.median(values) if values else None
+
+    def pairs(self, metric: str) -> dict[tuple[str, str], float]:
+        """The median over the seeds, for each pair of classes."""
+        by_pair: dict[tuple[str, str], list[float]] = {}
+        for (_, pair), value in self.values(metric).items():
+            if pair:
+                by_pair.setdefault(tuple(pair.split("→")), []).append(value)
+        return {pair: statistics.median(values) for pair, values in by_pair.items()}
 
     def reason(self, metric: str) -> str | None:
         """Why runs have no value of the measure."""
@@ -211,6 +235,47 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     return Table(name, heading, list(shown), rows, notes + _gaps(group))
 
 
+def counts(group: Sequence[Setting], name: str, heading: str) -> Table | None:
+    """In how many runs each setting does what immunization is for; None where no setting has several runs."""
+    if max(len(setting.runs) for setting in group) < 2:
+        return None
+    columns = {text: [_successes(setting, tests) for setting in group] for text, tests in COUNTS.items()}
+    columns = {text: cells for text, cells in columns.items() if any(cell.value is not None for cell in cells)}
+    rows = [[Cell(setting.label), *cells] for setting, *cells in zip(group, *columns.values(), strict=True)]
+    notes = [
+        "Runs (all seeds and pairs) of which the heading holds, of those that have the measure. RIR and Definition 3.1 "
+        "(a) to (c) are rank-aware. harmful, primary, benign: the steps ratio of that task; both: of the first two."
+    ]
+    return Table(name, f"{heading}: successes", ["method", *columns], rows, notes)
+
+
+def correlations(group: Sequence[Setting]) -> dict[str, dict[tuple[str, str], float]]:
+    """What alignment may predict, by pair of classes: the ceiling of RIR, and the RIR that each setting reaches."""
+    measured = [setting for setting in group if len(setting.pairs("alignment/score")) > 2]
+    ceilings = next((found for setting in measured if (found := setting.pairs("ceiling/rir"))), {})
+    return {"ceiling": ceilings} | {setting.label: setting.pairs("rir") for setting in measured} if measured else {}
+
+
+def alignment(group: Sequence[Setting], name: str, heading: str) -> Table | None:
+    """Rank correlation of the alignment of K_P and K_H with the attainable and the reached RIR, over pairs."""
+    outcomes = correlations(group)
+    if not outcomes:
+        return None
+    rows = []
+    for label, outcome in outcomes.items():
+        row = [Cell(label), Cell(str(len(outcome)), len(outcome))]
+        for metric in ALIGNMENT:
+            predictor = next((found for setting in group if (found := setting.pairs(metric))), {})
+            r, p = rank_correlation(predictor, outcome)
+            row.append(Cell(NONE) if math.isnan(r) else Cell(f"{number(r)} (p {number(p)})", r))
+        rows.append(row)
+    notes = [
+        "Spearman's rank correlation over ordered pairs of classes (medians over seeds); p from permutations of the "
+        "classes where all of their pairs are there, since pairs that share a class are not independent."
+    ]
+    return Table(name, f"{heading}: what alignment predicts", ["RIR of", "pairs", *ALIGNMENT.values()], rows, notes)
+
+
 def paper_key(run: Run) -> str:
     """The table of paper.yaml that a run can be compared with."""
     model = str(run.settings.get("model.name", ""))
@@ -236,6 +301,13 @@ def _of_group(name: str) -> bool:
 @cache
 def _paper() -> dict[str, dict[str, dict[str, list[float]]]]:
     return yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text())
+
+
+def _successes(setting: Setting, tests: Mapping[str, Callable[[float], bool]]) -> Cell:
+    rows = [[run.result.metrics.get(metric) for metric in tests] for run in setting.runs]
+    rows = [row for row in rows if None not in row]
+    good = sum(all(test(value) for test, value in zip(tests.values(), row, strict=True)) for row in rows)
+    return Cell(f"{good}/{len(rows)}", good / len(rows)) if rows else Cell(NONE)
 
 
 def _strong(group: Sequence[Setting], metric: str) -> set[Setting]:
