@@ -337,6 +337,11 @@ def test_head_and_classes(folders, tmp_path):
     logits[:, 6] = 1.0
     share = pair.tasks["primary"].splits["test"].dataset.reader.samples
     assert tasks.primary.measure(logits, tasks.primary.test.y) == pytest.approx(6 / len(share))
+    for index in (7, -1, 2):
+        table.write_text(f"index,dir\n{index},class0\n2,class1\n0,class2\n4,class3\n")
+        pair = open_pair(folders, primary={"outputs": str(table)})
+        with pytest.raises(ConfigError, match="outputs must differ and be from 0 to 6, those of test_resnet"):
+            Timm(pair, "test_resnet", pretrained=False, arguments={"num_classes": 7}).prepare(pair, True)
     table.write_text("index,dir\n6,class0\n")
     with pytest.raises(DataError, match="no column names all 4"):
         open_pair(folders, primary={"outputs": str(table)})

@@ -125,9 +125,9 @@ def _outputs(model: Timm, task: ImageTask, classes: int) -> Tensor:
     """The head's output [classes] that means each class of the primary task."""
     size = model.head.out_features
     if task.outputs is not None:
-        if max(task.outputs) >= size or len(set(task.outputs)) < classes:
+        if not set(task.outputs) <= set(range(size)) or len(set(task.outputs)) < classes:
             raise ConfigError(
-                f"dataset.primary.outputs: outputs must differ and be below {size}, the outputs of {model.name}"
+                f"dataset.primary.outputs: outputs must differ and be from 0 to {size - 1}, those of {model.name}"
             )
         return torch.tensor(task.outputs)
     if size == 1000 and task.classes:
