@@ -13,6 +13,7 @@ from immunization import run, spectral
 from immunization.data.images import image_folders
 from immunization.data.task import SPLITS
 from immunization.errors import ConfigError, DataError
+from immunization.evaluation import LearningCurves, RelativeRatio
 from immunization.evaluation.deep import DeepComparison, OwnHead, SampledRatio, compare
 from immunization.methods import ClosedForm, ConditionNumber, LearningCurveNet, OptKappa, PairedBatches, train
 from immunization.methods.loaders import LoaderBatches, batches_of
@@ -205,7 +206,9 @@ def test_training_moves_only_the_trainable_part(folders):
     assert all(name.startswith((model.trained[0], "fc")) for name in changed)
 
 
-def test_comparison_is_exact_and_batched(folders):
+@pytest.mark.parametrize("kept", [2**31, 0])
+def test_comparison_is_exact_and_batched(folders, monkeypatch, kept):
+    monkeypatch.setattr("immunization.evaluation.deep.KEPT", kept)
     pair = open_pair(folders)
     model, tasks = build(pair).prepare(pair, False)
     with torch.no_grad():
@@ -221,6 +224,18 @@ def test_comparison_is_exact_and_batched(folders):
     targets = tasks.harmful.targets(tasks.harmful.train.y)
     expected = torch.linalg.lstsq(features, targets, driver="gelsd").solution
     torch.testing.assert_close(features @ probe.optimum(), features @ expected, rtol=1e-6, atol=1e-6)
+    rows = torch.tensor([5, 60, 2])
+    torch.testing.assert_close(comparison.sampled("harmful", "after", rows), features[rows])
+
+
+def test_features_are_computed_once_for_all_measures(folders):
+    model, tasks = build(open_pair(folders)).prepare(open_pair(folders), False)
+    seen = []
+    model.extractor.register_forward_hook(lambda _module, inputs, _output: seen.append(len(inputs[0])))
+    comparison = compare(tasks, model)
+    for measure in (RelativeRatio(), LearningCurves(), SampledRatio(2, 20)):
+        measure(comparison)
+    assert sum(seen) == sum(len(task.train) + len(task.test) for task in tasks.tasks.values())
 
 
 def test_sampled_protocol(folders):

@@ -18,6 +18,8 @@ from immunization.models.timm import Timm
 from immunization.probe import Probe
 
 ROWS = 256
+KEPT = 2**31
+"""Bytes of one split's features up to which they are kept; larger ones are computed again for every measure."""
 
 
 def compare(pair: TaskPair, model: Model) -> Comparison:
@@ -49,13 +51,13 @@ class DeepComparison(Comparison):
     """The features of a net before and after its training.
 
     Spectra and probes of the training rows are folded batch by batch into one triangular factor of [F | Y] (TSQR), in
-    float64 and in O((D + C)^2) memory; features are what the net computes in its own dtype. The baseline is what the
-    frozen theta_0 made of the same inputs.
+    float64 and in O((D + C)^2) memory; features are what the net computes in its own dtype, kept where they are few
+    (`KEPT`). The baseline is what the frozen theta_0 made of the same inputs.
     """
 
     def __init__(self, pair: TaskPair, model: Timm) -> None:
         super().__init__(pair, after=model.features, before=None, logits=model.logits)
-        self.model = model
+        self.model, self._kept = model, {}
 
     def baseline_logits(self) -> Tensor:
         """Outputs [N, C] of the primary head on the test split of D_P, before."""
@@ -65,13 +67,26 @@ class DeepComparison(Comparison):
         """Features [n, D] of some training rows."""
         if state == "before":
             return self.model.reference[role, "train"][rows].double()
+        if (kept := self._keep(role, "train")) is not None:
+            return kept[rows.to(kept.device)].double()
         return self.model.features(take(self.tasks[role].train.x, rows)).double()
 
     def batches(self, role: Role, split: str, state: State) -> Iterable[Tensor]:
         """Features [n, D] of one split, batch by batch."""
         if state == "before":
             return self.model.reference[role, split].split(ROWS)
+        if (kept := self._keep(role, split)) is not None:
+            return kept.split(ROWS)
         return self.model.feature_batches(self._split(role, split).x)
+
+    def _keep(self, role: Role, split: str) -> Tensor | None:
+        """Features [N, D] of one split after training, computed once; None where they are too many to be kept."""
+        x, dim = self._split(role, split).x, self.tasks[role].dim
+        if len(x) * dim * self.model.dtype.itemsize > KEPT:
+            return None
+        if (role, split) not in self._kept:
+            self._kept[role, split] = self.model.features(x)
+        return self._kept[role, split]
 
     @torch.no_grad()
     def features(self, role: Role, split: str, state: State) -> Tensor:
