@@ -3,21 +3,22 @@
 import math
 import os
 import sys
+from difflib import get_close_matches
 
 import hydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from immunization.config import CONF
+from immunization.config import CONF, check_trust
 from immunization.errors import UserError
 
 _VERBOSE = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
 @hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")
-def main(cfg: DictConfig) -> float | None:
-    """One job; returns the metric named by `objective` for Hydra's sweepers."""
+def main(cfg: DictConfig) -> float:
+    """One job; returns the metric named by `objective` for Hydra's sweepers, NaN where there is none."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -26,6 +27,7 @@ def main(cfg: DictConfig) -> float | None:
     job = HydraConfig.get()
     sweep = job.mode == RunMode.MULTIRUN
     try:
+        check_trust(cfg, job.overrides.task)
         result = run(cfg, folder=job.runtime.output_dir, overrides=list(job.overrides.task), quiet=sweep)
     except Exception as error:
         if sweep:  # recorded in result.json; the other jobs go on, and the summary at the end counts it
@@ -34,11 +36,24 @@ def main(cfg: DictConfig) -> float | None:
         if _VERBOSE or not isinstance(error, UserError):
             raise
         sys.exit(f"error: {error}")
-    return result.metrics.get(cfg.objective)
+    value = result.metrics.get(cfg.objective)
+    if value is not None:
+        return value
+    if any(override.startswith("objective=") for override in job.overrides.task):
+        close = ", ".join(get_close_matches(str(cfg.objective), result.metrics, 5, 0.0)) or "none"
+        why = result.reasons.get(cfg.objective, f"this run has no measure of that name; the closest are: {close}")
+        said = f"error: objective={cfg.objective}: {why} (the run itself is complete)"
+        if not sweep:
+            sys.exit(said)
+        print(f"{os.path.basename(job.runtime.output_dir)}: {said}", file=sys.stderr, flush=True)
+    return math.nan
 
 
 def cli() -> None:
     """`main` with one-line messages for a user's mistakes; HYDRA_FULL_ERROR=1 shows every traceback."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal without kappa shows another sign
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand exceptions to us instead of printing a trimmed traceback
     try:
         main()

@@ -45,14 +45,21 @@ OmegaConf.register_new_resolver("class_of", class_of, replace=True)
 
 
 def compose(overrides: Iterable[str] = ()) -> DictConfig:
-    """The configuration that `python launch.py <overrides>` would run."""
+    """The configuration that `python launch.py <overrides>` would run; a Hydra application around stays as it is."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
+    overrides = list(overrides)
+    outside = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return hydra_compose("config", overrides=list(overrides))
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            config = hydra_compose("config", overrides=overrides)
+    finally:
+        GlobalHydra.instance().hydra = outside
+    check_trust(config, overrides)
+    return config
 
 
 def check(cfg: DictConfig) -> None:
@@ -97,20 +104,55 @@ def build(cfg: DictConfig, key: str, **arguments: Any) -> Any:
     from hydra.utils import get_object, instantiate
 
     node = OmegaConf.select(cfg, key)
-    target = str(node.get("_target_"))
-    trusted = (*TRUSTED, *(f"{name}." for name in cfg.get("trusted") or ()))
-    if not target.startswith(trusted):
-        raise ConfigError(
-            f"{key}._target_={target}: not from a trusted package ({', '.join(name[:-1] for name in trusted)}); "
-            "add yours with trusted=[package]"
-        )
     try:
-        _check_signature(get_object(target), node, key)
+        _check_targets(node, key, cfg.get("trusted") or ())
+        _check_signature(get_object(str(node.get("_target_"))), node, key)
         factory = instantiate(node, _partial_=True)
     except (InstantiationException, ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{key}: {error}") from error
     # a call of our own: Hydra would turn dataclasses among the arguments into configurations
     return factory if node.get("_partial_") else factory(**arguments)
+
+
+def _check_targets(node: Any, key: str, own: Iterable[str]) -> None:
+    """Every `_target_` at or below `node` must be named in, and come from, a trusted package."""
+    if isinstance(node, ListConfig):
+        for i, item in enumerate(node):
+            _check_targets(item, f"{key}[{i}]", own)
+    if not isinstance(node, DictConfig):
+        return
+    for name, item in node.items():
+        _check_targets(item, f"{key}.{name}", own)
+    if "_target_" in node or "." not in key:  # a component itself needs one
+        _check_target(str(node.get("_target_")), key, own)
+
+
+def _check_target(target: str, key: str, own: Iterable[str]) -> None:
+    from hydra.utils import get_object
+
+    trusted = (*TRUSTED, *(f"{name}." for name in own))
+    if not target.startswith(trusted):
+        raise ConfigError(
+            f"{key}._target_={target}: not from a trusted package ({', '.join(name[:-1] for name in trusted)}); "
+            "add yours with trusted=[package]"
+        )
+    found = get_object(target)
+    origin = (
+        f"{getattr(found, '__module__', None) or type(found).__module__}."  # torch.os.system is no function of torch
+    )
+    if not origin.startswith(trusted):
+        raise ConfigError(f"{key}._target_={target}: it comes from {origin[:-1]}, which is not a trusted package")
+    if origin.startswith(("torch.", "timm.")) and not isinstance(found, type):  # torch.load, torch.hub.load run code
+        raise ConfigError(f"{key}._target_={target}: of torch and timm only classes are taken")
+
+
+def check_trust(cfg: DictConfig, overrides: Iterable[str]) -> None:
+    """A file must not declare its own code as trusted: `trusted` counts from the command line alone."""
+    if cfg.get("trusted") and not any(override.lstrip("+").startswith("trusted=") for override in overrides):
+        raise ConfigError(
+            f"trusted={list(cfg.trusted)} stands in a configuration file; if you trust these packages, say so on the "
+            "command line"
+        )
 
 
 def _check_signature(target: Any, node: DictConfig, key: str) -> None:

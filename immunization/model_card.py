@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from immunization import files
 from immunization.result import Result
 from immunization.results.table import number
 
@@ -75,7 +76,7 @@ def write(folder: str | Path, result: Result, config: DictConfig, facts: dict[st
     if result.flags:
         lines += ["Flags of the run:", "", *(f"- `{flag}`: {result.reasons.get(flag, '')}" for flag in result.flags)]
     path = Path(folder) / FILE
-    path.write_text("\n".join(lines) + "\n")
+    files.write(path, "\n".join(lines) + "\n")
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -62,14 +63,14 @@ class Result:
         return content
 
     def write(self, folder: str | Path) -> Path:
-        """Write result.json into `folder` in one step and return its path."""
-        path = Path(folder) / self.file
-        strict_json.write(path, self.as_dict())
+        """Write result.json, which ends in a checksum of its content, into `folder` in one step and return its path."""
+        path, content = Path(folder) / self.file, self.as_dict()
+        strict_json.write(path, content | {"sha256": _checksum(content)})
         return path
 
     @classmethod
     def read(cls, path: str | Path) -> Result:
-        """The result in a run folder, or in the file at `path`; raises DataError if there is none to read."""
+        """The result in a run folder, or in the file at `path`; raises DataError if there is none to trust."""
         path = Path(path)
         path = path / cls.file if path.is_dir() else path
         try:
@@ -78,9 +79,16 @@ class Result:
             raise DataError(f"{path}: {error.strerror}; give a run folder, or the result.json in it") from error
         except ValueError as error:
             raise DataError(f"{path} is not JSON ({error}); it was cut off or edited, run again") from error
-        if not isinstance(content, dict) or content.pop("schema", None) != cls.schema:
+        if not isinstance(content, dict) or content.get("schema") != cls.schema:
             raise DataError(f"{path} is not a result of schema {cls.schema}, the only one this version reads")
+        if (told := content.pop("sha256", None)) is not None and told != _checksum(content):
+            raise DataError(f"{path} was edited or damaged: its checksum does not agree; run again")
+        del content["schema"]
         try:
             return cls(**content, folder=path.parent)
         except TypeError as error:
             raise DataError(f"{path}: {error}; it was edited, or written by another version") from error
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -164,23 +164,26 @@ def _execute(
 def _present(config: DictConfig, result: Result, trackers: list[Tracker], quiet: bool) -> None:
     """Figures, trackers and the screen: the result stands, and nothing that fails here makes it a failed one."""
     pictures: list[Path] = []
-    try:
+    with _without_harm("the figures cannot be drawn"):
         if config.figures or (config.figures is None and not quiet):
             pictures = figures.draw(result, result.folder)
-    except Exception as error:
-        log.warning("the figures cannot be drawn (%s: %s); the result is complete", type(error).__name__, error)
-    try:
-        for tracker in trackers:
+    for tracker in trackers:
+        with _without_harm("a tracker failed at the end"):
             tracker.finish(result, pictures)
+        tracker.close(failed=False)
+    with _without_harm("the table cannot be printed"):
+        if quiet:
+            print(line(result), flush=True)
+        else:
+            show(result)
+
+
+@contextmanager
+def _without_harm(what: str) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:
-        log.warning("a tracker failed at the end (%s: %s); the result is complete", type(error).__name__, error)
-    finally:
-        for tracker in trackers:
-            tracker.close(failed=False)
-    if quiet:
-        print(line(result), flush=True)
-    else:
-        show(result)
+        log.warning("%s (%s: %s); the result is complete", what, type(error).__name__, error)
 
 
 def _clear(folder: Path, state: dict[str, Any] | None) -> None:

@@ -164,6 +164,20 @@ def test_short_runs_write_no_checkpoint_and_the_clock_bounds_its_share(tmp_path,
     assert keeper.due - time.monotonic() > 0.9  # 1 % of the time from now on
 
 
+@pytest.mark.parametrize(
+    "options", [[*QUICK, "method.epochs=5"], [*DEEP, "method=condition_number"]], ids=["linear", "net"]
+)
+def test_two_deterministic_runs_agree_bit_for_bit(options, tmp_path):
+    def asked() -> bool:
+        return torch.are_deterministic_algorithms_enabled()
+
+    before = asked()
+    for name in ("a", "b"):
+        run([*options, "deterministic=true"], folder=tmp_path / name)
+    assert outcome(tmp_path / "a") == outcome(tmp_path / "b")
+    assert asked() == before
+
+
 # --- What may not be mixed up -----------------------------------------------------------------------------------------
 
 

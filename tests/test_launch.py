@@ -1,6 +1,7 @@
 """The command line: what it prints, its exit code, and one clear line for every mistake of a user."""
 
 import gzip
+import io
 import os
 import re
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 import launch
-from immunization import Result, figures
+from immunization import Result, config, figures, run
 from immunization.tracking import history
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -172,6 +173,41 @@ def test_an_interrupt_ends_quietly(tmp_path, cli, monkeypatch):
     monkeypatch.setattr("immunization.methods.ConditionNumber.step", interrupt)
     assert cli("dataset.max_samples=20") == "interrupted"
     assert Result.read(tmp_path / "run").status == "failed"
+
+
+def test_an_objective_that_was_not_measured(cli, tmp_path):
+    said = cli("objective=rri", "method=identity", "dataset.max_samples=20")
+    assert re.fullmatch(
+        r"objective=rri: this run has no measure of that name; the closest are: rir, .* complete\)", said
+    )
+    assert Result.read(tmp_path / "run").status == "completed"
+
+
+def test_a_hydra_application_around_keeps_its_state(tmp_path):
+    from hydra import compose, initialize_config_dir
+
+    (tmp_path / "own.yaml").write_text("a: 1")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        assert config.compose(["seed=3"]).seed == 3
+        assert compose("own").a == 1
+    assert not GlobalHydra.instance().is_initialized()
+
+
+def test_terminals_without_greek_letters(tmp_path, cli, monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "argv", ["launch.py", *QUICK, f"hydra.run.dir={tmp_path / 'run'}", "method=identity"])
+    launch.cli()
+    terminal.flush()
+    assert b"RIR" in terminal.buffer.getvalue()
+    assert Result.read(tmp_path / "run").status == "completed"
+
+
+@pytest.mark.parametrize("threads", ["4,2", "many", ""])
+def test_threads_by_nesting_level_or_nonsense(threads, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    run([*QUICK, "method=identity", "dataset.max_samples=20", "figures=false"], folder=tmp_path)
+    assert Result.read(tmp_path).status == "completed"
 
 
 # --- Mistakes in data -------------------------------------------------------------------------------------------------

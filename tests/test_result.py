@@ -71,7 +71,7 @@ def test_a_result_comes_back_as_it_was_written(tmp_path):
 
 def test_the_file_has_the_documented_keys_and_no_folder(tmp_path):
     content = json.loads(result(folder=tmp_path).write(tmp_path).read_text())
-    documented = "schema status seed dataset model method metrics reasons curves flags seconds error about"
+    documented = "schema status seed dataset model method metrics reasons curves flags seconds error about sha256"
     assert set(content) == set(documented.split())
     assert content["schema"] == 1
 
@@ -220,3 +220,11 @@ def test_rows_tell_runs_apart_and_name_failures():
 def test_the_sheet_of_a_failed_run_says_so():
     text = printed(result(status="failed", error="lower optimizer.lr", metrics={}, flags=[], reasons={}, seconds={}))
     assert "failed: lower optimizer.lr" in text
+
+
+def test_an_edited_number_is_noticed(tmp_path):
+    path = result(metrics={"rir": 2.5}).write(tmp_path)
+    assert Result.read(tmp_path).metrics["rir"] == 2.5
+    path.write_text(path.read_text().replace("2.5", "25"))
+    with pytest.raises(DataError, match=r"result\.json was edited or damaged: its checksum does not agree"):
+        Result.read(tmp_path)

@@ -259,7 +259,10 @@ def _open_source(role: str, source: str, folder: Path | None, split: str, option
     try:
         return create_dataset(source, root=folder and str(folder), split=split, search_split=False, **options)
     except ImportError as error:
-        raise ConfigError(f"dataset.{role}.source={source}: {error}; install what it needs, or use a folder") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"dataset.{role}.source={source}: {reason}; install what it needs, or use a folder"
+        ) from error
     except (AssertionError, OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"dataset.{role}.source={source}, split {split}, cannot be opened: {reason}") from error

@@ -13,6 +13,7 @@ from string import Template
 
 from rich.console import Console
 
+from immunization import files
 from immunization.result import Result
 from immunization.results.collect import Collection, Problem, Run
 from immunization.results.plots import Plot, draw
@@ -55,7 +56,7 @@ def sections(collection: Collection, objective: str, figures: bool = True) -> li
 def summarize(collection: Collection, folder: Path, objective: str, console: Console | None = None) -> None:
     """Print the table over a sweep, and write results.csv and report.html into its folder."""
     parts = sections(collection, objective)
-    collection.frame().to_csv(folder / "results.csv", index=False)
+    files.write(folder / "results.csv", collection.frame().to_csv(index=False))
     write(folder / REPORT, collection, parts, f"Sweep {folder.name}")
     show(collection, parts, objective, console)
     (console or Console()).print(f"report: {folder / REPORT}", highlight=False, soft_wrap=True)
@@ -87,7 +88,7 @@ def write(path: Path, collection: Collection, parts: Sequence[Section], heading:
     content = page.substitute(
         title=escape(heading), counts=escape(collection.counts()), made=made, body="\n".join(filter(None, body))
     )
-    path.write_text(content, encoding="utf-8")
+    files.write(path, content)
 
 
 def provenance(runs: Sequence[Run]) -> str:
