@@ -3,6 +3,7 @@
 import pytest
 import torch
 from matrices import gaussian, orthonormal
+from test_deep import draw_folder
 from torch import Tensor
 
 from immunization import run
@@ -11,7 +12,9 @@ from immunization.attacks import (
     Adam,
     ClosedFormProbe,
     ConjugateGradients,
+    FineTune,
     LinearProbe,
+    LoRA,
     Momentum,
     Undo,
     Victim,
@@ -20,13 +23,14 @@ from immunization.attacks import (
 )
 from immunization.attacks.victim import round_to
 from immunization.config import CONF, build, compose
+from immunization.data.images import image_folders
 from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.evaluation.deep import compare
-from immunization.models import Linear
+from immunization.models import Linear, Timm
 
 ATTACKS = sorted(path.stem for path in (CONF / "attack").glob("*.yaml"))
-NETS = {"full_finetune", "full_finetune_adamw", "last_block_finetune", "lora"}
+NETS = {name for name in ATTACKS if "finetune" in name or "lora" in name}
 
 
 def victim_of(harmful: Task, theta: Tensor) -> Victim:
@@ -229,3 +233,75 @@ def test_a_run_with_attacks(tmp_path):
     curve = result.curves["attack/linear_probe/accuracy"]
     assert curve["x"][-1] == 8192
     assert len(curve["x"]) == len(curve["y"]) == len(result.curves["attack/linear_probe/compute/baseline"]["x"])
+
+
+# --- Deep nets --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory):
+    """A net with a map folded behind it, and images of three colors for a harmful task."""
+    root = tmp_path_factory.mktemp("images")
+    folders = [draw_folder(root / "primary", 4, 12, 4, 0), draw_folder(root / "harmful", 3, 24, 12, 2)]
+    pair = image_folders(*map(str, folders), cache=None, size=32, val_fraction=0.25).to("cpu", torch.float32)
+    torch.manual_seed(0)
+    base = Timm(pair, "test_resnet", "fold", pretrained=False, arguments={"num_classes": 4})
+    model, tasks = base.prepare(pair, True)
+    start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
+    sigma = torch.logspace(0, -4, tasks.dim, dtype=torch.float64)
+    model.extractor.theta.data.copy_(orthonormal(tasks.dim, tasks.dim, seed=4) * sigma)
+    return Victim(model, compare(tasks, model), start)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        FineTune("full", "adamw", [1e-3], steps=16, batch_size=24),
+        FineTune("last", "adamw", [1e-2], steps=32, batch_size=24),
+        LoRA(4, "adamw", [1e-2], steps=12, batch_size=24),
+    ],
+    ids=["full", "last", "lora"],
+)
+def test_training_the_net_learns_colors_behind_any_map(attack, net):
+    measures = assault({"it": attack}, net)
+    values = {key.rpartition("/")[2]: value for key, value in measures.metrics.items() if "/it/" in key}
+    assert values["final_baseline"] > 0.9
+    assert values["final"] > 0.6
+    assert values["flops"] > values["steps"] * 24 * net.flops_per_row()
+    assert "kappa" not in values
+
+
+def test_the_net_under_attack_is_the_net(net):
+    images, labels = net.images("test")
+    for stage in ("immunized", "baseline"):
+        with torch.no_grad():
+            features = net.network(stage)(images).double()
+        torch.testing.assert_close(features, net.features(stage, "test"), rtol=1e-4, atol=1e-5)
+    assert torch.equal(labels, net.task.test.y)
+    few, _ = net.images("train", tuple(LoRA(samples=2).rows(net.task).tolist()))
+    assert len(few) == 6
+    assert not torch.equal(net.network("baseline", "int8")(images), net.network("baseline")(images))
+
+
+def test_a_trained_net_starts_again_from_its_own_weights(net):
+    images = net.model.base[0].images
+    torch.manual_seed(0)
+    base = Timm(images, "test_resnet", "layer4", pretrained=False, arguments={"num_classes": 4})
+    model, tasks = base.prepare(images, False)
+    start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
+    for parameter in model.groups()[0]["params"]:
+        parameter.data.mul_(1.1)
+    victim = Victim(model, compare(tasks, model), start)
+    x, _ = victim.images("test")
+    with torch.no_grad():
+        for stage in victim.stages:
+            torch.testing.assert_close(victim.network(stage)(x).double(), victim.features(stage, "test"))
+    assert not torch.allclose(victim.features("immunized", "test"), victim.features("baseline", "test"))
+    measures = assault({"undo": Undo(steps=64), "strip": Undo("strip", steps=64)}, victim)
+    assert "no linear map" in measures.reasons["attack/strip/final"]
+    assert measures.metrics["attack/undo/final"] is not None
+
+
+def test_nets_are_needed_for_fine_tuning():
+    measures = assault({"lora": LoRA()}, victim_of(classes(), torch.eye(6, dtype=torch.float64)))
+    assert "needs a deep net" in measures.reasons["attack/lora/final"]

@@ -2,6 +2,7 @@
 
 from immunization.attacks.base import Attack, Course
 from immunization.attacks.direct import ClosedFormProbe, LogisticProbe
+from immunization.attacks.network import FineTune, LoRA
 from immunization.attacks.probes import (
     LBFGS,
     Adam,
@@ -23,8 +24,10 @@ __all__ = [
     "ClosedFormProbe",
     "ConjugateGradients",
     "Course",
+    "FineTune",
     "Inapplicable",
     "LinearProbe",
+    "LoRA",
     "LogisticProbe",
     "Momentum",
     "Undo",
