@@ -8,6 +8,7 @@ half of the digits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
@@ -150,7 +151,7 @@ def rir(
 # --- Regularizers of a general matrix S (paper Sec. 4.1) ------------------------------------------------------------
 
 
-def _flat(denominator: Tensor, square: Tensor) -> bool:
+def _flat(denominator: Tensor | float, square: Tensor | float) -> bool:
     """Whether R_ill's denominator is rounding noise: k eps of the mean square, as in `numerical_rank`."""
     return not denominator > 4 * EPS * square
 
@@ -209,60 +210,65 @@ def r_ill(s: Tensor, rank: int | None = None) -> Tensor:
 # --- The same regularizers of a Hessian H = F^T F, differentiated to the features or to theta ------------------------
 
 
-def extreme_eigenpair(gram: Tensor, index: int) -> tuple[Tensor, Tensor]:
+def extreme_eigenpair(gram: Tensor, index: int) -> tuple[float, Tensor]:
     """Eigenvalue (clamped at 0) and unit eigenvector of a symmetric matrix; `index` -1 is the largest, -k the k-th."""
     if gram.device.type == "cpu":  # LAPACK's dsyevr for the one pair that is wanted: half the time of all of them
         wanted = len(gram) + index
         values, vectors = scipy.linalg.eigh(gram.numpy(), subset_by_index=(wanted, wanted), check_finite=False)
-        return torch.from_numpy(values)[0].clamp(min=0), torch.from_numpy(vectors)[:, 0]
-    eigenvalues, vectors = torch.linalg.eigh(gram)
-    return eigenvalues[index].clamp(min=0), vectors[:, index]
+        return max(float(values[0]), 0.0), torch.from_numpy(vectors)[:, 0]
+    eigenvalues, eigenvectors = torch.linalg.eigh(gram)
+    return max(eigenvalues[index].item(), 0.0), eigenvectors[:, index]
 
 
 class _HessianRegularizer(torch.autograd.Function):
-    """R(H) of H = F^T F through the smaller of the two Grams; both gradients are c (a v v^T - b H) in H.
+    """R(H) of H = F^T F through one of the two Grams; both gradients are c (a v v^T - b H) in H.
 
     R_well: a = sigma_1(H), b = 1/D, c = 1. R_ill: a = sigma_k(H), b = 1/k, c = 1/denominator^2. The gradient to F is
     2 F (...); with `theta`, it is the preconditioned K^-1 grad_theta R = 2 theta (...), in which K has cancelled.
+    Scalars are Python's: at these sizes an operation on a tensor costs as much as a tenth of a matrix product.
     """
 
     @staticmethod
     def forward(ctx, features: Tensor, theta: Tensor | None, rank: int, ill: bool) -> Tensor:
         f = features.detach().double()
-        wide = f.shape[0] < f.shape[1]
+        # the Gram of the samples, if that takes fewer operations: theta H = (theta F^T) F is one product more than theta G
+        wide = len(f) < f.shape[1] if theta is None else 2 * len(f) < f.shape[1]
         gram = f @ f.T if wide else f.T @ f
-        square = gram.square().sum()
-        if not torch.isfinite(square):
+        norm = torch.linalg.vector_norm(gram).item()
+        square = norm * norm
+        if not math.isfinite(square):
             raise torch.linalg.LinAlgError("the Hessian of the features holds NaN, infinite or overflowing values")
         if rank > len(gram):  # fewer rows than `rank`: sigma_k is exactly 0
-            value, vector = gram.new_zeros(()), gram.new_zeros(len(gram))
+            value, vector = 0.0, gram.new_zeros(len(gram))
         else:
             value, vector = extreme_eigenpair(gram, -rank if ill else -1)
-        scale = torch.ones_like(value)
         if ill:
             if not square > 0:
                 raise DegenerateSpectrum("the features are all zero (rank 0): R_ill of their Hessian does not exist")
-            denominator = square / (2 * rank) - value**2 / 2
+            denominator = square / (2 * rank) - value * value / 2
             if _flat(denominator, square):
                 raise DegenerateSpectrum(
                     f"R_ill is infinite: all {rank} non-zero eigenvalues of the harmful Hessian are equal (kappa = 1); "
                     "start from another theta or leave R_ill out"
                 )
-            scale = denominator**-2
+            regularizer = 1 / denominator
+            ctx.scale = regularizer * regularizer
+        else:
+            regularizer, ctx.scale = value * value / 2 - square / (2 * f.shape[1]), 1.0
         # a v v^T = w w^T with w = sqrt(a) v; for a wide F, w = F^T u needs no division by a vanishing sigma_k
-        w = f.T @ vector if wide else value.sqrt() * vector
-        ctx.save_for_backward(f, theta, gram, w, scale)
-        ctx.wide, ctx.share = wide, rank if ill else f.shape[1]
-        ctx.dtype = features.dtype
-        return (1 / denominator if ill else value**2 / 2 - square / (2 * f.shape[1])).to(features.dtype)
+        w = f.T @ vector if wide else math.sqrt(value) * vector
+        ctx.save_for_backward(f, theta, gram, w)
+        ctx.wide, ctx.share, ctx.dtype = wide, rank if ill else f.shape[1], features.dtype
+        return features.new_tensor(regularizer)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        f, theta, gram, w, scale = ctx.saved_tensors
+        f, theta, gram, w = ctx.saved_tensors
         left = f if theta is None else theta.double()
         left_h = ((gram if theta is None else left @ f.T) @ f) if ctx.wide else left @ gram
-        gradient = (torch.outer(left @ w, w) - left_h / ctx.share).mul_(2 * scale * upstream).to(ctx.dtype)
+        factor = 2 * ctx.scale * upstream.item()
+        gradient = left_h.mul_(-factor / ctx.share).addr_(left @ w, w, alpha=factor).to(ctx.dtype)
         return (gradient, None, None, None) if theta is None else (None, gradient, None, None)
 
 
