@@ -231,7 +231,7 @@ class _HessianRegularizer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, features: Tensor, theta: Tensor | None, rank: int, ill: bool) -> Tensor:
         f = features.detach().double()
-        # the Gram of the samples, if that takes fewer operations: theta H = (theta F^T) F is one product more than theta G
+        # the Gram that takes fewer operations: behind theta, the one of the samples needs a product more
         wide = len(f) < f.shape[1] if theta is None else 2 * len(f) < f.shape[1]
         gram = f @ f.T if wide else f.T @ f
         norm = torch.linalg.vector_norm(gram).item()
