@@ -23,6 +23,9 @@ CLOSE = 1e-4
 PACE = 2
 """How many steps of the baseline's probe one step behind theta shall take."""
 
+SPAN = 16
+"""Multiple of the best early stop up to which the baseline's path is followed; what comes later is overfitting."""
+
 FLOOR = 1e-12
 """Directions with a smaller share of the largest eigenvalue weigh as much as those with this one."""
 
@@ -113,12 +116,12 @@ class LearningCurve(Method):
     steps of the harmful one. All of it lives on D x D statistics of the inputs, taken once; an epoch is one step.
 
     `targets="baseline"`: where labels are noisy, learning them fast is overfitting fast. The primary term then follows
-    the baseline's own probe, PACE times as fast: after t steps w_t shall be what the inputs' probe has after tau(t) =
-    max(PACE t, t_0), t_0 the early stop that generalizes best (`generalizing_step`). The distance is the mean squared
-    difference of predictions, half of it on the training inputs and half on white noise of the same mean square (a
-    multiple of ||theta w_t - w_tau||^2): few rows say little about directions in which they hardly vary, and held-out
-    rows do vary there. A probe that takes the baseline's path in fewer steps reaches what the baseline reaches on any
-    data, which fitting the labels does not promise. It is relative to the distance at w = 0 from t_0.
+    the baseline's own probe, PACE times as fast: after t <= SPAN t_0 steps w_t shall be what the inputs' probe has
+    after max(PACE t, t_0), with t_0 the early stop that generalizes best (`generalizing_step`). The distance is the
+    mean squared difference of predictions, half of it on the training inputs and half on white noise of the same mean
+    square (a multiple of ||theta w_t - w||^2): few rows say little about directions in which they hardly vary, and
+    held-out rows do vary there. A probe that takes the baseline's path in fewer steps reaches what the baseline reaches
+    on any data, which fitting the labels does not promise. It is relative to the distance of w = 0.
 
     `patience`: stop after that many epochs in which the held-out gap (measure of the primary probe minus that of the
     harmful one on the validation splits, mean over t, minus the benign term) has not grown, and go back to the best
@@ -155,10 +158,11 @@ class LearningCurve(Method):
         c, squares = self.primary.coefficients, self.primary.sigma.square()
         if self.targets == "baseline":
             first = generalizing_step(self.primary, pair.primary)
-            self.aim = self.primary.residuals((PACE * self.grid).clamp(min=first))
+            steps = self.grid[self.grid <= max(SPAN * first, self.grid[0])]
+            self.aim = self.primary.residuals((PACE * steps).clamp(min=first))
             weights = 1 + squares.mean() / squares.clamp(min=FLOOR * squares[0])
         else:
-            self.aim, weights = torch.zeros_like(c)[None], torch.ones_like(squares)
+            self.aim, weights = c.new_zeros(len(self.grid), *c.shape), torch.ones_like(squares)
         self.weights = (weights / (weights @ (c - self.aim[0]).square().sum(1)))[:, None]
         if self.patience and not all(len(task.val) for task in (pair.primary, pair.harmful)):
             self.patience = None
@@ -166,7 +170,7 @@ class LearningCurve(Method):
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         residual, expected = self._residuals(self.primary)
-        excess_p = (self.weights * (residual - self.aim).square()).sum((1, 2)).mean()
+        excess_p = (self.weights * (residual[: len(self.aim)] - self.aim).square()).sum((1, 2)).mean()
         residual, _ = self._residuals(self.harmful)
         excess_h = residual.square().sum((1, 2)).mean() / self.harmful.coefficients.square().sum()
         loss = self.lambda_P * excess_p - self.lambda_H * excess_h + self.benign_weight * expected
