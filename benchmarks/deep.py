@@ -11,11 +11,10 @@ threads), which other processes disturb little.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
-from statistics import median
 
 import torch
+from clock import seconds
 from torch import nn
 
 from immunization import spectral
@@ -24,23 +23,6 @@ from immunization.data.task import Split, Task, TaskPair
 from immunization.methods import IMMA, ConditionNumber, LearningCurveNet, Method, OptKappa, RIllOnly
 from immunization.models import Batch, Timm
 from immunization.models.checkpoint import create
-
-
-def seconds(*functions: Callable[[], object], repeats: int, cuda: bool) -> list[float]:
-    """Median time of each function, CPU time without CUDA; they take turns: a busy machine slows all of them."""
-    clock = time.perf_counter if cuda else time.process_time
-    times: list[list[float]] = [[] for _ in functions]
-    for repeat in range(repeats + 1):
-        for function, mine in zip(functions, times, strict=True):
-            if cuda:
-                torch.cuda.synchronize()
-            start = clock()
-            function()
-            if cuda:
-                torch.cuda.synchronize()
-            if repeat:  # the first round warms up
-                mine.append(clock() - start)
-    return [median(mine) for mine in times]
 
 
 def main() -> None:

@@ -1,0 +1,23 @@
+"""The benchmarks run; what they measure is no test."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SMALL = {
+    "linear.py": ["--sizes", "house_prices", "--repeats", "1"],
+    "deep.py": "--model test_resnet --trainable layer4 --size 32 --batch 8 --batches 2 --repeats 1".split(),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_benchmarks_run(name):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "benchmarks" / name), *SMALL[name]]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "condition_number" in run.stdout
