@@ -70,6 +70,21 @@ def compress(features: Tensor | Iterable[Tensor], eps: float = EPS) -> Tensor:
     return sigma[:k, None] * vh[:k]
 
 
+def svd(matrix: Tensor, full_matrices: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """U, sigma and V^T of `matrix` [m, D], as `torch.linalg.svd` has them, also where LAPACK's fast driver gives up.
+
+    Divide and conquer (gesdd) fails on some matrices with many equal singular values, which maps of a step-shaped
+    spectrum have; gesvd, several times slower, does not. Raises LinAlgError for NaN and infinite values.
+    """
+    try:
+        return torch.linalg.svd(matrix, full_matrices=full_matrices)
+    except torch.linalg.LinAlgError:
+        if not torch.isfinite(matrix).all():
+            raise
+        parts = scipy.linalg.svd(matrix.cpu().numpy(), full_matrices=full_matrices, lapack_driver="gesvd")
+        return tuple(torch.from_numpy(part).to(matrix) for part in parts)
+
+
 def dimensions_outside(root: Tensor, other: Tensor, rows: int, eps: float = EPS) -> int:
     """Dimensions of the row space of `other` [m, D] outside of that of `root` [k, D], which has full rank k.
 

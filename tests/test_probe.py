@@ -23,6 +23,22 @@ def problem(seed: int, outputs: int, rank: int = 5) -> tuple[torch.Tensor, torch
     return with_spectrum(sigma, 30, 6, seed), gaussian(30, outputs, seed=seed + 2)
 
 
+def test_a_decomposition_that_fails_is_taken_by_the_slower_driver(monkeypatch):
+    f, y = problem(seed=0, outputs=2)
+    expected = Probe.fit(f, y, FLOOR)
+
+    def gives_up(*args, **kwargs):
+        raise torch.linalg.LinAlgError("failed to converge because of too many repeated singular values")
+
+    monkeypatch.setattr(torch.linalg, "svd", gives_up)
+    found = Probe.fit(f, y, FLOOR)
+    assert found.resolved == expected.resolved == 5
+    assert torch.allclose(found.sigma, expected.sigma)
+    assert torch.allclose(found.optimum(), expected.optimum())
+    with pytest.raises(torch.linalg.LinAlgError):
+        spectral.svd(f * float("nan"))
+
+
 def gradient_descent(f: torch.Tensor, y: torch.Tensor, steps: int) -> list[torch.Tensor]:
     """w_0 .. w_steps of gradient descent on 1/2 ||F w - Y||^2 with step 1/lambda_1."""
     w, rate = torch.zeros(f.shape[1], y.shape[1], dtype=f.dtype), torch.linalg.matrix_norm(f, 2) ** -2

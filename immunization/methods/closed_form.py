@@ -62,7 +62,7 @@ def optimal_map(
 
     p, h = len(s_p), len(s_h)
     cosines = v_h[:h] @ v_p[:p].T
-    _, _, q = torch.linalg.svd(s_h[:, None] * cosines / s_p)  # Q^T, all p rows
+    _, _, q = spectral.svd(s_h[:, None] * cosines / s_p, full_matrices=True)  # Q^T, all p rows
     k = h if p == len(v_p) else int((torch.linalg.svdvals(cosines) > spectral.EPS**0.5).sum())
     delta = _spread(k, p, math.sqrt(max(primary_ratio * kappa, 1.0)), spread).to(s_p)
     inside = v_p[:p].T / s_p @ q.T * delta
