@@ -6,7 +6,7 @@ import sys
 from difflib import get_close_matches
 
 import hydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -62,7 +62,7 @@ def cli() -> None:
     except (UserError, HydraException, OmegaConfBaseException, OSError, ValueError) as error:
         if _VERBOSE or (isinstance(error, ValueError) and "group override" not in str(error)):
             raise  # a ValueError is a fault of ours, unless it is how Hydra meets method=null
-        sys.exit(f"error: {_explain(error)}")
+        sys.exit(f"error: {' '.join(_explain(error).split())}")
 
 
 def _explain(error: Exception) -> str:
@@ -71,10 +71,13 @@ def _explain(error: Exception) -> str:
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
         keys = (str(key) for key in cause.parent_node if not str(key).startswith("_"))
         return f"there is no key {cause.full_key}; allowed here are {', '.join(keys)}"
-    if isinstance(error, ValueError):
-        return f"{error}: give every group=... the name of an option"
     if "'hydra/launcher/" in str(error):
         return f"{str(error).splitlines()[0]}: pip install 'immunization[launchers]'"
+    if isinstance(error, MissingConfigException):  # a list of options, a tab before each, then where Hydra looked
+        found, _, options = str(error).partition("Config search path")[0].partition("Available options in ")
+        return found + (f"; available in {', '.join(options.split())}".replace(":,", ":", 1) if options else "")
+    if isinstance(error, ValueError):
+        return f"{error}: give every group=... the name of an option"
     if isinstance(error, OSError) and not isinstance(error, HydraException):
         return f"{error}; if that is the run folder, move it with hydra.run.dir=... (hydra.sweep.dir=... for -m)"
     return f"{error}\n{cause}" if isinstance(cause, OmegaConfBaseException) else str(error)

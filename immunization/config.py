@@ -67,8 +67,8 @@ def check(cfg: DictConfig) -> None:
     for key, allowed in {"device": ("auto", "cpu", "cuda"), "dtype": ("float64", "float32")}.items():
         if cfg[key] not in allowed:
             raise ConfigError(f"{key}={cfg[key]!r}: allowed are {', '.join(allowed)}")
-    if not isinstance(cfg.seed, int) or cfg.seed < 0:
-        raise ConfigError(f"seed must be an integer of at least 0, not {cfg.seed!r}")
+    if not (_accepts(int, cfg.seed) and 0 <= cfg.seed < 2**63):
+        raise ConfigError(f"seed must be an integer of at least 0 and below 2^63, not {cfg.seed!r}")
     for key in ("threads", "log_every", "checkpoint.every"):
         value = OmegaConf.select(cfg, key)
         if value is not None and not (_accepts(int, value) and value >= 1):
@@ -109,7 +109,7 @@ def build(cfg: DictConfig, key: str, **arguments: Any) -> Any:
         _check_signature(get_object(str(node.get("_target_"))), node, key)
         factory = instantiate(node, _partial_=True)
     except (InstantiationException, ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{key}: {error}") from error
+        raise ConfigError(f"{key}: {' '.join(str(error).split())}") from error
     # a call of our own: Hydra would turn dataclasses among the arguments into configurations
     return factory if node.get("_partial_") else factory(**arguments)
 

@@ -24,6 +24,9 @@ except ImportError:  # Windows
 log = logging.getLogger(__name__)
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+PART = ".part"
+"""Ends the names of files that are being written; what a killed process left of them is rubbish."""
+
 _KEY = "sha256"
 
 
@@ -32,7 +35,7 @@ def write(path: Path, content: bytes | str) -> None:
 
     Raises OSError, which names `path`, if it cannot be written; the old file is then as it was.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part = path.with_name(f".{path.name}.{os.getpid()}{PART}")
     try:
         with part.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

@@ -188,8 +188,9 @@ def _without_harm(what: str) -> Iterator[None]:
 
 def _clear(folder: Path, state: dict[str, Any] | None) -> None:
     """Remove what an unfinished run left and the one that begins, or goes on from `state`, will write at its end."""
-    for name in (Result.file, WEIGHTS, ARRAYS, model_card.FILE, *([] if state else [checkpoint.FILE])):
-        (folder / name).unlink(missing_ok=True)
+    names = (Result.file, WEIGHTS, ARRAYS, model_card.FILE, *([] if state else [checkpoint.FILE]))
+    for path in (*(folder / name for name in names), *folder.glob(f".*{files.PART}")):
+        path.unlink(missing_ok=True)
 
 
 def _without_room(error: BaseException, folder: Path) -> BaseException:

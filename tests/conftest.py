@@ -1,6 +1,7 @@
 """What every test stands on: one thread per process, no network, the same numbers in every run."""
 
 import os
+from collections import Counter
 from pathlib import Path
 
 # Set before torch, timm or wandb are imported; processes started by tests inherit them.
@@ -16,6 +17,27 @@ torch.set_num_threads(1)
 # No deadline: a first call pays for imports and allocation, and the machine may be busy.
 settings.register_profile("reproducible", derandomize=True, deadline=None)
 settings.load_profile("reproducible")
+
+
+FAULTS: Counter[str] = Counter()
+FAULT_LINES = {
+    "kills": "{} kills survived without a lost or wrong result",
+    "bad inputs": "{} bad inputs refused in one line",
+    "damaged files": "{} damaged files detected",
+    "full disks": "{} full or read-only disks met",
+}
+
+
+@pytest.fixture
+def count() -> Counter:
+    """`count["kills"] += 1` once a fault was survived; the summary line at the end has the sums."""
+    return FAULTS
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    if FAULTS:
+        text = ", ".join(line.format(FAULTS[name]) for name, line in FAULT_LINES.items() if FAULTS[name])
+        terminalreporter.write_line(f"faults: {text}")
 
 
 @pytest.fixture(autouse=True)

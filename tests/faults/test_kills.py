@@ -1,0 +1,183 @@
+"""Processes killed at random moments: whoever goes on ends with the very bits of a run that nobody touched.
+
+The victims are forked from this process, which has paid the imports, so that a kill costs a fraction of a second.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from test_checkpoint import DEEP, QUICK, ROOT, outcome
+
+import launch
+from immunization import Result, checkpoint, files, run
+from immunization.errors import DataError
+from immunization.resume import WEIGHTS, read_config
+
+pytestmark = pytest.mark.slow
+
+LINEAR = [*QUICK, "method.epochs=60", "checkpoint.every=7"]
+BATCHES = [*QUICK, "method.epochs=8", "method.batch_size=10", "model.init=random", "checkpoint.every=5"]
+NET = [*DEEP, "method=condition_number", "method.epochs=3", "method.batch_size=64", "checkpoint.every=2", "log_every=1"]
+
+
+def in_a_child(work: Callable[[], object]) -> int:
+    """The id of a process that does `work`, silently, and leaves with code 0 if that ended well."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        work()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    finally:
+        os._exit(code)
+
+
+def ended(child: int) -> int:
+    """Exit code of a child, negative for the signal that killed it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def sound(folder: Path) -> int:
+    """Whether every file in a run folder is whole; the step of its checkpoint, -1 for none."""
+    if (folder / "config.yaml").exists():
+        read_config(folder)
+    if (folder / WEIGHTS).exists():
+        files.read_tensors(folder / WEIGHTS)
+    if (folder / "result.json").exists() and Result.read(folder).status == "completed":
+        assert (folder / WEIGHTS).exists()
+    try:
+        tensors, metadata = files.read_tensors(folder / checkpoint.FILE)
+    except DataError:
+        assert not (folder / checkpoint.FILE).exists()
+        return -1
+    state = json.loads(metadata["checkpoint"])["state"]
+    return files.unpack(state, tensors)["progress"]["step"]
+
+
+def torment(work: "Single | Multi", seconds: float, kills: int, rng: random.Random, number: int) -> int:
+    """Start `work` and kill it at a random moment, until it has been killed `kills` times or came to its end.
+
+    Returns how often it was killed. After each kill all files are whole, and no checkpoint has been lost.
+    """
+    reached: dict[Path, int] = {}
+    struck = 0
+    while struck < kills:
+        child = in_a_child(work)
+        time.sleep(rng.uniform(0, seconds))
+        os.kill(child, number)
+        code = ended(child)
+        if code == 0:
+            return struck
+        assert code in (-number, 128 + number)
+        struck += 1
+        for folder in work.folders():
+            step = sound(folder)
+            completed = (folder / "result.json").exists() and Result.read(folder).status == "completed"
+            assert step >= reached.get(folder, -1) or completed
+            reached[folder] = step
+    assert ended(in_a_child(work)) == 0
+    return struck
+
+
+class Single:
+    """A run in a folder, going on with what is there."""
+
+    def __init__(self, overrides: list[str], folder: Path) -> None:
+        self.overrides, self.folder = overrides, folder
+
+    def __call__(self) -> None:
+        run([*self.overrides, "resume=true"], folder=self.folder)
+
+    def folders(self) -> list[Path]:
+        return [self.folder] if self.folder.exists() else []
+
+
+class Multi:
+    """The command line's multirun in a folder."""
+
+    def __init__(self, overrides: list[str], folder: Path) -> None:
+        self.overrides, self.folder = overrides, folder
+
+    def __call__(self) -> None:
+        sys.argv = ["launch.py", "-m", *self.overrides, "resume=true", f"hydra.sweep.dir={self.folder}"]
+        GlobalHydra.instance().clear()
+        launch.cli()
+
+    def folders(self) -> list[Path]:
+        return [path for path in self.folder.glob("*") if path.is_dir()]
+
+
+def timed(work: Callable[[], object]) -> float:
+    began = time.monotonic()
+    assert ended(in_a_child(work)) == 0
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kills", "number"),
+    [
+        (LINEAR, 70, signal.SIGKILL),
+        (LINEAR, 20, signal.SIGTERM),
+        (BATCHES, 30, signal.SIGKILL),
+        (NET, 35, signal.SIGKILL),
+    ],
+    ids=["linear", "linear, SIGTERM", "batches", "net"],
+)
+def test_single_runs(overrides, kills, number, tmp_path, count):
+    rng, done, round_ = random.Random(0), 0, 0
+    seconds = timed(Single(overrides, tmp_path / "whole"))
+    whole = outcome(tmp_path / "whole")
+    while done < kills:
+        work = Single(overrides, tmp_path / str(round_))
+        done += torment(work, seconds, kills - done, rng, number)
+        assert outcome(work.folder) == whole
+        assert not list(work.folder.glob(".*"))
+        round_ += 1
+    count["kills"] += done
+
+
+def test_multiruns(tmp_path, count):
+    jobs = [*QUICK, "method.epochs=30", "checkpoint.every=7", "seed=0,1", "method=condition_number,imma"]
+    rng, done, round_ = random.Random(1), 0, 0
+    seconds = timed(Multi(jobs, tmp_path / "whole"))
+    whole = {path.name: outcome(path) for path in (tmp_path / "whole").iterdir() if path.is_dir()}
+    assert len(whole) == 4
+    while done < 40:
+        work = Multi(jobs, tmp_path / str(round_))
+        done += torment(work, seconds, 40 - done, rng, signal.SIGKILL)
+        assert {path.name: outcome(path) for path in work.folder.iterdir() if path.is_dir()} == whole
+        assert len((work.folder / "results.csv").read_text().splitlines()) == 5
+        round_ += 1
+    count["kills"] += done
+
+
+def test_processes_from_the_command_line(tmp_path, count):
+    """The same with nothing shared: a new interpreter, killed as early as in its imports."""
+    rng, folder = random.Random(2), tmp_path / "run"
+    arguments = [*LINEAR, "method.epochs=3000", "log_every=100", "checkpoint.every=50"]
+    run(arguments, folder=tmp_path / "whole")
+    command = [sys.executable, str(ROOT / "launch.py"), *arguments, "resume=true", f"hydra.run.dir={folder}"]
+    done = 0
+    while done < 5:
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(rng.uniform(0, 12))
+        process.kill()
+        if process.wait() == 0:
+            break
+        done += 1
+    subprocess.run(command, cwd=tmp_path, capture_output=True, check=True)
+    assert outcome(folder) == outcome(tmp_path / "whole")
+    count["kills"] += done
