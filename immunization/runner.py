@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from tqdm import tqdm
 
-from immunization import checkpoint, environment, figures, files, model_card, randomness, spectral
+from immunization import checkpoint, distributed, environment, figures, files, model_card, randomness, spectral
 from immunization.checkpoint import Checkpointer, Stop
 from immunization.config import build, check, compose, slug
 from immunization.data.task import Task, TaskPair
@@ -71,16 +71,26 @@ def run(
     folder = Path(folder)
     method, model = (config[key]._target_.rpartition(".")[2] for key in ("method", "model"))
     result = Result(seed=config.seed, dataset=config.dataset.name, model=model, method=method, folder=folder)
+    with randomness.deterministic(config.deterministic), distributed.group(config.device):
+        if distributed.rank():
+            return _follow(config, result)
+        return _lead(config, list(overrides or ()), result, quiet)
+
+
+def _lead(config: DictConfig, overrides: list[str], result: Result, quiet: bool) -> Result:
+    """The run itself: its folder, its files and what is shown."""
+    folder = result.folder
     trackers: list[Tracker] = []
-    with _at_work(folder), Stop().listening() as stop, randomness.deterministic(config.deterministic):
+    with _at_work(folder), Stop().listening() as stop:
         if before := completed(config, folder):
+            distributed.agree(None)
             print(f"{folder.name}: completed before, nothing to do (resume=true)", flush=True)
             return before
-        state = (
-            checkpoint.read(folder, decisive(OmegaConf.to_container(config, resolve=True))) if config.resume else None
-        )
+        settings = decisive(OmegaConf.to_container(config, resolve=True))
+        state = checkpoint.read(folder, settings) if config.resume else None
+        distributed.agree(folder)
         try:
-            _execute(config, list(overrides or ()), result, trackers, state, stop)
+            _execute(config, overrides, result, trackers, state, stop)
         except BaseException as error:
             error = _without_room(error, folder)
             result.fail(error)
@@ -91,6 +101,26 @@ def run(
                 tracker.close(failed=True)
             raise error from error.__cause__
         _present(config, result, trackers, quiet)
+    return result
+
+
+def _follow(config: DictConfig, result: Result) -> Result:
+    """What the other processes of a distributed training do: their share of the features, and no file."""
+    with suppress(OSError):
+        result.folder.rmdir()  # Hydra made it
+    try:
+        result.folder = distributed.agree()
+        if result.folder is None:
+            return result
+        settings = decisive(OmegaConf.to_container(config, resolve=True))
+        state = checkpoint.read(result.folder, settings) if config.resume else None
+        check(config)
+        method, model, _, training = _prepare(config, _device(config.device), result)
+        keeper = Checkpointer(result.folder, {}, Stop(), seconds=None)
+        immunize(config, method, model, training, Monitor(model, training, result, []), keeper, state)
+        result.status = "completed"
+    except (UserError, RuntimeError) as error:  # the first process meets it too, or is no more: it has the word
+        raise SystemExit(1) from error
     return result
 
 
@@ -115,20 +145,9 @@ def _execute(
         tracker.start(folder, settings, name=folder.name, group=config.name, tags=list(config.tags or ()))
         trackers.append(tracker)
 
-    randomness.seed(config.seed)
-    _threads(config.threads, None)
-    data = build(config, "dataset").to(device, torch.float64)
+    method, model, pair, training = _prepare(config, device, result)
     environment.write(folder, device)
-    method: Method = build(config, "method")
-    model: Model = build(config, "model", pair=data.to(device, getattr(torch, config.dtype)))
-    model, pair = model.prepare(data, method.folds)
-    _threads(config.threads, None if pair.primary.width else pair.dim)
-    result.about = pair.about
     log.info("%s: %s", pair.name, pair.about)
-    training = pair.to(device, model.dtype)
-    if method.epochs:  # a process's first optimizer imports torch's compiler, seconds that are not the method's
-        torch.optim.SGD([torch.zeros(1)])
-    result.method, result.model = method.name, model.name
     start = copy.deepcopy(model.extractor.state_dict()) if config.get("attack") else {}
 
     _clear(folder, state)
@@ -137,6 +156,7 @@ def _execute(
     keeper = Checkpointer(folder, decisive(settings), stop, **config.checkpoint)
     earlier = immunize(config, method, model, training, Monitor(model, training, result, trackers), keeper, state)
     result.seconds["immunize"] = earlier + time.perf_counter() - started
+    distributed.leave()
     model = model.exact()
     files.write_tensors(folder / WEIGHTS, {**model.export(), **pair.tensors}, model.metadata())
 
@@ -159,6 +179,28 @@ def _execute(
     result.status = "completed"
     result.write(folder)
     keeper.path.unlink(missing_ok=True)
+
+
+def _prepare(config: DictConfig, device: torch.device, result: Result) -> tuple[Method, Model, TaskPair, TaskPair]:
+    """Method, model and tasks of a run, the tasks as they are measured and as they are trained on."""
+    randomness.seed(config.seed)
+    _threads(config.threads, None)
+    data = build(config, "dataset").to(device, torch.float64)
+    method: Method = build(config, "method")
+    with distributed.first_alone():
+        model: Model = build(config, "model", pair=data.to(device, getattr(torch, config.dtype)))
+        model, pair = model.prepare(data, method.folds)
+    _threads(config.threads, None if pair.primary.width else pair.dim)
+    if distributed.size() > 1 and (method.alone or not pair.primary.width):
+        raise ConfigError(
+            f"method={method.name} on {model.name} is not trained by several processes: nets whose layers are trained "
+            "are, by any method but imma; start it without torchrun"
+        )
+    result.about, result.method, result.model = pair.about, method.name, model.name
+    training = pair.to(device, model.dtype)
+    if method.epochs:  # a process's first optimizer imports torch's compiler, seconds that are not the method's
+        torch.optim.SGD([torch.zeros(1)])
+    return method, model, pair, training
 
 
 def _present(config: DictConfig, result: Result, trackers: list[Tracker], quiet: bool) -> None:
@@ -231,6 +273,7 @@ def immunize(
             optimizer = build(config, "optimizer")(model.groups())
         except (TypeError, ValueError) as error:  # torch's way to refuse a value
             raise ConfigError(f"optimizer: {error}") from error
+        distributed.attach(model.extractor, optimizer)
         training = Training(method, model, optimizer, batches, monitor)
         if state:
             training.load_state_dict(state)
@@ -367,7 +410,9 @@ def attack(config: DictConfig, model: Model, comparison: Comparison, start: Mapp
 def _device(choice: str) -> torch.device:
     if choice == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda, but torch finds no GPU here; use device=auto or device=cpu")
-    return torch.device("cuda" if choice != "cpu" and torch.cuda.is_available() else "cpu")
+    if choice == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", distributed.local_rank()) if distributed.size() > 1 else torch.device("cuda")
 
 
 def _threads(choice: int | None, dim: int | None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from immunization import spectral
+from immunization import distributed, spectral
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError, Diverged
 from immunization.models.base import Batch, Model
@@ -39,6 +39,8 @@ class Method:
     """
 
     folds = False
+    alone = False
+    """Whether a step takes gradients or features of its own, and so needs all rows of a batch in one process."""
 
     def __init__(
         self,
@@ -157,7 +159,8 @@ class _Pass:
             order = torch.randperm(len(x), generator=self.generator)
             for rows in order[: len(x) - len(x) % self.batch_size].split(self.batch_size)[self.taken :]:
                 self.taken += 1
-                inputs = x[rows.to(x.device)].to(y.device)  # stored activations stay where they are
+                # stored activations stay where they are
+                inputs = x[distributed.share(rows).to(x.device)].to(y.device)
                 yield Batch(inputs, y[rows.to(y.device)], min(len(rows), task.rank))
         self.start, self.taken = None, 0
 

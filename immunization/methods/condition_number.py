@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from immunization import distributed
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.base import Method, nonnegative
@@ -76,7 +77,8 @@ class ConditionNumber(Method):
 
         def norm(term: Tensor) -> float:
             gradients = torch.autograd.grad(term, theta, retain_graph=True, allow_unused=True)
-            return sum(g.square().sum().item() for g in gradients if g is not None) ** 0.5
+            gradients = distributed.summed([g for g in gradients if g is not None])
+            return sum(g.square().sum().item() for g in gradients) ** 0.5
 
         # a head that starts at zero gives the loss no gradient in theta; the regularizers are then balanced alone
         unit = norm(loss) or 1.0

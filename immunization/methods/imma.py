@@ -30,6 +30,8 @@ class IMMA(Method):
     release does). `cap=None` leaves the harmful loss unbounded.
     """
 
+    alone = True
+
     def __init__(
         self,
         epochs: int,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from immunization import randomness
+from immunization import distributed, randomness
 from immunization.data.task import TaskPair
 from immunization.methods.base import PairedBatches
 from immunization.models.base import Batch, Model
@@ -76,8 +76,8 @@ class LoaderBatches:
     def _batches(self, role: str, items: Iterable[tuple]) -> Iterator[Batch]:
         for images, labels, *_ in items:
             if len(images):
-                x, y = self.prepare(role, images, labels)
-                yield Batch(x, y, min(len(x), self.width))
+                x, y = self.prepare(role, distributed.share(images), labels)
+                yield Batch(x, y, min(len(y), self.width))
 
     def state_dict(self) -> dict[str, Any]:
         """Where both passes stand."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from immunization import distributed
 from immunization.data.images import ImagePair
 from immunization.data.task import SPLITS, Task, TaskPair
 from immunization.errors import ConfigError
@@ -203,9 +204,10 @@ class Timm(Model):
         return torch.cat(list(self.feature_batches(x)))
 
     @torch.no_grad()
-    def feature_batches(self, x: Tensor | Stream) -> Iterator[Tensor]:
-        """Features [n, D] of stored inputs, batch by batch."""
-        for part in x.split(self.images.batch_size):
+    def feature_batches(self, x: Tensor | Stream, shared: bool = False) -> Iterator[Tensor]:
+        """Features [n, D] of stored inputs, batch by batch; `shared`: this process's part of them alone."""
+        parts = x.split(self.images.batch_size)
+        for part in distributed.every_nth(parts) if shared else parts:
             try:
                 features = self.extractor(part.to(self.head.weight))
             except torch.OutOfMemoryError as error:
@@ -226,7 +228,7 @@ class Timm(Model):
         return triangular_factor(self.reference[role, "train"].split(self.images.batch_size))[0]
 
     def factor(self, task: Task) -> Tensor:
-        return triangular_factor(self.feature_batches(task.train.x))[0]
+        return distributed.triangular_factor(self.feature_batches(task.train.x, shared=True), self.head.in_features)
 
     def export(self) -> dict[str, Tensor]:
         """The state dict of the timm model, its own classifier included."""

@@ -1,0 +1,180 @@
+"""Training of one net by several processes (torchrun): every process computes the features of its share of a batch.
+
+The shares are gathered before any method sees them, so that regularizers, losses and curves are those of the whole
+batch; backward, every process sends the gradient of its own rows through the net, and the sums over all processes are
+what the optimizer gets. Heads work on gathered features and have the whole gradient everywhere. Without torchrun, or
+with one process, every function here does nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import chain, islice
+from pathlib import Path
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.autograd.function import once_differentiable
+
+from immunization import spectral
+from immunization.errors import DegenerateSpectrum
+
+PATIENCE = timedelta(days=1)
+"""Longest wait for another process, which may be computing the activations of a large set."""
+
+
+def size() -> int:
+    """Number of processes that train together, 1 outside of `group`."""
+    return distributed.get_world_size() if distributed.is_initialized() else 1
+
+
+def rank() -> int:
+    """Number of this process; the one with 0 writes files."""
+    return distributed.get_rank() if distributed.is_initialized() else 0
+
+
+def local_rank() -> int:
+    """Which GPU of its machine belongs to this process."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+@contextmanager
+def group(device: str) -> Iterator[None]:
+    """Join the processes that torchrun has started, if it has; nccl between GPUs, gloo between CPUs."""
+    if int(os.environ.get("WORLD_SIZE", 1)) < 2 or distributed.is_initialized():
+        yield
+        return
+    gpu = device != "cpu" and torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(local_rank())
+    distributed.init_process_group("nccl" if gpu else "gloo", timeout=PATIENCE)
+    before = signal.getsignal(signal.SIGTERM)
+    if rank():  # the first process decides when to stop: it has the checkpoint to write
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        leave()
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", local_rank()) if distributed.get_backend() == "nccl" else torch.device("cpu")
+
+
+def leave() -> None:
+    """End the group: from here on this process works alone."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def agree(folder: Path | None = None) -> Path | None:
+    """The run folder that the first process says, on all of them; None if it has nothing to do."""
+    if size() == 1:
+        return folder
+    text = torch.zeros(4096, dtype=torch.uint8)
+    if not rank() and folder is not None:
+        name = os.fsencode(folder.resolve())
+        text[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
+    text = text.to(_device())
+    distributed.broadcast(text, 0)
+    name = bytes(text.tolist()).rstrip(b"\0")
+    return Path(os.fsdecode(name)) if name else None
+
+
+@contextmanager
+def first_alone() -> Iterator[None]:
+    """The first process goes ahead, the others follow when it is done: they find what it has kept on disk."""
+    if size() > 1 and rank():
+        distributed.barrier()
+    yield
+    if size() > 1 and not rank():
+        distributed.barrier()
+
+
+def share(rows: Tensor) -> Tensor:
+    """The rows of a batch that this process computes: the n-th of `size` parts that differ by at most one row."""
+    return rows if size() == 1 else rows.tensor_split(size())[rank()]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part: Tensor) -> Tensor:
+        counts = torch.zeros(size(), dtype=torch.long, device=part.device)
+        counts[rank()] = len(part)
+        distributed.all_reduce(counts)
+        counts = counts.tolist()
+        padded = part.new_zeros(max(counts), *part.shape[1:])
+        padded[: len(part)] = part
+        parts = [torch.empty_like(padded) for _ in counts]
+        distributed.all_gather(parts, padded)
+        ctx.start, ctx.count = sum(counts[: rank()]), len(part)
+        return torch.cat([one[:count] for one, count in zip(parts, counts, strict=True)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream: Tensor) -> Tensor:
+        return upstream[ctx.start : ctx.start + ctx.count]
+
+
+def gather(part: Tensor) -> Tensor:
+    """The rows of all processes, in order, on each of them. The gradient of this process's own rows comes back to it.
+
+    It is to be summed over the processes once it has reached parameters, see `attach` and `summed`.
+    """
+    return part if size() == 1 else _Gather.apply(part)
+
+
+def attach(extractor: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Let `extractor` return the features of the whole batch in training, and sum its gradients before each step.
+
+    Where no gradients are recorded it works on what it is given, as ever.
+    """
+    if size() == 1:
+        return
+    extractor.register_forward_hook(lambda _m, _i, features: gather(features) if torch.is_grad_enabled() else features)
+    theta = [p for p in extractor.parameters() if p.requires_grad]
+
+    def total(*_: object) -> None:
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in theta]
+        for p, gradient in zip(theta, summed(gradients), strict=True):
+            p.grad = gradient
+
+    optimizer.register_step_pre_hook(total)
+
+
+def summed(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors, each summed over all processes."""
+    if size() == 1 or not tensors:
+        return tensors
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    distributed.all_reduce(flat)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def every_nth(batches: Iterable[Tensor]) -> Iterable[Tensor]:
+    """This process's batches of many."""
+    return islice(batches, rank(), None, size())
+
+
+def triangular_factor(batches: Iterable[Tensor], width: int) -> Tensor:
+    """R [min(N, D), D] in float64 of all rows of all processes, each giving its own batches [n, D] (TSQR)."""
+    if size() == 1:
+        return spectral.triangular_factor(batches)[0]
+    own = torch.zeros(width, width, dtype=torch.float64, device=_device())
+    batches = iter(batches)
+    if (first := next(batches, None)) is not None:
+        try:
+            factor = spectral.triangular_factor(chain([first], batches))[0]
+            own[: len(factor)] = factor
+        except DegenerateSpectrum:  # is then said by all processes, below
+            own.fill_(math.nan)
+    factors = [torch.empty_like(own) for _ in range(size())]
+    distributed.all_gather(factors, own)
+    return spectral.triangular_factor(torch.cat(factors))[0]
