@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 _LAZY = {
     "ConfigError": "immunization.errors",
     "DataError": "immunization.errors",
+    "audit": "immunization.api",
     "immunize": "immunization.api",
     "load": "immunization.api",
     "run": "immunization.runner",

@@ -17,11 +17,14 @@ from immunization.config import build, compose
 from immunization.data.images import ImagePair
 from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError, DataError
+from immunization.evaluation.deep import compare
 from immunization.methods import LoaderBatches, Method, PairedBatches, train
-from immunization.models import Folded, Model, Timm
+from immunization.methods.statistics import fit_head, probe_of_inputs
+from immunization.models import Folded, Linear, Model, Timm
 from immunization.models.checkpoint import create
-from immunization.models.folded import fold_into
+from immunization.models.folded import fold_into, folded_map, unfold
 from immunization.models.linear import LinearMap
+from immunization.result import Result
 from immunization.resume import WEIGHTS
 
 Loader = Iterable[tuple[Tensor, Tensor]]
@@ -82,18 +85,112 @@ def immunize(
     return restore(copy.deepcopy(model), trained.export(), json.loads(trained.metadata()["immunization"]))
 
 
+def audit(
+    model: nn.Module,
+    primary_loader: Loader,
+    harmful_loader: Loader,
+    reference: nn.Module | None = None,
+    *,
+    attacks: Sequence[str] | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Result:
+    """Attack a model with harmful data: how much does its immunization hold?
+
+    `model` is a timm model, compared with `reference`, the same before it was immunized (None: the model without the
+    map that `immunize` folded in), or what `load` gives for a linear map, which is compared with its inputs; its
+    loaders give rows [n, D]. `attacks` are names of conf/attack (None: those of experiment=audit), `options` their keys
+    as `adam__steps=100`. Of each loader, which is read once into memory, a fifth of the rows is for test and a fifth
+    for validation. Returns the measures of experiment=audit; `result.verdict` says them in words.
+
+    Raises ConfigError, DataError.
+    """
+    from immunization.runner import attack, evaluate  # which loads what none of the others needs
+
+    torch.manual_seed(seed)
+    chosen = [] if attacks is None else [f"attack=[{','.join(attacks)}]"]
+    config = compose(["experiment=audit", "tracker=none", *chosen])
+    for key, value in options.items():
+        name, _, option = key.partition("__")
+        if name not in config.attack or option not in config.attack[name]:
+            raise ConfigError(f"audit: no option {key!r}; write <attack>__<key>, with {', '.join(config.attack)}")
+        OmegaConf.update(config, f"attack.{name}.{option}", value)
+    loaders = {"primary": primary_loader, "harmful": harmful_loader}
+    audited: Model
+    if isinstance(model, LinearMap):
+        pair = TaskPair("loaders", **{role: _rows(role, loader) for role, loader in loaders.items()})
+        audited = Linear(pair.to(model.theta.device, torch.float64))
+        audited.extractor = copy.deepcopy(model).double()
+        fit_head(audited, probe_of_inputs(pair.primary))
+    else:
+        like = next(model.parameters())
+        audited, before = (_images(net, like) for net in (model, _before(model) if reference is None else reference))
+        audited.compare_with(before)
+        tasks = {role: _collect(audited, role, loader, False, test=True) for role, loader in loaders.items()}
+        pair, audited.reference, audited.original_head = (
+            TaskPair("loaders", **tasks),
+            before.reference,
+            before.original_head,
+        )
+    comparison = compare(pair, audited)
+    measures = evaluate(config, comparison)
+    measures.merge(attack(config, audited, comparison, audited.extractor.state_dict()))
+    found = {key: getattr(measures, key) for key in ("metrics", "reasons", "curves", "flags")}
+    return Result(seed, "loaders", audited.name, "given", "completed", **found)
+
+
+def _before(model: nn.Module) -> nn.Module:
+    """The model without its folded map."""
+    if folded_map(model) is None:
+        raise ConfigError("audit: give the model as it was before immunization, audit(..., reference=model)")
+    stripped = copy.deepcopy(model)
+    unfold(stripped)
+    return stripped
+
+
+def _images(model: nn.Module, like: Tensor) -> Timm:
+    """A copy of a timm model that reads images from a loader, in the dtype of `like`."""
+    images = ImagePair("loaders", {}, cache=None).to(like.device, like.dtype)
+    return Timm.of(copy.deepcopy(model).to(like), images)
+
+
+def _rows(role: str, loader: Loader) -> Task:
+    """The task of a loader of rows [n, D] and labels."""
+    batches = [(torch.as_tensor(x).double(), torch.as_tensor(y)) for x, y, *_ in loader]
+    if not batches:
+        raise DataError(f"{role}_loader gives no batches")
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    classes = 0 if y.is_floating_point() else len(y.unique())
+    y = y.double() if not classes else y.unique(return_inverse=True)[1]
+    return Task(
+        role, **{split: Split(x[rows], y[rows]) for split, rows in _parts(len(y), 5, 5).items()}, classes=classes
+    )
+
+
+def _parts(count: int, val: int, test: int | None) -> dict[str, Tensor]:
+    """Rows of each split, in random order: each `val`-th for validation, each `test`-th for test (None: none)."""
+    place, order = torch.arange(count), torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    held_out = place % val == val - 1
+    tested = torch.zeros_like(held_out) if test is None else (place % test == 0)
+    return {"train": order[~held_out & ~tested], "val": order[held_out], "test": order[tested]}
+
+
 @torch.no_grad()
-def _collect(base: Timm, role: str, loader: Loader, folded: bool) -> Task:
-    """One pass over a loader: the task as the trained part reads it. A tenth of the rows is for validation."""
+def _collect(base: Timm, role: str, loader: Loader, folded: bool, test: bool = False) -> Task:
+    """One pass over a loader: the task as the trained part reads it, in random order.
+
+    A tenth of the rows is for validation; with `test`, a fifth, and another fifth for test.
+    """
     inputs, labels, features = [], [], []
+    (before,) = base.before or (base,)
     for images, targets, *_ in loader:
         x = base.trunk(images)
         inputs.append(base.extractor(x).cpu() if folded else x.cpu())
         labels.append(torch.as_tensor(targets))
         if not folded:
-            features.append(base.extractor(x))
+            features.append(before.extractor(before.trunk(images)))
     if not labels:
-        raise DataError(f"immunize: {role}_loader gives no batches")
+        raise DataError(f"{role}_loader gives no batches")
     x, y = torch.cat(inputs), torch.cat(labels).long().to(base.head.weight.device)
     outputs = base.head.out_features
     if role == "primary" and not 0 <= int(y.min()) <= int(y.max()) < max(outputs, 2):
@@ -104,15 +201,12 @@ def _collect(base: Timm, role: str, loader: Loader, folded: bool) -> Task:
     present, y = y.unique(return_inverse=True)
     if len(present) < 2:
         raise DataError(f"immunize: {role}_loader holds one class alone; at least two are needed")
-    held_out = torch.arange(len(y)) % 10 == 9
-    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
-    parts = {"train": order[~held_out], "val": order[held_out], "test": order[:0]}
+    parts = _parts(len(y), 5, 5) if test else _parts(len(y), 10, None)
     splits = {s: Split(x[rows], y[rows.to(y.device)]) for s, rows in parts.items()}
     own = role == "primary" and len(present) < outputs
     width = None if folded else base.head.in_features
-    if not folded:
-        rows = parts["train"].to(base.head.weight.device)
-        base.reference[role, "train"] = torch.cat(features)[rows]
+    for split, rows in parts.items() if features else ():
+        before.reference[role, split] = torch.cat(features)[rows.to(base.head.weight.device)]
     eps = torch.finfo(base.dtype).eps
     return Task(role, **splits, classes=len(present), eps=eps, width=width, head=present if own else None)
 

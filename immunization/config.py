@@ -40,6 +40,7 @@ def class_of(pair: str, place: int) -> int:
     return int(classes[place])
 
 
+OmegaConf.register_new_resolver("absent", lambda value: value is None, replace=True)
 OmegaConf.register_new_resolver("slug", slug, replace=True)
 OmegaConf.register_new_resolver("class_of", class_of, replace=True)
 
@@ -76,7 +77,7 @@ def check(cfg: DictConfig) -> None:
     seconds = cfg.checkpoint.seconds
     if seconds is not None and not (_accepts(float, seconds) and seconds > 0):
         raise ConfigError(f"checkpoint.seconds must be a number above 0, or null for none, not {seconds!r}")
-    for key in ("resume", "figures", "deterministic"):
+    for key in ("immunize", "resume", "figures", "deterministic"):
         if not isinstance(cfg[key], bool) and not (key == "figures" and cfg[key] is None):
             raise ConfigError(f"{key} must be true or false, not {cfg[key]!r}")
     for key in ("tags", "trusted"):

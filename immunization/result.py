@@ -41,6 +41,13 @@ class Result:
     about: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = field(default=None, compare=False)
 
+    @property
+    def verdict(self) -> list[str]:
+        """What the attacks of the run say of its immunization, in sentences; none where there were none."""
+        from immunization.results.verdict import verdict
+
+        return verdict([self])
+
     def fail(self, error: BaseException) -> None:
         """Mark the run as failed by `error`; measures taken before are kept."""
         self.status = "failed"

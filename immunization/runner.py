@@ -29,7 +29,7 @@ from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError, DataError, Diverged, Preempted, UserError
 from immunization.evaluation import Comparison, Measures
 from immunization.evaluation.deep import compare
-from immunization.methods import LoaderBatches, Method, PairedBatches, Progress, batches_of, train
+from immunization.methods import Given, LoaderBatches, Method, PairedBatches, Progress, batches_of, train
 from immunization.models import Model
 from immunization.result import Result
 from immunization.results.table import line, show
@@ -186,7 +186,7 @@ def _prepare(config: DictConfig, device: torch.device, result: Result) -> tuple[
     randomness.seed(config.seed)
     _threads(config.threads, None)
     data = build(config, "dataset").to(device, torch.float64)
-    method: Method = build(config, "method")
+    method: Method = build(config, "method") if config.immunize else Given()
     with distributed.first_alone():
         model: Model = build(config, "model", pair=data.to(device, getattr(torch, config.dtype)))
         model, pair = model.prepare(data, method.folds)
@@ -209,6 +209,11 @@ def _present(config: DictConfig, result: Result, trackers: list[Tracker], quiet:
     with _without_harm("the figures cannot be drawn"):
         if config.figures or (config.figures is None and not quiet):
             pictures = figures.draw(result, result.folder)
+    if any(name.startswith("attack/") for name in result.metrics):
+        with _without_harm("the report cannot be written"):
+            from immunization.results import report  # pandas and more, not for runs without attacks
+
+            report.audit(result.folder)
     for tracker in trackers:
         with _without_harm("a tracker failed at the end"):
             tracker.finish(result, pictures)

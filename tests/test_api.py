@@ -108,3 +108,43 @@ def test_a_run_is_exported_and_loaded(tmp_path, method):
 def test_a_linear_run_is_loaded(tmp_path):
     immunization.run(["method=closed_form", "tracker=none", "evaluation=[]"], tmp_path)
     assert immunization.load(tmp_path)(torch.randn(3, 64, dtype=torch.float64)).shape == (3, 64)
+
+
+def test_an_audit_of_a_folded_net(net):
+    """`learning_curve` slows the probe it was made against; whoever strips the map has the model of before."""
+    immune = immunization.immunize(net, loader(4, 1), loader(3, 2), epochs=200, optimizer__lr=1e-2)
+    attacks = ["linear_probe", "undo", "closed_form_probe", "full_finetune"]
+    options = {"linear_probe__steps": 64, "undo__steps": 64, "full_finetune__steps": 2}
+    result = immunization.audit(immune, loader(4, 1), loader(3, 2), attacks=attacks, **options)
+    assert result.metrics["attack/linear_probe/area"] < result.metrics["attack/linear_probe/area_baseline"]
+    assert result.metrics["attack/undo/steps"] == result.metrics["attack/undo/steps_baseline"]
+    assert result.metrics["primary/changed_predictions"] == 0
+    assert result.metrics["attack/full_finetune/final"] is not None
+    assert "attack_succeeds" in result.flags
+    assert any("It does not hold" in sentence for sentence in result.verdict)
+    with_reference = immunization.audit(immune, loader(4, 1), loader(3, 2), net, attacks=["undo"], undo__steps=64)
+    key = "attack/undo/final_baseline"
+    assert with_reference.metrics[key] == pytest.approx(result.metrics[key], abs=0.05)
+    unchanged = immunization.audit(net, loader(4, 1), loader(3, 2), net, attacks=["linear_probe"])
+    assert "unchanged" in unchanged.flags
+
+
+def test_an_audit_of_a_linear_map(tmp_path):
+    immunization.run(["method=learning_curve", "tracker=none", "figures=false"], folder=tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(300) % 2
+    x = torch.randn(300, 64, generator=generator) + y[:, None] - 0.5
+    rows = DataLoader(TensorDataset(x, y), batch_size=100)
+    model = immunization.load(tmp_path)
+    result = immunization.audit(model, rows, rows, attacks=["linear_probe", "strip"], strip__steps=100)
+    assert result.metrics["attack/strip/steps_ratio"] == 1
+    assert result.metrics["attack/strip/final"] > 0.9
+
+
+def test_mistakes_of_an_audit_are_named(net):
+    with pytest.raises(ConfigError, match="as it was before immunization"):
+        immunization.audit(net, loader(4, 1), loader(3, 2))
+    with pytest.raises(ConfigError, match="no option 'adam__rate'"):
+        immunization.audit(net, loader(4, 1), loader(3, 2), net, attacks=["adam"], adam__rate=1)
+    with pytest.raises(DataError, match="harmful_loader gives no batches"):
+        immunization.audit(net, loader(4, 1), [], net, attacks=["adam"])

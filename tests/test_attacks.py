@@ -26,8 +26,14 @@ from immunization.config import CONF, build, compose
 from immunization.data.images import image_folders
 from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError
+from immunization.evaluation import Validity
 from immunization.evaluation.deep import compare
+from immunization.evaluation.validity import in_train_mode
+from immunization.files import write_tensors
 from immunization.models import Linear, Timm
+from immunization.models.folded import folded_map
+from immunization.result import Result
+from immunization.results.verdict import verdict
 
 ATTACKS = sorted(path.stem for path in (CONF / "attack").glob("*.yaml"))
 NETS = {name for name in ATTACKS if "finetune" in name or "lora" in name}
@@ -189,9 +195,11 @@ def test_a_start_other_than_the_baseline_is_attacked_too():
     torch.manual_seed(0)
     model = Linear(pair, init="random")
     start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
+    model.extractor.theta.data.mul_(2)
     victim = Victim(model, compare(pair, model), start)
     values = assault({"linear_probe": LinearProbe()}, victim).metrics
     assert values["attack/linear_probe/steps_start"] == values["attack/linear_probe/steps"]
+    assert values["attack/linear_probe/kappa_start"] != values["attack/linear_probe/kappa_baseline"]
 
 
 def test_what_cannot_be_attacked_says_why():
@@ -305,3 +313,87 @@ def test_a_trained_net_starts_again_from_its_own_weights(net):
 def test_nets_are_needed_for_fine_tuning():
     measures = assault({"lora": LoRA()}, victim_of(classes(), torch.eye(6, dtype=torch.float64)))
     assert "needs a deep net" in measures.reasons["attack/lora/final"]
+
+
+# --- Audits -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_audited_as_it_stands(tmp_path):
+    """Without a checkpoint a model is immunized first; with one the same theta is measured, and nothing is trained."""
+    options = ["experiment=audit", "tracker=none", "figures=false", "attack=[linear_probe,scaled,strip]"]
+    first = run(options, folder=tmp_path / "first")
+    again = run([*options, f"model.checkpoint={tmp_path / 'first'}"], folder=tmp_path / "again")
+    assert (first.method, again.method) == ("learning_curve", "given")
+    for name in ("rir", "attack/linear_probe/area", "attack/worst/flops", "primary/head_accuracy"):
+        assert again.metrics[name] == pytest.approx(first.metrics[name], rel=1e-9)
+    page = (tmp_path / "again" / "report.html").read_text()
+    assert "attacks on given" in page
+    assert "It does not hold: 2 of 3 attacks" in page
+    assert "fewer than 3 seeds" in page
+    assert again.verdict[1].startswith("The cheapest is scaled")
+    assert "holds, within their budgets, against linear_probe" in again.verdict[2]
+    with pytest.raises(ConfigError, match=r"theta of shape \(64, 64\) does not fit"):
+        run([*options, "dataset.common_range=true", f"model.checkpoint={tmp_path / 'first'}"], folder=tmp_path / "bad")
+
+
+def test_a_folded_checkpoint_is_compared_with_the_net_without_its_map(net, tmp_path):
+    """So is any checkpoint with its reference; `net` has a map of kappa 1e8 in front of every probe."""
+    folded, base = net.model, net.model.base[0]
+    write_tensors(tmp_path / "folded.safetensors", folded.export(), folded.metadata())
+    write_tensors(tmp_path / "plain.safetensors", base.export(), base.metadata())
+    images, four = base.images.to("cpu", torch.float64), {"num_classes": 4}
+    checkpoint = str(tmp_path / "folded.safetensors")
+    stripped, referred = (
+        Timm(images, "test_resnet", checkpoint=checkpoint, arguments=four, **more)
+        for more in ({}, {"reference": str(tmp_path / "plain.safetensors")})
+    )
+    for model in (stripped, referred):
+        _, pair = model.prepare(images, False)
+        assert torch.equal(folded_map(model.net), folded.extractor.theta)
+        comparison = compare(pair, model)
+        victim = Victim(model, comparison, model.extractor.state_dict())
+        for stage in ("immunized", "baseline"):
+            torch.testing.assert_close(
+                victim.features(stage, "test"), net.features(stage, "test"), rtol=1e-4, atol=1e-5
+            )
+            x, _ = victim.images("test")
+            with torch.no_grad():
+                torch.testing.assert_close(victim.network(stage)(x), victim.features(stage, "test"))
+        logits = comparison.logits(pair.primary.test.x)
+        torch.testing.assert_close(logits, comparison.baseline_logits(), rtol=1e-6, atol=1e-6)
+
+
+def test_validity_flags(tmp_path):
+    same = run(["method=identity", "tracker=none", "figures=false"], folder=tmp_path / "same")
+    assert "unchanged" in same.flags
+    few = run(
+        ["method=closed_form", "dataset.max_samples=20", "tracker=none", "figures=false"], folder=tmp_path / "few"
+    )
+    assert {"few_samples_primary", "few_samples_harmful"} <= set(few.flags)
+    task = classes()
+    pair = TaskPair("known", task, task)
+    model = Linear(pair)
+    model.extractor.theta.data.copy_(torch.diag(torch.tensor([1.0, 1, 1, 0, 0, 0], dtype=torch.float64)))
+    spoiled = Linear(pair)
+    spoiled.extractor.theta.data.copy_(torch.diag(torch.tensor([0.0, 1, 1, 1, 1, 1], dtype=torch.float64)))
+    assert "primary_dropped" not in Validity()(compare(pair, model)).flags
+    assert "primary_dropped" in Validity()(compare(pair, spoiled)).flags
+    scaled = Linear(pair)
+    scaled.extractor.theta.data.mul_(1e-4)
+    assert "ridge_limited_harmful" in Validity()(compare(pair, scaled)).flags
+    layer = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Dropout(0.5).eval())
+    assert in_train_mode(layer) == ["0"]
+
+
+def test_the_verdict_where_nothing_succeeds():
+    victim = victim_of(*quadratic(1e9))
+    measures = assault({"gd": LinearProbe(steps=4)}, victim)
+    result = Result(
+        0, "d", "m", "given", "completed", measures.metrics, measures.reasons, measures.curves, measures.flags
+    )
+    assert measures.metrics["attack/worst/flops"] is None
+    assert "None of 1 attacks learns the harmful task" in result.verdict[0]
+    assert "no proof" in result.verdict[0]
+    several = verdict([result, result])
+    assert several == ["In 0 of 2 runs an attack learns the harmful task."]
+    assert Result(0, "d", "m", "given").verdict == []

@@ -15,6 +15,8 @@ from immunization.attacks.base import Log, ProbeAttack, Problem
 from immunization.attacks.victim import Precision, Stage, Victim
 from immunization.errors import ConfigError
 
+ROLES = ("primary", "harmful")
+
 Scaling = Literal["none", "columns", "standard"]
 
 
@@ -256,6 +258,12 @@ class Undo(LinearProbe):
             raise ConfigError(f"attack.undo.how must be relearn or strip, not {how!r}")
         self.how = how
 
+    def problem(self, victim: Victim, stage: Stage) -> Problem:
+        problem, d = super().problem(victim, stage), victim.task.dim
+        rows = sum(len(victim.comparison.tasks[role].train) for role in ROLES) if self.how == "relearn" else d
+        problem.flops += (2.0 * rows + 22.0 * d) * d**2
+        return problem
+
     def look(self, victim: Victim, stage: Stage, split: str) -> Tensor:
         features = super().look(victim, stage, split)
         return features @ self._inverse(victim, stage)
@@ -265,7 +273,7 @@ class Undo(LinearProbe):
             return torch.linalg.pinv(victim.linear_map(stage, self.precision))
         pairs = [
             (victim.features(stage, "train", self.precision, role), victim.features("baseline", "train", None, role))
-            for role in ("primary", "harmful")
+            for role in ROLES
         ]
         mine, theirs = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         return torch.linalg.pinv(mine) @ theirs

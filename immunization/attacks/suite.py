@@ -163,7 +163,8 @@ def _warn(done: Mapping[str, Attacked], victim: Victim, measures: Measures) -> N
 def _worst(done: Mapping[str, Attacked], victim: Victim, measures: Measures) -> None:
     """The attack that learns the harmful task with theta_I at the least compute, or else the one that comes closest.
 
-    One bar for all: SHARE of the way from chance to the best that any attack makes of the baseline.
+    One bar for all: SHARE of the way from chance to the best that any attack makes of the baseline. The operations
+    until then are `attack/<name>/cost`.
     """
     chance, names = victim.task.chance, [f"attack/worst/{key}" for key in ("final", "flops", "flops_ratio")]
     whole = {name: attacked for name, attacked in done.items() if not attacked.failed}
@@ -175,9 +176,12 @@ def _worst(done: Mapping[str, Attacked], victim: Victim, measures: Measures) -> 
     costs: dict[Stage, dict[str, float]] = {"immunized": {}, "baseline": {}}
     for stage, found in costs.items():
         for name, attacked in whole.items():
-            course = attacked.courses[stage]
-            if (reached := _reached(course, bar)) is not None:
+            course, key = attacked.courses[stage], f"attack/{name}/cost{SUFFIX[stage]}"
+            if (reached := _reached(course, bar)) is None:
+                measures.miss(f"never came to {bar:.3f}", key)
+            else:
                 found[name] = course.flops[reached].item()
+                measures.put(key, found[name])
     after, before = costs.values()
     cheapest = min(after, key=after.__getitem__) if after else max(whole, key=lambda name: whole[name].after.final)
     measures.put("attack/worst/bar", bar)

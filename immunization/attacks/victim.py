@@ -14,7 +14,9 @@ from immunization.data.images import ImageSplit, create_loader
 from immunization.data.task import Task
 from immunization.evaluation.base import Comparison
 from immunization.models import Folded, Linear, Model, Timm
+from immunization.models.activations import take
 from immunization.models.chain import Whole
+from immunization.models.folded import folded_map
 from immunization.models.inputs import preprocessing
 
 Stage = Literal["immunized", "baseline", "start"]
@@ -42,8 +44,10 @@ class Victim:
         self.model, self.comparison, self.start = model, comparison, start
         self.task: Task = comparison.tasks["harmful"]
         self.stages: list[Stage] = ["immunized", "baseline"]
-        if isinstance(model, Linear) and not _is_identity(start["theta"]):
-            self.stages.append("start")
+        if isinstance(model, Linear):
+            theta = start["theta"]
+            if not _is_identity(theta) and not torch.equal(theta, model.extractor.theta):
+                self.stages.append("start")
         self.features, self.flops_per_row = cache(self.features), cache(self.flops_per_row)
         self.images = cache(self.images)
 
@@ -59,6 +63,8 @@ class Victim:
 
     def extractor(self, stage: Stage, precision: Precision | None = None) -> nn.Module:
         """A copy of the extractor, its weights rounded to `precision`."""
+        if stage != "immunized" and isinstance(self.model, Timm) and self.model.before:
+            return rounded(copy.deepcopy(self.model.before[0].extractor), precision)
         extractor = copy.deepcopy(self.model.extractor)
         if stage != "immunized":
             extractor.load_state_dict(self.start)
@@ -66,17 +72,21 @@ class Victim:
 
     def linear_map(self, stage: Stage, precision: Precision | None = None) -> Tensor:
         """theta [D_in, D_out] in float64 of a linear model, or of the map folded behind a net."""
-        if not isinstance(self.model, Linear) or self.model.extractor.bias is not None:
-            raise Inapplicable("the extractor is no linear map that could be inverted")
-        if stage == "baseline":
-            return torch.eye(self.task.dim, dtype=torch.float64, device=self.task.train.y.device)
-        return self.extractor(stage, precision).theta.detach().double()
+        extractor = self.extractor("immunized" if stage == "baseline" else stage, precision)
+        theta = folded_map(extractor)
+        if isinstance(self.model, Linear) and self.model.extractor.bias is None:
+            theta = extractor.theta
+        if theta is None:
+            raise Inapplicable("the extractor holds no linear map that could be inverted")
+        return torch.eye(len(theta)).to(theta.detach().double()) if stage == "baseline" else theta.detach().double()
 
     # --- the network itself -------------------------------------------------------------------------------------------
 
     def network(self, stage: Stage, precision: Precision | None = None) -> nn.Module:
         """A copy of the whole net, images -> features [N, D], all of it trainable and in eval mode."""
         base = self._base()
+        if stage != "immunized" and base.before:
+            (base,) = base.before
         net, extractor = copy.deepcopy((base.net, base.extractor))
         whole: nn.Module = Whole(net)
         if isinstance(self.model, Folded):
@@ -84,7 +94,7 @@ class Victim:
                 layer = nn.Linear(*self.model.extractor.theta.shape, bias=False)
                 layer.weight.data = self.model.extractor.theta.detach().T.clone()
                 whole = nn.Sequential(whole, layer)
-        elif stage != "immunized":
+        elif stage != "immunized" and base is self.model:
             extractor.load_state_dict(self.start)  # shares its parameters with `net`
         return rounded(whole, precision).to(base.head.weight).eval().requires_grad_(True)
 
@@ -97,6 +107,10 @@ class Victim:
     def images(self, split: str, rows: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
         """Images [N, C, H, W], preprocessed for the net, and labels [N] of some rows of a split of the harmful task."""
         base = self._base()
+        if not base._trunk and base is self.model:  # what the extractor reads are images
+            x, y = getattr(self.task, split).x, getattr(self.task, split).y
+            rows = torch.arange(len(y)) if rows is None else torch.tensor(rows)
+            return take(x, rows).to(base.head.weight), y[rows.to(y.device)]
         pair, task = base.images, base.images.tasks["harmful"]
         part = task.splits[split]
         if rows is not None:

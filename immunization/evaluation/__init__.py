@@ -6,6 +6,7 @@ from immunization.evaluation.convergence import LearningCurves, NormRatio
 from immunization.evaluation.deep import OwnHead, SampledRatio
 from immunization.evaluation.primary import Definition, PrimaryPerformance
 from immunization.evaluation.rir import RelativeRatio
+from immunization.evaluation.validity import Validity
 
 __all__ = [
     "Alignment",
@@ -19,4 +20,5 @@ __all__ = [
     "PrimaryPerformance",
     "RelativeRatio",
     "SampledRatio",
+    "Validity",
 ]

@@ -3,7 +3,7 @@
 from immunization.methods.base import Method, PairedBatches, Progress, train
 from immunization.methods.closed_form import ClosedForm
 from immunization.methods.condition_number import ConditionNumber, RIllOnly
-from immunization.methods.identity import Identity
+from immunization.methods.identity import Given, Identity
 from immunization.methods.imma import IMMA
 from immunization.methods.learning_curve import LearningCurve
 from immunization.methods.learning_curve_net import LearningCurveNet
@@ -14,6 +14,7 @@ __all__ = [
     "IMMA",
     "ClosedForm",
     "ConditionNumber",
+    "Given",
     "Identity",
     "LearningCurve",
     "LearningCurveNet",

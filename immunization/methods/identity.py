@@ -1,4 +1,4 @@
-"""The baseline: no immunization."""
+"""Methods that do nothing: the baseline, and models that are immunized already."""
 
 from immunization.methods.base import Method
 
@@ -8,3 +8,7 @@ class Identity(Method):
 
     def __init__(self, epochs: int = 0) -> None:
         super().__init__()
+
+
+class Given(Method):
+    """The model as it stands, for `immunize=false`: an audit of weights that were immunized before."""

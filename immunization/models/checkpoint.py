@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from immunization import files
 from immunization.errors import ConfigError, DataError
+from immunization.models.folded import FOLD, fold_into
+from immunization.resume import WEIGHTS
 
 
 def create(name: str, checkpoint: str | None, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
@@ -35,13 +39,29 @@ def create(name: str, checkpoint: str | None, pretrained: bool, arguments: dict[
     return net
 
 
+def stored_arguments(checkpoint: str | None) -> dict[str, Any]:
+    """Arguments of timm.create_model that an exported net was made with; none for any other file."""
+    path = Path(checkpoint or "").expanduser()
+    path = path / WEIGHTS if path.is_dir() else path
+    if path.suffix != ".safetensors" or not path.is_file():
+        return {}
+    with safe_open(path, "pt") as file:
+        facts = json.loads((file.metadata() or {}).get("immunization", "{}"))
+    return facts.get("arguments", {})
+
+
 def load_weights(net: nn.Module, path: Path) -> None:
-    """Read a safetensors file or a state dict (weights only); raises ConfigError that names the tensors in the way."""
+    """Read a run folder, a safetensors file or a state dict (tensors only), with the map that may be folded in.
+
+    Raises ConfigError that names the tensors in the way.
+    """
+    path = path / WEIGHTS if path.is_dir() else path
     if not path.exists():
         raise ConfigError(f"model.checkpoint={path}: there is no such file")
+    metadata: dict[str, str] = {}
     try:
         if path.suffix == ".safetensors":
-            state, _ = files.read_tensors(path)
+            state, metadata = files.read_tensors(path)
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
     except DataError as error:  # says all there is to say
@@ -53,6 +73,10 @@ def load_weights(net: nn.Module, path: Path) -> None:
         ) from error
     state = next((state[key] for key in ("state_dict", "model") if isinstance(state.get(key), dict)), state)
     state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    facts = json.loads(metadata.get("immunization", "{}"))
+    if "fold" in facts:
+        dtype = getattr(torch, facts["dtype"])  # in which the map and its inverse were stored: they need the digits
+        fold_into(net.to(dtype), facts["fold"], len(state[f"{facts['fold']}.{FOLD}.weight"]), dtype=dtype)
     own = net.state_dict()
     problems = [f"{n} is missing" for n in own.keys() - state.keys() if not n.endswith("num_batches_tracked")]
     problems += [f"{n} is unknown" for n in state.keys() - own.keys()]

@@ -121,5 +121,21 @@ def fold_into(net: nn.Module, place: str, size: int, **like: Any) -> None:
     net.set_submodule(place, chain)
 
 
+@torch.no_grad()
+def unfold(net: nn.Module) -> None:
+    """Take the map out of an exported timm model, in place, and its inverse out of the classifier."""
+    place = next(name for name, _ in net.named_modules() if name.endswith(f".{FOLD}")).removesuffix(f".{FOLD}")
+    chain, classifier = net.get_submodule(place), net.get_classifier()
+    classifier.weight.copy_(classifier.weight @ chain.get_submodule(FOLD).weight)
+    net.set_submodule(place, chain.get_submodule("original"))
+
+
+def folded_map(net: nn.Module) -> Tensor | None:
+    """theta [D, D] that was folded into an exported net; None where there is none."""
+    layers = (module for name, module in net.named_modules() if name.endswith(f".{FOLD}"))
+    layer = next(layers, None)
+    return None if layer is None else layer.weight.T
+
+
 def _moved(name: str, place: str) -> str:
     return name.replace(f"{place}.", f"{place}.original.", 1) if name.startswith(f"{place}.") else name

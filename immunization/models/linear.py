@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from immunization import files
 from immunization.data.task import Task, TaskPair
-from immunization.errors import ConfigError
+from immunization.errors import ConfigError, DataError
 from immunization.models.base import Batch, Model, Regularizer
+from immunization.resume import WEIGHTS
 from immunization.spectral import Precondition, preconditioned_product
 
 
@@ -25,16 +28,39 @@ class LinearMap(nn.Module):
         return x @ self.theta if self.bias is None else x @ self.theta + self.bias
 
 
+def stored(path: Path, dim: int, outputs: int) -> tuple[Tensor, Tensor]:
+    """theta [dim, dim] and omega [outputs, dim] of a run folder or its safetensors file; raises ConfigError."""
+    try:
+        tensors, _ = files.read_tensors(path / WEIGHTS if path.is_dir() else path)
+    except DataError as error:
+        raise ConfigError(f"model.checkpoint={error}; give a run folder that holds a sound {WEIGHTS}") from error
+    if "theta" not in tensors:
+        raise ConfigError(f"model.checkpoint={path} holds no linear map theta; a net needs model=timm model.name=...")
+    if tensors["theta"].shape != (dim, dim) or "bias" in tensors:
+        shape = f"{tuple(tensors['theta'].shape)}{' with a bias' if 'bias' in tensors else ''}"
+        raise ConfigError(
+            f"model.checkpoint={path}: theta of shape {shape} does not fit inputs of {dim} features; choose the data "
+            "set and preparation it was made with"
+        )
+    omega = tensors.get("omega")
+    return tensors["theta"], torch.zeros(outputs, dim) if omega is None or len(omega) != outputs else omega
+
+
 class Linear(Model):
     """Square linear extractor theta [D, D] and a linear head without bias.
 
     `init`: `identity` (theta_0 = I, the baseline itself), `orthogonal` (a random rotation, which leaves every condition
     number as it is) or `random` (uniform in +-1/sqrt(D), torch's default for a linear layer, as in the released code).
-    The head starts at zero from `identity`, else standard normal.
+    The head starts at zero from `identity`, else standard normal. `checkpoint`, a run folder or its weights, replaces
+    theta by one that was stored; the baseline is the inputs all the same.
     """
 
     def __init__(
-        self, pair: TaskPair, init: Literal["identity", "orthogonal", "random"] = "identity", bias: bool = False
+        self,
+        pair: TaskPair,
+        init: Literal["identity", "orthogonal", "random"] = "identity",
+        bias: bool = False,
+        checkpoint: str | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(pair, TaskPair):
@@ -55,6 +81,8 @@ class Linear(Model):
             offset.zero_()
         if init == "identity":
             omega.zero_()
+        if checkpoint is not None:
+            theta, omega = (tensor.to(theta) for tensor in stored(Path(checkpoint).expanduser(), d, outputs))
         self.extractor = LinearMap(theta, offset if bias else None)
         self.head = nn.Linear(d, outputs, bias=False)
         self.head.weight = nn.Parameter(omega)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -20,8 +21,8 @@ from immunization.errors import ConfigError
 from immunization.models.activations import Stream, fingerprint
 from immunization.models.base import Batch, Model, Regularizer
 from immunization.models.chain import Tail, Whole, classifier_path, data_config, parameters, units_of
-from immunization.models.checkpoint import create
-from immunization.models.folded import Folded
+from immunization.models.checkpoint import create, stored_arguments
+from immunization.models.folded import Folded, folded_map, unfold
 from immunization.models.inputs import activations, out_of_memory, preprocessing, task_of, training_loaders
 from immunization.spectral import Precondition, triangular_factor
 
@@ -35,7 +36,13 @@ class Timm(Model):
     net but a linear map behind its features. Everything else is frozen and in eval mode, also under `train()`. The
     head is trained with weight decay `head_decay`. Weights come from `checkpoint`, else from the hub
     (`pretrained`). `arguments` go to `timm.create_model`.
+
+    The baseline is the net as it is before training, or, for audits, another one: that of the weights in `reference`,
+    or, where a map is folded into `checkpoint`, the net without it. The trunk is then empty.
     """
+
+    before: tuple[Timm] | None = None
+    """The net that is the baseline, where that is another one; in a tuple: its parameters are not this model's."""
 
     def __init__(
         self,
@@ -46,13 +53,28 @@ class Timm(Model):
         pretrained: bool = True,
         head_decay: float = 2e-5,
         arguments: dict[str, Any] | None = None,
+        reference: str | None = None,
     ) -> None:
-        arguments = dict(arguments or {})
+        arguments = dict(arguments or stored_arguments(checkpoint))
         if not isinstance(pair, ImagePair):
             raise ConfigError(f"model={name} needs images, for example dataset=image_folders; '{pair.name}' has none")
-        self._take(create(name, checkpoint, pretrained, arguments), pair, name, trainable, head_decay, arguments)
+        net = create(name, checkpoint, pretrained, arguments)
+        stripped = copy.deepcopy(net) if reference is None and folded_map(net) is not None else None
+        self._take(net, pair, name, trainable, head_decay, arguments)
         if checkpoint or not pretrained:
             self.weights, self.license = checkpoint or "random weights", None  # timm states that of its own weights
+
+        if reference is not None:
+            self.compare_with(Timm(pair, name, checkpoint=reference, arguments=arguments))
+        elif stripped is not None:
+            unfold(stripped)
+            self.compare_with(Timm.of(stripped, pair))
+
+    def compare_with(self, before: Timm) -> None:
+        """Take another net as the baseline; both then read images."""
+        self.before = (before,)
+        for model in (self, before):
+            model._trunk, model.point, model.extractor = [], "images", Whole(model.net)
 
     @classmethod
     def of(cls, net: nn.Module, pair: ImagePair, trainable: str | Sequence[str] = "last") -> Timm:
@@ -172,6 +194,10 @@ class Timm(Model):
         if not folded:
             kept = isinstance(pair.primary.train.x, Tensor) and isinstance(pair.harmful.train.x, Tensor)
             self.loaders = None if kept else partial(training_loaders, self)
+            if self.before is not None:
+                (before,) = self.before
+                before.prepare(data, True)
+                self.reference, self.original_head = before.reference, before.original_head
             return self, pair
         pair = pair.to(self.images.device, torch.float64)
         return Folded(self, pair), pair

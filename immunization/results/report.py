@@ -15,7 +15,8 @@ from rich.console import Console
 
 from immunization import files
 from immunization.result import Result
-from immunization.results.collect import Collection, Problem, Run
+from immunization.results.audits import attacks
+from immunization.results.collect import Collection, Problem, Run, collect
 from immunization.results.plots import Plot, draw
 from immunization.results.table import NONE, number
 from immunization.results.tables import Cell, Setting, Table, alignment, best, comparison, counts, settings, title
@@ -49,6 +50,8 @@ def sections(collection: Collection, objective: str, figures: bool = True) -> li
         name = f"{i}_{re.sub(r'[^a-z0-9]+', '_', heading.lower()).strip('_')[:60]}"
         more = (counts(group, f"{name}_counts", heading), alignment(group, f"{name}_alignment", heading))
         tables = [comparison(group, name, heading, objective), *filter(None, more)]
+        under_attack = (attacks(setting, f"{name}_attacks_{j}", heading) for j, setting in enumerate(group, 1))
+        tables += filter(None, under_attack)
         made.append(Section(group, tables, draw(group, name, objective) if figures else []))
     return made
 
@@ -60,6 +63,12 @@ def summarize(collection: Collection, folder: Path, objective: str, console: Con
     write(folder / REPORT, collection, parts, f"Sweep {folder.name}")
     show(collection, parts, objective, console)
     (console or Console()).print(f"report: {folder / REPORT}", highlight=False, soft_wrap=True)
+
+
+def audit(folder: Path) -> None:
+    """Write the report of a single run, for its attacks, into its folder."""
+    collection = collect([folder])
+    write(folder / REPORT, collection, sections(collection, "rir", figures=False), f"Audit {folder.name}")
 
 
 def show(collection: Collection, parts: Sequence[Section], objective: str, console: Console | None = None) -> None:

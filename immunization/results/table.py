@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from immunization.result import Result
+from immunization.results.verdict import attack_names
 
 MEASURES = {"accuracy": "accuracy", "r2": "R²", "loss": "loss"}
 ROLES = ("harmful", "primary", "benign")
@@ -126,8 +127,16 @@ class Sheet:
             for label, name in {"steps of a probe / baseline": "steps_ratio", "mean deviation (RFD)": "rfd"}.items():
                 grid.add_row(label, *(notes.cell(result, f"{name}/{role}") for role in roles))
 
+        if attacks := attack_names(result):
+            _head(grid, "attacks on the harmful task", "baseline", "immunized", "steps ratio")
+            for name in attacks:
+                keys = (f"attack/{name}/{key}" for key in ("final_baseline", "final", "steps_ratio"))
+                grid.add_row(name, *(notes.cell(result, key) for key in keys))
+
         yield Text.assemble((result.method, "bold"), f" on {result.dataset}, {result.model}, seed {result.seed}")
         yield Padding(grid, (0, 0, 1, 2))
+        for sentence in result.verdict:
+            yield Padding(Text(sentence), (0, 0, 1, 2))
         yield Padding(_facts(result, notes), (0, 0, 0, 2))
         yield Padding(notes, (1 if notes.texts else 0, 0, 0, 2))
 

@@ -6,6 +6,7 @@ import csv
 import io
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -221,11 +222,12 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     for role in ("harmful", "primary", "benign"):
         columns[f"{role} steps ratio"] = [_median(setting, f"steps_ratio/{role}") for setting in group]
     columns["seconds"] = [_seconds(setting) for setting in group]
+    columns["flags"] = [Cell(", ".join(_flags(setting)) or NONE) for setting in group]
 
     shown = {
         key: cells
         for key, cells in columns.items()
-        if key in ("method", "runs") or any(cell.value for cell in cells) or (key in RATIOS.values())
+        if key in ("method", "runs", "flags") or any(cell.value for cell in cells) or (key in RATIOS.values())
     }
     rows = [list(row) for row in zip(*shown.values(), strict=True)]
     notes = [_sample(len(seeds), len(pairs), group), _data(group[0].first)]
@@ -359,9 +361,17 @@ def _seconds(setting: Setting) -> Cell:
     return Cell(number(sum(totals) / len(totals)), sum(totals) / len(totals)) if totals else Cell(NONE)
 
 
+def _flags(setting: Setting) -> list[str]:
+    """Flags of the runs, and in how many of several."""
+    counted = Counter(flag for run in setting.runs for flag in run.result.flags)
+    return [flag if count == len(setting.runs) else f"{flag} ({count})" for flag, count in counted.items()]
+
+
 def _sample(seeds: int, pairs: int, group: Sequence[Setting]) -> str:
     text = f"{seeds} seed{'s' * (seeds != 1)}" + (f", {pairs} pairs of classes" if pairs > 1 else "")
     sizes = {len(setting.runs) for setting in group}
+    if seeds < 3:
+        text += "; fewer than 3, so nothing is known of the spread over seeds"
     return text + ("; the settings have different numbers of runs" if len(sizes) > 1 else "") + "."
 
 

@@ -1,0 +1,79 @@
+"""Whether the scores of a run mean what they seem to: flags, shown beside every score, and no measures."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from immunization.errors import ConfigError
+from immunization.evaluation.base import Comparison, Measures
+from immunization.evaluation.primary import retrained_head
+from immunization.spectral import AUTHORS_RIDGE
+
+SAME = 1e-6
+"""Largest relative difference of singular values that counts as none."""
+
+
+class Validity:
+    """Flags where the scores of a run are less than they seem.
+
+    `unchanged`: theta_I is the baseline. `few_samples_<role>`: fewer training rows than features, so that H is singular
+    whatever the model is. `ridge_limited_<role>`: the released code's kappa is set by its ridge of 1e-6.
+    `primary_dropped`: the retrained primary head lost more than `tolerance` (points of accuracy, or relative for R^2).
+    `train_mode`: a batch norm or dropout layer is in train mode while features are taken.
+    """
+
+    def __init__(self, tolerance: float = 0.01) -> None:
+        if not tolerance >= 0:
+            raise ConfigError(f"evaluation.validity.tolerance must be at least 0, not {tolerance}")
+        self.tolerance = tolerance
+
+    @torch.no_grad()
+    def __call__(self, comparison: Comparison) -> Measures:
+        measures = Measures()
+        after, before = (comparison.probe("harmful", state).sigma for state in ("after", "before"))
+        noise = 100 * comparison.tasks["harmful"].eps * before[0].item()
+        if after.shape == before.shape and torch.allclose(after, before, rtol=SAME, atol=noise):
+            measures.flag(
+                "unchanged",
+                "the harmful features have the spectrum of the baseline's: nothing was immunized, or (audits of nets) "
+                "model.reference is missing",
+            )
+        for role in ("primary", "harmful"):
+            self._role(comparison, role, measures)
+        if comparison.no_test("primary") is None:
+            task = comparison.tasks["primary"]
+            now, then = (retrained_head(comparison, state)[task.measure_name] for state in ("after", "before"))
+            drop = (then - now) / (1 if task.classes else abs(then) or 1)
+            if drop > self.tolerance + 1e-9:  # 0.97 - 0.96 counts as one point
+                measures.flag(
+                    "primary_dropped",
+                    f"the primary {task.measure_name}, head retrained, fell from {then:.3f} to {now:.3f}, more than "
+                    f"{self.tolerance}: an immunization that spoils its own model is none",
+                )
+        if names := in_train_mode(getattr(comparison, "model", comparison.logits)):
+            measures.flag("train_mode", f"{', '.join(names[:3])} in train mode: features change from batch to batch")
+        return measures
+
+    @staticmethod
+    def _role(comparison: Comparison, role: str, measures: Measures) -> None:
+        task, probe = comparison.tasks[role], comparison.probe(role, "after")
+        rows, width = len(task.train), probe.vectors.shape[0]
+        if rows < width:
+            measures.flag(
+                f"few_samples_{role}",
+                f"{rows} training rows for {width} features: the rank, and with it kappa, is that of the sample",
+            )
+        if len(probe.sigma) == width and probe.sigma[-1].square() < 10 * AUTHORS_RIDGE:
+            measures.flag(
+                f"ridge_limited_{role}",
+                f"the smallest eigenvalue of H, {probe.sigma[-1].square().item():.1e}, is not far above the 1e-6 of "
+                "the released code's kappa, which cannot see it; read the rank-aware figures",
+            )
+
+
+def in_train_mode(model: object) -> list[str]:
+    """Names of a module's layers that behave differently in training and are in that mode."""
+    layers = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+    module = model if isinstance(model, nn.Module) else nn.Identity()
+    return [name for name, part in module.named_modules() if isinstance(part, layers) and part.training]
