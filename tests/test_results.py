@@ -144,6 +144,15 @@ def test_pairs_are_averaged_within_a_seed(tmp_path):
     assert "2 pairs of classes" in " ".join(made.notes)
 
 
+def test_runs_with_different_benign_classes_all_count(tmp_path):
+    for i, benign in enumerate((7, 8, 9)):
+        path = make_run(tmp_path / str(i), rir=10.0 ** (1 + i)) / "config.yaml"
+        path.write_text(path.read_text().replace("  harmful: 1", f"  harmful: 1\n  benign: {benign}"))
+    (group,) = settings(collect([tmp_path]))
+    assert group[0].median("rir") == 100.0
+    assert column(table(tmp_path), "RIR") == ["370"]
+
+
 def test_settings_are_named_by_what_tells_them_apart(tmp_path):
     for i, lambdas in enumerate([(1.0, 1e5), (1.0, 1e6)]):
         make_run(tmp_path / str(i), lambdas=lambdas, rir=float(i + 1))

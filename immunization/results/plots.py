@@ -125,7 +125,7 @@ def pairs(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | None
     maps = []
     for setting in group:
         cells: dict[str, list[float]] = {}
-        for (_, pair), value in setting.values("rir").items():
+        for (_, pair, _), value in setting.values("rir").items():
             if value > 0:
                 cells.setdefault(pair, []).append(math.log10(value))
         rows = [[cells.get(f"{a}→{b}") for b in classes] for a in classes]
@@ -231,8 +231,11 @@ def collateral(group: Sequence[Setting], objective: str) -> tuple[Figure, str] |
             for setting, *place in zip(mine, x, y, strict=True):
                 text = setting.label.removeprefix(method).strip()
                 ax.annotate(text, place, (5, 4), textcoords="offset points", fontsize=8, color=INK)
+    ax.set(xscale="log", yscale="log")
+    ax.xaxis.set_major_formatter(lambda value, position: f"{value:g}")
+    ax.xaxis.set_minor_formatter(lambda value, position: f"{value:g}" if f"{value:.0e}"[0] in "25" else "")
     ax.axvline(1, color=INK, linewidth=0.8, alpha=0.5)
-    ax.set(xscale="log", yscale="log", xlabel="steps of a benign task's probe / baseline (left of the line is faster)")
+    ax.set_xlabel("steps of a benign task's probe / baseline (left of the line is faster)")
     ax.set_ylabel("steps of the harmful probe / baseline")
     ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     return figure, (

@@ -123,15 +123,16 @@ class Setting:
         self.method = self.first.result.method
         self.label = self.method
 
-    def values(self, metric: str) -> dict[tuple[int, str], float]:
-        """The measure of every run that has it, by seed and pair of classes."""
-        numbers = ((run.result.seed, run.pair, run.result.metrics.get(metric)) for run in self.runs)
-        return {(seed, pair): float(value) for seed, pair, value in numbers if value is not None}
+    def values(self, metric: str) -> dict[tuple[int, str, Any], float]:
+        """The measure of every run that has it, by seed, pair of classes and benign class."""
+        keys = [(run.result.seed, run.pair, run.settings.get("dataset.benign")) for run in self.runs]
+        numbers = [run.result.metrics.get(metric) for run in self.runs]
+        return {key: float(value) for key, value in zip(keys, numbers, strict=True) if value is not None}
 
     def seeds(self, metric: str) -> list[float]:
         """The mean over all pairs of classes, for each seed."""
         by_seed: dict[int, list[float]] = {}
-        for (seed, _), value in self.values(metric).items():
+        for (seed, *_), value in self.values(metric).items():
             by_seed.setdefault(seed, []).append(value)
         return [sum(values) / len(values) for values in by_seed.values()]
 
@@ -147,7 +148,7 @@ class Setting:
     def pairs(self, metric: str) -> dict[tuple[str, str], float]:
         """The median over the seeds, for each pair of classes."""
         by_pair: dict[tuple[str, str], list[float]] = {}
-        for (_, pair), value in self.values(metric).items():
+        for (_, pair, _), value in self.values(metric).items():
             if pair:
                 by_pair.setdefault(tuple(pair.split("→")), []).append(value)
         return {pair: statistics.median(values) for pair, values in by_pair.items()}
