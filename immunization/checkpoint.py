@@ -141,9 +141,10 @@ class Stop:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        for number in (signal.SIGTERM, *([signal.SIGUSR2] if hasattr(signal, "SIGUSR2") else [])):
-            before = signal.getsignal(number)
-            if number == signal.SIGTERM or callable(before):  # submitit requeues a job on SIGUSR2
+        for name in ("SIGTERM", "SIGUSR1", "SIGUSR2"):
+            number = getattr(signal, name, None)  # Windows has the first alone
+            before = number and signal.getsignal(number)
+            if name == "SIGTERM" or callable(before):  # submitit requeues a job on one of the others
                 self.before[number] = before
                 signal.signal(number, self._heard)
         try:

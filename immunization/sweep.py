@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,11 @@ def _validate(sweeper: Sweeper, batch: Sequence[Sequence[str]]) -> None:
     keys composing finds no mistakes.
     """
     loader = sweeper.hydra_context.config_loader
+    is_group = cache(lambda key: bool(loader.get_group_options(key)))
     seen: set[str] = set()
     for overrides in batch:
         keys = {override.partition("=")[0]: override for override in overrides}
-        news = {override if loader.get_group_options(key) else key for key, override in keys.items()} - seen
+        news = {override if is_group(key) else key for key, override in keys.items()} - seen
         if news:
             seen |= news
             loader.load_sweep_config(sweeper.config, list(overrides))
