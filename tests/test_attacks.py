@@ -397,3 +397,22 @@ def test_the_verdict_where_nothing_succeeds():
     several = verdict([result, result])
     assert several == ["In 0 of 2 runs an attack learns the harmful task."]
     assert Result(0, "d", "m", "given").verdict == []
+
+
+def test_centering_is_no_way_out_of_a_centered_map(tmp_path):
+    """Without `centered` one large common direction hides the task, and subtracting the mean undoes it."""
+    options = ["method=learning_curve", "tracker=none", "figures=false", "attack=[linear_probe,scaled]"]
+    options += ["evaluation=[primary,learning_curves]", "method.epochs=150", "optimizer.lr=1e-2"]
+    plain = run(options, folder=tmp_path / "plain").metrics
+    centered = run([*options, "method.centered=true"], folder=tmp_path / "centered").metrics
+    assert plain["attack/scaled/steps_ratio"] < 100
+    assert centered["attack/scaled/steps_ratio"] > 1000
+    assert centered["attack/linear_probe/steps_ratio"] > 500
+    assert centered["steps_ratio/primary"] <= 1
+
+
+def test_transfer_is_explained_by_alignment(tmp_path):
+    options = ["dataset.benign=7", "method=identity", "tracker=none", "figures=false", "evaluation=[alignment]"]
+    values = run(options, folder=tmp_path).metrics
+    assert 0 <= values["alignment/benign_primary"] <= 1
+    assert values["alignment/benign_harmful"] != values["alignment/benign_primary"]

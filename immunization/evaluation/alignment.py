@@ -71,6 +71,7 @@ class Alignment:
     product, sum_ij p_i h_j cos^2(v_i, v_j) / (||p|| ||h||) for log-eigenvalues p, h centered on each matrix's range.
     It is 1 where log K_H = a log K_P + b (a > 0), 1/2 where they are unrelated, 0 where the order of eigenvalues is
     reversed; condition numbers are distances on that log scale (log-Euclidean geometry, Arsigny et al. 2006).
+    `alignment/benign_primary` and `alignment/benign_harmful` are the same for the third task, where there is one.
     `alignment/kernel`: the kernel alignment tr(K_P K_H) / (||K_P|| ||K_H||) (Cristianini et al. 2001), the same for the
     eigenvalues themselves.
     `alignment/principal_angle_max|mean` (radians) and the curve `alignment/principal_angles`: between the spans of the
@@ -95,11 +96,11 @@ class Alignment:
         else:
             measures.put("alignment/kappa_M", kappa)
 
-        logs = [2 * (probe.sigma.log() - probe.sigma.log().mean()) for probe in (primary, harmful)]
-        if all(log.norm() > 1e-9 for log in logs):
-            measures.put("alignment/score", (1 + _correlation(cosines, *logs)) / 2)
-        else:
-            measures.miss("all eigenvalues of one task are equal: it has no leading directions", "alignment/score")
+        self._score("alignment/score", primary, harmful, measures)
+        if "benign" in comparison.tasks:
+            third = comparison.probe("benign", "before")
+            self._score("alignment/benign_primary", third, primary, measures)
+            self._score("alignment/benign_harmful", third, harmful, measures)
         measures.put("alignment/kernel", _correlation(cosines, *(probe.sigma**2 for probe in (primary, harmful))))
 
         leading = [probe.vectors[:, : self._leading(probe.sigma)] for probe in (primary, harmful)]
@@ -108,6 +109,14 @@ class Alignment:
         measures.put("alignment/principal_angle_max", angles.max().item())
         measures.put("alignment/principal_angle_mean", angles.mean().item())
         return measures
+
+    @staticmethod
+    def _score(name: str, p: Probe, h: Probe, measures: Measures) -> None:
+        logs = [2 * (probe.sigma.log() - probe.sigma.log().mean()) for probe in (p, h)]
+        if all(log.norm() > 1e-9 for log in logs):
+            measures.put(name, (1 + _correlation(p.vectors.T @ h.vectors, *logs)) / 2)
+        else:
+            measures.miss("all eigenvalues of one task are equal: it has no leading directions", name)
 
     def _leading(self, sigma: Tensor) -> int:
         share = (sigma**2).cumsum(0) / (sigma**2).sum()

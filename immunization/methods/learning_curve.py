@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.base import Method, nonnegative
-from immunization.methods.statistics import fit_head, generalizing_step, linear_map, probe_of_inputs
+from immunization.methods.statistics import centered_task, fit_head, generalizing_step, linear_map, probe_of_inputs
 from immunization.models import Batch, Model
 from immunization.probe import Probe
 
@@ -123,6 +123,10 @@ class LearningCurve(Method):
     held-out rows do vary there. A probe that takes the baseline's path in fewer steps reaches what the baseline reaches
     on any data, which fitting the labels does not promise. It is relative to the distance of w = 0.
 
+    `centered=True`: the harmful curve is the mean of two, of the features as they are and of features whose mean over
+    the training rows is subtracted. One large common direction hides a task from the first probe alone, and subtracting
+    a mean, or training a bias, costs an attacker nothing.
+
     `patience`: stop after that many epochs in which the held-out gap (measure of the primary probe minus that of the
     harmful one on the validation splits, mean over t, minus the benign term) has not grown, and go back to the best
     theta. `rotate=True` ends in a random rotation drawn from torch's global generator: the curves stay, attackers that
@@ -140,6 +144,7 @@ class LearningCurve(Method):
         lambda_H: float = 1.0,
         benign_weight: float = 0.3,
         targets: Literal["labels", "baseline"] = "labels",
+        centered: bool = False,
         patience: int | None = None,
         rotate: bool = True,
     ) -> None:
@@ -148,12 +153,14 @@ class LearningCurve(Method):
         if targets not in ("labels", "baseline"):
             raise ConfigError(f"method.targets must be 'labels' or 'baseline', not {targets!r}")
         self.lambda_P, self.lambda_H, self.benign_weight = lambda_P, lambda_H, benign_weight
-        self.grid, self.targets, self.rotate = time_grid(horizon), targets, rotate
+        self.grid, self.targets, self.centered, self.rotate = time_grid(horizon), targets, centered, rotate
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
         self.theta = linear_map(model, self.name)
-        self.primary, self.harmful = (probe_of_inputs(task) for task in (pair.primary, pair.harmful))
+        self.primary = probe_of_inputs(pair.primary)
+        attacked = [pair.harmful, centered_task(pair.harmful)] if self.centered else [pair.harmful]
+        self.attackers = [(task, probe_of_inputs(task)) for task in attacked]
         self.grid = self.grid.to(self.theta.device)
         c, squares = self.primary.coefficients, self.primary.sigma.square()
         if self.targets == "baseline":
@@ -171,8 +178,7 @@ class LearningCurve(Method):
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         residual, expected = self._residuals(self.primary)
         excess_p = (self.weights * (residual[: len(self.aim)] - self.aim).square()).sum((1, 2)).mean()
-        residual, _ = self._residuals(self.harmful)
-        excess_h = residual.square().sum((1, 2)).mean() / self.harmful.coefficients.square().sum()
+        excess_h = torch.stack([self._excess(probe) for _, probe in self.attackers]).mean()
         loss = self.lambda_P * excess_p - self.lambda_H * excess_h + self.benign_weight * expected
         return {"loss": loss, "excess_primary": excess_p, "excess_harmful": excess_h, "excess_random": expected}
 
@@ -181,9 +187,15 @@ class LearningCurve(Method):
         residual, expected = residuals(inputs.root @ self.theta.double(), inputs.coefficients, self.grid)
         return residual, expected.mean()
 
+    def _excess(self, inputs: Probe) -> Tensor:
+        """Mean over the grid of the excess loss of a probe behind theta, relative to that of w = 0."""
+        residual, _ = self._residuals(inputs)
+        return residual.square().sum((1, 2)).mean() / inputs.coefficients.square().sum()
+
     @torch.no_grad()
     def score(self, model: Model) -> float:
-        gap = self._held_out(self.pair.primary, self.primary) - self._held_out(self.pair.harmful, self.harmful)
+        learned = max(self._held_out(task, probe) for task, probe in self.attackers)
+        gap = self._held_out(self.pair.primary, self.primary) - learned
         return gap - self.benign_weight * self._residuals(self.primary)[1].item()
 
     def _held_out(self, task: Task, inputs: Probe) -> float:

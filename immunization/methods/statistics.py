@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from immunization import spectral
-from immunization.data.task import Task
+from immunization.data.task import SPLITS, Task
 from immunization.errors import ConfigError
 from immunization.models import Linear, Model
 from immunization.probe import Probe
@@ -31,6 +32,13 @@ def probe_of_inputs(task: Task) -> Probe:
     x, y = task.train.x.double(), task.targets(task.train.y)
     blocks = spectral.triangular_factor(torch.cat([x, y], 1))[0][: task.dim]
     return Probe.fit(blocks[:, : task.dim], blocks[:, task.dim :], max(x.shape) * task.eps, rank=task.rank)
+
+
+def centered_task(task: Task) -> Task:
+    """The task with the mean over its training rows subtracted from all inputs, and so from the features of any map."""
+    mean = task.train.x.mean(0)
+    parts = {name: replace(getattr(task, name), x=getattr(task, name).x - mean) for name in SPLITS}
+    return replace(task, **parts)
 
 
 def generalizing_step(inputs: Probe, task: Task) -> float:
