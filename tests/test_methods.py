@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -270,6 +271,20 @@ def test_r_ill_only_is_the_plain_gradient_of_one_term(rows):
     assert_close(gradient(terms["loss"], model), grad(dense_ill)(model.extractor.theta.detach(), k, rank))
     terms["loss"].backward()
     assert model.head.weight.grad is None
+
+
+def test_r_ill_only_of_huge_features_moves_once_normalized():
+    pair = make_pair((30, 20))
+    pair = replace(pair, harmful=replace(pair.harmful, train=Split(1e4 * pair.harmful.train.x, pair.harmful.train.y)))
+    moved = {}
+    for normalize in (False, True):
+        model, method = Linear(pair), RIllOnly(epochs=3, normalize=normalize)
+        method.setup(model, pair)
+        optimizer = torch.optim.Adam(model.groups(), lr=1e-3)
+        train(method, model, PairedBatches(pair, None, torch.Generator()), optimizer)
+        moved[normalize] = (model.extractor.theta - torch.eye(pair.dim)).abs().max().item()
+    assert moved[False] < 1e-6
+    assert moved[True] == pytest.approx(3e-3, rel=0.1)
 
 
 @pytest.mark.parametrize("rows", [(30, 20), (30, 3)])

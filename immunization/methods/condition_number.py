@@ -86,11 +86,31 @@ class ConditionNumber(Method):
 
 
 class RIllOnly(Method):
-    """Minimize R_ill(H_H) alone, by plain gradient descent (the paper's ablation)."""
+    """Minimize R_ill(H_H) alone, by plain gradient descent (the paper's ablation).
 
-    def __init__(self, epochs: int, batch_size: int | None = None, max_accuracy_drop: float | None = None) -> None:
+    `normalize=True` divides it by its first value: of large Hessians it is so small (1e-12 on MNIST) that Adam's eps
+    swallows the gradient.
+    """
+
+    def __init__(
+        self,
+        epochs: int,
+        batch_size: int | None = None,
+        normalize: bool = False,
+        max_accuracy_drop: float | None = None,
+    ) -> None:
         super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
+        self.normalize = normalize
+
+    def setup(self, model: Model, pair: TaskPair) -> None:
+        super().setup(model, pair)
+        self.scale: float | None = None if self.normalize else 1.0
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         ill = model.hessian_term(partial(r_ill_of_features, rank=harmful.rank), harmful, "none")
-        return {"loss": ill, "r_ill": ill}
+        if self.scale is None:
+            self.scale = 1 / ill.item()
+        return {"loss": self.scale * ill, "r_ill": ill}
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"scale": self.scale}
