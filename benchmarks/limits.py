@@ -22,6 +22,7 @@ from immunization.attacks import (
     ClosedFormProbe,
     ConjugateGradients,
     LinearProbe,
+    LogisticProbe,
     Victim,
     WhitenedProbe,
 )
@@ -29,14 +30,20 @@ from immunization.attacks.base import Log, ProbeAttack, time_grid
 from immunization.config import build, compose
 from immunization.data.task import Split, Task, TaskPair
 from immunization.evaluation.deep import compare
+from immunization.files import read_tensors
 from immunization.models import Linear
 from immunization.models.linear import stored
+from immunization.resume import WEIGHTS
 
 QUIET = ["tracker=none", "figures=false"]
 ATTACKS = (
     *("linear_probe", "momentum", "adam", "adam_scaled", "scaled", "lbfgs", "lbfgs_scaled", "conjugate_gradients"),
     *("whitened_probe", "closed_form_probe", "strip", "weights_int8"),
 )
+OWN = {
+    "(primary accuracy, the net's own head)": ("primary/head_accuracy_baseline", "primary/head_accuracy"),
+    "(steps of a benign probe, relative)": ("", "steps_ratio/benign"),
+}
 ROLES = ("harmful", "primary")
 PAIRS = ("0-1", "3-5", "2-7")
 SEEDS = (0, 1, 2)
@@ -170,6 +177,49 @@ def erasure(root: str) -> Iterator[Sequence[str]]:
         yield [name, *(" → ".join(cell) for cell in cells)]
 
 
+def nets(root: str) -> Iterator[Sequence[str]]:
+    """The last stage of a net trained by learning_curve_net; the attacker has none of the defender's harmful images.
+
+    Held-out accuracy on the harmful task, medians over seeds 1 to 3; epochs and rate are the first tried, on seed 0.
+    """
+    attacks = {
+        "gradient descent": LinearProbe(4096),
+        "L-BFGS, standardized features": LBFGS(steps=512, scaling="standard"),
+        "ridge regression": ClosedFormProbe(),
+        "whitening": WhitenedProbe(),
+        "logistic regression, whitened": LogisticProbe(),
+    }
+    found: dict[str, list[float]] = {}
+    for seed in (1, 2, 3):
+        overrides = ["experiment=digits_deep", "method=learning_curve_net", "method.epochs=20", "optimizer.lr=1e-3"]
+        overrides += [f"seed={seed}", "dataset.val_fraction=0.4", "evaluation=[own_head,learning_curves]", *QUIET]
+        config = compose(overrides)
+        data = build(config, "dataset").to("cpu", torch.float64)
+        model, pair = build(config, "model", pair=data.to("cpu", torch.float32)).prepare(data, False)
+        start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
+        with tempfile.TemporaryDirectory() as folder:
+            metrics = measured(overrides, folder)
+            weights, _ = read_tensors(Path(folder) / WEIGHTS)
+        head = f"{model.classifier}."
+        model.net.load_state_dict({name: t for name, t in weights.items() if not name.startswith(head)})
+        # the validation split, which the method is not shown, becomes the attacker's training and validation rows
+        x, y, reference = pair.harmful.val.x, pair.harmful.val.y, model.reference["harmful", "val"]
+        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+        parts = dict(zip(("val", "train"), order.split([len(y) // 4, len(y) - len(y) // 4]), strict=True))
+        task = replace(pair.harmful, **{split: Split(x[rows], y[rows]) for split, rows in parts.items()})
+        model.reference |= {("harmful", split): reference[rows] for split, rows in parts.items()}
+        victim = Victim(model, compare(TaskPair("nets", pair.primary, task), model), start)
+        for name, attack in attacks.items():
+            for stage in ("baseline", "immunized"):
+                found.setdefault(f"{name} {stage}", []).append(attack.course(victim, stage).final)
+        for name, keys in OWN.items():
+            for stage, key in zip(("baseline", "immunized"), keys, strict=True):
+                found.setdefault(f"{name} {stage}", []).append(metrics[key] if key else 1.0)
+    yield ["probe", "before → after"]
+    for name in (*attacks, *OWN):
+        yield [name, " → ".join(f"{median(found[f'{name} {stage}']):.3f}" for stage in ("baseline", "immunized"))]
+
+
 def transfer(root: str) -> Iterator[Sequence[str]]:
     """Harmful data that were not known: steps ratio of every other digit, after immunization against one.
 
@@ -221,7 +271,7 @@ def jobs() -> Iterator[list[str]]:
 
 
 def main() -> None:
-    tables = {table.__name__: table for table in (house_prices, digits, direct, erasure, transfer)}
+    tables = {table.__name__: table for table in (house_prices, digits, direct, erasure, nets, transfer)}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("table", choices=tables)
     parser.add_argument("--root", default="../shared/data", help="folder that holds house_prices/train.csv")
