@@ -18,6 +18,7 @@ from immunization import Result, checkpoint, figures, files, run
 from immunization.config import compose
 from immunization.errors import ConfigError, DataError
 from immunization.methods import Method
+from immunization.tracking import Tracker
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = ("tracker=none", "dataset.max_samples=40", "evaluation=[rir]", "log_every=1", "figures=false")
@@ -149,6 +150,28 @@ def test_a_run_killed_after_its_training_measures_the_same(tmp_path, monkeypatch
     monkeypatch.setattr("immunization.methods.LearningCurve.step", None)  # no step is left
     run([*options, "resume=true"], folder=tmp_path / "cut")
     assert outcome(tmp_path / "whole") == outcome(tmp_path / "cut")
+
+
+class Numbered(Tracker):
+    """Gives its run a number, or goes on with the one it is told, as W&B does."""
+
+    runs: list[str] = []  # noqa: RUF012
+
+    def start(self, folder, config, name, group, tags):
+        self.run_id = self.run_id or f"run{len(self.runs)}"
+        self.runs.append(self.run_id)
+
+
+def test_the_run_of_a_tracker_goes_on(tmp_path, monkeypatch, cut):
+    cfg = compose([*QUICK, "method.epochs=9", "checkpoint.every=3"])
+    cfg.trusted, cfg.tracker = [__name__], {"_target_": f"{__name__}.Numbered"}
+    cut(4)
+    with pytest.raises(KeyboardInterrupt):
+        run(cfg, folder=tmp_path)
+    monkeypatch.undo()
+    cfg.resume = True
+    run(cfg, folder=tmp_path)
+    assert Numbered.runs == ["run0", "run0"]
 
 
 def test_short_runs_write_no_checkpoint_and_the_clock_bounds_its_share(tmp_path, monkeypatch):

@@ -110,6 +110,22 @@ def test_a_malicious_experiment_file(tmp_path, monkeypatch, capsys):
     assert not ran.exists()
 
 
+@pytest.mark.parametrize("target", ["subprocess.call", "os.system", "subprocess.Popen"])
+def test_code_in_what_hydra_itself_builds(target, tmp_path, monkeypatch):
+    """Callbacks, launchers and sweepers: Hydra's own policy, the reason for the oldest version that is taken."""
+    folder, ran = tmp_path / "conf" / "experiment", tmp_path / "ran"
+    folder.mkdir(parents=True)
+    arguments = {"command": f"touch {ran}"} if target == "os.system" else {"args": ["touch", str(ran)]}
+    content = {"hydra": {"callbacks": {"x": {"_target_": target, **arguments}}}}
+    (folder / "evil.yaml").write_text("# @package _global_\n" + OmegaConf.to_yaml(OmegaConf.create(content)))
+    options = ["--config-dir", str(tmp_path / "conf"), "experiment=evil", f"hydra.run.dir={tmp_path / 'run'}", *QUICK]
+    monkeypatch.setattr(sys, "argv", ["launch.py", *options])
+    GlobalHydra.instance().clear()
+    with pytest.raises(SystemExit, match="blocklisted"):
+        launch.cli()
+    assert not ran.exists()
+
+
 @pytest.mark.parametrize(
     "name", ["../../outside", "/etc/passwd", "..", "a/../../b", ".hidden", "x" * 500, "\0", "a\nb"]
 )
