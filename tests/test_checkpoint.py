@@ -22,7 +22,7 @@ from immunization.tracking import Tracker
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = ("tracker=none", "dataset.max_samples=40", "evaluation=[rir]", "log_every=1", "figures=false")
-DEEP = ("experiment=digits_deep", "tracker=none", "figures=false", "evaluation=[rir]", "method.epochs=2")
+DEEP = ("experiment=digits_deep", "tracker=none", "figures=false", "evaluation=[rir]", "method.epochs=1")
 
 
 @pytest.fixture
@@ -90,7 +90,13 @@ def test_linear_runs_go_on(options, tmp_path, monkeypatch, cut):
 
 
 @pytest.mark.parametrize(
-    "options", [("method=condition_number",), ("method=imma",), ("method=learning_curve", "method.epochs=9")]
+    "options",
+    [
+        ("method=condition_number",),
+        pytest.param(("method=condition_number", "method.epochs=2", "log_every=1"), marks=pytest.mark.slow),
+        pytest.param(("method=imma", "method.epochs=2"), marks=pytest.mark.slow),
+        ("method=learning_curve", "method.epochs=9"),
+    ],
 )
 def test_nets_go_on(options, tmp_path, monkeypatch, cut):
     whole, again = resumed([*DEEP, *options], tmp_path, monkeypatch, cut)
@@ -188,7 +194,9 @@ def test_short_runs_write_no_checkpoint_and_the_clock_bounds_its_share(tmp_path,
 
 
 @pytest.mark.parametrize(
-    "options", [[*QUICK, "method.epochs=5"], [*DEEP, "method=condition_number"]], ids=["linear", "net"]
+    "options",
+    [[*QUICK, "method.epochs=5"], pytest.param([*DEEP, "method=condition_number"], marks=pytest.mark.slow)],
+    ids=["linear", "net"],
 )
 def test_two_deterministic_runs_agree_bit_for_bit(options, tmp_path):
     def asked() -> bool:

@@ -64,7 +64,7 @@ def assert_same(a: Path, b: Path) -> None:
     [
         (2, ("method=condition_number",)),
         pytest.param(3, ("method=condition_number",), marks=pytest.mark.slow),
-        (3, ("method=opt_kappa", "method.form=log")),
+        pytest.param(3, ("method=opt_kappa", "method.form=log"), marks=pytest.mark.slow),
         pytest.param(2, ("method=learning_curve_net",), marks=pytest.mark.slow),
     ],
     ids=["2", "3", "opt_kappa", "learning_curve_net"],
@@ -102,16 +102,17 @@ def test_a_distributed_run_goes_on_from_its_checkpoint(tmp_path):
     assert_same(tmp_path / "one", tmp_path / "many")
 
 
-def test_what_cannot_be_shared_is_refused(tmp_path):
-    def refused(*options: str) -> None:
-        def work(rank: int) -> None:
-            with pytest.raises(ConfigError if not rank else SystemExit, match=None if rank else "without torchrun"):
-                run(["tracker=none", "figures=false", *options], folder=tmp_path / "run")
+@pytest.mark.parametrize(
+    "options",
+    [("method.epochs=1",), pytest.param((*NET, "method=imma"), marks=pytest.mark.slow)],
+    ids=["linear", "imma"],
+)
+def test_what_cannot_be_shared_is_refused(options, tmp_path):
+    def work(rank: int) -> None:
+        with pytest.raises(ConfigError if not rank else SystemExit, match=None if rank else "without torchrun"):
+            run(["tracker=none", "figures=false", *options], folder=tmp_path / "run")
 
-        assert together(2, work) == [0, 0]
-
-    refused("method.epochs=1")
-    refused(*NET, "method=imma")
+    assert together(2, work) == [0, 0]
 
 
 @pytest.mark.parametrize("processes", [2, 3])
