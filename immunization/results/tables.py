@@ -244,12 +244,16 @@ def counts(group: Sequence[Setting], name: str, heading: str) -> Table | None:
         return None
     columns = {text: [_successes(setting, tests) for setting in group] for text, tests in COUNTS.items()}
     columns = {text: cells for text, cells in columns.items() if any(cell.value is not None for cell in cells)}
-    rows = [[Cell(setting.label), *cells] for setting, *cells in zip(group, *columns.values(), strict=True)]
-    notes = [
-        "Runs (all seeds and pairs) of which the heading holds, of those that have the measure. RIR and Definition 3.1 "
-        "(a) to (c) are rank-aware. harmful, primary, benign: the steps ratio of that task; both: of the first two."
+    rows = [
+        [Cell(setting.label), Cell(str(len(setting.runs)), len(setting.runs)), *cells]
+        for setting, *cells in zip(group, *columns.values(), strict=True)
     ]
-    return Table(name, f"{heading}: successes", ["method", *columns], rows, notes)
+    notes = [
+        "Runs (all seeds and pairs) of which the heading holds; a/b: of the b runs that have the measure. RIR and "
+        "Definition 3.1 (a) to (c) are rank-aware. harmful, primary, benign: the steps ratio of that task; both: of the "
+        "first two."
+    ]
+    return Table(name, f"{heading}: successes", ["method", "runs", *columns], rows, notes)
 
 
 def correlations(group: Sequence[Setting]) -> dict[str, dict[tuple[str, str], float]]:
@@ -310,7 +314,8 @@ def _successes(setting: Setting, tests: Mapping[str, Callable[[float], bool]]) -
     rows = [[run.result.metrics.get(metric) for metric in tests] for run in setting.runs]
     rows = [row for row in rows if None not in row]
     good = sum(all(test(value) for test, value in zip(tests.values(), row, strict=True)) for row in rows)
-    return Cell(f"{good}/{len(rows)}", good / len(rows)) if rows else Cell(NONE)
+    text = str(good) if len(rows) == len(setting.runs) else f"{good}/{len(rows)}"
+    return Cell(text, good / len(rows)) if rows else Cell(NONE)
 
 
 def _strong(group: Sequence[Setting], metric: str) -> set[Setting]:
