@@ -250,8 +250,8 @@ def counts(group: Sequence[Setting], name: str, heading: str) -> Table | None:
     ]
     notes = [
         "Runs (all seeds and pairs) of which the heading holds; a/b: of the b runs that have the measure. RIR and "
-        "Definition 3.1 (a) to (c) are rank-aware. harmful, primary, benign: the steps ratio of that task; both: of the "
-        "first two."
+        "Definition 3.1 (a) to (c) are rank-aware. harmful, primary, benign: the steps ratio of that task; both: of "
+        "the first two."
     ]
     return Table(name, f"{heading}: successes", ["method", "runs", *columns], rows, notes)
 
