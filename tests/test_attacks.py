@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import yaml
 from matrices import gaussian, orthonormal
+from results_maker import make_run
 from test_deep import draw_folder
 from torch import Tensor
 
@@ -33,6 +35,7 @@ from immunization.files import write_tensors
 from immunization.models import Linear, Timm
 from immunization.models.folded import folded_map
 from immunization.result import Result
+from immunization.results.report import audit
 from immunization.results.verdict import verdict
 
 ATTACKS = sorted(path.stem for path in (CONF / "attack").glob("*.yaml"))
@@ -416,3 +419,14 @@ def test_transfer_is_explained_by_alignment(tmp_path):
     values = run(options, folder=tmp_path).metrics
     assert 0 <= values["alignment/benign_primary"] <= 1
     assert values["alignment/benign_harmful"] != values["alignment/benign_primary"]
+
+
+def test_the_report_of_an_audit_whose_benign_classes_are_a_list(tmp_path):
+    """As those of digits_deep are."""
+    metrics = {"attack/gd/final": 0.9, "attack/gd/final_baseline": 0.9}
+    folder = make_run(tmp_path / "run", measures=metrics)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["dataset"]["benign"] = [7, 8, 9]
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    audit(folder)
+    assert "attacks on condition_number" in (folder / "report.html").read_text()

@@ -123,9 +123,9 @@ class Setting:
         self.method = self.first.result.method
         self.label = self.method
 
-    def values(self, metric: str) -> dict[tuple[int, str, Any], float]:
+    def values(self, metric: str) -> dict[tuple[int, str, str], float]:
         """The measure of every run that has it, by seed, pair of classes and benign class."""
-        keys = [(run.result.seed, run.pair, run.settings.get("dataset.benign")) for run in self.runs]
+        keys = [(run.result.seed, run.pair, str(run.settings.get("dataset.benign"))) for run in self.runs]
         numbers = [run.result.metrics.get(metric) for run in self.runs]
         return {key: float(value) for key, value in zip(keys, numbers, strict=True) if value is not None}
 
