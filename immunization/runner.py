@@ -106,10 +106,12 @@ def _lead(config: DictConfig, overrides: list[str], result: Result, quiet: bool)
 
 def _follow(config: DictConfig, result: Result) -> Result:
     """What the other processes of a distributed training do: their share of the features, and no file."""
-    with suppress(OSError):
-        result.folder.rmdir()  # Hydra made it
+    own = result.folder.resolve()
     try:
         result.folder = distributed.agree()
+        if own != result.folder:
+            with suppress(OSError):
+                own.rmdir()  # Hydra made it, named by its own time
         if result.folder is None:
             return result
         settings = decisive(OmegaConf.to_container(config, resolve=True))
