@@ -35,6 +35,10 @@ class Summary(Callback):
                 "starts a new one"
             )
 
+    def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
+        """Let go of a job's configuration: a launcher keeps what jobs return until the last one has run."""
+        job_return.cfg = job_return.hydra_cfg = None
+
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Print and save the summary; Hydra turns exceptions of callbacks into warnings, exits it lets pass."""
         from immunization.results.collect import collect
