@@ -31,6 +31,7 @@ from immunization.data.task import Split, Task, TaskPair
 from immunization.methods import IMMA, ClosedForm, ConditionNumber, LearningCurve, Method, OptKappa, RIllOnly
 from immunization.methods.loaders import batches_of
 from immunization.models import Linear
+from immunization.runner import set_threads
 
 SIZES = {"house_prices": (79, 730), "mnist": (784, 6000)}
 """D and rows of a task."""
@@ -202,7 +203,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all seconds there")
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    set_threads(1)
     found: dict[str, dict[str, float]] = {}
     for name in args.sizes:
         found[name] = measure(name, args.repeats)

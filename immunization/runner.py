@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 from tqdm import tqdm
 
@@ -422,11 +423,17 @@ def _device(choice: str) -> torch.device:
     return torch.device("cuda", distributed.local_rank()) if distributed.size() > 1 else torch.device("cuda")
 
 
+def set_threads(number: int) -> None:
+    """Threads of torch and of the BLAS that numpy and scipy bring, which does not ask torch for its number."""
+    torch.set_num_threads(number)
+    threadpool_limits(number, user_api="blas")
+
+
 def _threads(choice: int | None, dim: int | None) -> None:
-    """Set torch's threads on purpose; OMP_NUM_THREADS, which launchers set, bounds the automatic choice."""
+    """Set the threads on purpose; OMP_NUM_THREADS, which launchers set, bounds the automatic choice."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # one number a nesting level
     cores = int(first) if first.isdecimal() and int(first) else os.cpu_count() or 1
-    torch.set_num_threads(choice or (1 if dim is not None and dim <= SMALL else cores))
+    set_threads(choice or (1 if dim is not None and dim <= SMALL else cores))
 
 
 @contextmanager

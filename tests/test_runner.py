@@ -10,6 +10,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from sklearn.datasets import load_digits
+from threadpoolctl import threadpool_info, threadpool_limits
 from torch.testing import assert_close
 
 import immunization
@@ -87,6 +88,14 @@ def test_environment(done):
     environment = strict(done.folder / "environment.json")
     assert environment["device"] == "cpu" or environment["device"].startswith("cuda")
     assert {"time", "command", "git", "python", "packages", "threads"} <= set(environment)
+
+
+def test_threads_hold_for_torch_and_for_every_blas(tmp_path, no_figures):
+    with threadpool_limits(2, user_api="blas"):
+        assert {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"} == {2}
+        run([*SMALL, "threads=1"], tmp_path)
+        assert {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"} == {1}
+    assert torch.get_num_threads() == 1
 
 
 def test_history_has_every_term_at_every_logged_step(done):
