@@ -261,7 +261,7 @@ class Undo(LinearProbe):
     def problem(self, victim: Victim, stage: Stage) -> Problem:
         problem, d = super().problem(victim, stage), victim.task.dim
         rows = sum(len(victim.comparison.tasks[role].train) for role in ROLES) if self.how == "relearn" else d
-        problem.flops += (2.0 * rows + 22.0 * d) * d**2
+        problem.flops += svd_flops(rows, d)
         return problem
 
     def look(self, victim: Victim, stage: Stage, split: str) -> Tensor:
@@ -307,7 +307,11 @@ def as_weights(w: np.ndarray, problem: Problem) -> Tensor:
 
 
 def decomposition_flops(problem: Problem) -> float:
-    """Of one thin SVD of the training features by way of their QR: about 2 N D^2 + 22 D^3 (Golub and Van Loan)."""
+    """Of one thin SVD of the training features."""
     d, c = problem.shape
-    rows = problem.per_pass / (4 * d * c)
+    return svd_flops(problem.per_pass / (4 * d * c), d)
+
+
+def svd_flops(rows: float, d: int) -> float:
+    """Of a thin SVD of a [rows, d] matrix by way of its QR: about 2 N D^2 + 22 D^3 (Golub and Van Loan)."""
     return 2.0 * rows * d**2 + 22.0 * d**3

@@ -137,6 +137,14 @@ def nonnegative(**values: float) -> None:
             raise ConfigError(f"method.{key} must be a finite number of at least 0, not {value!r}")
 
 
+def below_one(**values: float) -> None:
+    """Raise ConfigError for the first keyword whose value is not in [0, 1)."""
+    nonnegative(**values)
+    for key, value in values.items():
+        if value >= 1:
+            raise ConfigError(f"method.{key} must be below 1, not {value}")
+
+
 class _Pass:
     """Passes over the training rows of one task; it knows how many batches of the current one it gave."""
 

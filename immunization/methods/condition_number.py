@@ -11,7 +11,7 @@ from torch import Tensor
 from immunization import distributed
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import Method, nonnegative
+from immunization.methods.base import Method, below_one, nonnegative
 from immunization.models.base import Batch, Model
 from immunization.spectral import Precondition, r_ill_of_features, r_well_of_features
 
@@ -42,11 +42,10 @@ class ConditionNumber(Method):
         patience: int | None = None,
     ) -> None:
         super().__init__(epochs, batch_size, patience, max_accuracy_drop)
-        nonnegative(lambda_P=lambda_P, lambda_H=lambda_H, ridge=ridge, smoothing=smoothing)
+        nonnegative(lambda_P=lambda_P, lambda_H=lambda_H, ridge=ridge)
+        below_one(smoothing=smoothing)
         if ridge_harmful is not None:
             nonnegative(ridge_harmful=ridge_harmful)
-        if smoothing >= 1:
-            raise ConfigError(f"method.smoothing must be below 1, not {smoothing}")
         if side == "output" and precondition != "ridge":
             raise ConfigError(f"method.side=output needs method.precondition=ridge, not {precondition}")
         self.lambda_P, self.lambda_H, self.balance, self.smoothing = lambda_P, lambda_H, balance, smoothing

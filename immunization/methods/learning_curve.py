@@ -189,8 +189,8 @@ class LearningCurve(Method):
 
     def _excess(self, inputs: Probe) -> Tensor:
         """Mean over the grid of the excess loss of a probe behind theta, relative to that of w = 0."""
-        residual, _ = self._residuals(inputs)
-        return residual.square().sum((1, 2)).mean() / inputs.coefficients.square().sum()
+        excess, _ = excess_curves(inputs.root @ self.theta.double(), inputs.coefficients, self.grid)
+        return excess.mean() / inputs.coefficients.square().sum()
 
     @torch.no_grad()
     def score(self, model: Model) -> float:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from immunization.data.task import Task, TaskPair
-from immunization.errors import ConfigError
-from immunization.methods.base import Method, nonnegative
+from immunization.methods.base import Method, below_one, nonnegative
 from immunization.methods.learning_curve import excess_curves, time_grid
 from immunization.models import Batch, Model
 
@@ -33,11 +32,8 @@ class LearningCurveNet(Method):
         max_accuracy_drop: float | None = None,
     ) -> None:
         super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
-        nonnegative(
-            weight=weight, lambda_P=lambda_P, lambda_H=lambda_H, benign_weight=benign_weight, smoothing=smoothing
-        )
-        if smoothing >= 1:
-            raise ConfigError(f"method.smoothing must be below 1, not {smoothing}")
+        nonnegative(weight=weight, lambda_P=lambda_P, lambda_H=lambda_H, benign_weight=benign_weight)
+        below_one(smoothing=smoothing)
         self.weight, self.lambda_P, self.lambda_H = weight, lambda_P, lambda_H
         self.benign_weight, self.smoothing, self.grid = benign_weight, smoothing, time_grid(horizon)
 
