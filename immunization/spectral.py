@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import scipy.linalg
 import torch
+from scipy.linalg.lapack import dsyevr
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -228,63 +229,110 @@ def r_ill(s: Tensor, rank: int | None = None) -> Tensor:
 def extreme_eigenpair(gram: Tensor, index: int) -> tuple[float, Tensor]:
     """Eigenvalue (clamped at 0) and unit eigenvector of a symmetric matrix; `index` -1 is the largest, -k the k-th."""
     if gram.device.type == "cpu":  # LAPACK's dsyevr for the one pair that is wanted: half the time of all of them
-        wanted = len(gram) + index
-        values, vectors = scipy.linalg.eigh(gram.numpy(), subset_by_index=(wanted, wanted), check_finite=False)
+        size = len(gram)
+        place = size + index + 1
+        values, vectors, *_, failed = dsyevr(gram.numpy().T, range="I", il=place, iu=place, lower=1, lwork=33 * size)
+        if failed:
+            raise torch.linalg.LinAlgError(f"LAPACK finds no eigenpair of the {size} x {size} Gram matrix")
         return max(float(values[0]), 0.0), torch.from_numpy(vectors)[:, 0]
     eigenvalues, eigenvectors = torch.linalg.eigh(gram)
     return max(eigenvalues[index].item(), 0.0), eigenvectors[:, index]
 
 
-class _HessianRegularizer(torch.autograd.Function):
-    """R(H) of H = F^T F through one of the two Grams; both gradients are c (a v v^T - b H) in H.
+class _Derivative(NamedTuple):
+    """R(H) and its derivative dR/dH = c (a v v^T - b H) by one of the two Grams of the features."""
 
-    R_well: a = sigma_1(H), b = 1/D, c = 1. R_ill: a = sigma_k(H), b = 1/k, c = 1/denominator^2. The gradient to F is
-    2 F (...); with `theta`, it is the preconditioned K^-1 grad_theta R = 2 theta (...), in which K has cancelled.
-    Scalars are Python's: at these sizes an operation on a tensor costs as much as a tenth of a matrix product.
+    value: float
+    c: float
+    a: float
+    v: Tensor
+    b: float
+
+
+def _derivative(gram: Tensor, width: int, rank: int | None) -> _Derivative:
+    """Of R_ill of known rank, or of R_well where `rank` is None; `gram` is F^T F or F F^T, `width` the D of F.
+
+    R_well: a = sigma_1(H), b = 1/D, c = 1. R_ill: a = sigma_k(H), b = 1/k, c = 1/denominator^2. Scalars are Python's:
+    at these sizes an operation on a tensor costs as much as a tenth of a matrix product.
+    """
+    norm = torch.linalg.vector_norm(gram).item()
+    square = norm * norm
+    if not math.isfinite(square):
+        raise torch.linalg.LinAlgError("the Hessian of the features holds NaN, infinite or overflowing values")
+    if rank is None:
+        a, v = extreme_eigenpair(gram, -1)
+        return _Derivative(a * a / 2 - square / (2 * width), 1.0, a, v, 1 / width)
+    if rank > len(gram):  # fewer rows than `rank`: sigma_k is exactly 0
+        a, v = 0.0, gram.new_zeros(len(gram))
+    else:
+        a, v = extreme_eigenpair(gram, -rank)
+    if not square > 0:
+        raise DegenerateSpectrum("the features are all zero (rank 0): R_ill of their Hessian does not exist")
+    denominator = square / (2 * rank) - a * a / 2
+    if _flat(denominator, square):
+        raise DegenerateSpectrum(
+            f"R_ill is infinite: all {rank} non-zero eigenvalues of the harmful Hessian are equal (kappa = 1); "
+            "start from another theta or leave R_ill out"
+        )
+    return _Derivative(1 / denominator, 1 / denominator**2, a, v, 1 / rank)
+
+
+def hessian_slope(hessian: Tensor, rank: int | None = None, weight: float = 1.0) -> tuple[float, Tensor]:
+    """R(H) and `weight` dR/dH [D, D] of a Hessian [D, D] in float64, which is overwritten by the latter.
+
+    R_ill for a known `rank`, R_well without one. The gradient of R(theta^T K theta) is 2 K theta dR/dH, and times K^-1
+    it is 2 theta dR/dH (design 2.2). Errors as in `r_ill_of_features`.
+    """
+    value, c, a, v, b = _derivative(hessian, len(hessian), rank)
+    return value, hessian.mul_(-weight * c * b).addr_(v, v, alpha=weight * c * a)
+
+
+class _Known(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value: Tensor, gradients: tuple[Tensor, ...], *leaves: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(upstream * gradient for gradient in ctx.gradients)
+
+
+def known(value: Tensor, gradients: dict[Tensor, Tensor]) -> Tensor:
+    """The scalar `value` with gradients that were computed by hand: leaf -> gradient, of the same shape."""
+    return _Known.apply(value, tuple(gradients.values()), *gradients)
+
+
+class _HessianRegularizer(torch.autograd.Function):
+    """R(H) of H = F^T F through one of the two Grams.
+
+    The gradient to F is 2 F dR/dH; with `theta`, it is the preconditioned K^-1 grad_theta R = 2 theta dR/dH, in which K
+    has cancelled.
     """
 
     @staticmethod
-    def forward(ctx, features: Tensor, theta: Tensor | None, rank: int, ill: bool) -> Tensor:
+    def forward(ctx, features: Tensor, theta: Tensor | None, rank: int | None) -> Tensor:
         f = features.detach().double()
         # the Gram that takes fewer operations: behind theta, the one of the samples needs a product more
         wide = len(f) < f.shape[1] if theta is None else 2 * len(f) < f.shape[1]
         gram = f @ f.T if wide else f.T @ f
-        norm = torch.linalg.vector_norm(gram).item()
-        square = norm * norm
-        if not math.isfinite(square):
-            raise torch.linalg.LinAlgError("the Hessian of the features holds NaN, infinite or overflowing values")
-        if rank > len(gram):  # fewer rows than `rank`: sigma_k is exactly 0
-            value, vector = 0.0, gram.new_zeros(len(gram))
-        else:
-            value, vector = extreme_eigenpair(gram, -rank if ill else -1)
-        if ill:
-            if not square > 0:
-                raise DegenerateSpectrum("the features are all zero (rank 0): R_ill of their Hessian does not exist")
-            denominator = square / (2 * rank) - value * value / 2
-            if _flat(denominator, square):
-                raise DegenerateSpectrum(
-                    f"R_ill is infinite: all {rank} non-zero eigenvalues of the harmful Hessian are equal (kappa = 1); "
-                    "start from another theta or leave R_ill out"
-                )
-            regularizer = 1 / denominator
-            ctx.scale = regularizer * regularizer
-        else:
-            regularizer, ctx.scale = value * value / 2 - square / (2 * f.shape[1]), 1.0
+        value, c, a, v, b = _derivative(gram, f.shape[1], rank)
         # a v v^T = w w^T with w = sqrt(a) v; for a wide F, w = F^T u needs no division by a vanishing sigma_k
-        w = f.T @ vector if wide else math.sqrt(value) * vector
+        w = f.T @ v if wide else math.sqrt(a) * v
         ctx.save_for_backward(f, theta, gram, w)
-        ctx.wide, ctx.share, ctx.dtype = wide, rank if ill else f.shape[1], features.dtype
-        return features.new_tensor(regularizer)
+        ctx.wide, ctx.factor, ctx.share, ctx.dtype = wide, 2 * c, b, features.dtype
+        return features.new_tensor(value)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         f, theta, gram, w = ctx.saved_tensors
         left = f if theta is None else theta.double()
         left_h = ((gram if theta is None else left @ f.T) @ f) if ctx.wide else left @ gram
-        factor = 2 * ctx.scale * upstream.item()
-        gradient = left_h.mul_(-factor / ctx.share).addr_(left @ w, w, alpha=factor).to(ctx.dtype)
-        return (gradient, None, None, None) if theta is None else (None, gradient, None, None)
+        factor = ctx.factor * upstream.item()
+        gradient = left_h.mul_(-factor * ctx.share).addr_(left @ w, w, alpha=factor).to(ctx.dtype)
+        return (gradient, None, None) if theta is None else (None, gradient, None)
 
 
 def r_well_of_features(features: Tensor, theta: Tensor | None = None) -> Tensor:
@@ -293,7 +341,7 @@ def r_well_of_features(features: Tensor, theta: Tensor | None = None) -> Tensor:
     Gradient to `features`; or, where `theta` [D_in, D] is given, the preconditioned gradient to theta,
     K^-1 grad_theta R_well = 2 theta (sigma_1 v_1 v_1^T - H/D), and none to the features (design 2.2).
     """
-    return _HessianRegularizer.apply(features, theta, 1, False)
+    return _HessianRegularizer.apply(features, theta, None)
 
 
 def r_ill_of_features(features: Tensor, rank: int, theta: Tensor | None = None) -> Tensor:
@@ -302,7 +350,7 @@ def r_ill_of_features(features: Tensor, rank: int, theta: Tensor | None = None) 
     `rank` may exceed the true rank, as in the released code, which takes k = D: sigma_k is then 0.
     Raises DegenerateSpectrum where the k eigenvalues are all equal.
     """
-    return _HessianRegularizer.apply(features, theta, rank, True)
+    return _HessianRegularizer.apply(features, theta, rank)
 
 
 class _LogConditionNumber(torch.autograd.Function):

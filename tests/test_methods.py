@@ -166,6 +166,7 @@ INVERSES = {
     ("mode", "side", "rank", "rows", "classes"),
     [
         ("cancelled", "input", "data", (30, 20), 0),
+        ("cancelled", "input", "full", (30, 20), 3),
         ("ridge", "input", "data", (30, 20), 0),
         ("ridge", "input", "data", (30, 3), 2),
         ("ridge", "output", "full", (30, 20), 2),

@@ -13,7 +13,8 @@ from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.base import Method, below_one, nonnegative
 from immunization.models.base import Batch, Model
-from immunization.spectral import Precondition, r_ill_of_features, r_well_of_features
+from immunization.models.linear import Linear
+from immunization.spectral import Precondition, hessian_slope, known, r_ill_of_features, r_well_of_features
 
 
 class ConditionNumber(Method):
@@ -58,15 +59,37 @@ class ConditionNumber(Method):
         self.scale_P = self.scale_H = None if self.balance else 1.0
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
+        rank = harmful.x.shape[1] if self.full_rank else harmful.rank
+        bare = isinstance(model, Linear) and model.extractor.bias is None and primary.root is not None
+        if bare and self.well["mode"] == "cancelled" and self.scale_P is not None:
+            return self._closed_form(model, primary, harmful, rank)
         logits, features = model.outputs(primary)
         loss = self.pair.primary.loss(logits, primary.y, self.smoothing)
         well = model.hessian_term(r_well_of_features, primary, **self.well, features=features)
-        rank = harmful.x.shape[1] if self.full_rank else harmful.rank
         ill = model.hessian_term(partial(r_ill_of_features, rank=rank), harmful, **self.ill)
         if self.scale_P is None:
             self._balance(model, loss, well, ill)
         total = loss + self.lambda_P * self.scale_P * well + self.lambda_H * self.scale_H * ill
         return {"loss": total, "task_loss": loss, "r_well": well, "r_ill": ill}
+
+    @torch.no_grad()
+    def _closed_form(self, model: Linear, primary: Batch, harmful: Batch, rank: int) -> dict[str, Tensor]:
+        """The same terms and gradients by hand: both regularizers share a product with theta, and no graph is kept."""
+        theta, omega = model.extractor.theta, model.head.weight
+        weight_P, weight_H = self.lambda_P * self.scale_P, self.lambda_H * self.scale_H
+        logits = model(primary.x).requires_grad_()
+        with torch.enable_grad():
+            loss = self.pair.primary.loss(logits, primary.y, self.smoothing)
+            (residual,) = torch.autograd.grad(loss, logits)
+        hessian_P, hessian_H = (f.T @ f for f in ((batch.root @ theta).double() for batch in (primary, harmful)))
+        well, slope = hessian_slope(hessian_P, weight=2 * weight_P)
+        ill, slope_H = hessian_slope(hessian_H, rank, 2 * weight_H)
+        correlation = primary.x.T @ residual
+        of_theta = torch.addmm((correlation @ omega).double(), theta.double(), slope.add_(slope_H)).to(theta.dtype)
+        total = loss.item() + weight_P * well + weight_H * ill
+        with torch.enable_grad():
+            total = known(loss.new_tensor(total), {theta: of_theta, omega: correlation.T @ theta})
+        return {"loss": total, "task_loss": loss, "r_well": loss.new_tensor(well), "r_ill": loss.new_tensor(ill)}
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"scale_P": self.scale_P, "scale_H": self.scale_H}
