@@ -12,9 +12,11 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
+import numpy as np
 import scipy.linalg
 import torch
 from scipy.linalg.lapack import dsyevr
+from scipy.sparse.linalg import ArpackError, eigsh
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -22,6 +24,9 @@ from immunization.errors import DegenerateSpectrum
 
 EPS = torch.finfo(torch.float64).eps
 AUTHORS_RIDGE = 1e-6
+
+LANCZOS = 256
+"""In more dimensions Lanczos iterations find the largest eigenpair of a matrix faster than a decomposition does."""
 
 Precondition = Literal["cancelled", "ridge", "pinv", "none"]
 
@@ -227,16 +232,33 @@ def r_ill(s: Tensor, rank: int | None = None) -> Tensor:
 
 
 def extreme_eigenpair(gram: Tensor, index: int) -> tuple[float, Tensor]:
-    """Eigenvalue (clamped at 0) and unit eigenvector of a symmetric matrix; `index` -1 is the largest, -k the k-th."""
-    if gram.device.type == "cpu":  # LAPACK's dsyevr for the one pair that is wanted: half the time of all of them
-        size = len(gram)
-        place = size + index + 1
-        values, vectors, *_, failed = dsyevr(gram.numpy().T, range="I", il=place, iu=place, lower=1, lwork=33 * size)
-        if failed:
-            raise torch.linalg.LinAlgError(f"LAPACK finds no eigenpair of the {size} x {size} Gram matrix")
-        return max(float(values[0]), 0.0), torch.from_numpy(vectors)[:, 0]
-    eigenvalues, eigenvectors = torch.linalg.eigh(gram)
-    return max(eigenvalues[index].item(), 0.0), eigenvectors[:, index]
+    """Eigenvalue (clamped at 0) and unit eigenvector of a symmetric matrix; `index` -1 is the largest, -k the k-th.
+
+    No warm start from the pair of the step before: see docs/performance.md.
+    """
+    if gram.device.type != "cpu":
+        eigenvalues, eigenvectors = torch.linalg.eigh(gram)
+        return max(eigenvalues[index].item(), 0.0), eigenvectors[:, index]
+    values, vectors = (len(gram) > LANCZOS and index == -1 and _lanczos(gram.numpy())) or _dsyevr(gram.numpy(), index)
+    return max(float(values[0]), 0.0), torch.from_numpy(vectors)[:, 0]
+
+
+def _lanczos(gram: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """The largest pair by ARPACK, to machine precision and from the same vector always; None where it is slow."""
+    try:
+        start = np.random.default_rng(0).standard_normal(len(gram))
+        return eigsh(gram, 1, which="LA", v0=start, maxiter=10)
+    except ArpackError:
+        return None
+
+
+def _dsyevr(gram: np.ndarray, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """The one pair that is wanted by LAPACK, in half the time of all of them."""
+    place = len(gram) + index + 1
+    values, vectors, *_, failed = dsyevr(gram.T, range="I", il=place, iu=place, lower=1, lwork=33 * len(gram))
+    if failed:
+        raise torch.linalg.LinAlgError(f"LAPACK finds no eigenpair of the Gram matrix {gram.shape}")
+    return values, vectors
 
 
 class _Derivative(NamedTuple):

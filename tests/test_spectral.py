@@ -107,6 +107,29 @@ def test_extreme_eigenpairs():
         assert_close(vector.norm().item(), 1.0)
 
 
+@pytest.mark.parametrize("second", [0.5, 0.999, 1 - 1e-9, 1.0, 0.0], ids="second={}".format)
+def test_the_largest_eigenpair_of_a_large_matrix(second):
+    """By Lanczos iterations, also where the next eigenvalues are close (as R_well makes them) or all others are 0."""
+    size = spectral.LANCZOS + 44
+    sigma = (
+        torch.cat([torch.ones(1), torch.full((20,), second), second * torch.linspace(0, 0.1, size - 21)])
+        .double()
+        .sqrt()
+    )
+    gram = with_spectrum(sigma, size, size, seed=5)
+    gram = gram.T @ gram
+    value, vector = spectral.extreme_eigenpair(gram, -1)
+    assert_close(value, 1.0, rtol=1e-12, atol=0)
+    assert_close(gram @ vector, vector, rtol=0, atol=1e-12)
+    assert_close(vector.norm().item(), 1.0)
+
+
+def test_an_eigenpair_of_a_large_zero_matrix():
+    value, vector = spectral.extreme_eigenpair(torch.zeros(300, 300, dtype=torch.float64), -1)
+    assert value == 0
+    assert_close(vector.norm().item(), 1.0)
+
+
 # --- Condition numbers ------------------------------------------------------------------------------------------------
 
 
