@@ -20,6 +20,9 @@ MAX_OCTAVES = 40
 CLOSE = 1e-4
 """Relative step-weighted gap of two eigenvalues below which a derivative replaces their difference quotient."""
 
+ENTRIES = 2**18
+"""Entries of the difference quotients that are worked on at once: as many as caches hold."""
+
 PACE = 2
 """How many steps of the baseline's probe one step behind theta shall take."""
 
@@ -44,8 +47,9 @@ class _Residuals(torch.autograd.Function):
         decay = 1 - (eigenvalues / eigenvalues[-1]).clamp(min=0)
         c = u.T @ coefficients
         ctx.save_for_backward(factor, eigenvalues[-1], u, decay, c, steps)
-        powers = decay ** steps[:, None]
-        return u @ (powers[:, :, None] * c), powers.square().mean(1)
+        powers = decay[:, None] ** steps
+        decayed = powers[:, :, None] * c[:, None, :]
+        return (u @ decayed.flatten(1)).unflatten(1, decayed.shape[1:]).transpose(0, 1), powers.square().mean(0)
 
     @staticmethod
     @once_differentiable
@@ -53,19 +57,21 @@ class _Residuals(torch.autograd.Function):
         factor, largest, u, decay, c, steps = ctx.saved_tensors
         gap = decay[:, None] - decay
         distance, smaller = gap.abs(), torch.minimum(decay[:, None], decay)
-        gradient, slopes = torch.zeros_like(gap), torch.zeros_like(decay)
-        for n, weight, mean_weight in zip(steps.tolist(), u.T @ of_residual, of_expected.tolist(), strict=True):
-            power, half = decay**n, decay ** ((n - 1) / 2)
-            close = n * distance <= CLOSE * smaller
-            quotients = torch.where(close, n * torch.outer(half, half), (power[:, None] - power) / gap)
-            gradient += quotients * (weight @ c.T)
-            slopes += mean_weight * 2 * n * decay ** (2 * n - 1) / len(decay)
+        gradient, weights, n = torch.zeros_like(gap), u.T @ of_residual, steps[:, None]
+        at_once = max(1, ENTRIES // len(decay) ** 2)
+        for t, weight in zip(n.split(at_once), weights.split(at_once), strict=True):
+            power, half = decay**t, decay ** ((t - 1) / 2)
+            tangents = (t * half)[:, :, None] * half[:, None, :]
+            quotients = (power[:, :, None] - power[:, None, :]).div_(gap)
+            quotients = torch.where(t[:, :, None] * distance <= CLOSE * smaller, tangents, quotients)
+            gradient += quotients.mul_(weight @ c.T).sum(0)
+        slopes = of_expected @ (2 * n * decay ** (2 * n - 1)) / len(decay)
         # from here on the derivative in mu = 1 - decay: its sign is the other one
-        gradient = -u @ ((gradient + gradient.T) / 2 + slopes.diag()) @ u.T
+        gradient = -(gradient + gradient.T) / 2
+        gradient.diagonal().sub_(slopes)
         # mu = eigenvalues / largest, and the largest has the gradient u_1 u_1^T of its own
-        along = (gradient * ((u * (1 - decay)) @ u.T)).sum()
-        gradient -= along * torch.outer(u[:, -1], u[:, -1])
-        return 2 / largest * gradient @ factor, None, None
+        gradient[-1, -1] -= gradient.diagonal() @ (1 - decay)
+        return 2 / largest * u @ (gradient @ (u.T @ factor)), None, None
 
 
 def residuals(factor: Tensor, coefficients: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
