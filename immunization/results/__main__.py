@@ -8,6 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from immunization import files
 from immunization.errors import UserError
 from immunization.results.collect import collect
 from immunization.results.report import REPORT, Section, markdown, sections, show, write
@@ -24,21 +25,21 @@ def main(arguments: list[str] | None = None) -> None:
         place.mkdir(parents=True, exist_ok=True)
 
     frame = collection.frame()
-    frame.to_csv(folder / "results.csv", index=False)
+    files.write(folder / "results.csv", frame.to_csv(index=False))
     try:
-        frame.to_parquet(folder / "results.parquet", index=False)
+        files.write(folder / "results.parquet", frame.to_parquet(index=False))
     except ImportError:
         print("results.parquet was not written: pip install 'immunization[parquet]'", file=sys.stderr)
     for table in (table for part in parts for table in part.tables):
         for suffix, text in {"md": table.markdown(), "tex": table.latex(), "csv": table.csv()}.items():
-            (folder / f"{table.name}.{suffix}").write_text(text, encoding="utf-8")
+            files.write(folder / f"{table.name}.{suffix}", text)
     pictures = {plot.name: plot.png(figures) for part in parts for plot in part.plots}
     write(folder / REPORT, collection, parts, options.title)
     if options.markdown:
         base = options.markdown.resolve().parent
         relative = {name: os.path.relpath(path.resolve(), base) for name, path in pictures.items()}
         command = shlex.join(["python", "-m", "immunization.results", *(arguments or sys.argv[1:])])
-        options.markdown.write_text(markdown(parts, relative, command), encoding="utf-8")
+        files.write(options.markdown, markdown(parts, relative, command))
     show(collection, parts, options.objective)
     print(f"report: {folder / REPORT}")
     if options.wandb:
