@@ -2,7 +2,7 @@
 
 1. A step of condition_number against a plain supervised step on the same two batches (at most 1.25).
 2. Exact kappa over a data set against feature extraction alone (at most 1.1).
-3. Samples a second of each method.
+3. Samples a second of each method, and of condition_number with the options of the model that are given.
 
 Random images and weights; medians of `--repeats` interleaved measurements, on a CPU of the process's own CPU time (all
 threads), which other processes disturb little.
@@ -22,7 +22,10 @@ from immunization.data.images import ImagePair
 from immunization.data.task import Split, Task, TaskPair
 from immunization.methods import IMMA, ConditionNumber, LearningCurveNet, Method, OptKappa, RIllOnly
 from immunization.models import Batch, Timm
+from immunization.models.chain import hastened
 from immunization.models.checkpoint import create
+
+OPTIONS = ("channels_last", "amp", "compile")
 
 
 def main() -> None:
@@ -35,6 +38,8 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=8, help="batches of the data set whose kappa is taken")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--repeats", type=int, default=5)
+    for name in OPTIONS:
+        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help="in a row of its own")
     args = parser.parse_args()
     cuda, classes = args.device == "cuda", 80
 
@@ -49,7 +54,8 @@ def main() -> None:
     pair = TaskPair("random", *tasks)
     first, last = slice(args.batch), slice(-args.batch, None)
     primary, harmful = (Batch(x[rows].to(args.device), y[rows], args.batch) for rows in (first, last))
-    optimizer = torch.optim.SGD(model.groups(), lr=1e-6, momentum=0.9, nesterov=True)
+    # the functions take turns on one net, which none may change for the others
+    optimizer = torch.optim.SGD(model.groups(), lr=0.0, momentum=0.9, nesterov=True)
     probe = nn.Linear(model.head.in_features, classes).to(model.head.weight)
 
     def update(loss: torch.Tensor) -> None:
@@ -72,11 +78,21 @@ def main() -> None:
         "imma": IMMA(1, args.batch),
         "learning_curve_net": LearningCurveNet(1, args.batch),
     }
+    rows = {name: step(method) for name, method in methods.items()}
+    if chosen := [name for name in OPTIONS if getattr(args, name)]:
+        quick = hastened(type(model.extractor), *(name in chosen for name in OPTIONS))
+
+        def hasty() -> None:
+            model.extractor.training_features_of = quick
+            rows["condition_number"]()
+            model.extractor.training_features_of = None
+
+        rows |= {"+".join(chosen): hasty}
     timing = {"repeats": args.repeats, "cuda": cuda}
-    plain, *times = seconds(supervised, *map(step, methods.values()), **timing)
+    plain, *times = seconds(supervised, *rows.values(), **timing)
     print(f"{args.model}, {args.trainable}, batches of {args.batch}, {args.dtype}, {args.device}", flush=True)
     print(f"plain supervised step    {plain:8.3f} s")
-    for name, value in zip(methods, times, strict=True):
+    for name, value in zip(rows, times, strict=True):
         print(f"{name:24} {value:8.3f} s  {value / plain:5.2f} x  {2 * args.batch / value:8.0f} images/s")
 
     def extract() -> None:

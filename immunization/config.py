@@ -89,6 +89,14 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError("method.precondition needs model=linear: the matrix K of a deep net is not defined; use none")
     if linear and cfg.model.get("bias") and cfg.method.get("precondition") == "cancelled":
         raise ConfigError("method.precondition=cancelled needs model.bias=false; with a bias use ridge or pinv")
+    if cfg.model.get("amp") and cfg.dtype == "float64":
+        raise ConfigError(
+            f"model.amp={cfg.model.amp} needs dtype=float32: torch leaves what is computed in float64 as it is"
+        )
+    if cfg.model.get("compile") and cfg.method._target_.endswith(".IMMA"):
+        raise ConfigError(
+            "model.compile=true and method=imma exclude each other: compiled nets have no second derivatives"
+        )
     lr = cfg.optimizer.get("lr")
     if lr is not None and not (isinstance(lr, int | float) and math.isfinite(lr) and lr > 0):
         raise ConfigError(f"optimizer.lr must be a number above 0, not {lr!r}")

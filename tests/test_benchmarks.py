@@ -10,7 +10,15 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SMALL = {
     "linear.py": ["--sizes", "house_prices", "--repeats", "1"],
-    "deep.py": ["--model=test_resnet", "--trainable=layer4", "--size=32", "--batch=8", "--batches=2", "--repeats=1"],
+    "deep.py": [
+        "--model=test_resnet",
+        "--trainable=layer4",
+        "--size=32",
+        "--batch=8",
+        "--batches=2",
+        "--repeats=1",
+        "--channels-last",
+    ],
 }
 
 

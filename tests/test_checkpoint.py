@@ -23,6 +23,7 @@ from immunization.tracking import Tracker
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = ("tracker=none", "dataset.max_samples=40", "evaluation=[rir]", "log_every=1", "figures=false")
 DEEP = ("experiment=digits_deep", "tracker=none", "figures=false", "evaluation=[rir]", "method.epochs=1")
+FAST = ("model.compile=true", "model.channels_last=true", "model.amp=bfloat16", "dtype=float32")
 
 
 @pytest.fixture
@@ -103,7 +104,8 @@ def test_nets_go_on(options, tmp_path, monkeypatch, cut):
     assert whole == again
 
 
-def test_nets_on_augmented_images_go_on_in_the_middle_of_a_pass(tmp_path, monkeypatch, cut):
+@pytest.mark.parametrize("speed", [(), pytest.param(FAST, marks=pytest.mark.slow)])
+def test_nets_on_augmented_images_go_on_in_the_middle_of_a_pass(speed, tmp_path, monkeypatch, cut):
     """The images of the pass are read again, and the same augmentations drawn."""
     primary = draw_folder(tmp_path / "p", 2, 20, 4, 0)
     harmful = draw_folder(tmp_path / "h", 2, 12, 4, 1)
@@ -112,6 +114,7 @@ def test_nets_on_augmented_images_go_on_in_the_middle_of_a_pass(tmp_path, monkey
         *("+model.arguments.num_classes=2", "method=condition_number", "method.epochs=2", "method.batch_size=5"),
         *(f"dataset.primary_root={primary}", f"dataset.harmful_root={harmful}", "dataset.augment=true", "log_every=1"),
         *("dataset.size=32", "evaluation=[rir]", f"dataset.cache={tmp_path / 'cache'}", "figures=false"),
+        *speed,
     ]
     whole, again = resumed(options, tmp_path, monkeypatch, cut, at=3, every=2)
     assert whole == again

@@ -236,6 +236,18 @@ def test_a_preconditioner_needs_a_linear_model(config):
 
 
 @pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.amp=bfloat16", "method=opt_kappa"], "model.amp=bfloat16 needs dtype=float32"),
+        (["model.compile=true", "method=imma"], "model.compile=true and method=imma exclude each other"),
+    ],
+)
+def test_fast_steps_of_nets_that_do_not_exist(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        check(compose(["model=resnet18", *overrides]))
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("method.epochs=1.5", "method.epochs=1.5: expected an integer"),

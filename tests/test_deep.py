@@ -1,5 +1,8 @@
 """Deep nets on tiny folders of images: splitting, freezing, kept activations, methods, folded maps and measures."""
 
+import os
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -8,7 +11,9 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
+import immunization
 from immunization import run, spectral
 from immunization.data.images import image_folders
 from immunization.data.task import SPLITS
@@ -434,6 +439,66 @@ def test_every_method_trains_the_net(tmp_path, digits, method):
     assert result.status == "completed"
     assert result.metrics["rir"] > 0
     assert result.metrics["authors/rir"] > 0
+
+
+@pytest.fixture(scope="module")
+def net():
+    """Overrides of runs that train a net of random weights in a few steps."""
+    return [
+        *("dataset=digits_deep", "dataset.primary=[0,1]", "dataset.harmful=[4,5]", "dataset.benign=null"),
+        *("dataset.test_fraction=0.7", "model=timm", "model.name=test_resnet", "model.pretrained=false"),
+        *("model.arguments={in_chans: 1, num_classes: 2}", "method.epochs=1", "method.batch_size=32", "optimizer=sgd"),
+        *("optimizer.lr=0.01", "dtype=float32", "tracker=none", "figures=false", "evaluation=[rir]"),
+    ]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "immunized.safetensors")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, net):
+    """The weights of such a net before and after its training, and the result."""
+    root = tmp_path_factory.mktemp("net")
+    run([*net, "immunize=false"], root / "before")
+    result = run(net, root / "after")
+    return weights(root / "before"), weights(root / "after"), result
+
+
+@pytest.mark.parametrize(
+    ("option", "rounding"),
+    [
+        ("channels_last=true", 1e-4),  # sums of float32 in another order
+        ("amp=bfloat16", 2**-5),  # 2^-9 in each of some sixteen layers, forward and back
+        pytest.param("compile=true", 1e-4, marks=pytest.mark.slow),
+    ],
+)
+def test_faster_steps_train_the_same_net_and_change_no_measure(tmp_path, net, trained, option, rounding):
+    before, after, plain = trained
+    result = run([*net, f"model.{option}"], tmp_path / "fast")
+    fast = weights(tmp_path / "fast")
+    assert fast.keys() == after.keys() == immunization.load(tmp_path / "fast").state_dict().keys()
+    moved, apart = (
+        sum((b[name].double() - a[name].double()).square().sum() for name in after) ** 0.5
+        for a, b in ((before, after), (after, fast))
+    )
+    assert 0 < apart < rounding * moved
+
+    kappas = ("kappa_harmful", "kappa_primary")
+    for name in kappas:
+        assert result.metrics[f"{name}_baseline"] == plain.metrics[f"{name}_baseline"]
+    stored = f"model.checkpoint={tmp_path / 'fast' / 'immunized.safetensors'}"
+    measured = run([*net, "immunize=false", stored], tmp_path / "measured")
+    assert [measured.metrics[name] for name in kappas] == [result.metrics[name] for name in kappas]
+
+
+@pytest.mark.slow
+def test_without_a_compiler_a_message_says_so(tmp_path, net):
+    command = [sys.executable, "launch.py", *net, "model.compile=true", f"hydra.run.dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, env={**os.environ, "CXX": "/nowhere/c++"}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "error: model.compile=true: torch.compile fails here (InvalidCxxCompiler" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow

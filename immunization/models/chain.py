@@ -14,7 +14,65 @@ from immunization.errors import ConfigError
 log = logging.getLogger(__name__)
 
 
-class Tail(nn.Module):
+class Extractor(nn.Module):
+    """What enters the trained part of a net -> features [N, D], as subclasses compute them in `features_of`.
+
+    `training_features_of` is how passes that record gradients compute the same, where they do it otherwise (see
+    `hastened`). All other passes, from which everything measured comes, never use it.
+    """
+
+    training_features_of: Callable[[Extractor, Tensor], Tensor] | None = None
+
+    def features_of(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training_features_of is None or not torch.is_grad_enabled():
+            return self.features_of(x)
+        return self.training_features_of(self, x)
+
+
+def hastened(
+    kind: type[Extractor], channels_last: bool, amp: bool, compile: bool
+) -> Callable[[Extractor, Tensor], Tensor]:
+    """`features_of` a kind of extractor in another memory layout, in bfloat16 or by compiled code; the dtype is kept.
+
+    The extractor is an argument, so that a copy of one computes with its own weights.
+    """
+    compute = _compiled(kind.features_of) if compile else kind.features_of
+
+    def training_features_of(extractor: Extractor, x: Tensor) -> Tensor:
+        if channels_last and x.ndim == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=amp):
+            return compute(extractor, x).to(x.dtype)
+
+    return training_features_of
+
+
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function` by torch.compile, whose failure is a ConfigError."""
+    import torch._functorch.config  # torch's compiler: seconds that only those pay who use it
+    from torch._dynamo.exc import TorchDynamoException
+
+    torch._functorch.config.donated_buffer = False  # or the terms of a step could not be differentiated one by one
+    torch.compiler.reset()  # torch keeps the code of a few models, and runs further ones uncompiled
+    fast = torch.compile(function, dynamic=False)
+
+    def call(*arguments: Any) -> Tensor:
+        try:
+            return fast(*arguments)
+        except TorchDynamoException as error:
+            reason = " ".join(str(error).partition("\n\n")[0].split())
+            raise ConfigError(
+                f"model.compile=true: torch.compile fails here ({reason}); it needs a C++ compiler, g++ or the one "
+                "that CXX names, and Python's headers; else leave model.compile=false"
+            ) from error
+
+    return call
+
+
+class Tail(Extractor):
     """The last units of a net and its pooling: activations -> features [N, D]. Holds the units alone, not the net."""
 
     def __init__(self, net: nn.Module, units: list[tuple[str, nn.Module]]) -> None:
@@ -23,20 +81,20 @@ class Tail(nn.Module):
             self.add_module(name.replace(".", "_"), unit)
         self._pool = (net,)  # in a tuple: not a submodule
 
-    def forward(self, x: Tensor) -> Tensor:
+    def features_of(self, x: Tensor) -> Tensor:
         for unit in self.children():
             x = unit(x)
         return self._pool[0].forward_head(x, pre_logits=True)
 
 
-class Whole(nn.Module):
+class Whole(Extractor):
     """A whole net without its classifier: images -> features [N, D]."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
 
-    def forward(self, x: Tensor) -> Tensor:
+    def features_of(self, x: Tensor) -> Tensor:
         return self.net.forward_head(self.net.forward_features(x), pre_logits=True)
 
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from immunization.data.task import SPLITS, Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.models.activations import Stream, fingerprint
 from immunization.models.base import Batch, Model, Regularizer
-from immunization.models.chain import Tail, Whole, classifier_path, data_config, parameters, units_of
+from immunization.models.chain import Tail, Whole, classifier_path, data_config, hastened, parameters, units_of
 from immunization.models.checkpoint import create, stored_arguments
 from immunization.models.folded import Folded, folded_map, unfold
 from immunization.models.inputs import activations, out_of_memory, preprocessing, task_of, training_loaders
@@ -35,7 +35,8 @@ class Timm(Model):
     `trainable` names modules, or patterns of names such as `layer4*`; `last` is the last block, `fold` no module of the
     net but a linear map behind its features. Everything else is frozen and in eval mode, also under `train()`. The
     head is trained with weight decay `head_decay`. Weights come from `checkpoint`, else from the hub
-    (`pretrained`). `arguments` go to `timm.create_model`.
+    (`pretrained`). `arguments` go to `timm.create_model`. `channels_last`, `amp` and `compile` hold in training steps
+    alone: kept activations, and all that is measured, are computed as without them.
 
     The baseline is the net as it is before training, or, for audits, another one: that of the weights in `reference`,
     or, where a map is folded into `checkpoint`, the net without it. The trunk is then empty.
@@ -54,6 +55,9 @@ class Timm(Model):
         head_decay: float = 2e-5,
         arguments: dict[str, Any] | None = None,
         reference: str | None = None,
+        channels_last: bool = False,
+        amp: Literal["bfloat16"] | None = None,
+        compile: bool = False,
     ) -> None:
         arguments = dict(arguments or stored_arguments(checkpoint))
         if not isinstance(pair, ImagePair):
@@ -69,6 +73,10 @@ class Timm(Model):
         elif stripped is not None:
             unfold(stripped)
             self.compare_with(Timm.of(stripped, pair))
+        if channels_last or amp or compile:
+            self.extractor.training_features_of = hastened(
+                type(self.extractor), channels_last, amp is not None, compile
+            )
 
     def compare_with(self, before: Timm) -> None:
         """Take another net as the baseline; both then read images."""
@@ -173,6 +181,7 @@ class Timm(Model):
         return [{"params": theta}, {"params": list(self.head.parameters()), "weight_decay": self.head_decay}]
 
     def exact(self) -> Timm:
+        self.extractor.training_features_of = None
         return self
 
     # --- data ---------------------------------------------------------------------------------------------------------
