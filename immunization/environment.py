@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ def _git() -> dict[str, Any] | None:
     return {"commit": answer.removesuffix("-dirty"), "dirty": answer.endswith("-dirty")}
 
 
+@cache
 def _version(package: str) -> str | None:
     try:
         return version(package)

@@ -16,6 +16,7 @@ from test_deep import draw_folder
 
 from immunization import Result, checkpoint, figures, files, run
 from immunization.config import compose
+from immunization.data.pixels import sklearn_digits
 from immunization.errors import ConfigError, DataError
 from immunization.methods import Method
 from immunization.tracking import Tracker
@@ -255,10 +256,8 @@ def test_an_altered_history_is_named(half):
 
 
 def test_other_data_under_the_same_configuration_are_named(half, monkeypatch):
-    from sklearn import datasets
-
-    pixels, labels = datasets.load_digits(return_X_y=True)
-    monkeypatch.setattr("sklearn.datasets.load_digits", lambda **_: (pixels + (pixels == 3), labels))
+    pixels, labels = sklearn_digits()
+    monkeypatch.setattr("immunization.data.pixels.sklearn_digits", lambda: (pixels + (pixels == 3), labels))
     with pytest.raises(DataError, match=r"does not fit this run .* data"):
         run([*QUICK, "method.epochs=9", "resume=true"], folder=half)
 

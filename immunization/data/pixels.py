@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import zlib
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Literal
@@ -33,6 +34,15 @@ class Images:
     rows: dict[str, Tensor]
 
 
+@cache
+def sklearn_digits() -> tuple[Tensor, Tensor]:
+    """Pixels and labels, read once a process: the file is text."""
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    return torch.from_numpy(pixels), torch.from_numpy(labels)
+
+
 def digits(
     seed: int,
     primary: int = 0,
@@ -51,9 +61,7 @@ def digits(
     """
     roles = _check_options(primary, harmful, benign, protocol, max_samples)
     check_fractions(val_fraction, test_fraction)
-    from sklearn.datasets import load_digits
-
-    pixels, labels = map(torch.from_numpy, load_digits(return_X_y=True))
+    pixels, labels = sklearn_digits()
     rows = split_rows(labels, val_fraction, test_fraction, torch.Generator().manual_seed(seed))
     images = Images(f"scikit-learn digits, {len(pixels)} images of 8 x 8 pixels", pixels, 16, labels, rows)
     return finish(_pair(name, images, roles, protocol, max_samples, seed), common_range)
