@@ -13,13 +13,15 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController
 from torch import Tensor
 from tqdm import tqdm
 
@@ -49,20 +51,46 @@ SMALL = 256
 """Up to this many features one thread is faster than several."""
 
 
+class Parts(NamedTuple):
+    """What a run is made of: the tasks as they are measured and as they are trained on; `start` holds theta_0."""
+
+    method: Method
+    model: Model
+    pair: TaskPair
+    training: TaskPair
+    start: dict[str, Tensor]
+
+
+@dataclass
+class Trained:
+    """A run whose training is over before it begins, as one of many (population.py): what it would have done itself.
+
+    `lines` are those of its log, `random` the random states after the training, `error` is what ended it early.
+    """
+
+    parts: Parts
+    random: dict[str, Any]
+    lines: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    seconds: float = 0.0
+    error: UserError | None = None
+
+
 def run(
     config: DictConfig | Iterable[str] = (),
     folder: str | Path | None = None,
     overrides: Iterable[str] | None = None,
     quiet: bool = False,
+    trained: Trained | None = None,
 ) -> Result:
     """Run one experiment and return its Result, which also stands in the run folder as result.json.
 
     `config` is a composed configuration, or a list of overrides as on the command line (`["dataset=mnist"]`). `folder`
     is the run folder, by default outputs/<name>/<time>. With `resume=true` a completed run of the same configuration
     in it is returned as it is, and an interrupted one goes on from its checkpoint; a completed run is never written
-    over. `quiet`, for the jobs of a sweep, prints one line instead of the table and draws figures
-    only with `figures=true`. Raises UserError for a mistake in the configuration or the data, after a result.json with
-    status `failed` was written; Preempted, an exit with code 143, on SIGTERM, after a checkpoint was written.
+    over. `quiet`, for the jobs of a sweep, prints one line instead of the table and draws figures only with
+    `figures=true`. `trained` is taken in place of a training. Raises UserError for a mistake in the configuration or
+    the data, after a result.json with status `failed` was written; Preempted, an exit with code 143, on SIGTERM, after
+    a checkpoint was written.
     """
     if not isinstance(config, DictConfig):
         overrides = list(config)
@@ -75,10 +103,10 @@ def run(
     with randomness.deterministic(config.deterministic), distributed.group(config.device):
         if distributed.rank():
             return _follow(config, result)
-        return _lead(config, list(overrides or ()), result, quiet)
+        return _lead(config, list(overrides or ()), result, quiet, trained)
 
 
-def _lead(config: DictConfig, overrides: list[str], result: Result, quiet: bool) -> Result:
+def _lead(config: DictConfig, overrides: list[str], result: Result, quiet: bool, trained: Trained | None) -> Result:
     """The run itself: its folder, its files and what is shown."""
     folder = result.folder
     trackers: list[Tracker] = []
@@ -91,7 +119,7 @@ def _lead(config: DictConfig, overrides: list[str], result: Result, quiet: bool)
         state = checkpoint.read(folder, settings) if config.resume else None
         distributed.agree(folder)
         try:
-            _execute(config, overrides, result, trackers, state, stop)
+            _execute(config, overrides, result, trackers, state, stop, trained)
         except BaseException as error:
             error = _without_room(error, folder)
             result.fail(error)
@@ -118,7 +146,7 @@ def _follow(config: DictConfig, result: Result) -> Result:
         settings = decisive(OmegaConf.to_container(config, resolve=True))
         state = checkpoint.read(result.folder, settings) if config.resume else None
         check(config)
-        method, model, _, training = _prepare(config, _device(config.device), result)
+        method, model, _, training, _ = prepare(config)
         keeper = Checkpointer(result.folder, {}, Stop(), seconds=None)
         immunize(config, method, model, training, Monitor(model, training, result, []), keeper, state)
         result.status = "completed"
@@ -134,6 +162,7 @@ def _execute(
     trackers: list[Tracker],
     state: dict[str, Any] | None,
     stop: Stop,
+    trained: Trained | None,
 ) -> None:
     """Everything up to a completed result.json. `state` is that of the checkpoint to go on from."""
     folder = result.folder
@@ -141,23 +170,26 @@ def _execute(
     files.write(folder / CONFIG, OmegaConf.to_yaml(config, resolve=True))
     files.write(folder / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(overrides)))
     check(config)
-    device = _device(config.device)
+    device = device_of(config)
     if config.tracker is not None:
         tracker = build(config, "tracker")
         tracker.run_id = state["tracker"] if state else None
         tracker.start(folder, settings, name=folder.name, group=config.name, tags=list(config.tags or ()))
         trackers.append(tracker)
 
-    method, model, pair, training = _prepare(config, device, result)
+    method, model, pair, training, start = trained.parts if trained else prepare(config)
+    result.about, result.method, result.model = pair.about, method.name, model.name
     environment.write(folder, device)
     log.info("%s: %s", pair.name, pair.about)
-    start = copy.deepcopy(model.extractor.state_dict()) if config.get("attack") else {}
 
     _clear(folder, state)
     trackers.insert(0, Recorder(folder, state["recorder"] if state else None))
     started = time.perf_counter()
     keeper = Checkpointer(folder, decisive(settings), stop, **config.checkpoint)
-    earlier = immunize(config, method, model, training, Monitor(model, training, result, trackers), keeper, state)
+    if trained:
+        earlier = _replay(config, trained, result, trackers)
+    else:
+        earlier = immunize(config, method, model, training, Monitor(model, training, result, trackers), keeper, state)
     result.seconds["immunize"] = earlier + time.perf_counter() - started
     distributed.leave()
     model = model.exact()
@@ -184,8 +216,9 @@ def _execute(
     keeper.path.unlink(missing_ok=True)
 
 
-def _prepare(config: DictConfig, device: torch.device, result: Result) -> tuple[Method, Model, TaskPair, TaskPair]:
-    """Method, model and tasks of a run, the tasks as they are measured and as they are trained on."""
+def prepare(config: DictConfig) -> Parts:
+    """Data, method and model of a run, from its seed; sets the threads."""
+    device = device_of(config)
     randomness.seed(config.seed)
     _threads(config.threads, None)
     data = build(config, "dataset").to(device, torch.float64)
@@ -199,11 +232,11 @@ def _prepare(config: DictConfig, device: torch.device, result: Result) -> tuple[
             f"method={method.name} on {model.name} is not trained by several processes: nets whose layers are trained "
             "are, by any method but imma; start it without torchrun"
         )
-    result.about, result.method, result.model = pair.about, method.name, model.name
     training = pair.to(device, model.dtype)
     if method.epochs:  # a process's first optimizer imports torch's compiler, seconds that are not the method's
         torch.optim.SGD([torch.zeros(1)])
-    return method, model, pair, training
+    start = copy.deepcopy(model.extractor.state_dict()) if config.get("attack") else {}
+    return Parts(method, model, pair, training, start)
 
 
 def _present(config: DictConfig, result: Result, trackers: list[Tracker], quiet: bool) -> None:
@@ -271,16 +304,12 @@ def immunize(
     method.setup(model, pair)
     batches = batches_of(model, pair, method.batch_size, torch.Generator().manual_seed(config.seed))
     total = method.epochs * batches.steps_per_epoch
-    cheap = pair.primary.width is not None or pair.dim <= SMALL  # else a log line costs more than a step
-    every = config.log_every or max(1, total // (LOG_LINES if cheap else LOG_LINES // 2))
+    every = log_interval(config, pair, total)
     monitor.period = batches.steps_per_epoch if pair.primary.width else 1
     if state is None:
         monitor(0, {})
     if total:
-        try:
-            optimizer = build(config, "optimizer")(model.groups())
-        except (TypeError, ValueError) as error:  # torch's way to refuse a value
-            raise ConfigError(f"optimizer: {error}") from error
+        optimizer = optimizer_of(config, model.groups())
         distributed.attach(model.extractor, optimizer)
         training = Training(method, model, optimizer, batches, monitor)
         if state:
@@ -306,6 +335,33 @@ def immunize(
         keeper.finish(training.progress.step, training.state_dict)
     method.finish(model)
     return state["seconds"] if state else 0.0
+
+
+def log_interval(config: DictConfig, pair: TaskPair, steps: int) -> int:
+    """Steps between two log lines of a training of `steps` steps."""
+    cheap = pair.primary.width is not None or pair.dim <= SMALL  # else a log line costs more than a step
+    return config.log_every or max(1, steps // (LOG_LINES if cheap else LOG_LINES // 2))
+
+
+def optimizer_of(config: DictConfig, parameters: list[Any]) -> torch.optim.Optimizer:
+    """The optimizer of a configuration for parameters or groups of them."""
+    try:
+        return build(config, "optimizer")(parameters)
+    except (TypeError, ValueError) as error:  # torch's way to refuse a value
+        raise ConfigError(f"optimizer: {error}") from error
+
+
+def _replay(config: DictConfig, trained: Trained, result: Result, trackers: list[Tracker]) -> float:
+    """In place of `immunize`, whose seconds are returned: log what was logged, fail as it failed, finish."""
+    method, model, pair, *_ = trained.parts
+    randomness.restore(trained.random)
+    _threads(config.threads, pair.dim)
+    for step, values in trained.lines:
+        _log(result, trackers, step, values)
+    if trained.error:
+        raise trained.error
+    method.finish(model)
+    return trained.seconds
 
 
 class Training:
@@ -379,7 +435,13 @@ class Monitor:
         self.kappa = state["kappa"]
         self.result.metrics.update(state["metrics"])
 
-    def __call__(self, step: int, terms: dict[str, Tensor]) -> dict[str, float]:
+    def __call__(self, step: int, terms: Mapping[str, Tensor]) -> dict[str, float]:
+        values = self.measure(step, {name: term.item() for name, term in terms.items()})
+        _log(self.result, self.trackers, step, values)
+        return values
+
+    def measure(self, step: int, terms: Mapping[str, float]) -> dict[str, float]:
+        """The numbers of a line of the log; raises Diverged where theta overflows."""
         if step % self.period == 0 and (step or self.period == 1):
             factors = {role: self.model.factor(task) for role, task in self.tasks.items()}
             if not all(torch.isfinite(factor.square().sum()) for factor in factors.values()):
@@ -387,16 +449,18 @@ class Monitor:
             self.kappa = {role: self._kappa(task, factors[role]) for role, task in self.tasks.items()}
         kappa = self.kappa
         ratio = {role: kappa[role] / self.baseline[role] for role in kappa}
-        values = {
-            **{name: term.item() for name, term in terms.items()},
+        return {
+            **terms,
             **{f"kappa_{role}": value for role, value in kappa.items()},
             **{f"ratio_{role}": value for role, value in ratio.items()},
             "rir": ratio["harmful"] / ratio["primary"],
         }
-        self.result.metrics.update(values)
-        for tracker in self.trackers:
-            tracker.log(step, values)
-        return values
+
+
+def _log(result: Result, trackers: list[Tracker], step: int, values: dict[str, float]) -> None:
+    result.metrics.update(values)
+    for tracker in trackers:
+        tracker.log(step, values)
 
 
 def evaluate(config: DictConfig, comparison: Comparison) -> Measures:
@@ -415,7 +479,9 @@ def attack(config: DictConfig, model: Model, comparison: Comparison, start: Mapp
     return assault(attacks, Victim(model, comparison, start))
 
 
-def _device(choice: str) -> torch.device:
+def device_of(config: DictConfig) -> torch.device:
+    """The device a run asks for, or gets; raises ConfigError where there is none."""
+    choice = config.device
     if choice == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda, but torch finds no GPU here; use device=auto or device=cpu")
     if choice == "cpu" or not torch.cuda.is_available():
@@ -426,7 +492,13 @@ def _device(choice: str) -> torch.device:
 def set_threads(number: int) -> None:
     """Threads of torch and of the BLAS that numpy and scipy bring, which does not ask torch for its number."""
     torch.set_num_threads(number)
-    threadpool_limits(number, user_api="blas")
+    _blas().limit(limits=number, user_api="blas")
+
+
+@cache
+def _blas() -> ThreadpoolController:
+    """The libraries in this process, which take 5 ms to find."""
+    return ThreadpoolController()
 
 
 def _threads(choice: int | None, dim: int | None) -> None:

@@ -9,7 +9,7 @@ half of the digits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -271,13 +271,13 @@ class _Derivative(NamedTuple):
     b: float
 
 
-def _derivative(gram: Tensor, width: int, rank: int | None) -> _Derivative:
+def _derivative(gram: Tensor, width: int, rank: int | None, norm: float | None = None) -> _Derivative:
     """Of R_ill of known rank, or of R_well where `rank` is None; `gram` is F^T F or F F^T, `width` the D of F.
 
     R_well: a = sigma_1(H), b = 1/D, c = 1. R_ill: a = sigma_k(H), b = 1/k, c = 1/denominator^2. Scalars are Python's:
     at these sizes an operation on a tensor costs as much as a tenth of a matrix product.
     """
-    norm = torch.linalg.vector_norm(gram).item()
+    norm = torch.linalg.vector_norm(gram).item() if norm is None else norm
     square = norm * norm
     if not math.isfinite(square):
         raise torch.linalg.LinAlgError("the Hessian of the features holds NaN, infinite or overflowing values")
@@ -299,12 +299,25 @@ def _derivative(gram: Tensor, width: int, rank: int | None) -> _Derivative:
     return _Derivative(1 / denominator, 1 / denominator**2, a, v, 1 / rank)
 
 
-def hessian_slope(hessian: Tensor, rank: int | None = None, weight: float = 1.0) -> tuple[float, Tensor]:
+def hessian_slope(
+    hessian: Tensor, rank: int | Sequence[int] | None = None, weight: float | Tensor = 1.0
+) -> tuple[float | Tensor, Tensor]:
     """R(H) and `weight` dR/dH [D, D] of a Hessian [D, D] in float64, which is overwritten by the latter.
 
     R_ill for a known `rank`, R_well without one. The gradient of R(theta^T K theta) is 2 K theta dR/dH, and times K^-1
-    it is 2 theta dR/dH (design 2.2). Errors as in `r_ill_of_features`.
+    it is 2 theta dR/dH (design 2.2). Errors as in `r_ill_of_features`. Of a stack [B, D, D], with a rank and a weight
+    each, R(H) is [B], to the same bits.
     """
+    if hessian.dim() == 3:
+        norms = torch.linalg.vector_norm(hessian, dim=(1, 2)).tolist()
+        each = zip(hessian, norms, rank or [None] * len(norms), strict=True)
+        derivatives = [_derivative(one, len(one), k, norm) for one, norm, k in each]
+        weights = weight.tolist()
+        factors = [-w * of.c * of.b for w, of in zip(weights, derivatives, strict=True)]
+        hessian.mul_(hessian.new_tensor(factors)[:, None, None])
+        for one, w, of in zip(hessian, weights, derivatives, strict=True):
+            one.addr_(of.v, of.v, alpha=w * of.c * of.a)
+        return hessian.new_tensor([of.value for of in derivatives]), hessian
     value, c, a, v, b = _derivative(hessian, len(hessian), rank)
     return value, hessian.mul_(-weight * c * b).addr_(v, v, alpha=weight * c * a)
 
@@ -318,11 +331,11 @@ class _Known(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(upstream * gradient for gradient in ctx.gradients)
+        return None, None, *(upstream[..., None, None] * gradient for gradient in ctx.gradients)
 
 
 def known(value: Tensor, gradients: dict[Tensor, Tensor]) -> Tensor:
-    """The scalar `value` with gradients that were computed by hand: leaf -> gradient, of the same shape."""
+    """`value`, a scalar or one a member of a stack, with gradients computed by hand: leaf -> matrix or matrices."""
     return _Known.apply(value, tuple(gradients.values()), *gradients)
 
 

@@ -51,6 +51,8 @@ class ConditionNumber(Method):
             raise ConfigError(f"method.side=output needs method.precondition=ridge, not {precondition}")
         self.lambda_P, self.lambda_H, self.balance, self.smoothing = lambda_P, lambda_H, balance, smoothing
         self.full_rank = rank == "full"
+        if precondition == "cancelled" and not self.full_rank:
+            self.own = "lambda_P", "lambda_H", "scale_P", "scale_H"
         self.well = {"mode": precondition, "ridge": ridge, "side": side}
         self.ill = {**self.well, "ridge": ridge if ridge_harmful is None else ridge_harmful}
 
@@ -62,7 +64,7 @@ class ConditionNumber(Method):
         rank = harmful.x.shape[1] if self.full_rank else harmful.rank
         bare = isinstance(model, Linear) and model.extractor.bias is None and primary.root is not None
         if bare and self.well["mode"] == "cancelled" and self.scale_P is not None:
-            return self._closed_form(model, primary, harmful, rank)
+            return self.closed_form(model, primary, harmful, rank)
         logits, features = model.outputs(primary)
         loss = self.pair.primary.loss(logits, primary.y, self.smoothing)
         well = model.hessian_term(r_well_of_features, primary, **self.well, features=features)
@@ -73,23 +75,30 @@ class ConditionNumber(Method):
         return {"loss": total, "task_loss": loss, "r_well": well, "r_ill": ill}
 
     @torch.no_grad()
-    def _closed_form(self, model: Linear, primary: Batch, harmful: Batch, rank: int) -> dict[str, Tensor]:
-        """The same terms and gradients by hand: both regularizers share a product with theta, and no graph is kept."""
+    def closed_form(self, model: Linear, primary: Batch, harmful: Batch, rank: int | list[int]) -> dict[str, Tensor]:
+        """The same terms and gradients by hand: both regularizers share a product with theta, and no graph is kept.
+
+        Of a stack of models (population.py) everything has a first dimension more, and terms are one a member.
+        """
         theta, omega = model.extractor.theta, model.head.weight
         weight_P, weight_H = self.lambda_P * self.scale_P, self.lambda_H * self.scale_H
         logits = model(primary.x).requires_grad_()
         with torch.enable_grad():
             loss = self.pair.primary.loss(logits, primary.y, self.smoothing)
-            (residual,) = torch.autograd.grad(loss, logits)
-        hessian_P, hessian_H = (f.T @ f for f in ((batch.root @ theta).double() for batch in (primary, harmful)))
+            (residual,) = torch.autograd.grad(loss.sum(), logits)
+        hessian_P, hessian_H = (f.mT @ f for f in ((batch.root @ theta).double() for batch in (primary, harmful)))
         well, slope = hessian_slope(hessian_P, weight=2 * weight_P)
         ill, slope_H = hessian_slope(hessian_H, rank, 2 * weight_H)
-        correlation = primary.x.T @ residual
-        of_theta = torch.addmm((correlation @ omega).double(), theta.double(), slope.add_(slope_H)).to(theta.dtype)
-        total = loss.item() + weight_P * well + weight_H * ill
+        correlation = primary.x.mT @ residual
+        add_product = torch.addmm if theta.dim() == 2 else torch.baddbmm
+        of_theta = add_product((correlation @ omega).double(), theta.double(), slope.add_(slope_H)).to(theta.dtype)
+        total = (loss.double() + (weight_P * well + weight_H * ill)).to(loss.dtype)
         with torch.enable_grad():
-            total = known(loss.new_tensor(total), {theta: of_theta, omega: correlation.T @ theta})
-        return {"loss": total, "task_loss": loss, "r_well": loss.new_tensor(well), "r_ill": loss.new_tensor(ill)}
+            total = known(total, {theta: of_theta, omega: correlation.mT @ theta})
+        return {"loss": total, "task_loss": loss} | {
+            name: torch.as_tensor(term, dtype=loss.dtype, device=loss.device)
+            for name, term in (("r_well", well), ("r_ill", ill))
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"scale_P": self.scale_P, "scale_H": self.scale_H}
