@@ -20,6 +20,7 @@ SMALL = {
         "--repeats=1",
         "--channels-last",
     ],
+    "population.py": ["--pairs=2", "--seeds=1", "method=condition_number", "method.epochs=3", "tracker=none"],
 }
 EXPECTED = {"eigenpairs.py": "inverse_iteration"}
 
