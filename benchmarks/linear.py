@@ -195,6 +195,9 @@ def show(name: str, cost: dict[str, float]) -> None:
             f"  {kind}: a step is {step / cost[f'{kind}/products']:.1f} times its matrix products; "
             f"the pseudo-code takes {cost[f'{kind}/pseudo_code'] / step:.1f} times a step"
         )
+    batches = SIZES[name][1] // BATCH
+    epoch = batches * cost["batch/pseudo_code"] / cost["full/condition_number"]
+    print(f"  an epoch of the pseudo-code, {batches} batches, takes {epoch:.0f} times ours, one full batch")
 
 
 def main() -> None:
