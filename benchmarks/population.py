@@ -26,8 +26,9 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="of every run, such as dataset=mnist method.epochs=20")
     options = parser.parse_args()
     pairs = list(itertools.permutations(range(10), 2))[: options.pairs]
+    common = [f"device={options.device}", "tracker=none", *options.overrides]
     jobs = [
-        [f"dataset.primary={a}", f"dataset.harmful={b}", f"seed={seed}", f"device={options.device}", *options.overrides]
+        [f"dataset.primary={a}", f"dataset.harmful={b}", f"seed={seed}", *common]
         for (a, b), seed in itertools.product(pairs, range(options.seeds))
     ]
     with tempfile.TemporaryDirectory() as folder:

@@ -14,6 +14,8 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, run_job, setup_globals
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from immunization.errors import ConfigError
+
 if TYPE_CHECKING:
     from immunization.population import Member
 
@@ -33,23 +35,38 @@ class Population(BasicLauncher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
         from immunization import population  # torch, which a multirun elsewhere does not need
 
+        self._check()
         setup_globals()
         Path(self.config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
         returns: list[JobReturn] = []
         waiting: list[tuple[DictConfig, Member | None]] = []
+        count = size = 0
         for number, overrides in enumerate(job_overrides, initial_job_idx):
             config = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
             with open_dict(config):
                 config.hydra.job.id = config.hydra.job.num = number
             folder = Path(config.hydra.sweep.dir, config.hydra.sweep.subdir)
             task = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
-            waiting.append((config, population.member(task, folder, list(config.hydra.overrides.task))))
-            members = [member for _, member in waiting if member]
-            full = len(members) >= self.members or sum(one.bytes for one in members) >= self.gigabytes * 1e9
-            if full or number + 1 == initial_job_idx + len(job_overrides):
-                population.train(members)
-                returns += [self._run(*waiting.pop(0)) for _ in range(len(waiting))]  # each let go of when it is done
+            member = population.member(task, folder, list(config.hydra.overrides.task))
+            waiting.append((config, member))
+            if member:
+                count, size = count + 1, size + member.bytes
+            full = count >= self.members or size >= self.gigabytes * 1e9
+            if full or not count or number + 1 == initial_job_idx + len(job_overrides):
+                del member  # held by `waiting` alone, which lets go of each when its job is done
+                if count:
+                    print(f"population: {count} of {len(waiting)} jobs are trained together", flush=True)
+                    population.train([one for _, one in waiting if one])
+                while waiting:
+                    returns.append(self._run(*waiting.pop(0)))
+                count = size = 0
         return returns
+
+    def _check(self) -> None:
+        if type(self.members) is not int or self.members < 1:
+            raise ConfigError(f"hydra.launcher.members must be a number of jobs of at least 1, not {self.members!r}")
+        if type(self.gigabytes) not in (int, float) or not self.gigabytes > 0:
+            raise ConfigError(f"hydra.launcher.gigabytes must be a number above 0, not {self.gigabytes!r}")
 
     def _run(self, config: DictConfig, member: Member | None) -> JobReturn:
         return run_job(

@@ -50,6 +50,9 @@ log = logging.getLogger("immunization")
 STACK = 32
 """Members of a stack: of more, the matrices of D = 64 are no longer in a core's cache from one product to the next."""
 
+CACHE_LINE = 64
+"""Bytes."""
+
 ALIGNED = 8
 """Rows of a stacked matrix come in multiples of it, so that every member's begins as a matrix of its own would."""
 
@@ -79,23 +82,21 @@ class Member:
         return self.trained.parts.model
 
     @property
-    def dim(self) -> int:
-        return self.trained.parts.pair.dim
-
-    @property
     def bytes(self) -> int:
         """Memory it takes until its run is over: its data, and what a step holds of D x D matrices."""
-        pair = self.trained.parts.pair
-        rows = sum(len(getattr(task, split)) for task in pair.tasks.values() for split in SPLITS)
-        return 8 * self.dim * (rows + 16 * self.dim)
+        pairs = self.trained.parts.pair, self.trained.parts.training
+        tasks = [task for pair in pairs for task in pair.tasks.values()]
+        inputs = {x.data_ptr(): x.nbytes for x in (getattr(task, split).x for task in tasks for split in SPLITS)}
+        return sum(inputs.values()) + 8 * 16 * pairs[0].dim ** 2
 
 
 def member(config: DictConfig, folder: Path, overrides: Iterable[str] = ()) -> Member | None:
     """The run of `config` as a member of a population; None where it has to be run alone, or needs no training.
 
-    A member's method takes stacks (`Method.own`) and full batches, its model is linear without a bias, with a head of
-    one output. D is even: matrices of an odd size begin anywhere in a stack, which rounds products otherwise. A run
-    that cannot be prepared is none either: run alone, it says why.
+    A member's method takes stacks (`Method.per_member`) and full batches, its model is linear without a bias, with a
+    head of one output. Rows of D numbers fill cache lines, that is D a multiple of 8 in float64 and of 16 in float32:
+    others begin anywhere in a stack, which rounds products otherwise. A run that cannot be prepared is none either: run
+    alone, it says why.
     """
     try:
         check_trust(config, overrides)
@@ -108,13 +109,13 @@ def member(config: DictConfig, folder: Path, overrides: Iterable[str] = ()) -> M
             return None
         parts = prepare(config)
         method, model, pair, training, _ = parts
+        if training.primary.outputs > 1 or training.primary.train.x[0].nbytes % CACHE_LINE:
+            return None
         started = time.perf_counter()
         monitor = Monitor(model, training, Result(config.seed, pair.name, model.name, method.name), [])
         method.setup(model, training)
         batches = next(PairedBatches(training, None, torch.Generator()).epoch())
         lines = [(0, monitor.measure(0, {}))]
-        if training.primary.outputs > 1 or pair.dim % 2:
-            return None
         trained = Trained(parts, randomness.states(), lines, time.perf_counter() - started)
         every = log_interval(config, training, method.epochs)
         return Member(config, trained, monitor, batches, every, torch.get_num_threads(), _key(config, parts))
@@ -133,14 +134,17 @@ def _stackable(config: DictConfig) -> bool:
     ):
         return False
     method: Method = build(config, "method")
-    full = method.epochs > 0 and method.batch_size is None
-    return method.own is not None and full and package == "torch.optim" and optimizer != "LBFGS"
+    if method.per_member is None or method.epochs == 0 or method.batch_size is not None:
+        return False
+    # a class of the user's own that takes other steps must bring its own closed form
+    sources = {next(kind for kind in type(method).__mro__ if name in vars(kind)) for name in ("step", "closed_form")}
+    return len(sources) == 1 and package == "torch.optim" and optimizer != "LBFGS"
 
 
 def _key(config: DictConfig, parts: Parts) -> str:
     """What members of one stack have in common."""
     method, optimizer = (OmegaConf.to_container(config[name], resolve=True) for name in ("method", "optimizer"))
-    method = {name: value for name, value in method.items() if name not in parts.method.own}
+    method = {name: value for name, value in method.items() if name not in parts.method.per_member}
     task = parts.training.primary
     shape = [task.dim, task.classes, str(task.train.x.dtype), str(task.train.x.device)]
     return json.dumps([method, optimizer, shape, config.threads])
@@ -240,7 +244,7 @@ class Stack:
             one.model.extractor.theta.data, one.model.head.weight.data = theta, omega
         self.batches = tuple(map(self._batch, zip(*(one.batches for one in members), strict=True)))
         self.method = copy.copy(members[0].method)
-        for name in self.method.own:
+        for name in self.method.per_member:
             values = [getattr(one.method, name) for one in members]
             if None not in values:  # known from the first step on
                 setattr(self.method, name, torch.tensor(values, dtype=torch.float64, device=self.theta.device))
@@ -344,12 +348,14 @@ def train(members: Iterable[Member]) -> None:
     for one in members:
         groups.setdefault(one.key, []).append(one)
     stacks = [group[at : at + STACK] for group in groups.values() for at in range(0, len(group), STACK)]
-    total = sum(len(stack) * stack[0].method.epochs for stack in stacks)
-    with tqdm(total=total, desc="population", unit="step", disable=None) as bar:
-        for stack in stacks:
+    steps = [len(stack) * stack[0].method.epochs for stack in stacks]
+    bar = tqdm(total=sum(steps), desc="population", unit="step", disable=None)
+    with checkpoint.Stop().listening(), bar:
+        for stack, most in zip(stacks, steps, strict=True):
             set_threads(stack[0].threads)
-            started = time.perf_counter()
+            started, before = time.perf_counter(), bar.n
             _train(stack, bar)
+            bar.total -= most - (bar.n - before)  # of members that left early
             for one in stack:
                 if one.trained:
                     one.trained.seconds += (time.perf_counter() - started) / len(stack)

@@ -1,6 +1,9 @@
 """Runs trained in stacks: the numbers, files and errors of each are those it has alone."""
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -8,8 +11,9 @@ import pytest
 from immunization import population, run
 from immunization.config import compose
 from immunization.errors import Diverged, UserError
+from immunization.methods import ConditionNumber
 from immunization.result import Result
-from tests.test_sweep import launch
+from tests.test_sweep import ROOT, launch
 
 QUICK = ("tracker=none", "evaluation=[rir,primary]", "method.epochs=25")
 
@@ -138,6 +142,34 @@ def test_what_cannot_be_stacked_runs_alone(tmp_path):
     assert [isinstance(result, UserError) for result in results] == [*[False] * 4, True, True, *[False] * 3]
 
 
+@pytest.mark.parametrize(
+    ("harmful", "dtype", "size", "stacked"), [(2, "float64", 56, 1), (2, "float32", 56, 0), (6, "float64", 54, 0)]
+)
+def test_only_rows_that_fill_cache_lines_are_stacked(harmful, dtype, size, stacked, tmp_path):
+    """Every second matrix of others begins elsewhere in memory than alone, and its products round otherwise."""
+    common = [*QUICK, f"dataset.harmful={harmful}", "dataset.common_range=true", f"dtype={dtype}"]
+    jobs = [[*common, f"method.lambda_P={weight}"] for weight in (1, 3)]
+    members = [population.member(compose(job), tmp_path) for job in jobs]
+    assert [member is not None for member in members] == [stacked, stacked]
+    for result in assert_as_alone(jobs, tmp_path):
+        assert f"the {size} dimensions" in result.about["common_range"]
+
+
+class Otherwise(ConditionNumber):
+    """A class of a user's own, whose steps are not those of the closed form it inherits."""
+
+    def step(self, model, primary, harmful):
+        terms = super().step(model, primary, harmful)
+        return terms | {"loss": terms["loss"] + model.extractor.theta.square().sum()}
+
+
+def test_a_method_with_steps_of_its_own_is_not_stacked(tmp_path):
+    config = compose([*QUICK, f"trusted=[{__name__.partition('.')[0]}]"])
+    config.method._target_ = f"{__name__}.Otherwise"
+    assert population.member(config, tmp_path) is None
+    assert run(config, tmp_path, quiet=True).status == "completed"
+
+
 def test_a_stack_that_fails_is_trained_one_by_one(tmp_path, monkeypatch, caplog):
     def broken(*arguments):
         raise RuntimeError("no memory")
@@ -163,27 +195,27 @@ def test_only_equal_settings_share_a_stack():
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory) -> tuple[Path, list[str], object]:
-    """Two methods, two pairs of which one is none, three seeds, in populations of four members."""
+    """Two methods, two pairs of which one is none, three seeds, in populations of two members."""
     folder = tmp_path_factory.mktemp("population")
     jobs = ["-m", "method=condition_number,identity", "dataset.harmful=0,1", "seed=0,1,2", "evaluation=[rir]"]
     command = [*jobs, "launcher=population", "hydra.launcher.members=2", f"hydra.sweep.dir={folder}"]
     return folder, command, launch(*command, cwd=folder)
 
 
-def test_the_launcher_runs_every_job_as_basic_does(sweep):
+def test_the_launcher_runs_every_job_as_basic_does(sweep, tmp_path):
     folder, _, done = sweep
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "6 completed, 6 failed" in done.stdout
+    assert "population: 2 of 2 jobs are trained together" in done.stdout
     assert len(list(folder.glob("*/result.json"))) == 12
     assert (folder / "report.html").exists()
     stacked = list(folder.glob("*harmful=1,*condition_number*"))
     assert len(stacked) == 3
     for path in stacked:
         assert len(list(path.glob("wandb/offline-run-*/*.wandb"))) == 1
-        alone = run(
-            [*(path.name.split("_", 1)[1].split(",")), "evaluation=[rir]", "tracker=none"], folder / "x" / path.name
-        )
+        job = [*path.name.split("_", 1)[1].split(","), "evaluation=[rir]", "tracker=none"]
+        alone = run(job, tmp_path / path.name)
         assert Result.read(path).metrics == pytest.approx(alone.metrics, rel=1e-8, abs=0)
 
 
@@ -194,6 +226,30 @@ def test_a_population_goes_on_with_what_is_missing(sweep, tmp_path):
     before = Result.read(second)
     (second / "result.json").unlink()
     done = launch(*command, "resume=true", cwd=tmp_path)
+    assert done.returncode == 1  # of the pair that is none
     assert done.stdout.count("completed before, nothing to do") == 5
     assert (first / "result.json").stat().st_mtime_ns == kept
     assert Result.read(second).metrics == pytest.approx(before.metrics, rel=1e-8, abs=0)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("members=0", "members must be a number of jobs"), ("gigabytes=x", "gigabytes must be a number above 0, not 'x'")],
+)
+def test_bad_options_of_the_launcher(option, message, tmp_path):
+    done = launch("-m", "launcher=population", f"hydra.launcher.{option}", "seed=0,1", cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"error: hydra.launcher.{message}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_sigterm_ends_a_population_with_a_message(tmp_path):
+    command = [sys.executable, "launch.py", "-m", "launcher=population", "seed=0,1", "tracker=none"]
+    endless = ["method.epochs=1000000", f"hydra.sweep.dir={tmp_path}"]
+    with subprocess.Popen([*command, *endless], cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+        assert process.stdout.readline() == "population: 2 of 2 jobs are trained together\n"
+        time.sleep(0.5)
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "error: SIGTERM: interrupted; resume=true goes on" in errors

@@ -41,7 +41,7 @@ class Method:
     folds = False
     alone = False
     """Whether a step takes gradients or features of its own, and so needs all rows of a batch in one process."""
-    own: tuple[str, ...] | None = None
+    per_member: tuple[str, ...] | None = None
     """Of a method with a `closed_form` that takes stacks of matrices (population.py): its numbers that may differ among
     their members, there tensors of one a member. None: it is trained run by run."""
 

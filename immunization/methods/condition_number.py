@@ -52,7 +52,7 @@ class ConditionNumber(Method):
         self.lambda_P, self.lambda_H, self.balance, self.smoothing = lambda_P, lambda_H, balance, smoothing
         self.full_rank = rank == "full"
         if precondition == "cancelled" and not self.full_rank:
-            self.own = "lambda_P", "lambda_H", "scale_P", "scale_H"
+            self.per_member = "lambda_P", "lambda_H", "scale_P", "scale_H"
         self.well = {"mode": precondition, "ridge": ridge, "side": side}
         self.ill = {**self.well, "ridge": ridge if ridge_harmful is None else ridge_harmful}
 
