@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 # Set before torch, timm or wandb are imported; processes started by tests inherit them.
@@ -44,6 +45,13 @@ def pytest_terminal_summary(terminalreporter) -> None:
 def _seed() -> None:
     """Tests that draw from torch's global generator draw the same numbers in any order and process."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_errors() -> Iterator[None]:
+    """launch.cli() here asks Hydra for exceptions, which the processes of later tests would show as tracebacks."""
+    yield
+    os.environ.pop("HYDRA_FULL_ERROR", None)
 
 
 @pytest.fixture(scope="session")
