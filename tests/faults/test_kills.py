@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import sklearn.datasets  # noqa: F401  a signal amid an extension's start is an ImportError, and no Preempted
 from hydra.core.global_hydra import GlobalHydra
 from test_checkpoint import DEEP, QUICK, ROOT, outcome
 
