@@ -4,7 +4,6 @@ import math
 import os
 import sys
 from difflib import get_close_matches
-from typing import Any
 
 import hydra
 from hydra.errors import HydraException, MissingConfigException
@@ -18,11 +17,8 @@ _VERBOSE = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
 @hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")
-def main(cfg: DictConfig, trained: Any = None) -> float:
-    """One job; returns the metric named by `objective` for Hydra's sweepers, NaN where there is none.
-
-    `trained` comes from launcher=population, which trains many jobs at once.
-    """
+def main(cfg: DictConfig) -> float:
+    """One job; returns the metric named by `objective` for Hydra's sweepers, NaN where there is none."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -33,7 +29,7 @@ def main(cfg: DictConfig, trained: Any = None) -> float:
     try:
         check_trust(cfg, job.overrides.task)
         overrides = list(job.overrides.task)
-        result = run(cfg, job.runtime.output_dir, overrides, quiet=sweep, trained=trained)
+        result = run(cfg, job.runtime.output_dir, overrides, quiet=sweep)
     except Exception as error:
         if sweep:  # recorded in result.json; the other jobs go on, and the summary at the end counts it
             print(f"{os.path.basename(job.runtime.output_dir)}: error: {error}", file=sys.stderr, flush=True)

@@ -13,7 +13,6 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -61,26 +60,11 @@ class Parts(NamedTuple):
     start: dict[str, Tensor]
 
 
-@dataclass
-class Trained:
-    """A run whose training is over before it begins, as one of many (population.py): what it would have done itself.
-
-    `lines` are those of its log, `random` the random states after the training, `error` is what ended it early.
-    """
-
-    parts: Parts
-    random: dict[str, Any]
-    lines: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    seconds: float = 0.0
-    error: UserError | None = None
-
-
 def run(
     config: DictConfig | Iterable[str] = (),
     folder: str | Path | None = None,
     overrides: Iterable[str] | None = None,
     quiet: bool = False,
-    trained: Trained | None = None,
 ) -> Result:
     """Run one experiment and return its Result, which also stands in the run folder as result.json.
 
@@ -88,7 +72,7 @@ def run(
     is the run folder, by default outputs/<name>/<time>. With `resume=true` a completed run of the same configuration
     in it is returned as it is, and an interrupted one goes on from its checkpoint; a completed run is never written
     over. `quiet`, for the jobs of a sweep, prints one line instead of the table and draws figures only with
-    `figures=true`. `trained` is taken in place of a training. Raises UserError for a mistake in the configuration or
+    `figures=true`. Raises UserError for a mistake in the configuration or
     the data, after a result.json with status `failed` was written; Preempted, an exit with code 143, on SIGTERM, after
     a checkpoint was written.
     """
@@ -103,10 +87,10 @@ def run(
     with randomness.deterministic(config.deterministic), distributed.group(config.device):
         if distributed.rank():
             return _follow(config, result)
-        return _lead(config, list(overrides or ()), result, quiet, trained)
+        return _lead(config, list(overrides or ()), result, quiet)
 
 
-def _lead(config: DictConfig, overrides: list[str], result: Result, quiet: bool, trained: Trained | None) -> Result:
+def _lead(config: DictConfig, overrides: list[str], result: Result, quiet: bool) -> Result:
     """The run itself: its folder, its files and what is shown."""
     folder = result.folder
     trackers: list[Tracker] = []
@@ -119,7 +103,7 @@ def _lead(config: DictConfig, overrides: list[str], result: Result, quiet: bool,
         state = checkpoint.read(folder, settings) if config.resume else None
         distributed.agree(folder)
         try:
-            _execute(config, overrides, result, trackers, state, stop, trained)
+            _execute(config, overrides, result, trackers, state, stop)
         except BaseException as error:
             error = _without_room(error, folder)
             result.fail(error)
@@ -162,7 +146,6 @@ def _execute(
     trackers: list[Tracker],
     state: dict[str, Any] | None,
     stop: Stop,
-    trained: Trained | None,
 ) -> None:
     """Everything up to a completed result.json. `state` is that of the checkpoint to go on from."""
     folder = result.folder
@@ -177,7 +160,7 @@ def _execute(
         tracker.start(folder, settings, name=folder.name, group=config.name, tags=list(config.tags or ()))
         trackers.append(tracker)
 
-    method, model, pair, training, start = trained.parts if trained else prepare(config)
+    method, model, pair, training, start = prepare(config)
     result.about, result.method, result.model = pair.about, method.name, model.name
     environment.write(folder, device)
     log.info("%s: %s", pair.name, pair.about)
@@ -186,10 +169,7 @@ def _execute(
     trackers.insert(0, Recorder(folder, state["recorder"] if state else None))
     started = time.perf_counter()
     keeper = Checkpointer(folder, decisive(settings), stop, **config.checkpoint)
-    if trained:
-        earlier = _replay(config, trained, result, trackers)
-    else:
-        earlier = immunize(config, method, model, training, Monitor(model, training, result, trackers), keeper, state)
+    earlier = immunize(config, method, model, training, Monitor(model, training, result, trackers), keeper, state)
     result.seconds["immunize"] = earlier + time.perf_counter() - started
     distributed.leave()
     model = model.exact()
@@ -351,19 +331,6 @@ def optimizer_of(config: DictConfig, parameters: list[Any]) -> torch.optim.Optim
         raise ConfigError(f"optimizer: {error}") from error
 
 
-def _replay(config: DictConfig, trained: Trained, result: Result, trackers: list[Tracker]) -> float:
-    """In place of `immunize`, whose seconds are returned: log what was logged, fail as it failed, finish."""
-    method, model, pair, *_ = trained.parts
-    randomness.restore(trained.random)
-    _threads(config.threads, pair.dim)
-    for step, values in trained.lines:
-        _log(result, trackers, step, values)
-    if trained.error:
-        raise trained.error
-    method.finish(model)
-    return trained.seconds
-
-
 class Training:
     """What a checkpoint is made of: method, model, optimizer, place in the data, random states and what was logged."""
 
@@ -436,12 +403,7 @@ class Monitor:
         self.result.metrics.update(state["metrics"])
 
     def __call__(self, step: int, terms: Mapping[str, Tensor]) -> dict[str, float]:
-        values = self.measure(step, {name: term.item() for name, term in terms.items()})
-        _log(self.result, self.trackers, step, values)
-        return values
-
-    def measure(self, step: int, terms: Mapping[str, float]) -> dict[str, float]:
-        """The numbers of a line of the log; raises Diverged where theta overflows."""
+        """Log one line and return its numbers; raises Diverged where theta overflows."""
         if step % self.period == 0 and (step or self.period == 1):
             factors = {role: self.model.factor(task) for role, task in self.tasks.items()}
             if not all(torch.isfinite(factor.square().sum()) for factor in factors.values()):
@@ -449,18 +411,16 @@ class Monitor:
             self.kappa = {role: self._kappa(task, factors[role]) for role, task in self.tasks.items()}
         kappa = self.kappa
         ratio = {role: kappa[role] / self.baseline[role] for role in kappa}
-        return {
-            **terms,
+        values = {
+            **{name: term.item() for name, term in terms.items()},
             **{f"kappa_{role}": value for role, value in kappa.items()},
             **{f"ratio_{role}": value for role, value in ratio.items()},
             "rir": ratio["harmful"] / ratio["primary"],
         }
-
-
-def _log(result: Result, trackers: list[Tracker], step: int, values: dict[str, float]) -> None:
-    result.metrics.update(values)
-    for tracker in trackers:
-        tracker.log(step, values)
+        self.result.metrics.update(values)
+        for tracker in self.trackers:
+            tracker.log(step, values)
+        return values
 
 
 def evaluate(config: DictConfig, comparison: Comparison) -> Measures:

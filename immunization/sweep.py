@@ -14,8 +14,6 @@ from hydra.experimental.callback import Callback
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig
 
-from immunization import launcher
-
 
 class Summary(Callback):
     """A Hydra callback: the table over all jobs of a multirun, on the screen and in the sweep folder.
@@ -27,7 +25,6 @@ class Summary(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Refuse to overwrite the runs of an earlier sweep; prepare for many jobs, and for jobs in other processes."""
         Sweeper.validate_batch_is_legal = _validate
-        launcher.register()
         # processes that launchers start have to find this package
         path = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(path)

@@ -225,7 +225,7 @@ def test_a_pair_that_is_none_is_refused():
 
 @pytest.mark.parametrize("path", sorted((CONF / "launcher").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_launcher_composes(path):
-    here = path.stem in ("basic", "population")  # in this process
+    here = path.stem == "basic"  # in this process
     if not here:
         pytest.importorskip(f"hydra_plugins.hydra_{path.stem.partition('_')[0]}_launcher")
     cfg = compose_with_hydra([f"launcher={path.stem}"])

@@ -41,9 +41,6 @@ class Method:
     folds = False
     alone = False
     """Whether a step takes gradients or features of its own, and so needs all rows of a batch in one process."""
-    per_member: tuple[str, ...] | None = None
-    """Of a method with a `closed_form` that takes stacks of matrices (population.py): its numbers that may differ among
-    their members, there tensors of one a member. None: it is trained run by run."""
 
     def __init__(
         self,
@@ -234,19 +231,6 @@ class Progress:
     limit: float = math.inf
 
 
-def loss_limit(first: float) -> float:
-    """The loss above which a training has diverged that began at `first`."""
-    return DIVERGENCE * max(abs(first), 1.0)
-
-
-def diverged(method: Method, step: int, loss: float) -> Diverged:
-    """The error of a training whose loss before step `step` is not finite, or above its limit."""
-    return Diverged(
-        f"{type(method).__name__} diverged at step {step} (loss {loss:.3g}); lower optimizer.lr "
-        "or the weights in method.*"
-    )
-
-
 def train(
     method: Method,
     model: Model,
@@ -270,9 +254,12 @@ def train(
             except torch.linalg.LinAlgError:  # a decomposition of non-finite features
                 value = math.nan
             if at.step == 0:
-                at.limit = loss_limit(value)
+                at.limit = DIVERGENCE * max(abs(value), 1.0)
             if not (math.isfinite(value) and value <= at.limit):
-                raise diverged(method, at.step + 1, value)
+                raise Diverged(
+                    f"{type(method).__name__} diverged at step {at.step + 1} (loss {value:.3g}); lower optimizer.lr "
+                    "or the weights in method.*"
+                )
             optimizer.zero_grad()
             terms["loss"].backward()
             optimizer.step()
