@@ -135,6 +135,11 @@ class Task:
             )
         return root
 
+    @cached_property
+    def triangle(self) -> Tensor:
+        """The same as an upper trapezoidal matrix [k, D]."""
+        return torch.linalg.qr(self.root, mode="r").R
+
     @property
     def rank(self) -> int:
         """Numerical rank k of the training inputs, which an invertible theta does not change; for a net, min(N, D)."""

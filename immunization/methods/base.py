@@ -145,6 +145,14 @@ def below_one(**values: float) -> None:
             raise ConfigError(f"method.{key} must be below 1, not {value}")
 
 
+def even_power(power: float) -> None:
+    """Raise ConfigError for an exponent that is not an even integer from 2 to 64, nor infinite."""
+    if power != math.inf and not (isinstance(power, int | float) and power in range(2, 66, 2)):
+        raise ConfigError(
+            f"method.power must be an even number from 2 to 64 (larger ones underflow), or inf, not {power!r}"
+        )
+
+
 class _Pass:
     """Passes over the training rows of one task; it knows how many batches of the current one it gave."""
 
@@ -161,7 +169,7 @@ class _Pass:
                 raise ConfigError("method.batch_size must be set: a net is trained on batches, not on all rows at once")
             if not self.taken:
                 self.taken = 1
-                yield Batch(x, y, task.rank, task.root.to(x))
+                yield Batch(x, y, task.rank, task.triangle.to(x))
         else:
             self.start = self.generator.get_state()
             order = torch.randperm(len(x), generator=self.generator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, Literal
 
@@ -11,15 +12,27 @@ from torch import Tensor
 from immunization import distributed
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import Method, below_one, nonnegative
+from immunization.methods.base import Method, below_one, even_power, nonnegative
 from immunization.models.base import Batch, Model
 from immunization.models.linear import Linear
-from immunization.spectral import Precondition, hessian_slope, known, r_ill_of_features, r_well_of_features
+from immunization.spectral import (
+    Precondition,
+    hessian_slope,
+    known,
+    r_ill_of_features,
+    r_ill_slope,
+    r_well_of_features,
+    r_well_slope,
+    triangular_product,
+)
 
 
 class ConditionNumber(Method):
-    """Minimize L(D_P) + lambda_P R_well(H_P) + lambda_H R_ill(H_H) (Alg. 1).
+    """Minimize L(D_P) + lambda_P R_well,p(H_P) + lambda_H R_ill(H_H) (Alg. 1).
 
+    `power` is the p of R_well,p = (M_p^2 - M_2^2) / 2, M_p the power mean of the rank(H_P) non-zero eigenvalues; `inf`
+    is the paper's, the largest one against the mean square over all D. That has a kink wherever the largest eigenvalues
+    meet, where it takes them itself, and Adam across kinks makes of a last bit other digits.
     The gradients of both regularizers are multiplied by K_P^-1 and K_H^-1 (`precondition`: `cancelled`, where K drops
     out exactly; `ridge`, with K + `ridge` I; `pinv`; `none`). `side="output"` (of ridge) and `rank="full"` (k = D in
     R_ill whatever the rank) are the released code's. `balance=True` scales both weights so that at theta_0 the gradient
@@ -32,6 +45,7 @@ class ConditionNumber(Method):
         lambda_H: float,
         epochs: int,
         batch_size: int | None = None,
+        power: float = 10,
         precondition: Precondition = "cancelled",
         ridge: float = 1.0,
         ridge_harmful: float | None = None,
@@ -49,10 +63,10 @@ class ConditionNumber(Method):
             nonnegative(ridge_harmful=ridge_harmful)
         if side == "output" and precondition != "ridge":
             raise ConfigError(f"method.side=output needs method.precondition=ridge, not {precondition}")
+        even_power(power)
+        self.power = power
         self.lambda_P, self.lambda_H, self.balance, self.smoothing = lambda_P, lambda_H, balance, smoothing
         self.full_rank = rank == "full"
-        if precondition == "cancelled" and not self.full_rank:
-            self.per_member = "lambda_P", "lambda_H", "scale_P", "scale_H"
         self.well = {"mode": precondition, "ridge": ridge, "side": side}
         self.ill = {**self.well, "ridge": ridge if ridge_harmful is None else ridge_harmful}
 
@@ -64,41 +78,40 @@ class ConditionNumber(Method):
         rank = harmful.x.shape[1] if self.full_rank else harmful.rank
         bare = isinstance(model, Linear) and model.extractor.bias is None and primary.root is not None
         if bare and self.well["mode"] == "cancelled" and self.scale_P is not None:
-            return self.closed_form(model, primary, harmful, rank)
+            return self._by_hand(model, primary, harmful, rank)
         logits, features = model.outputs(primary)
         loss = self.pair.primary.loss(logits, primary.y, self.smoothing)
-        well = model.hessian_term(r_well_of_features, primary, **self.well, features=features)
+        r_well = partial(r_well_of_features, rank=self._rank(primary), power=self.power)
+        well = model.hessian_term(r_well, primary, **self.well, features=features)
         ill = model.hessian_term(partial(r_ill_of_features, rank=rank), harmful, **self.ill)
         if self.scale_P is None:
             self._balance(model, loss, well, ill)
         total = loss + self.lambda_P * self.scale_P * well + self.lambda_H * self.scale_H * ill
         return {"loss": total, "task_loss": loss, "r_well": well, "r_ill": ill}
 
-    @torch.no_grad()
-    def closed_form(self, model: Linear, primary: Batch, harmful: Batch, rank: int | list[int]) -> dict[str, Tensor]:
-        """The same terms and gradients by hand: both regularizers share a product with theta, and no graph is kept.
+    def _rank(self, primary: Batch) -> int:
+        """k of R_well: the paper's counts all dimensions, also those that the primary features lack."""
+        return primary.x.shape[1] if self.power == math.inf else primary.rank
 
-        Of a stack of models (population.py) everything has a first dimension more, and terms are one a member.
-        """
+    @torch.no_grad()
+    def _by_hand(self, model: Linear, primary: Batch, harmful: Batch, rank: int) -> dict[str, Tensor]:
+        """The same terms and gradients: both regularizers share a product with theta, and no graph is kept."""
         theta, omega = model.extractor.theta, model.head.weight
         weight_P, weight_H = self.lambda_P * self.scale_P, self.lambda_H * self.scale_H
         logits = model(primary.x).requires_grad_()
         with torch.enable_grad():
             loss = self.pair.primary.loss(logits, primary.y, self.smoothing)
-            (residual,) = torch.autograd.grad(loss.sum(), logits)
-        hessian_P, hessian_H = (f.mT @ f for f in ((batch.root @ theta).double() for batch in (primary, harmful)))
-        well, slope = hessian_slope(hessian_P, weight=2 * weight_P)
-        ill, slope_H = hessian_slope(hessian_H, rank, 2 * weight_H)
+            (residual,) = torch.autograd.grad(loss, logits)
+        r_well = partial(r_well_slope, rank=self._rank(primary), power=self.power, weight=2 * weight_P)
+        r_ill = partial(r_ill_slope, rank=rank, weight=2 * weight_H)
+        well, slope = hessian_slope(triangular_product(primary.root, theta).double(), r_well)
+        ill, slope_H = hessian_slope(triangular_product(harmful.root, theta).double(), r_ill)
         correlation = primary.x.mT @ residual
-        add_product = torch.addmm if theta.dim() == 2 else torch.baddbmm
-        of_theta = add_product((correlation @ omega).double(), theta.double(), slope.add_(slope_H)).to(theta.dtype)
-        total = (loss.double() + (weight_P * well + weight_H * ill)).to(loss.dtype)
+        of_theta = torch.addmm((correlation @ omega).double(), theta.double(), slope.add_(slope_H)).to(theta.dtype)
+        total = loss + weight_P * well + weight_H * ill
         with torch.enable_grad():
             total = known(total, {theta: of_theta, omega: correlation.mT @ theta})
-        return {"loss": total, "task_loss": loss} | {
-            name: torch.as_tensor(term, dtype=loss.dtype, device=loss.device)
-            for name, term in (("r_well", well), ("r_ill", ill))
-        }
+        return {"loss": total, "task_loss": loss, "r_well": loss.new_tensor(well), "r_ill": loss.new_tensor(ill)}
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"scale_P": self.scale_P, "scale_H": self.scale_H}

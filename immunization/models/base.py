@@ -18,7 +18,7 @@ Regularizer = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one task. `root` [k, D], where given, has the Gram matrix of `x` [N, D] in fewer rows (full batches)."""
+    """Rows of one task. `root` [k, D], where given, is upper trapezoidal with the Gram matrix of `x` (full batches)."""
 
     x: Tensor
     y: Tensor
