@@ -17,7 +17,7 @@ from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError, DegenerateSpectrum, Diverged
 from immunization.methods import IMMA, ConditionNumber, Identity, Method, OptKappa, PairedBatches, RIllOnly, train
 from immunization.models import Batch, Linear
-from immunization.spectral import condition_number
+from immunization.spectral import condition_number, log_condition_number
 
 METHODS = {
     "condition_number": lambda **options: ConditionNumber(1.0, 1.0, **options),
@@ -144,9 +144,11 @@ def test_batches_larger_than_a_task(rows, name):
 # --- condition_number -------------------------------------------------------------------------------------------------
 
 
-def dense_well(theta: Tensor, k: Tensor) -> Tensor:
+def dense_well(theta: Tensor, k: Tensor, rank: int, power: float) -> Tensor:
     h = theta.T @ k @ theta
-    return torch.linalg.eigvalsh(h)[-1] ** 2 / 2 - h.square().sum() / (2 * len(h))
+    eigenvalues = torch.linalg.eigvalsh(h)[-rank:]
+    mean = eigenvalues[-1] if power == math.inf else eigenvalues.pow(power).mean() ** (1 / power)
+    return mean**2 / 2 - eigenvalues.square().mean() / 2
 
 
 def dense_ill(theta: Tensor, k: Tensor, rank: int) -> Tensor:
@@ -177,12 +179,13 @@ INVERSES = {
     ],
 )
 @pytest.mark.parametrize("compressed", [True, False], ids=["root", "rows"])
-def test_condition_number_is_algorithm_1(mode, side, rank, rows, classes, compressed):
+@pytest.mark.parametrize("power", [math.inf, 4, 10])
+def test_condition_number_is_algorithm_1(mode, side, rank, rows, classes, compressed, power):
     """Terms and gradient of L + lambda_P R_well + lambda_H R_ill by dense autograd, the latter two times K^-1."""
     pair = make_pair(rows, classes=classes)
     model = Linear(pair, "random")
     options = {"precondition": mode, "side": side, "rank": rank, "ridge": 0.3, "ridge_harmful": 0.7}
-    method = ConditionNumber(0.2, 0.5, epochs=1, **options)
+    method = ConditionNumber(0.2, 0.5, epochs=1, power=power, **options)
     method.setup(model, pair)
     primary, harmful = full_batches(pair)
     if not compressed:
@@ -193,7 +196,7 @@ def test_condition_number_is_algorithm_1(mode, side, rank, rows, classes, compre
     k_p, k_h = (b.x.T @ b.x for b in (primary, harmful))
     k = 4 if rank == "full" else min(4, rows[1])
     loss = pair.primary.loss(primary.x @ theta @ omega.T, primary.y)
-    expected = {"task_loss": loss, "r_well": dense_well(theta, k_p), "r_ill": dense_ill(theta, k_h, k)}
+    expected = {"task_loss": loss, "r_well": dense_well(theta, k_p, 4, power), "r_ill": dense_ill(theta, k_h, k)}
     expected["loss"] = loss + 0.2 * expected["r_well"] + 0.5 * expected["r_ill"]
     assert_close(terms, expected)
 
@@ -201,7 +204,7 @@ def test_condition_number_is_algorithm_1(mode, side, rank, rows, classes, compre
         return inverse @ plain if side == "input" else plain @ inverse
 
     direct = grad(lambda t: pair.primary.loss(primary.x @ t @ omega.T, primary.y))(theta)
-    direct += 0.2 * conditioned(grad(dense_well)(theta, k_p), INVERSES[mode](k_p, 0.3))
+    direct += 0.2 * conditioned(grad(dense_well)(theta, k_p, 4, power), INVERSES[mode](k_p, 0.3))
     direct += 0.5 * conditioned(grad(dense_ill)(theta, k_h, k), INVERSES[mode](k_h, 0.7))
     assert_close(gradient(terms["loss"], model), direct, rtol=1e-6, atol=1e-9)
     (head,) = torch.autograd.grad(terms["loss"], [model.head.weight])
@@ -291,17 +294,19 @@ def test_r_ill_only_of_huge_features_moves_once_normalized():
 @pytest.mark.parametrize("rows", [(30, 20), (30, 3)])
 @pytest.mark.parametrize("form", ["raw", "log"])
 def test_opt_kappa_by_finite_differences(form, rows):
+    """The plain gradient, which the log form follows where the model is more than a matrix (here: a bias)."""
     pair = make_pair(rows)
-    model, method = Linear(pair, "random"), OptKappa(epochs=1, form=form)
+    model, method = Linear(pair, "random", bias=form == "log"), OptKappa(epochs=1, form=form, power=math.inf)
+    offset = 0 if model.extractor.bias is None else model.extractor.bias.detach()
     method.setup(model, pair)
     primary, harmful = full_batches(pair)
     loss = method.step(model, primary, harmful)["loss"]
 
     def direct(theta: Tensor) -> float:
-        kappa_p, kappa_h = (condition_number(batch.x @ theta, rank=batch.rank) for batch in (primary, harmful))
+        kappa_p, kappa_h = (condition_number(batch.x @ theta + offset, rank=batch.rank) for batch in (primary, harmful))
         if form == "raw":
             return kappa_p - kappa_h
-        residual = primary.x @ theta @ model.head.weight.T - primary.y[:, None]
+        residual = (primary.x @ theta + offset) @ model.head.weight.T - primary.y[:, None]
         return math.log(kappa_p) - math.log(kappa_h) + residual.square().mean().item()
 
     theta = model.extractor.theta.detach()
@@ -450,7 +455,7 @@ def test_each_regularizer_descends_under_every_preconditioner(mode, weights, ter
 
 
 @pytest.mark.parametrize(
-    ("method", "share"), [(ConditionNumber(3.0, 1.0, 300, balance=True), 0.8), (OptKappa(300, form="log"), 0.95)]
+    ("method", "share"), [(ConditionNumber(3.0, 1.0, 300, balance=True), 0.8), (OptKappa(300, form="log"), 0.99)]
 )
 def test_methods_raise_the_ratio(method, share):
     """RIR against its ceiling kappa(K_P^-1 K_H) kappa(K_P) / kappa(K_H) (docs/theory.md), in logarithms."""
@@ -463,6 +468,54 @@ def test_methods_raise_the_ratio(method, share):
     relative = torch.linalg.eigvals(torch.linalg.solve(k_p, k_h)).real
     ceiling = relative.max() / relative.min() * torch.linalg.cond(k_p) / torch.linalg.cond(k_h)
     assert share * math.log(ceiling) < math.log(harmful / primary) < math.log(ceiling) + 1e-9
+
+
+@pytest.mark.parametrize("rows", [(30, 20), (30, 3)])
+@pytest.mark.parametrize("power", [4, math.inf])
+def test_the_log_form_takes_the_steepest_relative_step(power, rows):
+    """theta (I - rate E) with <E, X> the derivative of the loss towards theta (I + X), for every X."""
+    pair = make_pair(rows)
+    model, method = Linear(pair, "random"), OptKappa(epochs=1, form="log", power=power, rate=0.01)
+    method.setup(model, pair)
+    primary, harmful = full_batches(pair)
+    theta = model.extractor.theta.detach().clone()
+
+    def direct(change: Tensor) -> float:
+        logs = (log_condition_number(b.root @ (theta + theta @ change), b.rank, power) for b in (primary, harmful))
+        log_p, log_h = logs
+        return (log_p - log_h).item()
+
+    nothing = torch.zeros_like(theta)
+    terms = method.step(model, primary, harmful)
+    assert_close((terms["log_kappa_primary"] - terms["log_kappa_harmful"]).item(), direct(nothing))
+    slope = central_differences(direct, nothing)
+    assert_close(model.extractor.theta, theta - 0.01 * theta @ slope, rtol=1e-6, atol=1e-8)
+    assert model.extractor.theta.grad is None
+    assert terms["loss"].requires_grad  # of the head
+
+
+def test_the_log_form_comes_to_the_ceiling_and_does_not_feel_rounding():
+    pair = make_pair()
+    reached = []
+    for seed in range(3):
+        model, method = Linear(pair), OptKappa(300, form="log")
+        with torch.no_grad():
+            model.extractor.theta += 1e-14 * gaussian(4, 4, seed=seed)
+        method.setup(model, pair)
+        train(method, model, PairedBatches(pair, None, torch.Generator()), torch.optim.SGD(model.groups(), lr=1e-3))
+        method.finish(model)
+        theta = model.extractor.theta.detach()
+        kappa_h, kappa_p = (condition_number(one.train.x @ theta) for one in (pair.harmful, pair.primary))
+        reached.append(math.log(kappa_h / kappa_p))
+    assert reached == pytest.approx([reached[0]] * 3, abs=1e-9)
+
+
+def test_an_unbounded_objective_is_flagged():
+    wide = make_pair((3, 20))  # of 4 dimensions the primary task has 3
+    for pair, form, flagged in ((wide, "log", True), (wide, "raw", False), (make_pair(), "log", False)):
+        method = OptKappa(1, form=form)
+        method.setup(Linear(pair), pair)
+        assert ("unbounded_objective" in method.flags) == flagged
 
 
 def test_identity_takes_no_step_whatever_the_epochs():
@@ -492,7 +545,14 @@ def test_names_are_those_of_the_yaml_files():
         (lambda: ConditionNumber(1.0, 1.0, epochs=1, ridge_harmful=-1.0), "ridge_harmful"),
         (lambda: ConditionNumber(1.0, 1.0, epochs=1, smoothing=1.0), "smoothing"),
         (lambda: ConditionNumber(1.0, 1.0, epochs=1, side="output"), "side"),
+        (lambda: ConditionNumber(1.0, 1.0, epochs=1, power=7), "power"),
+        (lambda: ConditionNumber(1.0, 1.0, epochs=1, power=0), "power"),
+        (lambda: ConditionNumber(1.0, 1.0, epochs=1, power=-math.inf), "power"),
+        (lambda: ConditionNumber(1.0, 1.0, epochs=1, power=math.nan), "power"),
+        (lambda: ConditionNumber(1.0, 1.0, epochs=1, power=66), "power"),
         (lambda: OptKappa(epochs=1, form="square"), "form"),
+        (lambda: OptKappa(epochs=1, power=3), "power"),
+        (lambda: OptKappa(epochs=1, form="log", rate=1.0), "rate"),
         (lambda: RIllOnly(epochs=-1), "epochs"),
         (lambda: RIllOnly(epochs=1, batch_size=1), "batch_size"),
         (lambda: IMMA(epochs=1, inner_steps=-1), "inner_steps"),

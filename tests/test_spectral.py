@@ -1,6 +1,7 @@
 """Numerics of `immunization.spectral`: spectra, ranks, condition numbers, and gradients against independent ones."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -251,9 +252,20 @@ def test_overflowing_hessian_is_not_mistaken_for_a_flat_one():
 # --- Regularizers: values and gradients -------------------------------------------------------------------------------
 
 
-def r_well_by_autograd(s):
-    sigma = torch.linalg.svdvals(s)
-    return sigma[0] ** 2 / 2 - sigma.square().sum() / (2 * min(s.shape))
+POWERS = (4, 10, math.inf)
+
+
+def r_well_by_autograd(s, rank=None, power=math.inf):
+    sigma = torch.linalg.svdvals(s)[: rank or min(s.shape)]
+    mean = sigma[0] if power == math.inf else sigma.pow(power).mean() ** (1 / power)
+    return mean**2 / 2 - sigma.square().sum() / (2 * (rank or min(s.shape)))
+
+
+def log_kappa_by_autograd(s, rank, power):
+    sigma = torch.linalg.svdvals(s)[:rank]
+    if power == math.inf:
+        return 2 * (sigma[0] / sigma[-1]).log()
+    return (sigma.pow(2 * power).mean().log() + sigma.pow(-2 * power).mean().log()) / power
 
 
 def r_ill_by_autograd(s, rank):
@@ -265,11 +277,13 @@ def r_ill_by_autograd(s, rank):
 def test_gradients_against_finite_differences(shape):
     s = gaussian(*shape, seed=5).requires_grad_()
     rank = min(shape)
-    assert gradcheck(spectral.r_well, s)
+    for power in POWERS:
+        assert gradcheck(lambda x, p=power: spectral.r_well(x, rank, p), s)
+        assert gradcheck(lambda x, p=power: spectral.r_well_of_features(x, rank=rank, power=p), s)
+        assert gradcheck(lambda x, p=power: spectral.log_condition_number(x, rank, p), s)
     assert gradcheck(spectral.r_ill, s)
     assert gradcheck(spectral.r_well_of_features, s)
     assert gradcheck(lambda x: spectral.r_ill_of_features(x, rank), s)
-    assert gradcheck(lambda x: spectral.log_condition_number(x, rank), s)
 
 
 @few
@@ -282,15 +296,64 @@ def test_gradients_against_autograd(sigma, seed, shape):
         (lambda x: spectral.r_ill(x, k), lambda x: r_ill_by_autograd(x, k)),
         (spectral.r_well_of_features, lambda x: r_well_by_autograd(x.T @ x)),
         (lambda x: spectral.r_ill_of_features(x, k), lambda x: r_ill_by_autograd(x.T @ x, k)),
-        (
-            lambda x: spectral.log_condition_number(x, k),
-            lambda x: 2 * (torch.linalg.svdvals(x)[0] / torch.linalg.svdvals(x)[k - 1]).log(),
-        ),
     ]
+    for p in POWERS:
+        pairs += [
+            (lambda x, p=p: spectral.r_well(x, k, p), lambda x, p=p: r_well_by_autograd(x, k, p)),
+            (
+                lambda x, p=p: spectral.r_well_of_features(x, rank=k, power=p),
+                lambda x, p=p: r_well_by_autograd(x.T @ x, k, p),
+            ),
+            (lambda x, p=p: spectral.log_condition_number(x, k, p), lambda x, p=p: log_kappa_by_autograd(x, k, p)),
+        ]
     for exact, naive in pairs:
         assert_close(exact(s), naive(s), rtol=1e-7, atol=1e-10)
         (found,), (expected,) = gradient(exact, s), gradient(naive, s)
         assert_close(found, expected, rtol=1e-6, atol=1e-7 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("shape", [(300, 280), (280, 300), (200, 300), (3, 3)], ids=str)
+@pytest.mark.parametrize("power", [2, 6, 8, 10, 64, math.inf])
+def test_the_slopes_are_those_of_the_spectrum(shape, power):
+    """Large and small, wide and tall: dR/dH = V diag(r'(lambda)) V^T, whichever Gram and solver is taken for it."""
+    rank = min(shape)
+    sigma = torch.logspace(1, -1, rank, dtype=torch.float64)
+    f = with_spectrum(sigma, *shape, seed=3)
+    _, _, vh = torch.linalg.svd(f, full_matrices=False)
+    eigenvalues = sigma**2
+    mean = eigenvalues[0] if power == math.inf else eigenvalues.pow(power).mean() ** (1 / power)
+    of_well = (mean ** (2 - power) * eigenvalues.pow(power - 1) if power < math.inf else 0 * eigenvalues) - eigenvalues
+    of_well = of_well / rank + (eigenvalues[0] * (torch.arange(rank) == 0) if power == math.inf else 0)
+    denominator = eigenvalues.square().sum() / (2 * rank) - eigenvalues[-1] ** 2 / 2
+    of_ill = (eigenvalues[-1] * (torch.arange(rank) == rank - 1) - eigenvalues / rank) / denominator**2
+    values = (mean**2 / 2 - eigenvalues.square().sum() / (2 * rank), 1 / denominator)
+    slopes = (partial(spectral.r_well_slope, rank=rank, power=power), partial(spectral.r_ill_slope, rank=rank))
+    sizes = eigenvalues[0] / rank, eigenvalues[0] / rank / denominator**2
+    for slope_of, value, weights, size in zip(slopes, values, (of_well, of_ill), sizes, strict=True):
+        found, slope = spectral.hessian_slope(f, partial(slope_of, weight=0.5))
+        expected = vh.T * weights @ vh / 2
+        assert_close(found, value.item(), rtol=1e-10, atol=1e-9 * eigenvalues[0].item() ** 2)
+        assert_close(slope, expected, rtol=0, atol=1e-10 * size.item())
+
+
+@pytest.mark.parametrize("shape", [(300, 300), (270, 300), (20, 30)])
+def test_a_triangular_root_is_multiplied_as_any_matrix(shape):
+    root, theta = gaussian(*shape, seed=0).triu(), gaussian(shape[1], shape[1], seed=1)
+    assert_close(spectral.triangular_product(root, theta), root @ theta)
+    assert_close(spectral.triangular_product(root, theta.T), root @ theta.T)
+    assert_close(spectral.triangular_product(root.float(), theta.float()), root.float() @ theta.float())
+
+
+def test_the_smallest_pair_of_a_large_matrix_keeps_its_digits():
+    """Cholesky and Lanczos on the inverse; a singular matrix is left to LAPACK's eigensolver."""
+    sigma = torch.logspace(0, -5, 300, dtype=torch.float64)
+    f = with_spectrum(sigma, 300, 300, seed=1)
+    value, v = spectral.extreme_eigenpair(f.T @ f, -300)
+    assert value == pytest.approx(1e-10, rel=1e-5)
+    assert (f @ v).norm().item() == pytest.approx(1e-5, rel=1e-5)
+    value, v = spectral.extreme_eigenpair(f[:290].T @ f[:290], -300)
+    assert value < 1e-15
+    assert v.norm().item() == pytest.approx(1)
 
 
 def test_upstream_gradient_scales_the_regularizers():
