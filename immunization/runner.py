@@ -180,6 +180,8 @@ def _execute(
     measures = evaluate(config, comparison)
     for name, reason in method.flags.items():
         measures.flag(name, reason)
+    if method.undetermined:
+        measures.withhold("undetermined", method.undetermined)
     result.seconds["evaluate"] = time.perf_counter() - started
     if config.get("attack"):
         started = time.perf_counter()

@@ -515,7 +515,7 @@ def test_an_unbounded_objective_is_flagged():
     for pair, form, flagged in ((wide, "log", True), (wide, "raw", False), (make_pair(), "log", False)):
         method = OptKappa(1, form=form)
         method.setup(Linear(pair), pair)
-        assert ("unbounded_objective" in method.flags) == flagged
+        assert ("unbounded" in method.undetermined) == flagged
 
 
 def test_identity_takes_no_step_whatever_the_epochs():

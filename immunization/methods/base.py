@@ -35,7 +35,8 @@ class Method:
     With `patience`, training stops after that many epochs without a better `score` and `finish` goes back to the best
     parameters. With `max_accuracy_drop` it stops once the model's own primary head loses more than that on the
     validation split, and goes back to the best `score` before. `flags` (name -> reason) holds what a reader has to know
-    beside the scores. `folds`: with a deep net, theta is a linear map behind its features, which stay as they are.
+    beside the scores; `undetermined` says why condition numbers are no result of this method on these data, where
+    they are none. `folds`: with a deep net, theta is a linear map behind its features, which stay as they are.
     """
 
     folds = False
@@ -60,6 +61,7 @@ class Method:
         self.epochs, self.batch_size, self.patience = epochs, batch_size, patience
         self.max_accuracy_drop = max_accuracy_drop
         self.flags: dict[str, str] = {}
+        self.undetermined = ""
 
     @property
     def name(self) -> str:

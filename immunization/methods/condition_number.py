@@ -73,6 +73,11 @@ class ConditionNumber(Method):
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
         self.scale_P = self.scale_H = None if self.balance else 1.0
+        if self.power == math.inf and self.lambda_P:
+            self.flags["kinks"] = (
+                "method.power=inf, the paper's R_well, has a kink wherever the largest eigenvalues meet: on another "
+                "processor this run ends with other digits"
+            )
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         rank = harmful.x.shape[1] if self.full_rank else harmful.rank

@@ -55,9 +55,9 @@ class OptKappa(Method):
         if self.form == "log" and not pair.primary.width:
             outside = spectral.dimensions_outside(pair.primary.root, pair.harmful.root, *pair.tolerance)
             if outside:
-                self.flags["unbounded_objective"] = (
-                    f"{outside} of the {pair.harmful.rank} dimensions of range(K_H) are outside of range(K_P), where "
-                    "RIR has no bound: what was reached says when the training stopped, and no more; "
+                self.undetermined = (
+                    f"the objective is unbounded: {outside} of the {pair.harmful.rank} dimensions of range(K_H) are "
+                    "outside of range(K_P), so that RIR says when the training stopped, and no more; "
                     "dataset.common_range=true leaves them out"
                 )
 
