@@ -5,8 +5,8 @@ with one thread and with two, and theta_0 is perturbed by 1e-14. Of every measur
 |log(value / value as it is)| over these, the share of cases in which a steps ratio lies on another step of its grid,
 and whether `python launch.py` prints the same table. `BOUNDS` says how much is too much.
 
-What a run itself withholds as undetermined is compared with nothing. MNIST and House Prices need `--data`, a folder with
-both (default: $IMMUNIZATION_DATA); without it they are left out.
+What a run itself withholds as undetermined is compared with nothing. MNIST and House Prices need `--data`, a folder
+with both (default: $IMMUNIZATION_DATA); without it they are left out.
 """
 
 from __future__ import annotations
@@ -203,9 +203,8 @@ def main() -> None:
     fine = report(measured)
     if tables:
         same = len(set(tables.values())) == 1
-        print(
-            f"\n`python launch.py` prints {'the same table' if same else 'DIFFERENT TABLES'} in {len(tables)} environments"
-        )
+        verdict = "the same table" if same else "DIFFERENT TABLES"
+        print(f"\n`python launch.py` prints {verdict} in {len(tables)} environments")
         if not same:
             print(*(f"\n--- {name}\n{text}" for name, text in tables.items()))
         fine &= same
