@@ -41,8 +41,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a plain configuration that decides the numbers of the run."""
-    return {key: value for key, value in config.items() if key not in BOOKKEEPING}
+    """The part of a plain configuration that decides the numbers of the run; null is as good as absent."""
+    return {key: value for key, value in config.items() if key not in BOOKKEEPING and value is not None}
 
 
 def completed(config: DictConfig, folder: Path) -> Result | None:

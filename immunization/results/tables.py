@@ -17,7 +17,7 @@ import rich.table
 import yaml
 from rich.text import Text
 
-from immunization.results.collect import PAIR, Collection, Run, varying
+from immunization.results.collect import PAIR, TRAINING, Collection, Run, varying
 from immunization.results.statistics import Summary, rank_correlation, summarize, ties
 from immunization.results.table import MEASURES, NONE, number
 
@@ -302,7 +302,7 @@ def _named(group: list[Setting]) -> list[Setting]:
 
 
 def _of_group(name: str) -> bool:
-    return not name.startswith(("method.", "optimizer.")) and name not in PAIR
+    return not name.startswith(TRAINING) and name not in PAIR
 
 
 @cache
