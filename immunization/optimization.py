@@ -55,8 +55,10 @@ def _attached(factory: partial[LRScheduler], optimizer: torch.optim.Optimizer) -
     return factory(optimizer=optimizer, **({"schedulers": parts} if parts else {}))
 
 
-def _fitted(node: dict[str, Any], steps: int, key: str) -> dict[str, Any]:
+def _fitted(node: Any, steps: int, key: str) -> dict[str, Any]:
     """The content of a scheduler's YAML with every length in steps."""
+    if not isinstance(node, dict):
+        raise ConfigError(f"{key}={node!r}: a scheduler is a mapping with _target_, _partial_ and what it takes")
     if "steps_per_epoch" in node:
         raise ConfigError(f"{key}.steps_per_epoch: give {key}.total_steps=1.0 instead, the whole training")
     if not isinstance(node.get("milestones", []), list):
