@@ -70,8 +70,9 @@ def _explain(error: Exception) -> str:
     """The message of an error, with the remedy where Hydra names none."""
     cause = error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
-        keys = (str(key) for key in cause.parent_node if not str(key).startswith("_"))
-        return f"there is no key {cause.full_key}; allowed here are {', '.join(keys)}"
+        keys = ", ".join(str(key) for key in cause.parent_node if not str(key).startswith("_"))
+        remedy = f"allowed here are {keys}" if keys else f"choose a {str(cause.full_key).rpartition('.')[0]} first"
+        return f"there is no key {cause.full_key}; {remedy}"
     if "'hydra/launcher/" in str(error):
         return f"{str(error).splitlines()[0]}: pip install 'immunization[launchers]'"
     if isinstance(error, MissingConfigException):  # a list of options, a tab before each, then where Hydra looked

@@ -24,6 +24,7 @@ from immunization.models import Folded, Linear, Model, Timm
 from immunization.models.checkpoint import create
 from immunization.models.folded import fold_into, folded_map, unfold
 from immunization.models.linear import LinearMap
+from immunization.optimization import optimizer_of, scheduler_of
 from immunization.result import Result
 from immunization.resume import WEIGHTS
 
@@ -39,6 +40,7 @@ def immunize(
     *,
     trainable: str | Sequence[str] = "last",
     augmented: bool = False,
+    scheduler: str = "none",
     seed: int = 0,
     **options: Any,
 ) -> nn.Module:
@@ -46,20 +48,22 @@ def immunize(
 
     `method` is any of conf/method. `closed_form` and `learning_curve` put a linear map behind the features and its
     inverse into the classifier, so that the outputs stay (the copy is in float64, since the inverse costs digits); the
-    others train the modules named by `trainable` and the classifier, in the model's own dtype. `options` are keys of
-    the method (`epochs=100`), or of the optimizer Adam as `optimizer__lr=1e-3`.
+    others train the modules named by `trainable` and the classifier, in the model's own dtype. `scheduler` is any of
+    conf/scheduler. `options` are keys of the method (`epochs=100`), of the optimizer Adam as `optimizer__lr=1e-3`, or
+    of the scheduler as `scheduler__eta_min=1e-5`.
 
     Both loaders are read once, and what enters the trained part is kept in memory; with `augmented=True` they are read
     in every epoch instead. Labels of `primary_loader` are outputs of the model. Raises ConfigError, DataError.
     """
     torch.manual_seed(seed)
-    chosen = [f"method={method}", "tracker=none", "optimizer=adam"]
+    chosen = [f"method={method}", "tracker=none", "optimizer=adam", f"scheduler={scheduler}"]
     config = compose(chosen)
     for key, value in options.items():
-        group, _, name = key.partition("__") if key.startswith("optimizer__") else ("method", "", key)
-        if name not in config[group]:
-            known = ", ".join(str(k) for k in config[group] if not str(k).startswith("_"))
-            raise ConfigError(f"immunize: {method} has no option {key!r}; there are {known}")
+        group, _, name = key.partition("__") if key.startswith(("optimizer__", "scheduler__")) else ("method", "", key)
+        keys = config[group] or {}
+        if name not in keys:
+            known = ", ".join(str(k) for k in keys if not str(k).startswith("_"))
+            raise ConfigError(f"immunize: {method} has no option {key!r}; there are {known or 'none'}")
         OmegaConf.update(config, f"{group}.{name}", value)
     if "precondition" in config.method and "precondition" not in options:
         config.method.precondition = "none"
@@ -80,7 +84,9 @@ def immunize(
     batches: Any = PairedBatches(pair, solver.batch_size, generator)
     if augmented and not solver.folds:
         batches = LoaderBatches(loaders, lambda _, x, y: (base.trunk(x), y.to(weight.device)), pair.dim)
-    train(solver, trained, batches, build(config, "optimizer")(trained.groups()))
+    optimizer = optimizer_of(config, trained.groups())
+    steps = solver.epochs * batches.steps_per_epoch if config.scheduler else 0
+    train(solver, trained, batches, optimizer, scheduler=scheduler_of(config, optimizer, steps))
     solver.finish(trained)
     return restore(copy.deepcopy(model), trained.export(), json.loads(trained.metadata()["immunization"]))
 

@@ -120,10 +120,11 @@ def learning_curves(result: Result) -> Figure | None:
 
 
 def history(curves: Mapping[str, Curve]) -> Figure | None:
-    """Loss terms, condition numbers, and RIR with its parts, against training steps."""
+    """Loss terms, condition numbers, RIR with its parts, and a scheduled learning rate, against training steps."""
     groups: dict[str, list[str]] = {"loss and its terms": [], "condition numbers κ": [], "RIR = (i) / (ii)": []}
     terms, kappas, ratios = groups.values()
-    for name in curves:
+    groups["learning rate"] = [name for name in curves if name == "lr"]
+    for name in [name for name in curves if name != "lr"]:
         (kappas if name.startswith("kappa_") else ratios if name.startswith(("ratio_", "rir")) else terms).append(name)
     groups = {title: names for title, names in groups.items() if names}
     if not groups:

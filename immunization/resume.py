@@ -32,17 +32,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The configuration that a run folder holds; raises DataError where there is none to read."""
     path = folder / CONFIG
     try:
-        content = yaml.load(path.read_text(), _LOADER)
+        text = path.read_text()
+        content = yaml.load(text, _LOADER)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not text.endswith("\n"):  # YAML that is cut in a line may well be YAML
         raise DataError(f"{path} is not a configuration; it was cut off or edited")
     return content
 
 
 def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a plain configuration that decides the numbers of the run."""
-    return {key: value for key, value in config.items() if key not in BOOKKEEPING}
+    """The part of a plain configuration that decides the numbers of the run; null is as good as absent."""
+    return {key: value for key, value in config.items() if key not in BOOKKEEPING and value is not None}
 
 
 def completed(config: DictConfig, folder: Path) -> Result | None:

@@ -22,6 +22,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from threadpoolctl import ThreadpoolController
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
 from immunization import checkpoint, distributed, environment, figures, files, model_card, randomness, spectral
@@ -33,6 +34,7 @@ from immunization.evaluation import Comparison, Measures
 from immunization.evaluation.deep import compare
 from immunization.methods import Given, LoaderBatches, Method, PairedBatches, Progress, batches_of, train
 from immunization.models import Model
+from immunization.optimization import optimizer_of, scheduler_of
 from immunization.result import Result
 from immunization.results.table import line, show
 from immunization.resume import CONFIG, WEIGHTS, completed, decisive
@@ -292,8 +294,9 @@ def immunize(
         monitor(0, {})
     if total:
         optimizer = optimizer_of(config, model.groups())
+        scheduler = scheduler_of(config, optimizer, total)
         distributed.attach(model.extractor, optimizer)
-        training = Training(method, model, optimizer, batches, monitor)
+        training = Training(method, model, optimizer, scheduler, batches, monitor)
         if state:
             training.load_state_dict(state)
             log.info("going on after step %d", training.progress.step)
@@ -303,12 +306,13 @@ def immunize(
                 bar.update()
                 if step % every == 0 or step == total or (step % monitor.period == 0 and monitor.period > 1):
                     values = monitor(step, terms)
-                    bar.set_postfix(loss=f"{values['loss']:.3g}", rir=f"{values['rir']:.3g}", refresh=False)
+                    shown = {name: f"{values[name]:.3g}" for name in ("loss", "rir", "lr") if name in values}
+                    bar.set_postfix(shown, refresh=False)
                 keeper(step, training.state_dict)
 
             try:
                 with keeper.stop.training():
-                    train(method, model, batches, optimizer, on_step, training.progress)
+                    train(method, model, batches, optimizer, on_step, training.progress, scheduler)
             except torch.OutOfMemoryError as error:
                 raise ConfigError(
                     f"the GPU has no memory for method.batch_size={method.batch_size}; lower it, or use dtype=float32, "
@@ -325,26 +329,21 @@ def log_interval(config: DictConfig, pair: TaskPair, steps: int) -> int:
     return config.log_every or max(1, steps // (LOG_LINES if cheap else LOG_LINES // 2))
 
 
-def optimizer_of(config: DictConfig, parameters: list[Any]) -> torch.optim.Optimizer:
-    """The optimizer of a configuration for parameters or groups of them."""
-    try:
-        return build(config, "optimizer")(parameters)
-    except (TypeError, ValueError) as error:  # torch's way to refuse a value
-        raise ConfigError(f"optimizer: {error}") from error
-
-
 class Training:
-    """What a checkpoint is made of: method, model, optimizer, place in the data, random states and what was logged."""
+    """What a checkpoint is made of: method, model, optimizer, scheduler, place in the data, random states, history."""
 
     def __init__(
         self,
         method: Method,
         model: Model,
         optimizer: torch.optim.Optimizer,
+        scheduler: LRScheduler | None,
         batches: PairedBatches | LoaderBatches,
         monitor: Monitor,
     ) -> None:
         self.parts = {"method": method, "optimizer": optimizer, "batches": batches, "monitor": monitor}
+        if scheduler is not None:
+            self.parts["scheduler"] = scheduler
         self.model, self.monitor = model, monitor
         self.progress, self.earlier, self.started = Progress(), 0.0, time.perf_counter()
 

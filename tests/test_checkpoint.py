@@ -79,12 +79,26 @@ def resumed(overrides, tmp_path, monkeypatch, cut, at=5, every=3) -> tuple[tuple
         ("method.epochs=9",),
         ("method.epochs=3", "method.batch_size=20", "method.balance=true", "model.init=random"),
         ("method.epochs=9", "optimizer=nesterov", "dtype=float32"),
+        ("method.epochs=9", "scheduler=warmup_cosine"),
+        ("method.epochs=3", "method.batch_size=20", "scheduler=multistep", "scheduler.milestones=[0.3,0.7]"),
+        ("method.epochs=9", "scheduler=plateau", "scheduler.patience=1", "optimizer=sgd", "optimizer.lr=1e-6"),
         ("method=imma", "method.epochs=9"),
         ("method=opt_kappa", "method.epochs=30", "method.patience=4", "method.form=log"),
         ("method=learning_curve", "method.epochs=9", "method.patience=2", "dataset.val_fraction=0.2"),
         ("method=r_ill_only", "method.epochs=9", "method.max_accuracy_drop=0.5", "dataset.val_fraction=0.2"),
     ],
-    ids=["exact", "batches", "float32", "imma", "patience", "learning_curve", "accuracy"],
+    ids=[
+        "exact",
+        "batches",
+        "float32",
+        "warmup_cosine",
+        "multistep",
+        "plateau",
+        "imma",
+        "patience",
+        "learning_curve",
+        "accuracy",
+    ],
 )
 def test_linear_runs_go_on(options, tmp_path, monkeypatch, cut):
     whole, again = resumed([*QUICK, *options], tmp_path, monkeypatch, cut)

@@ -27,7 +27,11 @@ HPARAMS = sorted(
     path.relative_to(CONF / "hparams").with_suffix("").as_posix() for path in (CONF / "hparams").rglob("*.yaml")
 )
 MULTIPLE = ("evaluation", "attack")  # groups of which a run takes several options
-GIVEN = {"model": {"pair", "net"}, "optimizer": {"params"}}  # arguments that are objects, which no YAML can hold
+GIVEN = {
+    "model": {"pair", "net"},
+    "optimizer": {"params"},
+    "scheduler": {"optimizer"},
+}  # arguments that are objects, which no YAML can hold
 
 
 @pytest.fixture
@@ -70,7 +74,7 @@ def node_of(group: str, option: str) -> DictConfig:
 def test_every_option_composes_and_its_keys_are_its_constructors(group, option):
     node = node_of(group, option)
     if node is None:
-        assert (group, option) == ("tracker", "none")
+        assert (group, option) in {("tracker", "none"), ("scheduler", "none"), ("scheduler", "default")}
         return
     target = get_object(node._target_)
     keys = {str(key) for key in node if not str(key).startswith("_")}
@@ -80,7 +84,7 @@ def test_every_option_composes_and_its_keys_are_its_constructors(group, option):
     if node._target_.startswith("immunization."):
         assert keys == names
     else:
-        assert keys <= names  # torch's optimizers have more than are worth a line
+        assert keys <= names  # torch's classes have more than are worth a line
 
 
 @pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: path.relative_to(CONF).as_posix())
@@ -91,7 +95,7 @@ def test_every_knob_has_its_meaning_beside_it(path):
     if setup or any(line.startswith("defaults:") for line in lines):
         assert any(line.startswith("# ") and not line.startswith("# @") for line in lines)
         return
-    knobs = [line for line in lines if re.match(r" *(?!tracker)[a-zA-Z]\w*: *\S", line)]
+    knobs = [line for line in lines if re.match(r" *(?!tracker|scheduler)[a-zA-Z]\w*: *\S", line)]
     assert [line for line in knobs if "#" not in line] == []
 
 
@@ -102,7 +106,7 @@ def test_hyper_parameters_change_values_and_add_no_key(name):
         "optimizer": {key for path in CONF.glob("optimizer/*.yaml") for key in OmegaConf.load(path)},
     }
     for group, values in OmegaConf.load(CONF / "hparams" / f"{name}.yaml").items():
-        if group != "defaults":
+        if group not in ("defaults", "scheduler"):
             assert set(values) <= keys[group]
 
 
@@ -146,6 +150,7 @@ def test_composing_leaves_nothing_behind():
         "dataset.primry=2",
         "sed=1",
         "tracker=wnadb",
+        "scheduler=consine",
         "debug=defualt",
     ],
 )

@@ -62,7 +62,7 @@ def assert_same(a: Path, b: Path) -> None:
 @pytest.mark.parametrize(
     ("processes", "options"),
     [
-        (2, ("method=condition_number",)),
+        (2, ("method=condition_number", "scheduler=cosine")),
         pytest.param(3, ("method=condition_number",), marks=pytest.mark.slow),
         pytest.param(3, ("method=opt_kappa", "method.form=log"), marks=pytest.mark.slow),
         pytest.param(2, ("method=learning_curve_net",), marks=pytest.mark.slow),

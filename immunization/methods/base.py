@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from immunization import distributed, spectral
 from immunization.data.task import Task, TaskPair
@@ -248,12 +249,14 @@ def train(
     optimizer: torch.optim.Optimizer,
     on_step: Callable[[int, dict[str, Tensor]], None] = lambda step, terms: None,
     progress: Progress | None = None,
+    scheduler: LRScheduler | None = None,
 ) -> int:
     """Run `method` for its epochs and return the number of steps taken.
 
     `on_step(step, terms)` sees every step (counted from 1) after the update. `progress` is where to go on, and is kept
-    up to date. Raises Diverged on a non-finite loss, or one above 1e12 times the first; the parameters are then those
-    before the bad step.
+    up to date. `scheduler` steps after every step of `optimizer` (ReduceLROnPlateau is told the loss), and the learning
+    rate of the step joins its terms as `lr`. Raises Diverged on a non-finite loss, or one above 1e12 times the first;
+    the parameters are then those before the bad step.
     """
     at = Progress() if progress is None else progress
     while at.epoch < method.epochs:
@@ -273,6 +276,10 @@ def train(
             optimizer.zero_grad()
             terms["loss"].backward()
             optimizer.step()
+            if scheduler is not None:
+                rate = torch.tensor(float(optimizer.param_groups[0]["lr"]), dtype=torch.float64)
+                terms = {**terms, "lr": rate}
+                scheduler.step(*[value] if isinstance(scheduler, ReduceLROnPlateau) else ())
             at.step += 1
             on_step(at.step, terms)
         ended = method.epoch_end(model, at.epoch)

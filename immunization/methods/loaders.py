@@ -10,6 +10,7 @@ from torch import Tensor
 
 from immunization import distributed, randomness
 from immunization.data.task import TaskPair
+from immunization.errors import DataError
 from immunization.methods.base import PairedBatches
 from immunization.models.base import Batch, Model
 
@@ -66,7 +67,11 @@ class LoaderBatches:
 
     @property
     def steps_per_epoch(self) -> int:
-        return len(self.passes["harmful"].loader)
+        """Raises DataError for a loader that does not know."""
+        try:
+            return len(self.passes["harmful"].loader)
+        except TypeError as error:
+            raise DataError(f"the harmful loader cannot say how many batches it gives: {error}") from error
 
     def epoch(self) -> Iterator[tuple[Batch, Batch]]:
         """The pairs of batches of one epoch, or what is left of it after `load_state_dict`."""

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 PAIR = ("dataset.primary", "dataset.harmful", "dataset.benign", "pair")
 """Keys that choose the classes of both tasks: runs that differ in them are averaged, not compared."""
+TRAINING = ("method.", "optimizer.", "scheduler.")
+"""Keys of how a model is immunized: runs that differ in them are compared."""
 _WHERE = ("dataset.root", "dataset.download")
 
 
@@ -48,7 +50,7 @@ class Run:
     @cached_property
     def group(self) -> str:
         """What has to agree for runs to stand in one table: the data and its preparation, model and evaluation."""
-        return _key(self.settings, lambda name: not name.startswith(("method.", "optimizer.")) and name not in PAIR)
+        return _key(self.settings, lambda name: not name.startswith(TRAINING) and name not in PAIR)
 
     @cached_property
     def setting(self) -> str:

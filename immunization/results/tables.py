@@ -17,7 +17,7 @@ import rich.table
 import yaml
 from rich.text import Text
 
-from immunization.results.collect import PAIR, Collection, Run, varying
+from immunization.results.collect import PAIR, TRAINING, Collection, Run, varying
 from immunization.results.statistics import Summary, rank_correlation, summarize, ties
 from immunization.results.table import MEASURES, NONE, number
 
@@ -294,15 +294,21 @@ def _named(group: list[Setting]) -> list[Setting]:
     """Sorted by method, and labeled by the method and what tells its settings apart."""
     for setting in group:
         same = [other.first.settings for other in group if other.method == setting.method]
-        names = [name for name in varying(same) if not name.startswith("dataset.")]
-        values = (f"{name.removeprefix('method.')}={_value(setting.first.settings.get(name))}" for name in names)
-        setting.label = " ".join([setting.method, *values])
+        names = [name for name in varying(same) if not name.startswith("dataset.") and not name.endswith("_partial_")]
+        setting.label = " ".join([setting.method, *(_told(name, setting.first.settings.get(name)) for name in names)])
     order = {method: place for place, method in enumerate(METHODS)}
     return sorted(group, key=lambda setting: (order.get(setting.method, len(order)), setting.method))
 
 
+def _told(name: str, value: Any) -> str:
+    """A setting in a label; of a class its own name."""
+    if name.endswith("._target_"):
+        return f"{name.removesuffix('._target_')}={str(value).rpartition('.')[2]}"
+    return f"{name.removeprefix('method.')}={_value(value)}"
+
+
 def _of_group(name: str) -> bool:
-    return not name.startswith(("method.", "optimizer.")) and name not in PAIR
+    return not name.startswith(TRAINING) and name not in PAIR
 
 
 @cache

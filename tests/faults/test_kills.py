@@ -28,6 +28,7 @@ pytestmark = pytest.mark.slow
 
 LINEAR = [*QUICK, "method.epochs=60", "checkpoint.every=7"]
 BATCHES = [*QUICK, "method.epochs=8", "method.batch_size=10", "model.init=random", "checkpoint.every=5"]
+BATCHES += ["scheduler=warmup_cosine"]
 NET = [*DEEP, "method=condition_number", "method.epochs=3", "method.batch_size=64", "checkpoint.every=2", "log_every=1"]
 
 

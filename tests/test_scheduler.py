@@ -1,0 +1,430 @@
+"""Schedulers of the learning rate: the rates a run takes, what does not fit it, and where a choice comes from."""
+
+import importlib.util
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import yaml
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from test_api import loader
+from test_checkpoint import QUICK, cut, outcome, resumed  # noqa: F401  the fixture
+
+import immunization
+import launch
+from immunization import Result, checkpoint, figures, run
+from immunization.config import CONF, compose
+from immunization.errors import ConfigError, DataError
+from immunization.optimization import optimizer_of, scheduler_of
+from immunization.results.collect import collect
+from immunization.results.tables import settings
+from immunization.tracking import history
+
+ROOT = Path(__file__).resolve().parents[1]
+OPTIONS = sorted(path.stem for path in CONF.glob("scheduler/*.yaml"))
+RATE = 1e-3
+
+
+def rates(folder: Path) -> list[float]:
+    return history(folder)["lr"]["y"]
+
+
+def cosine(t: float, steps: float) -> float:
+    return (1 + math.cos(math.pi * t / steps)) / 2
+
+
+# --- Rates ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rate"),
+    [
+        (["scheduler=cosine"], lambda t: cosine(t, 20)),
+        (["scheduler=cosine", "scheduler.eta_min=5e-4"], lambda t: 0.5 + cosine(t, 20) / 2),
+        (["scheduler=linear"], lambda t: 1 - t / 20),
+        (["scheduler=warmup"], lambda t: 0.01 + 0.99 * min(t, 2) / 2),
+        (["scheduler=warmup_cosine"], lambda t: 0.01 + 0.99 * t / 2 if t < 2 else cosine(t - 2, 18)),
+        (
+            ["scheduler=warmup_cosine", "scheduler.milestones=[5]"],
+            lambda t: 0.01 + 0.198 * t if t < 5 else cosine(t - 5, 15),
+        ),
+        (["scheduler=step"], lambda t: 0.5 ** (t // 5)),
+        (["scheduler=step", "scheduler.step_size=7"], lambda t: 0.5 ** (t // 7)),
+        (["scheduler=multistep"], lambda t: 0.1 ** ((t >= 10) + (t >= 15))),
+        (["scheduler=multistep", "scheduler.milestones=[1,19]"], lambda t: 0.1 ** ((t >= 1) + (t >= 19))),
+        (["scheduler=exponential"], lambda t: 0.99**t),
+    ],
+)
+def test_the_rate_of_every_step(overrides, rate, tmp_path):
+    run([*QUICK, *overrides, "method.epochs=20", f"optimizer.lr={RATE}"], folder=tmp_path)
+    assert rates(tmp_path) == pytest.approx([RATE * rate(t) for t in range(20)], rel=1e-12)
+
+
+def test_mini_batches_count_as_steps(tmp_path):
+    run(
+        [*QUICK, "scheduler=cosine", "method.epochs=3", "method.batch_size=10", f"optimizer.lr={RATE}"], folder=tmp_path
+    )
+    taken = rates(tmp_path)
+    assert len(taken) > 3
+    assert taken == pytest.approx([RATE * cosine(t, len(taken)) for t in range(len(taken))], rel=1e-12)
+
+
+def test_the_rate_is_the_one_that_is_taken(tmp_path):
+    """Gradient descent that goes hardly anywhere, so that the gradient stays: the way is the sum of the rates."""
+    options = [*QUICK, "optimizer=sgd", "optimizer.lr=1e-9", "method.epochs=8"]
+    far = {}
+    for name in ("none", "cosine"):
+        run([*options, f"scheduler={name}"], folder=tmp_path / name)
+        far[name] = immunization.load(tmp_path / name).theta.detach() - torch.eye(64, dtype=torch.float64)
+    share = sum(cosine(t, 8) for t in range(8)) / 8
+    assert 1e-8 < far["none"].norm() < 1e-6
+    torch.testing.assert_close(far["cosine"], share * far["none"], rtol=1e-4, atol=1e-14)
+
+
+def test_without_a_scheduler_nothing_is_logged_that_was_not_before(tmp_path):
+    for name in ("default", "none"):
+        run([*QUICK, "method.epochs=3", f"scheduler={name}"], folder=tmp_path / name)
+    assert outcome(tmp_path / "default") == outcome(tmp_path / "none")
+    assert "lr" not in history(tmp_path / "none")
+
+
+def test_a_plateau_is_seen_in_the_loss(tmp_path):
+    """A rate that changes nothing: the first loss is the lowest, and every third one after it is one too many."""
+    options = [*QUICK, "method=opt_kappa", "method.epochs=12", "scheduler=plateau", "scheduler.patience=2"]
+    run([*options, "optimizer.lr=1e-300"], folder=tmp_path / "flat")
+    assert rates(tmp_path / "flat") == pytest.approx(
+        [1e-300 * 0.5 ** max(0, (t - 1) // 3) for t in range(12)], rel=1e-12
+    )
+    run([*options, "scheduler.patience=12"], folder=tmp_path / "patient")
+    assert rates(tmp_path / "patient") == [1e-3] * 12
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("epochs", [1, 2, 3])
+def test_every_option_fits_every_training(option, epochs, tmp_path):
+    assert run([*QUICK, f"scheduler={option}", f"method.epochs={epochs}"], folder=tmp_path).status == "completed"
+
+
+def test_the_history_has_a_panel_of_the_rate(tmp_path):
+    run([*QUICK, "method.epochs=4", "scheduler=cosine"], folder=tmp_path)
+    *_, panel = figures.history(history(tmp_path)).axes
+    assert panel.get_title() == "learning rate"
+    assert [line.get_label() for line in panel.get_lines()] == ["lr"]
+
+
+# --- What does not fit ------------------------------------------------------------------------------------------------
+
+COSINE = ["scheduler=cosine"]
+PARTS = ["scheduler=warmup_cosine"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            [*COSINE, "scheduler.T_max=19"],
+            "scheduler.T_max=19: ends before the 20 steps of the training do; 1.0 is all",
+        ),
+        ([*COSINE, "scheduler.T_max=0.5"], "scheduler.T_max=0.5: ends before the 20 steps"),
+        (
+            [*COSINE, "scheduler.T_max=21"],
+            "scheduler.T_max=21: does not fit into the 20 steps of the training; lower it",
+        ),
+        (
+            [*COSINE, "scheduler.T_max=0"],
+            "scheduler.T_max=0: expected a number of steps, an integer above 0, or a share",
+        ),
+        ([*COSINE, "scheduler.T_max=1.5"], "scheduler.T_max=1.5: expected"),
+        ([*COSINE, "scheduler.T_max=nan"], "scheduler.T_max=nan: expected"),
+        ([*COSINE, "scheduler.T_max=auto"], "scheduler.T_max='auto': expected"),
+        ([*COSINE, "scheduler.T_max=true"], "scheduler.T_max=True: expected"),
+        ([*COSINE, "scheduler.eta_min=low"], "scheduler.eta_min='low': expected a number"),
+        ([*COSINE, "+scheduler.gamma=3"], "unexpected keyword argument 'gamma'"),
+        ([*COSINE, "scheduler._target_=os.system"], "not from a trusted package"),
+        ([*COSINE, "scheduler._partial_=false"], "missing 1 required positional argument: 'optimizer'"),
+        (["scheduler=warmup", "scheduler.total_iters=30"], "scheduler.total_iters=30: does not fit into the 20 steps"),
+        (["scheduler=step", "scheduler.step_size=50"], "scheduler.step_size=50: does not fit"),
+        (
+            ["scheduler=multistep", "scheduler.milestones=[5,20]"],
+            "scheduler.milestones[1]=20: does not fit into the 20",
+        ),
+        (
+            ["scheduler=multistep", "scheduler.milestones=[9,5]"],
+            "scheduler.milestones=[9, 5]: each must be above the one",
+        ),
+        (["scheduler=multistep", "scheduler.milestones=[5,5]"], "each must be above the one before"),
+        (["scheduler=multistep", "scheduler.milestones=[0.9,10]"], "each must be above the one before"),
+        (["scheduler=multistep", "scheduler.milestones=5"], "scheduler.milestones=5: must be a list"),
+        (["scheduler=exponential", "scheduler.gamma=x"], "scheduler.gamma='x': expected a number"),
+        (["scheduler=linear", "scheduler.start_factor=0"], "scheduler: Starting multiplicative factor"),
+        (["scheduler=plateau", "scheduler.factor=2"], "scheduler: Factor should be < 1.0"),
+        (
+            [*PARTS, "scheduler.milestones=[5,9]"],
+            "scheduler.milestones: there must be one fewer than scheduler.schedulers",
+        ),
+        (
+            [*PARTS, "scheduler.schedulers.0.total_iters=3"],
+            "scheduler.schedulers[0].total_iters=3: does not fit into the 2",
+        ),
+        ([*PARTS, "scheduler.schedulers.1.T_max=17"], "scheduler.schedulers[1].T_max=17: ends before the 18 steps"),
+        ([*PARTS, "scheduler.schedulers.1.T_max=many"], "scheduler.schedulers[1].T_max='many': expected"),
+        ([*PARTS, "+scheduler.schedulers.1.x=1"], "unexpected keyword argument 'x'"),
+        ([*PARTS, "scheduler.schedulers.1._target_=os.system"], "scheduler.schedulers[1]._target_=os.system: not from"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_first_step(overrides, message, tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        run([*QUICK, "method.epochs=20", *overrides], folder=tmp_path)
+    assert "\n" not in str(caught.value)
+    assert Result.read(tmp_path).status == "failed"
+    assert len(history(tmp_path)["rir"]["x"]) == 1  # theta_0
+
+
+def torchs(name: str, **arguments: object) -> dict:
+    return {"_target_": f"torch.optim.{name}", "_partial_": True, **arguments}
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        (torchs("lr_scheduler.OneCycleLR", max_lr=1.0, total_steps=9), "scheduler.total_steps=9: ends before the 20"),
+        (torchs("lr_scheduler.OneCycleLR", max_lr=1.0, epochs=2, steps_per_epoch=5), "give scheduler.total_steps=1.0"),
+        (torchs("Rprop", lr=0.1), "scheduler: Rprop"),
+        (
+            {"_target_": "torch.nn.Identity", "_partial_": True},
+            "torch.nn.Identity: not one of torch.optim.lr_scheduler",
+        ),
+        ({"T_max": 1.0}, "scheduler._target_=None"),
+        (
+            torchs("lr_scheduler.SequentialLR", milestones=[5], schedulers=["cosine", "linear"]),
+            "scheduler.schedulers[0]='cosine': a scheduler is a mapping",
+        ),
+    ],
+)
+def test_what_is_no_scheduler_of_this_training(node, message):
+    config = OmegaConf.create({"scheduler": node, "optimizer": torchs("SGD", lr=0.1)})
+    optimizer = optimizer_of(config, [torch.zeros(1, requires_grad=True)])
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        scheduler_of(config, optimizer, 20)
+
+
+LR = "_target_: torch.optim.lr_scheduler"
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        f"{LR}.OneCycleLR, max_lr: 1.0e-9, total_steps: 1.0, cycle_momentum: false",
+        f"{LR}.CosineAnnealingWarmRestarts, T_0: 0.25",
+        f"{LR}.PolynomialLR, total_iters: 1.0, power: 2.0",
+        f"{LR}.ConstantLR, factor: 0.5, total_iters: 0.3",
+        f"{LR}.CyclicLR, base_lr: 1.0e-10, max_lr: 1.0e-9, step_size_up: 0.5, step_size_down: 3, cycle_momentum: false",
+        f"{LR}.ChainedScheduler, schedulers: [{{{LR}.CosineAnnealingLR, _partial_: true, T_max: 1.0}}, "
+        f"{{{LR}.ExponentialLR, _partial_: true, gamma: 0.9}}]",
+    ],
+    ids=lambda node: node.split(",")[0].rpartition(".")[2],
+)
+def test_any_other_scheduler_of_torch_needs_a_yaml_alone(node, tmp_path, monkeypatch, cut):  # noqa: F811
+    """It runs to the last step, and its state goes through a checkpoint."""
+    options = ["method.epochs=9", "optimizer=sgd", "optimizer.lr=1e-9", f"scheduler={{_partial_: true, {node}}}"]
+    whole, again = resumed([*QUICK, *options], tmp_path, monkeypatch, cut)
+    assert whole == again
+    assert len(set(rates(tmp_path / "whole"))) > 1
+
+
+@pytest.mark.parametrize("method", ["identity", "closed_form"])
+def test_methods_without_steps_ignore_schedulers(method, tmp_path):
+    options = [*QUICK, f"method={method}", "scheduler=cosine", "scheduler.T_max=7"]
+    assert run(options, folder=tmp_path).status == "completed"
+
+
+# --- Folders ----------------------------------------------------------------------------------------------------------
+
+
+def without_the_group(folder: Path) -> None:
+    """The configuration of a run folder as it was before there were schedulers."""
+    path = folder / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    del config["scheduler"]
+    path.write_text(yaml.safe_dump(config))
+
+
+def test_a_completed_run_from_before_schedulers_is_the_one_without(tmp_path):
+    options = [*QUICK, "method.epochs=2"]
+    run(options, folder=tmp_path / "old")
+    without_the_group(tmp_path / "old")
+    before = outcome(tmp_path / "old")
+    run([*options, "resume=true"], folder=tmp_path / "old")
+    assert outcome(tmp_path / "old") == before
+    with pytest.raises(ConfigError, match=r"another configuration \(scheduler: None -> .*CosineAnnealingLR"):
+        run([*options, "scheduler=cosine", "resume=true"], folder=tmp_path / "old")
+
+
+def test_a_checkpoint_from_before_schedulers_is_one_without(tmp_path, cut, monkeypatch):  # noqa: F811
+    options = [*QUICK, "method.epochs=9"]
+    keeper = checkpoint.Checkpointer.__init__
+
+    def old(self, folder, config, *rest, **more):
+        keeper(self, folder, {key: value for key, value in config.items() if key != "scheduler"}, *rest, **more)
+
+    monkeypatch.setattr(checkpoint.Checkpointer, "__init__", old)
+    cut(5)
+    with pytest.raises(KeyboardInterrupt):
+        run([*options, "checkpoint.every=3"], folder=tmp_path / "cut")
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=r"another configuration \(scheduler: None -> .*resume=false"):
+        run([*options, "scheduler=cosine", "resume=true"], folder=tmp_path / "cut")
+    run([*options, "resume=true"], folder=tmp_path / "cut")
+    run(options, folder=tmp_path / "whole")
+    assert outcome(tmp_path / "cut") == outcome(tmp_path / "whole")
+
+
+def test_runs_with_and_without_a_scheduler_are_compared_in_one_table(tmp_path):
+    for name, options in {"old": [], "new": ["seed=1"], "cosine": ["scheduler=cosine"]}.items():
+        run([*QUICK, "method.epochs=2", *options], folder=tmp_path / name)
+    without_the_group(tmp_path / "old")
+    (group,) = settings(collect([tmp_path]))
+    labels = {len(setting.runs): setting.label for setting in group}
+    assert labels.keys() == {1, 2}
+    assert "scheduler=CosineAnnealingLR" in labels[1]
+    assert "scheduler=None" in labels[2]
+
+
+# --- Where a choice comes from ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(tmp_path) -> list[str]:
+    """Overrides that add a folder of configurations, in which data set and method have a scheduler of their own."""
+    folder = tmp_path / "conf"
+    files = {
+        "hparams/scheduler/digits/condition_number.yaml": "# @package _global_\n# Made up\n"
+        "defaults: [/scheduler/cosine@scheduler]\nscheduler: {eta_min: 1.0e-6}\n",
+        "hparams/digits/condition_number.yaml": "# @package _global_\n# Searched\nmethod: {epochs: 7}\n",
+        "experiment/own.yaml": "# @package _global_\ndefaults: [override /scheduler: linear]\n",
+        "scheduler/poly.yaml": "_target_: torch.optim.lr_scheduler.PolynomialLR\n_partial_: true\ntotal_iters: 1.0\n",
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return [f"hydra.searchpath=[file://{folder}]"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ([], "CosineAnnealingLR"),
+        (["scheduler=default"], "CosineAnnealingLR"),
+        (["scheduler=none"], None),
+        (["scheduler=step"], "StepLR"),
+        (["scheduler=poly"], "PolynomialLR"),
+        (["experiment=own"], "LinearLR"),
+        (["experiment=own", "scheduler=none"], None),
+        (["method=imma"], None),
+        (["dataset=mnist"], None),
+    ],
+)
+def test_data_set_and_method_may_choose_and_whoever_says_more_wins(own, overrides, name):
+    chosen = compose([*own, *overrides]).scheduler
+    assert (chosen and chosen._target_.rpartition(".")[2]) == name
+    if not overrides:
+        assert (chosen.T_max, chosen.eta_min) == (1.0, 1e-6)
+    if name == "StepLR":
+        assert set(chosen) == {"_target_", "_partial_", "step_size", "gamma"}
+
+
+def test_a_chosen_scheduler_stands_in_the_table_of_hyper_parameters(own, tmp_path):
+    spec = importlib.util.spec_from_file_location("hyperparameters", ROOT / "docs" / "hyperparameters.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.rows(tmp_path / "conf" / "hparams") == [
+        "| digits | condition_number | `method.epochs=7`, `scheduler=cosine`, `scheduler.eta_min=1e-06` "
+        "| Searched; scheduler: Made up |"
+    ]
+
+
+def test_every_chosen_scheduler_has_hyper_parameters_beside_it():
+    """The table of docs/hyperparameters.md goes by those."""
+    folder = CONF / "hparams"
+    for path in folder.glob("scheduler/*/*.yaml"):
+        assert (folder / path.relative_to(folder / "scheduler")).exists()
+
+
+@pytest.mark.parametrize("folder", ["paper", "released"])
+def test_the_papers_experiments_have_none(folder):
+    for path in CONF.glob(f"experiment/{folder}/*.yaml"):
+        assert compose([f"experiment={folder}/{path.stem}"]).scheduler is None
+
+
+def test_a_scheduler_of_ones_own_from_the_command_line(tmp_path, own, monkeypatch):
+    options = [*QUICK, "method.epochs=4", "optimizer.lr=1e-3", "scheduler=poly", f"hydra.run.dir={tmp_path / 'run'}"]
+    monkeypatch.setattr(sys, "argv", ["launch.py", "--config-dir", str(tmp_path / "conf"), *options])
+    GlobalHydra.instance().clear()
+    launch.cli()
+    assert rates(tmp_path / "run") == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4], rel=1e-12)
+
+
+def test_keys_of_a_scheduler_that_is_not_chosen(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["launch.py", "scheduler.T_max=3"])
+    GlobalHydra.instance().clear()
+    with pytest.raises(SystemExit, match=r"^error: there is no key scheduler\.T_max; choose a scheduler first$"):
+        launch.cli()
+    with pytest.raises(HydraException):
+        compose(["scheduler=cosine", "scheduler.gamma=3"])
+
+
+# --- From Python ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return timm.create_model("test_resnet", pretrained=False, num_classes=4).eval()
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("learning_curve", {"epochs": 3}),
+        (
+            "condition_number",
+            {"epochs": 1, "batch_size": 16, "smoothing": 0.1, "trainable": "layer4", "augmented": True},
+        ),
+    ],
+)
+def test_immunize_takes_a_scheduler(net, method, options):
+    def head(**more):
+        return immunization.immunize(net, loader(4, 0), loader(3, 1), method, **options, **more).fc
+
+    plain, again, scheduled = (
+        torch.cat([p.flatten() for p in head(**more).parameters()])
+        for more in ({}, {"scheduler": "exponential", "scheduler__gamma": 1.0}, {"scheduler": "cosine"})
+    )
+    assert torch.equal(plain, again)
+    assert not torch.equal(plain, scheduled)
+
+
+def test_mistakes_in_the_scheduler_of_immunize(net):
+    both = loader(4, 0), loader(3, 1)
+    with pytest.raises(ConfigError, match=r"scheduler\.T_max=5: does not fit into the 2 steps"):
+        immunization.immunize(net, *both, epochs=2, scheduler="cosine", scheduler__T_max=5)
+    with pytest.raises(ConfigError, match="no option 'scheduler__gamma'; there are T_max, eta_min"):
+        immunization.immunize(net, *both, scheduler="cosine", scheduler__gamma=5)
+    with pytest.raises(ConfigError, match="no option 'scheduler__gamma'; there are none"):
+        immunization.immunize(net, *both, scheduler__gamma=5)
+    options = {"method": "condition_number", "trainable": "layer4", "augmented": True, "scheduler": "cosine"}
+    with pytest.raises(DataError, match="cannot say how many batches it gives"):
+        immunization.immunize(net, loader(4, 0), Endless(), **options)
+
+
+class Endless:
+    """Batches of which nobody knows the number."""
+
+    def __iter__(self):
+        return iter(loader(3, 1))
