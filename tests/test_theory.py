@@ -171,6 +171,61 @@ def test_theorem_a1_4_on_many_spectra(size):
     assert (ratio(moved) < ratio(sigma))[distinct].all()
 
 
+# --- R_well in power means --------------------------------------------------------------------------------------------
+
+powers = st.sampled_from([4, 6, 10, 18, 64])
+
+
+def power_mean(sigma, p):
+    return sigma.max() if p == math.inf else sigma.max() * (sigma / sigma.max()).pow(p).mean() ** (1 / p)
+
+
+@quick
+@given(sigma=spectra(2, 8), seed=seeds, p=powers, factor=st.integers(1, 8))
+def test_power_means_are_ordered_and_vanish_at_kappa_one(sigma, seed, p, factor):
+    """0 <= R_p <= R_q <= R_inf <= R_p + (1 - k^(-2/p)) sigma_1^2 / 2 over the same k = rank; 0 where all agree."""
+    k = len(sigma)
+    s = with_spectrum(sigma, k + 3, k + 1, seed)
+    lower, higher, limit = (spectral.r_well(s, k, q).item() for q in (p, p * factor, math.inf))
+    top = sigma.max().item() ** 2
+    assert -1e-12 * top <= lower <= higher + 1e-12 * top
+    assert higher <= limit + 1e-12 * top
+    assert limit - lower <= (1 - k ** (-2 / p)) * top / 2 + 1e-12 * top
+    assert lower == pytest.approx((power_mean(sigma, p) ** 2 / 2 - sigma.square().mean() / 2).item(), abs=1e-12 * top)
+    flat = with_spectrum(torch.full_like(sigma, 3.0), k + 3, k + 1, seed)
+    assert spectral.r_well(flat, k, p).item() == pytest.approx(0, abs=1e-12)
+    assert spectral.r_well(s, k, 2).item() == pytest.approx(0, abs=1e-12 * top)
+
+
+@quick
+@given(sigma=spectra(2, 8), seed=seeds, p=powers)
+def test_a_small_power_mean_certifies_a_small_kappa(sigma, seed, p):
+    """log kappa(S) <= sqrt(2 k R_p) sigma_1 / sigma_k^2."""
+    k = len(sigma)
+    value = spectral.r_well(with_spectrum(sigma, k + 2, k, seed), k, p).clamp(min=0)
+    rounding = 1e-7 * sigma.max() ** 2 / sigma.min() ** 2  # of the difference of two squares, under a root
+    bound = (2 * k * value).sqrt() * sigma.max() / sigma.min() ** 2 + rounding
+    assert math.log(sigma.max() / sigma.min()) <= bound
+
+
+@quick
+@given(sigma=spectra(2, 6, decades=2.0), seed=seeds, p=powers, share=fraction)
+def test_steps_on_power_means_lower_kappa(sigma, seed, p, share):
+    """sigma_1 falls and sigma_k rises; up to the step at which the order changes, so does kappa fall."""
+    assume(sigma.max() > 1.001 * sigma.min())
+    k, mean = len(sigma), power_mean(sigma, p)
+    slope = (mean * (sigma / mean).pow(p - 1) - sigma) / k
+    assert slope[0] > 0 > slope[-1]
+    s = with_spectrum(sigma, k + 2, k, seed).requires_grad_()
+    (gradient,) = torch.autograd.grad(spectral.r_well(s, k, p), s)
+    gaps, speeds = sigma[:-1] - sigma[1:], slope[:-1] - slope[1:]
+    closing = speeds > 0
+    eta = share * (gaps[closing] / speeds[closing]).min().item() if closing.any() else share
+    moved = torch.linalg.svdvals(s.detach() - eta * gradient)
+    assert_close(moved, sigma - eta * slope, rtol=1e-7, atol=1e-9 * sigma.max().item())
+    assert moved[0] / moved[-1] <= sigma[0] / sigma[-1] * (1 + 1e-9)
+
+
 # --- Theorem 4.1: R_ill -----------------------------------------------------------------------------------------------
 
 
