@@ -82,13 +82,31 @@ class Task:
 
 @dataclass
 class Run:
+    """What there is to compare. `checks` of the preparation: what, difference, allowed difference."""
+
     config: dict
     stored: Figures
     tasks: dict[str, Task]
     theta: Array
     bias: Array | None
     omega: Array
-    checks: list[tuple[str, float, float]]  # of the preparation: what, difference, allowed difference
+    checks: list[tuple[str, float, float]]
+
+
+@dataclass
+class Given:
+    """What the inputs are made from: dataset.* of config.yaml, and the rows and the normalization that the run kept."""
+
+    options: dict
+    data: Path | None
+    rows: dict[str, Array]
+    sources: dict[str, str]
+    tensors: dict[str, Array]
+    checks: list[tuple[str, float, float]]
+
+    @property
+    def roles(self) -> list[str]:
+        return [role for role in ("primary", "harmful", "benign") if f"{role}/train" in self.rows]
 
 
 # --- The raw data, and how they become the inputs ---------------------------------------------------------------------
@@ -115,8 +133,9 @@ def read(folder: Path, data: Path | None) -> Run:
     with safe_open(folder / "splits.safetensors", "np") as file:
         sources = {name: file.metadata()[name] for name in rows}
 
-    checks = [("rows that are in two places", count_twice(rows, sources), 0.0)]
-    tasks = FAMILIES[family](config["dataset"], rows, sources, data, tensors, checks)
+    places = [(sources[name], row) for name in rows for row in rows[name].tolist()]
+    checks = [("rows that are in two places", float(len(places) - len(set(places))), 0.0)]
+    tasks = FAMILIES[family](Given(config["dataset"], data, rows, sources, tensors, checks))
     if "basis" in tensors:
         check_basis(tensors["basis"], tasks, checks)
         for task in tasks.values():
@@ -126,57 +145,46 @@ def read(folder: Path, data: Path | None) -> Run:
     return Run(config, stored, tasks, theta, tensors.get("bias"), omega, checks)
 
 
-def count_twice(rows: dict[str, Array], sources: dict[str, str]) -> int:
-    places = [(sources[name], row) for name in rows for row in rows[name].tolist()]
-    return len(places) - len(set(places))
-
-
-def take(rows: dict[str, Array], role: str, x: Array) -> dict[str, Array]:
-    """The rows of each split of a task, of what all of them were taken from."""
-    return {split: x[rows[f"{role}/{split}"]] for split in SPLITS}
-
-
-def roles_of(rows: dict[str, Array]) -> list[str]:
-    return [role for role in ("primary", "harmful", "benign") if f"{role}/train" in rows]
-
-
-def images(options: dict, rows: dict, sources: dict, data: Path | None, tensors: dict, checks: list) -> dict[str, Task]:
+def images(given: Given) -> dict[str, Task]:
     """digits, mnist, fashion_mnist: pixels from 0 to 1, then one mean and standard deviation for all."""
-    authors, tasks = options["protocol"] == "authors", {}
-    of_a_task = [options[role] for role in roles_of(rows)]
+    options, authors, tasks = given.options, given.options["protocol"] == "authors", {}
+    of_a_task = [options[role] for role in given.roles]
     intruders = 0
-    for role in roles_of(rows):
+    for role in given.roles:
         x, y = {}, {}
         for split in SPLITS:
-            pixels, labels = images_of(sources[f"{role}/{split}"], options, data)
-            x[split], labels = (array[rows[f"{role}/{split}"]] for array in (pixels, labels))
+            name = f"{role}/{split}"
+            x[split], labels = (array[given.rows[name]] for array in images_of(given.sources[name], given))
             own = labels == options[role]
             intruders += int(np.sum(~own if authors else np.isin(labels, of_a_task) & ~own))
             y[split] = np.full(len(own), int(role != "primary")) if authors else own.astype(int)
         tasks[role] = Task(x, y, 2, constant=authors)
-    checks.append(("images of another task's class", intruders, 0.0))
+    given.checks.append(("images of another task's class", intruders, 0.0))
     both = np.concatenate([tasks[role].x["train"] for role in ("primary", "harmful")])
     mean, std = both.mean(), both.std(ddof=1)
     if authors and options["_target_"].endswith(".mnist"):
         mean, std = 0.1307, 0.3081  # the release's
-    mean, std = agree("", np.array([mean]), np.array([std]), both.reshape(-1, 1), tensors, checks)
+    mean, std = agree("", np.array([mean]), np.array([std]), both.reshape(-1, 1), given)
     for task in tasks.values():
         task.x = {split: (x - mean) / std for split, x in task.x.items()}
     return tasks
 
 
-def images_of(source: str, options: dict, data: Path | None) -> tuple[Array, Array]:
+def images_of(source: str, given: Given) -> tuple[Array, Array]:
     """Pixels [N, D] from 0 to 1 and labels [N]."""
     if source == "sklearn.datasets.load_digits()":
         from sklearn.datasets import load_digits
 
         pixels, labels = load_digits(return_X_y=True)
         return pixels / 16, labels
-    path = (data or Path(options["root"]).expanduser()) / source
+    path = (given.data or Path(given.options["root"]).expanduser()) / source
+    if given.data and not path.parent.is_dir():  # the folder of the files themselves
+        path = given.data / path.name
     pixels, labels = (idx(Path(str(path).replace("images-idx3", kind))) for kind in ("images-idx3", "labels-idx1"))
     return pixels.reshape(len(pixels), -1) / 255, labels
 
 
+@cache
 def idx(path: Path) -> Array:
     """The bytes of an IDX file, packed or not: four bytes that end in the number of dimensions, these, the content."""
     packed = path.with_name(path.name + ".gz")
@@ -185,16 +193,15 @@ def idx(path: Path) -> Array:
     return np.frombuffer(content, np.uint8, offset=4 + 4 * content[3]).reshape(shape)
 
 
-def house_prices(
-    options: dict, rows: dict, sources: dict, data: Path | None, tensors: dict, checks: list
-) -> dict[str, Task]:
+def house_prices(given: Given) -> dict[str, Task]:
     """D_P: LotArea where MSZoning is not RL; D_H: SalePrice where it is. Categories as codes of the sorted strings."""
-    root = data or Path(options["root"]).expanduser()
+    options, rows = given.options, given.rows
+    root = given.data or Path(options["root"]).expanduser()
     table = columns_of(root / "train.csv" if root.is_dir() else root)
     residential = table["MSZoning"] == "RL"
     halves = {"primary": ~residential, "harmful": residential}
     strays = sum((~half[rows[f"{role}/{split}"]]).sum() for role, half in halves.items() for split in SPLITS)
-    checks.append(("rows of the other task's zone", strays, 0.0))
+    given.checks.append(("rows of the other task's zone", strays, 0.0))
     authors, target = options["protocol"] == "authors", {"primary": "LotArea", "harmful": "SalePrice"}
     each = authors or options["normalize"] == "each"
     dropped = [*target.values(), *([] if authors or options["keep_id"] else ["Id"])]
@@ -205,10 +212,11 @@ def house_prices(
         for j, name in enumerate(name for name in table if name not in dropped):
             whole[scope, j] = codes(table[name][scope])
         y = table[target[role]].astype(float)
-        tasks[role] = Task(take(rows, role, whole), take(rows, role, y))
+        taken = {split: rows[f"{role}/{split}"] for split in SPLITS}
+        tasks[role] = Task({split: whole[i] for split, i in taken.items()}, {split: y[i] for split, i in taken.items()})
         if authors:  # moments of the whole half, then float32
-            mean, std = agree(f"{role}/", *moments(whole[half]), whole[half], tensors, checks)
-            y_mean, y_std = agree(f"{role}/target_", *moments(y[half, None]), y[half, None], tensors, checks)
+            mean, std = agree(f"{role}/", *moments(whole[half]), whole[half], given)
+            y_mean, y_std = agree(f"{role}/target_", *moments(y[half, None]), y[half, None], given)
             x32 = {split: ((x - mean) / std).astype(np.float32).astype(float) for split, x in tasks[role].x.items()}
             y32 = {split: ((t - y_mean) / y_std).astype(np.float32).astype(float) for split, t in tasks[role].y.items()}
             tasks[role] = Task(x32, y32, eps=EPS32)
@@ -217,7 +225,7 @@ def house_prices(
         varies = (both != both[0]).any(0)
         for task in tasks.values():
             task.x = {split: x[:, varies] for split, x in task.x.items()}
-        standardize(tasks, options["normalize"], tensors, checks)
+        standardize(tasks, given)
     return tasks
 
 
@@ -237,16 +245,16 @@ def columns_of(path: Path) -> dict[str, Array]:
     return dict(zip(header, np.array(lines).T, strict=True))
 
 
-def arrays(options: dict, rows: dict, sources: dict, data: Path | None, tensors: dict, checks: list) -> dict[str, Task]:
+def arrays(given: Given) -> dict[str, Task]:
     """Matrices of one's own, <role>_x and <role>_y, perhaps <role>_val_x and so on: npz, safetensors, or CSV files."""
-    stored = arrays_of(options, data)
+    options, stored = given.options, arrays_of(given.options, given.data)
     tasks = {}
-    for role in roles_of(rows):
+    for role in given.roles:
         x, y = {}, {}
         for split in SPLITS:
-            name = sources[f"{role}/{split}"]
-            x[split] = stored[name][rows[f"{role}/{split}"]].astype(float)
-            y[split] = stored[f"{name[:-1]}y"].reshape(-1)[rows[f"{role}/{split}"]]
+            name, rows = given.sources[f"{role}/{split}"], given.rows[f"{role}/{split}"]
+            x[split] = stored[name][rows].astype(float)
+            y[split] = stored[f"{name[:-1]}y"].reshape(-1)[rows]
         eps = EPS32 if stored[f"{role}_x"].dtype in (np.float16, np.float32) else EPS
         labels = stored[f"{role}_y"]
         if options["targets"] == "classes" or (options["targets"] == "auto" and labels.dtype.kind != "f"):
@@ -254,7 +262,7 @@ def arrays(options: dict, rows: dict, sources: dict, data: Path | None, tensors:
             tasks[role] = Task(x, {split: np.searchsorted(known, y[split]) for split in SPLITS}, len(known), eps)
         else:
             tasks[role] = Task(x, {split: y[split].astype(float) for split in SPLITS}, 0, eps)
-    standardize(tasks, options["normalize"], tensors, checks)
+    standardize(tasks, given)
     return tasks
 
 
@@ -292,30 +300,29 @@ def moments(x: Array) -> tuple[Array, Array]:
     return np.where(constant, x[0], x.mean(0)), np.where(constant, 1, x.std(0, ddof=1))
 
 
-def standardize(tasks: dict[str, Task], normalize: str, tensors: dict[str, Array], checks: list) -> None:
+def standardize(tasks: dict[str, Task], given: Given) -> None:
     """Columns by the training rows of D_P and D_H together, or of each task; targets of regressions by their own."""
+    normalize = given.options["normalize"]
     both = np.concatenate([tasks[role].x["train"] for role in ("primary", "harmful")])
     for role, task in tasks.items():
         if normalize != "none":
             x = both if normalize == "shared" else task.x["train"]
-            mean, std = agree("" if normalize == "shared" else f"{role}/", *moments(x), x, tensors, checks)
+            mean, std = agree("" if normalize == "shared" else f"{role}/", *moments(x), x, given)
             task.x = {split: (x - mean) / std for split, x in task.x.items()}
         if not task.classes:
             y = task.y["train"][:, None]
-            mean, std = agree(f"{role}/target_", *moments(y), y, tensors, checks)
+            mean, std = agree(f"{role}/target_", *moments(y), y, given)
             task.y = {split: (y - mean) / std for split, y in task.y.items()}
 
 
-def agree(
-    prefix: str, mean: Array, std: Array, x: Array, tensors: dict[str, Array], checks: list
-) -> tuple[Array, Array]:
+def agree(prefix: str, mean: Array, std: Array, x: Array, given: Given) -> tuple[Array, Array]:
     """Check mean and std of the columns of x against those of the run, and go on with the latter, to their last bit."""
     allowed = len(x) * EPS * np.abs(x).max(0)  # the error of a sum of N numbers
     for name, value in (("mean", mean), ("std", std)):
-        off = np.abs(tensors[f"{prefix}{name}"] - value)
+        off = np.abs(given.tensors[f"{prefix}{name}"] - value)
         worst = np.argmax(off / np.maximum(allowed, np.finfo(float).tiny))
-        checks.append((f"{prefix}{name}", off.flat[worst], allowed.flat[worst]))
-    return tensors[f"{prefix}mean"], tensors[f"{prefix}std"]
+        given.checks.append((f"{prefix}{name}", off.flat[worst], allowed.flat[worst]))
+    return given.tensors[f"{prefix}mean"], given.tensors[f"{prefix}std"]
 
 
 def check_basis(basis: Array, tasks: dict[str, Task], checks: list) -> None:
@@ -324,7 +331,8 @@ def check_basis(basis: Array, tasks: dict[str, Task], checks: list) -> None:
     eps = max(task.eps for task in tasks.values())
     ranks = [rank(linalg.svdvals(one), one.shape, eps) for one in (*x, np.concatenate(x))]
     checks.append(("basis: dimensions", abs(basis.shape[1] - (ranks[0] + ranks[1] - ranks[2])), 0.0))
-    checks.append(("basis: orthonormal", np.abs(basis.T @ basis - np.eye(basis.shape[1])).max(), len(basis) * EPS))
+    off = np.abs(basis.T @ basis - np.eye(basis.shape[1])).max()
+    checks.append(("basis: orthonormal", off, 30 * len(basis) * EPS))  # what LAPACK's own tests allow
     for name, one, k in zip(("P", "H"), x, ranks, strict=False):
         v = linalg.svd(one, full_matrices=False)[2][:k].T
         # vectors whose cosine is 1 within sqrt(eps) count as common: an angle of sqrt(2 sqrt(eps))
@@ -420,8 +428,8 @@ def figures(run: Run, rng: np.random.Generator | None = None) -> Figures:
             f = features(task, split, state)
             return f, rank(linalg.svdvals(f), f.shape, task.eps) if len(f) else 0
         k = rank(task.spectrum(split), task.x[split].shape, task.eps)
-        # what is below float32's rounding is no input
-        return features(task, split, state, None if task.eps == EPS else k), k
+        coarse = k and task.eps > EPS  # what is below float32's rounding is no input
+        return features(task, split, state, k if coarse else None), k
 
     for role, task in run.tasks.items():
         for state in STATES:
@@ -584,7 +592,7 @@ def line(name: str, stored: float | Array | None, value: float | Array | None, d
     off = np.abs(stored - value)
     worst = int(np.argmax(off / np.maximum(allowed, np.finfo(float).tiny)))
     size = abs(value[worst]) if abs(value[worst]) > allowed[worst] else 1.0  # zero up to rounding
-    return Line(name, stored[worst], value[worst], off[worst] / size, allowed[worst] / size)
+    return Line(name, *(float(x) for x in (stored[worst], value[worst], off[worst] / size, allowed[worst] / size)))
 
 
 def show(lines: list[Line], left_out: list[str]) -> None:
@@ -609,8 +617,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         run = read(options.folder, options.data)
     except (Unusable, OSError, ValueError, KeyError, IndexError, yaml.YAMLError, SafetensorError) as error:
-        known = isinstance(error, Unusable | OSError)
-        said = str(error) if known else f"{options.folder} or its data cannot be read: {type(error).__name__} {error}"
+        if isinstance(error, OSError):
+            said = f"{error.filename}: {error.strerror}; --data says where the raw data are"
+        elif isinstance(error, Unusable):
+            said = str(error)
+        else:
+            said = f"{options.folder} or its data cannot be read ({type(error).__name__}: {error})"
         print("recompute: " + " ".join(said.split()), file=sys.stderr)
         return 2
     lines = compare(run)
