@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 CONFIG = "config.yaml"
 WEIGHTS = "immunized.safetensors"
+ROWS = "splits.safetensors"
 
 BOOKKEEPING = (
     *("checkpoint", "deterministic", "figures", "log_every", "name", "objective", "resume", "tags", "threads"),
@@ -68,6 +69,8 @@ def completed(config: DictConfig, folder: Path) -> Result | None:
     try:
         before = read_config(folder)
         files.read_tensors(folder / WEIGHTS)
+        if (folder / ROWS).exists():
+            files.read_tensors(folder / ROWS)
     except DataError as error:
         log.warning("%s; the run is done again", error)
         return None

@@ -37,7 +37,7 @@ from immunization.models import Model
 from immunization.optimization import optimizer_of, scheduler_of
 from immunization.result import Result
 from immunization.results.table import line, show
-from immunization.resume import CONFIG, WEIGHTS, completed, decisive
+from immunization.resume import CONFIG, ROWS, WEIGHTS, completed, decisive
 from immunization.tracking import Recorder, Tracker
 
 log = logging.getLogger("immunization")
@@ -176,6 +176,9 @@ def _execute(
     distributed.leave()
     model = model.exact()
     files.write_tensors(folder / WEIGHTS, {**model.export(), **pair.tensors}, model.metadata())
+    if origins := pair.origins:
+        sources = {name: origin.source for name, origin in origins.items()}
+        files.write_tensors(folder / ROWS, {name: origin.rows for name, origin in origins.items()}, sources)
 
     started = time.perf_counter()
     comparison = compare(pair, model)
@@ -255,7 +258,7 @@ def _without_harm(what: str) -> Iterator[None]:
 
 def _clear(folder: Path, state: dict[str, Any] | None) -> None:
     """Remove what an unfinished run left and the one that begins, or goes on from `state`, will write at its end."""
-    names = (Result.file, WEIGHTS, ARRAYS, model_card.FILE, *([] if state else [checkpoint.FILE]))
+    names = (Result.file, WEIGHTS, ROWS, ARRAYS, model_card.FILE, *([] if state else [checkpoint.FILE]))
     for path in (*(folder / name for name in names), *folder.glob(f".*{files.PART}")):
         path.unlink(missing_ok=True)
 

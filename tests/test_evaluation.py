@@ -349,6 +349,15 @@ def test_steps_and_deviation_of_a_case_done_by_hand():
     assert relative_deviation(before / 100, after) is None
 
 
+def test_the_deviation_ends_where_the_baseline_has_converged():
+    """Wherever rounding puts the largest of many values that are all 1."""
+    before, after = f64([0.5, 1, 1, 1, 1]), f64([0.25, 0.5, 0.75, 1, 1])
+    for highest in (1, 4):
+        rounded = before.clone()
+        rounded[highest] += 2e-16 * 2
+        assert relative_deviation(rounded, after) == pytest.approx(0.5)
+
+
 def two_directions(theta: Tensor) -> Comparison:
     """A harmful task whose labels lie along its second feature alone; theta may hide that one."""
     x = gaussian(200, 2, seed=0)

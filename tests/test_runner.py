@@ -30,6 +30,7 @@ FILES = {
     "metrics.jsonl",
     "result.json",
     "immunized.safetensors",
+    "splits.safetensors",
     "run.log",
     "norm_ratio.png",
     "spectra.png",

@@ -179,6 +179,14 @@ def test_authors_kappa_of_rank_deficient_features_is_a_scale(sigma, seed):
     assert_close(doubled / kappa, 4.0, rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_authors_kappa_of_one_null_direction_does_not_hang_on_its_rounding(seed):
+    """Eigenvalues of H + 1e-6 I as computed put it below 1e-6 half of the time, and kappa then at 100."""
+    features = with_spectrum(torch.tensor([10.0, 3.0, 1.0], dtype=torch.float64), 12, 4, seed)
+    kappa = spectral.condition_number(features, conditioning="authors")
+    assert_close(kappa, 1e8, rtol=1e-6, atol=0)
+
+
 def test_known_rank_is_kept_where_the_tolerance_would_lose_it():
     """An invertible theta keeps the rank of the inputs; its features may fall below the tolerance all the same."""
     features = torch.diag(torch.tensor([1.0, 1e-3, 1e-17], dtype=torch.float64))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from immunization.data.images import ImageSplit, create_loader
+from immunization.data.images import create_loader
 from immunization.data.task import Task
 from immunization.evaluation.base import Comparison
 from immunization.models import Folded, Linear, Model, Timm
@@ -115,7 +116,7 @@ class Victim:
         part = task.splits[split]
         if rows is not None:
             own = torch.arange(len(part)) if part.rows is None else part.rows
-            part = ImageSplit(part.dataset, own[list(rows)], part.identity)
+            part = replace(part, rows=own[list(rows)])
         config = preprocessing(base.config, pair, task)
         size = len(part) * torch.Size(base.config["input_size"]).numel() * base.dtype.itemsize / GIB
         if size > MOST:

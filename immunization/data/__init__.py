@@ -4,9 +4,10 @@ from immunization.data.images import digits_deep, image_folders
 from immunization.data.matrices import arrays
 from immunization.data.pixels import digits, fashion_mnist, mnist
 from immunization.data.tabular import house_prices
-from immunization.data.task import Split, Task, TaskPair
+from immunization.data.task import Origin, Split, Task, TaskPair
 
 __all__ = [
+    "Origin",
     "Split",
     "Task",
     "TaskPair",

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from immunization.data.task import SPLITS, Split, Task, TaskPair
+from immunization.data.task import SPLITS, Task, TaskPair
 from immunization.errors import ConfigError, DataError
 
 Normalize = Literal["shared", "each", "none"]
@@ -54,7 +54,8 @@ def map_inputs(pair: TaskPair, transform: Callable[[str, Tensor], Tensor], **ten
     """The pair with `transform(role, x)` for the inputs of every split; `tensors` join those of the pair."""
 
     def mapped(role: str, task: Task) -> Task:
-        return replace(task, **{s: Split(transform(role, getattr(task, s).x), getattr(task, s).y) for s in SPLITS})
+        splits = {s: getattr(task, s) for s in SPLITS}
+        return replace(task, **{s: replace(split, x=transform(role, split.x)) for s, split in splits.items()})
 
     tasks = {role: mapped(role, task) for role, task in pair.tasks.items()}
     return replace(pair, **tasks, tensors=pair.tensors | tensors)
@@ -98,7 +99,7 @@ def standardize_targets(pair: TaskPair) -> TaskPair:
         if task.classes:
             continue
         mean, std = (value[0] for value in moments(task.train.y[:, None]))
-        splits = {s: Split(getattr(task, s).x, (getattr(task, s).y - mean) / std) for s in SPLITS}
+        splits = {s: replace(getattr(task, s), y=(getattr(task, s).y - mean) / std) for s in SPLITS}
         tasks[role] = replace(task, **splits)
         tensors |= {f"{role}/target_mean": mean, f"{role}/target_std": std}
     return replace(pair, **tasks, tensors=pair.tensors | tensors)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from immunization.data.common import check_choice, check_fractions, split_rows
-from immunization.data.task import SPLITS
+from immunization.data.task import SPLITS, Origin
 from immunization.errors import ConfigError, DataError
 
 CROPS = (None, "center", "squash", "border")
@@ -30,15 +30,22 @@ SYNONYMS = {"val": ("val", "validation", "valid", "test"), "train": ("train", "t
 class ImageSplit:
     """Images of one split: `dataset` gives (image, class); `rows` of it belong here, None standing for all.
 
-    `identity` changes with the files, so that whatever is computed from them can be kept under it.
+    `identity` changes with the files, so that whatever is computed from them can be kept under it. `source` says in
+    words what the rows of `dataset` are.
     """
 
     dataset: Dataset
     rows: Tensor | None
     identity: str
+    source: str
 
     def __len__(self) -> int:
         return len(self.dataset) if self.rows is None else len(self.rows)
+
+    @property
+    def origin(self) -> Origin:
+        """Where the images stand, should all of them be readable."""
+        return Origin(self.source, torch.arange(len(self.dataset)) if self.rows is None else self.rows)
 
 
 @dataclass(frozen=True)
@@ -126,15 +133,15 @@ def image_folders(
 
 
 class Digits(Dataset):
-    """scikit-learn's digits of some classes as grey 8 x 8 images, labels 0, 1, ... in the order of `classes`."""
+    """scikit-learn's digits as grey 8 x 8 images, labels 0, 1, ... in the order of `classes`, -1 for other digits."""
 
     def __init__(self, classes: Sequence[int]) -> None:
         from sklearn.datasets import load_digits
 
         pixels, labels = load_digits(return_X_y=True)
-        rows = np.flatnonzero(np.isin(labels, classes))
-        self.pixels = (pixels[rows] * 255 / 16).round().astype(np.uint8).reshape(-1, 8, 8)
-        self.labels = torch.tensor([list(classes).index(label) for label in labels[rows]])
+        self.pixels = (pixels * 255 / 16).round().astype(np.uint8).reshape(-1, 8, 8)
+        codes = {digit: code for code, digit in enumerate(classes)}
+        self.labels = torch.tensor([codes.get(digit, -1) for digit in labels])
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -166,9 +173,13 @@ def digits_deep(
     tasks = {}
     for role, classes in roles.items():
         images = Digits(classes)
+        own = torch.nonzero(images.labels >= 0)[:, 0]
         generator = torch.Generator().manual_seed(split_seed)
-        rows = split_rows(images.labels, val_fraction, test_fraction, generator)
-        splits = {s: ImageSplit(images, rows[s], f"digits {list(classes)} {rows[s].tolist()}") for s in SPLITS}
+        parts = split_rows(images.labels[own], val_fraction, test_fraction, generator)
+        splits = {
+            s: ImageSplit(images, own[i], f"digits {list(classes)} {i.tolist()}", "sklearn.datasets.load_digits()")
+            for s, i in parts.items()
+        }
         tasks[role] = ImageTask("digits " + " ".join(map(str, classes)), tuple(map(str, classes)), splits)
     return ImagePair(name, tasks, size=size, crop_pct=1.0, cache=None, about=_about(tasks))
 
@@ -201,6 +212,7 @@ def _open_task(
         parts = {s: _open_source(role, source, folder, s, options or {}) for s in (train, test)}
         classes = tuple(map(str, getattr(getattr(parts[train], "reader", None), "class_to_idx", None) or ()))
         identities = {s: f"{source} {folder} {s} {len(part)} {dict(options or {})}" for s, part in parts.items()}
+        sources = {s: f"{source}, split {s}" for s in parts}
         labels = None
     else:
         if not folder.is_dir():
@@ -209,20 +221,23 @@ def _open_task(
         if testing is not None and training is None:
             raise DataError(f"{folder} has {testing.name}/ but no {train}/; dataset.{role}.train names the folder")
         classes = _class_folders(training or folder)
-        parts = {train: _open_folder(training or folder, classes)}
+        places = {train: training or folder}
         if testing is not None:
+            places[test] = testing
             unknown = sorted(set(_class_folders(testing)) - set(classes))
             if unknown:
                 raise DataError(f"{testing}: class {unknown[0]} is not in {training}; the classes of both must agree")
-            parts[test] = _open_folder(testing, classes)
+        parts = {s: _open_folder(place, classes) for s, place in places.items()}
         identities = {s: _fingerprint(part.reader) for s, part in parts.items()}
+        below = {s: Path(f"dataset.{role}_root") / place.relative_to(folder) for s, place in places.items()}
+        sources = {s: f"images below {place.as_posix()}, in natural order of their paths" for s, place in below.items()}
         labels = torch.tensor([label for _, label in parts[train].reader.samples])
     held_out = test in parts
     strata = torch.zeros(len(parts[train]), dtype=torch.long) if labels is None else labels
     rows = split_rows(strata, val_fraction, 0.0 if held_out else test_fraction, generator)
-    splits = {s: ImageSplit(parts[train], rows[s], identities[train]) for s in SPLITS}
+    splits = {s: ImageSplit(parts[train], rows[s], identities[train], sources[train]) for s in SPLITS}
     if held_out:
-        splits["test"] = ImageSplit(parts[test], None, identities[test])
+        splits["test"] = ImageSplit(parts[test], None, identities[test], sources[test])
     named = None if outputs is None else _read_outputs(Path(outputs).expanduser(), classes)
     return ImageTask(f"{source} {folder or ''}".strip(), classes, splits, crop, named)
 

@@ -21,7 +21,7 @@ from immunization.data.common import (
     standardize_targets,
 )
 from immunization.data.tables import numbers, read_table, require_columns
-from immunization.data.task import SPLITS, Split, Task, TaskPair
+from immunization.data.task import SPLITS, Origin, Split, Task, TaskPair
 from immunization.errors import ConfigError, DataError
 
 ROLES = ("primary", "harmful", "benign")
@@ -100,6 +100,8 @@ def _task(
         generator,
     )
     parts = {split: given.get(split, (x[rows[split]], y[rows[split]])) for split in SPLITS}
+    origins = {split: Origin(f"{role}_x", rows[split]) for split in SPLITS}
+    origins |= {split: Origin(f"{role}_{split}_x", torch.arange(len(label))) for split, (_, label) in given.items()}
     for split, (part, _) in parts.items():
         if part.shape[1] != x.shape[1]:
             raise DataError(
@@ -108,7 +110,7 @@ def _task(
             )
     eps = torch.finfo(torch.float64 if x.dtype == torch.float64 or not x.is_floating_point() else torch.float32).eps
     if not is_classes:
-        splits = {split: Split(part.double(), target.double()) for split, (part, target) in parts.items()}
+        splits = {s: Split(part.double(), target.double(), origins[s]) for s, (part, target) in parts.items()}
         return Task(role, **splits, eps=eps), "regression"
     classes = _classes(y, f"'{role}_y' in {source}", targets)
     for split, (_, label) in parts.items():
@@ -116,7 +118,7 @@ def _task(
         if len(unknown):
             raise DataError(f"'{role}_{split}_y' in {source} holds the label {unknown[0].item()}, '{role}_y' does not")
     splits = {
-        split: Split(part.double(), torch.searchsorted(classes, label.to(classes.dtype)))
+        split: Split(part.double(), torch.searchsorted(classes, label.to(classes.dtype)), origins[split])
         for split, (part, label) in parts.items()
     }
     about = f"classes {classes.tolist()} coded 0 to {len(classes) - 1}"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from immunization.data.common import check_choice, check_fractions, finish, split_rows
-from immunization.data.task import Split, Task, TaskPair
+from immunization.data.task import Origin, Split, Task, TaskPair
 from immunization.errors import ConfigError, DataError
 
 Protocol = Literal["one_vs_rest", "authors"]
@@ -25,13 +25,17 @@ FILES = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("imag
 
 @dataclass(frozen=True)
 class Images:
-    """Images of ten classes: `pixels` [N, D] from 0 to `scale`, `labels` [N] int64, row numbers of each split."""
+    """Images of ten classes: `pixels` [N, D] from 0 to `scale`, `labels` [N] int64, row numbers of each split.
+
+    `sources` names where the images of each split stand, and the row number of the first one there.
+    """
 
     about: str
     pixels: Tensor
     scale: int
     labels: Tensor
     rows: dict[str, Tensor]
+    sources: dict[str, tuple[str, int]]
 
 
 @cache
@@ -63,7 +67,8 @@ def digits(
     check_fractions(val_fraction, test_fraction)
     pixels, labels = sklearn_digits()
     rows = split_rows(labels, val_fraction, test_fraction, torch.Generator().manual_seed(seed))
-    images = Images(f"scikit-learn digits, {len(pixels)} images of 8 x 8 pixels", pixels, 16, labels, rows)
+    sources = dict.fromkeys(rows, ("sklearn.datasets.load_digits()", 0))
+    images = Images(f"scikit-learn digits, {len(pixels)} images of 8 x 8 pixels", pixels, 16, labels, rows, sources)
     return finish(_pair(name, images, roles, protocol, max_samples, seed), common_range)
 
 
@@ -164,6 +169,10 @@ def _pair(
     def scaled(rows: Tensor) -> Tensor:
         return images.pixels[rows].double().div_(images.scale)
 
+    def part(split: str, rows: Tensor, y: Tensor) -> Split:
+        source, first = images.sources[split]
+        return Split(scaled(rows).sub_(mean).div_(std), y, Origin(source, rows - first))
+
     if moments:
         mean, std = torch.tensor(moments, dtype=torch.float64)
     else:
@@ -172,7 +181,7 @@ def _pair(
             raise DataError(f"{images.about}: all pixels of both tasks are equal (rank 0), the files are damaged")
     tasks = {}
     for role, digit in roles.items():
-        splits = {split: Split(scaled(rows).sub_(mean).div_(std), y) for split, (rows, y) in chosen[role].items()}
+        splits = {split: part(split, *rows) for split, rows in chosen[role].items()}
         label = f"class {digit}" if authors else f"class {digit} against the rest"
         tasks[role] = Task(label, **splits, classes=2, constant=authors)
     source = "given by the release" if moments else "of all training pixels of primary and harmful task (ddof = 1)"
@@ -195,12 +204,15 @@ def _torchvision_images(family: str, root: str, download: bool, val_fraction: fl
     (pixels, labels), (test_pixels, test_labels) = (_read_part(folder, part) for part in ("train", "t10k"))
     rows = split_rows(labels, val_fraction, 0.0, torch.Generator().manual_seed(seed))
     rows["test"] = torch.arange(len(labels), len(labels) + len(test_labels))
+    sources = dict.fromkeys(rows, (f"{family}/raw/train-images-idx3-ubyte", 0))
+    sources["test"] = (f"{family}/raw/t10k-images-idx3-ubyte", len(labels))
     return Images(
         f"{family}, {len(labels)} images of 28 x 28 pixels and the official {len(test_labels)} for test",
         torch.cat([pixels, test_pixels]).flatten(1),
         255,
         torch.cat([labels, test_labels]).long(),
         rows,
+        sources,
     )
 
 

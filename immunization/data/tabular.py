@@ -22,7 +22,7 @@ from immunization.data.common import (
     standardize_targets,
 )
 from immunization.data.tables import numbers, read_table, require_columns
-from immunization.data.task import Split, Task, TaskPair
+from immunization.data.task import Origin, Split, Task, TaskPair
 from immunization.errors import DataError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def house_prices(
     tasks = {}
     for role, x in inputs.items():
         rows = split_rows(torch.zeros(len(x), dtype=torch.int64), val_fraction, test_fraction, generator)
-        splits = {split: Split(x[index], targets[role][index]) for split, index in rows.items()}
+        splits = {s: Split(x[i], targets[role][i], _origin(halves[role], i)) for s, i in rows.items()}
         tasks[role] = Task(_task_name(role), **splits)
     pair = TaskPair(name, **tasks)
     x = both_train(pair)
@@ -123,7 +123,7 @@ def _authors(name: str, path: Path, halves: dict[str, pd.DataFrame], targets: di
         x, y = _encode(half, columns, path), targets[role]
         (mean, std), (y_mean, y_std) = moments(x), moments(y[:, None])
         x, y = ((x - mean) / std).float().double(), ((y - y_mean) / y_std).float().double()
-        splits = {split: Split(x[rows], y[rows]) for split, rows in bounds.items()}
+        splits = {split: Split(x[rows], y[rows], _origin(half, rows)) for split, rows in bounds.items()}
         tasks[role] = Task(_task_name(role), **splits, eps=torch.finfo(torch.float32).eps)
         tensors |= {f"{role}/mean": mean, f"{role}/std": std}
         tensors |= {f"{role}/target_mean": y_mean[0], f"{role}/target_std": y_std[0]}
@@ -137,6 +137,10 @@ def _authors(name: str, path: Path, halves: dict[str, pd.DataFrame], targets: di
         "columns": columns,
     }
     return TaskPair(name, **tasks, about=about, tensors=tensors)
+
+
+def _origin(half: pd.DataFrame, rows: torch.Tensor | slice) -> Origin:
+    return Origin("train.csv", torch.from_numpy(half.index.to_numpy(copy=True))[rows])
 
 
 def _task_name(role: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,23 +20,32 @@ from immunization.errors import DataError
 SPLITS = ("train", "val", "test")
 
 
+class Origin(NamedTuple):
+    """Where a split was taken from: its row i is row `rows[i]` (int64 [N], counted from 0) of what `source` names."""
+
+    source: str
+    rows: Tensor
+
+
 @dataclass(frozen=True)
 class Split:
     """Rows of one task: `x` [N, D] float64; `y` [N], float64 (regression) or int64 class labels.
 
     What enters the trainable part of a deep net is `x` [N, ...] in the net's dtype: it stays where it is stored, and
     its rows follow `y` to the device as they are used. It need not be a tensor: `shape` and `split(n)` are enough.
+    `origin`, where it is known, lets others find the rows again.
     """
 
     x: Tensor
     y: Tensor
+    origin: Origin | None = None
 
     def __len__(self) -> int:
         return len(self.x)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Split:
         x = self.x.to(device, dtype) if len(self.x.shape) == 2 else self.x
-        return Split(x, self.y.to(device, dtype if self.y.is_floating_point() else None))
+        return Split(x, self.y.to(device, dtype if self.y.is_floating_point() else None), self.origin)
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,11 @@ class Task:
                 raise DataError(
                     f"task '{self.name}', {name} split: inputs of shape {tuple(split.x.shape)} and "
                     f"{len(split.y)} targets; expected [rows, features] and one target a row"
+                )
+            if split.origin is not None and len(split.origin.rows) != len(split.x):
+                raise DataError(
+                    f"task '{self.name}', {name} split: {len(split.origin.rows)} rows of '{split.origin.source}' for "
+                    f"{len(split.x)} inputs; expected one an input"
                 )
             if not torch.isfinite(split.y).all() or (matrix and not torch.isfinite(split.x).all()):
                 raise DataError(
@@ -175,6 +190,12 @@ class TaskPair:
         """The tasks that exist, by role."""
         roles = {"primary": self.primary, "harmful": self.harmful, "benign": self.benign}
         return {role: task for role, task in roles.items() if task is not None}
+
+    @property
+    def origins(self) -> dict[str, Origin]:
+        """Where the rows of `<role>/<split>` come from, as far as it is known."""
+        splits = {f"{role}/{name}": getattr(task, name) for role, task in self.tasks.items() for name in SPLITS}
+        return {name: split.origin for name, split in splits.items() if split.origin is not None}
 
     @property
     def dim(self) -> int:

@@ -102,8 +102,12 @@ def steps_to(threshold: float, curve: Tensor, grid: Tensor) -> int | None:
 
 
 def relative_deviation(before: Tensor, after: Tensor) -> float | None:
-    """RFD of two curves [T]: mean of (before - after) / before up to the maximum of `before`, where that is > 0.05."""
-    before, after = (curve[: before.argmax() + 1] for curve in (before, after))
+    """RFD of two curves [T]: mean of (before - after) / before up to the maximum of `before`, where that is > 0.05.
+
+    The first maximum up to rounding: R^2 that has converged stays there for many t, the largest of which is anyone's.
+    """
+    first = (before >= before.max() - 1e-12).nonzero()[0, 0]
+    before, after = (curve[: first + 1] for curve in (before, after))
     counted = before > 0.05
     return ((before - after) / before)[counted].mean().item() if counted.any() else None
 

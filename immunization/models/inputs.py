@@ -112,7 +112,11 @@ def task_of(model: Timm, role: str, task: ImageTask, parts: dict[str, tuple], fo
         empty = int(counts.argmin())
         name = task.classes[empty] if task.classes else empty
         raise DataError(f"{role} task {task.name}: class {name} is empty, no training image of it can be read")
-    splits = {s: Split(x, order[y].to(model.images.device)) for s, (x, y) in parts.items()}
+    origins = {s: task.splits[s].origin for s in parts}
+    splits = {  # which images were unreadable, and left out, is not kept
+        s: Split(x, order[y].to(model.images.device), origins[s] if len(y) == len(origins[s].rows) else None)
+        for s, (x, y) in parts.items()
+    }
     eps = torch.finfo(model.images.dtype).eps
     width = None if folded else model.head.in_features
     if width is not None:  # an empty split has no activations either

@@ -1,0 +1,634 @@
+"""Recompute the figures of a linear run from its folder and the raw data, without the program that made them.
+
+    python docs/recompute.py <run folder> [--data <file or folder of the raw data>]
+
+Nothing of this project and no torch: definitions, numpy, scipy. Read are config.yaml, splits.safetensors (which rows),
+immunized.safetensors (theta, omega, the normalization), result.json, and the data where config.yaml says they are, or
+at --data. Exit code 0: every figure agrees; 1: one does not; 2: there is nothing to compare, with the reason.
+
+How exactly must a figure agree? As exactly as float64 determines it. Everything is computed again DRAWS times from
+features X theta + eps ||X|| ||theta|| G, with G standard normal, which moves every singular value by about the rounding
+of the largest; a figure may be off by 4 times the largest change that this makes, and by 1e-12 of itself. So kappa of
+1e6 must agree to some 11 digits and one of 1e10 to 9; an accuracy or a number of steps must be equal, unless a
+prediction lies within rounding of zero. What rounding leaves open by more than 1 % is marked "?".
+
+Where the program goes another way: it compresses each task to a k x D root before all else and solves for c by
+corrected normal equations; its ceiling comes from products of singular vectors, its norm ratios from the eigenbasis.
+Here singular values are those of the N x D features themselves, the ceiling comes from a triangular solve, and
+steepest descent is walked step by step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import json
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import yaml
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load_file
+from scipy import linalg
+
+Array = np.ndarray
+Figures = dict[str, "float | Array | None"]
+"""Metrics of result.json by name and its curves as `curves/<name>`; None where there is no such figure."""
+
+EPS, EPS32 = 2.0**-52, 2.0**-23
+DRAWS = 4
+SPLITS = ("train", "val", "test")
+STATES = ("", "_baseline")  # after immunization; the raw inputs
+MISSING = ("", "NA", "None")  # of House Prices
+
+
+class Unusable(Exception):
+    """There is nothing to compare; the message says why."""
+
+
+@dataclass(eq=False)
+class Task:
+    """Inputs x[split] [N, D], regression targets or classes y[split] [N]; `classes` is 0 for a regression."""
+
+    x: dict[str, Array]
+    y: dict[str, Array]
+    classes: int = 0
+    eps: float = EPS  # of the dtype the inputs were stored in
+    constant: bool = False  # the authors' images: one label a task
+
+    def targets(self, split: str) -> Array:
+        """Least-squares targets [N, C]: y itself, -1/+1 for two classes, else one-hot."""
+        y = self.y[split]
+        if self.classes > 2:
+            return np.eye(self.classes)[y]
+        return (2.0 * y - 1 if self.classes else y)[:, None]
+
+    @cache  # noqa: B019
+    def spectrum(self, split: str) -> Array:
+        """Singular values of the inputs, descending."""
+        return linalg.svdvals(self.x[split]) if len(self.x[split]) else np.zeros(1)
+
+    def measure(self, predictions: Array) -> float:
+        """Accuracy or R^2 of predictions [N, C] on the test rows."""
+        y = self.y["test"]
+        if not self.classes:
+            return 1 - ((predictions[:, 0] - y) ** 2).sum() / ((y - y.mean()) ** 2).sum()
+        return float(np.mean(predictions.argmax(1) == y if self.classes > 2 else (predictions[:, 0] > 0) == (y > 0)))
+
+
+@dataclass
+class Run:
+    """What there is to compare. `checks` of the preparation: what, difference, allowed difference."""
+
+    config: dict
+    stored: Figures
+    tasks: dict[str, Task]
+    theta: Array
+    bias: Array | None
+    omega: Array
+    checks: list[tuple[str, float, float]]
+
+
+@dataclass
+class Given:
+    """What the inputs are made from: dataset.* of config.yaml, and the rows and the normalization that the run kept."""
+
+    options: dict
+    data: Path | None
+    rows: dict[str, Array]
+    sources: dict[str, str]
+    tensors: dict[str, Array]
+    checks: list[tuple[str, float, float]]
+
+    @property
+    def roles(self) -> list[str]:
+        return [role for role in ("primary", "harmful", "benign") if f"{role}/train" in self.rows]
+
+
+# --- The raw data, and how they become the inputs ---------------------------------------------------------------------
+
+
+def read(folder: Path, data: Path | None) -> Run:
+    """Raises Unusable, OSError, ValueError or KeyError for what is not a completed linear run with its data."""
+    for name in ("config.yaml", "result.json", "immunized.safetensors"):
+        if not (folder / name).is_file():
+            raise Unusable(f"{folder / name} does not exist; give the folder of a completed run")
+    if not (folder / "splits.safetensors").is_file():
+        raise Unusable(f"{folder} holds no splits.safetensors: its data set does not say which rows it took")
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    result = json.loads((folder / "result.json").read_text())
+    if result["status"] != "completed":
+        raise Unusable(f"{folder} holds a run that has {result['status']}; there are no figures to check")
+    tensors = load_file(folder / "immunized.safetensors")
+    if not config["model"]["_target_"].endswith(".Linear") or "theta" not in tensors:
+        raise Unusable(f"{folder} holds a net ({config['model']['_target_']}); this script recomputes linear runs")
+    family = config["dataset"]["_target_"].rpartition(".")[2]
+    if family not in FAMILIES:
+        raise Unusable(f"dataset {config['dataset']['_target_']}: this script knows {', '.join(FAMILIES)}")
+    rows = load_file(folder / "splits.safetensors")
+    with safe_open(folder / "splits.safetensors", "np") as file:
+        sources = {name: file.metadata()[name] for name in rows}
+
+    places = [(sources[name], row) for name in rows for row in rows[name].tolist()]
+    checks = [("rows that are in two places", float(len(places) - len(set(places))), 0.0)]
+    tasks = FAMILIES[family](Given(config["dataset"], data, rows, sources, tensors, checks))
+    if "basis" in tensors:
+        check_basis(tensors["basis"], tasks, checks)
+        for task in tasks.values():
+            task.x = {split: x @ tensors["basis"] for split, x in task.x.items()}
+    stored = result["metrics"] | {f"curves/{name}": np.array(curve["y"]) for name, curve in result["curves"].items()}
+    theta, omega = (tensors[name].astype(float) for name in ("theta", "omega"))
+    return Run(config, stored, tasks, theta, tensors.get("bias"), omega, checks)
+
+
+def images(given: Given) -> dict[str, Task]:
+    """digits, mnist, fashion_mnist: pixels from 0 to 1, then one mean and standard deviation for all."""
+    options, authors, tasks = given.options, given.options["protocol"] == "authors", {}
+    of_a_task = [options[role] for role in given.roles]
+    intruders = 0
+    for role in given.roles:
+        x, y = {}, {}
+        for split in SPLITS:
+            name = f"{role}/{split}"
+            x[split], labels = (array[given.rows[name]] for array in images_of(given.sources[name], given))
+            own = labels == options[role]
+            intruders += int(np.sum(~own if authors else np.isin(labels, of_a_task) & ~own))
+            y[split] = np.full(len(own), int(role != "primary")) if authors else own.astype(int)
+        tasks[role] = Task(x, y, 2, constant=authors)
+    given.checks.append(("images of another task's class", intruders, 0.0))
+    both = np.concatenate([tasks[role].x["train"] for role in ("primary", "harmful")])
+    mean, std = both.mean(), both.std(ddof=1)
+    if authors and options["_target_"].endswith(".mnist"):
+        mean, std = 0.1307, 0.3081  # the release's
+    mean, std = agree("", np.array([mean]), np.array([std]), both.reshape(-1, 1), given)
+    for task in tasks.values():
+        task.x = {split: (x - mean) / std for split, x in task.x.items()}
+    return tasks
+
+
+def images_of(source: str, given: Given) -> tuple[Array, Array]:
+    """Pixels [N, D] from 0 to 1 and labels [N]."""
+    if source == "sklearn.datasets.load_digits()":
+        from sklearn.datasets import load_digits
+
+        pixels, labels = load_digits(return_X_y=True)
+        return pixels / 16, labels
+    path = (given.data or Path(given.options["root"]).expanduser()) / source
+    if given.data and not path.parent.is_dir():  # the folder of the files themselves
+        path = given.data / path.name
+    pixels, labels = (idx(Path(str(path).replace("images-idx3", kind))) for kind in ("images-idx3", "labels-idx1"))
+    return pixels.reshape(len(pixels), -1) / 255, labels
+
+
+@cache
+def idx(path: Path) -> Array:
+    """The bytes of an IDX file, packed or not: four bytes that end in the number of dimensions, these, the content."""
+    packed = path.with_name(path.name + ".gz")
+    content = path.read_bytes() if path.is_file() else gzip.decompress(packed.read_bytes())
+    shape = np.frombuffer(content, ">u4", content[3], 4)
+    return np.frombuffer(content, np.uint8, offset=4 + 4 * content[3]).reshape(shape)
+
+
+def house_prices(given: Given) -> dict[str, Task]:
+    """D_P: LotArea where MSZoning is not RL; D_H: SalePrice where it is. Categories as codes of the sorted strings."""
+    options, rows = given.options, given.rows
+    root = given.data or Path(options["root"]).expanduser()
+    table = columns_of(root / "train.csv" if root.is_dir() else root)
+    residential = table["MSZoning"] == "RL"
+    halves = {"primary": ~residential, "harmful": residential}
+    strays = sum((~half[rows[f"{role}/{split}"]]).sum() for role, half in halves.items() for split in SPLITS)
+    given.checks.append(("rows of the other task's zone", strays, 0.0))
+    authors, target = options["protocol"] == "authors", {"primary": "LotArea", "harmful": "SalePrice"}
+    each = authors or options["normalize"] == "each"
+    dropped = [*target.values(), *([] if authors or options["keep_id"] else ["Id"])]
+    tasks = {}
+    for role, half in halves.items():
+        scope = half if each else np.full(len(half), True)  # the rows that are coded together
+        whole = np.full((len(half), len(table) - len(dropped)), np.nan)
+        for j, name in enumerate(name for name in table if name not in dropped):
+            whole[scope, j] = codes(table[name][scope])
+        y = table[target[role]].astype(float)
+        taken = {split: rows[f"{role}/{split}"] for split in SPLITS}
+        tasks[role] = Task({split: whole[i] for split, i in taken.items()}, {split: y[i] for split, i in taken.items()})
+        if authors:  # moments of the whole half, then float32
+            mean, std = agree(f"{role}/", *moments(whole[half]), whole[half], given)
+            y_mean, y_std = agree(f"{role}/target_", *moments(y[half, None]), y[half, None], given)
+            x32 = {split: ((x - mean) / std).astype(np.float32).astype(float) for split, x in tasks[role].x.items()}
+            y32 = {split: ((t - y_mean) / y_std).astype(np.float32).astype(float) for split, t in tasks[role].y.items()}
+            tasks[role] = Task(x32, y32, eps=EPS32)
+    if not authors:
+        both = np.concatenate([task.x["train"] for task in tasks.values()])
+        varies = (both != both[0]).any(0)
+        for task in tasks.values():
+            task.x = {split: x[:, varies] for split, x in task.x.items()}
+        standardize(tasks, given)
+    return tasks
+
+
+def codes(column: Array) -> Array:
+    """Numbers, 0 where missing; or, where other text occurs, its place among the sorted texts, missing as '0'."""
+    text = np.where(np.isin(column, MISSING), "0", column)
+    try:
+        return text.astype(float)
+    except ValueError:
+        return np.unique(text, return_inverse=True)[1].astype(float)
+
+
+def columns_of(path: Path) -> dict[str, Array]:
+    """The columns of a CSV file with a header line, as text."""
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        header, *lines = csv.reader(file)
+    return dict(zip(header, np.array(lines).T, strict=True))
+
+
+def arrays(given: Given) -> dict[str, Task]:
+    """Matrices of one's own, <role>_x and <role>_y, perhaps <role>_val_x and so on: npz, safetensors, or CSV files."""
+    options, stored = given.options, arrays_of(given.options, given.data)
+    tasks = {}
+    for role in given.roles:
+        x, y = {}, {}
+        for split in SPLITS:
+            name, rows = given.sources[f"{role}/{split}"], given.rows[f"{role}/{split}"]
+            x[split] = stored[name][rows].astype(float)
+            y[split] = stored[f"{name[:-1]}y"].reshape(-1)[rows]
+        eps = EPS32 if stored[f"{role}_x"].dtype in (np.float16, np.float32) else EPS
+        labels = stored[f"{role}_y"]
+        if options["targets"] == "classes" or (options["targets"] == "auto" and labels.dtype.kind != "f"):
+            known = np.unique(labels)
+            tasks[role] = Task(x, {split: np.searchsorted(known, y[split]) for split in SPLITS}, len(known), eps)
+        else:
+            tasks[role] = Task(x, {split: y[split].astype(float) for split in SPLITS}, 0, eps)
+    standardize(tasks, given)
+    return tasks
+
+
+def arrays_of(options: dict, data: Path | None) -> dict[str, Array]:
+    if options["path"]:
+        path = data or Path(options["path"]).expanduser()
+        return dict(np.load(path, allow_pickle=False)) if path.suffix == ".npz" else load_file(path)
+    stored, order = {}, None
+    for role in ("primary", "harmful", "benign"):
+        if options[f"{role}_csv"]:
+            path = Path(options[f"{role}_csv"]).expanduser()
+            table = columns_of(data / path.name if data else path)
+            target = table.pop(options["target"])
+            order = order or list(table)
+            stored[f"{role}_x"] = np.stack([table[name].astype(float) for name in order], 1)
+            try:
+                stored[f"{role}_y"] = target.astype(int)
+            except ValueError:
+                stored[f"{role}_y"] = target.astype(float)
+    return stored
+
+
+FAMILIES = {
+    "digits": images,
+    "mnist": images,
+    "fashion_mnist": images,
+    "house_prices": house_prices,
+    "arrays": arrays,
+}
+
+
+def moments(x: Array) -> tuple[Array, Array]:
+    """Mean and standard deviation (ddof = 1) of columns; a constant one has its own value and 1."""
+    constant = (x == x[0]).all(0)
+    return np.where(constant, x[0], x.mean(0)), np.where(constant, 1, x.std(0, ddof=1))
+
+
+def standardize(tasks: dict[str, Task], given: Given) -> None:
+    """Columns by the training rows of D_P and D_H together, or of each task; targets of regressions by their own."""
+    normalize = given.options["normalize"]
+    both = np.concatenate([tasks[role].x["train"] for role in ("primary", "harmful")])
+    for role, task in tasks.items():
+        if normalize != "none":
+            x = both if normalize == "shared" else task.x["train"]
+            mean, std = agree("" if normalize == "shared" else f"{role}/", *moments(x), x, given)
+            task.x = {split: (x - mean) / std for split, x in task.x.items()}
+        if not task.classes:
+            y = task.y["train"][:, None]
+            mean, std = agree(f"{role}/target_", *moments(y), y, given)
+            task.y = {split: (y - mean) / std for split, y in task.y.items()}
+
+
+def agree(prefix: str, mean: Array, std: Array, x: Array, given: Given) -> tuple[Array, Array]:
+    """Check mean and std of the columns of x against those of the run, and go on with the latter, to their last bit."""
+    allowed = len(x) * EPS * np.abs(x).max(0)  # the error of a sum of N numbers
+    for name, value in (("mean", mean), ("std", std)):
+        off = np.abs(given.tensors[f"{prefix}{name}"] - value)
+        worst = np.argmax(off / np.maximum(allowed, np.finfo(float).tiny))
+        given.checks.append((f"{prefix}{name}", off.flat[worst], allowed.flat[worst]))
+    return given.tensors[f"{prefix}mean"], given.tensors[f"{prefix}std"]
+
+
+def check_basis(basis: Array, tasks: dict[str, Task], checks: list) -> None:
+    """`basis` [D, d] must be orthonormal, inside of both tasks' ranges, and as wide as these have in common."""
+    x = [tasks[role].x["train"] for role in ("primary", "harmful")]
+    eps = max(task.eps for task in tasks.values())
+    ranks = [rank(linalg.svdvals(one), one.shape, eps) for one in (*x, np.concatenate(x))]
+    checks.append(("basis: dimensions", abs(basis.shape[1] - (ranks[0] + ranks[1] - ranks[2])), 0.0))
+    off = np.abs(basis.T @ basis - np.eye(basis.shape[1])).max()
+    checks.append(("basis: orthonormal", off, 30 * len(basis) * EPS))  # what LAPACK's own tests allow
+    for name, one, k in zip(("P", "H"), x, ranks, strict=False):
+        v = linalg.svd(one, full_matrices=False)[2][:k].T
+        # vectors whose cosine is 1 within sqrt(eps) count as common: an angle of sqrt(2 sqrt(eps))
+        checks.append((f"basis: outside of range(K_{name})", linalg.norm(basis - v @ (v.T @ basis), 2), 2 * eps**0.25))
+
+
+# --- The measures -----------------------------------------------------------------------------------------------------
+
+
+def rank(sigma: Array, shape: tuple[int, ...], eps: float) -> int:
+    """Number of the singular values of a matrix of that shape that are above sigma_1 max(N, D) eps."""
+    return int((sigma > sigma[0] * max(shape) * eps).sum())
+
+
+def cut(x: Array, k: int) -> Array:
+    """The matrix of rank k nearest to x."""
+    u, sigma, vh = linalg.svd(x, full_matrices=False)
+    return (u[:, :k] * sigma[:k]) @ vh[:k]
+
+
+@dataclass
+class Probe:
+    """Linear probing of F = U diag(sigma) V^T [N, D], cut to its k directions, towards Y: c = U^T Y [k, C].
+
+    The loss is 1/2 ||F w - Y||^2, its Hessian H = F^T F; the first `resolved` directions stand above rounding.
+    """
+
+    f: Array
+    y: Array
+    k: int
+    eps: float = EPS
+
+    def __post_init__(self) -> None:
+        u, self.sigma, vh = linalg.svd(self.f, full_matrices=False)
+        self.all_sigma = self.sigma
+        self.sigma, self.v, self.c = self.sigma[: self.k], vh[: self.k].T, u[:, : self.k].T @ self.y
+        self.resolved = int((self.sigma > self.sigma[0] * max(self.f.shape) * self.eps).sum())
+
+    def left(self, t: Array) -> Array:
+        """(1 - lambda_i / lambda_1)^t [T, k]: what t steps of gradient descent with step 1/lambda_1 leave of c_i."""
+        with np.errstate(divide="ignore"):
+            log = np.log1p(-((self.sigma / self.sigma[0]) ** 2))
+        return np.exp(t[:, None] * log)
+
+    def descended(self, t: Array) -> Array:
+        """Weights [T, D, C] after t steps from 0: in direction v_i, (1 - left_i) c_i / sigma_i."""
+        with np.errstate(divide="ignore"):
+            learned = -np.expm1(t[:, None] * np.log1p(-((self.sigma / self.sigma[0]) ** 2)))
+        return self.v @ ((learned / self.sigma)[:, :, None] * self.c)
+
+    def excess(self, t: Array) -> Array:
+        """Training loss above its minimum after t steps, relative to that of w = 0."""
+        return (self.left(t) ** 2 @ (self.c**2).sum(1)) / (self.c**2).sum()
+
+    def least_squares(self) -> Array:
+        """The weights w* [D, C] of least norm among those of least loss."""
+        r = self.resolved
+        return self.v[:, :r] @ (self.c[:r] / self.sigma[:r, None])
+
+    def norm_ratio(self, steps: int) -> Array:
+        """||w_t - w*|| / ||w_0 - w*|| on range(H): steepest descent with exact line search from 0 (Eq. 16)."""
+        r = self.resolved
+        optimum, w = self.v[:, :r].T @ self.least_squares(), np.zeros((self.f.shape[1], self.y.shape[1]))
+        norms = [linalg.norm(optimum)]
+        for _ in range(steps):
+            gradient = self.f.T @ (self.f @ w - self.y)
+            curvature = ((self.f @ gradient) ** 2).sum()
+            if curvature > 0:
+                w = w - (gradient**2).sum() / curvature * gradient
+            norms.append(linalg.norm(self.v[:, :r].T @ w - optimum))
+        return np.array(norms) / norms[0]
+
+
+def figures(run: Run, rng: np.random.Generator | None = None) -> Figures:
+    """Every figure, from the features as they are, or disturbed by `rng`."""
+    names = run.config["evaluation"] or {}
+    out: Figures = {}
+    probes: dict[tuple[str, str], Probe] = {}
+    test: dict[tuple[str, str], Array] = {}
+    size, affine = linalg.norm(run.theta, 2), run.bias is not None
+
+    def features(task: Task, split: str, state: str, k: int | None = None) -> Array:
+        """Features [N, D] of the inputs, or of the nearest matrix of rank k to them."""
+        x = task.x[split] if k is None else cut(task.x[split], k)
+        f = x if state else x @ run.theta + (run.bias if affine else 0)
+        if rng is None:
+            return f
+        return f + EPS * task.spectrum(split)[0] * (1 if state else size) * rng.standard_normal(f.shape)
+
+    def ranked(task: Task, split: str, state: str) -> tuple[Array, int]:
+        """Features with their rank k, that of the inputs: theta is invertible. With a bias it is their own."""
+        if affine and not state:
+            f = features(task, split, state)
+            return f, rank(linalg.svdvals(f), f.shape, task.eps) if len(f) else 0
+        k = rank(task.spectrum(split), task.x[split].shape, task.eps)
+        coarse = k and task.eps > EPS  # what is below float32's rounding is no input
+        return features(task, split, state, k if coarse else None), k
+
+    for role, task in run.tasks.items():
+        for state in STATES:
+            f, k = ranked(task, "train", state)
+            probes[role, state] = Probe(f, task.targets("train"), k, task.eps if affine and not state else EPS)
+            test[role, state] = features(task, "test", state)
+
+    # condition numbers (Eq. 15): (sigma_1 / sigma_k)^2; the released code's: of H + 1e-6 I; and on held-out inputs
+    kappa, authors, held_out = {}, {}, {}
+    for role in ("harmful", "primary"):
+        for state in STATES:
+            task, probe = run.tasks[role], probes[role, state]
+            kappa[role + state] = out[f"kappa_{role}{state}"] = (probe.sigma[0] / probe.sigma[-1]) ** 2
+            every = probe.all_sigma if task.eps == EPS else linalg.svdvals(features(task, "train", state))
+            smallest = every[-1] if len(every) == probe.f.shape[1] else 0
+            authors[role + state] = (every[0] ** 2 + 1e-6) / (smallest**2 + 1e-6)
+            out[f"curves/spectrum/{role}{state.replace('_', '/')}"] = probe.sigma**2
+            f, k = ranked(task, "test", state)
+            if k:
+                sigma = linalg.svdvals(f)
+                held_out[role + state] = out[f"test/kappa_{role}{state}"] = (sigma[0] / sigma[k - 1]) ** 2
+            if k and not state:
+                out[f"test/rank_{role}"] = k
+        out[f"rank_{role}"] = probes[role, ""].k
+    for prefix, values in (("", kappa), ("authors/", authors), ("test/", held_out)):
+        known = len(values) == 4
+        out[f"{prefix}ratio_harmful"] = values["harmful"] / values["harmful_baseline"] if known else None
+        out[f"{prefix}ratio_primary"] = values["primary"] / values["primary_baseline"] if known else None
+        out[f"{prefix}rir"] = out[f"{prefix}ratio_harmful"] / out[f"{prefix}ratio_primary"] if known else None
+
+    bound = ceiling(probes["primary", "_baseline"], probes["harmful", "_baseline"], run)
+    out["ceiling/rir"] = bound and bound * kappa["primary_baseline"] / kappa["harmful_baseline"]
+    out["ceiling/attained"] = None
+    if bound and abs(np.log(out["ceiling/rir"])) >= 1e-9:
+        out["ceiling/attained"] = np.log(out["rir"]) / np.log(out["ceiling/rir"])
+
+    # the primary task, its head retrained to its optimum; the head that the method trained
+    task = run.tasks["primary"]
+    measure = "accuracy" if task.classes else "r2"
+    tested = can_be_tested(task)
+    for state in STATES:
+        predictions = test["primary", state] @ probes["primary", state].least_squares()
+        out[f"primary/{measure}{state}"] = task.measure(predictions) if tested else None
+        loss = ((predictions - task.targets("test")) ** 2).sum() / 2
+        out[f"primary/loss{state}"] = loss / len(predictions) if tested else None
+    out[f"primary/head_{measure}"] = task.measure(test["primary", ""] @ run.omega.T) if tested else None
+
+    # Definition 3.1
+    holds = {"a": out["ratio_harmful"] > 1 + 1e-6, "b": out["ratio_primary"] <= 1 + 1e-6}
+    out |= {"definition/primary_change": None, "definition/c": None, "definition/rir_kept": None}
+    if tested:
+        after, before = (out[f"primary/{measure}{state}"] for state in STATES)
+        change = (after - before) / (1 if task.classes else abs(before) or 1)
+        holds["c"] = change >= -names.get("definition", {}).get("tolerance", 0.01) - 1e-9
+        out["definition/primary_change"], out["definition/rir_kept"] = change, out["rir"] if holds["c"] else 0.0
+    out |= {f"definition/{part}": float(verdict) for part, verdict in holds.items()}
+    out["definition/immunized"] = float(all(holds.values())) if tested or not all(holds.values()) else None
+
+    # what the attacker's probe learns, step by step
+    options = {"octaves": 20, "share": 0.9} | names.get("learning_curves", {})
+    grid = np.array([round(2 ** (j / 4)) for j in range(4 * options["octaves"] + 1)])
+    for role, task in run.tasks.items():
+        curve = {}
+        for state in STATES:
+            probe, name = probes[role, state], role + state.replace("_", "/")
+            if (probe.c**2).sum() > 0:
+                out[f"curves/excess/{name}"] = probe.excess(grid)
+            if can_be_tested(task):
+                weights = probe.descended(grid)
+                curve[state] = np.array([task.measure(test[role, state] @ w) for w in weights])
+                out[f"curves/probe/{name}"] = curve[state]
+            if role != "benign" and np.any(probe.least_squares()):
+                out[f"curves/norm_ratio/{name}"] = probe.norm_ratio(names.get("norm_ratio", {}).get("steps", 300))
+        learns = can_be_tested(task) and not task.constant
+        chance = 1 / task.classes if task.classes else 0.0
+        out[f"steps_ratio/{role}"] = steps_ratio(curve, grid, chance, options["share"]) if learns else None
+        out[f"rfd/{role}"] = deviation(curve[""], curve["_baseline"]) if learns else None
+    return out
+
+
+def ceiling(primary: Probe, harmful: Probe, run: Run) -> float | None:
+    """kappa(M), M = K_P^-1/2 K_H K_P^-1/2 over its non-zero eigenvalues; None where range(K_H) leaves range(K_P).
+
+    With X_P V = Q R on an orthonormal basis V of its range, M has the singular values of X_H V R^-1, squared.
+    """
+    if harmful.k == 1:
+        return 1.0
+    eps = max(run.tasks[role].eps for role in ("primary", "harmful"))
+    both = np.concatenate([primary.f, harmful.f])
+    if primary.k < both.shape[1] and rank(linalg.svdvals(both), both.shape, eps) > primary.k:
+        return None
+    r = np.linalg.qr(primary.f @ primary.v, mode="r")
+    sigma = linalg.svdvals(linalg.solve_triangular(r.T, (harmful.f @ primary.v).T, lower=True))
+    return (sigma[0] / sigma[min(harmful.k, primary.k) - 1]) ** 2
+
+
+def can_be_tested(task: Task) -> bool:
+    """Whether there are test rows, and R^2 exists on them."""
+    y = task.y["test"]
+    return len(y) > 0 and (task.classes > 0 or bool((y != y[0]).any()))
+
+
+def steps_ratio(curve: dict[str, Array], grid: Array, chance: float, share: float) -> float | None:
+    """Steps to `share` of the way from chance to the baseline's best, over the baseline's; never counts as the last."""
+    best = curve["_baseline"].max()
+    if best < chance + 0.05:
+        return None
+    reached = {state: np.flatnonzero(y >= chance + share * (best - chance) - 1e-12) for state, y in curve.items()}
+    steps = {state: grid[places[0]] if len(places) else grid[-1] for state, places in reached.items()}
+    return float(steps[""] / steps["_baseline"])
+
+
+def deviation(after: Array, before: Array) -> float | None:
+    """RFD: mean of (before - after) / before up to the first maximum of `before`, where that is above 0.05."""
+    first = np.flatnonzero(before >= before.max() - 1e-12)[0]
+    places = np.flatnonzero(before[: first + 1] > 0.05)
+    return float(np.mean((before - after)[places] / before[places])) if len(places) else None
+
+
+# --- The comparison ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Line:
+    """One figure: as stored, as recomputed, their difference and the allowed one, relative to it if it is not zero.
+
+    Of a curve it is the point that is worst.
+    """
+
+    name: str
+    stored: float | None
+    value: float | None
+    difference: float
+    allowed: float
+
+    @property
+    def agrees(self) -> bool:
+        return self.difference <= self.allowed
+
+
+def compare(run: Run) -> list[Line]:
+    """A line for each figure of result.json that is recomputed."""
+    values = figures(run)
+    disturbed = [figures(run, np.random.default_rng(seed)) for seed in range(DRAWS)]
+    lines = [Line(what, None, None, float(off), float(allowed)) for what, off, allowed in run.checks]
+    for name, stored in run.stored.items():
+        if name in values:
+            lines.append(line(name, stored, values[name], [one[name] for one in disturbed]))
+    return lines
+
+
+def line(name: str, stored: float | Array | None, value: float | Array | None, disturbed: list) -> Line:
+    if stored is None or value is None or np.shape(stored) != np.shape(value):
+        same = stored is None and value is None
+        first = [None if x is None else float(np.ravel(x)[0]) for x in (stored, value)]
+        return Line(name, *first, 0.0 if same else np.inf, 0.0)
+    stored, value = np.ravel(stored), np.ravel(value)
+    change = [np.inf if x is None else np.abs(np.ravel(x) - value) for x in disturbed]
+    allowed = 4 * np.max([np.broadcast_to(x, value.shape) for x in change], 0) + 1e-12 * np.abs(value)
+    off = np.abs(stored - value)
+    worst = int(np.argmax(off / np.maximum(allowed, np.finfo(float).tiny)))
+    size = abs(value[worst]) if abs(value[worst]) > allowed[worst] else 1.0  # zero up to rounding
+    return Line(name, *(float(x) for x in (stored[worst], value[worst], off[worst] / size, allowed[worst] / size)))
+
+
+def show(lines: list[Line], left_out: list[str]) -> None:
+    def text(x: float | None) -> str:
+        return "-" if x is None else f"{x:.10g}"
+
+    print(f"{'measure':36}{'in result.json':>18}{'recomputed':>18}{'difference':>12}{'allowed':>10}")
+    for x in lines:
+        mark = "  DIFFERS" if not x.agrees else "  ?" if x.allowed > 0.01 else ""
+        print(f"{x.name:36}{text(x.stored):>18}{text(x.value):>18}{x.difference:12.1e}{x.allowed:10.1e}{mark}")
+    wrong = [x.name for x in lines if not x.agrees]
+    print(f"{len(lines) - len(wrong)} of {len(lines)} agree" + (f"; not: {', '.join(wrong)}" if wrong else ""))
+    if left_out:
+        print(f"not recomputed here: {', '.join(left_out)}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="run folder, with config.yaml, result.json and splits.safetensors")
+    parser.add_argument("--data", type=Path, help="raw data, where they are not where config.yaml says")
+    options = parser.parse_args(arguments)
+    try:
+        run = read(options.folder, options.data)
+    except (Unusable, OSError, ValueError, KeyError, IndexError, yaml.YAMLError, SafetensorError) as error:
+        if isinstance(error, OSError):
+            said = f"{error.filename}: {error.strerror}; --data says where the raw data are"
+        elif isinstance(error, Unusable):
+            said = str(error)
+        else:
+            said = f"{options.folder} or its data cannot be read ({type(error).__name__}: {error})"
+        print("recompute: " + " ".join(said.split()), file=sys.stderr)
+        return 2
+    lines = compare(run)
+    show(lines, [name for name in run.stored if name not in {x.name for x in lines}])
+    return 0 if all(x.agrees for x in lines) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
