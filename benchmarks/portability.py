@@ -28,8 +28,10 @@ from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
 
-OLDEST = {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ATEN_CPU_CAPABILITY": "default", "OPENBLAS_CORETYPE": "Nehalem"}
-AVX2 = {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+# MKL heeds the first on Intel's processors and MKL_CBWR on those of other makers.
+OLDEST = {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "MKL_CBWR": "COMPATIBLE"}
+OLDEST |= {"ATEN_CPU_CAPABILITY": "default", "OPENBLAS_CORETYPE": "Nehalem"}
+AVX2 = {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "MKL_CBWR": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 ENVIRONMENTS = {
     "as it is": {},
     "AVX2": AVX2,

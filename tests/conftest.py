@@ -1,6 +1,8 @@
 """What every test stands on: one thread per process, no network, the same numbers in every run."""
 
 import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,9 +10,19 @@ from pathlib import Path
 # Set before torch, timm or wandb are imported; processes started by tests inherit them.
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
 
+# What a processor of 2008 computes with, as far as each library can be told: torch's own loops, numpy's and scipy's
+# OpenBLAS, and torch's MKL, which on processors of other makers heeds MKL_CBWR alone.
+os.environ |= (
+    {"ATEN_CPU_CAPABILITY": "default", "OPENBLAS_CORETYPE": "Nehalem", "MKL_CBWR": "COMPATIBLE"}
+    if "--oldest" in sys.argv
+    else {}
+)
+
 import pytest
 import torch
 from hypothesis import settings
+from threadpoolctl import threadpool_info
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,6 +39,56 @@ FAULT_LINES = {
     "damaged files": "{} damaged files detected",
     "full disks": "{} full or read-only disks met",
 }
+
+
+TRAINING = (
+    *("api", "attacks", "bad_inputs", "checkpoint", "closed_form", "configs", "damage", "deep", "distributed"),
+    *("evaluation", "kills", "launch", "learning_curve", "methods", "runner", "scheduler", "sweep"),
+)
+"""Modules, test_ aside, in which an optimizer takes a step; one that is missing here fails by `_listed`."""
+
+_steps = Counter()
+register_optimizer_step_post_hook(lambda *_: _steps.update(["taken"]))
+
+
+def pytest_addoption(parser) -> None:
+    parser.addoption("--oldest", action="store_true", help="what trains, on the instructions of the oldest processor")
+
+
+def pytest_configure(config) -> None:
+    if config.getoption("--oldest") and (wrong := _not_oldest()):
+        raise pytest.UsageError(f"--oldest: the instructions of this processor are in use ({', '.join(wrong)})")
+
+
+def _not_oldest() -> list[str]:
+    """The libraries that compute with more than was asked for, as they see it themselves."""
+    import scipy.linalg  # noqa: F401  its OpenBLAS is another one than numpy's
+
+    found = {f"torch: {torch.backends.cpu.get_cpu_capability()}"} - {"torch: DEFAULT"}
+    blas = [library for library in threadpool_info() if library["internal_api"] == "openblas"]
+    found |= {f"OpenBLAS: {library['architecture']}" for library in blas} - {"OpenBLAS: Nehalem"}
+    if torch.backends.mkl.is_available():
+        command = [sys.executable, "-c", "import torch; x = torch.ones(9, 9); x @ x"]
+        told = {**os.environ, "MKL_VERBOSE": "1"}
+        done = subprocess.run(command, env=told, capture_output=True, text=True, check=True)
+        found |= set() if "CNR:COMPATIBLE" in done.stdout else {"MKL: not CNR:COMPATIBLE"}
+    return sorted(found)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items) -> None:
+    for item in items:
+        if item.module.__name__.removeprefix("test_") in TRAINING:
+            item.add_marker("trains")
+
+
+@pytest.fixture(autouse=True)
+def _listed(request) -> Iterator[None]:
+    """A test that trains is run on the oldest processor's instructions too."""
+    before = _steps.total()
+    yield
+    if request.node.get_closest_marker("trains") is None:
+        assert _steps.total() == before, f"something trains: add {request.module.__name__} to TRAINING in conftest.py"
 
 
 @pytest.fixture
