@@ -102,7 +102,7 @@ def test_threads_hold_for_torch_and_for_every_blas(tmp_path, no_figures):
 def test_history_has_every_term_at_every_logged_step(done):
     curves = history(done.folder)
     always = {"kappa_primary", "kappa_harmful", "ratio_primary", "ratio_harmful", "rir"}
-    assert set(curves) == always | {"loss", "task_loss", "r_well", "r_ill"}
+    assert set(curves) == always | {"loss", "task_loss", "r_well", "r_ill", "lr"}
     for name, curve in curves.items():
         assert curve["x"] == ([0, 1, 2, 3, 4] if name in always else [1, 2, 3, 4])
     assert curves["rir"]["y"][0] == pytest.approx(1)

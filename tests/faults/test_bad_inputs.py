@@ -142,7 +142,7 @@ OPTIONS = [
     ("optimizer.lr=nan", "optimizer.lr must be a number above 0"),
     ("optimizer.lr=fast", "optimizer.lr must be a number above 0"),
     ("optimizer.betas=[2,2]", "optimizer: Invalid beta"),
-    ("scheduler.T_max=2", "no key scheduler.T_max; choose a scheduler first"),
+    ("scheduler=none scheduler.T_max=2", "no key scheduler.T_max; choose a scheduler first"),
     (
         "scheduler={_target_: torch.optim.lr_scheduler.CosineAnnealingLR, _partial_: true, T_max: 1}",
         "ends before the 2",
