@@ -142,7 +142,12 @@ OPTIONS = [
     ("optimizer.lr=nan", "optimizer.lr must be a number above 0"),
     ("optimizer.lr=fast", "optimizer.lr must be a number above 0"),
     ("optimizer.betas=[2,2]", "optimizer: Invalid beta"),
-    ("scheduler=none scheduler.T_max=2", "no key scheduler.T_max; choose a scheduler first"),
+    ("method.power=7", "method.power must be an even number from 2 to 64 .*, or inf, not 7"),
+    ("method.power=0", "method.power must be an even number"),
+    ("method.power=-8", "method.power must be an even number"),
+    ("method.power=nan", "method.power must be an even number"),
+    ("method.power=smooth", "method.power='smooth': expected a number"),
+    ("scheduler.T_max=2", "scheduler.T_max=2: "),
     (
         "scheduler={_target_: torch.optim.lr_scheduler.CosineAnnealingLR, _partial_: true, T_max: 1}",
         "ends before the 2",
