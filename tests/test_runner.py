@@ -85,6 +85,22 @@ def test_the_configuration_written_is_the_one_that_ran(done):
     assert "${" not in (done.folder / "config.yaml").read_text()
 
 
+def test_what_is_undetermined_is_withheld_and_kept_apart(tmp_path, no_figures):
+    """RIR of these pairs has no bound, and opt_kappa in logarithms looks for it."""
+    options = ["method=opt_kappa", "method.form=log", "method.epochs=5", "tracker=none"]
+    metrics = run([*options], tmp_path / "unbounded").metrics
+    for name in ("rir", "ratio_primary", "kappa_harmful", "test/rir", "authors/ratio_harmful"):
+        assert metrics[name] is None
+        assert metrics[f"undetermined/{name}"] > 0
+    assert metrics["kappa_harmful_baseline"] > 0 < metrics["steps_ratio/harmful"]
+    result = Result.read(tmp_path / "unbounded")
+    assert "undetermined" in result.flags
+    assert "unbounded" in result.reasons["rir"]
+    bounded = run([*options, "dataset.common_range=true"], tmp_path / "bounded")
+    assert bounded.metrics["rir"] > 1
+    assert "undetermined" not in bounded.flags
+
+
 def test_environment(done):
     environment = strict(done.folder / "environment.json")
     assert environment["device"] == "cpu" or environment["device"].startswith("cuda")
