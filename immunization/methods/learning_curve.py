@@ -206,14 +206,36 @@ class LearningCurve(Method):
 
     def _held_out(self, task: Task, inputs: Probe) -> float:
         """Measure on the validation split, mean over the grid; from 0 at chance or worse to 1."""
-        theta = self.theta.double()
-        weights = Probe.fit(inputs.root @ theta, inputs.coefficients, 0.0, rank=task.rank).weights(self.grid)
-        measure = task.measure(task.val.x.double() @ theta @ weights, task.val.y)
+        measure = self._curve(task, inputs, self.grid)
         return ((measure - task.chance) / (1 - task.chance)).clamp(min=0).mean().item()
+
+    def _curve(self, task: Task, inputs: Probe, steps: Tensor) -> Tensor:
+        """Measure on the validation split of a probe behind theta, after `steps` [T]."""
+        theta = self.theta.double()
+        weights = Probe.fit(inputs.root @ theta, inputs.coefficients, 0.0, rank=task.rank).weights(steps)
+        return task.measure(task.val.x.double() @ theta @ weights, task.val.y)
+
+    def _check_primary(self) -> None:
+        """Flag a fresh primary probe that takes more steps than the baseline's to 90 % of its best on validation."""
+        task = self.pair.primary
+        if not len(task.val):
+            self.flags["primary_unchecked"] = "no validation rows show whether a fresh primary probe became slower"
+            return
+        steps = 2 ** torch.arange(0, 20.25, 0.25, dtype=torch.float64, device=self.theta.device)
+        before = task.measure(task.val.x.double() @ self.primary.weights(steps), task.val.y)
+        threshold = task.chance + 0.9 * (before.max() - task.chance)
+        curves = before, self._curve(task, self.primary, steps)
+        then, now = ((curve.cummax(0).values < threshold - 1e-12).sum().item() for curve in curves)
+        if before.max() >= task.chance + 0.05 and now > then + 1:  # one step of the grid is within rounding
+            self.flags["primary_slower"] = (
+                f"a fresh primary probe took {2 ** ((now - then) / 4):.3g} times as many steps as the baseline's to "
+                "90 % of the baseline's best on the validation rows; raise method.lambda_P or method.epochs"
+            )
 
     @torch.no_grad()
     def finish(self, model: Model) -> None:
         super().finish(model)
+        self._check_primary()
         if self.rotate:
             rotation = nn.init.orthogonal_(torch.empty(self.theta.shape, dtype=torch.float64))
             self.theta.copy_(self.theta.double() @ rotation.to(self.theta.device))
