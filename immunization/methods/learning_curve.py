@@ -172,7 +172,8 @@ class LearningCurve(Method):
         if self.targets == "baseline":
             first = generalizing_step(self.primary, pair.primary)
             steps = self.grid[self.grid <= max(SPAN * first, self.grid[0])]
-            self.aim = self.primary.residuals((PACE * steps).clamp(min=first))
+            first = self._not_too_late(pair.primary, first)
+            self.aim = self.primary.residuals((PACE * (steps - 1) + 1).clamp(min=first))
             weights = 1 + squares.mean() / squares.clamp(min=FLOOR * squares[0])
         else:
             self.aim, weights = c.new_zeros(len(self.grid), *c.shape), torch.ones_like(squares)
@@ -214,6 +215,15 @@ class LearningCurve(Method):
         theta = self.theta.double()
         weights = Probe.fit(inputs.root @ theta, inputs.coefficients, 0.0, rank=task.rank).weights(steps)
         return task.measure(task.val.x.double() @ theta @ weights, task.val.y)
+
+    def _not_too_late(self, task: Task, first: float) -> float:
+        """`first`, or where the baseline has overfitted by then on the validation rows, steps to 90 % of its best."""
+        if not len(task.val):
+            return first
+        steps = torch.cat([self.grid, self.grid.new_tensor([first])])
+        curve = task.measure(task.val.x.double() @ self.primary.weights(steps), task.val.y)
+        enough = curve >= task.chance + 0.9 * (curve.max() - task.chance) - 1e-12
+        return first if enough[-1] else min(first, steps[enough.int().argmax()].item())
 
     def _check_primary(self) -> None:
         """Flag a fresh primary probe that takes more steps than the baseline's to 90 % of its best on validation."""
