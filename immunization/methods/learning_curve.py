@@ -123,7 +123,8 @@ class LearningCurve(Method):
 
     `targets="baseline"`: where labels are noisy, learning them fast is overfitting fast. The primary term then follows
     the baseline's own probe, PACE times as fast: after t <= SPAN t_0 steps w_t shall be what the inputs' probe has
-    after max(PACE t, t_0), with t_0 the early stop that generalizes best (`generalizing_step`). The distance is the
+    after max(PACE (t - 1) + 1, t_0), with t_0 the early stop that generalizes best (`generalizing_step`), or, where
+    the validation rows show the baseline overfitted by then, the steps to 90 % of its best on them. The distance is the
     mean squared difference of predictions, half of it on the training inputs and half on white noise of the same mean
     square (a multiple of ||theta w_t - w||^2): few rows say little about directions in which they hardly vary, and
     held-out rows do vary there. A probe that takes the baseline's path in fewer steps reaches what the baseline reaches
@@ -135,7 +136,11 @@ class LearningCurve(Method):
 
     `patience`: stop after that many epochs in which the held-out gap (measure of the primary probe minus that of the
     harmful one on the validation splits, mean over t, minus the benign term) has not grown, and go back to the best
-    theta. `rotate=True` ends in a random rotation drawn from torch's global generator: the curves stay, attackers that
+    theta. Flag `primary_slower`: on the validation rows a fresh primary probe takes more steps than the baseline's to
+    90 % of the baseline's best; `primary_unchecked`: there are no such rows.
+
+    The curves are steep in theta: at a constant rate Adam goes on oscillating, and within tens of steps multiplies the
+    last bit of theta to the leading one. Let the rate decay to 0 (scheduler=cosine). `rotate=True` ends in a random rotation drawn from torch's global generator: the curves stay, attackers that
     treat coordinates separately (Adam) lose. The primary head is set to the least squares of the inputs, whose
     predictions it keeps.
     """
