@@ -182,8 +182,8 @@ def test_following_the_baseline_does_not_overfit_noisy_labels():
     pair = TaskPair("noisy", noisy(60, 0.3), noisy(300, 0.1, seed=20))
     ratios = {}
     for targets, weight in (("labels", 1.0), ("baseline", 3.0)):
-        method = LearningCurve(epochs=400, lambda_P=weight, benign_weight=0.0, targets=targets)
-        model, _ = immunized(pair, method, lr=1e-3, cosine=True)
+        method = LearningCurve(epochs=600, lambda_P=weight, benign_weight=0.0, targets=targets)
+        model, _ = immunized(pair, method, lr=2e-3, cosine=True)
         ratios[targets] = LearningCurves()(Comparison(pair, model.extractor)).metrics
     assert ratios["labels"]["steps_ratio/primary"] > 100
     assert ratios["baseline"]["steps_ratio/primary"] <= 1
