@@ -140,7 +140,9 @@ class LearningCurve(Method):
     90 % of the baseline's best; `primary_unchecked`: there are no such rows.
 
     The curves are steep in theta: at a constant rate Adam goes on oscillating, and within tens of steps multiplies the
-    last bit of theta to the leading one. Let the rate decay to 0 (scheduler=cosine). `rotate=True` ends in a random rotation drawn from torch's global generator: the curves stay, attackers that
+    last bit of theta to the leading one. Let the rate decay to 0 (scheduler=cosine).
+
+    `rotate=True` ends in a random rotation drawn from torch's global generator: the curves stay, attackers that
     treat coordinates separately (Adam) lose. The primary head is set to the least squares of the inputs, whose
     predictions it keeps.
     """
