@@ -1,5 +1,7 @@
 """Immunization of the learning curve: exact curves, exact gradients, and what training on them does to the probes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -190,6 +192,23 @@ def test_following_the_baseline_does_not_overfit_noisy_labels():
     assert ratios["baseline"]["steps_ratio/harmful"] > 10
 
 
+@pytest.mark.parametrize(("noise", "val", "follows"), [(1e-3, True, False), (3.0, True, True), (1e-3, False, True)])
+def test_auto_takes_the_labels_where_validation_rows_show_no_overfitting(noise, val, follows):
+    """Least squares on 60 rows of 40 columns overfits noise as large as the signal; without such rows nobody knows."""
+    primary = noisy(60, noise)
+    if not val:
+        primary = replace(primary, val=Split(primary.val.x[:0], primary.val.y[:0]))
+    pair = TaskPair("noisy", primary, noisy(300, 0.1, seed=20))
+    aims = {}
+    for targets in ("auto", "labels", "baseline"):
+        method = LearningCurve(1, targets=targets)
+        method.setup(Linear(pair), pair)
+        aims[targets] = method.aim
+    chosen = "baseline" if follows else "labels"
+    assert torch.equal(aims["auto"], aims[chosen])
+    assert bool(aims["auto"].any()) == follows
+
+
 def test_the_path_starts_earlier_where_the_baseline_overfits_on_validation_rows():
     for noise, late in ((3.0, True), (1e-6, False)):
         pair = TaskPair("noisy", noisy(60, noise), noisy(300, 0.1, seed=20))
@@ -198,7 +217,7 @@ def test_the_path_starts_earlier_where_the_baseline_overfits_on_validation_rows(
         assert (method._not_too_late(pair.primary, 2.0**16) < 2.0**16) == late
 
 
-@pytest.mark.parametrize("targets", ["labels", "baseline"])
+@pytest.mark.parametrize("targets", ["labels", "baseline", "auto"])
 def test_regression_and_several_classes(targets):
     x = gaussian(40, 6, seed=0)
     regression = Split(x, x @ gaussian(6, seed=1))

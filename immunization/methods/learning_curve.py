@@ -12,7 +12,14 @@ from torch.autograd.function import once_differentiable
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.base import Method, nonnegative
-from immunization.methods.statistics import centered_task, fit_head, generalizing_step, linear_map, probe_of_inputs
+from immunization.methods.statistics import (
+    SLACK,
+    centered_task,
+    fit_head,
+    generalizing_step,
+    linear_map,
+    probe_of_inputs,
+)
 from immunization.models import Batch, Model
 from immunization.probe import Probe
 
@@ -130,6 +137,9 @@ class LearningCurve(Method):
     held-out rows do vary there. A probe that takes the baseline's path in fewer steps reaches what the baseline reaches
     on any data, which fitting the labels does not promise. It is relative to the distance of w = 0.
 
+    `targets="auto"` takes the labels where least squares on the inputs reaches, on the validation rows, what the best
+    early stop does (up to `SLACK` of the way from chance), and the baseline's path elsewhere.
+
     `centered=True`: the harmful curve is the mean of two, of the features as they are and of features whose mean over
     the training rows is subtracted. One large common direction hides a task from the first probe alone, and subtracting
     a mean, or training a bias, costs an attacker nothing.
@@ -156,15 +166,15 @@ class LearningCurve(Method):
         lambda_P: float = 1.0,
         lambda_H: float = 1.0,
         benign_weight: float = 0.3,
-        targets: Literal["labels", "baseline"] = "labels",
+        targets: Literal["labels", "baseline", "auto"] = "labels",
         centered: bool = False,
         patience: int | None = None,
         rotate: bool = True,
     ) -> None:
         super().__init__(epochs, patience=patience)
         nonnegative(lambda_P=lambda_P, lambda_H=lambda_H, benign_weight=benign_weight)
-        if targets not in ("labels", "baseline"):
-            raise ConfigError(f"method.targets must be 'labels' or 'baseline', not {targets!r}")
+        if targets not in ("labels", "baseline", "auto"):
+            raise ConfigError(f"method.targets must be 'labels', 'baseline' or 'auto', not {targets!r}")
         self.lambda_P, self.lambda_H, self.benign_weight = lambda_P, lambda_H, benign_weight
         self.grid, self.targets, self.centered, self.rotate = time_grid(horizon), targets, centered, rotate
 
@@ -176,7 +186,7 @@ class LearningCurve(Method):
         self.attackers = [(task, probe_of_inputs(task)) for task in attacked]
         self.grid = self.grid.to(self.theta.device)
         c, squares = self.primary.coefficients, self.primary.sigma.square()
-        if self.targets == "baseline":
+        if self.targets == "baseline" or (self.targets == "auto" and not self._labels_generalize(pair.primary)):
             first = generalizing_step(self.primary, pair.primary)
             steps = self.grid[self.grid <= max(SPAN * first, self.grid[0])]
             first = self._not_too_late(pair.primary, first)
@@ -222,6 +232,15 @@ class LearningCurve(Method):
         theta = self.theta.double()
         weights = Probe.fit(inputs.root @ theta, inputs.coefficients, 0.0, rank=task.rank).weights(steps)
         return task.measure(task.val.x.double() @ theta @ weights, task.val.y)
+
+    def _labels_generalize(self, task: Task) -> bool:
+        """Whether least squares on the inputs comes near the best early stop on validation rows, if there are any."""
+        if not len(task.val):
+            return False
+        x = task.val.x.double()
+        best = task.measure(x @ self.primary.weights(self.grid), task.val.y).max()
+        fitted = task.measure(x @ self.primary.optimum(), task.val.y)
+        return bool(fitted >= task.chance + (1 - SLACK) * (best - task.chance))
 
     def _not_too_late(self, task: Task, first: float) -> float:
         """`first`, or where the baseline has overfitted by then on the validation rows, steps to 90 % of its best."""
