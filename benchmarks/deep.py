@@ -17,13 +17,13 @@ import torch
 from clock import seconds
 from torch import nn
 
-from immunization import spectral
 from immunization.data.images import ImagePair
 from immunization.data.task import Split, Task, TaskPair
 from immunization.methods import IMMA, ConditionNumber, LearningCurveNet, Method, OptKappa, RIllOnly
 from immunization.models import Batch, Timm
 from immunization.models.chain import hastened
 from immunization.models.checkpoint import create
+from immunization.theory import spectrum
 
 OPTIONS = ("channels_last", "amp", "compile")
 
@@ -100,7 +100,7 @@ def main() -> None:
             pass
 
     def kappa() -> None:
-        spectral.condition_number(model.feature_batches(x))
+        spectrum.condition_number(model.feature_batches(x))
 
     forward, exact = seconds(extract, kappa, **timing)
     print(

@@ -27,7 +27,8 @@ from scipy.sparse.linalg import ArpackNoConvergence, eigsh
 from immunization.config import build, compose
 from immunization.methods import PairedBatches, train
 from immunization.runner import set_threads
-from immunization.spectral import EPS, _dsyevr
+from immunization.theory.eigenpairs import _dsyevr
+from immunization.theory.spectrum import EPS
 
 ROUNDS, SOLVES = 4, 3
 """Factors of inverse iteration, solves with one factor: beyond that dsyevr is cheaper."""

@@ -14,8 +14,8 @@ _LAZY = {
     "load": "immunization.api",
     "run": "immunization.runner",
     "Result": "immunization.result",
-    "condition_number": "immunization.spectral",
-    "rir": "immunization.spectral",
+    "condition_number": "immunization.theory.spectrum",
+    "rir": "immunization.theory.spectrum",
 }
 __all__ = sorted(_LAZY)
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.autograd.function import once_differentiable
 
-from immunization import spectral
 from immunization.errors import DegenerateSpectrum
+from immunization.theory import spectrum
 
 PATIENCE = timedelta(days=1)
 """Longest wait for another process, which may be computing the activations of a large set."""
@@ -166,15 +166,15 @@ def every_nth(batches: Iterable[Tensor]) -> Iterable[Tensor]:
 def triangular_factor(batches: Iterable[Tensor], width: int) -> Tensor:
     """R [min(N, D), D] in float64 of all rows of all processes, each giving its own batches [n, D] (TSQR)."""
     if size() == 1:
-        return spectral.triangular_factor(batches)[0]
+        return spectrum.triangular_factor(batches)[0]
     own = torch.zeros(width, width, dtype=torch.float64, device=_device())
     batches = iter(batches)
     if (first := next(batches, None)) is not None:
         try:
-            factor = spectral.triangular_factor(chain([first], batches))[0]
+            factor = spectrum.triangular_factor(chain([first], batches))[0]
             own[: len(factor)] = factor
         except DegenerateSpectrum:  # is then said by all processes, below
             own.fill_(math.nan)
     factors = [torch.empty_like(own) for _ in range(size())]
     distributed.all_gather(factors, own)
-    return spectral.triangular_factor(torch.cat(factors))[0]
+    return spectrum.triangular_factor(torch.cat(factors))[0]

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
-from immunization import checkpoint, distributed, environment, figures, files, model_card, randomness, spectral
+from immunization import checkpoint, distributed, environment, figures, files, model_card, randomness
 from immunization.checkpoint import Checkpointer, Stop
 from immunization.config import build, check, compose, slug
 from immunization.data.task import Task, TaskPair
@@ -38,6 +38,7 @@ from immunization.optimization import optimizer_of, scheduler_of
 from immunization.result import Result
 from immunization.results.table import line, show
 from immunization.resume import CONFIG, ROWS, WEIGHTS, completed, decisive
+from immunization.theory import spectrum
 from immunization.tracking import Recorder, Tracker
 
 log = logging.getLogger("immunization")
@@ -393,7 +394,7 @@ class Monitor:
 
     @staticmethod
     def _kappa(task: Task, factor: Tensor) -> float:
-        return spectral.condition_number_of(torch.linalg.svdvals(factor), task.rank)
+        return spectrum.condition_number_of(torch.linalg.svdvals(factor), task.rank)
 
     def state_dict(self) -> dict[str, Any]:
         return {"baseline": self.baseline, "labels": self.labels, "kappa": self.kappa, "metrics": self.result.metrics}

@@ -7,7 +7,8 @@ from test_deep import draw_folder
 from torch.utils.data import DataLoader, TensorDataset
 
 import immunization
-from immunization import ConfigError, DataError, spectral
+from immunization import ConfigError, DataError
+from immunization.theory import spectrum
 
 
 def loader(classes: int, seed: int, count: int = 120) -> DataLoader:
@@ -61,8 +62,8 @@ def test_rir_of_the_closed_form(net):
             for data in (harmful, primary)
             for model in (immunized, net.double())
         ]
-    rank = min(spectral.numerical_rank(torch.linalg.svdvals(f), tuple(f.shape), 1e-6) for f in sides)
-    assert spectral.rir(*sides, rank=rank)["rir"] > 10
+    rank = min(spectrum.numerical_rank(torch.linalg.svdvals(f), tuple(f.shape), 1e-6) for f in sides)
+    assert spectrum.rir(*sides, rank=rank)["rir"] > 10
 
 
 def test_mistakes_are_named(net):

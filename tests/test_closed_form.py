@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from matrices import gaussian, seeds, spectra, with_spectrum
 from torch.testing import assert_close
 
-from immunization import spectral
 from immunization.data import digits
 from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError, DataError, DegenerateSpectrum
@@ -17,8 +16,9 @@ from immunization.evaluation import Ceiling, Comparison, PrimaryPerformance, Rel
 from immunization.methods import ClosedForm, OptKappa, PairedBatches, train
 from immunization.methods.closed_form import optimal_map
 from immunization.models import Linear
+from immunization.theory import spectrum
 
-kappa = spectral.condition_number
+kappa = spectrum.condition_number
 quick = settings(max_examples=25)
 
 
@@ -30,7 +30,7 @@ def roots(seed, size, rank=None, decades=1.5):
 
 def ceiling(p, h, rank):
     inner = torch.linalg.svdvals(h @ torch.linalg.pinv(p))
-    return spectral.condition_number_of(inner, rank) * kappa(p) / kappa(h, rank=rank)
+    return spectrum.condition_number_of(inner, rank) * kappa(p) / kappa(h, rank=rank)
 
 
 def immunized(pair, method, seed=0):
@@ -66,7 +66,7 @@ def test_attains_the_ceiling_at_any_primary_ratio(seed, size, share, spread, rot
     p, h = roots(seed, size, rank)
     ratio = kappa(p) ** -share  # from 1 down to 1 / kappa
     theta = optimal_map(p, h, ratio, spread=spread, generator=torch.Generator().manual_seed(seed) if rotate else None)
-    after = spectral.rir(h @ theta, h, p @ theta, p)
+    after = spectrum.rir(h @ theta, h, p @ theta, p)
     harmful = kappa(h @ theta, rank=rank) / kappa(h, rank=rank)
     assert after["ratio_primary"] == pytest.approx(ratio, rel=1e-6)
     assert harmful / after["ratio_primary"] == pytest.approx(ceiling(p, h, rank), rel=1e-6)
@@ -78,7 +78,7 @@ def test_attains_the_ceiling_at_any_primary_ratio(seed, size, share, spread, rot
 def test_no_random_map_exceeds_the_ceiling(seed, size, decades):
     p, h = roots(seed, size)
     theta = with_spectrum(torch.logspace(0, -decades, size, dtype=torch.float64), size, size, seed + 1)
-    assert spectral.rir(h @ theta, h, p @ theta, p)["rir"] <= ceiling(p, h, size) * (1 + 1e-6)
+    assert spectrum.rir(h @ theta, h, p @ theta, p)["rir"] <= ceiling(p, h, size) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -16,11 +16,12 @@ import torchvision
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
-from immunization import data, spectral
+from immunization import data
 from immunization.data.common import common_basis, moments, split_rows
 from immunization.data.tabular import CATEGORICAL, NUMERIC
 from immunization.data.task import SPLITS, Split, Task
 from immunization.errors import ConfigError, DataError
+from immunization.theory import spectrum
 
 CONF = Path(__file__).resolve().parents[1] / "conf" / "dataset"
 IMAGE_SETS = ("digits", "mnist", "fashion_mnist")
@@ -423,10 +424,10 @@ def test_published_ceilings_of_house_prices(data_dir, options, dim, kappa_primar
     whole = {"val_fraction": 0.0, "test_fraction": 0.0, "common_range": True}
     pair = data.house_prices(seed=0, root=root, download=False, **options, **whole)
     assert (len(pair.primary.train), len(pair.harmful.train), pair.dim) == (309, 1151, dim)
-    found_p, found_h = (spectral.condition_number(task.train.x) for task in (pair.primary, pair.harmful))
+    found_p, found_h = (spectrum.condition_number(task.train.x) for task in (pair.primary, pair.harmful))
     # M = K_P^-1/2 K_H K_P^-1/2 has the spectrum of R^-T K_H R^-1, K_P = R^T R
     whitener = torch.linalg.inv(torch.linalg.qr(pair.primary.train.x, mode="r").R)
-    found_m = spectral.condition_number(pair.harmful.train.x @ whitener)
+    found_m = spectrum.condition_number(pair.harmful.train.x @ whitener)
     found = [found_p, found_h, found_m, found_m * found_p / found_h]
     assert [float(f"{value:.4g}") for value in found] == [kappa_primary, kappa_harmful, kappa_m, ceiling]
 

@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import immunization
-from immunization import run, spectral
+from immunization import run
 from immunization.data.images import image_folders
 from immunization.data.task import SPLITS
 from immunization.errors import ConfigError, DataError
@@ -26,6 +26,7 @@ from immunization.models.activations import Stream, load, take
 from immunization.models.chain import Tail
 from immunization.models.folded import fold_into, fold_place
 from immunization.models.timm import Timm
+from immunization.theory import spectrum
 
 
 def draw_folder(root: Path, classes: int, train: int, val: int, seed: int) -> Path:
@@ -290,7 +291,7 @@ def test_fold_raises_rir_on_features(folders):
     method.setup(net, tasks)
     after = {role: net.features(task.train.x) for role, task in tasks.tasks.items()}
     before = {role: task.train.x for role, task in tasks.tasks.items()}
-    values = spectral.rir(after["harmful"], before["harmful"], after["primary"], before["primary"])
+    values = spectrum.rir(after["harmful"], before["harmful"], after["primary"], before["primary"])
     assert values["rir"] > 1
 
 

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 from test_checkpoint import DEEP, ROOT
 
-from immunization import Result, distributed, run, spectral
+from immunization import Result, distributed, run
 from immunization.errors import ConfigError
+from immunization.theory import regularizers
 from immunization.tracking import history
 
 NET = (*DEEP, "dtype=float64", "method.epochs=1", "method.batch_size=50", "log_every=1", "threads=1")
@@ -122,7 +123,7 @@ def test_shares_gather_and_factors(processes, tmp_path):
     weight = torch.randn(4, 3, dtype=torch.float64)
 
     def value(features: torch.Tensor) -> torch.Tensor:
-        return spectral.r_ill_of_features(features, 3) + spectral.r_well_of_features(features)
+        return regularizers.r_ill_of_features(features, 3) + regularizers.r_well_of_features(features)
 
     def gradient(rows: torch.Tensor, combine: Callable) -> torch.Tensor:
         theta = weight.clone().requires_grad_()

@@ -16,7 +16,7 @@ from matrices import gaussian, orthonormal, seeds, spectra, with_spectrum
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from immunization import data, evaluation, spectral
+from immunization import data, evaluation
 from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.evaluation import (
@@ -31,6 +31,7 @@ from immunization.evaluation import (
     RelativeRatio,
 )
 from immunization.evaluation.convergence import held_out_curve, relative_deviation, steps_to
+from immunization.theory import regularizers, spectrum
 
 CONFIGS = sorted((Path(__file__).parents[1] / "conf" / "evaluation").glob("*.yaml"))
 OCTAVES = 5
@@ -198,7 +199,7 @@ def test_authors_convention_sees_every_direction_of_the_inputs(eps):
     primary = task(x, x[:, 0], eps=eps)
     metrics = RelativeRatio()(compare(TaskPair("pair", primary, regression(10, columns=3)), theta)).metrics
     assert metrics["rank_primary"] == (3 if eps < 1e-10 else 2)
-    expected = [spectral.authors_condition_number(f) for f in (x @ theta, x)]
+    expected = [spectrum.authors_condition_number(f) for f in (x @ theta, x)]
     assert metrics["authors/ratio_primary"] == pytest.approx(expected[0] / expected[1], rel=1e-6)
 
 
@@ -473,7 +474,7 @@ def test_an_optimizer_comes_close_to_the_ceiling_and_not_above():
     optimizer = torch.optim.Adam([theta], lr=0.01)
     for _ in range(400):
         optimizer.zero_grad()
-        logs = [spectral.log_condition_number(t.root @ theta, 3) for t in (pair.primary, pair.harmful)]
+        logs = [regularizers.log_condition_number(t.root @ theta, 3) for t in (pair.primary, pair.harmful)]
         (logs[0] - logs[1]).backward()
         optimizer.step()
     assert 0.9 < ceiling_of(pair, theta.detach())["ceiling/attained"] <= 1 + 1e-9

@@ -17,7 +17,8 @@ from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError, DegenerateSpectrum, Diverged
 from immunization.methods import IMMA, ConditionNumber, Identity, Method, OptKappa, PairedBatches, RIllOnly, train
 from immunization.models import Batch, Linear
-from immunization.spectral import condition_number, log_condition_number
+from immunization.theory.regularizers import log_condition_number
+from immunization.theory.spectrum import condition_number
 
 METHODS = {
     "condition_number": lambda **options: ConditionNumber(1.0, 1.0, **options),

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matrices import gaussian, seeds, with_spectrum
 
-from immunization import spectral
 from immunization.errors import DegenerateSpectrum
-from immunization.probe import Probe
+from immunization.theory import spectrum
+from immunization.theory.probe import Probe
 
 FLOOR = 1e-14
 f64, eye = partial(torch.tensor, dtype=torch.float64), partial(torch.eye, dtype=torch.float64)
@@ -36,7 +36,7 @@ def test_a_decomposition_that_fails_is_taken_by_the_slower_driver(monkeypatch):
     assert torch.allclose(found.sigma, expected.sigma)
     assert torch.allclose(found.optimum(), expected.optimum())
     with pytest.raises(torch.linalg.LinAlgError):
-        spectral.svd(f * float("nan"))
+        spectrum.svd(f * float("nan"))
 
 
 def gradient_descent(f: torch.Tensor, y: torch.Tensor, steps: int) -> list[torch.Tensor]:
@@ -109,7 +109,7 @@ def test_norm_ratio_of_a_flat_spectrum_is_zero_after_one_step():
 
 def test_batches_folded_into_one_factor_give_the_same_probe():
     f, y = problem(0, 3)
-    factor, _ = spectral.triangular_factor(torch.cat([f, y], 1).split(7))
+    factor, _ = spectrum.triangular_factor(torch.cat([f, y], 1).split(7))
     probe, whole = Probe.fit(factor[:6, :6], factor[:6, 6:], FLOOR), Probe.fit(f, y, FLOOR)
     torch.testing.assert_close(probe.optimum(), whole.optimum())
     torch.testing.assert_close(probe.excess(torch.arange(9)), whole.excess(torch.arange(9)))

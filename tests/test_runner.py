@@ -14,10 +14,11 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from torch.testing import assert_close
 
 import immunization
-from immunization import Result, data, figures, run, spectral
+from immunization import Result, data, figures, run
 from immunization.config import CONF, compose
 from immunization.errors import ConfigError, DataError, DegenerateSpectrum, Diverged
 from immunization.evaluation import Measures
+from immunization.theory import spectrum
 from immunization.tracking import Tracker, history
 
 SMALL = ("tracker=none", "dataset.max_samples=40", "method.epochs=4", "evaluation.norm_ratio.steps=20")
@@ -199,12 +200,12 @@ def test_every_figure_can_be_computed_again_from_the_saved_tensors(done):
 
     for prefix, split in (("", "train"), ("test/", "test")):
         harmful, primary = inputs("harmful", split), inputs("primary", split)
-        ranks = {role: len(spectral.compress(x)) for role, x in (("harmful", harmful), ("primary", primary))}
+        ranks = {role: len(spectrum.compress(x)) for role, x in (("harmful", harmful), ("primary", primary))}
         kappa = {
-            "kappa_harmful": spectral.condition_number(harmful @ saved["theta"], ranks["harmful"]),
-            "kappa_primary": spectral.condition_number(primary @ saved["theta"], ranks["primary"]),
-            "kappa_harmful_baseline": spectral.condition_number(harmful, ranks["harmful"]),
-            "kappa_primary_baseline": spectral.condition_number(primary, ranks["primary"]),
+            "kappa_harmful": spectrum.condition_number(harmful @ saved["theta"], ranks["harmful"]),
+            "kappa_primary": spectrum.condition_number(primary @ saved["theta"], ranks["primary"]),
+            "kappa_harmful_baseline": spectrum.condition_number(harmful, ranks["harmful"]),
+            "kappa_primary_baseline": spectrum.condition_number(primary, ranks["primary"]),
         }
         for name, value in kappa.items():
             assert done.metrics[prefix + name] == pytest.approx(value, rel=1e-6)
@@ -313,7 +314,7 @@ def test_the_tasks_in_the_common_range_are_saved_with_its_basis(tmp_path, no_fig
 def test_the_python_interface():
     assert {"run", "Result", "condition_number", "rir"} <= set(immunization.__all__)
     assert immunization.run is run
-    assert immunization.condition_number is spectral.condition_number
+    assert immunization.condition_number is spectrum.condition_number
     with pytest.raises(AttributeError, match="immunise"):
         immunization.immunise  # noqa: B018
 

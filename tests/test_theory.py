@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from matrices import gaussian, orthonormal, seeds, spectra, with_spectrum
 from torch.testing import assert_close
 
-from immunization import spectral
+from immunization.theory import regularizers, spectrum
 
 SAMPLES = 100_000  # random spectra of every statement that is checked by arithmetic on the spectrum alone
 
@@ -112,7 +112,7 @@ def test_aligned_singular_vectors_can_be_immunized():
     k_p, k_h, theta = (torch.diag(tensor(*d)) for d in ((100.0, 1.0), (2.0, 1.0), (0.1, 1.0)))
     assert (kappa(k_p), kappa(k_h)) == pytest.approx((100, 2))
     assert (kappa(theta @ k_p @ theta), kappa(theta @ k_h @ theta)) == pytest.approx((1, 50))
-    immunization_ratio = spectral.rir(k_h.sqrt() @ theta, k_h.sqrt(), k_p.sqrt() @ theta, k_p.sqrt())["rir"]
+    immunization_ratio = spectrum.rir(k_h.sqrt() @ theta, k_h.sqrt(), k_p.sqrt() @ theta, k_p.sqrt())["rir"]
     assert immunization_ratio == pytest.approx(2500)
     assert immunization_ratio == pytest.approx(ceiling(k_p, k_h))
 
@@ -124,7 +124,7 @@ def test_aligned_singular_vectors_can_be_immunized():
 @given(sigma=spectra(), seed=seeds)
 def test_theorem_a1_1_and_2(sigma, seed):
     """(1) R_well(S) >= 0, and 0 only at kappa = 1. (2) log kappa(S) <= p R_well(S) / sigma_p^2 at full rank."""
-    value = spectral.r_well(with_spectrum(sigma, 10, len(sigma), seed)).item()
+    value = regularizers.r_well(with_spectrum(sigma, 10, len(sigma), seed)).item()
     assert value > 0
     assert math.log(sigma[0] / sigma[-1]) <= len(sigma) * value / sigma[-1].item() ** 2 * (1 + 1e-9)
 
@@ -133,8 +133,8 @@ def test_theorem_a1_1_and_2(sigma, seed):
 @given(scale=st.floats(1e-3, 1e3), size=st.integers(1, 8), seed=seeds)
 def test_theorem_a1_1_at_kappa_one(scale, size, seed):
     """Full rank is needed: diag(1, 0), whose kappa by the pseudo-inverse is 1, has R_well = 1/4."""
-    assert spectral.r_well(torch.diag(tensor(1.0, 0.0))).item() == 0.25
-    assert spectral.r_well(scale * orthonormal(9, size, seed)).item() == pytest.approx(0, abs=1e-14 * scale**2)
+    assert regularizers.r_well(torch.diag(tensor(1.0, 0.0))).item() == 0.25
+    assert regularizers.r_well(scale * orthonormal(9, size, seed)).item() == pytest.approx(0, abs=1e-14 * scale**2)
 
 
 def after_descent(function, s, eta):
@@ -155,7 +155,7 @@ def test_theorem_a1_3_and_4(sigma, share, seed):
     """(3) With sigma_1 simple the gradient is sigma_1 u_1 v_1^T - S/p: descent moves singular values only,
     sigma_1 (1 - eta (1 - 1/p)) and sigma_i (1 + eta/p). (4) It lowers kappa for every step up to `a1_bound`."""
     p, eta = len(sigma), share * a1_bound(sigma).item()
-    moved = after_descent(spectral.r_well, with_spectrum(sigma, 10, p, seed), eta)
+    moved = after_descent(regularizers.r_well, with_spectrum(sigma, 10, p, seed), eta)
     expected = torch.cat([sigma[:1] * (1 - eta * (1 - 1 / p)), sigma[1:] * (1 + eta / p)])
     assert_close(torch.linalg.svdvals(moved), expected.sort(descending=True).values, rtol=1e-8, atol=1e-10)
     assert ratio(expected) < ratio(sigma)
@@ -186,15 +186,15 @@ def test_power_means_are_ordered_and_vanish_at_kappa_one(sigma, seed, p, factor)
     """0 <= R_p <= R_q <= R_inf <= R_p + (1 - k^(-2/p)) sigma_1^2 / 2 over the same k = rank; 0 where all agree."""
     k = len(sigma)
     s = with_spectrum(sigma, k + 3, k + 1, seed)
-    lower, higher, limit = (spectral.r_well(s, k, q).item() for q in (p, p * factor, math.inf))
+    lower, higher, limit = (regularizers.r_well(s, k, q).item() for q in (p, p * factor, math.inf))
     top = sigma.max().item() ** 2
     assert -1e-12 * top <= lower <= higher + 1e-12 * top
     assert higher <= limit + 1e-12 * top
     assert limit - lower <= (1 - k ** (-2 / p)) * top / 2 + 1e-12 * top
     assert lower == pytest.approx((power_mean(sigma, p) ** 2 / 2 - sigma.square().mean() / 2).item(), abs=1e-12 * top)
     flat = with_spectrum(torch.full_like(sigma, 3.0), k + 3, k + 1, seed)
-    assert spectral.r_well(flat, k, p).item() == pytest.approx(0, abs=1e-12)
-    assert spectral.r_well(s, k, 2).item() == pytest.approx(0, abs=1e-12 * top)
+    assert regularizers.r_well(flat, k, p).item() == pytest.approx(0, abs=1e-12)
+    assert regularizers.r_well(s, k, 2).item() == pytest.approx(0, abs=1e-12 * top)
 
 
 @quick
@@ -202,7 +202,7 @@ def test_power_means_are_ordered_and_vanish_at_kappa_one(sigma, seed, p, factor)
 def test_a_small_power_mean_certifies_a_small_kappa(sigma, seed, p):
     """log kappa(S) <= sqrt(2 k R_p) sigma_1 / sigma_k^2."""
     k = len(sigma)
-    value = spectral.r_well(with_spectrum(sigma, k + 2, k, seed), k, p).clamp(min=0)
+    value = regularizers.r_well(with_spectrum(sigma, k + 2, k, seed), k, p).clamp(min=0)
     rounding = 1e-7 * sigma.max() ** 2 / sigma.min() ** 2  # of the difference of two squares, under a root
     bound = (2 * k * value).sqrt() * sigma.max() / sigma.min() ** 2 + rounding
     assert math.log(sigma.max() / sigma.min()) <= bound
@@ -217,7 +217,7 @@ def test_steps_on_power_means_lower_kappa(sigma, seed, p, share):
     slope = (mean * (sigma / mean).pow(p - 1) - sigma) / k
     assert slope[0] > 0 > slope[-1]
     s = with_spectrum(sigma, k + 2, k, seed).requires_grad_()
-    (gradient,) = torch.autograd.grad(spectral.r_well(s, k, p), s)
+    (gradient,) = torch.autograd.grad(regularizers.r_well(s, k, p), s)
     gaps, speeds = sigma[:-1] - sigma[1:], slope[:-1] - slope[1:]
     closing = speeds > 0
     eta = share * (gaps[closing] / speeds[closing]).min().item() if closing.any() else share
@@ -233,12 +233,12 @@ def test_theorem_4_1_1_is_false():
     """It says that R_ill = 0 iff kappa is infinite. But diag(1, e) has R_ill -> 4 as e -> 0 and kappa -> infinity, and
     R_ill(c diag(2, 1)) -> 0 at kappa = 2 as c grows: R_ill can be lowered by inflating the features alone."""
     for e in (1e-2, 1e-4, 1e-8):
-        assert spectral.r_ill(torch.diag(tensor(1.0, e)), rank=2).item() == pytest.approx(4, rel=2 * e**2 + 1e-12)
-    base = spectral.r_ill(torch.diag(tensor(2.0, 1.0))).item()
+        assert regularizers.r_ill(torch.diag(tensor(1.0, e)), rank=2).item() == pytest.approx(4, rel=2 * e**2 + 1e-12)
+    base = regularizers.r_ill(torch.diag(tensor(2.0, 1.0))).item()
     for c in (1e2, 1e4, 1e6):
         inflated = c * torch.diag(tensor(2.0, 1.0))
-        assert spectral.r_ill(inflated).item() == pytest.approx(base / c**2)
-        assert spectral.condition_number(inflated) == pytest.approx(4)  # of F^T F: kappa(S) = 2
+        assert regularizers.r_ill(inflated).item() == pytest.approx(base / c**2)
+        assert spectrum.condition_number(inflated) == pytest.approx(4)  # of F^T F: kappa(S) = 2
 
 
 @quick
@@ -246,7 +246,7 @@ def test_theorem_4_1_1_is_false():
 def test_theorem_4_1_1_corrected(sigma, seed):
     """2k/(k-1) <= sigma_1^2 (1 - kappa^-2) R_ill <= 2k: R_ill tends to 0 only as sigma_1 tends to infinity."""
     k = len(sigma)
-    value = spectral.r_ill(with_spectrum(sigma, 10, 9, seed), rank=k).item()
+    value = regularizers.r_ill(with_spectrum(sigma, 10, 9, seed), rank=k).item()
     scaled = value * sigma[0].item() ** 2 * (1 - (sigma[-1] / sigma[0]).item() ** 2)
     assert 2 * k / (k - 1) * (1 - 1e-8) <= scaled <= 2 * k * (1 + 1e-8)
 
@@ -255,7 +255,7 @@ def test_theorem_4_1_1_corrected(sigma, seed):
 @given(sigma=spectra(), seed=seeds)
 def test_theorem_4_1_2(sigma, seed):
     """1 / log kappa <= sigma_1^2 R_ill holds, and certifies no kappa above e^(1/2), however large kappa is."""
-    bound = 1 / (sigma[0].item() ** 2 * spectral.r_ill(with_spectrum(sigma, 10, 9, seed), rank=len(sigma)).item())
+    bound = 1 / (sigma[0].item() ** 2 * regularizers.r_ill(with_spectrum(sigma, 10, 9, seed), rank=len(sigma)).item())
     assert bound * (1 - 1e-8) <= math.log(sigma[0] / sigma[-1])
     assert bound <= 0.5
 
@@ -274,9 +274,9 @@ def test_theorem_4_1_3_and_4(sigma, share, seed):
     """(3) Eq. 13: descent moves singular values only, sigma_k (1 - eta c (1 - 1/k)) and sigma_i (1 + eta c / k) with
     c = R_ill^2. (4) It raises kappa for every step below k / ((k - 1) c)."""
     k, s = len(sigma), with_spectrum(sigma, 10, 9, seed)
-    c = spectral.r_ill(s, rank=k).item() ** 2
+    c = regularizers.r_ill(s, rank=k).item() ** 2
     x = share * k / (k - 1)  # eta c
-    moved = after_descent(lambda m: spectral.r_ill(m, rank=k), s, x / c)
+    moved = after_descent(lambda m: regularizers.r_ill(m, rank=k), s, x / c)
     expected = torch.cat([sigma[:-1] * (1 + x / k), sigma[-1:] * (1 - x * (1 - 1 / k))])
     assert_close(torch.linalg.svdvals(moved)[:k], expected, rtol=1e-8, atol=1e-9 * sigma[0].item())
     assert ratio(expected) > ratio(sigma)
@@ -307,8 +307,8 @@ def test_theorem_4_2(rows, size, seed):
         return 2 * x.T @ x @ theta.detach() @ (sigma[i] * torch.outer(v[:, i], v[:, i]) - hessian / share)
 
     for value, formula in (
-        (spectral.r_well_of_features(x @ theta), expected(0, size)),
-        (spectral.r_ill_of_features(x @ theta, k), expected(k - 1, k) / denominator**2),
+        (regularizers.r_well_of_features(x @ theta), expected(0, size)),
+        (regularizers.r_ill_of_features(x @ theta, k), expected(k - 1, k) / denominator**2),
     ):
         (found,) = torch.autograd.grad(value, theta)
         assert_close(found, formula, rtol=1e-6, atol=1e-8 * formula.abs().max().item())
@@ -368,14 +368,14 @@ def test_preconditioned_steps_move_the_spectrum_as_stated(sigma, eta, seed):
 
     well = eta / sigma[0].item()
     assert_close(
-        stepped(spectral.r_well_of_features, well),
+        stepped(regularizers.r_well_of_features, well),
         well_step(sigma, well).sort(descending=True).values,
         rtol=1e-6,
         atol=1e-9 * sigma[0].item(),
     )
     ill, d = eta / sigma[0].item(), denominator_of(sigma).item()
     assert_close(
-        stepped(lambda f, leaf: spectral.r_ill_of_features(f, size, leaf), ill * d**2),
+        stepped(lambda f, leaf: regularizers.r_ill_of_features(f, size, leaf), ill * d**2),
         ill_step(sigma, ill).sort(descending=True).values,
         rtol=1e-6,
         atol=1e-9 * sigma[0].item(),
@@ -390,8 +390,8 @@ def test_theorem_4_3_1_is_false():
     assert ratio(well_step(sigma, 0.24)).item() == pytest.approx(240.25)
     x = torch.diag(sigma.sqrt())  # the same with this project's gradient, theta = I
     leaf = torch.eye(2, dtype=torch.float64, requires_grad=True)
-    (step,) = torch.autograd.grad(spectral.r_well_of_features(x @ leaf, leaf), leaf)
-    assert spectral.condition_number(x @ (leaf - 0.24 * step).detach()) == pytest.approx(240.25)
+    (step,) = torch.autograd.grad(regularizers.r_well_of_features(x @ leaf, leaf), leaf)
+    assert spectrum.condition_number(x @ (leaf - 0.24 * step).detach()) == pytest.approx(240.25)
     assert well_bound(sigma).item() == pytest.approx(1 / 9)  # the corrected bound
 
 
@@ -405,9 +405,9 @@ def test_theorem_4_3_2_is_false():
     assert ratio(ill_step(sigma, 0.35)).item() == pytest.approx(1.0142, abs=1e-4)
     x = torch.diag(sigma.sqrt())  # the same with this project's gradient, theta = I
     leaf = torch.eye(10, dtype=torch.float64, requires_grad=True)
-    (step,) = torch.autograd.grad(spectral.r_ill_of_features(x @ leaf, 10, leaf), leaf)
+    (step,) = torch.autograd.grad(regularizers.r_ill_of_features(x @ leaf, 10, leaf), leaf)
     moved = x @ (leaf - 0.35 * denominator_of(sigma) ** 2 * step).detach()
-    assert spectral.condition_number(moved) == pytest.approx(1.0142, abs=1e-4)
+    assert spectrum.condition_number(moved) == pytest.approx(1.0142, abs=1e-4)
     assert ill_bound(sigma).item() == pytest.approx(0.3125)  # the corrected bound, in units of R'^2
 
 
@@ -474,7 +474,7 @@ def test_no_map_exceeds_the_ceiling(pair, seed, decades):
     x_p, x_h = pair
     size = x_p.shape[1]
     theta = with_spectrum(torch.logspace(0, -decades, size, dtype=torch.float64), size, size, seed)
-    found = spectral.rir(x_h @ theta, x_h, x_p @ theta, x_p)["rir"]
+    found = spectrum.rir(x_h @ theta, x_h, x_p @ theta, x_p)["rir"]
     assert found <= ceiling(x_p.T @ x_p, x_h.T @ x_h) * (1 + 1e-6)
 
 
@@ -486,7 +486,7 @@ def test_the_ceiling_is_attained_at_any_primary_ratio(pair, seed, share):
     k_p, k_h = x_p.T @ x_p, x_h.T @ x_h
     target = kappa(k_p) ** (share - 1)
     theta = optimal(k_p, k_h, len(x_h), target, seed)
-    found = spectral.rir(x_h @ theta, x_h, x_p @ theta, x_p)
+    found = spectrum.rir(x_h @ theta, x_h, x_p @ theta, x_p)
     assert found["ratio_primary"] == pytest.approx(target, rel=1e-6)
     assert found["rir"] == pytest.approx(ceiling(k_p, k_h), rel=1e-6)
 
@@ -494,7 +494,7 @@ def test_the_ceiling_is_attained_at_any_primary_ratio(pair, seed, share):
 def test_shared_inputs_admit_no_immunization():
     """K_P = K_H: RIR is 1 whatever theta is, and so is the ceiling."""
     x, theta = gaussian(9, 4, seed=0), gaussian(4, 4, seed=1)
-    assert spectral.rir(x @ theta, x, x @ theta, x)["rir"] == 1
+    assert spectrum.rir(x @ theta, x, x @ theta, x)["rir"] == 1
     assert ceiling(x.T @ x, x.T @ x) == pytest.approx(1)
 
 
@@ -508,7 +508,7 @@ def test_ratio_is_unbounded_outside_the_primary_range(stretch, seed):
     theta = torch.eye(5, dtype=torch.float64) + (stretch - 1) * torch.outer(n, n)
     assert_close(x_p @ theta, x_p)
     lower = stretch**2 * (x_h @ n).square().sum() / torch.linalg.matrix_norm(x_h, 2) ** 2
-    assert spectral.condition_number(x_h @ theta, rank=5) >= lower.item() * (1 - 1e-6)
+    assert spectrum.condition_number(x_h @ theta, rank=5) >= lower.item() * (1 - 1e-6)
 
 
 # --- Learning curves: what an attacker meets --------------------------------------------------------------------------
@@ -574,8 +574,8 @@ def test_labels_and_not_kappa_decide_the_speed():
     one keeps (3/4)^2t of the excess. Spectra alone, and RIR with them, say the opposite."""
     u = orthonormal(9, 3, seed=0)
     ill, well = u * tensor(1.0, 1e-2, 1e-4), u * tensor(1.0, 0.8, 0.5)
-    assert spectral.condition_number(ill) == pytest.approx(1e8)
-    assert spectral.condition_number(well) == pytest.approx(4)
+    assert spectrum.condition_number(ill) == pytest.approx(1e8)
+    assert spectrum.condition_number(well) == pytest.approx(4)
     after_ill = [excess(ill, u[:, :1], w) for w in gradient_descent(ill, u[:, :1], 10)]
     after_well = [excess(well, u[:, 2:], w) for w in gradient_descent(well, u[:, 2:], 10)]
     assert after_ill[0] == pytest.approx(0, abs=1e-20)
@@ -599,7 +599,7 @@ def test_direct_solvers_and_whitening_undo_any_invertible_map(seed, decades):
         atol=1e-6,
     )
     whitened = features @ torch.linalg.inv(torch.linalg.qr(features).R)
-    assert spectral.condition_number(whitened) == pytest.approx(1)
+    assert spectrum.condition_number(whitened) == pytest.approx(1)
 
 
 def test_column_scaling_undoes_a_diagonal_map_but_not_a_rotated_one():
@@ -609,10 +609,10 @@ def test_column_scaling_undoes_a_diagonal_map_but_not_a_rotated_one():
     rotated = theta @ orthonormal(6, 6, seed=1)
 
     def scaled(features):
-        return spectral.condition_number(features / features.norm(dim=0))
+        return spectrum.condition_number(features / features.norm(dim=0))
 
-    assert spectral.condition_number(x @ theta) == pytest.approx(1e6)
-    assert spectral.condition_number(x @ rotated) == pytest.approx(1e6)
+    assert spectrum.condition_number(x @ theta) == pytest.approx(1e6)
+    assert spectrum.condition_number(x @ rotated) == pytest.approx(1e6)
     assert scaled(x @ theta) == pytest.approx(1)
     assert scaled(x @ rotated) > 1e4
 
@@ -620,6 +620,6 @@ def test_column_scaling_undoes_a_diagonal_map_but_not_a_rotated_one():
 def test_authors_ratio_is_moved_by_inflating_the_features():
     """Rank-deficient features, doubled: ratios (i) and (ii) of the released code are 4, the rank-aware ones 1."""
     x_p, x_h = gaussian(10, 30, seed=0), gaussian(10, 30, seed=1)
-    authors = spectral.rir(2 * x_h, x_h, 2 * x_p, x_p, conditioning="authors")
+    authors = spectrum.rir(2 * x_h, x_h, 2 * x_p, x_p, conditioning="authors")
     assert (authors["ratio_harmful"], authors["ratio_primary"]) == pytest.approx((4, 4), rel=1e-4)
-    assert spectral.rir(2 * x_h, x_h, 2 * x_p, x_p)["ratio_harmful"] == pytest.approx(1)
+    assert spectrum.rir(2 * x_h, x_h, 2 * x_p, x_p)["ratio_harmful"] == pytest.approx(1)

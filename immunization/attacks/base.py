@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from immunization import spectral
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
 from immunization.data.task import Task
 from immunization.errors import ConfigError, DegenerateSpectrum
-from immunization.probe import Probe
+from immunization.theory import spectrum
+from immunization.theory.probe import Probe
 
 DIVERGENCE = 1e12
 """A training loss above this multiple of the first one counts as diverged."""
@@ -151,9 +151,9 @@ class Problem:
     def of(cls, task: Task, train: Tensor, y: Tensor, val: Tensor, test: Tensor, flops: float) -> Problem:
         """From features [N, D] and labels [N]; raises Inapplicable for features that nothing can be learned from."""
         targets, width = task.targets(y), train.shape[1]
-        blocks = spectral.triangular_factor(torch.cat([train, targets], 1))[0][:width]
+        blocks = spectrum.triangular_factor(torch.cat([train, targets], 1))[0][:width]
         try:
-            probe = Probe.fit(blocks[:, :width], blocks[:, width:], max(train.shape) * spectral.EPS)
+            probe = Probe.fit(blocks[:, :width], blocks[:, width:], max(train.shape) * spectrum.EPS)
         except DegenerateSpectrum as error:
             raise Inapplicable(str(error)) from error
         n = len(train)
@@ -177,7 +177,7 @@ class Problem:
 
     @property
     def kappa(self) -> float:
-        return spectral.condition_number_of(self.sigma, len(self.sigma))
+        return spectrum.condition_number_of(self.sigma, len(self.sigma))
 
     def gradient(self, weights: Tensor) -> Tensor:
         """Of half the mean excess loss, [..., D, C]."""

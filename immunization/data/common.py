@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -10,25 +10,9 @@ import torch
 from torch import Tensor
 
 from immunization.data.task import SPLITS, Task, TaskPair
-from immunization.errors import ConfigError, DataError
+from immunization.errors import DataError
 
 Normalize = Literal["shared", "each", "none"]
-
-
-def check_choice(key: str, value: object, allowed: Sequence[object]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{key}={value}: choose one of {', '.join(map(str, allowed))}")
-
-
-def check_fractions(val_fraction: float, test_fraction: float = 0.0) -> None:
-    for key, value in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
-        if not (isinstance(value, int | float) and 0 <= value < 1):
-            raise ConfigError(f"dataset.{key}={value}: must be a number in [0, 1)")
-    if val_fraction + test_fraction >= 1:
-        raise ConfigError(
-            f"dataset.val_fraction={val_fraction} and dataset.test_fraction={test_fraction} leave no training rows: "
-            "their sum must be under 1"
-        )
 
 
 def split_rows(

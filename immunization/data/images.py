@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from immunization.data.common import check_choice, check_fractions, split_rows
+from immunization import checks
+from immunization.data.common import split_rows
 from immunization.data.task import SPLITS, Origin
 from immunization.errors import ConfigError, DataError
 
@@ -109,8 +110,8 @@ def image_folders(
 
     Raises ConfigError for an option that cannot be, DataError for folders that are absent, empty or do not agree.
     """
-    check_choice("dataset.on_bad_image", on_bad_image, ("error", "skip"))
-    check_fractions(val_fraction, test_fraction)
+    checks.choice("dataset.on_bad_image", on_bad_image, ("error", "skip"))
+    checks.fractions(val_fraction, test_fraction)
     if batch_size < 1 or workers < 0 or cache_limit < 0:
         raise ConfigError("dataset.batch_size must be at least 1, dataset.workers and dataset.cache_limit at least 0")
     if size is not None and size < 1:
@@ -163,7 +164,7 @@ def digits_deep(
     name: str = "digits_deep",
 ) -> ImagePair:
     """scikit-learn's digits as images for a small net; conf/dataset/digits_deep.yaml describes the options."""
-    check_fractions(val_fraction, test_fraction)
+    checks.fractions(val_fraction, test_fraction)
     roles = {"primary": primary, "harmful": harmful} | ({} if benign is None else {"benign": benign})
     for role, classes in roles.items():
         if len(classes) < 2 or len(set(classes)) < len(classes) or not set(classes) <= set(range(10)):
@@ -205,7 +206,7 @@ def _open_task(
     outputs: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> ImageTask:
-    check_choice(f"dataset.{role}.crop", crop, CROPS)
+    checks.choice(f"dataset.{role}.crop", crop, CROPS)
     generator = torch.Generator().manual_seed(split_seed)
     folder = None if root is None else Path(root).expanduser()
     if source:

@@ -11,15 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from immunization.data.common import (
-    Normalize,
-    check_choice,
-    check_fractions,
-    finish,
-    split_rows,
-    standardize,
-    standardize_targets,
-)
+from immunization import checks
+from immunization.data.common import Normalize, finish, split_rows, standardize, standardize_targets
 from immunization.data.tables import numbers, read_table, require_columns
 from immunization.data.task import SPLITS, Origin, Split, Task, TaskPair
 from immunization.errors import ConfigError, DataError
@@ -47,9 +40,9 @@ def arrays(
 
     Raises ConfigError for an option that cannot be, DataError for a file or array that cannot be used.
     """
-    check_choice("dataset.targets", targets, ("auto", "regression", "classes"))
-    check_choice("dataset.normalize", normalize, ("shared", "each", "none"))
-    check_fractions(val_fraction, test_fraction)
+    checks.choice("dataset.targets", targets, ("auto", "regression", "classes"))
+    checks.choice("dataset.normalize", normalize, ("shared", "each", "none"))
+    checks.fractions(val_fraction, test_fraction)
     tables = {"primary": primary_csv, "harmful": harmful_csv, "benign": benign_csv}
     if path and any(tables.values()):
         raise ConfigError("dataset.path and dataset.*_csv are both given: choose one of them")

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from immunization.data.common import check_choice, check_fractions, finish, split_rows
+from immunization import checks
+from immunization.data.common import finish, split_rows
 from immunization.data.task import Origin, Split, Task, TaskPair
 from immunization.errors import ConfigError, DataError
 
@@ -64,7 +65,7 @@ def digits(
     Raises ConfigError for an option that cannot be.
     """
     roles = _check_options(primary, harmful, benign, protocol, max_samples)
-    check_fractions(val_fraction, test_fraction)
+    checks.fractions(val_fraction, test_fraction)
     pixels, labels = sklearn_digits()
     rows = split_rows(labels, val_fraction, test_fraction, torch.Generator().manual_seed(seed))
     sources = dict.fromkeys(rows, ("sklearn.datasets.load_digits()", 0))
@@ -120,11 +121,11 @@ def _check_options(
     """The class of each role, once all options are found possible."""
     roles = {"primary": primary, "harmful": harmful} | ({} if benign is None else {"benign": benign})
     for role, digit in roles.items():
-        check_choice(f"dataset.{role}", digit, range(10))
+        checks.choice(f"dataset.{role}", digit, range(10))
     if len(set(roles.values())) < len(roles):
         shown = ", ".join(f"dataset.{role}={digit}" for role, digit in roles.items())
         raise ConfigError(f"{shown}: every task needs a class of its own, choose different ones of 0 to 9")
-    check_choice("dataset.protocol", protocol, ("one_vs_rest", "authors"))
+    checks.choice("dataset.protocol", protocol, ("one_vs_rest", "authors"))
     if max_samples is not None and not (isinstance(max_samples, int) and max_samples >= 1):
         raise ConfigError(f"dataset.max_samples={max_samples}: must be an integer from 1 on, or null for all images")
     return roles
@@ -198,7 +199,7 @@ def _pair(
 
 def _torchvision_images(family: str, root: str, download: bool, val_fraction: float, seed: int) -> Images:
     """The files of torchvision's class `family`: its test file is the test split, the rest is train and val."""
-    check_fractions(val_fraction)
+    checks.fractions(val_fraction)
     folder = Path(root).expanduser() / family / "raw"
     _provide(family, folder, download)
     (pixels, labels), (test_pixels, test_labels) = (_read_part(folder, part) for part in ("train", "t10k"))

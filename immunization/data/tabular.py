@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
+from immunization import checks
 from immunization.data.common import (
     both_train,
-    check_choice,
-    check_fractions,
     finish,
     map_inputs,
     moments,
@@ -61,9 +60,9 @@ def house_prices(
 
     Raises ConfigError for an option that cannot be, DataError for a file that is absent or damaged.
     """
-    check_choice("dataset.protocol", protocol, ("full", "authors"))
-    check_choice("dataset.normalize", normalize, ("shared", "each"))
-    check_fractions(val_fraction, test_fraction)
+    checks.choice("dataset.protocol", protocol, ("full", "authors"))
+    checks.choice("dataset.normalize", normalize, ("shared", "each"))
+    checks.fractions(val_fraction, test_fraction)
     path = _find(Path(root).expanduser(), download)
     table = read_table(path)
     require_columns(table, [*NUMERIC, *CATEGORICAL, *TARGETS.values()], path)

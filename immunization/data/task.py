@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from immunization import spectral
 from immunization.errors import DataError
+from immunization.theory import spectrum
 
 SPLITS = ("train", "val", "test")
 
@@ -143,7 +143,7 @@ class Task:
     @cached_property
     def root(self) -> Tensor:
         """K^1/2 up to a rotation: [k, D] with root^T root = K = X^T X of the training inputs, k = rank(X)."""
-        root = spectral.compress(self.train.x, eps=self.eps)
+        root = spectrum.compress(self.train.x, eps=self.eps)
         if not len(root):
             raise DataError(
                 f"task '{self.name}': every input feature is constant or zero (rank 0), there is nothing to condition"

@@ -10,20 +10,12 @@ import math
 import torch
 from torch import Tensor
 
-from immunization import spectral
 from immunization.errors import ConfigError
 from immunization.evaluation.base import Comparison, Measures
 from immunization.evaluation.rir import condition_ratios
-from immunization.probe import Probe
-
-
-def relative_condition_number(primary: Probe, harmful: Probe) -> float:
-    """kappa(M) of M = K_P^-1/2 K_H K_P^-1/2 over its rank(K_H) largest eigenvalues.
-
-    These are the squared singular values of S_H V_H^T V_P S_P^-1, so that no Gram matrix loses digits.
-    """
-    sigma = torch.linalg.svdvals(harmful.sigma[:, None] * (harmful.vectors.T @ primary.vectors) / primary.sigma)
-    return spectral.condition_number_of(sigma, min(len(sigma), len(harmful.sigma)))
+from immunization.theory import spectrum
+from immunization.theory.optimal_map import relative_condition_number
+from immunization.theory.probe import Probe
 
 
 def bounded_condition_number(comparison: Comparison) -> tuple[float, str]:
@@ -32,7 +24,7 @@ def bounded_condition_number(comparison: Comparison) -> tuple[float, str]:
     rank = len(harmful.sigma)
     if rank == 1:
         return 1.0, ""  # kappa(H_H) is 1 whatever theta is, also outside of range(K_P)
-    if outside := spectral.dimensions_outside(primary.root, harmful.root, *comparison.pair.tolerance):
+    if outside := spectrum.dimensions_outside(primary.root, harmful.root, *comparison.pair.tolerance):
         return math.inf, (
             f"unbounded: {outside} of the {rank} dimensions of range(K_H) are outside of range(K_P), where theta may "
             "stretch the harmful features at no cost to the primary task; dataset.common_range=true stays inside"

@@ -11,9 +11,9 @@ from typing import Literal, TypedDict
 import torch
 from torch import Tensor
 
-from immunization import spectral
 from immunization.data.task import Split, Task, TaskPair
-from immunization.probe import Probe
+from immunization.theory import spectrum
+from immunization.theory.probe import Probe
 
 Role = Literal["primary", "harmful", "benign"]
 State = Literal["after", "before"]
@@ -120,12 +120,12 @@ class Comparison:
             return self._inputs(role)
         if self._linear(state):
             factor = extract(self._root(role, "train")).double()
-            noise = max(task.train.x.shape) * spectral.EPS
+            noise = max(task.train.x.shape) * spectrum.EPS
             return Probe.fit(factor, self._inputs(role).coefficients, noise, rank=task.rank)
         features = self.features(role, "train", state)
         width = features.shape[1]
         joint = torch.cat([features, task.targets(task.train.y)], 1)
-        blocks = spectral.triangular_factor(joint)[0][:width]
+        blocks = spectrum.triangular_factor(joint)[0][:width]
         return Probe.fit(blocks[:, :width], blocks[:, width:], max(features.shape) * task.eps)
 
     @torch.no_grad()
@@ -138,18 +138,18 @@ class Comparison:
             root = self._root(role, split)
             return root.norm(dim=1) if extract is None else torch.linalg.svdvals(extract(root).double())
         features = self.features(role, split, state)
-        sigma = spectral.singular_values(features)
-        return sigma[: spectral.numerical_rank(sigma, tuple(features.shape), task.eps)]
+        sigma = spectrum.singular_values(features)
+        return sigma[: spectrum.numerical_rank(sigma, tuple(features.shape), task.eps)]
 
     @torch.no_grad()
     def authors_condition_number(self, role: Role, state: State) -> float:
-        """kappa of the training features by the released code's convention (`spectral.authors_condition_number`)."""
+        """kappa of the training features by the released code's convention (`spectrum.authors_condition_number`)."""
         task, extract = self.tasks[role], self._maps[state]
-        if task.eps > spectral.EPS or not (extract is None or self._linear(state)):
+        if task.eps > spectrum.EPS or not (extract is None or self._linear(state)):
             # the root of coarse inputs leaves out directions that the released code sees
-            return spectral.authors_condition_number(self.features(role, "train", state))
+            return spectrum.authors_condition_number(self.features(role, "train", state))
         root = self._root(role, "train")
-        return spectral.authors_condition_number(root if extract is None else extract(root))
+        return spectrum.authors_condition_number(root if extract is None else extract(root))
 
     def no_test(self, role: Role) -> str | None:
         """Why there is no held-out measure of a task; None where there is one."""
@@ -166,7 +166,7 @@ class Comparison:
     def _root(self, role: Role, split: str) -> Tensor:
         """[k, D] with the Gram matrix of the split's inputs, k their rank."""
         task = self.tasks[role]
-        return task.root.double() if split == "train" else spectral.compress(self._split(role, split).x, eps=task.eps)
+        return task.root.double() if split == "train" else spectrum.compress(self._split(role, split).x, eps=task.eps)
 
     def _inputs(self, role: Role) -> Probe:
         """The probe on the raw training inputs; c solves min ||U c - Y|| by corrected semi-normal equations."""

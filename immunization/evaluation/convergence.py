@@ -8,7 +8,7 @@ from torch import Tensor
 from immunization.data.task import Task
 from immunization.errors import ConfigError
 from immunization.evaluation.base import SUFFIX, Comparison, Measures
-from immunization.probe import Probe
+from immunization.theory.probe import Probe
 
 CHUNK = 2**22
 """Numbers of predictions and weights held at once (32 MiB; measures need a few copies)."""

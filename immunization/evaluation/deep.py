@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from immunization import spectral
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
 from immunization.evaluation.base import SUFFIX, Comparison, Measures, Role, State
@@ -15,7 +14,8 @@ from immunization.models.activations import take
 from immunization.models.base import Model
 from immunization.models.folded import Folded
 from immunization.models.timm import Timm
-from immunization.probe import Probe
+from immunization.theory import spectrum
+from immunization.theory.probe import Probe
 
 ROWS = 256
 KEPT = 2**31
@@ -105,7 +105,7 @@ class DeepComparison(Comparison):
                 yield torch.cat([features.to(y), y], 1)
                 start += len(features)
 
-        blocks = spectral.triangular_factor(joint())[0][:width]
+        blocks = spectrum.triangular_factor(joint())[0][:width]
         return Probe.fit(blocks[:, :width], blocks[:, width:], max(len(task.train), width) * task.eps)
 
     @torch.no_grad()
@@ -113,11 +113,11 @@ class DeepComparison(Comparison):
         if split == "train":
             return self.probe(role, state).sigma
         task = self.tasks[role]
-        sigma = spectral.singular_values(self.batches(role, split, state))
-        return sigma[: spectral.numerical_rank(sigma, (len(self._split(role, split)), task.dim), task.eps)]
+        sigma = spectrum.singular_values(self.batches(role, split, state))
+        return sigma[: spectrum.numerical_rank(sigma, (len(self._split(role, split)), task.dim), task.eps)]
 
     def authors_condition_number(self, role: Role, state: State) -> float:
-        return spectral.authors_condition_number(self.batches(role, "train", state))
+        return spectrum.authors_condition_number(self.batches(role, "train", state))
 
 
 class SampledRatio:
@@ -160,7 +160,7 @@ class SampledRatio:
             chosen = order[: groups * self.samples]
             for state, suffix in SUFFIX.items():
                 parts = comparison.sampled(role, state, chosen).split(self.samples)
-                kappa[role + suffix] = sum(map(spectral.authors_condition_number, parts)) / groups
+                kappa[role + suffix] = sum(map(spectrum.authors_condition_number, parts)) / groups
         harmful, primary = (kappa[role] / kappa[f"{role}_baseline"] for role in ("harmful", "primary"))
         values = {"rir": harmful / primary, "ratio_harmful": harmful, "ratio_primary": primary}
         for name, value in values.items():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from immunization import spectral
 from immunization.errors import DegenerateSpectrum
 from immunization.evaluation.base import SUFFIX, Comparison, Measures
+from immunization.theory import spectrum
 
 
 def condition_ratios(comparison: Comparison, split: str = "train") -> dict[str, float]:
@@ -16,7 +16,7 @@ def condition_ratios(comparison: Comparison, split: str = "train") -> dict[str, 
     for role in ("harmful", "primary"):
         for state, suffix in SUFFIX.items():
             sigma = comparison.sigma(role, split, state)
-            values[f"kappa_{role}{suffix}"] = spectral.condition_number_of(sigma, len(sigma))
+            values[f"kappa_{role}{suffix}"] = spectrum.condition_number_of(sigma, len(sigma))
         values[f"rank_{role}"] = len(comparison.sigma(role, split, "after"))
     return _ratios(values) | values
 

@@ -8,7 +8,7 @@ from torch import nn
 from immunization.errors import ConfigError
 from immunization.evaluation.base import Comparison, Measures
 from immunization.evaluation.primary import retrained_head
-from immunization.spectral import AUTHORS_RIDGE
+from immunization.theory.spectrum import AUTHORS_RIDGE
 
 SAME = 1e-6
 """Largest relative difference of singular values that counts as none."""

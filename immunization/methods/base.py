@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from immunization import distributed, spectral
+from immunization import distributed
+from immunization.checks import nonnegative
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError, Diverged
 from immunization.models.base import Batch, Model
+from immunization.theory import spectrum
 
 DIVERGENCE = 1e12
 """A loss above this multiple of the first one counts as diverged."""
@@ -106,7 +108,7 @@ class Method:
     def score(self, model: Model) -> float:
         """What early stopping maximizes: log RIR, up to a constant, on the training inputs."""
         kappa_p, kappa_h = (
-            spectral.condition_number_of(torch.linalg.svdvals(model.factor(task)), task.rank)
+            spectrum.condition_number_of(torch.linalg.svdvals(model.factor(task)), task.rank)
             for task in (self.pair.primary, self.pair.harmful)
         )
         return math.log(kappa_h) - math.log(kappa_p)
@@ -131,29 +133,6 @@ class Method:
 
 def _copy(model: Model) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def nonnegative(**values: float) -> None:
-    """Raise ConfigError for the first keyword whose value is negative or not finite."""
-    for key, value in values.items():
-        if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
-            raise ConfigError(f"method.{key} must be a finite number of at least 0, not {value!r}")
-
-
-def below_one(**values: float) -> None:
-    """Raise ConfigError for the first keyword whose value is not in [0, 1)."""
-    nonnegative(**values)
-    for key, value in values.items():
-        if value >= 1:
-            raise ConfigError(f"method.{key} must be below 1, not {value}")
-
-
-def even_power(power: float) -> None:
-    """Raise ConfigError for an exponent that is not an even integer from 2 to 64, nor infinite."""
-    if power != math.inf and not (isinstance(power, int | float) and power in range(2, 66, 2)):
-        raise ConfigError(
-            f"method.power must be an even number from 2 to 64 (larger ones underflow), or inf, not {power!r}"
-        )
 
 
 class _Pass:

@@ -2,106 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from typing import Literal
-
 import torch
-from torch import Tensor, nn
 
-from immunization import spectral
+from immunization.checks import nonnegative
 from immunization.data.task import TaskPair
-from immunization.errors import ConfigError, DataError, DegenerateSpectrum
-from immunization.methods.base import Method, nonnegative
+from immunization.methods.base import Method
 from immunization.methods.statistics import fit_head, linear_map, probe_of_inputs
 from immunization.models import Model
-
-Spread = Literal["geometric", "linear", "step"]
-
-
-def optimal_map(
-    root_p: Tensor,
-    root_h: Tensor,
-    primary_ratio: float = 1.0,
-    ridge: float = 0.0,
-    spread: Spread = "geometric",
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """An invertible map A [D, D] in float64 that attains the largest RIR, for features with K = root^T root.
-
-    `root_p` and `root_h` [m, D] are R factors or compressed roots of both tasks' features. A = K_P^-1/2 Q Delta R with
-    Q the eigenvectors of M = K_P^-1/2 K_H K_P^-1/2, descending. Delta falls from Delta_1 to Delta_k, k = rank(M), and
-    is constant from there on: kappa(H_P) = (Delta_1 / Delta_k)^2 = `primary_ratio` kappa(K_P), kappa(H_H) = kappa(M)
-    kappa(H_P). In between it falls evenly in the logarithm (`geometric`), evenly (`linear`), or at once after the first
-    half (`step`); RIR does not depend on that. R is a random rotation drawn by `generator`, or I for None.
-    The primary features keep their mean square.
-
-    `ridge` (relative to the largest eigenvalue) is added to both K before. Ratio (ii) is then at most the larger one of
-    `primary_ratio` and 1/kappa(K_P + ridge), since kappa(H_P) <= kappa(Delta^2) max_i f_i / min_i f_i with f_i =
-    lambda_i / (lambda_i + ridge lambda_1) the eigenvalues of K_P in the units of the regularized one.
-
-    Directions outside of range(K_P), which no primary feature has, keep their length and stay orthogonal to the rest,
-    so that a primary probe never sees them. If K_H reaches there, RIR has no maximum; A is then optimal for K_H
-    projected onto range(K_P).
-
-    Raises ConfigError for a `primary_ratio` outside of [1/kappa(K_P), 1] or a negative `ridge`, DataError for roots of
-    different width, DegenerateSpectrum for a root that is zero or not finite.
-    """
-    if root_p.shape[1] != root_h.shape[1]:
-        raise DataError(f"the tasks have different numbers of features: {root_p.shape[1]} and {root_h.shape[1]}")
-    nonnegative(ridge=ridge)
-    kappa, s_p, v_p = _spectrum(root_p, 0.0, "primary")
-    lowest = 1 / kappa
-    if not lowest * (1 - 1e-9) <= primary_ratio <= 1:
-        raise ConfigError(
-            f"method.primary_ratio={primary_ratio}: no map takes ratio (ii) out of [1/kappa(K_P), 1] = "
-            f"[{lowest:.6g}, 1] and keeps condition (b)"
-        )
-    if ridge:
-        kappa, s_p, v_p = _spectrum(root_p, ridge, "primary")
-    _, s_h, v_h = _spectrum(root_h, ridge, "harmful")
-
-    p, h = len(s_p), len(s_h)
-    cosines = v_h[:h] @ v_p[:p].T
-    _, _, q = spectral.svd(s_h[:, None] * cosines / s_p, full_matrices=True)  # Q^T, all p rows
-    k = h if p == len(v_p) else int((torch.linalg.svdvals(cosines) > spectral.EPS**0.5).sum())
-    delta = _spread(k, p, math.sqrt(max(primary_ratio * kappa, 1.0)), spread).to(s_p)
-    inside = v_p[:p].T / s_p @ q.T * delta
-    inside *= root_p.double().norm() / (root_p.double() @ inside).norm()
-    a = torch.cat([inside, v_p[p:].T], 1)
-    if generator is None:
-        return a
-    return a @ nn.init.orthogonal_(torch.empty(a.shape, dtype=a.dtype), generator=generator).to(a)
-
-
-def _spectrum(root: Tensor, ridge: float, name: str) -> tuple[float, Tensor, Tensor]:
-    """kappa and the singular values [k] of K^1/2 with its relative ridge, and all right singular vectors [D, D]."""
-    root = root.double()
-    if not torch.isfinite(root).all():
-        raise DegenerateSpectrum(f"the {name} features hold NaN or infinite values; their spectrum does not exist")
-    _, sigma, vh = torch.linalg.svd(root)
-    k = spectral.numerical_rank(sigma, tuple(root.shape))
-    if not k:
-        raise DegenerateSpectrum(f"the {name} features are all zero (rank 0): there is nothing to immunize")
-    if ridge:
-        padded = torch.cat([sigma, sigma.new_zeros(len(vh) - len(sigma))])
-        sigma, k = (padded.square() + ridge * sigma[0] ** 2).sqrt(), len(vh)
-    return spectral.condition_number_of(sigma, k), sigma[:k], vh
-
-
-def _spread(k: int, size: int, top: float, spread: Spread) -> Tensor:
-    """Delta [size], descending from `top` to 1 over the first k entries, 1 from there on (all 1 for k < 2)."""
-    delta = torch.ones(size, dtype=torch.float64)
-    if k < 2:
-        return delta
-    if spread == "geometric":
-        delta[:k] = torch.logspace(math.log10(top), 0, k, dtype=torch.float64)
-    elif spread == "linear":
-        delta[:k] = torch.linspace(top, 1, k, dtype=torch.float64)
-    elif spread == "step":
-        delta[: k // 2] = top
-    else:
-        raise ConfigError(f"method.spread must be 'geometric', 'linear' or 'step', not {spread!r}")
-    return delta
+from immunization.theory import spectrum
+from immunization.theory.optimal_map import Spread, optimal_map
 
 
 class ClosedForm(Method):
@@ -135,7 +44,7 @@ class ClosedForm(Method):
         theta.copy_(optimal_map(root_p, root_h, self.primary_ratio, self.ridge, self.spread, generator))
         if len(root_h) == 1:
             self.flags["harmful_rank_one"] = "K_H has rank 1: kappa(H_H) is 1 whatever theta is, nothing is immunized"
-        elif outside := spectral.dimensions_outside(root_p, root_h, *pair.tolerance):
+        elif outside := spectrum.dimensions_outside(root_p, root_h, *pair.tolerance):
             self.flags["common_range"] = (
                 f"{outside} of the {len(root_h)} dimensions of range(K_H) are outside of range(K_P), where RIR is "
                 "unbounded: closed_form is optimal for K_H projected onto range(K_P) and keeps the other directions as "

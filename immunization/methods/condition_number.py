@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from immunization import distributed
+from immunization.checks import below_one, even_power, nonnegative
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import Method, below_one, even_power, nonnegative
+from immunization.methods.base import Method
 from immunization.models.base import Batch, Model
 from immunization.models.linear import Linear
-from immunization.spectral import (
-    Precondition,
+from immunization.theory.preconditioning import Precondition
+from immunization.theory.regularizers import (
     hessian_slope,
     known,
     r_ill_of_features,

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from immunization.checks import nonnegative
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import Method, nonnegative
+from immunization.methods.base import Method
 from immunization.models.base import Batch, Model
 
 Head = tuple[Tensor, Tensor | None]

@@ -7,11 +7,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from immunization.checks import nonnegative
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import Method, nonnegative
+from immunization.methods.base import Method
 from immunization.methods.statistics import (
     SLACK,
     centered_task,
@@ -21,15 +21,10 @@ from immunization.methods.statistics import (
     probe_of_inputs,
 )
 from immunization.models import Batch, Model
-from immunization.probe import Probe
+from immunization.theory.learning_curve import excess_curves, residuals
+from immunization.theory.probe import Probe
 
 MAX_OCTAVES = 40
-CLOSE = 1e-4
-"""Relative step-weighted gap of two eigenvalues below which a derivative replaces their difference quotient."""
-
-ENTRIES = 2**18
-"""Entries of the difference quotients that are worked on at once: as many as caches hold."""
-
 PACE = 2
 """How many steps of the baseline's probe one step behind theta shall take."""
 
@@ -38,68 +33,6 @@ SPAN = 16
 
 FLOOR = 1e-12
 """Directions with a smaller share of the largest eigenvalue weigh as much as those with this one."""
-
-
-class _Residuals(torch.autograd.Function):
-    """With mu the eigenvalues of G = F F^T over the largest one, both results are functions (1 - mu)^t of G.
-
-    The gradient in G of <g, (1 - G)^t c> is U (Phi * U^T c g^T U) U^T, Phi the difference quotients of (1 - mu)^t
-    (Daleckii and Krein): one eigendecomposition whatever the number of steps, and no division by the gap of two
-    eigenvalues that meet.
-    """
-
-    @staticmethod
-    def forward(ctx, factor: Tensor, coefficients: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-        eigenvalues, u = torch.linalg.eigh(factor @ factor.T)
-        decay = 1 - (eigenvalues / eigenvalues[-1]).clamp(min=0)
-        c = u.T @ coefficients
-        ctx.save_for_backward(factor, eigenvalues[-1], u, decay, c, steps)
-        powers = decay[:, None] ** steps
-        decayed = powers[:, :, None] * c[:, None, :]
-        return (u @ decayed.flatten(1)).unflatten(1, decayed.shape[1:]).transpose(0, 1), powers.square().mean(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, of_residual: Tensor, of_expected: Tensor) -> tuple[Tensor, None, None]:
-        factor, largest, u, decay, c, steps = ctx.saved_tensors
-        gap = decay[:, None] - decay
-        distance, smaller = gap.abs(), torch.minimum(decay[:, None], decay)
-        gradient, weights, n = torch.zeros_like(gap), u.T @ of_residual, steps[:, None]
-        at_once = max(1, ENTRIES // len(decay) ** 2)
-        for t, weight in zip(n.split(at_once), weights.split(at_once), strict=True):
-            power, half = decay**t, decay ** ((t - 1) / 2)
-            tangents = (t * half)[:, :, None] * half[:, None, :]
-            quotients = (power[:, :, None] - power[:, None, :]).div_(gap)
-            quotients = torch.where(t[:, :, None] * distance <= CLOSE * smaller, tangents, quotients)
-            gradient += quotients.mul_(weight @ c.T).sum(0)
-        slopes = of_expected @ (2 * n * decay ** (2 * n - 1)) / len(decay)
-        # from here on the derivative in mu = 1 - decay: its sign is the other one
-        gradient = -(gradient + gradient.T) / 2
-        gradient.diagonal().sub_(slopes)
-        # mu = eigenvalues / largest, and the largest has the gradient u_1 u_1^T of its own
-        gradient[-1, -1] -= gradient.diagonal() @ (1 - decay)
-        return 2 / largest * u @ (gradient @ (u.T @ factor)), None, None
-
-
-def residuals(factor: Tensor, coefficients: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-    """Residuals of the l2 probe after `steps` [T] of gradient descent, exact and differentiable in `factor`.
-
-    `factor` F [m, D] and `coefficients` c [m, C] stand for features and targets of any number of rows, as H = F^T F and
-    b = F^T c do: e.g. R A and Q^T Y of features Q R behind a map A. Step size 1/lambda_1(H), w_0 = 0, no bias. Returns
-    c - F w_t [T, m, C] and the mean of its square over random c of unit length, 1/m sum_i (1 - lambda_i / lambda_1)^2t
-    [T]. Both ignore the scale of F and take a singular H as it is. One eigendecomposition of F F^T forth, a few
-    products of m x m matrices back.
-    """
-    return _Residuals.apply(factor, coefficients, steps.to(factor))
-
-
-def excess_curves(factor: Tensor, coefficients: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-    """||F w_t - c||^2 [T], summed over the C outputs, and its mean over random c [T]; arguments as in `residuals`.
-
-    It is the excess loss where F has rank m, the excess and a constant else.
-    """
-    residual, expected = residuals(factor, coefficients, steps)
-    return residual.square().sum((1, 2)), expected
 
 
 def time_grid(horizon: int | Sequence[int]) -> Tensor:

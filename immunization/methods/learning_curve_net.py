@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from immunization.checks import below_one, nonnegative
 from immunization.data.task import Task, TaskPair
-from immunization.methods.base import Method, below_one, nonnegative
+from immunization.methods.base import Method
 from immunization.methods.learning_curve import excess_curves, time_grid
 from immunization.models import Batch, Model
 

@@ -8,14 +8,15 @@ from typing import Literal
 
 from torch import Tensor
 
-from immunization import spectral
+from immunization.checks import below_one, even_power
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import Method, below_one, even_power
+from immunization.methods.base import Method
 from immunization.methods.statistics import fit_head, probe_of_inputs
 from immunization.models.base import Batch, Model
 from immunization.models.linear import Linear
-from immunization.spectral import log_condition_number, relative_log_condition_slope
+from immunization.theory import spectrum
+from immunization.theory.regularizers import log_condition_number, relative_log_condition_slope
 
 SMOOTH = 8
 """The power of `form="log"` where none is given."""
@@ -27,8 +28,8 @@ class OptKappa(Method):
     `form="log"` minimizes log kappa(H_P) - log kappa(H_H), the logarithm of the RIR itself up to its sign and a
     constant, with M_p / M_-p (power means of the eigenvalues, p = `power`) in the place of kappa. A linear theta takes
     steps of its own, theta <- theta (I - rate (E_P - E_H)), E the relative gradients
-    (`spectral.relative_log_condition_slope`): log kappa has a pole where theta loses rank, in the midst of where steps
-    of an optimizer lead. The optimizer trains the head. Trained nets follow the plain gradient, beside L(D_P).
+    (`relative_log_condition_slope`): log kappa has a pole where theta loses rank, in the midst of where steps of an
+    optimizer lead. The optimizer trains the head. Trained nets follow the plain gradient, beside L(D_P).
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class OptKappa(Method):
         super().setup(model, pair)
         self.multiplicative = self.form == "log" and isinstance(model, Linear) and model.extractor.bias is None
         if self.form == "log" and not pair.primary.width:
-            outside = spectral.dimensions_outside(pair.primary.root, pair.harmful.root, *pair.tolerance)
+            outside = spectrum.dimensions_outside(pair.primary.root, pair.harmful.root, *pair.tolerance)
             if outside:
                 self.undetermined = (
                     f"the objective is unbounded: {outside} of the {pair.harmful.rank} dimensions of range(K_H) are "

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from immunization import spectral
 from immunization.data.task import SPLITS, Task
 from immunization.errors import ConfigError
 from immunization.models import Linear, Model
-from immunization.probe import Probe
+from immunization.theory import spectrum
+from immunization.theory.probe import Probe
 
 SLACK = 0.05
 """Share by which a simpler (earlier stopped) probe may miss the best generalization score."""
@@ -30,7 +30,7 @@ def linear_map(model: Model, method: str) -> nn.Parameter:
 def probe_of_inputs(task: Task) -> Probe:
     """The probe on the training inputs: root S V^T [k, D] of K and c = U^T Y [k, C], whatever the number of rows."""
     x, y = task.train.x.double(), task.targets(task.train.y)
-    blocks = spectral.triangular_factor(torch.cat([x, y], 1))[0][: task.dim]
+    blocks = spectrum.triangular_factor(torch.cat([x, y], 1))[0][: task.dim]
     return Probe.fit(blocks[:, : task.dim], blocks[:, task.dim :], max(x.shape) * task.eps, rank=task.rank)
 
 

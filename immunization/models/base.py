@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from immunization.data.task import Task, TaskPair
-from immunization.spectral import Precondition
+from immunization.theory.preconditioning import Precondition
 
 Regularizer = Callable[..., Tensor]
 """A scalar of features [N, D]; a second argument `theta` asks for the gradient preconditioned by cancellation."""

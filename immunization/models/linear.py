@@ -13,7 +13,7 @@ from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError, DataError
 from immunization.models.base import Batch, Model, Regularizer
 from immunization.resume import WEIGHTS
-from immunization.spectral import Precondition, preconditioned_product
+from immunization.theory.preconditioning import Precondition, preconditioned_product
 
 
 class LinearMap(nn.Module):

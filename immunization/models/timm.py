@@ -24,7 +24,8 @@ from immunization.models.chain import Tail, Whole, classifier_path, data_config,
 from immunization.models.checkpoint import create, stored_arguments
 from immunization.models.folded import Folded, folded_map, unfold
 from immunization.models.inputs import activations, out_of_memory, preprocessing, task_of, training_loaders
-from immunization.spectral import Precondition, triangular_factor
+from immunization.theory.preconditioning import Precondition
+from immunization.theory.spectrum import triangular_factor
 
 log = logging.getLogger(__name__)
 

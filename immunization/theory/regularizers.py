@@ -1,182 +1,27 @@
-"""Spectra of feature matrices: rank, condition number, the regularizers R_well and R_ill and their exact gradients.
+"""The regularizers R_well (Eq. 3, and in power means) and R_ill (Eq. 12), log kappa, and their exact gradients.
 
-Pure functions in float64. Notation and equation numbers of arXiv 2505.23760: features F [N, D] with rows as samples,
-Hessian of the l2 probe H = F^T F, kappa(H) = (sigma_1 / sigma_k)^2 with sigma the singular values of F and k its
-numerical rank. kappa is always taken from F or its triangular factor, never from eigenvalues of H, which would lose
-half of the digits.
+Of a general matrix S (paper, Sec. 4.1), and of a Hessian H = F^T F with gradients to the features F or to theta.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import Literal
 
-import numpy as np
-import scipy.linalg
 import torch
 from scipy.linalg.blas import dtrmm
-from scipy.linalg.lapack import dpotrf, dpotrs, dsyevr
-from scipy.sparse.linalg import ArpackError, LinearOperator, eigsh
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from immunization.errors import DegenerateSpectrum
-
-EPS = torch.finfo(torch.float64).eps
-AUTHORS_RIDGE = 1e-6
-
-LANCZOS = 256
-"""In more dimensions Lanczos iterations find an extreme eigenpair of a matrix faster than a decomposition does."""
+from immunization.theory.eigenpairs import LANCZOS, extreme_eigenpair
+from immunization.theory.spectrum import EPS, numerical_rank
 
 WIDE = 0.85
 """Rows of a feature matrix over its columns, below which the Gram of its rows takes fewer operations."""
 
-Precondition = Literal["cancelled", "ridge", "pinv", "none"]
-
-
-def _as_batches(features: Tensor | Iterable[Tensor]) -> Iterable[Tensor]:
-    return (features,) if isinstance(features, Tensor) else features
-
-
-def triangular_factor(features: Tensor | Iterable[Tensor]) -> tuple[Tensor, int]:
-    """Fold features into one R with R^T R = F^T F (TSQR), and count their rows.
-
-    `features` is one matrix [N, D] or any iterable of batches [n_i, D]; memory is O(D^2) plus one batch. Returns R
-    [min(N, D), D] in float64 and N. Batches are gathered to D rows before each QR, so that its cost stays O(N D^2).
-    """
-    pending: list[Tensor] = []
-    factor, rows, waiting = None, 0, 0
-    for batch in _as_batches(features):
-        if not torch.isfinite(batch).all():
-            raise DegenerateSpectrum("the features hold NaN or infinite values; their spectrum does not exist")
-        pending.append(batch.detach().double())
-        rows, waiting = rows + len(batch), waiting + len(batch)
-        if waiting >= batch.shape[1]:
-            factor = torch.linalg.qr(torch.cat(pending if factor is None else [factor, *pending]), mode="r").R
-            pending, waiting = [], 0
-    if pending:
-        factor = torch.linalg.qr(torch.cat(pending if factor is None else [factor, *pending]), mode="r").R
-    if factor is None:
-        raise DegenerateSpectrum("no features were given: the matrix has no rows")
-    return factor, rows
-
-
-def numerical_rank(sigma: Tensor, shape: tuple[int, int], eps: float = EPS) -> int:
-    """Number of singular values above sigma_1 * max(shape) * eps, numpy's convention (0 for a zero matrix)."""
-    return int((sigma > sigma.max() * max(shape) * eps).sum()) if sigma.numel() and sigma.max() > 0 else 0
-
-
-def singular_values(features: Tensor | Iterable[Tensor]) -> Tensor:
-    """All min(N, D) singular values, descending, of features given whole or in batches."""
-    return torch.linalg.svdvals(triangular_factor(features)[0])
-
-
-def compress(features: Tensor | Iterable[Tensor], eps: float = EPS) -> Tensor:
-    """Smallest matrix with the same Gram: [k, D] of k = rank rows with C^T C = F^T F up to the rank tolerance."""
-    factor, rows = triangular_factor(features)
-    _, sigma, vh = torch.linalg.svd(factor, full_matrices=False)
-    k = numerical_rank(sigma, (rows, factor.shape[1]), eps)
-    return sigma[:k, None] * vh[:k]
-
-
-def svd(matrix: Tensor, full_matrices: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """U, sigma and V^T of `matrix` [m, D], as `torch.linalg.svd` has them, also where LAPACK's fast driver gives up.
-
-    Divide and conquer (gesdd) fails on some matrices with many equal singular values, which maps of a step-shaped
-    spectrum have; gesvd, several times slower, does not. Raises LinAlgError for NaN and infinite values.
-    """
-    try:
-        return torch.linalg.svd(matrix, full_matrices=full_matrices)
-    except torch.linalg.LinAlgError:
-        if not torch.isfinite(matrix).all():
-            raise
-        parts = scipy.linalg.svd(matrix.cpu().numpy(), full_matrices=full_matrices, lapack_driver="gesvd")
-        return tuple(torch.from_numpy(part).to(matrix) for part in parts)
-
-
-def dimensions_outside(root: Tensor, other: Tensor, rows: int, eps: float = EPS) -> int:
-    """Dimensions of the row space of `other` [m, D] outside of that of `root` [k, D], which has full rank k.
-
-    That is the rank of both together minus k; `rows`, for which both stand, and `eps` set the tolerance.
-    """
-    k, width = root.shape
-    if k == width:
-        return 0
-    sigma = torch.linalg.svdvals(torch.cat([root, other]).double())
-    return max(0, numerical_rank(sigma, (rows, width), eps) - k)
-
-
-def condition_number(
-    features: Tensor | Iterable[Tensor],
-    rank: int | None = None,
-    conditioning: Literal["rank", "authors"] = "rank",
-    eps: float | None = None,
-) -> float:
-    """kappa of the Hessian F^T F of linear probing on `features` ([N, D], or an iterable of batches).
-
-    `conditioning="rank"`: (sigma_1 / sigma_k)^2, k the numerical rank, or `rank` where it is known beforehand (an
-    invertible linear extractor keeps the rank of its inputs); `eps` sets the rank tolerance, by default float32's where
-    features are stored in less than float64. `conditioning="authors"`: the released code's eigenvalues of
-    F^T F + 1e-6 I, largest over smallest; for rank-deficient features that is sigma_1^2 / 1e-6.
-    Raises DegenerateSpectrum for rank 0 or non-finite features.
-    """
-    if conditioning == "authors":
-        return authors_condition_number(features)
-    if conditioning != "rank":
-        raise ValueError(f"conditioning must be 'rank' or 'authors', not {conditioning!r}")
-    dtypes: set[torch.dtype] = set()
-
-    def watched() -> Iterator[Tensor]:
-        for batch in _as_batches(features):
-            dtypes.add(batch.dtype)
-            yield batch
-
-    factor, rows = triangular_factor(watched())
-    if eps is None:
-        coarse = any(dtype.is_floating_point and dtype != torch.float64 for dtype in dtypes)
-        eps = torch.finfo(torch.float32).eps if coarse else EPS
-    sigma = torch.linalg.svdvals(factor)
-    return condition_number_of(sigma, rank or numerical_rank(sigma, (rows, factor.shape[1]), eps))
-
-
-def condition_number_of(sigma: Tensor, rank: int) -> float:
-    """(sigma_1 / sigma_rank)^2 of descending singular values; infinite where sigma_rank is 0 or it overflows."""
-    if not rank or not sigma[0] > 0:
-        raise DegenerateSpectrum("the features are all zero (rank 0): they have no condition number")
-    return (sigma[0] / sigma[rank - 1]).square().item()
-
-
-def authors_condition_number(features: Tensor | Iterable[Tensor]) -> float:
-    """The released code's kappa: largest over smallest eigenvalue of F^T F + 1e-6 I.
-
-    The release leaves out eigenvalues that come out at 1e-6 or less. For a null one that is a matter of rounding, half
-    of the time each way, on every machine another; here it always counts, as 1e-6.
-    """
-    factor, _ = triangular_factor(features)
-    eigenvalues = torch.linalg.svdvals(factor).square()
-    if not torch.isfinite(eigenvalues).all():
-        raise DegenerateSpectrum("the features are too large: F^T F overflows, and has no eigenvalues")
-    if not eigenvalues.sum() > 0:
-        raise DegenerateSpectrum("the features are all zero: no eigenvalue of F^T F + 1e-6 I is above 1e-6")
-    smallest = eigenvalues[-1] if len(eigenvalues) == factor.shape[1] else 0.0
-    return ((eigenvalues[0] + AUTHORS_RIDGE) / (smallest + AUTHORS_RIDGE)).item()
-
-
-def rir(
-    harmful: Tensor, harmful_baseline: Tensor, primary: Tensor, primary_baseline: Tensor, **options: object
-) -> dict[str, float]:
-    """Relative immunization ratio (Eq. 15/17) of features after and before: `rir`, `ratio_harmful`, `ratio_primary`.
-
-    Each argument is a feature matrix [N, D] or an iterable of batches; `options` go to `condition_number`.
-    """
-    ratio_harmful = condition_number(harmful, **options) / condition_number(harmful_baseline, **options)
-    ratio_primary = condition_number(primary, **options) / condition_number(primary_baseline, **options)
-    return {"rir": ratio_harmful / ratio_primary, "ratio_harmful": ratio_harmful, "ratio_primary": ratio_primary}
-
-
-# --- Regularizers of a general matrix S (paper Sec. 4.1) ------------------------------------------------------------
+# --- Of a general matrix S (paper Sec. 4.1) ---------------------------------------------------------------------------
 
 
 def _flat(denominator: Tensor | float, square: Tensor | float) -> bool:
@@ -248,50 +93,7 @@ def r_ill(s: Tensor, rank: int | None = None) -> Tensor:
     return _RIll.apply(s, rank or numerical_rank(torch.linalg.svdvals(s.detach()), tuple(s.shape)))
 
 
-# --- The same regularizers of a Hessian H = F^T F, differentiated to the features or to theta ------------------------
-
-
-def extreme_eigenpair(gram: Tensor, index: int) -> tuple[float, Tensor]:
-    """Eigenvalue (clamped at 0) and unit eigenvector of a symmetric matrix; `index` -1 is the largest, -k the k-th.
-
-    No warm start from the pair of the step before: see docs/performance.md.
-    """
-    if gram.device.type != "cpu":
-        eigenvalues, eigenvectors = torch.linalg.eigh(gram)
-        return max(eigenvalues[index].item(), 0.0), eigenvectors[:, index]
-    array, pair = gram.numpy(), None
-    if len(gram) > LANCZOS and index in (-1, -len(gram)):
-        pair = _lanczos(array) if index == -1 else _inverse_lanczos(array)
-    values, vectors = pair or _dsyevr(array, index)
-    return max(float(values[0]), 0.0), torch.from_numpy(vectors)[:, 0]
-
-
-def _lanczos(matrix: np.ndarray | LinearOperator) -> tuple[np.ndarray, np.ndarray] | None:
-    """The largest pair by ARPACK, to machine precision and from the same vector always; None where it is slow."""
-    try:
-        start = np.random.default_rng(0).standard_normal(matrix.shape[0])
-        return eigsh(matrix, 1, which="LA", v0=start, maxiter=10)
-    except ArpackError:
-        return None
-
-
-def _inverse_lanczos(gram: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """The smallest pair as the largest of the inverse; None where Cholesky finds the matrix singular."""
-    factor, failed = dpotrf(gram, lower=0, clean=0)
-    if failed:
-        return None
-    solve = LinearOperator(gram.shape, matvec=lambda x: dpotrs(factor, x, lower=0)[0], dtype=gram.dtype)
-    pair = _lanczos(solve)
-    return pair and (1 / pair[0], pair[1])
-
-
-def _dsyevr(gram: np.ndarray, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """The one pair that is wanted by LAPACK, in half the time of all of them."""
-    place = len(gram) + index + 1
-    values, vectors, *_, failed = dsyevr(gram.T, range="I", il=place, iu=place, lower=1, lwork=33 * len(gram))
-    if failed:
-        raise torch.linalg.LinAlgError(f"LAPACK finds no eigenpair of the Gram matrix {gram.shape}")
-    return values, vectors
+# --- Of a Hessian H = F^T F, differentiated to the features or to theta -----------------------------------------------
 
 
 def gram(f: Tensor) -> Tensor:
@@ -509,68 +311,3 @@ def relative_log_condition_slope(features: Tensor, rank: int, power: float) -> t
     """
     value, slope, _, v = _log_condition_number(features.double(), rank, power)
     return value, 2 * (v * slope) @ v.T
-
-
-# --- Preconditioning of gradients in theta ---------------------------------------------------------------------------
-
-
-class _PreconditionedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, theta: Tensor, mode: Precondition, ridge: float, side: str) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.options = mode, ridge, side
-        return x @ theta
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, upstream: Tensor) -> tuple[None, Tensor, None, None, None]:
-        (x,) = ctx.saved_tensors
-        mode, ridge, side = ctx.options
-        if mode == "pinv":
-            return None, torch.linalg.pinv(x) @ upstream, None, None, None
-        dtype, x, upstream = upstream.dtype, x.double(), upstream.double()
-        if side == "input" and len(x) < x.shape[1]:  # push-through: (X^T X + r I)^-1 X^T = X^T (X X^T + r I)^-1
-            gradient = x.T @ torch.cholesky_solve(upstream, _cholesky(x @ x.T, ridge))
-        else:
-            gradient, factor = x.T @ upstream, _cholesky(x.T @ x, ridge)
-            gradient = (
-                torch.cholesky_solve(gradient, factor)
-                if side == "input"
-                else torch.cholesky_solve(gradient.T, factor).T
-            )
-        return None, gradient.to(dtype), None, None, None
-
-
-def _cholesky(gram: Tensor, ridge: float) -> Tensor:
-    """Lower factor of gram + ridge I (in place); DegenerateSpectrum where that is singular up to rounding."""
-    gram.diagonal().add_(ridge)
-    factor, info = torch.linalg.cholesky_ex(gram)
-    pivots = factor.diagonal().square()
-    if info or not pivots.min() > len(gram) * EPS * pivots.max():
-        raise DegenerateSpectrum(
-            f"K + ridge I cannot be inverted: K is singular and method.ridge={ridge:g} too small; raise method.ridge, "
-            "or set method.precondition=pinv"
-        )
-    return factor
-
-
-def preconditioned_product(
-    x: Tensor,
-    theta: Tensor,
-    mode: Precondition = "ridge",
-    ridge: float = 1.0,
-    side: Literal["input", "output"] = "input",
-) -> Tensor:
-    """x @ theta, whose gradient in theta [D_in, D_out] is multiplied by the inverse of K = x^T x on the way back.
-
-    `mode="ridge"`: (K + ridge I)^-1; `"pinv"`: the pseudo-inverse; `"none"`: the plain gradient. `side="input"` is the
-    right one, K^-1 grad; `side="output"` (of ridge) is the released code's grad K^-1. `x` receives no gradient.
-    Backward raises DegenerateSpectrum where K + ridge I is singular.
-    """
-    if mode == "cancelled":
-        raise ValueError("mode='cancelled' needs the regularizer's own gradient: give theta to r_*_of_features instead")
-    if mode == "pinv" and side == "output":
-        raise ValueError("side='output' is the released code's ridge solve; it has no pseudo-inverse")
-    if mode == "none":
-        return x @ theta
-    return _PreconditionedProduct.apply(x, theta, mode, ridge, side)

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from immunization import spectral
 from immunization.errors import DegenerateSpectrum
+from immunization.theory import spectrum
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Probe:
         """
         if not torch.isfinite(factor).all():
             raise DegenerateSpectrum("the features hold NaN or infinite values; their spectrum does not exist")
-        u, sigma, vh = spectral.svd(factor)
+        u, sigma, vh = spectrum.svd(factor)
         if not sigma[0] > 0:
             raise DegenerateSpectrum("the features are all zero (rank 0): there is nothing to probe")
         resolved = int((sigma > sigma[0] * tolerance).sum())

@@ -1,0 +1,75 @@
+"""The attacker's gradient descent, solved and differentiated: residuals of a linear probe after any number of steps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CLOSE = 1e-4
+"""Relative step-weighted gap of two eigenvalues below which a derivative replaces their difference quotient."""
+
+ENTRIES = 2**18
+"""Entries of the difference quotients that are worked on at once: as many as caches hold."""
+
+
+class _Residuals(torch.autograd.Function):
+    """With mu the eigenvalues of G = F F^T over the largest one, both results are functions (1 - mu)^t of G.
+
+    The gradient in G of <g, (1 - G)^t c> is U (Phi * U^T c g^T U) U^T, Phi the difference quotients of (1 - mu)^t
+    (Daleckii and Krein): one eigendecomposition whatever the number of steps, and no division by the gap of two
+    eigenvalues that meet.
+    """
+
+    @staticmethod
+    def forward(ctx, factor: Tensor, coefficients: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+        eigenvalues, u = torch.linalg.eigh(factor @ factor.T)
+        decay = 1 - (eigenvalues / eigenvalues[-1]).clamp(min=0)
+        c = u.T @ coefficients
+        ctx.save_for_backward(factor, eigenvalues[-1], u, decay, c, steps)
+        powers = decay[:, None] ** steps
+        decayed = powers[:, :, None] * c[:, None, :]
+        return (u @ decayed.flatten(1)).unflatten(1, decayed.shape[1:]).transpose(0, 1), powers.square().mean(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, of_residual: Tensor, of_expected: Tensor) -> tuple[Tensor, None, None]:
+        factor, largest, u, decay, c, steps = ctx.saved_tensors
+        gap = decay[:, None] - decay
+        distance, smaller = gap.abs(), torch.minimum(decay[:, None], decay)
+        gradient, weights, n = torch.zeros_like(gap), u.T @ of_residual, steps[:, None]
+        at_once = max(1, ENTRIES // len(decay) ** 2)
+        for t, weight in zip(n.split(at_once), weights.split(at_once), strict=True):
+            power, half = decay**t, decay ** ((t - 1) / 2)
+            tangents = (t * half)[:, :, None] * half[:, None, :]
+            quotients = (power[:, :, None] - power[:, None, :]).div_(gap)
+            quotients = torch.where(t[:, :, None] * distance <= CLOSE * smaller, tangents, quotients)
+            gradient += quotients.mul_(weight @ c.T).sum(0)
+        slopes = of_expected @ (2 * n * decay ** (2 * n - 1)) / len(decay)
+        # from here on the derivative in mu = 1 - decay: its sign is the other one
+        gradient = -(gradient + gradient.T) / 2
+        gradient.diagonal().sub_(slopes)
+        # mu = eigenvalues / largest, and the largest has the gradient u_1 u_1^T of its own
+        gradient[-1, -1] -= gradient.diagonal() @ (1 - decay)
+        return 2 / largest * u @ (gradient @ (u.T @ factor)), None, None
+
+
+def residuals(factor: Tensor, coefficients: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+    """Residuals of the l2 probe after `steps` [T] of gradient descent, exact and differentiable in `factor`.
+
+    `factor` F [m, D] and `coefficients` c [m, C] stand for features and targets of any number of rows, as H = F^T F and
+    b = F^T c do: e.g. R A and Q^T Y of features Q R behind a map A. Step size 1/lambda_1(H), w_0 = 0, no bias. Returns
+    c - F w_t [T, m, C] and the mean of its square over random c of unit length, 1/m sum_i (1 - lambda_i / lambda_1)^2t
+    [T]. Both ignore the scale of F and take a singular H as it is. One eigendecomposition of F F^T forth, a few
+    products of m x m matrices back.
+    """
+    return _Residuals.apply(factor, coefficients, steps.to(factor))
+
+
+def excess_curves(factor: Tensor, coefficients: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+    """||F w_t - c||^2 [T], summed over the C outputs, and its mean over random c [T]; arguments as in `residuals`.
+
+    It is the excess loss where F has rank m, the excess and a constant else.
+    """
+    residual, expected = residuals(factor, coefficients, steps)
+    return residual.square().sum((1, 2)), expected

@@ -1,0 +1,160 @@
+"""Spectra of feature matrices: singular values, rank and the condition number of the Hessian of a linear probe.
+
+Notation of arXiv 2505.23760: features F [N, D] with rows as samples, Hessian of the l2 probe H = F^T F, and
+kappa(H) = (sigma_1 / sigma_k)^2 with sigma the singular values of F and k its numerical rank. kappa is always taken
+from F or its triangular factor, never from eigenvalues of H, which would lose half of the digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import scipy.linalg
+import torch
+from torch import Tensor
+
+from immunization.errors import DegenerateSpectrum
+
+EPS = torch.finfo(torch.float64).eps
+AUTHORS_RIDGE = 1e-6
+
+
+def _as_batches(features: Tensor | Iterable[Tensor]) -> Iterable[Tensor]:
+    return (features,) if isinstance(features, Tensor) else features
+
+
+def triangular_factor(features: Tensor | Iterable[Tensor]) -> tuple[Tensor, int]:
+    """Fold features into one R with R^T R = F^T F (TSQR), and count their rows.
+
+    `features` is one matrix [N, D] or any iterable of batches [n_i, D]; memory is O(D^2) plus one batch. Returns R
+    [min(N, D), D] in float64 and N. Batches are gathered to D rows before each QR, so that its cost stays O(N D^2).
+    """
+    pending: list[Tensor] = []
+    factor, rows, waiting = None, 0, 0
+    for batch in _as_batches(features):
+        if not torch.isfinite(batch).all():
+            raise DegenerateSpectrum("the features hold NaN or infinite values; their spectrum does not exist")
+        pending.append(batch.detach().double())
+        rows, waiting = rows + len(batch), waiting + len(batch)
+        if waiting >= batch.shape[1]:
+            factor = torch.linalg.qr(torch.cat(pending if factor is None else [factor, *pending]), mode="r").R
+            pending, waiting = [], 0
+    if pending:
+        factor = torch.linalg.qr(torch.cat(pending if factor is None else [factor, *pending]), mode="r").R
+    if factor is None:
+        raise DegenerateSpectrum("no features were given: the matrix has no rows")
+    return factor, rows
+
+
+def numerical_rank(sigma: Tensor, shape: tuple[int, int], eps: float = EPS) -> int:
+    """Number of singular values above sigma_1 * max(shape) * eps, numpy's convention (0 for a zero matrix)."""
+    return int((sigma > sigma.max() * max(shape) * eps).sum()) if sigma.numel() and sigma.max() > 0 else 0
+
+
+def singular_values(features: Tensor | Iterable[Tensor]) -> Tensor:
+    """All min(N, D) singular values, descending, of features given whole or in batches."""
+    return torch.linalg.svdvals(triangular_factor(features)[0])
+
+
+def compress(features: Tensor | Iterable[Tensor], eps: float = EPS) -> Tensor:
+    """Smallest matrix with the same Gram: [k, D] of k = rank rows with C^T C = F^T F up to the rank tolerance."""
+    factor, rows = triangular_factor(features)
+    _, sigma, vh = torch.linalg.svd(factor, full_matrices=False)
+    k = numerical_rank(sigma, (rows, factor.shape[1]), eps)
+    return sigma[:k, None] * vh[:k]
+
+
+def svd(matrix: Tensor, full_matrices: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """U, sigma and V^T of `matrix` [m, D], as `torch.linalg.svd` has them, also where LAPACK's fast driver gives up.
+
+    Divide and conquer (gesdd) fails on some matrices with many equal singular values, which maps of a step-shaped
+    spectrum have; gesvd, several times slower, does not. Raises LinAlgError for NaN and infinite values.
+    """
+    try:
+        return torch.linalg.svd(matrix, full_matrices=full_matrices)
+    except torch.linalg.LinAlgError:
+        if not torch.isfinite(matrix).all():
+            raise
+        parts = scipy.linalg.svd(matrix.cpu().numpy(), full_matrices=full_matrices, lapack_driver="gesvd")
+        return tuple(torch.from_numpy(part).to(matrix) for part in parts)
+
+
+def dimensions_outside(root: Tensor, other: Tensor, rows: int, eps: float = EPS) -> int:
+    """Dimensions of the row space of `other` [m, D] outside of that of `root` [k, D], which has full rank k.
+
+    That is the rank of both together minus k; `rows`, for which both stand, and `eps` set the tolerance.
+    """
+    k, width = root.shape
+    if k == width:
+        return 0
+    sigma = torch.linalg.svdvals(torch.cat([root, other]).double())
+    return max(0, numerical_rank(sigma, (rows, width), eps) - k)
+
+
+def condition_number(
+    features: Tensor | Iterable[Tensor],
+    rank: int | None = None,
+    conditioning: Literal["rank", "authors"] = "rank",
+    eps: float | None = None,
+) -> float:
+    """kappa of the Hessian F^T F of linear probing on `features` ([N, D], or an iterable of batches).
+
+    `conditioning="rank"`: (sigma_1 / sigma_k)^2, k the numerical rank, or `rank` where it is known beforehand (an
+    invertible linear extractor keeps the rank of its inputs); `eps` sets the rank tolerance, by default float32's where
+    features are stored in less than float64. `conditioning="authors"`: the released code's eigenvalues of
+    F^T F + 1e-6 I, largest over smallest; for rank-deficient features that is sigma_1^2 / 1e-6.
+    Raises DegenerateSpectrum for rank 0 or non-finite features.
+    """
+    if conditioning == "authors":
+        return authors_condition_number(features)
+    if conditioning != "rank":
+        raise ValueError(f"conditioning must be 'rank' or 'authors', not {conditioning!r}")
+    dtypes: set[torch.dtype] = set()
+
+    def watched() -> Iterator[Tensor]:
+        for batch in _as_batches(features):
+            dtypes.add(batch.dtype)
+            yield batch
+
+    factor, rows = triangular_factor(watched())
+    if eps is None:
+        coarse = any(dtype.is_floating_point and dtype != torch.float64 for dtype in dtypes)
+        eps = torch.finfo(torch.float32).eps if coarse else EPS
+    sigma = torch.linalg.svdvals(factor)
+    return condition_number_of(sigma, rank or numerical_rank(sigma, (rows, factor.shape[1]), eps))
+
+
+def condition_number_of(sigma: Tensor, rank: int) -> float:
+    """(sigma_1 / sigma_rank)^2 of descending singular values; infinite where sigma_rank is 0 or it overflows."""
+    if not rank or not sigma[0] > 0:
+        raise DegenerateSpectrum("the features are all zero (rank 0): they have no condition number")
+    return (sigma[0] / sigma[rank - 1]).square().item()
+
+
+def authors_condition_number(features: Tensor | Iterable[Tensor]) -> float:
+    """The released code's kappa: largest over smallest eigenvalue of F^T F + 1e-6 I.
+
+    The release leaves out eigenvalues that come out at 1e-6 or less. For a null one that is a matter of rounding, half
+    of the time each way, on every machine another; here it always counts, as 1e-6.
+    """
+    factor, _ = triangular_factor(features)
+    eigenvalues = torch.linalg.svdvals(factor).square()
+    if not torch.isfinite(eigenvalues).all():
+        raise DegenerateSpectrum("the features are too large: F^T F overflows, and has no eigenvalues")
+    if not eigenvalues.sum() > 0:
+        raise DegenerateSpectrum("the features are all zero: no eigenvalue of F^T F + 1e-6 I is above 1e-6")
+    smallest = eigenvalues[-1] if len(eigenvalues) == factor.shape[1] else 0.0
+    return ((eigenvalues[0] + AUTHORS_RIDGE) / (smallest + AUTHORS_RIDGE)).item()
+
+
+def rir(
+    harmful: Tensor, harmful_baseline: Tensor, primary: Tensor, primary_baseline: Tensor, **options: object
+) -> dict[str, float]:
+    """Relative immunization ratio (Eq. 15/17) of features after and before: `rir`, `ratio_harmful`, `ratio_primary`.
+
+    Each argument is a feature matrix [N, D] or an iterable of batches; `options` go to `condition_number`.
+    """
+    ratio_harmful = condition_number(harmful, **options) / condition_number(harmful_baseline, **options)
+    ratio_primary = condition_number(primary, **options) / condition_number(primary_baseline, **options)
+    return {"rir": ratio_harmful / ratio_primary, "ratio_harmful": ratio_harmful, "ratio_primary": ratio_primary}
