@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from immunization import randomness
-from immunization.checkpoint import FILE, SHARE, Checkpointer, Stop, kept_of
+from immunization.compute import randomness
+from immunization.training.checkpoint import FILE, SHARE, Checkpointer, Stop, kept_of
 
 SECONDS = 60.0
 

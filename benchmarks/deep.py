@@ -22,7 +22,7 @@ from immunization.data.task import Split, Task, TaskPair
 from immunization.methods import IMMA, ConditionNumber, LearningCurveNet, Method, OptKappa, RIllOnly
 from immunization.models import Batch, Timm
 from immunization.models.chain import hastened
-from immunization.models.checkpoint import create
+from immunization.models.weights import create
 from immunization.theory import spectrum
 
 OPTIONS = ("channels_last", "amp", "compile")

@@ -30,10 +30,10 @@ from immunization.attacks.base import Log, ProbeAttack, time_grid
 from immunization.config import build, compose
 from immunization.data.task import Split, Task, TaskPair
 from immunization.evaluation.deep import compare
-from immunization.files import read_tensors
 from immunization.models import Linear
 from immunization.models.linear import stored
-from immunization.resume import WEIGHTS
+from immunization.runs.files import read_tensors
+from immunization.runs.resume import WEIGHTS
 
 QUIET = ["tracker=none", "figures=false"]
 ATTACKS = (

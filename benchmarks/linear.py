@@ -29,9 +29,9 @@ from torch.nn.functional import mse_loss
 
 from immunization.data.task import Split, Task, TaskPair
 from immunization.methods import IMMA, ClosedForm, ConditionNumber, LearningCurve, Method, OptKappa, RIllOnly
-from immunization.methods.loaders import batches_of
 from immunization.models import Linear
 from immunization.runner import set_threads
+from immunization.training.loaders import batches_of
 
 SIZES = {"house_prices": (79, 730), "mnist": (784, 6000)}
 """D and rows of a task."""

@@ -13,7 +13,7 @@ _LAZY = {
     "immunize": "immunization.api",
     "load": "immunization.api",
     "run": "immunization.runner",
-    "Result": "immunization.result",
+    "Result": "immunization.runs.result",
     "condition_number": "immunization.theory.spectrum",
     "rir": "immunization.theory.spectrum",
 }

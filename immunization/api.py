@@ -12,21 +12,21 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from immunization import files
 from immunization.config import build, compose
 from immunization.data.images import ImagePair
 from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError, DataError
 from immunization.evaluation.deep import compare
 from immunization.methods import LoaderBatches, Method, PairedBatches, train
-from immunization.methods.statistics import fit_head, probe_of_inputs
+from immunization.methods.linear_map import fit_head, probe_of_inputs
 from immunization.models import Folded, Linear, Model, Timm
-from immunization.models.checkpoint import create
 from immunization.models.folded import fold_into, folded_map, unfold
 from immunization.models.linear import LinearMap
-from immunization.optimization import optimizer_of, scheduler_of
-from immunization.result import Result
-from immunization.resume import WEIGHTS
+from immunization.models.weights import create
+from immunization.runs import files
+from immunization.runs.result import Result
+from immunization.runs.resume import WEIGHTS
+from immunization.training.optimization import optimizer_of, scheduler_of
 
 Loader = Iterable[tuple[Tensor, Tensor]]
 """Batches of images [n, C, H, W], preprocessed for the model, and labels [n] from 0 on."""

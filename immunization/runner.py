@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
-from immunization import checkpoint, distributed, environment, figures, files, model_card, randomness
-from immunization.checkpoint import Checkpointer, Stop
+from immunization.compute import distributed, randomness
 from immunization.config import build, check, compose, slug
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError, DataError, Diverged, Preempted, UserError
@@ -34,12 +33,16 @@ from immunization.evaluation import Comparison, Measures
 from immunization.evaluation.deep import compare
 from immunization.methods import Given, LoaderBatches, Method, PairedBatches, Progress, batches_of, train
 from immunization.models import Model
-from immunization.optimization import optimizer_of, scheduler_of
-from immunization.result import Result
-from immunization.results.table import line, show
-from immunization.resume import CONFIG, ROWS, WEIGHTS, completed, decisive
+from immunization.results import model_card, run_figures
+from immunization.results.screen import line, show
+from immunization.runs import environment, files
+from immunization.runs.result import Result
+from immunization.runs.resume import CONFIG, ROWS, WEIGHTS, completed, decisive
+from immunization.runs.tracker import Recorder, Tracker
 from immunization.theory import spectrum
-from immunization.tracking import Recorder, Tracker
+from immunization.training import checkpoint
+from immunization.training.checkpoint import Checkpointer, Stop
+from immunization.training.optimization import optimizer_of, scheduler_of
 
 log = logging.getLogger("immunization")
 
@@ -232,7 +235,7 @@ def _present(config: DictConfig, result: Result, trackers: list[Tracker], quiet:
     pictures: list[Path] = []
     with _without_harm("the figures cannot be drawn"):
         if config.figures or (config.figures is None and not quiet):
-            pictures = figures.draw(result, result.folder)
+            pictures = run_figures.draw(result, result.folder)
     if any(name.startswith("attack/") for name in result.metrics):
         with _without_harm("the report cannot be written"):
             from immunization.results import report  # pandas and more, not for runs without attacks

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 import yaml
 
-from immunization.result import Result
+from immunization.runs.result import Result
 
 METHODS = ("condition_number", "opt_kappa")
 

@@ -31,12 +31,12 @@ from immunization.errors import ConfigError
 from immunization.evaluation import Validity
 from immunization.evaluation.deep import compare
 from immunization.evaluation.validity import in_train_mode
-from immunization.files import write_tensors
 from immunization.models import Linear, Timm
 from immunization.models.folded import folded_map
-from immunization.result import Result
-from immunization.results.report import audit
+from immunization.results.page import audit
 from immunization.results.verdict import verdict
+from immunization.runs.files import write_tensors
+from immunization.runs.result import Result
 
 ATTACKS = sorted(path.stem for path in (CONF / "attack").glob("*.yaml"))
 NETS = {name for name in ATTACKS if "finetune" in name or "lora" in name}

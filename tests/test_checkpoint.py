@@ -14,12 +14,15 @@ import pytest
 import torch
 from test_deep import draw_folder
 
-from immunization import Result, checkpoint, figures, files, run
+from immunization import Result, run
 from immunization.config import compose
 from immunization.data.pixels import sklearn_digits
 from immunization.errors import ConfigError, DataError
 from immunization.methods import Method
-from immunization.tracking import Tracker
+from immunization.results import run_figures
+from immunization.runs import files
+from immunization.runs.tracker import Tracker
+from immunization.training import checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = ("tracker=none", "dataset.max_samples=40", "evaluation=[rir]", "log_every=1", "figures=false")
@@ -375,7 +378,7 @@ def test_a_figure_that_cannot_be_drawn_leaves_the_run_completed(tmp_path, monkey
     def broken(*_):
         raise RuntimeError("no fonts")
 
-    monkeypatch.setattr(figures, "draw", broken)
+    monkeypatch.setattr(run_figures, "draw", broken)
     assert run([*QUICK, "figures=true", "method.epochs=2"], folder=tmp_path).status == "completed"
     assert Result.read(tmp_path).status == "completed"
     assert "the figures cannot be drawn (RuntimeError: no fonts)" in capsys.readouterr().err

@@ -14,9 +14,11 @@ from hydra.errors import HydraException
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from immunization import figures, run, tracking
+from immunization import run
 from immunization.config import CONF, build, check, compose, slug
 from immunization.errors import ConfigError, DataError
+from immunization.results import run_figures
+from immunization.runs import tracker
 
 SETUPS = ("experiment", "hparams", "debug", "launcher", "sweeps")  # values for other groups, no objects of their own
 OPTIONS = sorted((path.parent.name, path.stem) for path in CONF.glob("*/*.yaml") if path.parent.name not in SETUPS)
@@ -55,7 +57,7 @@ def change(cfg: DictConfig, override: str) -> None:
 @pytest.fixture
 def no_figures(monkeypatch) -> None:
     """They take most of the time of a small run."""
-    monkeypatch.setattr(figures, "draw", lambda result, folder: [])
+    monkeypatch.setattr(run_figures, "draw", lambda result, folder: [])
 
 
 def choose(group: str, option: str) -> list[str]:
@@ -210,7 +212,7 @@ def test_every_linear_experiment_runs_on_shrunk_data(name, data_dir, tmp_path, n
 
 def test_the_debug_group_makes_any_run_small(tmp_path, no_figures):
     result = run(["debug=default", "dataset.max_samples=20"], folder=tmp_path)
-    assert tracking.history(tmp_path)["rir"]["x"] == [0, 1, 2]
+    assert tracker.history(tmp_path)["rir"]["x"] == [0, 1, 2]
     assert result.status == "completed"
 
 

@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from immunization import data
-from immunization.data.common import common_basis, moments, split_rows
-from immunization.data.tabular import CATEGORICAL, NUMERIC
+from immunization.data.house_prices import CATEGORICAL, NUMERIC
+from immunization.data.preparation import common_basis, moments, split_rows
 from immunization.data.task import SPLITS, Split, Task
 from immunization.errors import ConfigError, DataError
 from immunization.theory import spectrum

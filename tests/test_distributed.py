@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 from test_checkpoint import DEEP, ROOT
 
-from immunization import Result, distributed, run
+from immunization import Result, run
+from immunization.compute import distributed
 from immunization.errors import ConfigError
+from immunization.runs.tracker import history
 from immunization.theory import regularizers
-from immunization.tracking import history
 
 NET = (*DEEP, "dtype=float64", "method.epochs=1", "method.batch_size=50", "log_every=1", "threads=1")
 
@@ -82,7 +83,7 @@ def test_processes_train_one_net(processes, options, tmp_path):
 
 @pytest.mark.slow
 def test_a_distributed_run_goes_on_from_its_checkpoint(tmp_path):
-    from immunization import checkpoint
+    from immunization.training import checkpoint
 
     options = [*NET, "method=condition_number"]
     run(options, folder=tmp_path / "one")

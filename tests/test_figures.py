@@ -10,9 +10,9 @@ from conftest import ROOT
 from matplotlib.colors import to_hex
 from PIL import Image
 
-from immunization import figures
-from immunization.result import Result
-from immunization.tracking import Recorder
+from immunization.results import run_figures
+from immunization.runs.result import Result
+from immunization.runs.tracker import Recorder
 
 
 def curve(y, x=None) -> dict:
@@ -44,7 +44,7 @@ def record(folder, **terms) -> None:
 
 def test_every_figure_is_drawn(result, tmp_path):
     record(tmp_path, loss=[3.0, 2.0, 1.0])
-    paths = figures.draw(result, tmp_path)
+    paths = run_figures.draw(result, tmp_path)
     assert {path.name for path in paths} == {"norm_ratio.png", "spectra.png", "learning_curves.png", "history.png"}
     for path in paths:
         with Image.open(path) as image:
@@ -54,16 +54,20 @@ def test_every_figure_is_drawn(result, tmp_path):
 
 def test_a_run_without_curves_gives_the_figures_it_can(result, tmp_path):
     result.curves = {}
-    assert figures.draw(result, tmp_path) == []
+    assert run_figures.draw(result, tmp_path) == []
     record(tmp_path, loss=[3.0, 2.0, 1.0])
-    assert [path.name for path in figures.draw(result, tmp_path)] == ["history.png"]
+    assert [path.name for path in run_figures.draw(result, tmp_path)] == ["history.png"]
 
 
 def test_a_task_keeps_its_color_and_the_baseline_is_dashed(result):
-    for figure in (figures.norm_ratio(result.curves), figures.spectra(result.curves), figures.learning_curves(result)):
-        for role, ax in zip(figures.COLORS, figure.axes, strict=True):
+    for figure in (
+        run_figures.norm_ratio(result.curves),
+        run_figures.spectra(result.curves),
+        run_figures.learning_curves(result),
+    ):
+        for role, ax in zip(run_figures.COLORS, figure.axes, strict=True):
             immunized, baseline = ax.get_lines()
-            assert {to_hex(line.get_color()).upper() for line in (immunized, baseline)} == {figures.COLORS[role]}
+            assert {to_hex(line.get_color()).upper() for line in (immunized, baseline)} == {run_figures.COLORS[role]}
             assert immunized.get_linestyle() == "-"
             assert baseline.get_linestyle() != "-"
             assert ax.get_title().startswith(f"{role} task")
@@ -71,13 +75,13 @@ def test_a_task_keeps_its_color_and_the_baseline_is_dashed(result):
 
 
 def test_spectra_end_at_one_over_kappa(result):
-    figure = figures.spectra(result.curves)
+    figure = run_figures.spectra(result.curves)
     assert figure.axes[0].get_lines()[0].get_ydata()[[0, -1]] == pytest.approx([1, 1e-2])
     assert figure.axes[1].get_title() == "harmful task: κ 1,000 → 1e6"
 
 
 def test_learning_curves_name_the_measure_and_the_steps_ratio(result):
-    figure = figures.learning_curves(result)
+    figure = run_figures.learning_curves(result)
     assert figure.axes[0].get_ylabel() == "held-out accuracy"
     assert [ax.get_title() for ax in figure.axes[:2]] == ["primary task", "harmful task: steps ratio 152"]
     assert figure.axes[0].get_xscale() == "log"
@@ -86,7 +90,7 @@ def test_learning_curves_name_the_measure_and_the_steps_ratio(result):
 def test_r2_far_below_zero_does_not_flatten_the_rest(result):
     result.metrics = {"primary/r2": 0.7}
     result.curves["probe/primary"]["y"] = [-1e6, -3.0, 0.5, 0.7]
-    figure = figures.learning_curves(result)
+    figure = run_figures.learning_curves(result)
     assert figure.axes[0].get_ylabel() == "held-out R²"
     assert figure.axes[0].get_ylim()[0] == -0.25
 
@@ -103,7 +107,7 @@ def test_r2_far_below_zero_does_not_flatten_the_rest(result):
 )
 def test_history_takes_any_loss_terms(tmp_path, terms, scale):
     record(tmp_path, **terms)
-    figure = figures.history(figures.tracking.history(tmp_path))
+    figure = run_figures.history(run_figures.tracking.history(tmp_path))
     assert [ax.get_title() for ax in figure.axes] == ["loss and its terms", "condition numbers κ", "RIR = (i) / (ii)"]
     loss = figure.axes[0]
     assert loss.get_yscale() == scale
@@ -119,15 +123,15 @@ def test_flat_empty_and_null_values_are_drawn(result, tmp_path):
         "spectrum/harmful": curve([2.0, None, 1.0]),
         "probe/harmful": curve([None, None, None, None]),
     }
-    assert len(figures.draw(result, tmp_path)) == 3
+    assert len(run_figures.draw(result, tmp_path)) == 3
 
 
 @pytest.mark.parametrize("low", [0.999, 0.9, 0.3, 0.15, 0.02, 1e-9])
 def test_an_axis_has_several_labels(result, tmp_path, low):
     result.curves = {"norm_ratio/primary": curve(np.geomspace(1, low, 50))}
-    (path,) = figures.draw(result, tmp_path)
-    figure = figures.norm_ratio(result.curves)
-    figures._ticks(figure.axes[0])
+    (path,) = run_figures.draw(result, tmp_path)
+    figure = run_figures.norm_ratio(result.curves)
+    run_figures._ticks(figure.axes[0])
     figure.draw_without_rendering()
     assert figure.axes[0].yaxis.label.get_window_extent().x0 > 0
     bottom, top = figure.axes[0].get_ylim()
@@ -137,8 +141,8 @@ def test_an_axis_has_several_labels(result, tmp_path, low):
 
 def test_legends_stay_outside_of_the_data(result, tmp_path):
     record(tmp_path, loss=[3.0, 2.0, 1.0], r_well=[1.0, 1.0, 1.0], r_ill=[1.0, 1.0, 1.0], task_loss=[1.0, 1.0, 1.0])
-    history = figures.history(figures.tracking.history(tmp_path))
-    for figure in (history, figures.norm_ratio(result.curves)):
+    history = run_figures.history(run_figures.tracking.history(tmp_path))
+    for figure in (history, run_figures.norm_ratio(result.curves)):
         figure.draw_without_rendering()
         for ax in figure.axes:
             for legend in [*figure.legends, *filter(None, [ax.get_legend()])]:
@@ -148,5 +152,6 @@ def test_legends_stay_outside_of_the_data(result, tmp_path):
 
 
 def test_importing_figures_leaves_matplotlib_alone():
-    code = "import sys, immunization.figures; assert not [name for name in sys.modules if 'matplotlib' in name]"
+    seen = "[name for name in sys.modules if 'matplotlib' in name]"
+    code = f"import sys, immunization.results.run_figures; assert not {seen}"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

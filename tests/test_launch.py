@@ -14,8 +14,9 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 import launch
-from immunization import Result, config, figures, run
-from immunization.tracking import history
+from immunization import Result, config, run
+from immunization.results import run_figures
+from immunization.runs.tracker import history
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = ("tracker=none", "evaluation=[rir]")
@@ -29,7 +30,7 @@ def cli(tmp_path, monkeypatch, capsys) -> Cli:
     The run folder is `tmp_path`/run.
     """
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    monkeypatch.setattr(figures, "draw", lambda result, folder: [])
+    monkeypatch.setattr(run_figures, "draw", lambda result, folder: [])
 
     def call(*overrides: str) -> str:
         monkeypatch.setattr(sys, "argv", ["launch.py", *QUICK, f"hydra.run.dir={tmp_path / 'run'}", *overrides])

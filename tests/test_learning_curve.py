@@ -16,7 +16,7 @@ from immunization.evaluation import Comparison, LearningCurves, PrimaryPerforman
 from immunization.evaluation.rir import condition_ratios
 from immunization.methods import LearningCurve, PairedBatches, train
 from immunization.methods.learning_curve import excess_curves, time_grid
-from immunization.methods.statistics import generalizing_step, probe_of_inputs
+from immunization.methods.linear_map import generalizing_step, probe_of_inputs
 from immunization.models import Linear
 
 quick = settings(max_examples=15)

@@ -15,13 +15,15 @@ from sklearn.datasets import load_digits
 from test_data import write_idx
 from test_deep import draw_folder
 
-from immunization import checkpoint, data, files, run
+from immunization import data, run
 from immunization.config import build, compose
 from immunization.data.images import image_folders
 from immunization.data.task import SPLITS, Origin, Split, Task
 from immunization.errors import DataError
-from immunization.result import Result
-from immunization.resume import ROWS
+from immunization.runs import files
+from immunization.runs.result import Result
+from immunization.runs.resume import ROWS
+from immunization.training import checkpoint
 
 SCRIPT = Path(__file__).resolve().parents[1] / "docs" / "recompute.py"
 spec = importlib.util.spec_from_file_location("recompute", SCRIPT)

@@ -6,11 +6,11 @@ from html.parser import HTMLParser
 import pytest
 from results_maker import METHODS, make_run
 
-from immunization.result import Result
 from immunization.results.collect import collect
-from immunization.results.plots import INK, draw
-from immunization.results.report import markdown, provenance, sections, summarize, write
+from immunization.results.page import markdown, provenance, sections, summarize, write
+from immunization.results.sweep_figures import INK, draw
 from immunization.results.tables import settings
+from immunization.runs.result import Result
 
 VOID = {"meta", "br", "img", "input", "hr", "link"}
 

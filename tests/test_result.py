@@ -11,10 +11,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from immunization import environment, strict_json
 from immunization.errors import DataError
-from immunization.result import Result
-from immunization.results.table import number, show
+from immunization.results.screen import number, show
+from immunization.runs import environment, strict_json
+from immunization.runs.result import Result
 
 UNBOUNDED = "range(K_H) is not inside range(K_P): unbounded"
 METRICS = {

@@ -15,8 +15,8 @@ from scipy import stats
 from immunization.errors import DataError
 from immunization.results import __main__ as command
 from immunization.results.collect import collect
-from immunization.results.statistics import paired_p, rank_correlation, summarize, ties
-from immunization.results.table import NONE
+from immunization.results.screen import NONE
+from immunization.results.seed_statistics import paired_p, rank_correlation, summarize, ties
 from immunization.results.tables import Setting, alignment, best, comparison, counts, settings, title
 
 

@@ -14,12 +14,13 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from torch.testing import assert_close
 
 import immunization
-from immunization import Result, data, figures, run
+from immunization import Result, data, run
 from immunization.config import CONF, compose
 from immunization.errors import ConfigError, DataError, DegenerateSpectrum, Diverged
 from immunization.evaluation import Measures
+from immunization.results import run_figures
+from immunization.runs.tracker import Tracker, history
 from immunization.theory import spectrum
-from immunization.tracking import Tracker, history
 
 SMALL = ("tracker=none", "dataset.max_samples=40", "method.epochs=4", "evaluation.norm_ratio.steps=20")
 QUICK = (*SMALL[:3], "evaluation=[rir]")
@@ -49,7 +50,7 @@ def done(tmp_path_factory) -> Result:
 @pytest.fixture
 def no_figures(monkeypatch) -> None:
     """They take most of the time of a small run."""
-    monkeypatch.setattr(figures, "draw", lambda result, folder: [])
+    monkeypatch.setattr(run_figures, "draw", lambda result, folder: [])
 
 
 def trusting(*overrides: str) -> DictConfig:
@@ -344,7 +345,7 @@ class Spy(Tracker):
 
 
 def test_a_tracker_gets_configuration_numbers_result_and_figures(tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "draw", lambda result, folder: [folder / "one.png"])
+    monkeypatch.setattr(run_figures, "draw", lambda result, folder: [folder / "one.png"])
     cfg = trusting("seed=5", "name=mine", "tags=[a,b]")
     cfg.tracker = {"_target_": f"{__name__}.Spy"}
     run(cfg, folder=tmp_path / "here")

@@ -18,13 +18,15 @@ from test_checkpoint import QUICK, cut, outcome, resumed  # noqa: F401  the fixt
 
 import immunization
 import launch
-from immunization import Result, checkpoint, figures, run
+from immunization import Result, run
 from immunization.config import CONF, compose
 from immunization.errors import ConfigError, DataError
-from immunization.optimization import optimizer_of, scheduler_of
+from immunization.results import run_figures
 from immunization.results.collect import collect
 from immunization.results.tables import settings
-from immunization.tracking import history
+from immunization.runs.tracker import history
+from immunization.training import checkpoint
+from immunization.training.optimization import optimizer_of, scheduler_of
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = sorted(path.stem for path in CONF.glob("scheduler/*.yaml"))
@@ -113,7 +115,7 @@ def test_every_option_fits_every_training(option, epochs, tmp_path):
 
 def test_the_history_has_a_panel_of_the_rate(tmp_path):
     run([*QUICK, "method.epochs=4", "scheduler=cosine"], folder=tmp_path)
-    *_, panel = figures.history(history(tmp_path)).axes
+    *_, panel = run_figures.history(history(tmp_path)).axes
     assert panel.get_title() == "learning rate"
     assert [line.get_label() for line in panel.get_lines()] == ["lr"]
 

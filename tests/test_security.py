@@ -17,9 +17,9 @@ import launch
 from immunization import run
 from immunization.config import build, compose, slug
 from immunization.errors import ConfigError, DataError
-from immunization.models.checkpoint import load_weights
+from immunization.models.weights import load_weights
 from immunization.results.collect import collect
-from immunization.results.report import summarize
+from immunization.results.page import summarize
 
 QUICK = ("tracker=none", "evaluation=[rir]", "dataset.max_samples=20", "figures=false")
 
@@ -146,7 +146,7 @@ def test_names_stay_below_the_output_folder(name, tmp_path, monkeypatch):
 
 def test_the_report_escapes_what_it_shows(tmp_path):
     """Method, data set, flags, reasons, errors, folders and commands are shown as text."""
-    from immunization.result import Result
+    from immunization.runs.result import Result
 
     evil = "<script>alert(1)</script>"
     for i in range(3):

@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 from immunization import run
 from immunization.config import CONF, check, class_of, compose
 from immunization.errors import ConfigError
-from immunization.result import Result
-from immunization.resume import completed, decisive, read_config
-from immunization.sweep import Summary
+from immunization.multirun.callback import Summary
+from immunization.runs.result import Result
+from immunization.runs.resume import completed, decisive, read_config
 
 ROOT = Path(__file__).resolve().parents[1]
 JOBS = ("seed=0,1", "dataset.harmful=0,1", "tags=[../../x]")

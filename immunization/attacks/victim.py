@@ -18,7 +18,7 @@ from immunization.models import Folded, Linear, Model, Timm
 from immunization.models.activations import take
 from immunization.models.chain import Whole
 from immunization.models.folded import folded_map
-from immunization.models.inputs import preprocessing
+from immunization.models.image_tasks import preprocessing
 
 Stage = Literal["immunized", "baseline", "start"]
 """theta_I, what it is compared with (raw inputs or theta_0), and theta_0 where that is something else."""

@@ -1,9 +1,9 @@
 """Data sets: each is one function that takes the keys of its YAML (conf/dataset) and returns a `TaskPair`."""
 
+from immunization.data.arrays import arrays
+from immunization.data.house_prices import house_prices
 from immunization.data.images import digits_deep, image_folders
-from immunization.data.matrices import arrays
 from immunization.data.pixels import digits, fashion_mnist, mnist
-from immunization.data.tabular import house_prices
 from immunization.data.task import Origin, Split, Task, TaskPair
 
 __all__ = [

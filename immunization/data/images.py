@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from immunization import checks
-from immunization.data.common import split_rows
+from immunization.data.preparation import split_rows
 from immunization.data.task import SPLITS, Origin
 from immunization.errors import ConfigError, DataError
 

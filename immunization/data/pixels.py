@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from immunization import checks
-from immunization.data.common import finish, split_rows
+from immunization.data.preparation import finish, split_rows
 from immunization.data.task import Origin, Split, Task, TaskPair
 from immunization.errors import ConfigError, DataError
 

@@ -7,8 +7,8 @@ from immunization.methods.identity import Given, Identity
 from immunization.methods.imma import IMMA
 from immunization.methods.learning_curve import LearningCurve
 from immunization.methods.learning_curve_net import LearningCurveNet
-from immunization.methods.loaders import LoaderBatches, batches_of
 from immunization.methods.opt_kappa import OptKappa
+from immunization.training.loaders import LoaderBatches, batches_of
 
 __all__ = [
     "IMMA",

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from immunization import distributed
 from immunization.checks import nonnegative
+from immunization.compute import distributed
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError, Diverged
 from immunization.models.base import Batch, Model

@@ -7,7 +7,7 @@ import torch
 from immunization.checks import nonnegative
 from immunization.data.task import TaskPair
 from immunization.methods.base import Method
-from immunization.methods.statistics import fit_head, linear_map, probe_of_inputs
+from immunization.methods.linear_map import fit_head, linear_map, probe_of_inputs
 from immunization.models import Model
 from immunization.theory import spectrum
 from immunization.theory.optimal_map import Spread, optimal_map

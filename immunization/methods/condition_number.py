@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from immunization import distributed
 from immunization.checks import below_one, even_power, nonnegative
+from immunization.compute import distributed
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.base import Method

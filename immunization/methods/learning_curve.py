@@ -12,7 +12,7 @@ from immunization.checks import nonnegative
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.base import Method
-from immunization.methods.statistics import (
+from immunization.methods.linear_map import (
     SLACK,
     centered_task,
     fit_head,

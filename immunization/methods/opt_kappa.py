@@ -12,7 +12,7 @@ from immunization.checks import below_one, even_power
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.base import Method
-from immunization.methods.statistics import fit_head, probe_of_inputs
+from immunization.methods.linear_map import fit_head, probe_of_inputs
 from immunization.models.base import Batch, Model
 from immunization.models.linear import Linear
 from immunization.theory import spectrum

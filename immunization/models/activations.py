@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from immunization import randomness
+from immunization.compute import randomness
 from immunization.errors import DataError
 
 log = logging.getLogger(__name__)

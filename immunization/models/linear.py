@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from immunization import files
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError, DataError
 from immunization.models.base import Batch, Model, Regularizer
-from immunization.resume import WEIGHTS
+from immunization.runs import files
+from immunization.runs.resume import WEIGHTS
 from immunization.theory.preconditioning import Precondition, preconditioned_product
 
 

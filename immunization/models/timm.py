@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from immunization import distributed
+from immunization.compute import distributed
 from immunization.data.images import ImagePair
 from immunization.data.task import SPLITS, Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.models.activations import Stream, fingerprint
 from immunization.models.base import Batch, Model, Regularizer
 from immunization.models.chain import Tail, Whole, classifier_path, data_config, hastened, parameters, units_of
-from immunization.models.checkpoint import create, stored_arguments
 from immunization.models.folded import Folded, folded_map, unfold
-from immunization.models.inputs import activations, out_of_memory, preprocessing, task_of, training_loaders
+from immunization.models.image_tasks import activations, out_of_memory, preprocessing, task_of, training_loaders
+from immunization.models.weights import create, stored_arguments
 from immunization.theory.preconditioning import Precondition
 from immunization.theory.spectrum import triangular_factor
 

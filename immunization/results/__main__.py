@@ -8,10 +8,10 @@ import shlex
 import sys
 from pathlib import Path
 
-from immunization import files
 from immunization.errors import UserError
 from immunization.results.collect import collect
-from immunization.results.report import REPORT, Section, markdown, sections, show, write
+from immunization.results.page import REPORT, Section, markdown, sections, show, write
+from immunization.runs import files
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _log(options: argparse.Namespace, parts: list[Section], pictures: list[Path]) -> None:
     """A summary run on W&B with every table, figure and the report."""
-    from immunization.tracking import Wandb
+    from immunization.runs.tracker import Wandb
 
     tracker = Wandb(os.environ.get("WANDB_PROJECT", "immunization"), os.environ.get("WANDB_ENTITY"))
     paths = {"paths": [str(path) for path in options.paths]}

@@ -12,10 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from immunization.environment import command_of
 from immunization.errors import DataError
-from immunization.result import Result
-from immunization.resume import CONFIG, decisive, read_config
+from immunization.runs.environment import command_of
+from immunization.runs.result import Result
+from immunization.runs.resume import CONFIG, decisive, read_config
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -18,8 +18,8 @@ import yaml
 from rich.text import Text
 
 from immunization.results.collect import PAIR, TRAINING, Collection, Run, varying
-from immunization.results.statistics import Summary, rank_correlation, summarize, ties
-from immunization.results.table import MEASURES, NONE, number
+from immunization.results.screen import MEASURES, NONE, number
+from immunization.results.seed_statistics import Summary, rank_correlation, summarize, ties
 
 METHODS = ("identity", "r_ill_only", "imma", "opt_kappa", "condition_number", "closed_form", "learning_curve")
 """The order of rows: the baseline, the paper's methods as in its tables, ours, then any other by name."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from immunization.result import Result
+from immunization.runs.result import Result
 
 PREFIX = "attack/"
 

@@ -16,7 +16,8 @@ from test_deep import draw_folder
 from test_launch import idx, matrices, table, with_nan
 
 import launch
-from immunization import Result, figures
+from immunization import Result
+from immunization.results import run_figures
 
 pytestmark = pytest.mark.slow
 
@@ -209,7 +210,7 @@ DATA = [
 def refused(tmp_path, monkeypatch, capsys, count):
     """Runs the command line on overrides that cannot work, and returns the one line it says."""
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    monkeypatch.setattr(figures, "draw", lambda result, folder: [])
+    monkeypatch.setattr(run_figures, "draw", lambda result, folder: [])
     monkeypatch.chdir(tmp_path)
 
     def call(*overrides: str) -> str:
@@ -268,8 +269,9 @@ def test_a_disk_that_fills_up(tmp_path, count):
 
     from test_checkpoint import QUICK, outcome
 
-    from immunization import checkpoint, run
+    from immunization import run
     from immunization.errors import ConfigError
+    from immunization.training import checkpoint
 
     disk = tmp_path / "disk"
     disk.mkdir()

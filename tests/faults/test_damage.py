@@ -15,10 +15,11 @@ from test_checkpoint import QUICK, outcome
 from test_launch import table
 
 import immunization
-from immunization import Result, checkpoint, run
+from immunization import Result, run
 from immunization.errors import UserError
 from immunization.results.collect import collect
-from immunization.tracking import history
+from immunization.runs.tracker import history
+from immunization.training import checkpoint
 
 pytestmark = pytest.mark.slow
 

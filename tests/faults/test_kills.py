@@ -20,9 +20,11 @@ from hydra.core.global_hydra import GlobalHydra
 from test_checkpoint import DEEP, QUICK, ROOT, outcome
 
 import launch
-from immunization import Result, checkpoint, files, run
+from immunization import Result, run
 from immunization.errors import DataError
-from immunization.resume import WEIGHTS, read_config
+from immunization.runs import files
+from immunization.runs.resume import WEIGHTS, read_config
+from immunization.training import checkpoint
 
 pytestmark = pytest.mark.slow
 

@@ -10,10 +10,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from immunization import files
 from immunization.errors import ConfigError, DataError
 from immunization.models.folded import FOLD, fold_into
-from immunization.resume import WEIGHTS
+from immunization.runs import files
+from immunization.runs.resume import WEIGHTS
 
 
 def create(name: str, checkpoint: str | None, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:

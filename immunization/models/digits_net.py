@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from immunization import files
 from immunization.data.images import ImagePair, create_loader
 from immunization.errors import DataError
-from immunization.models.checkpoint import create
 from immunization.models.timm import Timm
+from immunization.models.weights import create
+from immunization.runs import files
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from immunization import files
 from immunization.errors import ConfigError, DataError
-from immunization.result import Result
+from immunization.runs import files
+from immunization.runs.result import Result
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from immunization import files
-from immunization.result import Result
-from immunization.results.table import number
+from immunization.results.screen import number
+from immunization.runs import files
+from immunization.runs.result import Result
 
 FILE = "model_card.md"
 STEPS = (1, 10, 100, 1000, 10_000, 100_000, 1_000_000)

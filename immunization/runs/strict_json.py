@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from immunization import files
+from immunization.runs import files
 
 
 def plain(value: Any) -> Any:

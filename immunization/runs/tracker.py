@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from immunization import strict_json
 from immunization.errors import ConfigError, DataError
-from immunization.result import Result
+from immunization.runs import strict_json
+from immunization.runs.result import Result
 
 if TYPE_CHECKING:
     import wandb

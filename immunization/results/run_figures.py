@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from immunization import tracking
-from immunization.result import Result
-from immunization.results.table import number
+from immunization.results.screen import number
+from immunization.runs import tracker
+from immunization.runs.result import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,7 +55,7 @@ def draw(result: Result, folder: str | Path) -> list[Path]:
         "norm_ratio": norm_ratio(result.curves),
         "spectra": spectra(result.curves),
         "learning_curves": learning_curves(result),
-        "history": history(tracking.history(folder)),
+        "history": history(tracker.history(folder)),
     }
     paths = []
     for name, figure in figures.items():

@@ -26,7 +26,7 @@ class Summary(Callback):
         """Refuse to overwrite the runs of an earlier sweep; prepare for many jobs, and for jobs in other processes."""
         Sweeper.validate_batch_is_legal = _validate
         # processes that launchers start have to find this package
-        path = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(path)
         folder = Path(config.hydra.sweep.dir)
         if not config.resume and next(folder.glob("*/config.yaml"), None):
@@ -42,7 +42,7 @@ class Summary(Callback):
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Print and save the summary; Hydra turns exceptions of callbacks into warnings, exits it lets pass."""
         from immunization.results.collect import collect
-        from immunization.results.report import summarize
+        from immunization.results.page import summarize
 
         folder = Path(config.hydra.sweep.dir)
         try:

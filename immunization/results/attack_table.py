@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from immunization.results.table import NONE, number
+from immunization.results.screen import NONE, number
 from immunization.results.tables import Cell, Setting, Table
 from immunization.results.verdict import attack_names, verdict
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from immunization import files
 from immunization.errors import ConfigError, DataError, Preempted
-from immunization.resume import different
+from immunization.runs import files
+from immunization.runs.resume import different
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from immunization import checks
-from immunization.data.common import Normalize, finish, split_rows, standardize, standardize_targets
-from immunization.data.tables import numbers, read_table, require_columns
+from immunization.data.csv_files import numbers, read_table, require_columns
+from immunization.data.preparation import Normalize, finish, split_rows, standardize, standardize_targets
 from immunization.data.task import SPLITS, Origin, Split, Task, TaskPair
 from immunization.errors import ConfigError, DataError
 

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from immunization import checks
-from immunization.data.common import (
+from immunization.data.csv_files import numbers, read_table, require_columns
+from immunization.data.preparation import (
     both_train,
     finish,
     map_inputs,
@@ -20,7 +21,6 @@ from immunization.data.common import (
     standardize,
     standardize_targets,
 )
-from immunization.data.tables import numbers, read_table, require_columns
 from immunization.data.task import Origin, Split, Task, TaskPair
 from immunization.errors import DataError
 

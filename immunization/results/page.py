@@ -13,13 +13,13 @@ from string import Template
 
 from rich.console import Console
 
-from immunization import files
-from immunization.result import Result
-from immunization.results.audits import attacks
+from immunization.results.attack_table import attacks
 from immunization.results.collect import Collection, Problem, Run, collect
-from immunization.results.plots import Plot, draw
-from immunization.results.table import NONE, number
+from immunization.results.screen import NONE, number
+from immunization.results.sweep_figures import Plot, draw
 from immunization.results.tables import Cell, Setting, Table, alignment, best, comparison, counts, settings, title
+from immunization.runs import files
+from immunization.runs.result import Result
 
 REPORT = "report.html"
 SCREEN = ("method", "runs", "failed", "(i)", "(ii)", "RIR", "harmful steps ratio")

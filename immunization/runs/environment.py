@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from immunization import strict_json
+from immunization.runs import strict_json
 
 FILE = "environment.json"
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("immunization", "torch", "numpy", "timm", "hydra-core", "scikit-learn", "wandb")
 
 

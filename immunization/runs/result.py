@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from immunization import strict_json
 from immunization.errors import DataError, UserError
+from immunization.runs import strict_json
 
 if TYPE_CHECKING:
     from immunization.evaluation.base import Curve

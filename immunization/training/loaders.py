@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from immunization import distributed, randomness
+from immunization.compute import distributed, randomness
 from immunization.data.task import TaskPair
 from immunization.errors import DataError
 from immunization.methods.base import PairedBatches

@@ -1,0 +1,1 @@
+"""Device, processes and random states."""

@@ -1,0 +1,1 @@
+"""What a run leaves on disk: its files, result, environment, trackers, and resuming."""
