@@ -11,6 +11,7 @@ from matplotlib.colors import to_hex
 from PIL import Image
 
 from immunization.results import run_figures
+from immunization.runs import tracker
 from immunization.runs.result import Result
 from immunization.runs.tracker import Recorder
 
@@ -107,7 +108,7 @@ def test_r2_far_below_zero_does_not_flatten_the_rest(result):
 )
 def test_history_takes_any_loss_terms(tmp_path, terms, scale):
     record(tmp_path, **terms)
-    figure = run_figures.history(run_figures.tracking.history(tmp_path))
+    figure = run_figures.history(tracker.history(tmp_path))
     assert [ax.get_title() for ax in figure.axes] == ["loss and its terms", "condition numbers κ", "RIR = (i) / (ii)"]
     loss = figure.axes[0]
     assert loss.get_yscale() == scale
@@ -141,7 +142,7 @@ def test_an_axis_has_several_labels(result, tmp_path, low):
 
 def test_legends_stay_outside_of_the_data(result, tmp_path):
     record(tmp_path, loss=[3.0, 2.0, 1.0], r_well=[1.0, 1.0, 1.0], r_ill=[1.0, 1.0, 1.0], task_loss=[1.0, 1.0, 1.0])
-    history = run_figures.history(run_figures.tracking.history(tmp_path))
+    history = run_figures.history(tracker.history(tmp_path))
     for figure in (history, run_figures.norm_ratio(result.curves)):
         figure.draw_without_rendering()
         for ax in figure.axes:
