@@ -3,6 +3,7 @@
 import copy
 import functools
 import inspect
+import math
 import os
 import re
 from pathlib import Path
@@ -113,6 +114,13 @@ def test_hyper_parameters_change_values_and_add_no_key(name):
 def test_hyper_parameters_are_chosen_by_data_set_and_method():
     chosen = OmegaConf.load(CONF / "hparams" / "mnist" / "imma.yaml")
     assert compose(["dataset=mnist", "method=imma"]).optimizer.lr == chosen.optimizer.lr
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("experiment/[pr][ae]*/*.yaml")), ids=lambda path: path.stem)
+def test_the_papers_experiments_take_its_own_regularizer_at_its_own_rate(path):
+    cfg = compose([f"experiment={path.relative_to(CONF / 'experiment').with_suffix('')}", "method=condition_number"])
+    assert cfg.scheduler is None
+    assert cfg.method.power == math.inf
 
 
 def test_the_command_line_wins_over_an_experiment_and_that_over_the_hyper_parameters():

@@ -85,6 +85,22 @@ def test_the_configuration_written_is_the_one_that_ran(done):
     assert "${" not in (done.folder / "config.yaml").read_text()
 
 
+def test_what_is_undetermined_is_withheld_and_kept_apart(tmp_path, no_figures):
+    """RIR of these pairs has no bound, and opt_kappa in logarithms looks for it."""
+    options = ["method=opt_kappa", "method.form=log", "method.epochs=5", "tracker=none"]
+    metrics = run([*options], tmp_path / "unbounded").metrics
+    for name in ("rir", "ratio_primary", "kappa_harmful", "test/rir", "authors/ratio_harmful"):
+        assert metrics[name] is None
+        assert metrics[f"undetermined/{name}"] > 0
+    assert metrics["kappa_harmful_baseline"] > 0 < metrics["steps_ratio/harmful"]
+    result = Result.read(tmp_path / "unbounded")
+    assert "undetermined" in result.flags
+    assert "unbounded" in result.reasons["rir"]
+    bounded = run([*options, "dataset.common_range=true"], tmp_path / "bounded")
+    assert bounded.metrics["rir"] > 1
+    assert "undetermined" not in bounded.flags
+
+
 def test_environment(done):
     environment = strict(done.folder / "environment.json")
     assert environment["device"] == "cpu" or environment["device"].startswith("cuda")
@@ -102,7 +118,7 @@ def test_threads_hold_for_torch_and_for_every_blas(tmp_path, no_figures):
 def test_history_has_every_term_at_every_logged_step(done):
     curves = history(done.folder)
     always = {"kappa_primary", "kappa_harmful", "ratio_primary", "ratio_harmful", "rir"}
-    assert set(curves) == always | {"loss", "task_loss", "r_well", "r_ill"}
+    assert set(curves) == always | {"loss", "task_loss", "r_well", "r_ill", "lr"}
     for name, curve in curves.items():
         assert curve["x"] == ([0, 1, 2, 3, 4] if name in always else [1, 2, 3, 4])
     assert curves["rir"]["y"][0] == pytest.approx(1)

@@ -89,7 +89,7 @@ def test_the_rate_is_the_one_that_is_taken(tmp_path):
 
 def test_without_a_scheduler_nothing_is_logged_that_was_not_before(tmp_path):
     for name in ("default", "none"):
-        run([*QUICK, "method.epochs=3", f"scheduler={name}"], folder=tmp_path / name)
+        run([*QUICK, "method=r_ill_only", "method.epochs=3", f"scheduler={name}"], folder=tmp_path / name)
     assert outcome(tmp_path / "default") == outcome(tmp_path / "none")
     assert "lr" not in history(tmp_path / "none")
 
@@ -232,7 +232,8 @@ LR = "_target_: torch.optim.lr_scheduler"
 )
 def test_any_other_scheduler_of_torch_needs_a_yaml_alone(node, tmp_path, monkeypatch, cut):  # noqa: F811
     """It runs to the last step, and its state goes through a checkpoint."""
-    options = ["method.epochs=9", "optimizer=sgd", "optimizer.lr=1e-9", f"scheduler={{_partial_: true, {node}}}"]
+    rate = "optimizer.lr=1e-9"
+    options = ["method=r_ill_only", "method.epochs=9", "optimizer=sgd", rate, f"scheduler={{_partial_: true, {node}}}"]
     whole, again = resumed([*QUICK, *options], tmp_path, monkeypatch, cut)
     assert whole == again
     assert len(set(rates(tmp_path / "whole"))) > 1
@@ -256,7 +257,7 @@ def without_the_group(folder: Path) -> None:
 
 
 def test_a_completed_run_from_before_schedulers_is_the_one_without(tmp_path):
-    options = [*QUICK, "method.epochs=2"]
+    options = [*QUICK, "method=r_ill_only", "method.epochs=2"]
     run(options, folder=tmp_path / "old")
     without_the_group(tmp_path / "old")
     before = outcome(tmp_path / "old")
@@ -267,7 +268,7 @@ def test_a_completed_run_from_before_schedulers_is_the_one_without(tmp_path):
 
 
 def test_a_checkpoint_from_before_schedulers_is_one_without(tmp_path, cut, monkeypatch):  # noqa: F811
-    options = [*QUICK, "method.epochs=9"]
+    options = [*QUICK, "method=r_ill_only", "method.epochs=9"]
     keeper = checkpoint.Checkpointer.__init__
 
     def old(self, folder, config, *rest, **more):
@@ -287,7 +288,7 @@ def test_a_checkpoint_from_before_schedulers_is_one_without(tmp_path, cut, monke
 
 def test_runs_with_and_without_a_scheduler_are_compared_in_one_table(tmp_path):
     for name, options in {"old": [], "new": ["seed=1"], "cosine": ["scheduler=cosine"]}.items():
-        run([*QUICK, "method.epochs=2", *options], folder=tmp_path / name)
+        run([*QUICK, "method=r_ill_only", "method.epochs=2", *options], folder=tmp_path / name)
     without_the_group(tmp_path / "old")
     (group,) = settings(collect([tmp_path]))
     labels = {len(setting.runs): setting.label for setting in group}
@@ -304,9 +305,9 @@ def own(tmp_path) -> list[str]:
     """Overrides that add a folder of configurations, in which data set and method have a scheduler of their own."""
     folder = tmp_path / "conf"
     files = {
-        "hparams/scheduler/digits/condition_number.yaml": "# @package _global_\n# Made up\n"
+        "hparams/scheduler/digits/r_ill_only.yaml": "# @package _global_\n# Made up\n"
         "defaults: [/scheduler/cosine@scheduler]\nscheduler: {eta_min: 1.0e-6}\n",
-        "hparams/digits/condition_number.yaml": "# @package _global_\n# Searched\nmethod: {epochs: 7}\n",
+        "hparams/digits/r_ill_only.yaml": "# @package _global_\n# Searched\nmethod: {epochs: 7}\n",
         "experiment/own.yaml": "# @package _global_\ndefaults: [override /scheduler: linear]\n",
         "scheduler/poly.yaml": "_target_: torch.optim.lr_scheduler.PolynomialLR\n_partial_: true\ntotal_iters: 1.0\n",
     }
@@ -331,7 +332,7 @@ def own(tmp_path) -> list[str]:
     ],
 )
 def test_data_set_and_method_may_choose_and_whoever_says_more_wins(own, overrides, name):
-    chosen = compose([*own, *overrides]).scheduler
+    chosen = compose([*own, "method=r_ill_only", *overrides]).scheduler
     assert (chosen and chosen._target_.rpartition(".")[2]) == name
     if not overrides:
         assert (chosen.T_max, chosen.eta_min) == (1.0, 1e-6)
@@ -344,7 +345,7 @@ def test_a_chosen_scheduler_stands_in_the_table_of_hyper_parameters(own, tmp_pat
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.rows(tmp_path / "conf" / "hparams") == [
-        "| digits | condition_number | `method.epochs=7`, `scheduler=cosine`, `scheduler.eta_min=1e-06` "
+        "| digits | r_ill_only | `method.epochs=7`, `scheduler=cosine`, `scheduler.eta_min=1e-06` "
         "| Searched; scheduler: Made up |"
     ]
 
@@ -371,7 +372,7 @@ def test_a_scheduler_of_ones_own_from_the_command_line(tmp_path, own, monkeypatc
 
 
 def test_keys_of_a_scheduler_that_is_not_chosen(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["launch.py", "scheduler.T_max=3"])
+    monkeypatch.setattr(sys, "argv", ["launch.py", "method=imma", "scheduler.T_max=3"])
     GlobalHydra.instance().clear()
     with pytest.raises(SystemExit, match=r"^error: there is no key scheduler\.T_max; choose a scheduler first$"):
         launch.cli()

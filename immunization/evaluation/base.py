@@ -21,7 +21,7 @@ SUFFIX: dict[State, str] = {"after": "", "before": "_baseline"}
 """What the name of a metric ends in; curves of the baseline end in `/baseline`."""
 
 CONDITIONING = ("rir", "ratio_harmful", "ratio_primary", "kappa_harmful", "kappa_primary")
-"""Measures of the spectra after immunization; those of other splits and conventions end in the same name."""
+"""Measures of the spectra after immunization, on training inputs."""
 
 
 class Curve(TypedDict):
@@ -60,9 +60,10 @@ class Measures:
     def withhold(self, flag: str, reason: str) -> None:
         """Flag condition numbers and their ratios as undetermined, and move them to `undetermined/<name>`."""
         self.flag(flag, reason)
-        for name in [name for name in self.metrics if name.rpartition("/")[2] in CONDITIONING]:
-            self.metrics[f"undetermined/{name}"] = self.metrics[name]
-            self.miss(reason, name)
+        for name in (f"{split}{name}" for split in ("", "test/", "authors/") for name in CONDITIONING):
+            if self.metrics.get(name) is not None:
+                self.metrics[f"undetermined/{name}"] = self.metrics[name]
+                self.miss(reason, name)
 
     def curve(self, name: str, x: Iterable[float], y: Tensor, state: State = "after") -> None:
         """Record a curve y [T] against x; that of the baseline under `<name>/baseline`."""
