@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
@@ -56,11 +57,11 @@ SAME_STEP = 0.95
 """Least share of steps ratios that stay on their step of the grid; the others may be one step beside it."""
 
 
-def cases(small: bool, data: Path | None) -> dict[str, list[str]]:
-    """Overrides of every run, by name."""
+def cases(small: bool, seeds: int, data: Path | None) -> dict[str, list[str]]:
+    """Overrides of every run, by name; `small`: the first pair of digits alone."""
     found: dict[str, list[str]] = {}
     for primary, harmful in PAIRS[:1] if small else PAIRS:
-        for seed in range(1 if small else 3):
+        for seed in range(seeds):
             for method in (*TRAINED, "closed_form"):
                 where = [f"dataset.primary={primary}", f"dataset.harmful={harmful}", f"seed={seed}"]
                 found[f"digits/{method}/{primary}-{harmful}/{seed}"] = [f"method={method}", *where]
@@ -72,7 +73,7 @@ def cases(small: bool, data: Path | None) -> dict[str, list[str]]:
     found |= {f"digits_deep/{method}/0": ["experiment=digits_deep", f"method={method}"] for method in nets}
     if data and (file := data / "house_prices").is_dir():
         for method in TRAINED:
-            for seed in range(3):
+            for seed in range(seeds):
                 where = ["experiment=house_prices", f"dataset.root={file}", common, f"seed={seed}"]
                 found[f"house_prices/{method}/{seed}"] = [*where, f"method={method}"]
         found["house_prices/opt_kappa log/0"] = [*where, "method=opt_kappa", "method.form=log"]
@@ -178,6 +179,8 @@ def report(measured: dict[str, dict[str, dict]]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="one pair of digits, three variants: about a minute")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of every case on digits and House Prices")
+    parser.add_argument("--jobs", type=int, default=1, help="variants at once, a process each")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument(
         "--data", type=Path, default=os.environ.get("IMMUNIZATION_DATA"), help="folder of the data sets"
@@ -190,18 +193,24 @@ def main() -> None:
         measured = work(json.load(sys.stdin), int(threads), float(perturbation))
         json.dump(measured, sys.stdout)
         return
-    jobs = {name: job for name, job in cases(options.small, options.data).items() if options.only in name}
-    measured, tables = {}, {}
-    for name, (changes, threads, perturbation) in variants(options.small).items():
+    seeds = 1 if options.small else options.seeds
+    jobs = {name: job for name, job in cases(options.small, seeds, options.data).items() if options.only in name}
+    tables: dict[str, str] = {}
+
+    def measure(name: str, changes: dict[str, str], threads: int, perturbation: float) -> dict[str, dict]:
         start = time.perf_counter()
         command = [sys.executable, __file__, "--worker", str(threads), str(perturbation)]
         done = subprocess.run(
             command, env=environment(changes), input=json.dumps(jobs), stdout=subprocess.PIPE, text=True, check=True
         )
-        measured[name] = json.loads(done.stdout)
         if threads == 1 and not perturbation and not options.only:
             tables[name] = table(changes)
         print(f"{name}: {len(jobs)} runs, {time.perf_counter() - start:.0f} s", flush=True)
+        return json.loads(done.stdout)
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        waiting = {name: pool.submit(measure, name, *how) for name, how in variants(options.small).items()}
+    measured = {name: one.result() for name, one in waiting.items()}
     fine = report(measured)
     if tables:
         same = len(set(tables.values())) == 1

@@ -12,7 +12,14 @@ from torch.autograd.function import once_differentiable
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.base import Method, nonnegative
-from immunization.methods.statistics import centered_task, fit_head, generalizing_step, linear_map, probe_of_inputs
+from immunization.methods.statistics import (
+    SLACK,
+    centered_task,
+    fit_head,
+    generalizing_step,
+    linear_map,
+    probe_of_inputs,
+)
 from immunization.models import Batch, Model
 from immunization.probe import Probe
 
@@ -123,11 +130,15 @@ class LearningCurve(Method):
 
     `targets="baseline"`: where labels are noisy, learning them fast is overfitting fast. The primary term then follows
     the baseline's own probe, PACE times as fast: after t <= SPAN t_0 steps w_t shall be what the inputs' probe has
-    after max(PACE t, t_0), with t_0 the early stop that generalizes best (`generalizing_step`). The distance is the
+    after max(PACE (t - 1) + 1, t_0), with t_0 the early stop that generalizes best (`generalizing_step`), or, where
+    the validation rows show the baseline overfitted by then, the steps to 90 % of its best on them. The distance is the
     mean squared difference of predictions, half of it on the training inputs and half on white noise of the same mean
     square (a multiple of ||theta w_t - w||^2): few rows say little about directions in which they hardly vary, and
     held-out rows do vary there. A probe that takes the baseline's path in fewer steps reaches what the baseline reaches
     on any data, which fitting the labels does not promise. It is relative to the distance of w = 0.
+
+    `targets="auto"` takes the labels where least squares on the inputs reaches, on the validation rows, what the best
+    early stop does (up to `SLACK` of the way from chance), and the baseline's path elsewhere.
 
     `centered=True`: the harmful curve is the mean of two, of the features as they are and of features whose mean over
     the training rows is subtracted. One large common direction hides a task from the first probe alone, and subtracting
@@ -135,9 +146,15 @@ class LearningCurve(Method):
 
     `patience`: stop after that many epochs in which the held-out gap (measure of the primary probe minus that of the
     harmful one on the validation splits, mean over t, minus the benign term) has not grown, and go back to the best
-    theta. `rotate=True` ends in a random rotation drawn from torch's global generator: the curves stay, attackers that
-    treat coordinates separately (Adam) lose. The primary head is set to the least squares of the inputs, whose
-    predictions it keeps.
+    theta. Flag `primary_slower`: on the validation rows a fresh primary probe takes more steps than the baseline's to
+    90 % of the baseline's best; `primary_unchecked`: there are no such rows.
+
+    The curves are steep in theta: at a constant rate Adam goes on oscillating, and within tens of steps multiplies the
+    last bit of theta to the leading one. Let the rate decay to 0 (scheduler=cosine).
+
+    `rotate=True` ends in a random rotation drawn from torch's global generator: the curves stay, attackers that treat
+    coordinates separately (Adam) lose. The primary head is set to the least squares of the inputs, whose predictions
+    it keeps.
     """
 
     folds = True
@@ -149,15 +166,15 @@ class LearningCurve(Method):
         lambda_P: float = 1.0,
         lambda_H: float = 1.0,
         benign_weight: float = 0.3,
-        targets: Literal["labels", "baseline"] = "labels",
+        targets: Literal["labels", "baseline", "auto"] = "labels",
         centered: bool = False,
         patience: int | None = None,
         rotate: bool = True,
     ) -> None:
         super().__init__(epochs, patience=patience)
         nonnegative(lambda_P=lambda_P, lambda_H=lambda_H, benign_weight=benign_weight)
-        if targets not in ("labels", "baseline"):
-            raise ConfigError(f"method.targets must be 'labels' or 'baseline', not {targets!r}")
+        if targets not in ("labels", "baseline", "auto"):
+            raise ConfigError(f"method.targets must be 'labels', 'baseline' or 'auto', not {targets!r}")
         self.lambda_P, self.lambda_H, self.benign_weight = lambda_P, lambda_H, benign_weight
         self.grid, self.targets, self.centered, self.rotate = time_grid(horizon), targets, centered, rotate
 
@@ -169,10 +186,11 @@ class LearningCurve(Method):
         self.attackers = [(task, probe_of_inputs(task)) for task in attacked]
         self.grid = self.grid.to(self.theta.device)
         c, squares = self.primary.coefficients, self.primary.sigma.square()
-        if self.targets == "baseline":
+        if self.targets == "baseline" or (self.targets == "auto" and not self._labels_generalize(pair.primary)):
             first = generalizing_step(self.primary, pair.primary)
             steps = self.grid[self.grid <= max(SPAN * first, self.grid[0])]
-            self.aim = self.primary.residuals((PACE * steps).clamp(min=first))
+            first = self._not_too_late(pair.primary, first)
+            self.aim = self.primary.residuals((PACE * (steps - 1) + 1).clamp(min=first))
             weights = 1 + squares.mean() / squares.clamp(min=FLOOR * squares[0])
         else:
             self.aim, weights = c.new_zeros(len(self.grid), *c.shape), torch.ones_like(squares)
@@ -206,14 +224,54 @@ class LearningCurve(Method):
 
     def _held_out(self, task: Task, inputs: Probe) -> float:
         """Measure on the validation split, mean over the grid; from 0 at chance or worse to 1."""
-        theta = self.theta.double()
-        weights = Probe.fit(inputs.root @ theta, inputs.coefficients, 0.0, rank=task.rank).weights(self.grid)
-        measure = task.measure(task.val.x.double() @ theta @ weights, task.val.y)
+        measure = self._curve(task, inputs, self.grid)
         return ((measure - task.chance) / (1 - task.chance)).clamp(min=0).mean().item()
+
+    def _curve(self, task: Task, inputs: Probe, steps: Tensor) -> Tensor:
+        """Measure on the validation split of a probe behind theta, after `steps` [T]."""
+        theta = self.theta.double()
+        weights = Probe.fit(inputs.root @ theta, inputs.coefficients, 0.0, rank=task.rank).weights(steps)
+        return task.measure(task.val.x.double() @ theta @ weights, task.val.y)
+
+    def _labels_generalize(self, task: Task) -> bool:
+        """Whether least squares on the inputs comes near the best early stop on validation rows, if there are any."""
+        if not len(task.val):
+            return False
+        x = task.val.x.double()
+        best = task.measure(x @ self.primary.weights(self.grid), task.val.y).max()
+        fitted = task.measure(x @ self.primary.optimum(), task.val.y)
+        return bool(fitted >= task.chance + (1 - SLACK) * (best - task.chance))
+
+    def _not_too_late(self, task: Task, first: float) -> float:
+        """`first`, or where the baseline has overfitted by then on the validation rows, steps to 90 % of its best."""
+        if not len(task.val):
+            return first
+        steps = torch.cat([self.grid, self.grid.new_tensor([first])])
+        curve = task.measure(task.val.x.double() @ self.primary.weights(steps), task.val.y)
+        enough = curve >= task.chance + 0.9 * (curve.max() - task.chance) - 1e-12
+        return first if enough[-1] else min(first, steps[enough.int().argmax()].item())
+
+    def _check_primary(self) -> None:
+        """Flag a fresh primary probe that takes more steps than the baseline's to 90 % of its best on validation."""
+        task = self.pair.primary
+        if not len(task.val):
+            self.flags["primary_unchecked"] = "no validation rows show whether a fresh primary probe became slower"
+            return
+        steps = 2 ** torch.arange(0, 20.25, 0.25, dtype=torch.float64, device=self.theta.device)
+        before = task.measure(task.val.x.double() @ self.primary.weights(steps), task.val.y)
+        threshold = task.chance + 0.9 * (before.max() - task.chance)
+        curves = before, self._curve(task, self.primary, steps)
+        then, now = ((curve.cummax(0).values < threshold - 1e-12).sum().item() for curve in curves)
+        if before.max() >= task.chance + 0.05 and now > then + 1:  # one step of the grid is within rounding
+            self.flags["primary_slower"] = (
+                f"a fresh primary probe took {2 ** ((now - then) / 4):.3g} times as many steps as the baseline's to "
+                "90 % of the baseline's best on the validation rows; raise method.lambda_P or method.epochs"
+            )
 
     @torch.no_grad()
     def finish(self, model: Model) -> None:
         super().finish(model)
+        self._check_primary()
         if self.rotate:
             rotation = nn.init.orthogonal_(torch.empty(self.theta.shape, dtype=torch.float64))
             self.theta.copy_(self.theta.double() @ rotation.to(self.theta.device))
