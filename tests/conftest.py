@@ -42,7 +42,7 @@ FAULT_LINES = {
 
 
 TRAINING = (
-    *("api", "attacks", "bad_inputs", "checkpoint", "closed_form", "configs", "damage", "deep", "distributed"),
+    *("api", "attacks", "bad_inputs", "checkpoint", "closed_form", "configs", "damage", "deep", "distributed", "docs"),
     *("evaluation", "kills", "launch", "learning_curve", "methods", "recompute", "runner", "scheduler", "sweep"),
 )
 """Modules, test_ aside, in which an optimizer takes a step; one that is missing here fails by `_listed`."""

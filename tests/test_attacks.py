@@ -267,7 +267,7 @@ def net(tmp_path_factory):
 @pytest.mark.parametrize(
     "attack",
     [
-        FineTune("full", "adamw", [1e-3], steps=16, batch_size=24),
+        FineTune("full", "adamw", [3e-3], steps=16, batch_size=24),
         FineTune("last", "adamw", [1e-2], steps=32, batch_size=24),
         LoRA(4, "adamw", [1e-2], steps=12, batch_size=24),
     ],
@@ -277,7 +277,7 @@ def test_training_the_net_learns_colors_behind_any_map(attack, net):
     measures = assault({"it": attack}, net)
     values = {key.rpartition("/")[2]: value for key, value in measures.metrics.items() if "/it/" in key}
     assert values["final_baseline"] > 0.9
-    assert values["final"] > 0.6
+    assert values["final"] > 0.9
     assert values["flops"] > values["steps"] * 24 * net.flops_per_row()
     assert "kappa" not in values
 

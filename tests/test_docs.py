@@ -54,6 +54,14 @@ def test_adding_a_method_as_the_readme_says(tmp_path: Path, monkeypatch: pytest.
     assert '"method": "r_well_only"' in (tmp_path / "run" / "result.json").read_text()
 
 
+def test_the_table_of_the_readme_is_what_the_default_run_prints(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """To the digit, on every processor; flags, seconds and folder follow."""
+    run(["tracker=none", "figures=false"], folder=tmp_path)
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    (shown,) = (block.splitlines() for block in blocks("text"))
+    assert printed[: len(shown)] == shown
+
+
 def test_python_example_of_the_readme(tmp_path: Path) -> None:
     result = run(["method=closed_form", "dataset.common_range=true", "tracker=none"], folder=tmp_path)
     assert result.metrics["rir"] == pytest.approx(result.metrics["ceiling/rir"], rel=1e-6)
