@@ -17,7 +17,7 @@ from immunization.data.images import ImagePair
 from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError, DataError
 from immunization.evaluation.deep import compare
-from immunization.methods import LoaderBatches, Method, PairedBatches, train
+from immunization.methods import Method, PairedBatches, train
 from immunization.methods.linear_map import fit_head, probe_of_inputs
 from immunization.models import Folded, Linear, Model, Timm
 from immunization.models.folded import fold_into, folded_map, unfold
@@ -26,6 +26,7 @@ from immunization.models.weights import create
 from immunization.runs import files
 from immunization.runs.result import Result
 from immunization.runs.resume import WEIGHTS
+from immunization.training.loaders import LoaderBatches
 from immunization.training.optimization import optimizer_of, scheduler_of
 
 Loader = Iterable[tuple[Tensor, Tensor]]

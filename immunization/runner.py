@@ -31,7 +31,7 @@ from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError, DataError, Diverged, Preempted, UserError
 from immunization.evaluation import Comparison, Measures
 from immunization.evaluation.deep import compare
-from immunization.methods import Given, LoaderBatches, Method, PairedBatches, Progress, batches_of, train
+from immunization.methods import Given, Method, PairedBatches, Progress, train
 from immunization.models import Model
 from immunization.results import model_card, run_figures
 from immunization.results.screen import line, show
@@ -42,6 +42,7 @@ from immunization.runs.tracker import Recorder, Tracker
 from immunization.theory import spectrum
 from immunization.training import checkpoint
 from immunization.training.checkpoint import Checkpointer, Stop
+from immunization.training.loaders import LoaderBatches, batches_of
 from immunization.training.optimization import optimizer_of, scheduler_of
 
 log = logging.getLogger("immunization")

@@ -34,9 +34,9 @@ from immunization.evaluation.validity import in_train_mode
 from immunization.models import Linear, Timm
 from immunization.models.folded import folded_map
 from immunization.results.page import audit
-from immunization.results.verdict import verdict
 from immunization.runs.files import write_tensors
 from immunization.runs.result import Result
+from immunization.runs.verdict import verdict
 
 ATTACKS = sorted(path.stem for path in (CONF / "attack").glob("*.yaml"))
 NETS = {name for name in ATTACKS if "finetune" in name or "lora" in name}

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal, TypedDict
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from immunization.data.task import Split, Task, TaskPair
+from immunization.runs.result import Curve
 from immunization.theory import spectrum
 from immunization.theory.probe import Probe
 
@@ -22,11 +23,6 @@ SUFFIX: dict[State, str] = {"after": "", "before": "_baseline"}
 
 CONDITIONING = ("rir", "ratio_harmful", "ratio_primary", "kappa_harmful", "kappa_primary")
 """Measures of the spectra after immunization, on training inputs."""
-
-
-class Curve(TypedDict):
-    x: list[float]
-    y: list[float]
 
 
 @dataclass

@@ -8,7 +8,6 @@ from immunization.methods.imma import IMMA
 from immunization.methods.learning_curve import LearningCurve
 from immunization.methods.learning_curve_net import LearningCurveNet
 from immunization.methods.opt_kappa import OptKappa
-from immunization.training.loaders import LoaderBatches, batches_of
 
 __all__ = [
     "IMMA",
@@ -18,12 +17,10 @@ __all__ = [
     "Identity",
     "LearningCurve",
     "LearningCurveNet",
-    "LoaderBatches",
     "Method",
     "OptKappa",
     "PairedBatches",
     "Progress",
     "RIllOnly",
-    "batches_of",
     "train",
 ]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from immunization.evaluation.base import Curve
+    from immunization.runs.result import Curve
 
 COLORS = {"primary": "#0072B2", "harmful": "#D55E00", "benign": "#009E73"}
 INK = "#222222"

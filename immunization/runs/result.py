@@ -6,13 +6,15 @@ import hashlib
 import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypedDict
 
 from immunization.errors import DataError, UserError
 from immunization.runs import strict_json
 
-if TYPE_CHECKING:
-    from immunization.evaluation.base import Curve
+
+class Curve(TypedDict):
+    x: list[float]
+    y: list[float]
 
 
 @dataclass
@@ -44,7 +46,7 @@ class Result:
     @property
     def verdict(self) -> list[str]:
         """What the attacks of the run say of its immunization, in sentences; none where there were none."""
-        from immunization.results.verdict import verdict
+        from immunization.runs.verdict import verdict
 
         return verdict([self])
 

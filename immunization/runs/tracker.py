@@ -24,7 +24,7 @@ from immunization.runs.result import Result
 if TYPE_CHECKING:
     import wandb
 
-    from immunization.evaluation.base import Curve
+    from immunization.runs.result import Curve
 
 log = logging.getLogger(__name__)
 
