@@ -239,9 +239,9 @@ def _present(config: DictConfig, result: Result, trackers: list[Tracker], quiet:
             pictures = run_figures.draw(result, result.folder)
     if any(name.startswith("attack/") for name in result.metrics):
         with _without_harm("the report cannot be written"):
-            from immunization.results import report  # pandas and more, not for runs without attacks
+            from immunization.results import page  # pandas and more, not for runs without attacks
 
-            report.audit(result.folder)
+            page.audit(result.folder)
     for tracker in trackers:
         with _without_harm("a tracker failed at the end"):
             tracker.finish(result, pictures)
