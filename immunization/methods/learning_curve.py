@@ -166,13 +166,16 @@ class LearningCurve(Method):
         weights = Probe.fit(inputs.root @ theta, inputs.coefficients, 0.0, rank=task.rank).weights(steps)
         return task.measure(task.val.x.double() @ theta @ weights, task.val.y)
 
+    def _baseline_curve(self, task: Task, steps: Tensor) -> Tensor:
+        """Measure on the primary task's validation split of a probe on the inputs, after `steps` [T]."""
+        return task.measure(task.val.x.double() @ self.primary.weights(steps), task.val.y)
+
     def _labels_generalize(self, task: Task) -> bool:
         """Whether least squares on the inputs comes near the best early stop on validation rows, if there are any."""
         if not len(task.val):
             return False
-        x = task.val.x.double()
-        best = task.measure(x @ self.primary.weights(self.grid), task.val.y).max()
-        fitted = task.measure(x @ self.primary.optimum(), task.val.y)
+        best = self._baseline_curve(task, self.grid).max()
+        fitted = task.measure(task.val.x.double() @ self.primary.optimum(), task.val.y)
         return bool(fitted >= task.chance + (1 - SLACK) * (best - task.chance))
 
     def _not_too_late(self, task: Task, first: float) -> float:
@@ -180,7 +183,7 @@ class LearningCurve(Method):
         if not len(task.val):
             return first
         steps = torch.cat([self.grid, self.grid.new_tensor([first])])
-        curve = task.measure(task.val.x.double() @ self.primary.weights(steps), task.val.y)
+        curve = self._baseline_curve(task, steps)
         enough = curve >= task.chance + 0.9 * (curve.max() - task.chance) - 1e-12
         return first if enough[-1] else min(first, steps[enough.int().argmax()].item())
 
@@ -191,7 +194,7 @@ class LearningCurve(Method):
             self.flags["primary_unchecked"] = "no validation rows show whether a fresh primary probe became slower"
             return
         steps = 2 ** torch.arange(0, 20.25, 0.25, dtype=torch.float64, device=self.theta.device)
-        before = task.measure(task.val.x.double() @ self.primary.weights(steps), task.val.y)
+        before = self._baseline_curve(task, steps)
         threshold = task.chance + 0.9 * (before.max() - task.chance)
         curves = before, self._curve(task, self.primary, steps)
         then, now = ((curve.cummax(0).values < threshold - 1e-12).sum().item() for curve in curves)

@@ -200,11 +200,11 @@ class _Known(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(upstream[..., None, None] * gradient for gradient in ctx.gradients)
+        return None, None, *(upstream * gradient for gradient in ctx.gradients)
 
 
 def known(value: Tensor, gradients: dict[Tensor, Tensor]) -> Tensor:
-    """`value`, a scalar or one a member of a stack, with gradients computed by hand: leaf -> matrix or matrices."""
+    """`value`, a scalar, with gradients computed by hand: leaf -> matrix."""
     return _Known.apply(value, tuple(gradients.values()), *gradients)
 
 
