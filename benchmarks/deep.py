@@ -21,7 +21,7 @@ from immunization.data.images import ImagePair
 from immunization.data.task import Split, Task, TaskPair
 from immunization.methods import IMMA, ConditionNumber, LearningCurveNet, Method, OptKappa, RIllOnly
 from immunization.models import Batch, Timm
-from immunization.models.chain import hastened
+from immunization.models.chain import fast_training_forward
 from immunization.models.weights import create
 from immunization.theory import spectrum
 
@@ -80,7 +80,7 @@ def main() -> None:
     }
     rows = {name: step(method) for name, method in methods.items()}
     if chosen := [name for name in OPTIONS if getattr(args, name)]:
-        quick = hastened(type(model.extractor), *(name in chosen for name in OPTIONS))
+        quick = fast_training_forward(type(model.extractor), *(name in chosen for name in OPTIONS))
 
         def hasty() -> None:
             model.extractor.training_features_of = quick

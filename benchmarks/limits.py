@@ -26,7 +26,7 @@ from immunization.attacks import (
     Victim,
     WhitenedProbe,
 )
-from immunization.attacks.base import Log, ProbeAttack, time_grid
+from immunization.attacks.base import Log, ProbeAttack, step_grid
 from immunization.config import build, compose
 from immunization.data.task import Split, Task, TaskPair
 from immunization.evaluation.deep import compare
@@ -100,7 +100,7 @@ def house_prices(root: str) -> Iterator[Sequence[str]]:
 def steps(attack: ProbeAttack, victim: Victim) -> str:
     """First step of the grid at which any setting has come to 1e-2 / 1e-4 of the excess loss of w = 0."""
     problem = attack.problem(victim, "immunized")
-    log = Log(problem, time_grid(attack.steps), len(attack.settings))
+    log = Log(problem, step_grid(attack.steps), len(attack.settings))
     attack.descend(problem, log)
     log.finish()
     best = log.excess.nan_to_num(torch.inf).min(0).values
@@ -170,7 +170,7 @@ def erasure(root: str) -> Iterator[Sequence[str]]:
             victim = victim_of(TaskPair(role, *tasks), theta)
             for name, attack in attacks.items():
                 for stage in ("baseline", "immunized"):
-                    found.setdefault((name, role, stage), []).append(attack.course(victim, stage).final)
+                    found.setdefault((name, role, stage), []).append(attack.run(victim, stage).final)
     yield ["probe", "harmful, before → after", "primary, before → after"]
     for name in attacks:
         cells = ([f"{median(found[name, role, stage]):.3f}" for stage in ("baseline", "immunized")] for role in ROLES)
@@ -211,7 +211,7 @@ def nets(root: str) -> Iterator[Sequence[str]]:
         victim = Victim(model, compare(TaskPair("nets", pair.primary, task), model), start)
         for name, attack in attacks.items():
             for stage in ("baseline", "immunized"):
-                found.setdefault(f"{name} {stage}", []).append(attack.course(victim, stage).final)
+                found.setdefault(f"{name} {stage}", []).append(attack.run(victim, stage).final)
         for name, keys in OWN.items():
             for stage, key in zip(("baseline", "immunized"), keys, strict=True):
                 found.setdefault(f"{name} {stage}", []).append(metrics[key] if key else 1.0)

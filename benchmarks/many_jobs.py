@@ -47,7 +47,7 @@ def main() -> None:
 
     with (options.folder / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    told = {int(row["seed"]): float(row["kappa_harmful"]) for row in rows}
+    reported = {int(row["seed"]): float(row["kappa_harmful"]) for row in rows}
     results = [json.loads(path.read_text()) for path in options.folder.glob("*/result.json")]
     truth = {result["seed"]: result["metrics"]["kappa_harmful"] for result in results}
     files = [path.stat().st_size for path in next(options.folder.glob("0_*")).iterdir()]
@@ -63,8 +63,8 @@ def main() -> None:
         "median MB, second half": round(statistics.median(v for d, v in memory.items() if d >= options.jobs / 2), 1),
         "files a job": len(files),
         "kB a job": round(sum(files) / 1000, 1),
-        "aggregate is right": told.keys() == truth.keys() == set(range(options.jobs))
-        and all(abs(told[seed] - truth[seed]) <= 1e-9 * truth[seed] for seed in truth),
+        "aggregate is right": reported.keys() == truth.keys() == set(range(options.jobs))
+        and all(abs(reported[seed] - truth[seed]) <= 1e-9 * truth[seed] for seed in truth),
     }
     print(json.dumps(summary, indent=2))
 

@@ -620,12 +620,12 @@ def main(arguments: list[str] | None = None) -> int:
         run = read(options.folder, options.data)
     except (Unusable, OSError, ValueError, KeyError, IndexError, yaml.YAMLError, SafetensorError) as error:
         if isinstance(error, OSError):
-            said = f"{error.filename}: {error.strerror}; --data says where the raw data are"
+            message = f"{error.filename}: {error.strerror}; --data says where the raw data are"
         elif isinstance(error, Unusable):
-            said = str(error)
+            message = str(error)
         else:
-            said = f"{options.folder} or its data cannot be read ({type(error).__name__}: {error})"
-        print("recompute: " + " ".join(said.split()), file=sys.stderr)
+            message = f"{options.folder} or its data cannot be read ({type(error).__name__}: {error})"
+        print("recompute: " + " ".join(message.split()), file=sys.stderr)
         return 2
     lines = compare(run)
     show(lines, [name for name in run.stored if name not in {x.name for x in lines}])

@@ -143,7 +143,7 @@ def audit(
     measures = evaluate(config, comparison)
     measures.merge(attack(config, audited, comparison, audited.extractor.state_dict()))
     found = {key: getattr(measures, key) for key in ("metrics", "reasons", "curves", "flags")}
-    return Result(seed, "loaders", audited.name, "given", "completed", **found)
+    return Result(seed, "loaders", audited.name, "unmodified", "completed", **found)
 
 
 def _before(model: nn.Module) -> nn.Module:

@@ -31,13 +31,13 @@ from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError, DataError, Diverged, Preempted, UserError
 from immunization.evaluation import Comparison, Measures
 from immunization.evaluation.deep import compare
-from immunization.methods import Given, Method, PairedBatches, Progress, train
+from immunization.methods import Method, PairedBatches, Progress, Unmodified, train
 from immunization.models import Model
 from immunization.results import model_card, run_figures
 from immunization.results.screen import line, show
 from immunization.runs import environment, files
 from immunization.runs.result import Result
-from immunization.runs.resume import CONFIG, ROWS, WEIGHTS, completed, decisive
+from immunization.runs.resume import CONFIG, ROWS, WEIGHTS, completed, result_settings
 from immunization.runs.tracker import Recorder, Tracker
 from immunization.theory import spectrum
 from immunization.training import checkpoint
@@ -106,7 +106,7 @@ def _lead(config: DictConfig, overrides: list[str], result: Result, quiet: bool)
             distributed.agree(None)
             print(f"{folder.name}: completed before, nothing to do (resume=true)", flush=True)
             return before
-        settings = decisive(OmegaConf.to_container(config, resolve=True))
+        settings = result_settings(OmegaConf.to_container(config, resolve=True))
         state = checkpoint.read(folder, settings) if config.resume else None
         distributed.agree(folder)
         try:
@@ -134,7 +134,7 @@ def _follow(config: DictConfig, result: Result) -> Result:
                 own.rmdir()  # Hydra made it, named by its own time
         if result.folder is None:
             return result
-        settings = decisive(OmegaConf.to_container(config, resolve=True))
+        settings = result_settings(OmegaConf.to_container(config, resolve=True))
         state = checkpoint.read(result.folder, settings) if config.resume else None
         check(config)
         method, model, _, training, _ = prepare(config)
@@ -175,11 +175,11 @@ def _execute(
     _clear(folder, state)
     trackers.insert(0, Recorder(folder, state["recorder"] if state else None))
     started = time.perf_counter()
-    keeper = Checkpointer(folder, decisive(settings), stop, **config.checkpoint)
+    keeper = Checkpointer(folder, result_settings(settings), stop, **config.checkpoint)
     earlier = immunize(config, method, model, training, Monitor(model, training, result, trackers), keeper, state)
     result.seconds["immunize"] = earlier + time.perf_counter() - started
     distributed.leave()
-    model = model.exact()
+    model = model.for_measurement()
     files.write_tensors(folder / WEIGHTS, {**model.export(), **pair.tensors}, model.metadata())
     if origins := pair.origins:
         sources = {name: origin.source for name, origin in origins.items()}
@@ -214,8 +214,8 @@ def prepare(config: DictConfig) -> Parts:
     randomness.seed(config.seed)
     _threads(config.threads, None)
     data = build(config, "dataset").to(device, torch.float64)
-    method: Method = build(config, "method") if config.immunize else Given()
-    with distributed.first_alone():
+    method: Method = build(config, "method") if config.immunize else Unmodified()
+    with distributed.main_process_first():
         model: Model = build(config, "model", pair=data.to(device, getattr(torch, config.dtype)))
         model, pair = model.prepare(data, method.folds)
     _threads(config.threads, None if pair.primary.width else pair.dim)
@@ -272,12 +272,12 @@ def _without_room(error: BaseException, folder: Path) -> BaseException:
     """An error of a full or read-only disk in words of its own; any other one as it is."""
     if not isinstance(error, OSError) or error.errno not in (*files.NO_ROOM, errno.EROFS, errno.EACCES):
         return error
-    said = ConfigError(
+    message = ConfigError(
         f"{error.filename or folder}: {error.strerror}; make room there, or choose another disk with hydra.run.dir=... "
         "(what was written before is intact)"
     )
-    said.__cause__ = error
-    return said
+    message.__cause__ = error
+    return message
 
 
 def immunize(
@@ -442,10 +442,10 @@ def evaluate(config: DictConfig, comparison: Comparison) -> Measures:
 
 def attack(config: DictConfig, model: Model, comparison: Comparison, start: Mapping[str, Tensor]) -> Measures:
     """Every attack of the configuration on `model` and its baseline; `start` is the state dict of theta_0."""
-    from immunization.attacks import Victim, assault  # not loaded by runs without attacks
+    from immunization.attacks import Victim, run_attacks  # not loaded by runs without attacks
 
     attacks = {name: build(config, f"attack.{name}") for name in config.attack}
-    return assault(attacks, Victim(model, comparison, start))
+    return run_attacks(attacks, Victim(model, comparison, start))
 
 
 def device_of(config: DictConfig) -> torch.device:
@@ -491,7 +491,7 @@ def _at_work(folder: Path) -> Iterator[None]:
             f"the run folder cannot be written ({error}); choose another one, hydra.run.dir=..."
         ) from error
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    file.handleError = lambda record: None  # a full disk is found, and said, where it matters
+    file.handleError = lambda record: None  # a full disk is found, and reported, where it matters
     screen = logging.StreamHandler(sys.stderr)
     screen.setLevel(logging.WARNING)
     screen.addFilter(lambda record: record.levelno < logging.ERROR)  # errors are raised, and shown by the caller

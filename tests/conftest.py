@@ -69,8 +69,8 @@ def _not_oldest() -> list[str]:
     found |= {f"OpenBLAS: {library['architecture']}" for library in blas} - {"OpenBLAS: Nehalem"}
     if torch.backends.mkl.is_available():
         command = [sys.executable, "-c", "import torch; x = torch.ones(9, 9); x @ x"]
-        told = {**os.environ, "MKL_VERBOSE": "1"}
-        done = subprocess.run(command, env=told, capture_output=True, text=True, check=True)
+        old_processor = {**os.environ, "MKL_VERBOSE": "1"}
+        done = subprocess.run(command, env=old_processor, capture_output=True, text=True, check=True)
         found |= set() if "CNR:COMPATIBLE" in done.stdout else {"MKL: not CNR:COMPATIBLE"}
     return sorted(found)
 

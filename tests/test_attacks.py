@@ -21,7 +21,7 @@ from immunization.attacks import (
     Undo,
     Victim,
     WhitenedProbe,
-    assault,
+    run_attacks,
 )
 from immunization.attacks.victim import round_to
 from immunization.config import CONF, build, compose
@@ -75,7 +75,7 @@ def quadratic(kappa: float) -> tuple[Task, Tensor]:
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name not in NETS])
 def test_every_attack_learns_a_well_conditioned_task(name):
     attack = build(compose([f"attack=[{name}]"]), f"attack.{name}")
-    measures = assault({name: attack}, victim_of(classes(), orthonormal(6, 6, seed=3)))
+    measures = run_attacks({name: attack}, victim_of(classes(), orthonormal(6, 6, seed=3)))
     values = {key.rpartition("/")[2]: value for key, value in measures.metrics.items() if f"/{name}/" in key}
     assert values["final"] == pytest.approx(values["final_baseline"], abs=0.03)
     assert values["final"] > 0.95
@@ -92,7 +92,7 @@ def test_gradient_descent_needs_about_kappa_steps_and_whitening_one(kappa):
     """Loss shrinks by ((kappa - 1) / (kappa + 1))^2 a step: 2.3 kappa steps to 1e-4 (grid: a factor of 2^(1/4))."""
     victim = victim_of(*quadratic(kappa))
     attacks = {"gd": LinearProbe(), "whitened": WhitenedProbe(), "cg": ConjugateGradients(), "ridge": ClosedFormProbe()}
-    values = assault(attacks, victim).metrics
+    values = run_attacks(attacks, victim).metrics
     assert 2.3 * kappa <= values["attack/gd/steps_to_1e-4"] <= 1.25 * 2.31 * kappa
     assert values["attack/gd/steps_to_1e-4_baseline"] == 1
     assert values["attack/gd/kappa"] == pytest.approx(kappa)
@@ -108,8 +108,8 @@ def test_a_rotation_takes_the_shortcut_from_diagonal_attackers():
     task, theta = quadratic(400.0)
     rotation = torch.tensor([[1.0, 1.0], [-1.0, 1.0]], dtype=torch.float64) / 2**0.5
     attacks = {"columns": LinearProbe(scaling="columns")}
-    plain = assault(attacks, victim_of(task, theta)).metrics["attack/columns/steps_to_1e-4"]
-    rotated = assault(attacks, victim_of(task, theta @ rotation)).metrics["attack/columns/steps_to_1e-4"]
+    plain = run_attacks(attacks, victim_of(task, theta)).metrics["attack/columns/steps_to_1e-4"]
+    rotated = run_attacks(attacks, victim_of(task, theta @ rotation)).metrics["attack/columns/steps_to_1e-4"]
     assert plain == 1
     assert rotated > 400
 
@@ -117,7 +117,7 @@ def test_a_rotation_takes_the_shortcut_from_diagonal_attackers():
 @pytest.mark.parametrize("how", ["relearn", "strip"])
 def test_a_map_that_is_taken_back_leaves_the_baseline(how):
     task, theta = quadratic(1e6)
-    values = assault({"undo": Undo(how)}, victim_of(task, theta)).metrics
+    values = run_attacks({"undo": Undo(how)}, victim_of(task, theta)).metrics
     assert values["attack/undo/steps"] == values["attack/undo/steps_baseline"] == 1
     assert values["attack/undo/kappa"] == pytest.approx(values["attack/undo/kappa_baseline"], rel=1e-6)
 
@@ -125,7 +125,7 @@ def test_a_map_that_is_taken_back_leaves_the_baseline(how):
 def test_quasi_newton_and_adam_come_between():
     victim = victim_of(*quadratic(1e4))
     attacks = {"gd": LinearProbe(), "lbfgs": LBFGS(), "adam": Adam(), "momentum": Momentum()}
-    values = assault(attacks, victim).metrics
+    values = run_attacks(attacks, victim).metrics
     assert values["attack/gd/steps_to_1e-4"] is None
     assert values["attack/lbfgs/steps_to_1e-4"] < 20
     assert values["attack/adam/steps_to_1e-4"] < 2048
@@ -134,25 +134,25 @@ def test_quasi_newton_and_adam_come_between():
 def test_closed_form_is_ridge_regression():
     task = classes()
     attack = ClosedFormProbe(ridges=[0.1])
-    course = attack.course(victim_of(task, torch.eye(6, dtype=torch.float64)), "immunized")
+    curve = attack.run(victim_of(task, torch.eye(6, dtype=torch.float64)), "immunized")
     x, y = task.train.x, task.targets(task.train.y)
     largest = torch.linalg.matrix_norm(x, 2) ** 2
     w = torch.linalg.solve(x.T @ x + 0.1 * largest * torch.eye(6, dtype=torch.float64), x.T @ y)
-    assert course.test.tolist() == [task.measure(task.test.x @ w, task.test.y).item()]
+    assert curve.test.tolist() == [task.measure(task.test.x @ w, task.test.y).item()]
     least = (y - x @ torch.linalg.lstsq(x, y).solution).square().sum()
     excess = ((x @ w - y).square().sum() - least) / (y.square().sum() - least)
-    assert course.excess[0].item() == pytest.approx(excess.item(), rel=1e-9)
+    assert curve.excess[0].item() == pytest.approx(excess.item(), rel=1e-9)
 
 
 def test_an_attack_that_diverges_is_no_defence():
     victim = victim_of(*quadratic(10.0))
-    measures = assault({"momentum": Momentum(rates=[50.0]), "gd": LinearProbe()}, victim)
+    measures = run_attacks({"momentum": Momentum(rates=[50.0]), "gd": LinearProbe()}, victim)
     assert measures.metrics["attack/momentum/final"] is None
     assert "diverged at every learning rate tried: 50" in measures.reasons["attack/momentum/final"]
     assert "momentum on theta_I at learning rate 50" in measures.reasons["attacks_diverged"]
     assert "attack/momentum/steps_ratio" not in measures.metrics
     assert measures.metrics["attack/worst/attacks"] == 1
-    tuned = assault({"momentum": Momentum(rates=[0.3, 50.0])}, victim)
+    tuned = run_attacks({"momentum": Momentum(rates=[0.3, 50.0])}, victim)
     assert tuned.metrics["attack/momentum/setting"] == 0.3
     assert "attacks_diverged" in tuned.flags
 
@@ -164,10 +164,10 @@ def test_the_setting_is_chosen_on_validation_rows():
     task = Task("noisy", *(Split(x[rows], y[rows]) for rows in (slice(50), slice(50, 150), slice(150, 250))))
     victim = victim_of(task, torch.eye(40, dtype=torch.float64))
     ridges = [0, 0.01, 0.1, 1.0, 10.0]
-    scores = {ridge: ClosedFormProbe(ridges=[ridge]).course(victim, "immunized").val.item() for ridge in ridges}
-    chosen = ClosedFormProbe(ridges=ridges).course(victim, "immunized")
+    scores = {ridge: ClosedFormProbe(ridges=[ridge]).run(victim, "immunized").val.item() for ridge in ridges}
+    chosen = ClosedFormProbe(ridges=ridges).run(victim, "immunized")
     assert chosen.setting == max(scores, key=scores.__getitem__) > 0
-    assert chosen.final > ClosedFormProbe(ridges=[0]).course(victim, "immunized").final
+    assert chosen.final > ClosedFormProbe(ridges=[0]).run(victim, "immunized").final
 
 
 def test_few_shot_attackers_have_as_many_rows_of_each_class():
@@ -176,7 +176,7 @@ def test_few_shot_attackers_have_as_many_rows_of_each_class():
     assert torch.bincount(task.train.y[rows]).tolist() == [4, 4, 4]
     assert torch.equal(rows, LinearProbe(samples=4).rows(task))
     assert not torch.equal(rows, LinearProbe(samples=4, seed=1).rows(task))
-    few = LinearProbe(samples=4).course(victim_of(task, torch.eye(6, dtype=torch.float64)), "immunized")
+    few = LinearProbe(samples=4).run(victim_of(task, torch.eye(6, dtype=torch.float64)), "immunized")
     assert few.flops[0] == 12 * (2 * 6 * 6) + 4 * 12 * 6 * 3
 
 
@@ -188,9 +188,9 @@ def test_rounded_weights():
     assert (round_to(x, "int8") - x).abs().max() <= x.abs().max() / 254 * (1 + 1e-9)
     task, theta = quadratic(1e6)
     rotation = orthonormal(2, 2, seed=5)
-    coarse = LinearProbe(precision="int8").course(victim_of(task, theta @ rotation), "immunized")
+    coarse = LinearProbe(precision="int8").run(victim_of(task, theta @ rotation), "immunized")
     assert coarse.kappa != pytest.approx(1e6, rel=0.1)
-    assert LinearProbe(precision="int8").course(victim_of(task, theta), "baseline").kappa == pytest.approx(1)
+    assert LinearProbe(precision="int8").run(victim_of(task, theta), "baseline").kappa == pytest.approx(1)
 
 
 def test_a_start_other_than_the_baseline_is_attacked_too():
@@ -200,7 +200,7 @@ def test_a_start_other_than_the_baseline_is_attacked_too():
     start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
     model.extractor.theta.data.mul_(2)
     victim = Victim(model, compare(pair, model), start)
-    values = assault({"linear_probe": LinearProbe()}, victim).metrics
+    values = run_attacks({"linear_probe": LinearProbe()}, victim).metrics
     assert values["attack/linear_probe/steps_start"] == values["attack/linear_probe/steps"]
     assert values["attack/linear_probe/kappa_start"] != values["attack/linear_probe/kappa_baseline"]
 
@@ -209,11 +209,11 @@ def test_what_cannot_be_attacked_says_why():
     task = classes()
     empty = Split(task.val.x[:0], task.val.y[:0])
     eye = torch.eye(6, dtype=torch.float64)
-    measures = assault({"gd": LinearProbe()}, victim_of(Task("t", task.train, empty, task.test, 3), eye))
+    measures = run_attacks({"gd": LinearProbe()}, victim_of(Task("t", task.train, empty, task.test, 3), eye))
     assert measures.metrics["attack/gd/final"] is None
     assert "no val split" in measures.reasons["attack/gd/final"]
     noise = Task("noise", *(Split(part.x, part.y[torch.randperm(80)]) for part in (task.train, task.val, task.test)), 3)
-    measures = assault({"gd": LinearProbe()}, victim_of(noise, eye))
+    measures = run_attacks({"gd": LinearProbe()}, victim_of(noise, eye))
     assert "gd" in measures.reasons["attacks_at_chance"]
     assert measures.metrics["attack/worst/final"] is None
 
@@ -274,7 +274,7 @@ def net(tmp_path_factory):
     ids=["full", "last", "lora"],
 )
 def test_training_the_net_learns_colors_behind_any_map(attack, net):
-    measures = assault({"it": attack}, net)
+    measures = run_attacks({"it": attack}, net)
     values = {key.rpartition("/")[2]: value for key, value in measures.metrics.items() if "/it/" in key}
     assert values["final_baseline"] > 0.9
     assert values["final"] > 0.9
@@ -308,13 +308,13 @@ def test_a_trained_net_starts_again_from_its_own_weights(net):
         for stage in victim.stages:
             torch.testing.assert_close(victim.network(stage)(x).double(), victim.features(stage, "test"))
     assert not torch.allclose(victim.features("immunized", "test"), victim.features("baseline", "test"))
-    measures = assault({"undo": Undo(steps=64), "strip": Undo("strip", steps=64)}, victim)
+    measures = run_attacks({"undo": Undo(steps=64), "strip": Undo("strip", steps=64)}, victim)
     assert "no linear map" in measures.reasons["attack/strip/final"]
     assert measures.metrics["attack/undo/final"] is not None
 
 
 def test_nets_are_needed_for_fine_tuning():
-    measures = assault({"lora": LoRA()}, victim_of(classes(), torch.eye(6, dtype=torch.float64)))
+    measures = run_attacks({"lora": LoRA()}, victim_of(classes(), torch.eye(6, dtype=torch.float64)))
     assert "needs a deep net" in measures.reasons["attack/lora/final"]
 
 
@@ -390,7 +390,7 @@ def test_validity_flags(tmp_path):
 
 def test_the_verdict_where_nothing_succeeds():
     victim = victim_of(*quadratic(1e9))
-    measures = assault({"gd": LinearProbe(steps=4)}, victim)
+    measures = run_attacks({"gd": LinearProbe(steps=4)}, victim)
     result = Result(
         0, "d", "m", "given", "completed", measures.metrics, measures.reasons, measures.curves, measures.flags
     )

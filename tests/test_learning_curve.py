@@ -15,7 +15,7 @@ from immunization.errors import ConfigError
 from immunization.evaluation import Comparison, LearningCurves, PrimaryPerformance
 from immunization.evaluation.rir import condition_ratios
 from immunization.methods import LearningCurve, PairedBatches, train
-from immunization.methods.learning_curve import excess_curves, time_grid
+from immunization.methods.learning_curve import excess_curves, horizons
 from immunization.methods.linear_map import generalizing_step, probe_of_inputs
 from immunization.models import Linear
 
@@ -54,7 +54,7 @@ def test_curves_are_gradient_descent_step_by_step(sigma, seed, outputs):
     size = len(sigma)
     factor, c = with_spectrum(sigma, size, size, seed), gaussian(size, outputs, seed=seed + 5)
     steps = [1, 2, 3, 7, 20, 64]
-    excess, _ = excess_curves(factor, c, time_grid(steps))
+    excess, _ = excess_curves(factor, c, horizons(steps))
     hessian, b, w = factor.T @ factor, factor.T @ c, torch.zeros(size, outputs, dtype=torch.float64)
     rate, plain = 1 / torch.linalg.eigvalsh(hessian)[-1], []
     for t in range(1, 65):
@@ -69,7 +69,7 @@ def test_curves_are_gradient_descent_step_by_step(sigma, seed, outputs):
 def test_curves_are_those_of_the_doubling_formula(sigma, seed):
     size = len(sigma)
     factor, c = with_spectrum(sigma, size, size, seed), gaussian(size, 2, seed=seed + 5)
-    for curve, expected in zip(excess_curves(factor, c, time_grid(16)), doubled(factor, c, 16), strict=True):
+    for curve, expected in zip(excess_curves(factor, c, horizons(16)), doubled(factor, c, 16), strict=True):
         assert_close(curve, expected, rtol=1e-6, atol=1e-9)
 
 
@@ -82,7 +82,7 @@ def test_gradients_are_those_of_backpropagation_through_the_doubling(sigma):
     factor = with_spectrum(torch.tensor(sigma, dtype=torch.float64), 4, 4, seed=1)
     c, weights = gaussian(4, 2, seed=2), gaussian(2, 11, seed=3)
     gradients = []
-    for curves in (excess_curves(factor.requires_grad_(), c, time_grid(10)), doubled(factor, c, 10)):
+    for curves in (excess_curves(factor.requires_grad_(), c, horizons(10)), doubled(factor, c, 10)):
         loss = sum(weight @ curve for weight, curve in zip(weights, curves, strict=True))
         gradients.extend(torch.autograd.grad(loss, factor))
     assert_close(*gradients, rtol=1e-6, atol=1e-8)
@@ -90,7 +90,7 @@ def test_gradients_are_those_of_backpropagation_through_the_doubling(sigma):
 
 def test_gradient_is_finite_where_the_largest_eigenvalue_is_repeated():
     factor = with_spectrum(torch.tensor([2.0, 2.0, 1.0], dtype=torch.float64), 3, 3, seed=1).requires_grad_()
-    excess, expected = excess_curves(factor, gaussian(3, 1, seed=2), time_grid(10))
+    excess, expected = excess_curves(factor, gaussian(3, 1, seed=2), horizons(10))
     (excess.sum() + expected.sum()).backward()
     assert torch.isfinite(factor.grad).all()
 
@@ -99,7 +99,7 @@ def test_gradient_is_finite_where_the_largest_eigenvalue_is_repeated():
 @given(seeds, st.integers(2, 5), st.integers(1, 3), st.sampled_from([3, 12, [1, 5, 40]]))
 def test_gradients_against_finite_differences(seed, size, outputs, horizon):
     factor, c = gaussian(size, size + 1, seed=seed).requires_grad_(), gaussian(size, outputs, seed=seed + 1)
-    grid = time_grid(horizon)
+    grid = horizons(horizon)
     assert torch.autograd.gradcheck(
         lambda f: torch.cat(excess_curves(f, c, grid)), factor, eps=1e-7, atol=1e-3, rtol=1e-3
     )
@@ -107,8 +107,8 @@ def test_gradients_against_finite_differences(seed, size, outputs, horizon):
 
 def test_scale_of_the_features_changes_nothing():
     factor, c = gaussian(4, 4, seed=0).requires_grad_(), gaussian(4, 1, seed=1)
-    excess, expected = excess_curves(factor, c, time_grid(8))
-    for curve, other in zip((excess, expected), excess_curves(1e3 * factor, c, time_grid(8)), strict=True):
+    excess, expected = excess_curves(factor, c, horizons(8))
+    for curve, other in zip((excess, expected), excess_curves(1e3 * factor, c, horizons(8)), strict=True):
         assert_close(curve, other)
     (excess.sum() + expected.sum()).backward()
     assert (factor.grad * factor).sum().abs() < 1e-9 * factor.grad.norm()
@@ -238,14 +238,14 @@ def test_regression_and_several_classes(targets):
 
 
 @pytest.mark.parametrize("horizon", [[], [4, 2], [1, 1], [0, 1], [1.5, 2], -1, 99, "abc", None, True])
-def test_time_grid_that_cannot_be(horizon):
+def test_horizons_that_cannot_be(horizon):
     with pytest.raises(ConfigError, match=r"method\.horizon"):
         LearningCurve(epochs=1, horizon=horizon)
 
 
-def test_time_grid():
-    assert time_grid(3).tolist() == [1, 2, 4, 8]
-    assert time_grid([1, 10, 100]).tolist() == [1, 10, 100]
+def test_horizons():
+    assert horizons(3).tolist() == [1, 2, 4, 8]
+    assert horizons([1, 10, 100]).tolist() == [1, 10, 100]
 
 
 def test_bad_options():

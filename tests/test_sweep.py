@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 from immunization import run
 from immunization.config import CONF, check, class_of, compose
 from immunization.errors import ConfigError
-from immunization.multirun.callback import Summary
+from immunization.multirun.callback import SweepSummary
 from immunization.runs.result import Result
-from immunization.runs.resume import completed, decisive, read_config
+from immunization.runs.resume import completed, read_config, result_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 JOBS = ("seed=0,1", "dataset.harmful=0,1", "tags=[../../x]")
@@ -98,9 +98,9 @@ def test_run_folders_stay_inside_of_the_sweep_folder(sweep):
 def test_a_used_sweep_folder_is_refused(sweep):
     config = OmegaConf.create({"resume": False, "hydra": {"sweep": {"dir": str(sweep[0])}}})
     with pytest.raises(SystemExit, match="already holds runs; resume=true goes on"):
-        Summary().on_multirun_start(config)
+        SweepSummary().on_multirun_start(config)
     config.resume = True
-    Summary().on_multirun_start(config)
+    SweepSummary().on_multirun_start(config)
 
 
 def test_resume_skips_what_is_completed_and_runs_the_rest(sweep, tmp_path):
@@ -172,7 +172,7 @@ def test_an_empty_or_damaged_folder_is_not_completed(name, damage, tmp_path, cap
 def test_a_written_configuration_reads_back_as_it_was(tmp_path):
     config = compose([*QUICK])
     OmegaConf.save(config, tmp_path / "config.yaml", resolve=True)
-    assert decisive(read_config(tmp_path)) == decisive(OmegaConf.to_container(config, resolve=True))
+    assert result_settings(read_config(tmp_path)) == result_settings(OmegaConf.to_container(config, resolve=True))
 
 
 # --- Files ------------------------------------------------------------------------------------------------------------

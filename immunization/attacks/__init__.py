@@ -1,6 +1,6 @@
 """Attacks on an immunized extractor: one class each, chosen by the list `attack=[...]` (conf/attack/*.yaml)."""
 
-from immunization.attacks.base import Attack, Course
+from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.direct import ClosedFormProbe, LogisticProbe
 from immunization.attacks.network import FineTune, LoRA
 from immunization.attacks.probes import (
@@ -13,7 +13,7 @@ from immunization.attacks.probes import (
     Undo,
     WhitenedProbe,
 )
-from immunization.attacks.suite import assault
+from immunization.attacks.suite import run_attacks
 from immunization.attacks.victim import Inapplicable, Victim
 
 __all__ = [
@@ -21,9 +21,9 @@ __all__ = [
     "Adam",
     "AdamW",
     "Attack",
+    "AttackCurve",
     "ClosedFormProbe",
     "ConjugateGradients",
-    "Course",
     "FineTune",
     "Inapplicable",
     "LinearProbe",
@@ -33,5 +33,5 @@ __all__ = [
     "Undo",
     "Victim",
     "WhitenedProbe",
-    "assault",
+    "run_attacks",
 ]

@@ -22,7 +22,7 @@ CONVERGED = 1e-13
 
 
 @dataclass
-class Course:
+class AttackCurve:
     """One attack on one extractor, with the setting (learning rate, ridge) that was best on the validation split.
 
     `steps` [T] and `flops` [T] say what was spent when `val` and `test` [T], the task's measure, were reached. `excess`
@@ -77,7 +77,7 @@ class Attack:
             raise ConfigError(f"attack: {self.setting_name}s must be a list of numbers of at least 0, not {settings}")
         self.steps, self.settings, self.samples, self.precision, self.seed = steps, settings, samples, precision, seed
 
-    def course(self, victim: Victim, stage: Stage) -> Course:
+    def run(self, victim: Victim, stage: Stage) -> AttackCurve:
         """Attack one stage. Raises Inapplicable where the model or the data do not allow it."""
         raise NotImplementedError
 
@@ -93,18 +93,18 @@ class Attack:
 
     def choose(
         self, grid: Sequence[int], flops: Tensor, val: Tensor, test: Tensor, floor: float, **facts: object
-    ) -> Course:
-        """The course of the setting whose validation curve has the largest mean over the (geometric) grid.
+    ) -> AttackCurve:
+        """The curve of the setting whose validation curve has the largest mean over the (geometric) grid.
 
         `val` and `test` are [settings, T]; a row with NaN has diverged. A measure below `floor`, that of guessing,
-        counts as guessing. Where every setting diverged, the course is NaN throughout.
+        counts as guessing. Where every setting diverged, the curve is NaN throughout.
         """
         diverged = ~torch.isfinite(val).all(1)
         area = val.clamp(min=floor).mean(1)
         area[diverged] = -torch.inf
         best = int(area.argmax())
         inside = self.natural_ends or 0 < best < len(self.settings) - 1
-        return Course(
+        return AttackCurve(
             torch.tensor(list(grid)),
             flops,
             val[best],
@@ -116,7 +116,7 @@ class Attack:
         )
 
 
-def time_grid(steps: int, per_octave: int = 4) -> list[int]:
+def step_grid(steps: int, per_octave: int = 4) -> list[int]:
     """1, ..., `steps`, geometric: round(2^(j / per_octave)), with `steps` as the last."""
     grid, j = {steps}, 0
     while (t := round(2 ** (j / per_octave))) <= steps:
@@ -244,9 +244,9 @@ class ProbeAttack(Attack):
             raise ConfigError(f"attack.*.scaling must be none, columns or standard, not {scaling!r}")
         self.scaling = scaling
 
-    def course(self, victim: Victim, stage: Stage) -> Course:
+    def run(self, victim: Victim, stage: Stage) -> AttackCurve:
         problem = self.problem(victim, stage)
-        grid = time_grid(self.steps)
+        grid = step_grid(self.steps)
         log = Log(problem, grid, len(self.settings))
         self.descend(problem, log)
         log.finish()
@@ -262,7 +262,7 @@ class ProbeAttack(Attack):
             if not len(getattr(task, split)):
                 raise Inapplicable(f"the harmful task has no {split} split: set dataset.{split}_fraction above 0")
         rows = self.rows(task)
-        train, val, test = (self.look(victim, stage, split) for split in ("train", "val", "test"))
+        train, val, test = (self.extract(victim, stage, split) for split in ("train", "val", "test"))
         y = task.train.y
         if rows is not None:
             train, y = train[rows.to(train.device)], y[rows.to(y.device)]
@@ -275,7 +275,7 @@ class ProbeAttack(Attack):
             flops += 4.0 * train.numel()
         return Problem.of(task, train, y, val, test, flops)
 
-    def look(self, victim: Victim, stage: Stage, split: str) -> Tensor:
+    def extract(self, victim: Victim, stage: Stage, split: str) -> Tensor:
         """Features [N, D] of one split as the attacker extracts them."""
         return victim.features(stage, split, self.precision)
 

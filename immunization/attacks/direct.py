@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from immunization.attacks.base import Attack, Course, Log, ProbeAttack, Problem
+from immunization.attacks.base import Attack, AttackCurve, Log, ProbeAttack, Problem
 from immunization.attacks.probes import WhitenedProbe, decomposition_flops
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
 
@@ -56,7 +56,7 @@ class LogisticProbe(Attack):
     ) -> None:
         super().__init__(steps, strengths, samples, precision, seed)
 
-    def course(self, victim: Victim, stage: Stage) -> Course:
+    def run(self, victim: Victim, stage: Stage) -> AttackCurve:
         from sklearn.exceptions import ConvergenceWarning
         from sklearn.linear_model import LogisticRegression
 
@@ -67,7 +67,7 @@ class LogisticProbe(Attack):
         problem = whitening.problem(victim, stage)
         basis = problem.vectors / problem.sigma
         rows, y = self.rows(task), task.train.y.cpu()
-        train = whitening.look(victim, stage, "train")
+        train = whitening.extract(victim, stage, "train")
         rows = torch.arange(len(train)) if rows is None else rows
         scale = problem.test.norm() / victim.features(stage, "test", self.precision).norm()
         train = (train[rows.to(train.device)] * scale) @ basis
@@ -82,8 +82,8 @@ class LogisticProbe(Attack):
                 scores.append([model.score(features.cpu().numpy(), getattr(task, split).y.cpu().numpy())])
             steps.append(int(model.n_iter_.max()))
         val, test = (torch.tensor(scores, dtype=torch.float64) for scores in (val, test))
-        course = self.choose([1], torch.zeros(1), val, test, task.chance)
-        taken = steps[self.settings.index(course.setting)]
-        course.steps = torch.tensor([taken])
-        course.flops = torch.tensor([problem.flops + problem.per_pass * taken], dtype=torch.float64)
-        return course
+        curve = self.choose([1], torch.zeros(1), val, test, task.chance)
+        taken = steps[self.settings.index(curve.setting)]
+        curve.steps = torch.tensor([taken])
+        curve.flops = torch.tensor([problem.flops + problem.per_pass * taken], dtype=torch.float64)
+        return curve

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from immunization.attacks.base import Attack, Course, time_grid
+from immunization.attacks.base import Attack, AttackCurve, step_grid
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
 from immunization.errors import ConfigError
 
@@ -50,7 +50,7 @@ class FineTune(Attack):
             raise ConfigError(f"attack.*.batch_size must be at least 2, not {batch_size}")
         self.scope, self.optimizer, self.batch_size = scope, OPTIMIZERS[optimizer], batch_size
 
-    def course(self, victim: Victim, stage: Stage) -> Course:
+    def run(self, victim: Victim, stage: Stage) -> AttackCurve:
         if stage == "start":
             raise Inapplicable("the start of a deep net is its baseline")
         victim.network("baseline")  # Inapplicable where there is no net
@@ -59,7 +59,7 @@ class FineTune(Attack):
         splits |= {split: victim.images(split) for split in ("val", "test")}
         if not all(len(y) for _, y in splits.values()):
             raise Inapplicable("the harmful task needs validation and test images")
-        grid = time_grid(self.steps, per_octave=1)
+        grid = step_grid(self.steps, per_octave=1)
         curves = [self._train(rate, victim, stage, splits, grid) for rate in self.settings]
         val, test = (torch.tensor([curve[i] for curve in curves], dtype=torch.float64) for i in (0, 1))
         flops = curves[0][2] * torch.tensor(grid, dtype=torch.float64)

@@ -264,8 +264,8 @@ class Undo(LinearProbe):
         problem.flops += svd_flops(rows, d)
         return problem
 
-    def look(self, victim: Victim, stage: Stage, split: str) -> Tensor:
-        features = super().look(victim, stage, split)
+    def extract(self, victim: Victim, stage: Stage, split: str) -> Tensor:
+        features = super().extract(victim, stage, split)
         return features @ self._inverse(victim, stage)
 
     def _inverse(self, victim: Victim, stage: Stage) -> Tensor:

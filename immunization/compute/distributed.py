@@ -88,7 +88,7 @@ def agree(folder: Path | None = None) -> Path | None:
 
 
 @contextmanager
-def first_alone() -> Iterator[None]:
+def main_process_first() -> Iterator[None]:
     """The first process goes ahead, the others follow when it is done: they find what it has kept on disk."""
     if size() > 1 and rank():
         distributed.barrier()

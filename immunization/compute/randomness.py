@@ -42,7 +42,7 @@ def restore(states: dict[str, Any]) -> None:
 
 
 @contextmanager
-def apart() -> Iterator[None]:
+def isolated_rng() -> Iterator[None]:
     """Inside, random numbers are drawn without a trace outside."""
     before = states()
     try:

@@ -3,17 +3,16 @@
 from immunization.methods.base import Method, PairedBatches, Progress, train
 from immunization.methods.closed_form import ClosedForm
 from immunization.methods.condition_number import ConditionNumber, RIllOnly
-from immunization.methods.identity import Given, Identity
 from immunization.methods.imma import IMMA
 from immunization.methods.learning_curve import LearningCurve
 from immunization.methods.learning_curve_net import LearningCurveNet
 from immunization.methods.opt_kappa import OptKappa
+from immunization.methods.unchanged import Identity, Unmodified
 
 __all__ = [
     "IMMA",
     "ClosedForm",
     "ConditionNumber",
-    "Given",
     "Identity",
     "LearningCurve",
     "LearningCurveNet",
@@ -22,5 +21,6 @@ __all__ = [
     "PairedBatches",
     "Progress",
     "RIllOnly",
+    "Unmodified",
     "train",
 ]

@@ -19,12 +19,12 @@ from immunization.models.linear import Linear
 from immunization.theory.preconditioning import Precondition
 from immunization.theory.regularizers import (
     hessian_slope,
-    known,
     r_ill_of_features,
     r_ill_slope,
     r_well_of_features,
     r_well_slope,
     triangular_product,
+    with_gradients,
 )
 
 
@@ -116,7 +116,7 @@ class ConditionNumber(Method):
         of_theta = torch.addmm((correlation @ omega).double(), theta.double(), slope.add_(slope_H)).to(theta.dtype)
         total = loss + weight_P * well + weight_H * ill
         with torch.enable_grad():
-            total = known(total, {theta: of_theta, omega: correlation.mT @ theta})
+            total = with_gradients(total, {theta: of_theta, omega: correlation.mT @ theta})
         return {"loss": total, "task_loss": loss, "r_well": loss.new_tensor(well), "r_ill": loss.new_tensor(ill)}
 
     def state_dict(self) -> dict[str, Any]:

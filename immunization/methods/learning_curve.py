@@ -35,7 +35,7 @@ FLOOR = 1e-12
 """Directions with a smaller share of the largest eigenvalue weigh as much as those with this one."""
 
 
-def time_grid(horizon: int | Sequence[int]) -> Tensor:
+def horizons(horizon: int | Sequence[int]) -> Tensor:
     """Steps [T] in float64: 1, 2, 4, ..., 2^horizon, or the increasing list given. Raises ConfigError."""
     if isinstance(horizon, int) and not isinstance(horizon, bool):
         if not 0 <= horizon <= MAX_OCTAVES:
@@ -109,7 +109,7 @@ class LearningCurve(Method):
         if targets not in ("labels", "baseline", "auto"):
             raise ConfigError(f"method.targets must be 'labels', 'baseline' or 'auto', not {targets!r}")
         self.lambda_P, self.lambda_H, self.benign_weight = lambda_P, lambda_H, benign_weight
-        self.grid, self.targets, self.centered, self.rotate = time_grid(horizon), targets, centered, rotate
+        self.grid, self.targets, self.centered, self.rotate = horizons(horizon), targets, centered, rotate
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)

@@ -9,7 +9,7 @@ from torch import Tensor
 from immunization.checks import below_one, nonnegative
 from immunization.data.task import Task, TaskPair
 from immunization.methods.base import Method
-from immunization.methods.learning_curve import excess_curves, time_grid
+from immunization.methods.learning_curve import excess_curves, horizons
 from immunization.models import Batch, Model
 
 
@@ -36,7 +36,7 @@ class LearningCurveNet(Method):
         nonnegative(weight=weight, lambda_P=lambda_P, lambda_H=lambda_H, benign_weight=benign_weight)
         below_one(smoothing=smoothing)
         self.weight, self.lambda_P, self.lambda_H = weight, lambda_P, lambda_H
-        self.benign_weight, self.smoothing, self.grid = benign_weight, smoothing, time_grid(horizon)
+        self.benign_weight, self.smoothing, self.grid = benign_weight, smoothing, horizons(horizon)
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)

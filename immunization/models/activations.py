@@ -129,8 +129,8 @@ def load(root: Path | None, key: str) -> Activations | None:
             while chunk := file.read(CHUNK):
                 crc = zlib.crc32(chunk, crc)
         labels = torch.from_file(str(folder / "labels.bin"), shared=False, size=shape[0], dtype=torch.int64)
-        told = entry.pop("self"), entry["crc"], entry["labels"]
-        if told != (_checksum(entry), crc, zlib.crc32(labels.numpy())):
+        expected = entry.pop("self"), entry["crc"], entry["labels"]
+        if expected != (_checksum(entry), crc, zlib.crc32(labels.numpy())):
             raise ValueError("wrong checksum")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         log.warning("activations in %s are damaged (%s) and are computed again", folder, error)
@@ -164,7 +164,7 @@ def collect(
     writers = {name: _Writer(root, keys[name]) for name in missing}
     labels, bad = [], []
     try:
-        with randomness.apart():  # or a run that finds the entries would go on with other random numbers
+        with randomness.isolated_rng():  # or a run that finds the entries would go on with other random numbers
             for images, targets, messages in tqdm(loader, desc=title, unit="batch", disable=None, leave=False):
                 bad += messages
                 if len(images) and not (bad and not skip):

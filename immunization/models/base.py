@@ -67,7 +67,7 @@ class Model(nn.Module):
         """What the optimizer gets: the trained parameters, or groups of them."""
         return [p for p in self.parameters() if p.requires_grad]
 
-    def exact(self) -> Model:
+    def for_measurement(self) -> Model:
         """The model as it is measured: in float64 where that costs little."""
         return self.double()
 

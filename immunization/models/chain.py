@@ -18,7 +18,7 @@ class Extractor(nn.Module):
     """What enters the trained part of a net -> features [N, D], as subclasses compute them in `features_of`.
 
     `training_features_of` is how passes that record gradients compute the same, where they do it otherwise (see
-    `hastened`). All other passes, from which everything measured comes, never use it.
+    `fast_training_forward`). All other passes, from which everything measured comes, never use it.
     """
 
     training_features_of: Callable[[Extractor, Tensor], Tensor] | None = None
@@ -32,7 +32,7 @@ class Extractor(nn.Module):
         return self.training_features_of(self, x)
 
 
-def hastened(
+def fast_training_forward(
     kind: type[Extractor], channels_last: bool, amp: bool, compile: bool
 ) -> Callable[[Extractor, Tensor], Tensor]:
     """`features_of` a kind of extractor in another memory layout, in bfloat16 or by compiled code; the dtype is kept.

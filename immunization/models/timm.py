@@ -20,7 +20,15 @@ from immunization.data.task import SPLITS, Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.models.activations import Stream, fingerprint
 from immunization.models.base import Batch, Model, Regularizer
-from immunization.models.chain import Tail, Whole, classifier_path, data_config, hastened, parameters, units_of
+from immunization.models.chain import (
+    Tail,
+    Whole,
+    classifier_path,
+    data_config,
+    fast_training_forward,
+    parameters,
+    units_of,
+)
 from immunization.models.folded import Folded, folded_map, unfold
 from immunization.models.image_tasks import activations, out_of_memory, preprocessing, task_of, training_loaders
 from immunization.models.weights import create, stored_arguments
@@ -75,7 +83,7 @@ class Timm(Model):
             unfold(stripped)
             self.compare_with(Timm.of(stripped, pair))
         if channels_last or amp or compile:
-            self.extractor.training_features_of = hastened(
+            self.extractor.training_features_of = fast_training_forward(
                 type(self.extractor), channels_last, amp is not None, compile
             )
 
@@ -181,7 +189,7 @@ class Timm(Model):
         theta = [p for p in self.extractor.parameters() if p.requires_grad]
         return [{"params": theta}, {"params": list(self.head.parameters()), "weight_decay": self.head_decay}]
 
-    def exact(self) -> Timm:
+    def for_measurement(self) -> Timm:
         self.extractor.training_features_of = None
         return self
 

@@ -15,7 +15,7 @@ from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig
 
 
-class Summary(Callback):
+class SweepSummary(Callback):
     """A Hydra callback: the table over all jobs of a multirun, on the screen and in the sweep folder.
 
     Jobs report through their run folders alone, so that it does not matter in which process or on which machine they

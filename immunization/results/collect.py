@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from immunization.errors import DataError
 from immunization.runs.environment import command_of
 from immunization.runs.result import Result
-from immunization.runs.resume import CONFIG, decisive, read_config
+from immunization.runs.resume import CONFIG, read_config, result_settings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,7 +38,7 @@ class Run:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Flat names and values of the configuration, without seeds, places of files and bookkeeping."""
-        flat = flatten(decisive(self.config))
+        flat = flatten(result_settings(self.config))
         return {name: value for name, value in flat.items() if name not in _WHERE and name.split(".")[-1] != "seed"}
 
     @cached_property

@@ -1,6 +1,6 @@
 """The figures of a run, made from result.json and metrics.jsonl alone, so that they can be drawn again at any time.
 
-One colour a task in every figure (Okabe and Ito's palette, safe for colour-blind readers); the immunized extractor is
+One color a task in every figure (Okabe and Ito's palette, safe for color-blind readers); the immunized extractor is
 a solid line, the baseline a dashed one.
 """
 
@@ -180,7 +180,7 @@ def _before_and_after(ax: Axes, curves: Mapping[str, Curve], family: str, role: 
 
 
 def _with_legend(figure: Figure) -> Figure:
-    """One legend under the panels: what is solid and what is dashed holds for every colour."""
+    """One legend under the panels: what is solid and what is dashed holds for every color."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], color=INK, label=name, **style) for name, style in STYLES.items()]

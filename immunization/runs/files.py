@@ -75,8 +75,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     metadata = header.get("__metadata__", {})
-    told = metadata.pop(_KEY, None)
-    if told is not None and told != _digest(header, body):
+    expected = metadata.pop(_KEY, None)
+    if expected is not None and expected != _digest(header, body):
         raise DataError(f"{path} was altered or damaged: its checksum does not agree")
     return tensors, metadata
 

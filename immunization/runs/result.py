@@ -90,7 +90,7 @@ class Result:
             raise DataError(f"{path} is not JSON ({error}); it was cut off or edited, run again") from error
         if not isinstance(content, dict) or content.get("schema") != cls.schema:
             raise DataError(f"{path} is not a result of schema {cls.schema}, the only one this version reads")
-        if (told := content.pop("sha256", None)) is not None and told != _checksum(content):
+        if (expected := content.pop("sha256", None)) is not None and expected != _checksum(content):
             raise DataError(f"{path} was edited or damaged: its checksum does not agree; run again")
         del content["schema"]
         try:

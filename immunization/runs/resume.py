@@ -42,7 +42,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return content
 
 
-def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
+def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a plain configuration that decides the numbers of the run; null is as good as absent."""
     return {key: value for key, value in config.items() if key not in BOOKKEEPING and value is not None}
 
@@ -75,7 +75,7 @@ def completed(config: DictConfig, folder: Path) -> Result | None:
         log.warning("%s; the run is done again", error)
         return None
     now = OmegaConf.to_container(config, resolve=True)
-    if differing := different(decisive(before), decisive(now)):
+    if differing := different(result_settings(before), result_settings(now)):
         raise ConfigError(
             f"{folder} holds a completed run of another configuration ({', '.join(differing)}); another folder "
             "(hydra.run.dir=...) starts a new one"

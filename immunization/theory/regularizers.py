@@ -191,7 +191,7 @@ def triangular_product(triangle: Tensor, theta: Tensor) -> Tensor:
     return product if k == triangle.shape[1] else product.addmm_(triangle[:, k:], theta[k:])
 
 
-class _Known(torch.autograd.Function):
+class _WithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx, value: Tensor, gradients: tuple[Tensor, ...], *leaves: Tensor) -> Tensor:
         ctx.gradients = gradients
@@ -203,9 +203,9 @@ class _Known(torch.autograd.Function):
         return None, None, *(upstream * gradient for gradient in ctx.gradients)
 
 
-def known(value: Tensor, gradients: dict[Tensor, Tensor]) -> Tensor:
+def with_gradients(value: Tensor, gradients: dict[Tensor, Tensor]) -> Tensor:
     """`value`, a scalar, with gradients computed by hand: leaf -> matrix."""
-    return _Known.apply(value, tuple(gradients.values()), *gradients)
+    return _WithGradients.apply(value, tuple(gradients.values()), *gradients)
 
 
 class _HessianRegularizer(torch.autograd.Function):

@@ -10,5 +10,5 @@ class Identity(Method):
         super().__init__()
 
 
-class Given(Method):
+class Unmodified(Method):
     """The model as it stands, for `immunize=false`: an audit of weights that were immunized before."""
