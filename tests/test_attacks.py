@@ -326,11 +326,11 @@ def test_a_checkpoint_is_audited_as_it_stands(tmp_path):
     options = ["experiment=audit", "tracker=none", "figures=false", "attack=[linear_probe,scaled,strip]"]
     first = run(options, folder=tmp_path / "first")
     again = run([*options, f"model.checkpoint={tmp_path / 'first'}"], folder=tmp_path / "again")
-    assert (first.method, again.method) == ("learning_curve", "given")
+    assert (first.method, again.method) == ("learning_curve", "unmodified")
     for name in ("rir", "attack/linear_probe/area", "attack/worst/flops", "primary/head_accuracy"):
         assert again.metrics[name] == pytest.approx(first.metrics[name], rel=1e-9)
     page = (tmp_path / "again" / "report.html").read_text()
-    assert "attacks on given" in page
+    assert "attacks on unmodified" in page
     assert "It does not hold: 2 of 3 attacks" in page
     assert "fewer than 3 seeds" in page
     assert again.verdict[1].startswith("The cheapest is scaled")
@@ -392,14 +392,14 @@ def test_the_verdict_where_nothing_succeeds():
     victim = victim_of(*quadratic(1e9))
     measures = run_attacks({"gd": LinearProbe(steps=4)}, victim)
     result = Result(
-        0, "d", "m", "given", "completed", measures.metrics, measures.reasons, measures.curves, measures.flags
+        0, "d", "m", "unmodified", "completed", measures.metrics, measures.reasons, measures.curves, measures.flags
     )
     assert measures.metrics["attack/worst/flops"] is None
     assert "None of 1 attacks learns the harmful task" in result.verdict[0]
     assert "no proof" in result.verdict[0]
     several = verdict([result, result])
     assert several == ["In 0 of 2 runs an attack learns the harmful task."]
-    assert Result(0, "d", "m", "given").verdict == []
+    assert Result(0, "d", "m", "unmodified").verdict == []
 
 
 def test_centering_is_no_way_out_of_a_centered_map(tmp_path):
