@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from immunization.compute import randomness
-from immunization.training.checkpoint import FILE, SHARE, Checkpointer, Stop, kept_of
+from immunization.runs.filenames import CHECKPOINT
+from immunization.training.checkpoint import SHARE, Checkpointer, Stop, kept_of
 
 SECONDS = 60.0
 
@@ -49,7 +50,7 @@ def main() -> None:
                 keeper.write(0, lambda content=content: content)
             wall, cpu = (time.monotonic() - wall) / 3, (time.process_time() - cpu) / 3
             share = wall / max(SECONDS, wall / SHARE)
-            size = (Path(folder) / FILE).stat().st_size / 1e6
+            size = (Path(folder) / CHECKPOINT).stat().st_size / 1e6
             print(f"| {name} | {size:.3g} | {wall:.2g} ({cpu:.2g}) | {share:.2%} |")
 
 

@@ -24,11 +24,12 @@ import torch
 from scipy.linalg.lapack import dpotrf, dpotrs
 from scipy.sparse.linalg import ArpackNoConvergence, eigsh
 
+from immunization.compute.machine import set_threads
 from immunization.config import build, compose
-from immunization.methods import PairedBatches, train
-from immunization.runner import set_threads
 from immunization.theory.eigenpairs import _dsyevr
 from immunization.theory.spectrum import EPS
+from immunization.training.batches import PairedBatches
+from immunization.training.loop import train
 
 ROUNDS, SOLVES = 4, 3
 """Factors of inverse iteration, solves with one factor: beyond that dsyevr is cheaper."""

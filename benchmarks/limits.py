@@ -32,8 +32,8 @@ from immunization.data.task import Split, Task, TaskPair
 from immunization.evaluation.deep import compare
 from immunization.models import Linear
 from immunization.models.linear import stored
+from immunization.runs.filenames import WEIGHTS
 from immunization.runs.files import read_tensors
-from immunization.runs.resume import WEIGHTS
 
 QUIET = ["tracker=none", "figures=false"]
 ATTACKS = (

@@ -27,10 +27,10 @@ from clock import seconds
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
+from immunization.compute.machine import set_threads
 from immunization.data.task import Split, Task, TaskPair
 from immunization.methods import IMMA, ClosedForm, ConditionNumber, LearningCurve, Method, OptKappa, RIllOnly
 from immunization.models import Linear
-from immunization.runner import set_threads
 from immunization.training.loaders import batches_of
 
 SIZES = {"house_prices": (79, 730), "mnist": (784, 6000)}

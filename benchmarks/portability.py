@@ -90,10 +90,10 @@ def work(jobs: dict[str, list[str]], threads: int, perturbation: float) -> dict[
     import immunization
     from immunization import runner
 
-    prepare = runner.prepare
+    assemble = runner.assemble
 
     def perturbed(config):
-        parts = prepare(config)
+        parts = assemble(config)
         generator = torch.Generator().manual_seed(0)
         for parameter in parts.model.extractor.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -101,7 +101,7 @@ def work(jobs: dict[str, list[str]], threads: int, perturbation: float) -> dict[
         return parts
 
     if perturbation:
-        runner.prepare = perturbed
+        runner.assemble = perturbed
     measured = {}
     for name, overrides in jobs.items():
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):

@@ -17,16 +17,18 @@ from immunization.data.images import ImagePair
 from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError, DataError
 from immunization.evaluation.deep import compare
-from immunization.methods import Method, PairedBatches, train
+from immunization.methods import Method
 from immunization.methods.linear_map import fit_head, probe_of_inputs
 from immunization.models import Folded, Linear, Model, Timm
 from immunization.models.folded import fold_into, folded_map, unfold
 from immunization.models.linear import LinearMap
 from immunization.models.weights import create
 from immunization.runs import files
+from immunization.runs.filenames import WEIGHTS
 from immunization.runs.result import Result
-from immunization.runs.resume import WEIGHTS
+from immunization.training.batches import PairedBatches
 from immunization.training.loaders import LoaderBatches
+from immunization.training.loop import train
 from immunization.training.optimization import optimizer_of, scheduler_of
 
 Loader = Iterable[tuple[Tensor, Tensor]]
@@ -82,7 +84,7 @@ def immunize(
     trained: Model = Folded(base, pair) if solver.folds else base
     solver.setup(trained, pair)
     generator = torch.Generator().manual_seed(seed)
-    batches: Any = PairedBatches(pair, solver.batch_size, generator)
+    batches: PairedBatches | LoaderBatches = PairedBatches(pair, solver.batch_size, generator)
     if augmented and not solver.folds:
         batches = LoaderBatches(loaders, lambda _, x, y: (base.trunk(x), y.to(weight.device)), pair.dim)
     optimizer = optimizer_of(config, trained.groups())

@@ -21,6 +21,7 @@ from immunization.errors import ConfigError, DataError
 from immunization.methods import Method
 from immunization.results import run_figures
 from immunization.runs import files
+from immunization.runs.filenames import CHECKPOINT
 from immunization.runs.tracker import Tracker
 from immunization.training import checkpoint
 
@@ -69,7 +70,7 @@ def resumed(overrides, tmp_path, monkeypatch, cut, at=5, every=3) -> tuple[tuple
     monkeypatch.undo()
     assert Result.read(tmp_path / "cut").error == "interrupted"
     run([*overrides, "resume=true"], folder=tmp_path / "cut")
-    assert not (tmp_path / "cut" / checkpoint.FILE).exists()
+    assert not (tmp_path / "cut" / CHECKPOINT).exists()
     return whole, outcome(tmp_path / "cut")
 
 
@@ -253,7 +254,7 @@ def test_a_checkpoint_of_another_configuration_is_refused(half):
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "emptied", "text"])
 def test_a_damaged_checkpoint_is_named_and_the_run_starts_again(half, damage, tmp_path, capsys):
-    path = half / checkpoint.FILE
+    path = half / CHECKPOINT
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(
@@ -318,7 +319,7 @@ def test_sigterm_writes_a_checkpoint_and_a_second_process_is_refused(tmp_path):
     assert "resume=true goes on from there" in said
     result = Result.read(folder)
     assert (result.status, result.error) == ("failed", "interrupted")
-    state = checkpoint.read(folder, json.loads(files.read_tensors(folder / checkpoint.FILE)[1]["checkpoint"])["config"])
+    state = checkpoint.read(folder, json.loads(files.read_tensors(folder / CHECKPOINT)[1]["checkpoint"])["config"])
     assert state["progress"]["step"] == int(said.split("after step ")[1].split(";")[0])
 
 
@@ -364,13 +365,13 @@ def limited():
 @pytest.mark.parametrize("size", [0, 2000, 20_000])
 def test_a_full_disk_is_said_and_nothing_written_before_is_lost(size, half, limited, capfd):
     """At any time: in config.yaml, in metrics.jsonl, in the weights."""
-    kept = (half / checkpoint.FILE).read_bytes()
+    kept = (half / CHECKPOINT).read_bytes()
     limited(size)
     with pytest.raises(ConfigError, match=r"half.*: .*; make room there, or .* hydra\.run\.dir"):
         run([*QUICK, "method.epochs=9", "resume=true"], folder=half)
     limited(resource.RLIM_INFINITY)
     assert "Traceback" not in capfd.readouterr().err
-    assert (half / checkpoint.FILE).read_bytes() == kept
+    assert (half / CHECKPOINT).read_bytes() == kept
     assert not list(half.glob(".*"))
     assert run([*QUICK, "method.epochs=9", "resume=true"], folder=half).status == "completed"
 

@@ -13,10 +13,12 @@ from immunization.data import digits
 from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError, DataError, DegenerateSpectrum
 from immunization.evaluation import Ceiling, Comparison, PrimaryPerformance, RelativeRatio
-from immunization.methods import ClosedForm, OptKappa, PairedBatches, train
+from immunization.methods import ClosedForm, OptKappa
 from immunization.methods.closed_form import optimal_map
 from immunization.models import Linear
 from immunization.theory import spectrum
+from immunization.training.batches import PairedBatches
+from immunization.training.loop import train
 
 kappa = spectrum.condition_number
 quick = settings(max_examples=25)

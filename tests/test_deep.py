@@ -20,13 +20,15 @@ from immunization.data.task import SPLITS
 from immunization.errors import ConfigError, DataError
 from immunization.evaluation import LearningCurves, RelativeRatio
 from immunization.evaluation.deep import DeepComparison, OwnHead, SampledRatio, compare
-from immunization.methods import ClosedForm, ConditionNumber, LearningCurveNet, OptKappa, PairedBatches, train
+from immunization.methods import ClosedForm, ConditionNumber, LearningCurveNet, OptKappa
 from immunization.models.activations import Stream, load, take
 from immunization.models.chain import Tail
 from immunization.models.folded import fold_into, fold_place
 from immunization.models.timm import Timm
 from immunization.theory import spectrum
+from immunization.training.batches import PairedBatches
 from immunization.training.loaders import LoaderBatches, batches_of
+from immunization.training.loop import train
 
 
 def draw_folder(root: Path, classes: int, train: int, val: int, seed: int) -> Path:

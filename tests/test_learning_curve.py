@@ -14,10 +14,12 @@ from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.evaluation import Comparison, LearningCurves, PrimaryPerformance
 from immunization.evaluation.rir import condition_ratios
-from immunization.methods import LearningCurve, PairedBatches, train
+from immunization.methods import LearningCurve
 from immunization.methods.learning_curve import excess_curves, horizons
 from immunization.methods.linear_map import generalizing_step, probe_of_inputs
 from immunization.models import Linear
+from immunization.training.batches import PairedBatches
+from immunization.training.loop import train
 
 quick = settings(max_examples=15)
 

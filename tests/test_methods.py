@@ -15,10 +15,12 @@ from torch.testing import assert_close
 
 from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError, DegenerateSpectrum, Diverged
-from immunization.methods import IMMA, ConditionNumber, Identity, Method, OptKappa, PairedBatches, RIllOnly, train
+from immunization.methods import IMMA, ConditionNumber, Identity, Method, OptKappa, RIllOnly
 from immunization.models import Batch, Linear
 from immunization.theory.regularizers import log_condition_number
 from immunization.theory.spectrum import condition_number
+from immunization.training.batches import PairedBatches
+from immunization.training.loop import train
 
 METHODS = {
     "condition_number": lambda **options: ConditionNumber(1.0, 1.0, **options),

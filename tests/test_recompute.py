@@ -21,8 +21,8 @@ from immunization.data.images import image_folders
 from immunization.data.task import SPLITS, Origin, Split, Task
 from immunization.errors import DataError
 from immunization.runs import files
+from immunization.runs.filenames import ROWS
 from immunization.runs.result import Result
-from immunization.runs.resume import ROWS
 from immunization.training import checkpoint
 
 SCRIPT = Path(__file__).resolve().parents[1] / "docs" / "recompute.py"

@@ -74,8 +74,8 @@ def test_arrays_that_hold_code_are_refused(tmp_path):
         ({"_target_": "builtins.eval"}, "not from a trusted package"),
         ({"_target_": "immunizationx.Evil"}, "not from a trusted package"),
         ({"_target_": "torch.os.system"}, "it comes from posix, which is not a trusted package"),
-        ({"_target_": "immunization.runner.os.system"}, "it comes from posix"),
-        ({"_target_": "immunization.runner.OmegaConf.load"}, "it comes from omegaconf"),
+        ({"_target_": "immunization.compute.machine.os.system"}, "it comes from posix"),
+        ({"_target_": "immunization.runs.folder.OmegaConf.load"}, "it comes from omegaconf"),
         ({"_target_": "torch.load"}, "of torch and timm only classes"),
         ({"_target_": "torch.hub.load"}, "of torch and timm only classes"),
         (

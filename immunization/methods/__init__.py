@@ -1,6 +1,6 @@
-"""Immunization methods: one short class each beside the shared loop of `base.train`."""
+"""Immunization methods: one short class each beside the shared loop in training/loop.py."""
 
-from immunization.methods.base import Method, PairedBatches, Progress, train
+from immunization.methods.base import Method
 from immunization.methods.closed_form import ClosedForm
 from immunization.methods.condition_number import ConditionNumber, RIllOnly
 from immunization.methods.imma import IMMA
@@ -18,9 +18,6 @@ __all__ = [
     "LearningCurveNet",
     "Method",
     "OptKappa",
-    "PairedBatches",
-    "Progress",
     "RIllOnly",
     "Unmodified",
-    "train",
 ]

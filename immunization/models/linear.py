@@ -12,7 +12,7 @@ from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError, DataError
 from immunization.models.base import Batch, Model, Regularizer
 from immunization.runs import files
-from immunization.runs.resume import WEIGHTS
+from immunization.runs.filenames import WEIGHTS
 from immunization.theory.preconditioning import Precondition, preconditioned_product
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from immunization.errors import ConfigError, DataError
 from immunization.models.folded import FOLD, fold_into
 from immunization.runs import files
-from immunization.runs.resume import WEIGHTS
+from immunization.runs.filenames import WEIGHTS
 
 
 def create(name: str, checkpoint: str | None, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from immunization.results.screen import NONE, number
 from immunization.results.tables import Cell, Setting, Table
-from immunization.runs.verdict import attack_names, verdict
+from immunization.runs.result import attack_names, verdict
 
 
 def attacks(setting: Setting, name: str, heading: str) -> Table | None:

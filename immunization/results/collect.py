@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from immunization.errors import DataError
 from immunization.runs.environment import command_of
+from immunization.runs.filenames import CONFIG
 from immunization.runs.result import Result
-from immunization.runs.resume import CONFIG, read_config, result_settings
+from immunization.runs.resume import read_config, result_settings
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -10,9 +10,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from immunization.results.screen import number
 from immunization.runs import files
+from immunization.runs.filenames import MODEL_CARD
 from immunization.runs.result import Result
 
-FILE = "model_card.md"
 STEPS = (1, 10, 100, 1000, 10_000, 100_000, 1_000_000)
 MEASURES = {
     "primary/head_accuracy": "primary accuracy, own head",
@@ -75,7 +75,7 @@ def write(folder: str | Path, result: Result, config: DictConfig, facts: dict[st
     ]
     if result.flags:
         lines += ["Flags of the run:", "", *(f"- `{flag}`: {result.reasons.get(flag, '')}" for flag in result.flags)]
-    path = Path(folder) / FILE
+    path = Path(folder) / MODEL_CARD
     files.write(path, "\n".join(lines) + "\n")
     return path
 

@@ -12,8 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from immunization.runs.result import Result
-from immunization.runs.verdict import attack_names
+from immunization.runs.result import Result, attack_names
 
 MEASURES = {"accuracy": "accuracy", "r2": "R²", "loss": "loss"}
 ROLES = ("harmful", "primary", "benign")

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from immunization.runs import strict_json
+from immunization.runs.filenames import ENVIRONMENT
 
-FILE = "environment.json"
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("immunization", "torch", "numpy", "timm", "hydra-core", "scikit-learn", "wandb")
 
@@ -41,13 +41,13 @@ def describe(device: torch.device | str) -> dict[str, Any]:
 
 def write(folder: str | Path, device: torch.device | str) -> None:
     """Write environment.json into the run folder."""
-    strict_json.write(Path(folder) / FILE, describe(device))
+    strict_json.write(Path(folder) / ENVIRONMENT, describe(device))
 
 
 def command_of(folder: str | Path) -> str | None:
     """The command that made a run, without the places of Python and of this checkout; None where it is not known."""
     try:
-        _, program, *arguments = shlex.split(json.loads((Path(folder) / FILE).read_text())["command"])
+        _, program, *arguments = shlex.split(json.loads((Path(folder) / ENVIRONMENT).read_text())["command"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return shlex.join(["python", Path(program).name, *arguments])

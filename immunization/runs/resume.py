@@ -12,13 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from immunization.errors import ConfigError, DataError
 from immunization.runs import files
+from immunization.runs.filenames import CONFIG, ROWS, WEIGHTS
 from immunization.runs.result import Result
 
 log = logging.getLogger(__name__)
-
-CONFIG = "config.yaml"
-WEIGHTS = "immunized.safetensors"
-ROWS = "splits.safetensors"
 
 BOOKKEEPING = (
     *("checkpoint", "deterministic", "figures", "log_every", "name", "objective", "resume", "tags", "threads"),

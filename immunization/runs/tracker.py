@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from immunization.errors import ConfigError, DataError
 from immunization.runs import strict_json
+from immunization.runs.filenames import METRICS
 from immunization.runs.result import Result
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from immunization.runs.result import Curve
 
 log = logging.getLogger(__name__)
-
-METRICS = "metrics.jsonl"
 
 
 class Tracker:

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from immunization.errors import ConfigError, DataError, Preempted
 from immunization.runs import files
+from immunization.runs.filenames import CHECKPOINT
 from immunization.runs.resume import different
 
 log = logging.getLogger(__name__)
 
-FILE = "checkpoint.safetensors"
 VERSION = 1
 SHARE = 0.01
 """Largest share of a run's time that goes into checkpoints which the clock asks for."""
@@ -60,7 +60,7 @@ class Checkpointer:
         every: int | None = None,
         seconds: float | None = 60.0,
     ) -> None:
-        self.path, self.config, self.stop = folder / FILE, _plain(config), stop
+        self.path, self.config, self.stop = folder / CHECKPOINT, _plain(config), stop
         self.every, self.seconds = every, seconds
         self.began = time.monotonic()
         self.due = self._next(0.0)
@@ -98,7 +98,7 @@ def read(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
 
     Raises ConfigError if it belongs to another configuration than `config`.
     """
-    path = folder / FILE
+    path = folder / CHECKPOINT
     if not path.exists():
         return None
     try:

@@ -11,11 +11,11 @@ from torch import Tensor
 from immunization.compute import distributed, randomness
 from immunization.data.task import TaskPair
 from immunization.errors import DataError
-from immunization.methods.base import PairedBatches
 from immunization.models.base import Batch, Model
+from immunization.training.batches import PairedBatches
 
 
-class _Pass:
+class LoaderPasses:
     """Passes over a loader with random numbers of their own, so that any of them can be begun again."""
 
     def __init__(self, loader: Iterable) -> None:
@@ -61,7 +61,7 @@ class LoaderBatches:
         prepare: Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]],
         width: int,
     ) -> None:
-        self.passes = {role: _Pass(loader) for role, loader in loaders.items()}
+        self.passes = {role: LoaderPasses(loader) for role, loader in loaders.items()}
         self.prepare, self.width = prepare, width
         self.primary = self._batches("primary", self.passes["primary"].forever())
 

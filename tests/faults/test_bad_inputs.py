@@ -18,6 +18,7 @@ from test_launch import idx, matrices, table, with_nan
 import launch
 from immunization import Result
 from immunization.results import run_figures
+from immunization.runs.filenames import CHECKPOINT
 
 pytestmark = pytest.mark.slow
 
@@ -271,7 +272,6 @@ def test_a_disk_that_fills_up(tmp_path, count):
 
     from immunization import run
     from immunization.errors import ConfigError
-    from immunization.training import checkpoint
 
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -283,7 +283,7 @@ def test_a_disk_that_fills_up(tmp_path, count):
         try:
             with pytest.raises(ConfigError, match=r"No space left on device; make room there"):
                 run([*QUICK, "method.epochs=9", "checkpoint.every=3"], folder=disk / "run")
-            if (disk / "run" / checkpoint.FILE).exists():
+            if (disk / "run" / CHECKPOINT).exists():
                 shutil.copytree(disk / "run", tmp_path / f"moved{size}")
                 run([*QUICK, "method.epochs=9", "resume=true"], folder=tmp_path / f"moved{size}")
                 assert outcome(tmp_path / f"moved{size}") == outcome(tmp_path / "whole")

@@ -18,8 +18,8 @@ import immunization
 from immunization import Result, run
 from immunization.errors import UserError
 from immunization.results.collect import collect
+from immunization.runs.filenames import CHECKPOINT
 from immunization.runs.tracker import history
-from immunization.training import checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +80,7 @@ def test_checkpoints(damage, done, tmp_path, capsys, monkeypatch, count):
         patch.setattr(Result, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run([*QUICK, "method.epochs=3", "checkpoint.every=2"], folder=tmp_path / "run")
-    pattern = damage(tmp_path / "run" / checkpoint.FILE)
+    pattern = damage(tmp_path / "run" / CHECKPOINT)
     run([*QUICK, "method.epochs=3", "resume=true"], folder=tmp_path / "run")
     assert re.search(f"{pattern}.*starts from the beginning", capsys.readouterr().err)
     assert outcome(tmp_path / "run") == outcome(done)

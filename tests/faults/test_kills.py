@@ -23,8 +23,8 @@ import launch
 from immunization import Result, run
 from immunization.errors import DataError
 from immunization.runs import files
-from immunization.runs.resume import WEIGHTS, read_config
-from immunization.training import checkpoint
+from immunization.runs.filenames import CHECKPOINT, WEIGHTS
+from immunization.runs.resume import read_config
 
 pytestmark = pytest.mark.slow
 
@@ -64,9 +64,9 @@ def sound(folder: Path) -> int:
     if (folder / "result.json").exists() and Result.read(folder).status == "completed":
         assert (folder / WEIGHTS).exists()
     try:
-        tensors, metadata = files.read_tensors(folder / checkpoint.FILE)
+        tensors, metadata = files.read_tensors(folder / CHECKPOINT)
     except DataError:
-        assert not (folder / checkpoint.FILE).exists()
+        assert not (folder / CHECKPOINT).exists()
         return -1
     state = json.loads(metadata["checkpoint"])["state"]
     return files.unpack(state, tensors)["progress"]["step"]

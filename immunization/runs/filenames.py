@@ -1,0 +1,12 @@
+"""Every file of a run folder by its name; result.json is `Result.file`."""
+
+CONFIG = "config.yaml"
+OVERRIDES = "overrides.yaml"
+ENVIRONMENT = "environment.json"
+RUN_LOG = "run.log"
+METRICS = "metrics.jsonl"
+CHECKPOINT = "checkpoint.safetensors"
+WEIGHTS = "immunized.safetensors"
+ROWS = "splits.safetensors"
+ARRAYS = "arrays.safetensors"
+MODEL_CARD = "model_card.md"

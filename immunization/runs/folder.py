@@ -1,0 +1,168 @@
+"""The folder of one run: made, locked, logged to and filled; what fails on the way is recorded in it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+
+from immunization.config import build
+from immunization.errors import ConfigError, Preempted, UserError
+from immunization.runs import environment, files
+from immunization.runs.filenames import ARRAYS, CHECKPOINT, CONFIG, MODEL_CARD, OVERRIDES, ROWS, RUN_LOG, WEIGHTS
+from immunization.runs.result import Result
+from immunization.runs.resume import result_settings
+from immunization.runs.tracker import Recorder, Tracker
+
+log = logging.getLogger("immunization")
+
+
+def settings_of(config: DictConfig) -> dict[str, Any]:
+    """The part of a configuration that decides the numbers of a run, resolved."""
+    return result_settings(OmegaConf.to_container(config, resolve=True))
+
+
+def unfinished(config: DictConfig, folder: Path) -> Result:
+    """The result of a run that begins: failed, until it is completed."""
+    method, model = (config[key]._target_.rpartition(".")[2] for key in ("method", "model"))
+    return Result(seed=config.seed, dataset=config.dataset.name, model=model, method=method, folder=folder)
+
+
+class RunFolder:
+    """One run's folder, made and kept from other processes inside `with`.
+
+    Every message goes into its run.log, warnings to the screen too. `result` is what the run found so far; `recorder`
+    and the other `trackers` take the numbers of its steps. Raises ConfigError for a folder that cannot be written, or
+    in which another process is at work.
+    """
+
+    def __init__(self, config: DictConfig, path: Path, overrides: Sequence[str] = ()) -> None:
+        self.config, self.path, self.overrides = config, path, list(overrides)
+        self.result = unfinished(config, path)
+        self.recorder: Recorder | None = None
+        self.trackers: list[Tracker] = []
+
+    def __enter__(self) -> RunFolder:
+        with ExitStack() as stack:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                file = logging.FileHandler(self.path / RUN_LOG)
+            except OSError as error:
+                raise ConfigError(
+                    f"the run folder cannot be written ({error}); choose another one, hydra.run.dir=..."
+                ) from error
+            stack.enter_context(_logging_to(file))
+            stack.enter_context(files.locked(self.path / RUN_LOG))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._stack.close()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, a failure is written into result.json before it goes on; one of the disk in words of its own."""
+        try:
+            yield
+        except BaseException as error:
+            error = _without_room(error, self.path)
+            self.result.fail(error)
+            with suppress(OSError):  # which would hide the error itself
+                self.result.write(self.path)
+            log.error("%s", self.result.error, exc_info=not isinstance(error, UserError | Preempted))
+            for tracker in self.trackers:
+                tracker.close(failed=True)
+            raise error from error.__cause__
+
+    def begin(self) -> None:
+        """Write what the run is asked to do."""
+        files.write(self.path / CONFIG, OmegaConf.to_yaml(self.config, resolve=True))
+        files.write(self.path / OVERRIDES, OmegaConf.to_yaml(OmegaConf.create(self.overrides)))
+
+    def track(self, state: Mapping[str, Any] | None) -> None:
+        """Start the tracker of the configuration; `state` is that of the checkpoint to go on from."""
+        config = self.config
+        if config.tracker is not None:
+            tracker: Tracker = build(config, "tracker")
+            tracker.run_id = state["tracker"] if state else None
+            settings = OmegaConf.to_container(config, resolve=True)
+            tracker.start(self.path, settings, self.path.name, config.name, list(config.tags or ()))
+            self.trackers.append(tracker)
+
+    def record(self, device: torch.device, state: Mapping[str, Any] | None) -> None:
+        """Remove what an unfinished run left, as far as `state` does not go on from it, and log steps from here on."""
+        environment.write(self.path, device)
+        names = (Result.file, WEIGHTS, ROWS, ARRAYS, MODEL_CARD, *([] if state else [CHECKPOINT]))
+        for path in (*(self.path / name for name in names), *self.path.glob(f".*{files.PART}")):
+            path.unlink(missing_ok=True)
+        self.recorder = Recorder(self.path, state["recorder"] if state else None)
+        self.trackers.insert(0, self.recorder)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Put the wall-clock seconds spent inside into the result."""
+        started = time.perf_counter()
+        yield
+        self.result.seconds[name] = time.perf_counter() - started
+
+    def keep(
+        self,
+        weights: Mapping[str, Tensor],
+        metadata: Mapping[str, str],
+        rows: Mapping[str, Tensor],
+        sources: Mapping[str, str],
+    ) -> None:
+        """Write the immunized model, and which rows of which source each split of each task holds."""
+        files.write_tensors(self.path / WEIGHTS, weights, metadata)
+        if rows:
+            files.write_tensors(self.path / ROWS, rows, sources)
+
+    def finish(self, arrays: Mapping[str, Tensor]) -> None:
+        """Write the completed result and what was measured as arrays; the checkpoint is no longer needed."""
+        if arrays:
+            files.write_tensors(self.path / ARRAYS, arrays)
+        self.result.status = "completed"
+        self.result.write(self.path)
+        (self.path / CHECKPOINT).unlink(missing_ok=True)
+
+
+@contextmanager
+def _logging_to(file: logging.Handler) -> Iterator[None]:
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    file.handleError = lambda record: None  # a full disk is found, and reported, where it matters
+    screen = logging.StreamHandler(sys.stderr)
+    screen.setLevel(logging.WARNING)
+    screen.addFilter(lambda record: record.levelno < logging.ERROR)  # errors are raised, and shown by the caller
+    log.setLevel(logging.INFO)
+    propagate, log.propagate = log.propagate, False
+    for handler in (file, screen):
+        log.addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in (file, screen):
+            log.removeHandler(handler)
+        log.propagate = propagate
+        with suppress(OSError):
+            file.close()
+
+
+def _without_room(error: BaseException, folder: Path) -> BaseException:
+    """An error of a full or read-only disk in words of its own; any other one as it is."""
+    if not isinstance(error, OSError) or error.errno not in (*files.NO_ROOM, errno.EROFS, errno.EACCES):
+        return error
+    message = ConfigError(
+        f"{error.filename or folder}: {error.strerror}; make room there, or choose another disk with hydra.run.dir=... "
+        "(what was written before is intact)"
+    )
+    message.__cause__ = error
+    return message

@@ -1,0 +1,91 @@
+"""Batches of both tasks side by side, from rows that are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from immunization.compute import distributed
+from immunization.data.task import Task, TaskPair
+from immunization.errors import ConfigError
+from immunization.models.base import Batch
+
+
+class RowPasses:
+    """Passes over the training rows of one task; it knows how many batches of the current one it gave."""
+
+    def __init__(self, task: Task, batch_size: int | None, generator: torch.Generator) -> None:
+        self.task, self.batch_size, self.generator = task, batch_size, generator
+        self.start: Tensor | None = None
+        self.taken = 0
+
+    def rest(self) -> Iterator[Batch]:
+        """What is left of the pass, all of it at first."""
+        task, x, y = self.task, self.task.train.x, self.task.train.y
+        if self.batch_size is None:
+            if task.width:
+                raise ConfigError("method.batch_size must be set: a net is trained on batches, not on all rows at once")
+            if not self.taken:
+                self.taken = 1
+                yield Batch(x, y, task.rank, task.triangle.to(x))
+        else:
+            self.start = self.generator.get_state()
+            order = torch.randperm(len(x), generator=self.generator)
+            for rows in order[: len(x) - len(x) % self.batch_size].split(self.batch_size)[self.taken :]:
+                self.taken += 1
+                # stored activations stay where they are
+                inputs = x[distributed.share(rows).to(x.device)].to(y.device)
+                yield Batch(inputs, y[rows.to(y.device)], min(len(rows), task.rank))
+        self.start, self.taken = None, 0
+
+    def forever(self) -> Iterator[Batch]:
+        while True:
+            yield from self.rest()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state() if self.start is None else self.start, "taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+        self.taken = state["taken"]
+
+
+class PairedBatches:
+    """Batches of both tasks side by side; one epoch is one pass over D_H, D_P goes on where it was and cycles.
+
+    Full batches carry the task's compressed root. Mini-batches are shuffled by `generator`; the incomplete last one
+    of a pass is left out, since the rank of its Hessian would differ.
+    """
+
+    def __init__(self, pair: TaskPair, batch_size: int | None, generator: torch.Generator) -> None:
+        for key, task in (("primary", pair.primary), ("harmful", pair.harmful)):
+            if batch_size is not None and batch_size > len(task.train):
+                raise ConfigError(
+                    f"method.batch_size={batch_size} is above the {len(task.train)} training rows of the {key} task; "
+                    "lower it, or set it to null for full batches"
+                )
+        # a generator for each task, in the same state: tasks of as many rows are shuffled alike, as in the release
+        alike = torch.Generator().set_state(generator.get_state())
+        self.passes = {
+            "primary": RowPasses(pair.primary, batch_size, alike),
+            "harmful": RowPasses(pair.harmful, batch_size, generator),
+        }
+        self.primary = self.passes["primary"].forever()
+        self.steps_per_epoch = 1 if batch_size is None else len(pair.harmful.train) // batch_size
+
+    def epoch(self) -> Iterator[tuple[Batch, Batch]]:
+        """The pairs of batches of one epoch, or what is left of it after `load_state_dict`."""
+        for harmful in self.passes["harmful"].rest():
+            yield next(self.primary), harmful
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where both passes stand."""
+        return {role: one.state_dict() for role, one in self.passes.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where `state_dict` was taken; before the first batch only."""
+        for role, one in self.passes.items():
+            one.load_state_dict(state[role])

@@ -1,0 +1,68 @@
+"""What a training logs: the terms of a step, and the condition numbers of both Hessians."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from immunization.data.task import Task, TaskPair
+from immunization.errors import Diverged
+from immunization.models import Model
+from immunization.runs.result import Result
+from immunization.runs.tracker import Tracker
+from immunization.theory import spectrum
+
+
+class Monitor:
+    """Sends the terms of a step and the condition numbers of both Hessians to every tracker.
+
+    A net's condition numbers take a pass over its data, so they are renewed every `period` steps, an epoch. The last
+    numbers also stay in `result.metrics`, so that a run that fails later keeps them.
+    """
+
+    def __init__(self, model: Model, pair: TaskPair, result: Result, trackers: Sequence[Tracker] = ()) -> None:
+        self.model, self.result, self.trackers = model, result, trackers
+        self.tasks = {"primary": pair.primary, "harmful": pair.harmful}
+        factors = {role: model.baseline_factor(role, task) for role, task in self.tasks.items()}
+        self.baseline = {role: self._kappa(task, factors[role]) for role, task in self.tasks.items()}
+        self.labels = {role: zlib.crc32(task.train.y.cpu().numpy()) for role, task in self.tasks.items()}
+        self.kappa, self.period = self.baseline, 1
+
+    @staticmethod
+    def _kappa(task: Task, factor: Tensor) -> float:
+        return spectrum.condition_number_of(torch.linalg.svdvals(factor), task.rank)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"baseline": self.baseline, "labels": self.labels, "kappa": self.kappa, "metrics": self.result.metrics}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError if the data, as far as their spectra and labels show it, are not those of `state`."""
+        before, now = state["baseline"], self.baseline
+        if state["labels"] != self.labels or not all(math.isclose(before[r], now[r], rel_tol=1e-6) for r in now):
+            raise ValueError("the inputs, features or labels are others than before")
+        self.kappa = state["kappa"]
+        self.result.metrics.update(state["metrics"])
+
+    def __call__(self, step: int, terms: Mapping[str, Tensor]) -> dict[str, float]:
+        """Log one line and return its numbers; raises Diverged where theta overflows."""
+        if step % self.period == 0 and (step or self.period == 1):
+            factors = {role: self.model.factor(task) for role, task in self.tasks.items()}
+            if not all(torch.isfinite(factor.square().sum()) for factor in factors.values()):
+                raise Diverged(f"theta overflows at step {step}; lower optimizer.lr or the weights in method.*")
+            self.kappa = {role: self._kappa(task, factors[role]) for role, task in self.tasks.items()}
+        ratio = {role: kappa / self.baseline[role] for role, kappa in self.kappa.items()}
+        values = {
+            **{name: term.item() for name, term in terms.items()},
+            **{f"kappa_{role}": value for role, value in self.kappa.items()},
+            **{f"ratio_{role}": value for role, value in ratio.items()},
+            "rir": ratio["harmful"] / ratio["primary"],
+        }
+        self.result.metrics.update(values)
+        for tracker in self.trackers:
+            tracker.log(step, values)
+        return values
