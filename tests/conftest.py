@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Set before torch, timm or wandb are imported; processes started by tests inherit them.
@@ -20,11 +20,12 @@ os.environ |= (
 
 import pytest
 import torch
+from helpers.repository import ROOT
 from hypothesis import settings
 from threadpoolctl import threadpool_info
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-ROOT = Path(__file__).resolve().parents[1]
+from immunization.training import checkpoint
 
 torch.set_num_threads(1)
 # No deadline: a first call pays for imports and allocation, and the machine may be busy.
@@ -39,13 +40,6 @@ FAULT_LINES = {
     "damaged files": "{} damaged files detected",
     "full disks": "{} full or read-only disks met",
 }
-
-
-TRAINING = (
-    *("api", "attacks", "bad_inputs", "checkpoint", "closed_form", "configs", "damage", "deep", "distributed", "docs"),
-    *("evaluation", "kills", "launch", "learning_curve", "methods", "recompute", "runner", "scheduler", "sweep"),
-)
-"""Modules, test_ aside, in which an optimizer takes a step; one that is missing here fails by `_listed`."""
 
 _steps = Counter()
 register_optimizer_step_post_hook(lambda *_: _steps.update(["taken"]))
@@ -75,20 +69,14 @@ def _not_oldest() -> list[str]:
     return sorted(found)
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items) -> None:
-    for item in items:
-        if item.module.__name__.removeprefix("test_") in TRAINING:
-            item.add_marker("trains")
-
-
 @pytest.fixture(autouse=True)
-def _listed(request) -> Iterator[None]:
+def _marked(request) -> Iterator[None]:
     """A test that trains is run on the oldest processor's instructions too."""
     before = _steps.total()
     yield
     if request.node.get_closest_marker("trains") is None:
-        assert _steps.total() == before, f"something trains: add {request.module.__name__} to TRAINING in conftest.py"
+        mark = "pytestmark = pytest.mark.trains"
+        assert _steps.total() == before, f"something trains: {request.module.__name__} needs {mark}"
 
 
 @pytest.fixture
@@ -114,6 +102,24 @@ def _quiet_errors() -> Iterator[None]:
     """launch.cli() here asks Hydra for exceptions, which the processes of later tests would show as tracebacks."""
     yield
     os.environ.pop("HYDRA_FULL_ERROR", None)
+
+
+@pytest.fixture
+def cut(monkeypatch) -> Iterator[Callable[[int], None]]:
+    """Ends a run at a step as a kill would, without a chance to write anything."""
+
+    def arrange(step: int) -> None:
+        taken = checkpoint.Checkpointer.__call__
+
+        def killed(self, now, state):
+            taken(self, now, state)
+            if now == step:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(checkpoint.Checkpointer, "__call__", killed)
+
+    yield arrange
+    monkeypatch.undo()
 
 
 @pytest.fixture(scope="session")

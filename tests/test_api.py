@@ -3,19 +3,14 @@
 import pytest
 import timm
 import torch
-from test_deep import draw_folder
+from helpers.images import draw_folder, loader
 from torch.utils.data import DataLoader, TensorDataset
 
 import immunization
 from immunization import ConfigError, DataError
 from immunization.theory import spectrum
 
-
-def loader(classes: int, seed: int, count: int = 120) -> DataLoader:
-    generator = torch.Generator().manual_seed(seed)
-    y = torch.arange(count) % classes
-    x = torch.randn(count, 3, 32, 32, generator=generator) + torch.randn(classes, 3, 1, 1, generator=generator)[y]
-    return DataLoader(TensorDataset(x, y), batch_size=32)
+pytestmark = pytest.mark.trains
 
 
 @pytest.fixture

@@ -3,11 +3,10 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from helpers.repository import ROOT
 
-ROOT = Path(__file__).parents[1]
 SMALL = {
     "linear.py": ["--sizes", "house_prices", "--repeats", "1"],
     "eigenpairs.py": ["method.epochs=5"],

@@ -20,6 +20,8 @@ from immunization.errors import ConfigError, DataError
 from immunization.results import run_figures
 from immunization.runs import tracker
 
+pytestmark = pytest.mark.trains
+
 SETUPS = ("experiment", "hparams", "debug", "launcher", "sweeps")  # values for other groups, no objects of their own
 OPTIONS = sorted((path.parent.name, path.stem) for path in CONF.glob("*/*.yaml") if path.parent.name not in SETUPS)
 EXPERIMENTS = sorted(

@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.repository import ROOT
 
 from immunization.config import compose
 from immunization.runner import run
 
-ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.trains
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

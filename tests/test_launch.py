@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.data_files import MNIST, matrices, mnist, table, with_nan, zeros
+from helpers.repository import ROOT
 from hydra.core.global_hydra import GlobalHydra
 
 import launch
@@ -18,7 +20,8 @@ from immunization import Result, config, run
 from immunization.results import run_figures
 from immunization.runs.tracker import history
 
-ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.trains
+
 QUICK = ("tracker=none", "evaluation=[rir]")
 Cli = Callable[..., str]
 
@@ -214,19 +217,6 @@ def test_threads_by_nesting_level_or_nonsense(threads, tmp_path, monkeypatch):
 # --- Mistakes in data -------------------------------------------------------------------------------------------------
 
 
-def matrices(**changes: np.ndarray) -> dict[str, np.ndarray]:
-    """A good pair of tasks with 40 rows, 3 columns and 2 classes, changed."""
-    rng = np.random.default_rng(0)
-    good = {f"{role}_x": rng.normal(size=(40, 3)) for role in ("primary", "harmful")}
-    return good | {f"{role}_y": np.arange(40) % 2 for role in ("primary", "harmful")} | changes
-
-
-def with_nan() -> np.ndarray:
-    x = matrices()["harmful_x"]
-    x[7, 1] = np.nan
-    return x
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -241,12 +231,6 @@ def test_arrays(tmp_path, cli, changes, message):
     assert re.search(message, said)
     assert "\n" not in said
     assert Result.read(tmp_path / "run").error == said
-
-
-def table(header: str = "a,b,target", first: str = "0.1,0.2,0.3") -> str:
-    """A good CSV file of 40 rows, or one with another header or first row."""
-    rows = np.random.default_rng(0).normal(size=(39, 2))
-    return "\n".join([header, first, *(f"{a:.4f},{b:.4f},{a + b:.4f}" for a, b in rows)]) + "\n"
 
 
 @pytest.mark.parametrize(
@@ -278,34 +262,22 @@ def test_house_prices(tmp_path, cli):
     assert re.search(r"train\.csv lacks the columns MSSubClass, ", cli(*options))
 
 
-def idx(shape: tuple[int, ...]) -> bytes:
-    return bytes([0, 0, 8, len(shape)]) + np.array(shape, ">u4").tobytes() + bytes(int(np.prod(shape)))
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         (
             "train-images-idx3-ubyte.gz",
-            gzip.compress(idx((60, 28, 28)))[:-9],
+            gzip.compress(zeros(60, 28, 28))[:-9],
             "train-images.* is truncated or corrupted",
         ),
-        ("t10k-labels-idx1-ubyte.gz", gzip.compress(idx((60,))[:-5]), "t10k-labels.* is truncated or corrupted"),
+        ("t10k-labels-idx1-ubyte.gz", gzip.compress(zeros(60)[:-5]), "t10k-labels.* is truncated or corrupted"),
         ("t10k-labels-idx1-ubyte.gz", None, r"t10k-labels-idx1-ubyte\[\.gz\] does not exist: put"),
     ],
     ids=["cut", "short", "absent"],
 )
 def test_mnist(tmp_path, cli, name, content, message):
-    folder = tmp_path / "MNIST" / "raw"
-    folder.mkdir(parents=True)
-    for part in ("train", "t10k"):
-        (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx((60, 28, 28))))
-        (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx((60,))))
-    if content is None:
-        (folder / name).unlink()
-    else:
-        (folder / name).write_bytes(content)
-    said = cli("dataset=mnist", f"dataset.root={tmp_path}", "dataset.download=false", "method.epochs=1")
+    mnist(tmp_path, name, content)
+    said = cli(*(option.replace("{tmp}", str(tmp_path)) for option in MNIST))
     assert re.search(message, said)
     assert "\n" not in said
     assert Result.read(tmp_path / "run").status == "failed"

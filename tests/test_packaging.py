@@ -4,12 +4,11 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from pathlib import Path
 
 import pytest
+from helpers.repository import ROOT
 from omegaconf import OmegaConf
 
-ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "conf").rglob("*.yaml"))
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.images import draw_folder, write_idx
+from helpers.repository import ROOT
 from safetensors.numpy import load_file, save_file
 from sklearn.datasets import load_digits
-from test_data import write_idx
-from test_deep import draw_folder
 
 from immunization import data, run
 from immunization.config import build, compose
@@ -25,7 +25,9 @@ from immunization.runs.filenames import ROWS
 from immunization.runs.result import Result
 from immunization.training import checkpoint
 
-SCRIPT = Path(__file__).resolve().parents[1] / "docs" / "recompute.py"
+pytestmark = pytest.mark.trains
+
+SCRIPT = ROOT / "docs" / "recompute.py"
 spec = importlib.util.spec_from_file_location("recompute", SCRIPT)
 recompute = sys.modules["recompute"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(recompute)

@@ -22,6 +22,8 @@ from immunization.results import run_figures
 from immunization.runs.tracker import Tracker, history
 from immunization.theory import spectrum
 
+pytestmark = pytest.mark.trains
+
 SMALL = ("tracker=none", "dataset.max_samples=40", "method.epochs=4", "evaluation.norm_ratio.steps=20")
 QUICK = (*SMALL[:3], "evaluation=[rir]")
 METHODS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))

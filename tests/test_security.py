@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from helpers.made_runs import make_run
+from helpers.repository import ROOT
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
-from results_maker import make_run
 
 import launch
 from immunization import run

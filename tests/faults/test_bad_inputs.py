@@ -10,63 +10,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.data_files import CSV, IMAGES, MNIST, NPZ, csv, image_pair, mnist, npz, table, with_nan, zeros
 from hydra.core.global_hydra import GlobalHydra
 from safetensors.torch import save_file
-from test_deep import draw_folder
-from test_launch import idx, matrices, table, with_nan
 
 import launch
 from immunization import Result
 from immunization.results import run_figures
 from immunization.runs.filenames import CHECKPOINT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.trains]
 
 QUICK = ("tracker=none", "evaluation=[rir]")
-ARRAYS = ("dataset=arrays", "method.epochs=1")
-IMAGES = (
-    *("dataset=image_folders", "model=timm", "model.name=test_resnet", "model.pretrained=false", "dataset.size=32"),
-    *("+model.arguments.num_classes=2", "method=closed_form", "dataset.primary_root={tmp}/p", "dataset.cache={tmp}/c"),
-    "dataset.harmful_root={tmp}/h",
-)
-NPZ = (*ARRAYS, "dataset.path={tmp}/pair.npz")
-CSV = (*ARRAYS, "dataset.primary_csv={tmp}/primary.csv", "dataset.harmful_csv={tmp}/harmful.csv")
-MNIST = ("dataset=mnist", "dataset.root={tmp}", "dataset.download=false", "method.epochs=1")
 HOUSE = ("dataset=house_prices", "dataset.root={tmp}", "dataset.download=false", "method.epochs=1")
 
 
-def npz(tmp: Path, **changes: object) -> None:
-    np.savez(tmp / "pair.npz", **{name: value for name, value in matrices(**changes).items() if value is not None})
-
-
-def csv(tmp: Path, text: str | bytes) -> None:
-    (tmp / "primary.csv").write_text(table())
-    (tmp / "harmful.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
-
-
-def mnist(tmp: Path, name: str = "", content: bytes | None = None) -> None:
-    folder = tmp / "MNIST" / "raw"
-    folder.mkdir(parents=True)
-    for part in ("train", "t10k"):
-        (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx((60, 28, 28))))
-        (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx((60,))))
-    if name:
-        (folder / name).write_bytes(content)
-
-
-def images(tmp: Path) -> None:
-    draw_folder(tmp / "p", 2, 6, 2, 0)
-    draw_folder(tmp / "h", 2, 6, 2, 1)
-
-
 def broken_image(tmp: Path) -> None:
-    images(tmp)
+    image_pair(tmp)
     path = tmp / "h" / "train" / "class0" / "0.png"
     path.write_bytes(path.read_bytes()[:200])
 
 
 def empty_class(tmp: Path) -> None:
-    images(tmp)
+    image_pair(tmp)
     shutil.rmtree(tmp / "p" / "train" / "class1")
     (tmp / "p" / "train" / "class1").mkdir()
 
@@ -76,7 +42,7 @@ def a_file(tmp: Path) -> None:
 
 
 def weights(tmp: Path, kind: str) -> None:
-    images(tmp)
+    image_pair(tmp)
     if kind == "text":
         (tmp / "w.safetensors").write_text("no weights")
     elif kind == "other":
@@ -188,18 +154,18 @@ DATA = [
     (lambda tmp: csv(tmp, ""), CSV, "harmful.csv"),
     (lambda tmp: csv(tmp, b"\xff\xfe\x00bad"), CSV, "harmful.csv"),
     (None, MNIST, "does not exist: put"),
-    (lambda tmp: mnist(tmp, "train-images-idx3-ubyte.gz", gzip.compress(idx((60, 28, 28)))[:-9]), MNIST, "truncated"),
-    (lambda tmp: mnist(tmp, "t10k-labels-idx1-ubyte.gz", gzip.compress(idx((60,))[:-5])), MNIST, "truncated"),
+    (lambda tmp: mnist(tmp, "train-images-idx3-ubyte.gz", gzip.compress(zeros(60, 28, 28))[:-9]), MNIST, "truncated"),
+    (lambda tmp: mnist(tmp, "t10k-labels-idx1-ubyte.gz", gzip.compress(zeros(60)[:-5])), MNIST, "truncated"),
     (lambda tmp: mnist(tmp, "t10k-labels-idx1-ubyte.gz", b"no gzip"), MNIST, "t10k-labels"),
     (None, HOUSE, "train.csv does not exist"),
     (lambda tmp: (tmp / "train.csv").write_text("Id,MSZoning\n1,RL\n"), HOUSE, "lacks the columns"),
     (None, IMAGES, "there is no such folder"),
     (broken_image, IMAGES, r"class0/0\.png"),
     (empty_class, IMAGES, "class1: the class folder is empty"),
-    (images, (*IMAGES, "dataset.on_bad_image=magic"), "dataset.on_bad_image"),
-    (images, (*IMAGES, "model.name=magic_net"), "timm has no such model"),
-    (images, (*IMAGES, "model.trainable=stage9", "method=condition_number", "method.batch_size=4"), "stage9"),
-    (images, (*IMAGES, "model.checkpoint={tmp}/w.safetensors"), "no such file"),
+    (image_pair, (*IMAGES, "dataset.on_bad_image=magic"), "dataset.on_bad_image"),
+    (image_pair, (*IMAGES, "model.name=magic_net"), "timm has no such model"),
+    (image_pair, (*IMAGES, "model.trainable=stage9", "method=condition_number", "method.batch_size=4"), "stage9"),
+    (image_pair, (*IMAGES, "model.checkpoint={tmp}/w.safetensors"), "no such file"),
     (lambda tmp: weights(tmp, "text"), (*IMAGES, "model.checkpoint={tmp}/w.safetensors"), "w.safetensors"),
     (lambda tmp: weights(tmp, "other"), (*IMAGES, "model.checkpoint={tmp}/w.safetensors"), "does not fit"),
     (lambda tmp: weights(tmp, "directory"), (*IMAGES, "model.checkpoint={tmp}/w.safetensors"), "w.safetensors"),
@@ -268,7 +234,7 @@ def test_a_disk_that_fills_up(tmp_path, count):
     """A real one, of 16 to 160 KiB: whatever was written before is intact, and the run goes on where there is room."""
     import subprocess
 
-    from test_checkpoint import QUICK, outcome
+    from helpers.runs import QUICK, outcome
 
     from immunization import run
     from immunization.errors import ConfigError

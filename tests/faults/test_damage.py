@@ -1,6 +1,5 @@
 """Every kind of file the program reads, cut off, emptied and with one byte changed: named, and never trusted."""
 
-import gzip
 import re
 import shutil
 from collections.abc import Callable
@@ -8,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.data_files import IMAGES, MNIST, NPZ, csv, image_pair, npz, table
+from helpers.images import write_idx
+from helpers.runs import QUICK, outcome
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from test_bad_inputs import IMAGES, MNIST, NPZ, csv, images, npz
-from test_checkpoint import QUICK, outcome
-from test_launch import table
 
 import immunization
 from immunization import Result, run
@@ -21,7 +20,7 @@ from immunization.results.collect import collect
 from immunization.runs.filenames import CHECKPOINT
 from immunization.runs.tracker import history
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.trains]
 
 
 def flipped(content: bytes) -> bytes:
@@ -98,7 +97,7 @@ def test_histories_are_read_up_to_the_damage(done, tmp_path):
 
 @pytest.mark.parametrize("name", ["data.bin", "labels.bin", "entry.json"])
 def test_kept_activations(name, damage, tmp_path, capsys, count):
-    images(tmp_path)
+    image_pair(tmp_path)
     options = [o.replace("{tmp}", str(tmp_path)) for o in (*QUICK[:1], *QUICK[2:], *IMAGES)]
     first = run(options, folder=tmp_path / "first")
     assert run(options, folder=tmp_path / "warm").metrics == first.metrics
@@ -141,9 +140,7 @@ def test_mnist_files(damage, tmp_path, count):
     rng = np.random.default_rng(0)
     for part, size in (("train", 600), ("t10k", 200)):
         for name, shape, top in (("images-idx3", (size, 28, 28), 256), ("labels-idx1", (size,), 10)):
-            head = bytes([0, 0, 8, len(shape)]) + np.array(shape, ">u4").tobytes()
-            content = head + rng.integers(0, top, shape).astype(np.uint8).tobytes()
-            (folder / f"{part}-{name}-ubyte.gz").write_bytes(gzip.compress(content))
+            write_idx(folder / f"{part}-{name}-ubyte.gz", rng.integers(0, top, shape))
     refused(MNIST, tmp_path, damage(folder / "train-images-idx3-ubyte.gz"))
     count["damaged files"] += 1
 
@@ -166,7 +163,7 @@ def test_files_without_a_checksum_of_their_own(kind, damage, tmp_path, count):
         overrides = ("dataset=arrays", "method.epochs=1", f"dataset.path={tmp_path / 'pair.safetensors'}")
         path = tmp_path / "pair.safetensors"
     else:
-        images(tmp_path)
+        image_pair(tmp_path)
         overrides, path = IMAGES, tmp_path / "h" / "train" / "class0" / "1.png"
         with Image.open(path) as image:
             assert image.size == (40, 36)

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 import sklearn.datasets  # noqa: F401  a signal amid an extension's start is an ImportError, and no Preempted
+from helpers.repository import ROOT
+from helpers.runs import DEEP, QUICK, outcome
 from hydra.core.global_hydra import GlobalHydra
-from test_checkpoint import DEEP, QUICK, ROOT, outcome
 
 import launch
 from immunization import Result, run
@@ -26,7 +27,7 @@ from immunization.runs import files
 from immunization.runs.filenames import CHECKPOINT, WEIGHTS
 from immunization.runs.resume import read_config
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.trains]
 
 LINEAR = [*QUICK, "method.epochs=60", "checkpoint.every=7"]
 BATCHES = [*QUICK, "method.epochs=8", "method.batch_size=10", "model.init=random", "checkpoint.every=5"]

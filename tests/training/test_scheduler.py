@@ -10,11 +10,12 @@ import pytest
 import timm
 import torch
 import yaml
+from helpers.images import loader
+from helpers.repository import ROOT
+from helpers.runs import QUICK, outcome, resumed
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from test_api import loader
-from test_checkpoint import QUICK, cut, outcome, resumed  # noqa: F401  the fixture
 
 import immunization
 import launch
@@ -28,7 +29,8 @@ from immunization.runs.tracker import history
 from immunization.training import checkpoint
 from immunization.training.optimization import optimizer_of, scheduler_of
 
-ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.trains
+
 OPTIONS = sorted(path.stem for path in CONF.glob("scheduler/*.yaml"))
 RATE = 1e-3
 
@@ -232,7 +234,7 @@ LR = "_target_: torch.optim.lr_scheduler"
     ],
     ids=lambda node: node.split(",")[0].rpartition(".")[2],
 )
-def test_any_other_scheduler_of_torch_needs_a_yaml_alone(node, tmp_path, monkeypatch, cut):  # noqa: F811
+def test_any_other_scheduler_of_torch_needs_a_yaml_alone(node, tmp_path, monkeypatch, cut):
     """It runs to the last step, and its state goes through a checkpoint."""
     rate = "optimizer.lr=1e-9"
     options = ["method=r_ill_only", "method.epochs=9", "optimizer=sgd", rate, f"scheduler={{_partial_: true, {node}}}"]
@@ -269,7 +271,7 @@ def test_a_completed_run_from_before_schedulers_is_the_one_without(tmp_path):
         run([*options, "scheduler=cosine", "resume=true"], folder=tmp_path / "old")
 
 
-def test_a_checkpoint_from_before_schedulers_is_one_without(tmp_path, cut, monkeypatch):  # noqa: F811
+def test_a_checkpoint_from_before_schedulers_is_one_without(tmp_path, cut, monkeypatch):
     options = [*QUICK, "method=r_ill_only", "method.epochs=9"]
     keeper = checkpoint.Checkpointer.__init__
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import yaml
-from matrices import gaussian, orthonormal
-from results_maker import make_run
-from test_deep import draw_folder
+from helpers.images import draw_folder
+from helpers.made_runs import make_run
+from helpers.matrices import gaussian, orthonormal
 from torch import Tensor
 
 from immunization import run
@@ -36,6 +36,8 @@ from immunization.models.folded import folded_map
 from immunization.results.page import audit
 from immunization.runs.files import write_tensors
 from immunization.runs.result import Result, verdict
+
+pytestmark = pytest.mark.trains
 
 ATTACKS = sorted(path.stem for path in (CONF / "attack").glob("*.yaml"))
 NETS = {name for name in ATTACKS if "finetune" in name or "lora" in name}

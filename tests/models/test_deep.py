@@ -6,11 +6,10 @@ import sys
 import zlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
+from helpers.images import draw_folder
 from safetensors.torch import load_file
 
 import immunization
@@ -30,19 +29,7 @@ from immunization.training.batches import PairedBatches
 from immunization.training.loaders import LoaderBatches, batches_of
 from immunization.training.loop import train
 
-
-def draw_folder(root: Path, classes: int, train: int, val: int, seed: int) -> Path:
-    """Noise around one color a class, `train` and `val` images each."""
-    rng = np.random.default_rng(seed)
-    for label in range(classes):
-        color = rng.uniform(50, 200, 3)
-        for split, count in (("train", train), ("val", val)):
-            folder = root / split / f"class{label}"
-            folder.mkdir(parents=True)
-            for i in range(count):
-                pixels = np.clip(color + rng.normal(0, 30, (36, 40, 3)), 0, 255).astype(np.uint8)
-                Image.fromarray(pixels).save(folder / f"{i}.png")
-    return root
+pytestmark = pytest.mark.trains
 
 
 @pytest.fixture(scope="module")

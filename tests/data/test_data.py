@@ -1,10 +1,8 @@
 """Data sets: what a pair holds, the published preparations, and what damaged or impossible input is answered with."""
 
-import gzip
 import inspect
 import os
 import urllib.error
-from pathlib import Path
 
 import hydra
 import numpy as np
@@ -13,6 +11,8 @@ import pytest
 import sklearn.datasets
 import torch
 import torchvision
+from helpers.images import write_idx
+from helpers.repository import ROOT
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
@@ -23,7 +23,7 @@ from immunization.data.task import SPLITS, Split, Task
 from immunization.errors import ConfigError, DataError
 from immunization.theory import spectrum
 
-CONF = Path(__file__).resolve().parents[1] / "conf" / "dataset"
+CONF = ROOT / "conf" / "dataset"
 IMAGE_SETS = ("digits", "mnist", "fashion_mnist")
 
 
@@ -117,12 +117,6 @@ def _task(x):
 
 
 # --- Images ----------------------------------------------------------------------------------------------------------
-
-
-def write_idx(path, array):
-    header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
-    blob = header + array.astype(np.uint8).tobytes()
-    path.write_bytes(gzip.compress(blob) if path.suffix == ".gz" else blob)
 
 
 @pytest.fixture(params=["", ".gz"])

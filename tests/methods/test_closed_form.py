@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from helpers.matrices import gaussian, seeds, spectra, with_spectrum
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matrices import gaussian, seeds, spectra, with_spectrum
 from torch.testing import assert_close
 
 from immunization.data import digits
@@ -19,6 +19,8 @@ from immunization.models import Linear
 from immunization.theory import spectrum
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
+
+pytestmark = pytest.mark.trains
 
 kappa = spectrum.condition_number
 quick = settings(max_examples=25)

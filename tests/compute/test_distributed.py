@@ -9,14 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.repository import ROOT
+from helpers.runs import DEEP
 from safetensors.torch import load_file
-from test_checkpoint import DEEP, ROOT
 
 from immunization import Result, run
 from immunization.compute import distributed
 from immunization.errors import ConfigError
 from immunization.runs.tracker import history
 from immunization.theory import regularizers
+
+pytestmark = pytest.mark.trains
 
 NET = (*DEEP, "dtype=float64", "method.epochs=1", "method.batch_size=50", "log_every=1", "threads=1")
 

@@ -1,6 +1,5 @@
 """Runs that are interrupted and go on, bit for bit; damaged files; folders that are taken, full or read-only."""
 
-import hashlib
 import json
 import os
 import resource
@@ -12,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_deep import draw_folder
+from helpers.images import draw_folder
+from helpers.repository import ROOT
+from helpers.runs import DEEP, QUICK, outcome, resumed
 
 from immunization import Result, run
 from immunization.config import compose
@@ -25,53 +26,9 @@ from immunization.runs.filenames import CHECKPOINT
 from immunization.runs.tracker import Tracker
 from immunization.training import checkpoint
 
-ROOT = Path(__file__).resolve().parents[1]
-QUICK = ("tracker=none", "dataset.max_samples=40", "evaluation=[rir]", "log_every=1", "figures=false")
-DEEP = ("experiment=digits_deep", "tracker=none", "figures=false", "evaluation=[rir]", "method.epochs=1")
+pytestmark = pytest.mark.trains
+
 FAST = ("model.compile=true", "model.channels_last=true", "model.amp=bfloat16", "dtype=float32")
-
-
-@pytest.fixture
-def cut(monkeypatch):
-    """Ends a run at a step as a kill would, without a chance to write anything."""
-
-    def arrange(step: int) -> None:
-        taken = checkpoint.Checkpointer.__call__
-
-        def killed(self, now, state):
-            taken(self, now, state)
-            if now == step:
-                raise KeyboardInterrupt
-
-        monkeypatch.setattr(checkpoint.Checkpointer, "__call__", killed)
-
-    yield arrange
-    monkeypatch.undo()
-
-
-def outcome(folder: Path) -> tuple:
-    """What must not depend on interruptions: weights and history byte for byte, and the result but for the clock."""
-    content = Result.read(folder).as_dict()
-    del content["seconds"]
-    hashes = [
-        hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("immunized.safetensors", "metrics.jsonl")
-    ]
-    return content, hashes
-
-
-def resumed(overrides, tmp_path, monkeypatch, cut, at=5, every=3) -> tuple[tuple, tuple]:
-    """Outcome of a run without interruption, and of one that was cut at step `at` and went on."""
-    run(overrides, folder=tmp_path / "whole")
-    whole = outcome(tmp_path / "whole")
-    with monkeypatch.context():
-        cut(at)
-        with pytest.raises(KeyboardInterrupt):
-            run([*overrides, f"checkpoint.every={every}"], folder=tmp_path / "cut")
-    monkeypatch.undo()
-    assert Result.read(tmp_path / "cut").error == "interrupted"
-    run([*overrides, "resume=true"], folder=tmp_path / "cut")
-    assert not (tmp_path / "cut" / CHECKPOINT).exists()
-    return whole, outcome(tmp_path / "cut")
 
 
 # --- Going on, bit for bit --------------------------------------------------------------------------------------------

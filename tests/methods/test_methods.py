@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from matrices import gaussian
+from helpers.matrices import gaussian
 from torch import Tensor
 from torch.func import grad
 from torch.testing import assert_close
@@ -21,6 +21,8 @@ from immunization.theory.regularizers import log_condition_number
 from immunization.theory.spectrum import condition_number
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
+
+pytestmark = pytest.mark.trains
 
 METHODS = {
     "condition_number": lambda **options: ConditionNumber(1.0, 1.0, **options),

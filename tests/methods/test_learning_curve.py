@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.matrices import gaussian, seeds, spectra, with_spectrum
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matrices import gaussian, seeds, spectra, with_spectrum
 from torch.testing import assert_close
 
 from immunization.data import digits
@@ -20,6 +20,8 @@ from immunization.methods.linear_map import generalizing_step, probe_of_inputs
 from immunization.models import Linear
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
+
+pytestmark = pytest.mark.trains
 
 quick = settings(max_examples=15)
 

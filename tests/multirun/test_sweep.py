@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.repository import ROOT
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
@@ -18,7 +19,8 @@ from immunization.multirun.callback import SweepSummary
 from immunization.runs.result import Result
 from immunization.runs.resume import completed, read_config, result_settings
 
-ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.trains
+
 JOBS = ("seed=0,1", "dataset.harmful=0,1", "tags=[../../x]")
 QUICK = ("tracker=none", "method=identity", "evaluation=[rir]", "dataset.max_samples=20")
 SWEEPS = sorted(path.stem for path in (ROOT / "sweeps").glob("*.yaml"))

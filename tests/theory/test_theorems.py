@@ -8,9 +8,9 @@ import math
 
 import pytest
 import torch
+from helpers.matrices import gaussian, orthonormal, seeds, spectra, with_spectrum
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from matrices import gaussian, orthonormal, seeds, spectra, with_spectrum
 from torch.testing import assert_close
 
 from immunization.theory import regularizers, spectrum

@@ -4,15 +4,15 @@ import dataclasses
 import json
 import math
 from functools import partial
-from pathlib import Path
 
 import hydra.utils
 import numpy as np
 import pytest
 import torch
+from helpers.matrices import gaussian, orthonormal, seeds, spectra, with_spectrum
+from helpers.repository import ROOT
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from matrices import gaussian, orthonormal, seeds, spectra, with_spectrum
 from omegaconf import OmegaConf
 from torch import Tensor
 
@@ -33,7 +33,9 @@ from immunization.evaluation import (
 from immunization.evaluation.convergence import held_out_curve, relative_deviation, steps_to
 from immunization.theory import regularizers, spectrum
 
-CONFIGS = sorted((Path(__file__).parents[1] / "conf" / "evaluation").glob("*.yaml"))
+pytestmark = pytest.mark.trains
+
+CONFIGS = sorted((ROOT / "conf" / "evaluation").glob("*.yaml"))
 OCTAVES = 5
 f64, eye = partial(torch.tensor, dtype=torch.float64), partial(torch.eye, dtype=torch.float64)
 

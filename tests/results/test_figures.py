@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from helpers.repository import ROOT
 from matplotlib.colors import to_hex
 from PIL import Image
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import wandb
-from conftest import ROOT
+from helpers.repository import ROOT
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf

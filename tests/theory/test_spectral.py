@@ -6,9 +6,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from helpers.matrices import gaussian, orthonormal, seeds, spectra, with_spectrum
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matrices import gaussian, orthonormal, seeds, spectra, with_spectrum
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 

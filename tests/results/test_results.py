@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from results_maker import METHODS, make_run
+from helpers.made_runs import METHODS, make_run
+from helpers.repository import ROOT
 from scipy import stats
 
 from immunization.errors import DataError
@@ -305,7 +306,7 @@ def test_parquet_holds_the_same(sweep, tmp_path):
 def test_the_command_names_a_missing_path(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "immunization.results", str(tmp_path / "none")],
-        cwd=Path(__file__).resolve().parents[1],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=120,

@@ -4,7 +4,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from results_maker import METHODS, make_run
+from helpers.made_runs import METHODS, make_run
 
 from immunization.results.collect import collect
 from immunization.results.page import markdown, provenance, sections, summarize, write
