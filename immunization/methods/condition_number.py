@@ -17,13 +17,13 @@ from immunization.methods.base import Method
 from immunization.models.base import Batch, Model
 from immunization.models.linear import Linear
 from immunization.theory.preconditioning import Precondition
+from immunization.theory.products import triangular_product
 from immunization.theory.regularizers import (
     hessian_slope,
     r_ill_of_features,
     r_ill_slope,
     r_well_of_features,
     r_well_slope,
-    triangular_product,
     with_gradients,
 )
 

@@ -1,115 +1,96 @@
-"""The regularizers R_well (Eq. 3, and in power means) and R_ill (Eq. 12), log kappa, and their exact gradients.
+"""The regularizers of the paper and their gradients; H = F^T F is the Hessian of a linear probe on features F.
 
-Of a general matrix S (paper, Sec. 4.1), and of a Hessian H = F^T F with gradients to the features F or to theta.
+| what | equation | function |
+|---|---|---|
+| R_well(S), well-conditioned primary task | Eq. 3 | `r_well`, of features `r_well_of_features` |
+| R_ill(S), ill-conditioned harmful task, and its gradient | Eq. 12, 13 | `r_ill`, of features `r_ill_of_features` |
+| dR_well/dH, dR_ill/dH | Thm. 4.2, Alg. 1 | `r_well_slope`, `r_ill_slope` |
+| R_well in power means, without kinks | docs/theory.md, section 2 | the same, `power` < inf |
+| log kappa(H), smooth, for Opt-kappa | docs/theory.md, section 2 | `log_condition_number` |
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
-from scipy.linalg.blas import dtrmm
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from immunization.errors import DegenerateSpectrum
-from immunization.theory.eigenpairs import LANCZOS, extreme_eigenpair
+from immunization.theory.eigenpairs import extreme_eigenpair
+from immunization.theory.products import gram, matrix_power
 from immunization.theory.spectrum import EPS, numerical_rank
 
 WIDE = 0.85
 """Rows of a feature matrix over its columns, below which the Gram of its rows takes fewer operations."""
 
-# --- Of a general matrix S (paper Sec. 4.1) ---------------------------------------------------------------------------
+
+class Slope(Protocol):
+    """R(H) and `weight` dR/dH of a symmetric H [n, n]; with `divided` the second is `weight` H^-1 dR/dH."""
+
+    def __call__(self, hessian: Tensor, *, divided: bool = False, weight: float = 1.0) -> tuple[float, Tensor]: ...
 
 
-def _flat(denominator: Tensor | float, square: Tensor | float) -> bool:
-    """Whether R_ill's denominator is rounding noise: k eps of the mean square, as in `numerical_rank`."""
-    return not denominator > 4 * EPS * square
+# --- Of a Hessian H of rank k -----------------------------------------------------------------------------------------
 
 
-class _RWell(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, s: Tensor, rank: int, power: float) -> Tensor:
-        u, sigma, vh = torch.linalg.svd(s, full_matrices=False)
-        if power == math.inf:
-            mean, slope = sigma[0], torch.zeros_like(sigma)
-            slope[0] = sigma[0]
-        else:
-            share = sigma[:rank] / sigma[0]  # at most 1: no power overflows
-            mean = sigma[0] * share.pow(power).mean() ** (1 / power)
-            slope = torch.zeros_like(sigma)
-            slope[:rank] = mean * (sigma[:rank] / mean).pow(power - 1) / rank
-        ctx.save_for_backward(u * (slope - sigma / rank), vh)
-        return mean**2 / 2 - sigma.square().sum() / (2 * rank)
+def r_well_slope(
+    hessian: Tensor, rank: int, power: float = math.inf, divided: bool = False, weight: float = 1.0
+) -> tuple[float, Tensor]:
+    """R_well(H) = lambda_1^2 / 2 - ||H||_F^2 / (2k) (Eq. 3), and `weight` dR/dH = lambda_1 v_1 v_1^T - H / k.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, upstream: Tensor) -> tuple[Tensor, None, None]:
-        left, vh = ctx.saved_tensors
-        return upstream * left @ vh, None, None
-
-
-class _RIll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, s: Tensor, rank: int) -> Tensor:
-        u, sigma, vh = torch.linalg.svd(s, full_matrices=False)
-        square = sigma.square().sum()
-        if not square > 0:
-            raise DegenerateSpectrum("the matrix is all zero (rank 0): its R_ill does not exist")
-        denominator = square / (2 * rank) - sigma[rank - 1] ** 2 / 2
-        if _flat(denominator, square):
-            raise DegenerateSpectrum(
-                f"R_ill is infinite: the {rank} non-zero singular values are all equal (kappa = 1)"
-            )
-        ctx.save_for_backward(s, u[:, rank - 1], sigma[rank - 1], vh[rank - 1], denominator)
-        ctx.rank = rank
-        return 1 / denominator
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, upstream: Tensor) -> tuple[Tensor, None]:
-        s, u, sigma, v, denominator = ctx.saved_tensors
-        return upstream * (sigma * torch.outer(u, v) - s / ctx.rank) / denominator**2, None
-
-
-def r_well(s: Tensor, rank: int | None = None, power: float = math.inf) -> Tensor:
-    """R_well,p(S) = M_p^2 / 2 - M_2^2 / 2 with the power means M_p = (1/k sum_i sigma_i^p)^(1/p), i = 1..k = `rank`.
-
-    Gradient U diag(M_p^(2-p) sigma^(p-1) / k - sigma / k) V^T. `power=inf`, by default with k = min(S.shape), is the
-    paper's ||S||_2^2 / 2 - ||S||_F^2 / (2k) (Eq. 3), whose gradient sigma_1 u_1 v_1^T - S / k jumps where the largest
-    singular values meet.
+    A finite `power` p puts the power mean M_p of the eigenvalues in the place of lambda_1 (`r_well`). `hessian` [n, n]
+    is symmetric, float64, of rank k. `divided`: the second is `weight` H^-1 dR/dH. Raises LinAlgError where H is not
+    finite.
     """
-    return _RWell.apply(s, rank or min(s.shape), power)
+    if power < math.inf:
+        return _power_mean_slope(hessian, rank, int(power), divided, weight)
+    norm = _norm(hessian)
+    largest, v = extreme_eigenpair(hessian, -1)
+    return largest**2 / 2 - norm**2 / (2 * rank), _pair_less_mean(hessian, largest, v, rank, divided, weight)
 
 
-def r_ill(s: Tensor, rank: int | None = None) -> Tensor:
-    """R_ill(S) = 1 / (||S||_F^2 / (2k) - sigma_k^2 / 2), k = `rank` (default: the numerical rank of S) (Eq. 12).
+def r_ill_slope(hessian: Tensor, rank: int, divided: bool = False, weight: float = 1.0) -> tuple[float, Tensor]:
+    """R_ill(H) = 1/d, d = ||H||_F^2 / (2k) - lambda_k^2 / 2, and `weight` dR/dH = (lambda_k v_k v_k^T - H / k) / d^2.
 
-    Gradient (sigma_k u_k v_k^T - S / k) / denominator^2 (Eq. 13). Raises DegenerateSpectrum where all k singular values
-    agree.
+    That is Eq. 12 and 13. Arguments and errors as in `r_well_slope`; lambda_k is 0 where k exceeds the size of H.
+    DegenerateSpectrum is raised where H is zero or all k eigenvalues agree.
     """
-    return _RIll.apply(s, rank or numerical_rank(torch.linalg.svdvals(s.detach()), tuple(s.shape)))
+    norm = _norm(hessian)
+    smallest, v = (0.0, hessian.new_zeros(len(hessian))) if rank > len(hessian) else extreme_eigenpair(hessian, -rank)
+    d = norm**2 / (2 * rank) - smallest**2 / 2
+    _check_finite_r_ill(d, norm**2, rank)
+    return 1 / d, _pair_less_mean(hessian, smallest, v, rank, divided, weight / d**2)
 
 
-# --- Of a Hessian H = F^T F, differentiated to the features or to theta -----------------------------------------------
+def _pair_less_mean(h: Tensor, eigenvalue: float, v: Tensor, rank: int, divided: bool, weight: float) -> Tensor:
+    """`weight` (lambda v v^T - H / k) of an eigenpair of H; `divided` by H it is `weight` (v v^T - I / k)."""
+    if divided:
+        slope = torch.outer(v, v * weight)
+        slope.diagonal().sub_(weight / rank)
+        return slope
+    return (h * (-weight / rank)).addr_(v, v, alpha=weight * eigenvalue)
 
 
-def gram(f: Tensor) -> Tensor:
-    """f^T f [D, D] of f [N, D]; on a CPU by numpy, which leaves it to BLAS's syrk: half the operations of a product."""
-    if f.device.type != "cpu":
-        return f.mT @ f
-    array = f.numpy()
-    return torch.from_numpy(array.T @ array)
-
-
-def _matrix_power(s: Tensor, exponent: int) -> Tensor:
-    """S^exponent of a symmetric S by squaring, of which each is a `gram`."""
-    if exponent < 2:
-        return s if exponent else torch.eye(len(s), dtype=s.dtype, device=s.device)
-    square = gram(_matrix_power(s, exponent // 2))
-    return square @ s if exponent % 2 else square
+def _power_mean_slope(hessian: Tensor, rank: int, power: int, divided: bool, weight: float) -> tuple[float, Tensor]:
+    """R_well,p(H) = M_p^2 / 2 - M_2^2 / 2 and `weight` (M_p^(2-p) H^(p-1) - H) / k: for even p without eigenvalues."""
+    norm = _norm(hessian)
+    if not norm > 0:
+        return 0.0, hessian
+    unit = hessian / norm  # eigenvalues of at most 1: no power overflows
+    lower = matrix_power(unit, power - 2)
+    upper = lower @ unit
+    mean = (torch.dot(upper.flatten(), unit.flatten()).item() / rank) ** (1 / power)  # M_p / norm
+    factor = weight / rank * mean ** (2 - power)
+    if divided:
+        slope = lower * factor
+        slope.diagonal().sub_(weight / rank)
+    else:
+        slope = upper.mul_(norm * factor).sub_(unit, alpha=norm * weight / rank)
+    return norm**2 * (mean**2 - 1 / rank) / 2, slope
 
 
 def _norm(hessian: Tensor) -> float:
@@ -119,76 +100,62 @@ def _norm(hessian: Tensor) -> float:
     return norm
 
 
-def r_well_slope(
-    hessian: Tensor, rank: int, power: float = math.inf, divided: bool = False, weight: float = 1.0
-) -> tuple[float, Tensor]:
-    """R_well,p(H) and `weight` dR/dH = M_p^(2-p) H^(p-1) / k - H / k; for even p no eigenvalues are needed.
-
-    `hessian` [n, n] is symmetric, float64, of rank k, and overwritten. `power=inf`: lambda_1 v_1 v_1^T - H / k.
-    `divided`: the second is H^-1 dR/dH, in which the power of H is one less. Raises LinAlgError where H is not finite.
-    """
-    norm = _norm(hessian)
-    if power == math.inf:
-        largest, v = extreme_eigenpair(hessian, -1)
-        return largest**2 / 2 - norm**2 / (2 * rank), _rank_one(hessian, largest, v, rank, divided, weight)
-    if not norm > 0:
-        return 0.0, hessian
-    unit = hessian.div_(norm)  # eigenvalues of at most 1: no power overflows
-    lower = _matrix_power(unit, int(power) - 2)
-    upper = lower @ unit
-    mean = (torch.dot(upper.flatten(), unit.flatten()).item() / rank) ** (1 / power)  # M_p / norm
-    factor = weight / rank * mean ** (2 - power)
-    if divided:
-        slope = lower.mul(factor)
-        slope.diagonal().sub_(weight / rank)
-    else:
-        slope = upper.mul_(norm * factor).sub_(unit, alpha=norm * weight / rank)
-    return norm**2 * (mean**2 - 1 / rank) / 2, slope
-
-
-def r_ill_slope(hessian: Tensor, rank: int, divided: bool = False, weight: float = 1.0) -> tuple[float, Tensor]:
-    """R_ill(H) = 1/d, d = ||H||_F^2 / (2k) - lambda_k^2 / 2, and `weight` dR/dH = (lambda_k v_k v_k^T - H / k) / d^2.
-
-    Arguments and errors as in `r_well_slope`; lambda_k is 0 where k exceeds the size of H. DegenerateSpectrum is raised
-    where H is zero or all k eigenvalues agree.
-    """
-    norm = _norm(hessian)
-    if not norm > 0:
-        raise DegenerateSpectrum("the features are all zero (rank 0): R_ill of their Hessian does not exist")
-    smallest, v = (0.0, hessian.new_zeros(len(hessian))) if rank > len(hessian) else extreme_eigenpair(hessian, -rank)
-    denominator = norm**2 / (2 * rank) - smallest**2 / 2
-    if _flat(denominator, norm**2):
+def _check_finite_r_ill(denominator: float, square: float, rank: int) -> None:
+    """Raise where R_ill's denominator is rounding noise: k eps of the mean square, as in `numerical_rank`."""
+    if not square > 0:
+        raise DegenerateSpectrum("the matrix is all zero (rank 0): its R_ill does not exist")
+    if not denominator > 4 * EPS * square:
         raise DegenerateSpectrum(
-            f"R_ill is infinite: all {rank} non-zero eigenvalues of the harmful Hessian are equal (kappa = 1); "
-            "start from another theta or leave R_ill out"
+            f"R_ill is infinite: all {rank} non-zero singular values are equal (kappa = 1); start from another theta "
+            "or leave R_ill out"
         )
-    return 1 / denominator, _rank_one(hessian, smallest, v, rank, divided, weight / denominator**2)
 
 
-def _rank_one(h: Tensor, eigenvalue: float, v: Tensor, rank: int, divided: bool, weight: float) -> Tensor:
-    """`weight` (eigenvalue v v^T - H / k) in the memory of H, or H^-1 times that, weight (v v^T - I / k)."""
-    if divided:
-        torch.outer(v, v * weight, out=h).diagonal().sub_(weight / rank)
-        return h
-    return h.mul_(-weight / rank).addr_(v, v, alpha=weight * eigenvalue)
-
-
-def hessian_slope(features: Tensor, slope_of: Callable[..., tuple[float, Tensor]]) -> tuple[float, Tensor]:
-    """R(H) and dR/dH [D, D] of H = F^T F by the smaller Gram of F [N, D], float64; `slope_of` is a `r_*_slope`."""
+def hessian_slope(features: Tensor, slope_of: Slope) -> tuple[float, Tensor]:
+    """R(H) and dR/dH [D, D] of H = F^T F by the smaller Gram of F [N, D], float64."""
     if len(features) < WIDE * features.shape[1]:
         value, divided = slope_of(gram(features.T), divided=True)
         return value, features.T @ divided @ features
     return slope_of(gram(features))
 
 
-def triangular_product(triangle: Tensor, theta: Tensor) -> Tensor:
-    """R theta of an upper trapezoidal R [k, D], k <= D: on a CPU the triangle costs half of a product (BLAS's trmm)."""
-    if triangle.device.type != "cpu" or triangle.dtype != torch.float64 or len(triangle) <= LANCZOS:
-        return triangle @ theta
-    k = len(triangle)
-    left, right = triangle[:, :k].contiguous().numpy(), theta[:k].contiguous().numpy()
-    product = torch.from_numpy(dtrmm(1.0, left.T, right.T, side=1, lower=1).T)  # BLAS counts columns first
-    return product if k == triangle.shape[1] else product.addmm_(triangle[:, k:], theta[k:])
+# --- Of any matrix S (paper, Sec. 4.1) --------------------------------------------------------------------------------
+
+
+def r_well(s: Tensor, rank: int | None = None, power: float = math.inf) -> Tensor:
+    """R_well(S) = ||S||_2^2 / 2 - ||S||_F^2 / (2k), k = min(S.shape) (Eq. 3), with gradient sigma_1 u_1 v_1^T - S / k.
+
+    That gradient jumps where the largest singular values meet. A finite `power` p gives R_well,p(S) = M_p^2 / 2 -
+    M_2^2 / 2 with the power means M_p = (1/k sum_i sigma_i^p)^(1/p), i = 1..k = `rank`, and the gradient
+    U diag(M_p^(2-p) sigma^(p-1) / k - sigma / k) V^T.
+    """
+    u, sigma, vh = torch.linalg.svd(s.detach(), full_matrices=False)
+    k, slope = min(s.shape) if rank is None else rank, torch.zeros_like(sigma)
+    if power == math.inf:
+        mean = slope[0] = sigma[0]
+    else:
+        mean = sigma[0] * (sigma[:k] / sigma[0]).pow(power).mean() ** (1 / power)  # shares of 1: no power overflows
+        slope[:k] = mean * (sigma[:k] / mean).pow(power - 1) / k
+    gradient = u * (slope - sigma / k) @ vh
+    return with_gradients(mean**2 / 2 - sigma.square().sum() / (2 * k), {s: gradient})
+
+
+def r_ill(s: Tensor, rank: int | None = None) -> Tensor:
+    """R_ill(S) = 1 / (||S||_F^2 / (2k) - sigma_k^2 / 2), k = `rank` (default: the numerical rank of S) (Eq. 12).
+
+    Gradient (sigma_k u_k v_k^T - S / k) / denominator^2 (Eq. 13). Raises DegenerateSpectrum where all k singular values
+    agree.
+    """
+    u, sigma, vh = torch.linalg.svd(s.detach(), full_matrices=False)
+    k = (numerical_rank(sigma, tuple(s.shape)) or 1) if rank is None else rank
+    smallest, square = sigma[k - 1], sigma.square().sum()
+    d = square / (2 * k) - smallest**2 / 2
+    _check_finite_r_ill(d.item(), square.item(), k)
+    gradient = (smallest * torch.outer(u[:, k - 1], vh[k - 1]) - s.detach() / k) / d**2
+    return with_gradients(1 / d, {s: gradient})
+
+
+# --- Of features F, differentiated to F or to theta -------------------------------------------------------------------
 
 
 class _WithGradients(torch.autograd.Function):
@@ -216,7 +183,7 @@ class _HessianRegularizer(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, features: Tensor, theta: Tensor | None, slope_of: Callable[..., tuple[float, Tensor]]) -> Tensor:
+    def forward(ctx, features: Tensor, theta: Tensor | None, slope_of: Slope) -> Tensor:
         f = features.detach().double()
         # the Gram that takes fewer operations: behind theta, the one of the samples needs a product more
         wide = len(f) < f.shape[1] if theta is None else 2 * len(f) < f.shape[1]
@@ -243,11 +210,10 @@ def r_well_of_features(
     """R_well,p(F^T F) for features F [N, D] of known rank k, by default D.
 
     Gradient to `features`; or, where `theta` [D_in, D] is given, the preconditioned gradient to theta,
-    K^-1 grad_theta R_well = 2 theta dR/dH (design 2.2), and none to the features. See `r_well_slope`.
+    K^-1 grad_theta R_well = 2 theta dR/dH (docs/theory.md, section 3), and none to the features. See `r_well_slope`.
     """
-    return _HessianRegularizer.apply(
-        features, theta, partial(r_well_slope, rank=rank or features.shape[1], power=power)
-    )
+    k = features.shape[1] if rank is None else rank
+    return _HessianRegularizer.apply(features, theta, partial(r_well_slope, rank=k, power=power))
 
 
 def r_ill_of_features(features: Tensor, rank: int, theta: Tensor | None = None) -> Tensor:
@@ -257,6 +223,9 @@ def r_ill_of_features(features: Tensor, rank: int, theta: Tensor | None = None) 
     Raises DegenerateSpectrum where the k eigenvalues are all equal.
     """
     return _HessianRegularizer.apply(features, theta, partial(r_ill_slope, rank=rank))
+
+
+# --- log kappa --------------------------------------------------------------------------------------------------------
 
 
 def _log_condition_number(f: Tensor, rank: int, power: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch.autograd import gradcheck
 from torch.testing import assert_close
 
 from immunization.errors import DegenerateSpectrum
-from immunization.theory import eigenpairs, preconditioning, regularizers, spectrum
+from immunization.theory import eigenpairs, preconditioning, products, regularizers, spectrum
 
 few = settings(max_examples=30)
 shapes = pytest.mark.parametrize("shape", [(12, 5), (5, 12), (6, 6)], ids=["tall", "wide", "square"])
@@ -347,9 +347,9 @@ def test_the_slopes_are_those_of_the_spectrum(shape, power):
 @pytest.mark.parametrize("shape", [(300, 300), (270, 300), (20, 30)])
 def test_a_triangular_root_is_multiplied_as_any_matrix(shape):
     root, theta = gaussian(*shape, seed=0).triu(), gaussian(shape[1], shape[1], seed=1)
-    assert_close(regularizers.triangular_product(root, theta), root @ theta)
-    assert_close(regularizers.triangular_product(root, theta.T), root @ theta.T)
-    assert_close(regularizers.triangular_product(root.float(), theta.float()), root.float() @ theta.float())
+    assert_close(products.triangular_product(root, theta), root @ theta)
+    assert_close(products.triangular_product(root, theta.T), root @ theta.T)
+    assert_close(products.triangular_product(root.float(), theta.float()), root.float() @ theta.float())
 
 
 def test_the_smallest_pair_of_a_large_matrix_keeps_its_digits():
