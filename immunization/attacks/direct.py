@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from immunization.attacks.base import Attack, AttackCurve, Log, ProbeAttack, Problem
+from immunization.attacks.base import Attack, AttackCurve
+from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeCurves
 from immunization.attacks.probes import WhitenedProbe, decomposition_flops
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
 
@@ -31,11 +32,11 @@ class ClosedFormProbe(ProbeAttack):
     ) -> None:
         super().__init__(1, ridges, "none", samples, precision, seed)
 
-    def descend(self, problem: Problem, log: Log) -> None:
+    def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
         ridges = torch.tensor(self.settings, dtype=torch.float64).to(problem.sigma)[:, None]
         gain = problem.sigma / (problem.sigma.square() + ridges)
         passes = decomposition_flops(problem) / problem.per_pass
-        log(1, problem.vectors @ (gain[:, :, None] * problem.target), passes)
+        curves.record(1, problem.vectors @ (gain[:, :, None] * problem.target), passes)
 
 
 class LogisticProbe(Attack):
