@@ -51,10 +51,9 @@ class LeastSquares:
     @classmethod
     def of(cls, task: Task, train: Tensor, y: Tensor, val: Tensor, test: Tensor, flops: float) -> LeastSquares:
         """From features [N, D] and labels [N]; raises Inapplicable for features that nothing can be learned from."""
-        targets, width = task.targets(y), train.shape[1]
-        blocks = spectrum.triangular_factor(torch.cat([train, targets], 1))[0][:width]
+        targets = task.targets(y)
         try:
-            probe = Probe.fit(blocks[:, :width], blocks[:, width:], max(train.shape) * spectrum.EPS)
+            probe = Probe.of(train, targets)
         except DegenerateSpectrum as error:
             raise Inapplicable(str(error)) from error
         n = len(train)
