@@ -12,6 +12,9 @@ from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeC
 from immunization.attacks.probes import WhitenedProbe, decomposition_flops
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
 
+RIDGES = (0, *(float(f"1e{e}") for e in (*range(-20, -12, 2), *range(-12, 1))))
+"""Relative to lambda_1: every decade where float64 resolves them, every other one below."""
+
 
 class ClosedFormProbe(ProbeAttack):
     """Ridge regression through one singular value decomposition, w = V S / (S^2 + ridge) c for every ridge.
@@ -25,7 +28,7 @@ class ClosedFormProbe(ProbeAttack):
 
     def __init__(
         self,
-        ridges: Sequence[float] = (0, *(10.0**e for e in range(-20, 2))),
+        ridges: Sequence[float] = RIDGES,
         samples: int | None = None,
         precision: Precision | None = None,
         seed: int = 0,

@@ -129,7 +129,7 @@ class Adam(TorchProbe):
 
     def __init__(
         self,
-        rates: Sequence[float] = RATES,
+        rates: Sequence[float] = (*RATES, 1000.0),
         steps: int = 2048,
         scaling: Scaling = "none",
         samples: int | None = None,
