@@ -26,7 +26,8 @@ from immunization.attacks import (
     Victim,
     WhitenedProbe,
 )
-from immunization.attacks.base import Log, ProbeAttack, step_grid
+from immunization.attacks.base import step_grid
+from immunization.attacks.least_squares import ProbeAttack, ProbeCurves
 from immunization.config import build, compose
 from immunization.data.task import Split, Task, TaskPair
 from immunization.evaluation.deep import compare
@@ -100,12 +101,12 @@ def house_prices(root: str) -> Iterator[Sequence[str]]:
 def steps(attack: ProbeAttack, victim: Victim) -> str:
     """First step of the grid at which any setting has come to 1e-2 / 1e-4 of the excess loss of w = 0."""
     problem = attack.problem(victim, "immunized")
-    log = Log(problem, step_grid(attack.steps), len(attack.settings))
-    attack.descend(problem, log)
-    log.finish()
-    best = log.excess.nan_to_num(torch.inf).min(0).values
+    curves = ProbeCurves(problem, step_grid(attack.steps), len(attack.settings))
+    attack.descend(problem, curves)
+    curves.finish()
+    best = curves.excess.nan_to_num(torch.inf).min(0).values
     found = [(best <= level).nonzero() for level in (1e-2, 1e-4)]
-    return " / ".join(f"{log.grid[int(at[0, 0])]}" if len(at) else f"> {attack.steps}" for at in found)
+    return " / ".join(f"{curves.grid[int(at[0, 0])]}" if len(at) else f"> {attack.steps}" for at in found)
 
 
 def digits(root: str) -> Iterator[Sequence[str]]:

@@ -7,9 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from immunization.attacks.base import Attack, AttackCurve, Log, ProbeAttack, Problem
+from immunization.attacks.base import Attack, AttackCurve
+from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeCurves
 from immunization.attacks.probes import WhitenedProbe, decomposition_flops
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
+
+RIDGES = (0, *(float(f"1e{e}") for e in (*range(-20, -12, 2), *range(-12, 1))))
+"""Relative to lambda_1: every decade where float64 resolves them, every other one below."""
 
 
 class ClosedFormProbe(ProbeAttack):
@@ -24,18 +28,18 @@ class ClosedFormProbe(ProbeAttack):
 
     def __init__(
         self,
-        ridges: Sequence[float] = (0, *(10.0**e for e in range(-20, 2))),
+        ridges: Sequence[float] = RIDGES,
         samples: int | None = None,
         precision: Precision | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__(1, ridges, "none", samples, precision, seed)
 
-    def descend(self, problem: Problem, log: Log) -> None:
+    def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
         ridges = torch.tensor(self.settings, dtype=torch.float64).to(problem.sigma)[:, None]
         gain = problem.sigma / (problem.sigma.square() + ridges)
         passes = decomposition_flops(problem) / problem.per_pass
-        log(1, problem.vectors @ (gain[:, :, None] * problem.target), passes)
+        curves.record(1, problem.vectors @ (gain[:, :, None] * problem.target), passes)
 
 
 class LogisticProbe(Attack):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
@@ -11,13 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from immunization.attacks.base import Log, ProbeAttack, Problem
+from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeCurves, Scaling
 from immunization.attacks.victim import Precision, Stage, Victim
 from immunization.errors import ConfigError
 
 ROLES = ("primary", "harmful")
-
-Scaling = Literal["none", "columns", "standard"]
 
 
 class LinearProbe(ProbeAttack):
@@ -33,8 +31,8 @@ class LinearProbe(ProbeAttack):
     ) -> None:
         super().__init__(steps, [1.0], scaling, samples, precision, seed)
 
-    def descend(self, problem: Problem, log: Log) -> None:
-        steepest_descent(problem, log, np.ones((1, len(problem.sigma))), self.steps)
+    def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
+        steepest_descent(problem, curves, np.ones((1, len(problem.sigma))), self.steps)
 
 
 class WhitenedProbe(ProbeAttack):
@@ -56,20 +54,20 @@ class WhitenedProbe(ProbeAttack):
     ) -> None:
         super().__init__(steps, ridges, "none", samples, precision, seed)
 
-    def problem(self, victim: Victim, stage: Stage) -> Problem:
+    def problem(self, victim: Victim, stage: Stage) -> LeastSquares:
         problem = super().problem(victim, stage)
         problem.flops += decomposition_flops(problem)
         return problem
 
-    def condition_number(self, problem: Problem) -> Tensor:
+    def condition_number(self, problem: LeastSquares) -> Tensor:
         ridges = torch.tensor(self.settings, dtype=torch.float64)
         low, high = (problem.sigma[i].square().item() for i in (-1, 0))
         return high / (high + ridges) * (low + ridges) / low
 
-    def descend(self, problem: Problem, log: Log) -> None:
+    def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
         squares = problem.sigma.square().cpu().numpy()
         gains = 1 / (squares + np.array(self.settings)[:, None])
-        steepest_descent(problem, log, gains * squares.min(), self.steps)
+        steepest_descent(problem, curves, gains * squares.min(), self.steps)
 
 
 class TorchProbe(ProbeAttack):
@@ -77,7 +75,7 @@ class TorchProbe(ProbeAttack):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         rates: Sequence[float],
         steps: int,
         scaling: Scaling,
@@ -88,7 +86,7 @@ class TorchProbe(ProbeAttack):
         super().__init__(steps, rates, scaling, samples, precision, seed)
         self.optimizer = optimizer
 
-    def descend(self, problem: Problem, log: Log) -> None:
+    def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
         weights = problem.target.new_zeros(len(self.settings), *problem.shape)
         parameters = [nn.Parameter(part) for part in weights]  # views: the optimizer writes into `weights`
         optimizer = self.optimizer(
@@ -98,7 +96,7 @@ class TorchProbe(ProbeAttack):
             for parameter, gradient in zip(parameters, problem.gradient(weights), strict=True):
                 parameter.grad = gradient
             optimizer.step()
-            if log(step, weights):
+            if curves.record(step, weights):
                 break
 
 
@@ -131,7 +129,7 @@ class Adam(TorchProbe):
 
     def __init__(
         self,
-        rates: Sequence[float] = RATES,
+        rates: Sequence[float] = (*RATES, 1000.0),
         steps: int = 2048,
         scaling: Scaling = "none",
         samples: int | None = None,
@@ -179,7 +177,7 @@ class LBFGS(ProbeAttack):
             raise ConfigError(f"attack.lbfgs.memory must be at least 1, not {memory}")
         self.memory = memory
 
-    def descend(self, problem: Problem, log: Log) -> None:
+    def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
         from scipy.optimize import minimize
 
         factor, target = problem.factor.cpu().numpy(), problem.target.cpu().numpy()
@@ -194,7 +192,7 @@ class LBFGS(ProbeAttack):
         def callback(w: np.ndarray) -> None:
             nonlocal step
             step += 1
-            if log(step, as_weights(w, problem), calls):
+            if curves.record(step, as_weights(w, problem), calls):
                 raise StopIteration
 
         options = {"maxiter": self.steps, "maxfun": 20 * self.steps, "maxcor": self.memory, "ftol": 0, "gtol": 0}
@@ -217,7 +215,7 @@ class ConjugateGradients(ProbeAttack):
     ) -> None:
         super().__init__(steps, [1.0], scaling, samples, precision, seed)
 
-    def descend(self, problem: Problem, log: Log) -> None:
+    def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
         from scipy.sparse.linalg import LinearOperator, cg
 
         factor, target = problem.factor.cpu().numpy(), problem.target.cpu().numpy()
@@ -229,7 +227,7 @@ class ConjugateGradients(ProbeAttack):
         def callback(w: np.ndarray) -> None:
             nonlocal step
             step += 1
-            if log(step, as_weights(w, problem)):
+            if curves.record(step, as_weights(w, problem)):
                 raise StopIteration
 
         hessian = LinearOperator((size, size), matvec=product, dtype=np.float64)
@@ -258,7 +256,7 @@ class Undo(LinearProbe):
             raise ConfigError(f"attack.undo.how must be relearn or strip, not {how!r}")
         self.how = how
 
-    def problem(self, victim: Victim, stage: Stage) -> Problem:
+    def problem(self, victim: Victim, stage: Stage) -> LeastSquares:
         problem, d = super().problem(victim, stage), victim.task.dim
         rows = sum(len(victim.comparison.tasks[role].train) for role in ROLES) if self.how == "relearn" else d
         problem.flops += svd_flops(rows, d)
@@ -279,7 +277,7 @@ class Undo(LinearProbe):
         return torch.linalg.pinv(mine) @ theirs
 
 
-def steepest_descent(problem: Problem, log: Log, gains: np.ndarray, steps: int) -> None:
+def steepest_descent(problem: LeastSquares, curves: ProbeCurves, gains: np.ndarray, steps: int) -> None:
     """W <- W - a P gradient with exact line search a, for preconditioners P = V diag(gains) V^T, [settings, k].
 
     In the eigenbasis of the Hessian, in numpy: several times less overhead than torch for arrays this small.
@@ -295,18 +293,16 @@ def steepest_descent(problem: Problem, log: Log, gains: np.ndarray, steps: int) 
         direction *= length[:, None, None]
         moved += direction
         error -= sigma * direction
-        if step >= log.grid[min(log.done, len(log.grid) - 1)] and log(
-            step, problem.vectors @ torch.from_numpy(moved).to(problem.vectors)
-        ):
+        if curves.due(step) and curves.record(step, problem.vectors @ torch.from_numpy(moved).to(problem.vectors)):
             break
 
 
-def as_weights(w: np.ndarray, problem: Problem) -> Tensor:
+def as_weights(w: np.ndarray, problem: LeastSquares) -> Tensor:
     """A flat vector of scipy's as weights [1, D, C]."""
     return torch.from_numpy(w.reshape(1, *problem.shape)).to(problem.vectors)
 
 
-def decomposition_flops(problem: Problem) -> float:
+def decomposition_flops(problem: LeastSquares) -> float:
     """Of one thin SVD of the training features."""
     d, c = problem.shape
     return svd_flops(problem.per_pass / (4 * d * c), d)

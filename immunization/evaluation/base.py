@@ -118,11 +118,7 @@ class Comparison:
             factor = extract(self._root(role, "train")).double()
             noise = max(task.train.x.shape) * spectrum.EPS
             return Probe.fit(factor, self._inputs(role).coefficients, noise, rank=task.rank)
-        features = self.features(role, "train", state)
-        width = features.shape[1]
-        joint = torch.cat([features, task.targets(task.train.y)], 1)
-        blocks = spectrum.triangular_factor(joint)[0][:width]
-        return Probe.fit(blocks[:, :width], blocks[:, width:], max(features.shape) * task.eps)
+        return Probe.of(self.features(role, "train", state), task.targets(task.train.y), task.eps)
 
     @torch.no_grad()
     def sigma(self, role: Role, split: str, state: State) -> Tensor:

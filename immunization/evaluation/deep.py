@@ -95,18 +95,8 @@ class DeepComparison(Comparison):
 
     @torch.no_grad()
     def probe(self, role: Role, state: State) -> Probe:
-        task, width = self.tasks[role], self.tasks[role].dim
-        targets = task.targets(task.train.y)
-
-        def joint() -> Iterable[Tensor]:
-            start = 0
-            for features in self.batches(role, "train", state):
-                y = targets[start : start + len(features)]
-                yield torch.cat([features.to(y), y], 1)
-                start += len(features)
-
-        blocks = spectrum.triangular_factor(joint())[0][:width]
-        return Probe.fit(blocks[:, :width], blocks[:, width:], max(len(task.train), width) * task.eps)
+        task = self.tasks[role]
+        return Probe.of(self.batches(role, "train", state), task.targets(task.train.y), task.eps)
 
     @torch.no_grad()
     def sigma(self, role: Role, split: str, state: State) -> Tensor:

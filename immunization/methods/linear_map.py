@@ -11,7 +11,6 @@ from torch import nn
 from immunization.data.task import SPLITS, Task
 from immunization.errors import ConfigError
 from immunization.models import Linear, Model
-from immunization.theory import spectrum
 from immunization.theory.probe import Probe
 
 SLACK = 0.05
@@ -29,9 +28,7 @@ def linear_map(model: Model, method: str) -> nn.Parameter:
 
 def probe_of_inputs(task: Task) -> Probe:
     """The probe on the training inputs: root S V^T [k, D] of K and c = U^T Y [k, C], whatever the number of rows."""
-    x, y = task.train.x.double(), task.targets(task.train.y)
-    blocks = spectrum.triangular_factor(torch.cat([x, y], 1))[0][: task.dim]
-    return Probe.fit(blocks[:, : task.dim], blocks[:, task.dim :], max(x.shape) * task.eps, rank=task.rank)
+    return Probe.of(task.train.x, task.targets(task.train.y), task.eps, task.rank)
 
 
 def centered_task(task: Task) -> Task:

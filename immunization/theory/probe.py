@@ -6,6 +6,7 @@ t steps of size 1/lambda_1 lead exactly to w_t = V diag((1 - (1 - r)^t) / sigma)
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,39 @@ class Probe:
     vectors: Tensor
     coefficients: Tensor
     resolved: int
+
+    @classmethod
+    def of(
+        cls,
+        features: Tensor | Iterable[Tensor],
+        targets: Tensor,
+        eps: float = spectrum.EPS,
+        rank: int | None = None,
+    ) -> Probe:
+        """The probe of features F and targets Y [N, C] by one triangular factor of [F | Y], in O((D + C)^2) memory.
+
+        `features` is one matrix [N, D] or any iterable of batches [n_i, D] in the order of the targets. Directions with
+        sigma <= sigma_1 max(N, D) eps are noise: `eps` is the machine epsilon of the dtype in which the features were
+        stored, and `rank` the number of directions to keep all the same, where it is known beforehand. Raises
+        DegenerateSpectrum for features that are all zero or not finite, ValueError where F and Y differ in rows.
+        """
+        width = 0
+
+        def joint() -> Iterator[Tensor]:
+            nonlocal width
+            start = 0
+            for batch in (features,) if isinstance(features, Tensor) else features:
+                y = targets[start : start + len(batch)].double()
+                width, start = batch.shape[1], start + len(batch)
+                if len(y) < len(batch):
+                    raise ValueError(f"there are only {len(targets)} targets for at least {start} rows of features")
+                yield torch.cat([batch.to(y), y], 1)
+
+        factor, rows = spectrum.triangular_factor(joint())
+        if rows < len(targets):
+            raise ValueError(f"there are {len(targets)} targets for {rows} rows of features")
+        factor = factor[:width]  # the rows below are what no probe can fit
+        return cls.fit(factor[:, :width], factor[:, width:], max(rows, width) * eps, rank)
 
     @classmethod
     def fit(cls, factor: Tensor, targets: Tensor, tolerance: float, rank: int | None = None) -> Probe:

@@ -1,0 +1,201 @@
+"""Attacks that fit a linear head to frozen features: the least-squares problem, its curves, and the loop they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from immunization.attacks.base import Attack, AttackCurve, step_grid
+from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
+from immunization.data.task import Task
+from immunization.errors import ConfigError, DegenerateSpectrum
+from immunization.theory import spectrum
+from immunization.theory.probe import Probe
+
+DIVERGENCE = 1e12
+"""A training loss above this multiple of the first one counts as diverged."""
+
+CONVERGED = 1e-13
+"""Excess training loss, relative to that of w = 0, at which the rest of a curve is a constant."""
+
+Scaling = Literal["none", "columns", "standard"]
+"""What an attacker does to the features first (`ProbeAttack`)."""
+
+
+@dataclass
+class LeastSquares:
+    """Least squares on features, in units in which the mean Hessian has lambda_1 = 1.
+
+    `sigma` [k] descending from 1, `vectors` [D, k] and `target` c [k, C] stand for the training rows: the excess loss
+    of W [D, C] is ||S V^T W - c||^2. `val` [N_val, D] and `test` [N_test, D] are features in the same units. `flops`
+    were spent before the first step, `per_pass` are those of one gradient.
+    """
+
+    task: Task
+    sigma: Tensor
+    vectors: Tensor
+    target: Tensor
+    val: Tensor
+    test: Tensor
+    flops: float
+    per_pass: float
+    factor: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.factor = self.sigma[:, None] * self.vectors.T
+
+    @classmethod
+    def of(cls, task: Task, train: Tensor, y: Tensor, val: Tensor, test: Tensor, flops: float) -> LeastSquares:
+        """From features [N, D] and labels [N]; raises Inapplicable for features that nothing can be learned from."""
+        targets = task.targets(y)
+        try:
+            probe = Probe.of(train, targets)
+        except DegenerateSpectrum as error:
+            raise Inapplicable(str(error)) from error
+        n = len(train)
+        scale = n**0.5 / probe.sigma[0]
+        passes = 4.0 * train.numel() * targets.shape[1]  # F W and F^T (F W - Y)
+        return cls(
+            task,
+            probe.sigma / probe.sigma[0],
+            probe.vectors,
+            probe.coefficients / n**0.5,
+            val * scale,
+            test * scale,
+            flops,
+            passes,
+        )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the weights: D, C."""
+        return self.vectors.shape[0], self.target.shape[1]
+
+    @property
+    def kappa(self) -> float:
+        return spectrum.condition_number_of(self.sigma, len(self.sigma))
+
+    def gradient(self, weights: Tensor) -> Tensor:
+        """Of half the mean excess loss, [..., D, C]."""
+        return self.factor.T @ (self.factor @ weights - self.target)
+
+    def excess(self, weights: Tensor) -> Tensor:
+        """Excess loss of weights [..., D, C] relative to that of 0, [...]."""
+        return (self.factor @ weights - self.target).square().sum((-2, -1)) / self.target.square().sum()
+
+
+class ProbeCurves:
+    """What every setting of a probe reaches: `val`, `test` and `excess` [settings, T] at the T steps of the grid."""
+
+    def __init__(self, problem: LeastSquares, grid: Sequence[int], settings: int) -> None:
+        self.problem, self.grid = problem, list(grid)
+        self.val, self.test, self.excess = (
+            torch.full((settings, len(self.grid)), torch.nan, dtype=torch.float64) for _ in range(3)
+        )
+        self.flops = torch.zeros(len(self.grid), dtype=torch.float64)
+        self.done = 0
+
+    def due(self, step: int) -> bool:
+        """Whether `step` has come to the next one of the grid."""
+        return self.done < len(self.grid) and step >= self.grid[self.done]
+
+    def record(self, step: int, weights: Tensor, passes: float | None = None) -> bool:
+        """Measure weights [settings, D, C] at `step`, if it is due; True where nothing can change any more.
+
+        `passes` is the number of gradients that were taken, by default as many as steps.
+        """
+        if self.due(step):
+            task, i = self.problem.task, self.done
+            self.excess[:, i] = excess = self.problem.excess(weights).cpu()
+            bounded = torch.isfinite(excess) & (excess < DIVERGENCE)
+            self.val[:, i] = task.measure(self.problem.val @ weights, task.val.y).cpu().where(bounded, torch.nan)
+            self.test[:, i] = task.measure(self.problem.test @ weights, task.test.y).cpu().where(bounded, torch.nan)
+            self.flops[i] = self.problem.flops + self.problem.per_pass * (step if passes is None else passes)
+            self.done += 1
+            return bool((excess < CONVERGED).all())
+        return self.done == len(self.grid)
+
+    def finish(self) -> None:
+        """A descent that ended early has converged: the rest of each curve is its last value."""
+        last = max(self.done - 1, 0)
+        for curve in (self.val, self.test, self.excess):
+            curve[:, self.done :] = curve[:, last : last + 1]
+        self.flops[self.done :] = self.flops[last]
+
+
+class ProbeAttack(Attack):
+    """A linear head w on frozen features, 1/2 ||F w - Y||^2, no bias, w_0 = 0, full batches.
+
+    Subclasses `descend`. `scaling` is what the attacker does to the features first: nothing but one factor for all
+    (`none`), every column to unit length (`columns`: a diagonal preconditioner), or mean 0 and standard deviation 1
+    over the training rows (`standard`).
+    """
+
+    order = 1.0
+
+    def __init__(
+        self,
+        steps: int,
+        settings: Sequence[float],
+        scaling: Scaling = "none",
+        samples: int | None = None,
+        precision: Precision | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(steps, settings, samples, precision, seed)
+        if scaling not in get_args(Scaling):
+            raise ConfigError(f"attack.*.scaling must be none, columns or standard, not {scaling!r}")
+        self.scaling = scaling
+
+    def run(self, victim: Victim, stage: Stage) -> AttackCurve:
+        problem = self.problem(victim, stage)
+        grid = step_grid(self.steps)
+        curves = ProbeCurves(problem, grid, len(self.settings))
+        self.descend(problem, curves)
+        curves.finish()
+        floor = problem.task.chance
+        return self.choose(
+            grid,
+            curves.flops,
+            curves.val,
+            curves.test,
+            floor,
+            excess=curves.excess,
+            kappa=self.condition_number(problem),
+        )
+
+    def problem(self, victim: Victim, stage: Stage) -> LeastSquares:
+        """What this attacker learns from: features as he prepares them, and what they cost."""
+        task = victim.task
+        for split in ("val", "test"):
+            if not len(getattr(task, split)):
+                raise Inapplicable(f"the harmful task has no {split} split: set dataset.{split}_fraction above 0")
+        rows = self.rows(task)
+        train, val, test = (self.extract(victim, stage, split) for split in ("train", "val", "test"))
+        y = task.train.y
+        if rows is not None:
+            train, y = train[rows.to(train.device)], y[rows.to(y.device)]
+        flops = victim.flops_per_row() * len(train)
+        if self.scaling != "none":
+            mean = train.mean(0) if self.scaling == "standard" else torch.zeros_like(train[0])
+            size = (train - mean).square().mean(0).sqrt()
+            size = size.where(size > 0, 1.0)
+            train, val, test = ((part - mean) / size for part in (train, val, test))
+            flops += 4.0 * train.numel()
+        return LeastSquares.of(task, train, y, val, test, flops)
+
+    def extract(self, victim: Victim, stage: Stage, split: str) -> Tensor:
+        """Features [N, D] of one split as the attacker extracts them."""
+        return victim.features(stage, split, self.precision)
+
+    def condition_number(self, problem: LeastSquares) -> float:
+        """kappa of the Hessian that is descended."""
+        return problem.kappa
+
+    def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
+        """Minimize for every setting at once; `curves.record(step, weights)` after each step, until it says True."""
+        raise NotImplementedError
