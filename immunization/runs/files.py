@@ -16,11 +16,6 @@ from torch import Tensor
 
 from immunization.errors import ConfigError, DataError
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 log = logging.getLogger(__name__)
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -128,42 +123,25 @@ def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return {"list": list, "tuple": tuple}[kind](unpack(item, tensors) for item in content)
 
 
-_locks: set[int] = set()
-
-
-def _release() -> None:
-    for descriptor in _locks:
-        os.close(descriptor)
-    _locks.clear()
-
-
-if fcntl is not None:  # a worker of a data loader is a copy of this process, and would hold its locks after its death
-    os.register_at_fork(after_in_child=_release)
-
-
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the file at `path`, which must exist, against every other process; a lock dies with its process.
+    """Hold the file at `path` against every other process; a lock dies with its process.
 
     Raises ConfigError if it is held already. On a file system without locks nothing is held.
     """
-    if fcntl is None:
-        yield
-        return
-    descriptor = os.open(path, os.O_WRONLY)
-    _locks.add(descriptor)
+    from filelock import FileLock, Timeout  # loads asyncio, which nobody needs who only reads results
+
+    lock = FileLock(path, blocking=False, fallback_to_soft=False)  # a soft lock would outlive a killed process
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"{path.parent}: another process is at work in this run folder; wait for it, or choose another folder "
-                "with hydra.run.dir=..."
-            ) from None
-        except OSError as error:
-            log.warning("%s cannot be locked (%s): nothing keeps a second process out", path, error)
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(
+            f"{path.parent}: another process is at work in this run folder; wait for it, or choose another folder "
+            "with hydra.run.dir=..."
+        ) from None
+    except OSError as error:
+        log.warning("%s cannot be locked (%s): nothing keeps a second process out", path, error)
+    try:
         yield
     finally:
-        if descriptor in _locks:
-            _locks.remove(descriptor)
-            os.close(descriptor)
+        lock.release()
