@@ -295,13 +295,6 @@ def test_the_command_writes_tables_in_every_format(sweep, tmp_path, capsys):
     assert "opt_kappa" in text
 
 
-def test_parquet_holds_the_same(sweep, tmp_path):
-    pytest.importorskip("pyarrow")
-    command.main([str(sweep), "--output", str(tmp_path), "--no-figures"])
-    left, right = pd.read_parquet(tmp_path / "results.parquet"), pd.read_csv(tmp_path / "results.csv")
-    assert left.rir.tolist() == right.rir.tolist()
-
-
 def test_the_command_names_a_missing_path(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "immunization.results", str(tmp_path / "none")],
