@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from immunization.compute import randomness
-from immunization.training.checkpoint import FILE, SHARE, Checkpointer, Stop, kept_of
+from immunization.training.checkpoint import FILE, SHARE, Checkpointer, kept_of
+from immunization.training.signals import Stop
 
 SECONDS = 60.0
 

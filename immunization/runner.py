@@ -41,9 +41,10 @@ from immunization.runs.resume import CONFIG, ROWS, WEIGHTS, completed, result_se
 from immunization.runs.tracker import Recorder, Tracker
 from immunization.theory import spectrum
 from immunization.training import checkpoint
-from immunization.training.checkpoint import Checkpointer, Stop
+from immunization.training.checkpoint import Checkpointer
 from immunization.training.loaders import LoaderBatches, batches_of
 from immunization.training.optimization import optimizer_of, scheduler_of
+from immunization.training.signals import Stop
 
 log = logging.getLogger("immunization")
 
@@ -263,7 +264,7 @@ def _without_harm(what: str) -> Iterator[None]:
 
 def _clear(folder: Path, state: dict[str, Any] | None) -> None:
     """Remove what an unfinished run left and the one that begins, or goes on from `state`, will write at its end."""
-    names = (Result.file, WEIGHTS, ROWS, ARRAYS, model_card.FILE, *([] if state else [checkpoint.FILE]))
+    names = (Result.file, WEIGHTS, ROWS, ARRAYS, model_card.FILE, *([] if state else checkpoint.FILES))
     for path in (*(folder / name for name in names), *folder.glob(f".*{files.PART}")):
         path.unlink(missing_ok=True)
 

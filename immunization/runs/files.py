@@ -25,7 +25,7 @@ PART = ".part"
 _KEY = "sha256"
 
 
-def write(path: Path, content: bytes | str) -> None:
+def write(path: Path, content: bytes | memoryview | str) -> None:
     """Write `content` to `path`: the file is the old one or the new one, never a part of either.
 
     Raises OSError, which names `path`, if it cannot be written; the old file is then as it was.
@@ -91,36 +91,6 @@ def _digest(header: Mapping[str, Any], body: memoryview) -> str:
     digest = hashlib.sha256(_canonical({**header, "__metadata__": metadata}))
     digest.update(body)
     return digest.hexdigest()
-
-
-def pack(value: Any, tensors: dict[str, Tensor], name: str = "") -> Any:
-    """`value` as JSON that keeps its types, its tensors being put into `tensors` under names that start with `name`.
-
-    For nested dicts, lists and tuples of tensors, numbers, texts, booleans and None, as state dicts are; raises
-    TypeError for anything else.
-    """
-    if isinstance(value, Tensor):
-        tensors[name] = value
-        return {"tensor": name}
-    if isinstance(value, Mapping):
-        return {"dict": [[pack(k, {}), pack(v, tensors, f"{name}.{k}" if name else str(k))] for k, v in value.items()]}
-    if isinstance(value, list | tuple):
-        return {type(value).__name__: [pack(item, tensors, f"{name}.{i}") for i, item in enumerate(value)]}
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    raise TypeError(f"{name}: a {type(value).__name__} cannot be kept in a checkpoint")
-
-
-def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `pack` was given."""
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "dict":
-        return {unpack(k, {}): unpack(v, tensors) for k, v in content}
-    return {"list": list, "tuple": tuple}[kind](unpack(item, tensors) for item in content)
 
 
 @contextmanager

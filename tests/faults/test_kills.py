@@ -3,7 +3,6 @@
 The victims are forked from this process, which has paid the imports, so that a kill costs a fraction of a second.
 """
 
-import json
 import os
 import random
 import resource
@@ -16,12 +15,12 @@ from pathlib import Path
 
 import pytest
 import sklearn.datasets  # noqa: F401  a signal amid an extension's start is an ImportError, and no Preempted
+import torch
 from hydra.core.global_hydra import GlobalHydra
 from test_checkpoint import DEEP, QUICK, ROOT, outcome
 
 import launch
 from immunization import Result, run
-from immunization.errors import DataError
 from immunization.runs import files
 from immunization.runs.resume import WEIGHTS, read_config
 from immunization.training import checkpoint
@@ -63,13 +62,9 @@ def sound(folder: Path) -> int:
         files.read_tensors(folder / WEIGHTS)
     if (folder / "result.json").exists() and Result.read(folder).status == "completed":
         assert (folder / WEIGHTS).exists()
-    try:
-        tensors, metadata = files.read_tensors(folder / checkpoint.FILE)
-    except DataError:
-        assert not (folder / checkpoint.FILE).exists()
+    if not (folder / checkpoint.FILE).exists():
         return -1
-    state = json.loads(metadata["checkpoint"])["state"]
-    return files.unpack(state, tensors)["progress"]["step"]
+    return torch.load(folder / checkpoint.FILE, weights_only=True)["state"]["progress"]["step"]
 
 
 def torment(work: "Single | Multi", seconds: float, kills: int, rng: random.Random, number: int) -> int:
