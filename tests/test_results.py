@@ -15,9 +15,10 @@ from scipy import stats
 from immunization.errors import DataError
 from immunization.results import __main__ as command
 from immunization.results.collect import collect
-from immunization.results.screen import NONE
+from immunization.results.formatting import NONE
 from immunization.results.seed_statistics import paired_p, rank_correlation, summarize, ties
-from immunization.results.tables import Setting, alignment, best, comparison, counts, settings, title
+from immunization.results.settings import Setting, best, settings, title
+from immunization.results.tables import alignment, comparison, counts
 
 
 @pytest.fixture
