@@ -14,7 +14,8 @@ from torch import nn
 
 from immunization.compute import randomness
 from immunization.runs.filenames import CHECKPOINT
-from immunization.training.checkpoint import SHARE, Checkpointer, Stop, kept_of
+from immunization.training.checkpoint import SHARE, Checkpointer, kept_of
+from immunization.training.signals import Stop
 
 SECONDS = 60.0
 

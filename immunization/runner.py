@@ -23,9 +23,10 @@ from immunization.runs.folder import RunFolder, log, settings_of
 from immunization.runs.result import Result
 from immunization.runs.resume import completed
 from immunization.training import checkpoint
-from immunization.training.checkpoint import Checkpointer, Stop
+from immunization.training.checkpoint import Checkpointer
 from immunization.training.monitor import Monitor
 from immunization.training.session import TrainingSession, assemble, follow
+from immunization.training.signals import Stop
 
 
 def run(

@@ -77,14 +77,9 @@ def agree(folder: Path | None = None) -> Path | None:
     """The run folder that the first process says, on all of them; None if it has nothing to do."""
     if size() == 1:
         return folder
-    text = torch.zeros(4096, dtype=torch.uint8)
-    if not rank() and folder is not None:
-        name = os.fsencode(folder.resolve())
-        text[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
-    text = text.to(_device())
-    distributed.broadcast(text, 0)
-    name = bytes(text.tolist()).rstrip(b"\0")
-    return Path(os.fsdecode(name)) if name else None
+    answer = [folder and folder.resolve()]
+    distributed.broadcast_object_list(answer, src=0, device=_device())
+    return answer[0]
 
 
 @contextmanager

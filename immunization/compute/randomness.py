@@ -20,7 +20,7 @@ def seed(number: int) -> None:
 
 
 def states() -> dict[str, Any]:
-    """The states of the global generators of torch, numpy and Python, as `files.pack` takes them."""
+    """The states of the global generators of torch, numpy and Python, as tensors and plain values."""
     name, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),

@@ -24,12 +24,7 @@ def main(arguments: list[str] | None = None) -> None:
     for place in (folder, figures):
         place.mkdir(parents=True, exist_ok=True)
 
-    frame = collection.frame()
-    files.write(folder / "results.csv", frame.to_csv(index=False))
-    try:
-        files.write(folder / "results.parquet", frame.to_parquet(index=False))
-    except ImportError:
-        print("results.parquet was not written: pip install 'immunization[parquet]'", file=sys.stderr)
+    files.write(folder / "results.csv", collection.frame().to_csv(index=False))
     for table in (table for part in parts for table in part.tables):
         for suffix, text in {"md": table.markdown(), "tex": table.latex(), "csv": table.csv()}.items():
             files.write(folder / f"{table.name}.{suffix}", text)

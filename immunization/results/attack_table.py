@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from immunization.results.screen import NONE, number
-from immunization.results.tables import Cell, Setting, Table
+from immunization.results.formatting import NONE, number
+from immunization.results.settings import Setting
+from immunization.results.tables import Cell, Table
 from immunization.runs.result import attack_names, verdict
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from immunization.results.screen import number
+from immunization.results.formatting import number
 from immunization.runs import files
 from immunization.runs.filenames import MODEL_CARD
 from immunization.runs.result import Result

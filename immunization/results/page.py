@@ -15,9 +15,10 @@ from rich.console import Console
 
 from immunization.results.attack_table import attacks
 from immunization.results.collect import Collection, Problem, Run, collect
-from immunization.results.screen import NONE, number
+from immunization.results.formatting import NONE, number
+from immunization.results.settings import Setting, best, settings, title
 from immunization.results.sweep_figures import Plot, draw
-from immunization.results.tables import Cell, Setting, Table, alignment, best, comparison, counts, settings, title
+from immunization.results.tables import Cell, Table, alignment, comparison, counts
 from immunization.runs import files
 from immunization.runs.result import Result
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from immunization.results.screen import number
+from immunization.results.formatting import number
 from immunization.runs import tracker
 from immunization.runs.result import Result
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -12,11 +11,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from immunization.results.formatting import MEASURES, NONE, number
 from immunization.runs.result import Result, attack_names
 
-MEASURES = {"accuracy": "accuracy", "r2": "R²", "loss": "loss"}
 ROLES = ("harmful", "primary", "benign")
-NONE = "–"  # noqa: RUF001
 SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -34,16 +32,6 @@ def line(result: Result) -> str:
     labels = {"rir": "RIR", "ratio_harmful": "(i)", "ratio_primary": "(ii)", "steps_ratio/harmful": "harmful steps"}
     values = [f"{label} {notes.cell(result, key)}" for key, label in labels.items() if key in result.metrics]
     return f"{name}: {', '.join([*values, f'{_seconds(result)} s'])}"
-
-
-def number(value: float) -> str:
-    """Three significant digits, scientific where large or small: 0.0123, 356, 29,700, 3.11e12."""
-    if not math.isfinite(value):
-        return str(value)
-    if value and not 1e-3 <= abs(value) < 1e5:
-        mantissa, _, exponent = f"{value:.3g}".partition("e")
-        return f"{mantissa}e{int(exponent)}" if exponent else mantissa
-    return f"{float(f'{value:.3g}'):,.6g}"
 
 
 class Footnotes:

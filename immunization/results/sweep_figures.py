@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from immunization.results.seed_statistics import rank_correlation
-from immunization.results.tables import METHODS, Setting, best, correlations
+from immunization.results.settings import METHODS, Setting, best, correlations
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

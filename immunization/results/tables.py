@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import rich.table
 import yaml
 from rich.text import Text
 
-from immunization.results.collect import PAIR, TRAINING, Collection, Run, varying
-from immunization.results.screen import MEASURES, NONE, number
-from immunization.results.seed_statistics import Summary, rank_correlation, summarize, ties
+from immunization.results.collect import Run
+from immunization.results.formatting import MEASURES, NONE, number
+from immunization.results.seed_statistics import rank_correlation, ties
+from immunization.results.settings import Setting, best, correlations
 
-METHODS = ("identity", "r_ill_only", "imma", "opt_kappa", "condition_number", "closed_form", "learning_curve")
-"""The order of rows: the baseline, the paper's methods as in its tables, ours, then any other by name."""
+if TYPE_CHECKING:
+    import pandas as pd
 
 COUNTS: dict[str, dict[str, Callable[[float], bool]]] = {
     "RIR > 1": {"rir": lambda value: value > 1},
@@ -89,103 +87,22 @@ class Table:
 
     def latex(self) -> str:
         """A table environment; it needs the package booktabs."""
-        rows = ((f"\\textbf{{{_tex(c.text)}}}" if c.strong else _tex(c.text) for c in row) for row in self.rows)
-        return "\n".join(
-            [
-                "\\begin{table}",
-                f"\\caption{{{_tex(self.title)}. {_tex(' '.join(self.notes))}}}",
-                f"\\begin{{tabular}}{{l{'r' * (len(self.header) - 1)}}}",
-                "\\toprule",
-                " & ".join(map(_tex, self.header)) + " \\\\",
-                "\\midrule",
-                *(" & ".join(row) + " \\\\" for row in rows),
-                "\\bottomrule",
-                "\\end{tabular}",
-                "\\end{table}",
-                "",
-            ]
+        return self._frame(lambda cell: f"\\textbf{{{_tex(cell.text)}}}" if cell.strong else _tex(cell.text)).to_latex(
+            index=False,
+            escape=False,  # done by _tex, which knows the signs of these tables
+            header=[_tex(name) for name in self.header],
+            column_format="l" + "r" * (len(self.header) - 1),
+            caption=f"{_tex(self.title)}. {_tex(' '.join(self.notes))}",
         )
 
     def csv(self) -> str:
         """Comma-separated, with the cells as they are shown."""
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerows([self.header, *([cell.text for cell in row] for row in self.rows)])
-        return out.getvalue()
+        return self._frame(lambda cell: cell.text).to_csv(index=False, lineterminator="\n")
 
+    def _frame(self, text: Callable[[Cell], str]) -> pd.DataFrame:
+        import pandas as pd  # takes a third of a second, which nobody waits for who only looks at the screen
 
-class Setting:
-    """Runs that differ in nothing but the seed and the pair of classes."""
-
-    def __init__(self, runs: Sequence[Run], failed: Sequence[Run] = ()) -> None:
-        self.runs, self.failed = list(runs), list(failed)
-        self.first = (self.runs or self.failed)[0]
-        self.method = self.first.result.method
-        self.label = self.method
-
-    def values(self, metric: str) -> dict[tuple[int, str, str], float]:
-        """The measure of every run that has it, by seed, pair of classes and benign class."""
-        keys = [(run.result.seed, run.pair, str(run.settings.get("dataset.benign"))) for run in self.runs]
-        numbers = [run.result.metrics.get(metric) for run in self.runs]
-        return {key: float(value) for key, value in zip(keys, numbers, strict=True) if value is not None}
-
-    def seeds(self, metric: str) -> list[float]:
-        """The mean over all pairs of classes, for each seed."""
-        by_seed: dict[int, list[float]] = {}
-        for (seed, *_), value in self.values(metric).items():
-            by_seed.setdefault(seed, []).append(value)
-        return [sum(values) / len(values) for values in by_seed.values()]
-
-    def summary(self, metric: str) -> Summary:
-        """Mean, spread and interval over the seeds."""
-        return summarize(self.seeds(metric))
-
-    def median(self, metric: str) -> float | None:
-        """Over all runs; for measures that spread by orders of magnitude."""
-        values = self.values(metric).values()
-        return statistics.median(values) if values else None
-
-    def pairs(self, metric: str) -> dict[tuple[str, str], float]:
-        """The median over the seeds, for each pair of classes."""
-        by_pair: dict[tuple[str, str], list[float]] = {}
-        for (_, pair, _), value in self.values(metric).items():
-            if pair:
-                by_pair.setdefault(tuple(pair.split("→")), []).append(value)
-        return {pair: statistics.median(values) for pair, values in by_pair.items()}
-
-    def reason(self, metric: str) -> str | None:
-        """Why runs have no value of the measure."""
-        missing = [run for run in self.runs if run.result.metrics.get(metric) is None and metric in run.result.metrics]
-        if not missing:
-            return None
-        return f"{len(missing)} of {len(self.runs)}: {missing[0].result.reasons.get(metric, 'no reason given')}"
-
-
-def settings(collection: Collection) -> list[list[Setting]]:
-    """The runs by what can be compared, and in it by what is averaged; failed runs are counted where they belong."""
-    groups: dict[str, dict[str, tuple[list[Run], list[Run]]]] = {}
-    failed = (problem.run for problem in collection.problems if problem.run)
-    for run, place in [*((run, 0) for run in collection.runs), *((run, 1) for run in failed)]:
-        groups.setdefault(run.group, {}).setdefault(run.setting, ([], []))[place].append(run)
-    named = [_named([Setting(*runs) for runs in group.values()]) for group in groups.values()]
-    return sorted(named, key=lambda group: group[0].first.result.dataset)
-
-
-def best(group: Iterable[Setting], objective: str) -> Setting | None:
-    """The setting with the largest mean of the objective."""
-    candidates = [setting for setting in group if setting.seeds(objective)]
-    return max(candidates, key=lambda setting: setting.summary(objective).mean, default=None)
-
-
-def title(group: Sequence[Setting], others: Sequence[Sequence[Setting]] = ()) -> str:
-    """What the runs of a group have in common: data set, model, and what tells the group from the others."""
-    first = group[0].first
-    words = [f"{first.result.dataset}, {first.result.model}"]
-    same = [other[0].first for other in others if other[0].first.result.dataset == first.result.dataset]
-    names = dict.fromkeys([*(["dataset.protocol"] if "dataset.protocol" in first.settings else [])])
-    names |= dict.fromkeys(name for name in varying([run.settings for run in same]) if _of_group(name))
-    words += [f"{name.removeprefix('dataset.')}={_value(first.settings.get(name))}" for name in names]
-    return ", ".join(words)
+        return pd.DataFrame([[text(cell) for cell in row] for row in self.rows], columns=self.header)
 
 
 def comparison(group: Sequence[Setting], name: str, heading: str, objective: str = "rir") -> Table:
@@ -256,13 +173,6 @@ def counts(group: Sequence[Setting], name: str, heading: str) -> Table | None:
     return Table(name, f"{heading}: successes", ["method", "runs", *columns], rows, notes)
 
 
-def correlations(group: Sequence[Setting]) -> dict[str, dict[tuple[str, str], float]]:
-    """What alignment may predict, by pair of classes: the ceiling of RIR, and the RIR that each setting reaches."""
-    measured = [setting for setting in group if len(setting.pairs("alignment/score")) > 2]
-    ceilings = next((found for setting in measured if (found := setting.pairs("ceiling/rir"))), {})
-    return {"ceiling": ceilings} | {setting.label: setting.pairs("rir") for setting in measured} if measured else {}
-
-
 def alignment(group: Sequence[Setting], name: str, heading: str) -> Table | None:
     """Rank correlation of the alignment of K_P and K_H with the attainable and the reached RIR, over pairs."""
     outcomes = correlations(group)
@@ -288,27 +198,6 @@ def paper_key(run: Run) -> str:
     model = str(run.settings.get("model.name", ""))
     family = next((name for name in ("resnet18", "vit") if name in model), None)
     return f"{run.result.dataset}/{family}" if family else run.result.dataset
-
-
-def _named(group: list[Setting]) -> list[Setting]:
-    """Sorted by method, and labeled by the method and what tells its settings apart."""
-    for setting in group:
-        same = [other.first.settings for other in group if other.method == setting.method]
-        names = [name for name in varying(same) if not name.startswith("dataset.") and not name.endswith("_partial_")]
-        setting.label = " ".join([setting.method, *(_told(name, setting.first.settings.get(name)) for name in names)])
-    order = {method: place for place, method in enumerate(METHODS)}
-    return sorted(group, key=lambda setting: (order.get(setting.method, len(order)), setting.method))
-
-
-def _told(name: str, value: Any) -> str:
-    """A setting in a label; of a class its own name."""
-    if name.endswith("._target_"):
-        return f"{name.removesuffix('._target_')}={str(value).rpartition('.')[2]}"
-    return f"{name.removeprefix('method.')}={_value(value)}"
-
-
-def _of_group(name: str) -> bool:
-    return not name.startswith(TRAINING) and name not in PAIR
 
 
 @cache
@@ -416,10 +305,6 @@ def _gaps(group: Sequence[Setting]) -> list[str]:
             if reason := setting.reason(metric):
                 gaps.setdefault(f"No value of {text} in {reason}", []).append(setting.label)
     return [f"{text} ({', '.join(labels)})." for text, labels in gaps.items()]
-
-
-def _value(value: Any) -> str:
-    return number(value) if isinstance(value, float) else str(value)
 
 
 def _pipes(cells: Iterable[str]) -> str:

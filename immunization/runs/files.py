@@ -16,11 +16,6 @@ from torch import Tensor
 
 from immunization.errors import ConfigError, DataError
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 log = logging.getLogger(__name__)
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -30,7 +25,7 @@ PART = ".part"
 _KEY = "sha256"
 
 
-def write(path: Path, content: bytes | str) -> None:
+def write(path: Path, content: bytes | memoryview | str) -> None:
     """Write `content` to `path`: the file is the old one or the new one, never a part of either.
 
     Raises OSError, which names `path`, if it cannot be written; the old file is then as it was.
@@ -98,72 +93,25 @@ def _digest(header: Mapping[str, Any], body: memoryview) -> str:
     return digest.hexdigest()
 
 
-def pack(value: Any, tensors: dict[str, Tensor], name: str = "") -> Any:
-    """`value` as JSON that keeps its types, its tensors being put into `tensors` under names that start with `name`.
-
-    For nested dicts, lists and tuples of tensors, numbers, texts, booleans and None, as state dicts are; raises
-    TypeError for anything else.
-    """
-    if isinstance(value, Tensor):
-        tensors[name] = value
-        return {"tensor": name}
-    if isinstance(value, Mapping):
-        return {"dict": [[pack(k, {}), pack(v, tensors, f"{name}.{k}" if name else str(k))] for k, v in value.items()]}
-    if isinstance(value, list | tuple):
-        return {type(value).__name__: [pack(item, tensors, f"{name}.{i}") for i, item in enumerate(value)]}
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    raise TypeError(f"{name}: a {type(value).__name__} cannot be kept in a checkpoint")
-
-
-def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `pack` was given."""
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "dict":
-        return {unpack(k, {}): unpack(v, tensors) for k, v in content}
-    return {"list": list, "tuple": tuple}[kind](unpack(item, tensors) for item in content)
-
-
-_locks: set[int] = set()
-
-
-def _release() -> None:
-    for descriptor in _locks:
-        os.close(descriptor)
-    _locks.clear()
-
-
-if fcntl is not None:  # a worker of a data loader is a copy of this process, and would hold its locks after its death
-    os.register_at_fork(after_in_child=_release)
-
-
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the file at `path`, which must exist, against every other process; a lock dies with its process.
+    """Hold the file at `path` against every other process; a lock dies with its process.
 
     Raises ConfigError if it is held already. On a file system without locks nothing is held.
     """
-    if fcntl is None:
-        yield
-        return
-    descriptor = os.open(path, os.O_WRONLY)
-    _locks.add(descriptor)
+    from filelock import FileLock, Timeout  # loads asyncio, which nobody needs who only reads results
+
+    lock = FileLock(path, blocking=False, fallback_to_soft=False)  # a soft lock would outlive a killed process
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"{path.parent}: another process is at work in this run folder; wait for it, or choose another folder "
-                "with hydra.run.dir=..."
-            ) from None
-        except OSError as error:
-            log.warning("%s cannot be locked (%s): nothing keeps a second process out", path, error)
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(
+            f"{path.parent}: another process is at work in this run folder; wait for it, or choose another folder "
+            "with hydra.run.dir=..."
+        ) from None
+    except OSError as error:
+        log.warning("%s cannot be locked (%s): nothing keeps a second process out", path, error)
+    try:
         yield
     finally:
-        if descriptor in _locks:
-            _locks.remove(descriptor)
-            os.close(descriptor)
+        lock.release()

@@ -18,7 +18,17 @@ from torch import Tensor
 from immunization.config import build
 from immunization.errors import ConfigError, Preempted, UserError
 from immunization.runs import environment, files
-from immunization.runs.filenames import ARRAYS, CHECKPOINT, CONFIG, MODEL_CARD, OVERRIDES, ROWS, RUN_LOG, WEIGHTS
+from immunization.runs.filenames import (
+    ARRAYS,
+    CHECKPOINT,
+    CONFIG,
+    MODEL_CARD,
+    OLDER_CHECKPOINT,
+    OVERRIDES,
+    ROWS,
+    RUN_LOG,
+    WEIGHTS,
+)
 from immunization.runs.result import Result
 from immunization.runs.resume import result_settings
 from immunization.runs.tracker import Recorder, Tracker
@@ -101,7 +111,7 @@ class RunFolder:
     def record(self, device: torch.device, state: Mapping[str, Any] | None) -> None:
         """Remove what an unfinished run left, as far as `state` does not go on from it, and log steps from here on."""
         environment.write(self.path, device)
-        names = (Result.file, WEIGHTS, ROWS, ARRAYS, MODEL_CARD, *([] if state else [CHECKPOINT]))
+        names = (Result.file, WEIGHTS, ROWS, ARRAYS, MODEL_CARD, *([] if state else [CHECKPOINT, OLDER_CHECKPOINT]))
         for path in (*(self.path / name for name in names), *self.path.glob(f".*{files.PART}")):
             path.unlink(missing_ok=True)
         self.recorder = Recorder(self.path, state["recorder"] if state else None)

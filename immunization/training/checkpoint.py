@@ -1,48 +1,46 @@
 """Checkpoints: everything a run needs to go on after it was killed as if nothing had happened.
 
-A checkpoint is one file, `checkpoint.safetensors` in the run folder: tensors, the rest as JSON in its header, and a
-SHA-256 of both. It is replaced in one step, and removed when the result is written.
+A checkpoint is one file of `torch.save` in the run folder, a ZIP archive whose entries carry checksums. It is replaced
+in one step, and removed once the result is written.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import logging
-import signal
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from immunization.errors import ConfigError, DataError, Preempted
+from immunization.errors import ConfigError, DataError
 from immunization.runs import files
-from immunization.runs.filenames import CHECKPOINT
+from immunization.runs.filenames import CHECKPOINT, OLDER_CHECKPOINT
 from immunization.runs.resume import different
+from immunization.training.signals import Stop
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 SHARE = 0.01
 """Largest share of a run's time that goes into checkpoints which the clock asks for."""
 
 
 def kept_of(model: nn.Module) -> dict[str, Tensor]:
     """What training may change in a model: its trained parameters, and all buffers."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     return trained | dict(model.named_buffers())
 
 
 def load_into(model: nn.Module, kept: Mapping[str, Tensor]) -> None:
     """Put the tensors of `kept_of` back into a model of the same making."""
-    with torch.no_grad():
-        for name, tensor in kept_of(model).items():
-            tensor.copy_(kept[name])
+    for name, tensor in kept_of(model).items():
+        tensor.copy_(kept[name])
 
 
 class Checkpointer:
@@ -71,18 +69,21 @@ class Checkpointer:
         return time.monotonic() + max(self.seconds, cost / SHARE)
 
     def __call__(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
-        """Call after step `step`. Raises Preempted once SIGTERM has come and the checkpoint stands."""
+        """Call after step `step`. Raises Preempted once SIGTERM has come and the checkpoint is written."""
         if self.stop.asked or (self.every and step % self.every == 0) or time.monotonic() >= self.due:
             self.write(step, state)
             if self.stop.asked:
                 self.stop.now(f"interrupted after step {step}; resume=true goes on from there")
 
     def write(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
-        """Write a checkpoint of `state()`."""
+        """Write a checkpoint of `state()`; raises TypeError for an object in it that only a pickle could bring back."""
         started = time.monotonic()
-        tensors: dict[str, Tensor] = {}
-        content = {"version": VERSION, "config": self.config, "state": files.pack(state(), tensors)}
-        files.write_tensors(self.path, tensors, {"checkpoint": json.dumps(content)})
+        archive = io.BytesIO()
+        torch.save({"version": VERSION, "config": self.config, "state": state()}, archive)
+        archive.seek(0)
+        if objects := torch.serialization.get_unsafe_globals_in_checkpoint(archive):
+            raise TypeError(f"a checkpoint keeps tensors and plain values alone, not {', '.join(objects)}")
+        files.write(self.path, archive.getbuffer())
         cost = time.monotonic() - started
         self.due = self._next(cost)
         log.info("checkpoint after step %d (%.3f s)", step, cost)
@@ -94,25 +95,23 @@ class Checkpointer:
 
 
 def read(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The state in a run folder's checkpoint, or None where there is none, or none that can be trusted.
+    """The state in a run folder's checkpoint; None, with a warning, for a damaged one, and where there is none.
 
-    Raises ConfigError if it belongs to another configuration than `config`.
+    Raises ConfigError if it belongs to another configuration than `config`, DataError if another version wrote it.
     """
-    path = folder / CHECKPOINT
+    path, older = folder / CHECKPOINT, folder / OLDER_CHECKPOINT
     if not path.exists():
+        if older.exists():
+            raise DataError(f"{older} was made by an older version; resume=false starts afresh")
         return None
     try:
-        tensors, metadata = files.read_tensors(path)
-        content = json.loads(metadata["checkpoint"])
-        if content["version"] != VERSION:
-            raise DataError(f"{path} was written by another version of this program")
-        state = files.unpack(content["state"], tensors)
-    except (DataError, KeyError, ValueError, TypeError) as error:
-        log.warning(
-            "%s; the run starts from the beginning", error if isinstance(error, DataError) else f"{path} is damaged"
-        )
+        version, before, state = _load(path)
+    except DataError as error:
+        log.warning("%s; the run starts from the beginning", error)
         return None
-    if differing := different(content["config"], config):
+    if version != VERSION:
+        raise DataError(f"{path} was made by another version; resume=false starts afresh")
+    if differing := different(before, config):
         raise ConfigError(
             f"{folder} holds a run of another configuration ({', '.join(differing)}): give that one to go on with it, "
             "another hydra.run.dir=..., or resume=false to start afresh"
@@ -120,62 +119,16 @@ def read(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
     return state
 
 
+def _load(path: Path) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if entry := archive.testzip():
+                raise zipfile.BadZipFile(f"{entry} does not agree with its checksum")
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        return content["version"], content["config"], content["state"]
+    except Exception as error:  # each part of a damaged archive fails in its own way, from BadZipFile to KeyError
+        raise DataError(f"{path} is damaged or cannot be read") from error
+
+
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(config, default=str))
-
-
-class Stop:
-    """SIGTERM, which says that this process has to end, and the signal a cluster's launcher listens to.
-
-    While `held`, a signal waits for the next step, after which a checkpoint is written; a second one does not wait.
-    """
-
-    def __init__(self) -> None:
-        self.asked: int | None = None
-        self.held = False
-        self.before: dict[int, Any] = {}
-
-    @contextmanager
-    def listening(self) -> Iterator[Stop]:
-        """Take over the signals inside; only a process's main thread can, elsewhere nothing happens."""
-        if threading.current_thread() is not threading.main_thread():
-            yield self
-            return
-        for name in ("SIGTERM", "SIGUSR1", "SIGUSR2"):
-            number = getattr(signal, name, None)  # Windows has the first alone
-            before = number and signal.getsignal(number)
-            if name == "SIGTERM" or callable(before):  # submitit requeues a job on one of the others
-                self.before[number] = before
-                signal.signal(number, self._heard)
-        try:
-            yield self
-        finally:
-            for number, before in self.before.items():
-                signal.signal(number, before)
-
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """Inside, signals wait for the end of a step."""
-        self.held = True
-        try:
-            yield
-        finally:
-            self.held = False
-        if self.asked:
-            self.now("interrupted after the last step; resume=true goes on")
-
-    def _heard(self, number: int, frame: Any) -> None:
-        wait = self.held and self.asked is None
-        self.asked = number
-        if not wait:
-            self.now("interrupted; resume=true goes on from the last checkpoint, if there is one")
-
-    def now(self, message: str) -> None:
-        """End the run by Preempted, unless whoever listened to the signal before us has other plans."""
-        number, self.asked = self.asked, None
-        before = self.before[number]
-        if callable(before):
-            before(number, None)
-            return
-        print(f"error: {signal.Signals(number).name}: {message}", file=sys.stderr, flush=True)
-        raise Preempted(128 + number)

@@ -24,11 +24,12 @@ from immunization.runs.folder import CHECKPOINT, settings_of, unfinished
 from immunization.runs.result import Result
 from immunization.runs.tracker import Recorder
 from immunization.training import checkpoint
-from immunization.training.checkpoint import Checkpointer, Stop
+from immunization.training.checkpoint import Checkpointer
 from immunization.training.loaders import batches_of
 from immunization.training.loop import Progress, train
 from immunization.training.monitor import Monitor
 from immunization.training.optimization import optimizer_of, scheduler_of
+from immunization.training.signals import Stop
 
 log = logging.getLogger(__name__)
 

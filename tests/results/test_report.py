@@ -8,8 +8,8 @@ from helpers.made_runs import METHODS, make_run
 
 from immunization.results.collect import collect
 from immunization.results.page import markdown, provenance, sections, summarize, write
+from immunization.results.settings import settings
 from immunization.results.sweep_figures import INK, draw
-from immunization.results.tables import settings
 from immunization.runs.result import Result
 
 VOID = {"meta", "br", "img", "input", "hr", "link"}

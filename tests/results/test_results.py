@@ -16,9 +16,10 @@ from scipy import stats
 from immunization.errors import DataError
 from immunization.results import __main__ as command
 from immunization.results.collect import collect
-from immunization.results.screen import NONE
+from immunization.results.formatting import NONE
 from immunization.results.seed_statistics import paired_p, rank_correlation, summarize, ties
-from immunization.results.tables import Setting, alignment, best, comparison, counts, settings, title
+from immunization.results.settings import Setting, best, settings, title
+from immunization.results.tables import alignment, comparison, counts
 
 
 @pytest.fixture
@@ -294,13 +295,6 @@ def test_the_command_writes_tables_in_every_format(sweep, tmp_path, capsys):
     text = (tmp_path / "R.md").read_text()
     assert text.startswith("# Results\n")
     assert "opt_kappa" in text
-
-
-def test_parquet_holds_the_same(sweep, tmp_path):
-    pytest.importorskip("pyarrow")
-    command.main([str(sweep), "--output", str(tmp_path), "--no-figures"])
-    left, right = pd.read_parquet(tmp_path / "results.parquet"), pd.read_csv(tmp_path / "results.csv")
-    assert left.rir.tolist() == right.rir.tolist()
 
 
 def test_the_command_names_a_missing_path(tmp_path):

@@ -12,7 +12,8 @@ import torch
 from rich.console import Console
 
 from immunization.errors import DataError
-from immunization.results.screen import number, show
+from immunization.results.formatting import number
+from immunization.results.screen import show
 from immunization.runs import environment, strict_json
 from immunization.runs.result import Result
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from helpers.matrices import gaussian, seeds, with_spectrum
 from hypothesis import given
 from hypothesis import strategies as st
-from matrices import gaussian, seeds, with_spectrum
 
 from immunization.errors import DegenerateSpectrum
 from immunization.theory.probe import Probe

@@ -1,6 +1,5 @@
 """Runs that are interrupted and go on, bit for bit; damaged files; folders that are taken, full or read-only."""
 
-import json
 import os
 import resource
 import signal
@@ -218,7 +217,7 @@ def test_a_damaged_checkpoint_is_named_and_the_run_starts_again(half, damage, tm
         {"cut": content[:-100], "flipped": content, "emptied": b"", "text": b"not a checkpoint at all"}[damage]
     )
     run([*QUICK, "method.epochs=9", "resume=true"], folder=half)
-    assert "checkpoint.safetensors" in (said := capsys.readouterr().err)
+    assert CHECKPOINT in (said := capsys.readouterr().err)
     assert "starts from the beginning" in said
     run([*QUICK, "method.epochs=9"], folder=tmp_path / "whole")
     assert outcome(half) == outcome(tmp_path / "whole")
@@ -276,7 +275,7 @@ def test_sigterm_writes_a_checkpoint_and_a_second_process_is_refused(tmp_path):
     assert "resume=true goes on from there" in said
     result = Result.read(folder)
     assert (result.status, result.error) == ("failed", "interrupted")
-    state = checkpoint.read(folder, json.loads(files.read_tensors(folder / CHECKPOINT)[1]["checkpoint"])["config"])
+    state = torch.load(folder / CHECKPOINT, weights_only=True)["state"]
     assert state["progress"]["step"] == int(said.split("after step ")[1].split(";")[0])
 
 
@@ -344,25 +343,6 @@ def test_a_figure_that_cannot_be_drawn_leaves_the_run_completed(tmp_path, monkey
 
 
 # --- The pieces -------------------------------------------------------------------------------------------------------
-
-
-def test_states_are_kept_with_their_types(tmp_path):
-    state = {
-        "a": [1, 2.5, None, True, "x", float("inf")],
-        3: ({"t": torch.arange(3)}, torch.tensor(1.5, dtype=torch.float64)),
-        "empty": {},
-    }
-    tensors: dict = {}
-    plain = json.loads(json.dumps(files.pack(state, tensors)))
-    files.write_tensors(tmp_path / "x", tensors, {"b": "1", "a": json.dumps(plain)})
-    first = (tmp_path / "x").read_bytes()
-    read, metadata = files.read_tensors(tmp_path / "x")
-    again = files.unpack(json.loads(metadata["a"]), read)
-    assert repr(again) == repr(state)
-    files.write_tensors(tmp_path / "x", tensors, {"a": json.dumps(plain), "b": "1"})
-    assert (tmp_path / "x").read_bytes() == first
-    with pytest.raises(TypeError, match=r"a\.0: a object cannot be kept"):
-        files.pack({"a": [object()]}, {})
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ from immunization.config import CONF, compose
 from immunization.errors import ConfigError, DataError
 from immunization.results import run_figures
 from immunization.results.collect import collect
-from immunization.results.tables import settings
+from immunization.results.settings import settings
 from immunization.runs.tracker import history
 from immunization.training import checkpoint
 from immunization.training.optimization import optimizer_of, scheduler_of

@@ -1,0 +1,119 @@
+"""What can be compared: runs that differ in nothing but the seed and the pair of classes, in groups of one data set."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from immunization.results.collect import PAIR, TRAINING, Collection, Run, varying
+from immunization.results.formatting import number
+from immunization.results.seed_statistics import Summary, summarize
+
+METHODS = ("identity", "r_ill_only", "imma", "opt_kappa", "condition_number", "closed_form", "learning_curve")
+"""The order of rows: the baseline, the paper's methods as in its tables, ours, then any other by name."""
+
+
+class Setting:
+    """Runs that differ in nothing but the seed and the pair of classes."""
+
+    def __init__(self, runs: Sequence[Run], failed: Sequence[Run] = ()) -> None:
+        self.runs, self.failed = list(runs), list(failed)
+        self.first = (self.runs or self.failed)[0]
+        self.method = self.first.result.method
+        self.label = self.method
+
+    def values(self, metric: str) -> dict[tuple[int, str, str], float]:
+        """The measure of every run that has it, by seed, pair of classes and benign class."""
+        keys = [(run.result.seed, run.pair, str(run.settings.get("dataset.benign"))) for run in self.runs]
+        numbers = [run.result.metrics.get(metric) for run in self.runs]
+        return {key: float(value) for key, value in zip(keys, numbers, strict=True) if value is not None}
+
+    def seeds(self, metric: str) -> list[float]:
+        """The mean over all pairs of classes, for each seed."""
+        by_seed: dict[int, list[float]] = {}
+        for (seed, *_), value in self.values(metric).items():
+            by_seed.setdefault(seed, []).append(value)
+        return [sum(values) / len(values) for values in by_seed.values()]
+
+    def summary(self, metric: str) -> Summary:
+        """Mean, spread and interval over the seeds."""
+        return summarize(self.seeds(metric))
+
+    def median(self, metric: str) -> float | None:
+        """Over all runs; for measures that spread by orders of magnitude."""
+        values = self.values(metric).values()
+        return statistics.median(values) if values else None
+
+    def pairs(self, metric: str) -> dict[tuple[str, str], float]:
+        """The median over the seeds, for each pair of classes."""
+        by_pair: dict[tuple[str, str], list[float]] = {}
+        for (_, pair, _), value in self.values(metric).items():
+            if pair:
+                by_pair.setdefault(tuple(pair.split("→")), []).append(value)
+        return {pair: statistics.median(values) for pair, values in by_pair.items()}
+
+    def reason(self, metric: str) -> str | None:
+        """Why runs have no value of the measure."""
+        missing = [run for run in self.runs if run.result.metrics.get(metric) is None and metric in run.result.metrics]
+        if not missing:
+            return None
+        return f"{len(missing)} of {len(self.runs)}: {missing[0].result.reasons.get(metric, 'no reason given')}"
+
+
+def settings(collection: Collection) -> list[list[Setting]]:
+    """The runs in groups that can be compared, each group as its settings; failed runs are counted in theirs."""
+    groups: dict[str, dict[str, tuple[list[Run], list[Run]]]] = {}
+    failed = (problem.run for problem in collection.problems if problem.run)
+    for run, place in [*((run, 0) for run in collection.runs), *((run, 1) for run in failed)]:
+        groups.setdefault(run.group, {}).setdefault(run.setting, ([], []))[place].append(run)
+    named = [_named([Setting(*runs) for runs in group.values()]) for group in groups.values()]
+    return sorted(named, key=lambda group: group[0].first.result.dataset)
+
+
+def best(group: Iterable[Setting], objective: str) -> Setting | None:
+    """The setting with the largest mean of the objective."""
+    candidates = [setting for setting in group if setting.seeds(objective)]
+    return max(candidates, key=lambda setting: setting.summary(objective).mean, default=None)
+
+
+def title(group: Sequence[Setting], others: Sequence[Sequence[Setting]] = ()) -> str:
+    """What the runs of a group have in common: data set, model, and the keys in which the groups differ."""
+    first = group[0].first
+    words = [f"{first.result.dataset}, {first.result.model}"]
+    same = [other[0].first for other in others if other[0].first.result.dataset == first.result.dataset]
+    names = dict.fromkeys(["dataset.protocol"] if "dataset.protocol" in first.settings else [])
+    names |= dict.fromkeys(name for name in varying([run.settings for run in same]) if _of_group(name))
+    words += [f"{name.removeprefix('dataset.')}={_value(first.settings.get(name))}" for name in names]
+    return ", ".join(words)
+
+
+def correlations(group: Sequence[Setting]) -> dict[str, dict[tuple[str, str], float]]:
+    """What alignment may predict, by pair of classes: the ceiling of RIR, and the RIR that each setting reaches."""
+    measured = [setting for setting in group if len(setting.pairs("alignment/score")) > 2]
+    ceilings = next((found for setting in measured if (found := setting.pairs("ceiling/rir"))), {})
+    return {"ceiling": ceilings} | {setting.label: setting.pairs("rir") for setting in measured} if measured else {}
+
+
+def _named(group: list[Setting]) -> list[Setting]:
+    """The settings of one group sorted by method, each labeled by its method and the keys in which settings differ."""
+    for setting in group:
+        same = [other.first.settings for other in group if other.method == setting.method]
+        names = [name for name in varying(same) if not name.startswith("dataset.") and not name.endswith("_partial_")]
+        setting.label = " ".join([setting.method, *(_label(name, setting.first.settings.get(name)) for name in names)])
+    order = {method: place for place, method in enumerate(METHODS)}
+    return sorted(group, key=lambda setting: (order.get(setting.method, len(order)), setting.method))
+
+
+def _label(name: str, value: object) -> str:
+    """One key and its value as a part of a label; a class by its name alone."""
+    if name.endswith("._target_"):
+        return f"{name.removesuffix('._target_')}={str(value).rpartition('.')[2]}"
+    return f"{name.removeprefix('method.')}={_value(value)}"
+
+
+def _of_group(name: str) -> bool:
+    return not name.startswith(TRAINING) and name not in PAIR
+
+
+def _value(value: object) -> str:
+    return number(value) if isinstance(value, float) else str(value)
