@@ -33,8 +33,8 @@ from immunization.evaluation import Comparison, Measures
 from immunization.evaluation.deep import compare
 from immunization.methods import Method, PairedBatches, Progress, Unmodified, train
 from immunization.models import Model
-from immunization.results import model_card, run_figures
-from immunization.results.screen import line, show
+from immunization.results import model_card
+from immunization.results.present import present
 from immunization.runs import environment, files
 from immunization.runs.result import Result
 from immunization.runs.resume import CONFIG, ROWS, WEIGHTS, completed, result_settings
@@ -121,7 +121,7 @@ def _lead(config: DictConfig, overrides: list[str], result: Result, quiet: bool)
             for tracker in trackers:
                 tracker.close(failed=True)
             raise error from error.__cause__
-        _present(config, result, trackers, quiet)
+        present(config, result, trackers, quiet)
     return result
 
 
@@ -230,36 +230,6 @@ def prepare(config: DictConfig) -> Parts:
         torch.optim.SGD([torch.zeros(1)])
     start = copy.deepcopy(model.extractor.state_dict()) if config.get("attack") else {}
     return Parts(method, model, pair, training, start)
-
-
-def _present(config: DictConfig, result: Result, trackers: list[Tracker], quiet: bool) -> None:
-    """Figures, trackers and the screen: the result stands, and nothing that fails here makes it a failed one."""
-    pictures: list[Path] = []
-    with _without_harm("the figures cannot be drawn"):
-        if config.figures or (config.figures is None and not quiet):
-            pictures = run_figures.draw(result, result.folder)
-    if any(name.startswith("attack/") for name in result.metrics):
-        with _without_harm("the report cannot be written"):
-            from immunization.results import page  # pandas and more, not for runs without attacks
-
-            page.audit(result.folder)
-    for tracker in trackers:
-        with _without_harm("a tracker failed at the end"):
-            tracker.finish(result, pictures)
-        tracker.close(failed=False)
-    with _without_harm("the table cannot be printed"):
-        if quiet:
-            print(line(result), flush=True)
-        else:
-            show(result)
-
-
-@contextmanager
-def _without_harm(what: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        log.warning("%s (%s: %s); the result is complete", what, type(error).__name__, error)
 
 
 def _clear(folder: Path, state: dict[str, Any] | None) -> None:

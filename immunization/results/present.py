@@ -1,0 +1,51 @@
+"""What follows a completed run: figures, the page of an audit, the end of its trackers, and the table on the screen."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from immunization.results import run_figures
+from immunization.results.screen import line, show
+from immunization.runs.result import Result
+from immunization.runs.tracker import Tracker
+
+log = logging.getLogger(__name__)
+
+
+def present(config: DictConfig, result: Result, trackers: Sequence[Tracker], quiet: bool) -> None:
+    """Draw, write and print what `result` holds, and close the trackers; nothing that fails here fails the run.
+
+    `quiet` prints one line instead of the table, and draws figures only with `figures=true`.
+    """
+    pictures: list[Path] = []
+    with _harmless("the figures cannot be drawn"):
+        if config.figures or (config.figures is None and not quiet):
+            pictures = run_figures.draw(result, result.folder)
+    if any(name.startswith("attack/") for name in result.metrics):
+        with _harmless("the report cannot be written"):
+            from immunization.results import page  # loads pandas and jinja2, which other runs can do without
+
+            page.audit(result.folder)
+    for tracker in trackers:
+        with _harmless("a tracker failed at the end"):
+            tracker.finish(result, pictures)
+        tracker.close(failed=False)
+    with _harmless("the table cannot be printed"):
+        if quiet:
+            print(line(result), flush=True)
+        else:
+            show(result)
+
+
+@contextmanager
+def _harmless(what: str) -> Iterator[None]:
+    """Turn an exception into a warning."""
+    try:
+        yield
+    except Exception as error:
+        log.warning("%s (%s: %s); the result is complete", what, type(error).__name__, error)
