@@ -35,8 +35,7 @@ from immunization.models import Linear, Timm
 from immunization.models.folded import folded_map
 from immunization.results.page import audit
 from immunization.runs.files import write_tensors
-from immunization.runs.result import Result
-from immunization.runs.verdict import verdict
+from immunization.runs.result import Result, verdict
 
 ATTACKS = sorted(path.stem for path in (CONF / "attack").glob("*.yaml"))
 NETS = {name for name in ATTACKS if "finetune" in name or "lora" in name}

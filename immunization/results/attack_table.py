@@ -5,7 +5,7 @@ from __future__ import annotations
 from immunization.results.formatting import NONE, number
 from immunization.results.settings import Setting
 from immunization.results.tables import Cell, Table
-from immunization.runs.verdict import attack_names, verdict
+from immunization.runs.result import attack_names, verdict
 
 
 def attacks(setting: Setting, name: str, heading: str) -> Table | None:
