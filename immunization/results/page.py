@@ -15,12 +15,11 @@ from rich.console import Console
 
 from immunization.results.attack_table import attacks
 from immunization.results.collect import Collection, Problem, Run, collect
-from immunization.results.formatting import NONE, number
+from immunization.results.formatting import number
 from immunization.results.settings import Setting, best, settings, title
 from immunization.results.sweep_figures import Plot, draw
 from immunization.results.tables import Cell, Table, alignment, comparison, counts
 from immunization.runs import files
-from immunization.runs.result import Result
 
 REPORT = "report.html"
 SCREEN = ("method", "runs", "failed", "(i)", "(ii)", "RIR", "harmful steps ratio")
@@ -31,7 +30,7 @@ MOST = 500
 
 @dataclass
 class Section:
-    """What is said of the runs that can be compared: tables, the comparison first, and figures."""
+    """The runs of one group with their tables, of which the first is the comparison, and figures."""
 
     group: list[Setting]
     tables: list[Table]
@@ -136,17 +135,12 @@ def _runs(runs: Sequence[Run]) -> Table:
             Cell(run.result.folder.name),
             Cell(run.result.method),
             Cell(str(run.result.seed), run.result.seed),
-            *(_metric(run.result, name) for name in metrics),
+            *(Cell.of(run.result.metrics.get(name)) for name in metrics),
             Cell(", ".join(run.result.flags)),
         ]
         for run in runs[:MOST]
     ]
     return Table("runs", "", ["run folder", "method", "seed", *metrics, "flags"], rows)
-
-
-def _metric(result: Result, name: str) -> Cell:
-    value = result.metrics.get(name)
-    return Cell(NONE) if value is None else Cell(number(value), value)
 
 
 def _code(text: str) -> Markup:
@@ -166,5 +160,5 @@ def markdown(parts: Iterable[Section], pictures: dict[str, str], command: str) -
 
 
 def _public(text: str) -> str:
-    """Without the places of files on this machine."""
+    """Without the paths of files on this machine."""
     return re.sub(r"(?<=[= ])[/~][^\s`,]*", "<folder>", text)
