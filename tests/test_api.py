@@ -96,7 +96,7 @@ def test_a_run_is_exported_and_loaded(tmp_path, method):
     assert model(images).shape == (2, 4)
     card = (tmp_path / "run/model_card.md").read_text()
     assert card.startswith(f"# test_resnet, immunized by {method}\n")
-    assert "Licence of its weights: not stated" in card  # timm's own holds for its weights alone
+    assert "License of its weights: not stated" in card  # timm's own holds for its weights alone
     with pytest.raises(DataError, match="cannot be read"):
         immunization.load(tmp_path)
 

@@ -1,9 +1,9 @@
 """Training of one net by several processes (torchrun): every process computes the features of its share of a batch.
 
 The shares are gathered before any method sees them, so that regularizers, losses and curves are those of the whole
-batch; backward, every process sends the gradient of its own rows through the net, and the sums over all processes are
-what the optimizer gets. Heads work on gathered features and have the whole gradient everywhere. Without torchrun, or
-with one process, every function here does nothing.
+batch; backward, every process sends the gradient of its own rows through the net, and the optimizer gets the sums over
+all processes. Heads work on gathered features and have the whole gradient everywhere. Without torchrun, or with one
+process, every function here does nothing.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def leave() -> None:
 
 
 def agree(folder: Path | None = None) -> Path | None:
-    """The run folder that the first process says, on all of them; None if it has nothing to do."""
+    """The folder that the first process gives, absolute, on every process; None if it gives none."""
     if size() == 1:
         return folder
     answer = [folder and folder.resolve()]
@@ -84,7 +84,7 @@ def agree(folder: Path | None = None) -> Path | None:
 
 @contextmanager
 def main_process_first() -> Iterator[None]:
-    """The first process goes ahead, the others follow when it is done: they find what it has kept on disk."""
+    """The first process goes ahead; the others follow when it is done, and find the files that it wrote."""
     if size() > 1 and rank():
         distributed.barrier()
     yield
@@ -118,9 +118,9 @@ class _Gather(torch.autograd.Function):
 
 
 def gather(part: Tensor) -> Tensor:
-    """The rows of all processes, in order, on each of them. The gradient of this process's own rows comes back to it.
+    """The rows of all processes, in order, on each of them; backward, a process gets the gradient of its own rows.
 
-    It is to be summed over the processes once it has reached parameters, see `attach` and `summed`.
+    Gradients of parameters are then parts of a sum over the processes, see `attach` and `summed`.
     """
     return part if size() == 1 else _Gather.apply(part)
 
@@ -128,7 +128,7 @@ def gather(part: Tensor) -> Tensor:
 def attach(extractor: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Let `extractor` return the features of the whole batch in training, and sum its gradients before each step.
 
-    Where no gradients are recorded it works on what it is given, as ever.
+    Where no gradients are recorded, as in evaluation, nothing is gathered.
     """
     if size() == 1:
         return
@@ -168,7 +168,7 @@ def triangular_factor(batches: Iterable[Tensor], width: int) -> Tensor:
         try:
             factor = spectrum.triangular_factor(chain([first], batches))[0]
             own[: len(factor)] = factor
-        except DegenerateSpectrum:  # is then said by all processes, below
+        except DegenerateSpectrum:  # NaN lets every process raise it, in the last line
             own.fill_(math.nan)
     factors = [torch.empty_like(own) for _ in range(size())]
     distributed.all_gather(factors, own)

@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _log(options: argparse.Namespace, parts: list[Section], pictures: list[Path]) -> None:
     """A summary run on W&B with every table, figure and the report."""
-    from immunization.runs.tracker import Wandb
+    from immunization.runs.wandb_tracker import Wandb
 
     tracker = Wandb(os.environ.get("WANDB_PROJECT", "immunization"), os.environ.get("WANDB_ENTITY"))
     paths = {"paths": [str(path) for path in options.paths]}

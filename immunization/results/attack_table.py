@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from immunization.results.formatting import NONE, number
 from immunization.results.settings import Setting
 from immunization.results.tables import Cell, Table
 from immunization.runs.result import attack_names, verdict
@@ -26,9 +25,8 @@ def attacks(setting: Setting, name: str, heading: str) -> Table | None:
         "operations, baseline": "cost_baseline",
         "operations, immunized": "cost",
     }
-    rows = [
-        [Cell(attack), *(_median(setting, f"attack/{attack}/{key}") for key in columns.values())] for attack in names
-    ]
+    medians = {attack: [setting.median(f"attack/{attack}/{key}") for key in columns.values()] for attack in names}
+    rows = [[Cell(attack), *map(Cell.of, values)] for attack, values in medians.items()]
     kept = [0, *(i for i in range(1, len(columns) + 1) if any(row[i].value is not None for row in rows))]
     header = ["attack", *columns]
     notes = [
@@ -46,11 +44,6 @@ def attacks(setting: Setting, name: str, heading: str) -> Table | None:
         [[row[i] for i in kept] for row in rows],
         notes,
     )
-
-
-def _median(setting: Setting, metric: str) -> Cell:
-    value = setting.median(metric)
-    return Cell(NONE) if value is None else Cell(number(value), value)
 
 
 def _flags(setting: Setting) -> list[str]:

@@ -1,4 +1,4 @@
-"""Any number of result.json files as one table, with everything that does not belong into it named and counted."""
+"""Any number of result.json files as one table, and a list of every folder that was left out of it, with the reason."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 PAIR = ("dataset.primary", "dataset.harmful", "dataset.benign", "pair")
-"""Keys that choose the classes of both tasks: runs that differ in them are averaged, not compared."""
+"""Keys that choose the classes of the tasks: runs that differ in nothing else are averaged."""
 TRAINING = ("method.", "optimizer.", "scheduler.")
-"""Keys of how a model is immunized: runs that differ in them are compared."""
+"""Prefixes of keys that say how a model is immunized: runs that differ in them stand side by side in one table."""
 _WHERE = ("dataset.root", "dataset.download")
 
 
@@ -187,22 +187,23 @@ def _read(folder: Path) -> Run:
     return Run(result, config, command_of(folder))
 
 
-def _values(mapping: Any) -> list[Any]:
+def _values(mapping: object) -> list[object]:
     if not isinstance(mapping, dict):
         raise DataError("metrics, curves and seconds of a result must be mappings; the file was edited")
     return list(mapping.values())
 
 
 def _key(settings: Mapping[str, Any], keep: Callable[[str], bool]) -> str:
-    """The settings whose names `keep` says yes to, as text to compare by."""
+    """The settings whose names pass `keep`, as text, so that equal settings have equal keys."""
     return json.dumps({name: value for name, value in sorted(settings.items()) if keep(name)}, default=str)
 
 
-def _cell(value: Any) -> Any:
+def _cell(value: object) -> bool | float | str | None:
+    """A setting as a table can hold it: lists and other objects as text."""
     return value if value is None or isinstance(value, bool | int | float | str) else _text(value)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return json.dumps(value, default=str)
 
 

@@ -36,7 +36,7 @@ LIMITS = """\
 
 
 def write(folder: str | Path, result: Result, config: DictConfig, facts: dict[str, Any]) -> Path:
-    """Write model_card.md; `facts` are those the model gives to its file (`Timm.metadata`)."""
+    """Write model_card.md; `facts` are what the model stores with its weights (`Timm.metadata`)."""
     settings = OmegaConf.to_container(config.method, resolve=True)
     del settings["_target_"]
     about = result.about
@@ -57,9 +57,9 @@ def write(folder: str | Path, result: Result, config: DictConfig, facts: dict[st
         "## Made from",
         "",
         f"- Base model: `{facts['architecture']}`, {source}.",
-        f"- Licence of its weights: {license}.",
+        f"- License of its weights: {license}.",
         *(f"- {role.capitalize()} data: {name}" + _counts(about, role) for role, name in about["data"].items()),
-        "- Licence of the data: that of its owner; ImageNet and Stanford Cars are for non-commercial research.",
+        "- License of the data: that of its owner; ImageNet and Stanford Cars are for non-commercial research.",
         f"- Method: `{result.method}` with `{json.dumps(settings)}`, seed {result.seed}.",
         "",
         "## Measured",

@@ -7,20 +7,19 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from html import escape
 from pathlib import Path
-from string import Template
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 from rich.console import Console
 
 from immunization.results.attack_table import attacks
 from immunization.results.collect import Collection, Problem, Run, collect
-from immunization.results.formatting import NONE, number
+from immunization.results.formatting import number
 from immunization.results.settings import Setting, best, settings, title
 from immunization.results.sweep_figures import Plot, draw
 from immunization.results.tables import Cell, Table, alignment, comparison, counts
 from immunization.runs import files
-from immunization.runs.result import Result
 
 REPORT = "report.html"
 SCREEN = ("method", "runs", "failed", "(i)", "(ii)", "RIR", "harmful steps ratio")
@@ -31,7 +30,7 @@ MOST = 500
 
 @dataclass
 class Section:
-    """What is said of the runs that can be compared: tables, the comparison first, and figures."""
+    """The runs of one group with their tables, of which the first is the comparison, and figures."""
 
     group: list[Setting]
     tables: list[Table]
@@ -92,11 +91,24 @@ def show(collection: Collection, parts: Sequence[Section], objective: str, conso
 
 def write(path: Path, collection: Collection, parts: Sequence[Section], heading: str) -> None:
     """Write the report to `path`."""
-    page = Template(Path(__file__).with_name(REPORT).read_text())
-    body = [*(_section(part) for part in parts), _problems(collection.problems), _runs(collection.runs)]
-    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    content = page.substitute(
-        title=escape(heading), counts=escape(collection.counts()), made=made, body="\n".join(filter(None, body))
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["code"] = _code
+    content = environment.get_template(REPORT).render(
+        title=heading,
+        counts=collection.counts(),
+        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        sections=[(part, provenance(part.runs)) for part in parts],
+        left_out=len(collection.problems),
+        problems=_problems(collection.problems),
+        completed=len(collection.runs),
+        runs=_runs(collection.runs),
+        most=MOST,
     )
     files.write(path, content)
 
@@ -111,72 +123,29 @@ def provenance(runs: Sequence[Run]) -> str:
     return f"{len(runs)} runs in {where}" + (f", made by {', '.join(shown)}{more}" if shown else "") + "."
 
 
-def _section(part: Section) -> str:
-    source = _code(provenance(part.runs))
-    figures = (
-        f"<figure>{plot.svg()}<figcaption>{escape(plot.caption)} {source}</figcaption></figure>" for plot in part.plots
-    )
-    tables = (
-        f"<h2>{escape(table.title)}</h2>{_table(table)}"
-        f'<ul class="notes">{"".join(f"<li>{escape(note)}</li>" for note in table.notes)}</ul>'
-        for table in part.tables
-    )
-    return "\n".join([*tables, f'<p class="soft">{source}</p>', *figures])
-
-
-def _table(table: Table, kind: str = "") -> str:
-    head = "".join(f'<th scope="col"><button>{escape(name)}</button></th>' for name in table.header)
-    rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in table.rows)
-    return f'<div class="wide"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-
-
-def _cell(cell: Cell) -> str:
-    text = f"<b>{escape(cell.text)}</b>" if cell.strong else escape(cell.text)
-    value = "" if cell.value is None else f' data-value="{cell.value!r}"'
-    return f"<td{value}{' class=long' if len(cell.text) > 60 else ''}>{text}</td>"
-
-
-def _problems(problems: Sequence[Problem]) -> str:
-    if not problems:
-        return ""
+def _problems(problems: Sequence[Problem]) -> Table:
     rows = [[Cell(problem.kind), Cell(str(problem.folder)), Cell(problem.message)] for problem in problems[:MOST]]
-    return (
-        f'<h2 class="bad">Left out of every average: {len(problems)} run{"s" * (len(problems) != 1)}</h2>'
-        + _table(Table("problems", "", ["what", "folder", "why"], rows), "text")
-        + _rest(len(problems))
-    )
+    return Table("problems", "", ["what", "folder", "why"], rows)
 
 
-def _runs(runs: Sequence[Run]) -> str:
+def _runs(runs: Sequence[Run]) -> Table:
     metrics = ("ratio_harmful", "ratio_primary", "rir", "test/rir", "authors/rir", "steps_ratio/harmful")
     rows = [
         [
             Cell(run.result.folder.name),
             Cell(run.result.method),
             Cell(str(run.result.seed), run.result.seed),
-            *(_metric(run.result, name) for name in metrics),
+            *(Cell.of(run.result.metrics.get(name)) for name in metrics),
             Cell(", ".join(run.result.flags)),
         ]
         for run in runs[:MOST]
     ]
-    header = ["run folder", "method", "seed", *metrics, "flags"]
-    return f"<h2>Runs</h2><details><summary>{len(runs)} completed runs</summary>{_rest(len(runs))}" + (
-        _table(Table("runs", "", header, rows)) + "</details>"
-    )
+    return Table("runs", "", ["run folder", "method", "seed", *metrics, "flags"], rows)
 
 
-def _metric(result: Result, name: str) -> Cell:
-    value = result.metrics.get(name)
-    return Cell(NONE) if value is None else Cell(number(value), value)
-
-
-def _rest(count: int) -> str:
-    return f'<p class="soft">The first {MOST} of {count}; results.csv has all.</p>' if count > MOST else ""
-
-
-def _code(text: str) -> str:
+def _code(text: str) -> Markup:
     """Escaped, with `...` as code."""
-    return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text)))
 
 
 def markdown(parts: Iterable[Section], pictures: dict[str, str], command: str) -> str:
@@ -191,5 +160,5 @@ def markdown(parts: Iterable[Section], pictures: dict[str, str], command: str) -
 
 
 def _public(text: str) -> str:
-    """Without the places of files on this machine."""
+    """Without the paths of files on this machine."""
     return re.sub(r"(?<=[= ])[/~][^\s`,]*", "<folder>", text)

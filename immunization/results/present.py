@@ -1,4 +1,4 @@
-"""What people see of a completed run: figures, the page of an audit, trackers and the screen."""
+"""What follows a completed run: figures, the page of an audit, the end of its trackers, and the table on the screen."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ log = logging.getLogger(__name__)
 
 
 def present(config: DictConfig, result: Result, trackers: Sequence[Tracker], quiet: bool) -> None:
-    """Figures, trackers and the screen: the result stands, and nothing that fails here makes it a failed one."""
+    """Draw, write and print what `result` holds, and close the trackers; nothing that fails here fails the run.
+
+    `quiet` prints one line instead of the table, and draws figures only with `figures=true`.
+    """
     pictures: list[Path] = []
-    with _without_harm("the figures cannot be drawn"):
+    with _harmless("the figures cannot be drawn"):
         if config.figures or (config.figures is None and not quiet):
             pictures = run_figures.draw(result, result.folder)
     if any(name.startswith("attack/") for name in result.metrics):
-        with _without_harm("the report cannot be written"):
-            from immunization.results import page  # pandas and more, not for runs without attacks
+        with _harmless("the report cannot be written"):
+            from immunization.results import page  # loads pandas and jinja2, which other runs can do without
 
             page.audit(result.folder)
     for tracker in trackers:
-        with _without_harm("a tracker failed at the end"):
+        with _harmless("a tracker failed at the end"):
             tracker.finish(result, pictures)
         tracker.close(failed=False)
-    with _without_harm("the table cannot be printed"):
+    with _harmless("the table cannot be printed"):
         if quiet:
             print(line(result), flush=True)
         else:
@@ -40,7 +43,8 @@ def present(config: DictConfig, result: Result, trackers: Sequence[Tracker], qui
 
 
 @contextmanager
-def _without_harm(what: str) -> Iterator[None]:
+def _harmless(what: str) -> Iterator[None]:
+    """Turn an exception into a warning."""
     try:
         yield
     except Exception as error:

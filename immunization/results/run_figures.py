@@ -32,7 +32,7 @@ TERMS = {
     "harmful_loss": (COLORS["harmful"], "-"),
     "r_ill": (COLORS["harmful"], "-."),
 }
-"""Colour and line of the terms that the methods of the paper log; the terms of other methods take OTHERS in turn."""
+"""Color and line of the terms that the methods of the paper log; the terms of other methods take OTHERS in turn."""
 LABELS = {
     "kappa_primary": "primary",
     "kappa_harmful": "harmful",

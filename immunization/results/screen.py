@@ -1,4 +1,4 @@
-"""The table on the screen: one run as a sheet, many runs as rows, both within the width of the terminal."""
+"""Runs on the terminal, within its width: one run as a sheet, many runs as the rows of a table."""
 
 from __future__ import annotations
 

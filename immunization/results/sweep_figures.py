@@ -1,6 +1,7 @@
 """Figures over many runs: the paper's Figs. 1 to 3, the map of both lambdas, and what is traded against what.
 
-Methods have one color in every figure. What is drawn in INK follows the reader's theme in the report.
+A method has the same color in every figure. What is drawn in INK takes the color of the page's text in the report, so
+that figures can be read on dark pages too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,7 +30,7 @@ PALETTE = ("#888888", "#E69F00", "#CC79A7", "#009E73", "#0072B2", "#D55E00", "#5
 SATURATED = 2.0
 """Heat maps of log10 RIR have their full colors from here on: RIR 100, more than the paper reports on average."""
 LINES = 8
-"""A figure of curves shows at most so many settings: those with the largest objective."""
+"""A figure of curves shows at most this many settings, those with the largest objective."""
 
 
 @dataclass
@@ -41,7 +42,7 @@ class Plot:
     figure: Figure
 
     def svg(self) -> str:
-        """For a page: an <svg> element whose INK is the color of the text around it, and whose text is text."""
+        """An <svg> element for a page: INK is the color of the text around it, and text stays text."""
         import matplotlib
 
         with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": self.name}):
@@ -89,7 +90,7 @@ def norm_ratio(group: Sequence[Setting], objective: str) -> tuple[Figure, str] |
     figure.axes[0].set_ylabel("distance to the optimum, relative")
     for ax in figure.axes:
         ax.set_xlabel("steps, exact line search")
-        if ax.dataLim.ymin < 0.1:  # over less than a decade, logarithmic axes have no readable ticks
+        if ax.dataLim.ymin < 0.1:  # below a decade, a logarithmic axis has hardly any ticks
             ax.set_yscale("log")
             ax.set_ylim(bottom=max(ax.get_ylim()[0], 1e-16))  # below is rounding
     return figure, (
@@ -136,7 +137,7 @@ def pairs(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | None
         above, known = int((values > 0).sum()), int(np.isfinite(values).sum())
         ax.set(title=f"{setting.label}\nRIR > 1 in {above} of {known}", xlabel="harmful class")
         ax.set_ylabel("primary class")
-    beside = axes[0].get_position()  # of a panel's height, in the margin right of the first row
+    beside = axes[0].get_position()  # the bar is as high as a panel, in the margin right of the first row
     size = figure.get_size_inches()[0]
     bar = figure.colorbar(
         image, cax=figure.add_axes((1 - 0.85 / size, beside.y0, 0.15 / size, beside.height)), extend="both"
@@ -356,7 +357,7 @@ def _panels(
     return figure, axes
 
 
-def _image(ax: Axes, values: np.ndarray, x: Sequence[str], y: Sequence[str], **options: Any) -> AxesImage:
+def _image(ax: Axes, values: np.ndarray, x: Sequence[str], y: Sequence[str], **options: str | float) -> AxesImage:
     """A heat map with a name at every row and column."""
     ax.grid(False)
     ax.spines[:].set_visible(False)

@@ -32,14 +32,13 @@ COUNTS: dict[str, dict[str, Callable[[float], bool]]] = {
     "primary ≤ 1": {"steps_ratio/primary": lambda value: value <= 1},
     "benign ≤ 1": {"steps_ratio/benign": lambda value: value <= 1},
 }
-"""What counts as a success of a run: every measure named exists and is as stated."""
+"""When a run counts as a success: it has every measure named, and each passes its test."""
 COUNTS["both"] = COUNTS["harmful > 1"] | COUNTS["primary ≤ 1"]
 
 ALIGNMENT = {"alignment/score": "score", "alignment/kernel": "kernel", "alignment/kappa_M": "κ(M)"}
 """What might predict the RIR that a pair of tasks allows."""
 
 RATIOS = {"ratio_harmful": "(i)", "ratio_primary": "(ii)", "rir": "RIR"}
-AUTHORS = "authors'"
 
 
 @dataclass
@@ -49,6 +48,11 @@ class Cell:
     text: str
     value: float | None = None
     strong: bool = False
+
+    @classmethod
+    def of(cls, value: float | None) -> Cell:
+        """A number in three digits; a dash for none."""
+        return cls(NONE) if value is None else cls(number(value), value)
 
 
 @dataclass
@@ -100,14 +104,14 @@ class Table:
         return self._frame(lambda cell: cell.text).to_csv(index=False, lineterminator="\n")
 
     def _frame(self, text: Callable[[Cell], str]) -> pd.DataFrame:
-        import pandas as pd  # takes a third of a second, which nobody waits for who only looks at the screen
+        import pandas as pd  # slow to load, and a run that only prints its table does without it
 
         return pd.DataFrame([[text(cell) for cell in row] for row in self.rows], columns=self.header)
 
 
 def comparison(group: Sequence[Setting], name: str, heading: str, objective: str = "rir") -> Table:
     """One row a setting: (i), (ii) and RIR beside the paper's, share of the ceiling, and what it means in practice."""
-    # in the authors' protocol the main columns follow the authors' convention of kappa, as the paper's figures do
+    # the paper's figures, to compare with, are by the authors' convention of kappa on the authors' data
     authors = group[0].first.settings.get("dataset.protocol") == "authors"
     main, other = ("authors/", "") if authors else ("", "authors/")
     objective = main + objective if objective in RATIOS else objective
@@ -129,7 +133,8 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
         columns["RIR, median"] = [_median(setting, main + "rir") for setting in group]
     for metric, text in RATIOS.items():
         columns[f"paper {text}"] = [_published(paper.get(setting.method, {}).get(metric)) for setting in group]
-    columns[f"RIR, {'rank-aware' if authors else AUTHORS} κ"] = [_median(setting, other + "rir") for setting in group]
+    convention = "rank-aware" if authors else "authors'"
+    columns[f"RIR, {convention} κ"] = [_median(setting, other + "rir") for setting in group]
     columns["ceiling, log share"] = [_percent(setting, "ceiling/attained") for setting in group]
     columns["Def. 3.1 holds"] = [_percent(setting, "definition/immunized") for setting in group]
     for measure, text in MEASURES.items():
@@ -239,8 +244,7 @@ def _interval(setting: Setting, metric: str) -> Cell:
 
 
 def _median(setting: Setting, metric: str) -> Cell:
-    value = setting.median(metric)
-    return Cell(NONE) if value is None else Cell(number(value), value)
+    return Cell.of(setting.median(metric))
 
 
 def _published(value: Sequence[float] | None) -> Cell:
@@ -259,7 +263,7 @@ def _change(setting: Setting, metric: str) -> Cell:
 
 def _seconds(setting: Setting) -> Cell:
     totals = [sum(run.result.seconds.values()) for run in setting.runs]
-    return Cell(number(sum(totals) / len(totals)), sum(totals) / len(totals)) if totals else Cell(NONE)
+    return Cell.of(sum(totals) / len(totals) if totals else None)
 
 
 def _flags(setting: Setting) -> list[str]:
@@ -277,7 +281,7 @@ def _sample(seeds: int, pairs: int, group: Sequence[Setting]) -> str:
 
 
 def _data(run: Run) -> str:
-    """The preparation of the data, on which all depends that can be attained."""
+    """How the data were prepared, which decides what any method can attain."""
     facts = (f"{name}: {text}" for name, text in run.result.about.items() if isinstance(text, str))
     return f"Data: {'; '.join(facts) or 'not described'}."
 
@@ -324,6 +328,8 @@ _TEX: Mapping[int, str] = str.maketrans(
         "±": "$\\pm$",
         "→": "$\\to$",
         "κ": "$\\kappa$",
+        "≤": "$\\leq$",
+        **{char: f"${char}$" for char in "<>"},  # other signs in the fonts that LaTeX has by default
         "★": "$\\star$",
         "²": "$^2$",
         NONE: "--",

@@ -24,7 +24,7 @@ PACKAGES = ("immunization", "torch", "numpy", "timm", "hydra-core", "scikit-lear
 
 
 def describe(device: torch.device | str) -> dict[str, Any]:
-    """Code version, library versions, hardware, command line and time (UTC); None where a thing is not known."""
+    """Code version, library versions, hardware, command line and time (UTC); None for what cannot be found out."""
     return {
         "time": datetime.now(UTC).isoformat(),
         "command": shlex.join([sys.executable, *sys.argv]),
@@ -55,7 +55,7 @@ def command_of(folder: str | Path) -> str | None:
 
 def _git() -> dict[str, Any] | None:
     """Commit of this checkout, and whether tracked files differ from it; None for an installed package."""
-    if not (ROOT / ".git").exists():  # or git would report the repository an environment happens to lie in
+    if not (ROOT / ".git").exists():  # else git would report a repository that surrounds the environment
         return None
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: atomic writing, tensors that carry their checksum, and one process a folder."""
+"""Atomic writing of files, tensors with a checksum, and locks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PART = ".part"
-"""Ends the names of files that are being written; what a killed process left of them is rubbish."""
+"""Ends the names of files that are being written; a killed process may leave one, which is then of no use."""
 
 _KEY = "sha256"
 

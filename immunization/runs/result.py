@@ -1,4 +1,4 @@
-"""What a run leaves behind: its measures, curves, flags and status, read from and written to result.json."""
+"""What a run leaves behind, read from and written to result.json: measures, curves, flags, and what its attacks say."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Literal, TypedDict
 from immunization.errors import DataError, UserError
 from immunization.runs import strict_json
 
-PREFIX = "attack/"
+ATTACK = "attack/"
+"""Starts the names of what the attacks measure."""
 
 
 class Curve(TypedDict):
@@ -107,13 +108,13 @@ def _checksum(content: dict[str, Any]) -> str:
 
 def attack_names(result: Result) -> list[str]:
     """The attacks of a run, in their order; those that did not apply are left out."""
-    found = (key.split("/")[1] for key, value in result.metrics.items() if key.startswith(PREFIX) and value is not None)
+    found = (key.split("/")[1] for key, value in result.metrics.items() if key.startswith(ATTACK) and value is not None)
     return [name for name in dict.fromkeys(found) if name != "worst"]
 
 
 def successes(result: Result) -> dict[str, float]:
     """Attacks that learn the harmful task with theta_I, cheapest first: name -> operations."""
-    costs = {name: result.metrics.get(f"{PREFIX}{name}/cost") for name in attack_names(result)}
+    costs = {name: result.metrics.get(f"{ATTACK}{name}/cost") for name in attack_names(result)}
     return dict(sorted(((name, cost) for name, cost in costs.items() if cost is not None), key=lambda item: item[1]))
 
 
@@ -143,10 +144,10 @@ def verdict(results: Sequence[Result]) -> list[str]:
             f"None of {len(tried)} attacks learns the harmful task within its budget, held-out {measure} {bar:.3f}; "
             f"the best comes to {result.metrics['attack/worst/final']:.3f}. That is no proof: others may."
         ]
-    held = [name for name in tried if name not in found and result.metrics.get(f"{PREFIX}{name}/final") is not None]
+    held = [name for name in tried if name not in found and result.metrics.get(f"{ATTACK}{name}/final") is not None]
     if held and found:
         lines.append(f"It holds, within their budgets, against {', '.join(held)}.")
-    lost = [name for name in tried if result.metrics.get(f"{PREFIX}{name}/final") is None]
+    lost = [name for name in tried if result.metrics.get(f"{ATTACK}{name}/final") is None]
     if lost:
         reason = result.reasons.get("attacks_diverged", "not measured")
         lines.append(f"Nothing is known of {', '.join(lost)}: {reason}.")
@@ -167,4 +168,4 @@ def _several(results: Sequence[Result]) -> list[str]:
 
 
 def _classes(result: Result) -> bool:
-    return any(key.startswith(PREFIX) and key.endswith("/accuracy") for key in result.curves)
+    return any(key.startswith(ATTACK) and key.endswith("/accuracy") for key in result.curves)

@@ -1,4 +1,4 @@
-"""What of a configuration decides the numbers of a run, and which run folders need no further work."""
+"""Which keys of a configuration decide the numbers of a run, and whether a folder holds the completed run already."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BOOKKEEPING = (
     *("checkpoint", "deterministic", "figures", "log_every", "name", "objective", "resume", "tags", "threads"),
     *("tracker", "trusted"),
 )
-"""Keys that change where and how a run is shown, and no number in its result."""
+"""Keys that decide where and how a run is shown or saved, but no number in its result."""
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where PyYAML was built with it, ten times faster
 
@@ -34,21 +34,22 @@ def read_config(folder: Path) -> dict[str, Any]:
         content = yaml.load(text, _LOADER)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict) or not text.endswith("\n"):  # YAML that is cut in a line may well be YAML
+    if not isinstance(content, dict) or not text.endswith("\n"):  # a file cut off within a line can still be valid YAML
         raise DataError(f"{path} is not a configuration; it was cut off or edited")
     return content
 
 
 def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a plain configuration that decides the numbers of the run; null is as good as absent."""
+    """The part of a plain configuration that decides the numbers of the run; a key that is null counts as absent."""
     return {key: value for key, value in config.items() if key not in BOOKKEEPING and value is not None}
 
 
 def completed(config: DictConfig, folder: Path) -> Result | None:
-    """With `resume=true` the result in `folder` if it is a completed one of this very configuration; None: work to do.
+    """The result in `folder` if that is a completed run of this very configuration and `resume=true`.
 
-    A completed run is never written over: raises ConfigError for one of another configuration, and without
-    `resume=true`. What was damaged since is named, and is work to do again.
+    None if the run has to be done: there is none, it was not completed, or its files were damaged since (a warning
+    names them). A completed run is never written over: raises ConfigError for one of another configuration, and for
+    any without `resume=true`.
     """
     try:
         result = Result.read(folder)

@@ -23,7 +23,8 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from immunization.errors import ConfigError
 from immunization.runs.result import Result
-from immunization.runs.tracker import Recorder, Tracker, Wandb, history
+from immunization.runs.tracker import Recorder, Tracker, history
+from immunization.runs.wandb_tracker import Wandb
 
 CONFIG = {"seed": 3, "method": {"_target_": "immunization.methods.Identity", "lambda_P": 0.5}}
 WITHOUT_ACCOUNT = dict.fromkeys(("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
@@ -229,7 +230,7 @@ import logging, sys
 from pathlib import Path
 logging.basicConfig(level="WARNING", format="%(message)s")
 from immunization.runs.result import Result
-from immunization.runs.tracker import Wandb
+from immunization.runs.wandb_tracker import Wandb
 tracker = Wandb(timeout=2)
 tracker.start(Path("."), {"seed": 1}, name="n", group="g", tags=[])
 tracker.log(1, {"loss": 1.0})
@@ -307,4 +308,4 @@ def test_tracker_none_composes_to_null(tmp_path):
     (tmp_path / "tracker").symlink_to(ROOT / "conf" / "tracker")
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         assert compose("config", overrides=["tracker=none"]).tracker is None
-        assert compose("config").tracker._target_ == "immunization.runs.tracker.Wandb"
+        assert compose("config").tracker._target_ == "immunization.runs.wandb_tracker.Wandb"

@@ -1,0 +1,71 @@
+"""What follows a completed run: whatever fails there leaves the run completed, and the rest is done."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from results_maker import make_run
+
+from immunization.results import run_figures
+from immunization.results.present import present
+from immunization.runs.result import Result
+from immunization.runs.tracker import Tracker
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Noting(Tracker):
+    """Keeps what it was told; fails where it is asked to."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails, self.figures, self.closed = fails, None, []
+
+    def finish(self, result, figures):
+        self.figures = [path.name for path in figures]
+        if self.fails:
+            raise RuntimeError("no network")
+
+    def close(self, failed):
+        self.closed.append(failed)
+
+
+@pytest.fixture
+def result(tmp_path) -> Result:
+    return Result.read(make_run(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(("figures", "quiet", "drawn"), [(None, False, True), (None, True, False), (True, True, True)])
+def test_figures_are_drawn_and_handed_to_the_trackers(figures, quiet, drawn, result, capsys):
+    tracker = Noting()
+    present(OmegaConf.create({"figures": figures}), result, [tracker], quiet)
+    assert ("learning_curves.png" in tracker.figures) == drawn
+    assert tracker.closed == [False]
+    assert (len(capsys.readouterr().out.splitlines()) == 1) == quiet
+
+
+def test_failures_are_warnings_and_stop_nothing(result, monkeypatch, capsys, caplog):
+    monkeypatch.setattr(run_figures, "draw", lambda *_: 1 / 0)
+    broken, whole = Noting(fails=True), Noting()
+    present(OmegaConf.create({"figures": True}), result, [broken, whole], quiet=True)
+    assert "the figures cannot be drawn (ZeroDivisionError" in caplog.text
+    assert "a tracker failed at the end (RuntimeError: no network)" in caplog.text
+    assert broken.closed == whole.closed == [False]
+    assert whole.figures == []
+    assert "RIR 10" in capsys.readouterr().out
+
+
+def test_only_an_audit_gets_a_page(result):
+    present(OmegaConf.create({"figures": False}), result, [], quiet=True)
+    assert not (result.folder / "report.html").exists()
+    result.metrics["attack/sgd/final"] = 0.5
+    result.write(result.folder)
+    present(OmegaConf.create({"figures": False}), result, [], quiet=True)
+    assert "attacks on condition_number" in (result.folder / "report.html").read_text()
+
+
+def test_nothing_of_the_report_is_loaded_with_the_runner():
+    code = "import sys, immunization.runner; print(sorted({'pandas', 'jinja2', 'wandb'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
