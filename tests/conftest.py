@@ -20,11 +20,13 @@ os.environ |= (
 
 import pytest
 import torch
+from helpers.images import draw_folder
 from helpers.repository import ROOT
 from hypothesis import settings
 from threadpoolctl import threadpool_info
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from immunization.results import run_figures
 from immunization.training import checkpoint
 
 torch.set_num_threads(1)
@@ -120,6 +122,19 @@ def cut(monkeypatch) -> Iterator[Callable[[int], None]]:
 
     yield arrange
     monkeypatch.undo()
+
+
+@pytest.fixture
+def no_figures(monkeypatch) -> None:
+    """They take most of the time of a small run."""
+    monkeypatch.setattr(run_figures, "draw", lambda result, folder: [])
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory) -> tuple[Path, Path]:
+    """Images of a primary task with 4 classes and of a harmful one with 3."""
+    root = tmp_path_factory.mktemp("images")
+    return draw_folder(root / "primary", 4, 20, 6, 0), draw_folder(root / "harmful", 3, 24, 8, 1)
 
 
 @pytest.fixture(scope="session")

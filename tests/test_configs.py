@@ -17,7 +17,6 @@ from omegaconf import DictConfig, OmegaConf
 from immunization import run
 from immunization.config import CONF, build, check, compose, slug
 from immunization.errors import ConfigError, DataError
-from immunization.results import run_figures
 from immunization.runs import tracker
 
 pytestmark = pytest.mark.trains
@@ -54,12 +53,6 @@ def change(cfg: DictConfig, override: str) -> None:
     """What `key=value`, or `+key=value`, does on the command line."""
     key, value = override.lstrip("+").split("=")
     OmegaConf.update(cfg, key, OmegaConf.from_dotlist([f"x={value}"]).x, force_add=True)
-
-
-@pytest.fixture
-def no_figures(monkeypatch) -> None:
-    """They take most of the time of a small run."""
-    monkeypatch.setattr(run_figures, "draw", lambda result, folder: [])
 
 
 def choose(group: str, option: str) -> list[str]:

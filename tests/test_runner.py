@@ -1,13 +1,12 @@
-"""One run from Python: its folder, its numbers, computing them again, and what is left of a run that fails."""
+"""One run from Python: its folder, its numbers, and computing them again."""
 
 import json
 import re
-import threading
 from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 from threadpoolctl import threadpool_info, threadpool_limits
@@ -16,10 +15,8 @@ from torch.testing import assert_close
 import immunization
 from immunization import Result, data, run
 from immunization.config import CONF, compose
-from immunization.errors import ConfigError, DataError, DegenerateSpectrum, Diverged
-from immunization.evaluation import Measures
-from immunization.results import run_figures
-from immunization.runs.tracker import Tracker, history
+from immunization.errors import DataError
+from immunization.runs.tracker import history
 from immunization.theory import spectrum
 
 pytestmark = pytest.mark.trains
@@ -49,27 +46,11 @@ def done(tmp_path_factory) -> Result:
     return run([*SMALL, "dataset.benign=2", "seed=3"], folder=tmp_path_factory.mktemp("runs") / "done")
 
 
-@pytest.fixture
-def no_figures(monkeypatch) -> None:
-    """They take most of the time of a small run."""
-    monkeypatch.setattr(run_figures, "draw", lambda result, folder: [])
-
-
-def trusting(*overrides: str) -> DictConfig:
-    """A configuration that may name the classes of this file."""
-    cfg = compose([*QUICK, *overrides])
-    cfg.trusted = [__name__.partition(".")[0]]
-    return cfg
-
-
 def strict(path: Path) -> dict:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} in {path}")
 
     return json.loads(path.read_text(), parse_constant=refuse)
-
-
-# --- The run folder ---------------------------------------------------------------------------------------------------
 
 
 def test_the_folder_holds_everything(done):
@@ -145,9 +126,6 @@ def test_folders_of_runs_started_together_differ(tmp_path, monkeypatch, no_figur
     for folder in folders:
         assert folder.parent == tmp_path / "outputs" / "a-b"
         assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-\d{6}", folder.name)
-
-
-# --- result.json ------------------------------------------------------------------------------------------------------
 
 
 def test_result_has_the_documented_content(done):
@@ -228,9 +206,6 @@ def test_what_the_user_sees(capsys, tmp_path, no_figures):
     for text in ("condition_number", "RIR", "Definition 3.1", "accuracy", "seconds", "run folder"):
         assert text in out
     assert "Traceback" not in out + err
-
-
-# --- Numbers ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [(), ("model.init=random", "method.batch_size=8")], ids=["exact", "random"])
@@ -320,153 +295,3 @@ def test_the_python_interface():
     assert immunization.condition_number is spectrum.condition_number
     with pytest.raises(AttributeError, match="immunise"):
         immunization.immunise  # noqa: B018
-
-
-# --- Trackers ---------------------------------------------------------------------------------------------------------
-
-
-class Spy(Tracker):
-    """Remembers what it was told."""
-
-    calls: list[tuple] = []  # noqa: RUF012
-
-    def __init__(self) -> None:
-        self.calls.clear()
-
-    def start(self, folder, config, name, group, tags):
-        self.calls.append(("start", config["seed"], name, group, tags))
-
-    def log(self, step, metrics):
-        self.calls.append(("log", step, metrics["rir"]))
-
-    def finish(self, result, figures):
-        self.calls.append(("finish", result.status, figures))
-
-    def close(self, failed):
-        self.calls.append(("close", failed))
-
-
-def test_a_tracker_gets_configuration_numbers_result_and_figures(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_figures, "draw", lambda result, folder: [folder / "one.png"])
-    cfg = trusting("seed=5", "name=mine", "tags=[a,b]")
-    cfg.tracker = {"_target_": f"{__name__}.Spy"}
-    run(cfg, folder=tmp_path / "here")
-    start, *logs, finish, close = Spy.calls
-    assert start == ("start", 5, "here", "mine", ["a", "b"])
-    assert [step for _, step, _ in logs] == [0, 1, 2, 3, 4]
-    assert finish == ("finish", "completed", [tmp_path / "here" / "one.png"])
-    assert close == ("close", False)
-
-
-# --- Runs that fail ---------------------------------------------------------------------------------------------------
-
-
-class Broken:
-    """An evaluation with a fault."""
-
-    def __call__(self, comparison) -> Measures:
-        raise ZeroDivisionError("a fault of the program")
-
-
-def failed(folder: Path) -> Result:
-    result = Result.read(folder)
-    assert result.status == "failed"
-    assert result.error
-    assert (folder / "config.yaml").is_file()
-    return result
-
-
-def test_divergence_keeps_the_last_good_numbers(tmp_path):
-    cfg = trusting("optimizer=sgd", "optimizer.lr=3", "method.lambda_P=1", "method.epochs=500", "log_every=1")
-    cfg.tracker = {"_target_": f"{__name__}.Spy"}
-    with pytest.raises(Diverged, match=r"lower optimizer\.lr"):
-        run(cfg, folder=tmp_path)
-    result, curves = failed(tmp_path), history(tmp_path)
-    assert "diverged" in result.error or "overflows" in result.error
-    assert len(curves["rir"]["x"]) > 1
-    for name in ("loss", "rir", "kappa_harmful", "kappa_primary"):
-        assert result.metrics[name] == curves[name]["y"][-1] is not None
-    assert Spy.calls[-1] == ("close", True)
-    assert all(call[0] != "finish" for call in Spy.calls)
-    log = (tmp_path / "run.log").read_text()
-    assert "ERROR" in log
-    assert "Traceback" not in log  # a user's mistake
-
-
-def test_theta_that_overflows_in_the_last_step_is_divergence(tmp_path):
-    with pytest.raises(Diverged, match="theta overflows at step 1"):
-        run([*QUICK, "optimizer=sgd", "optimizer.lr=1e300", "method.epochs=1"], folder=tmp_path)
-    assert failed(tmp_path).metrics["rir"] == pytest.approx(1)
-
-
-def test_a_fault_of_the_program_is_raised_and_logged_with_its_traceback(tmp_path):
-    cfg = trusting()
-    OmegaConf.update(cfg, "evaluation.broken", {"_target_": f"{__name__}.Broken"}, force_add=True)
-    with pytest.raises(ZeroDivisionError):
-        run(cfg, folder=tmp_path)
-    result = failed(tmp_path)
-    assert result.error == "ZeroDivisionError: a fault of the program"
-    assert result.metrics["rir"] > 0  # of the last step
-    assert "Traceback" in (tmp_path / "run.log").read_text()
-
-
-def test_an_interrupted_run_is_a_failed_one(tmp_path, monkeypatch):
-    def interrupt(self, *_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("immunization.methods.ConditionNumber.step", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run(QUICK, folder=tmp_path)
-    assert failed(tmp_path).error == "interrupted"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "error", "message"),
-    [
-        (["device=tpu"], ConfigError, "device='tpu'"),
-        (["dataset.harmful=0"], ConfigError, "dataset.primary=0, dataset.harmful=0"),
-        (["method.batch_size=1000"], ConfigError, "method.batch_size=1000 is above the 80 training rows"),
-        (["optimizer.betas=[2,2]"], ConfigError, "optimizer: Invalid beta"),
-        (["optimizer.betas=3"], ConfigError, "optimizer: "),
-        (["method.precondition=ridge", "method.ridge=0", "method.batch_size=70"], DegenerateSpectrum, "method.ridge=0"),
-        (
-            ["evaluation=[definition]", "evaluation.definition.tolerance=-1"],
-            ConfigError,
-            "evaluation.definition.tolerance",
-        ),
-        (["dataset=house_prices", "dataset.download=false", "dataset.root=/nowhere"], DataError, "/nowhere/train.csv"),
-    ],
-)
-def test_mistakes_leave_a_failed_result(overrides, error, message, tmp_path):
-    base = [item for item in QUICK if "max_samples" not in item or "dataset=house_prices" not in overrides]
-    with pytest.raises(error, match=re.escape(message)):
-        run([*base, *overrides], folder=tmp_path)
-    assert message in failed(tmp_path).error
-
-
-def test_a_gpu_that_is_not_there(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"device=cuda, but .* no GPU .*; use device=auto or device=cpu"):
-        run([*QUICK, "device=cuda"], folder=tmp_path)
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"file/run.*choose another one"):
-        run(QUICK, folder=tmp_path / "file" / "run")
-
-
-def test_a_run_after_a_failed_one_in_the_same_folder_starts_afresh(tmp_path, no_figures):
-    with pytest.raises(Diverged):
-        run([*QUICK, "optimizer=sgd", "optimizer.lr=1e300"], folder=tmp_path)
-    result = run(QUICK, folder=tmp_path)
-    assert result.status == Result.read(tmp_path).status == "completed"
-    assert history(tmp_path)["rir"]["x"] == [0, 1, 2, 3, 4]
-
-
-def test_runs_leave_no_handler_or_thread_behind(tmp_path, no_figures):
-    import logging
-
-    before = list(logging.getLogger("immunization").handlers), threading.active_count()
-    run(QUICK, folder=tmp_path)
-    assert (list(logging.getLogger("immunization").handlers), threading.active_count()) == before

@@ -68,6 +68,7 @@ def sweep(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
 def test_a_failed_job_is_recorded_and_the_others_go_on(sweep):
     folder, done = sweep
     assert done.returncode == 1
+    assert "error: dataset.primary=0, dataset.harmful=0" in done.stderr
     assert "Traceback" not in done.stderr
     jobs = sorted(path.parent for path in folder.glob("*/result.json"))
     assert len(jobs) == 4

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.made_runs import make_run
 from omegaconf import OmegaConf
-from results_maker import make_run
 
 from immunization.results import run_figures
 from immunization.results.present import present

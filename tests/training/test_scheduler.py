@@ -1,9 +1,7 @@
-"""Schedulers of the learning rate: the rates a run takes, what does not fit it, and where a choice comes from."""
+"""Schedulers of the learning rate: the rates a run takes, what does not fit it, and older folders."""
 
-import importlib.util
 import math
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,16 +9,12 @@ import timm
 import torch
 import yaml
 from helpers.images import loader
-from helpers.repository import ROOT
 from helpers.runs import QUICK, outcome, resumed
-from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 import immunization
-import launch
 from immunization import Result, run
-from immunization.config import CONF, compose
+from immunization.config import CONF
 from immunization.errors import ConfigError, DataError
 from immunization.results import run_figures
 from immunization.results.collect import collect
@@ -41,9 +35,6 @@ def rates(folder: Path) -> list[float]:
 
 def cosine(t: float, steps: float) -> float:
     return (1 + math.cos(math.pi * t / steps)) / 2
-
-
-# --- Rates ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -121,8 +112,6 @@ def test_the_history_has_a_panel_of_the_rate(tmp_path):
     assert panel.get_title() == "learning rate"
     assert [line.get_label() for line in panel.get_lines()] == ["lr"]
 
-
-# --- What does not fit ------------------------------------------------------------------------------------------------
 
 COSINE = ["scheduler=cosine"]
 PARTS = ["scheduler=warmup_cosine"]
@@ -249,9 +238,6 @@ def test_methods_without_steps_ignore_schedulers(method, tmp_path):
     assert run(options, folder=tmp_path).status == "completed"
 
 
-# --- Folders ----------------------------------------------------------------------------------------------------------
-
-
 def without_the_group(folder: Path) -> None:
     """The configuration of a run folder as it was before there were schedulers."""
     path = folder / "config.yaml"
@@ -299,92 +285,6 @@ def test_runs_with_and_without_a_scheduler_are_compared_in_one_table(tmp_path):
     assert labels.keys() == {1, 2}
     assert "scheduler=CosineAnnealingLR" in labels[1]
     assert "scheduler=None" in labels[2]
-
-
-# --- Where a choice comes from ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def own(tmp_path) -> list[str]:
-    """Overrides that add a folder of configurations, in which data set and method have a scheduler of their own."""
-    folder = tmp_path / "conf"
-    files = {
-        "hparams/scheduler/digits/r_ill_only.yaml": "# @package _global_\n# Made up\n"
-        "defaults: [/scheduler/cosine@scheduler]\nscheduler: {eta_min: 1.0e-6}\n",
-        "hparams/digits/r_ill_only.yaml": "# @package _global_\n# Searched\nmethod: {epochs: 7}\n",
-        "experiment/own.yaml": "# @package _global_\ndefaults: [override /scheduler: linear]\n",
-        "scheduler/poly.yaml": "_target_: torch.optim.lr_scheduler.PolynomialLR\n_partial_: true\ntotal_iters: 1.0\n",
-    }
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return [f"hydra.searchpath=[file://{folder}]"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "name"),
-    [
-        ([], "CosineAnnealingLR"),
-        (["scheduler=default"], "CosineAnnealingLR"),
-        (["scheduler=none"], None),
-        (["scheduler=step"], "StepLR"),
-        (["scheduler=poly"], "PolynomialLR"),
-        (["experiment=own"], "LinearLR"),
-        (["experiment=own", "scheduler=none"], None),
-        (["method=imma"], None),
-        (["dataset=mnist"], None),
-    ],
-)
-def test_data_set_and_method_may_choose_and_whoever_says_more_wins(own, overrides, name):
-    chosen = compose([*own, "method=r_ill_only", *overrides]).scheduler
-    assert (chosen and chosen._target_.rpartition(".")[2]) == name
-    if not overrides:
-        assert (chosen.T_max, chosen.eta_min) == (1.0, 1e-6)
-    if name == "StepLR":
-        assert set(chosen) == {"_target_", "_partial_", "step_size", "gamma"}
-
-
-def test_a_chosen_scheduler_stands_in_the_table_of_hyper_parameters(own, tmp_path):
-    spec = importlib.util.spec_from_file_location("hyperparameters", ROOT / "docs" / "hyperparameters.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.rows(tmp_path / "conf" / "hparams") == [
-        "| digits | r_ill_only | `method.epochs=7`, `scheduler=cosine`, `scheduler.eta_min=1e-06` "
-        "| Searched; scheduler: Made up |"
-    ]
-
-
-def test_every_chosen_scheduler_has_hyper_parameters_beside_it():
-    """The table of docs/hyperparameters.md goes by those."""
-    folder = CONF / "hparams"
-    for path in folder.glob("scheduler/*/*.yaml"):
-        assert (folder / path.relative_to(folder / "scheduler")).exists()
-
-
-@pytest.mark.parametrize("folder", ["paper", "released"])
-def test_the_papers_experiments_have_none(folder):
-    for path in CONF.glob(f"experiment/{folder}/*.yaml"):
-        assert compose([f"experiment={folder}/{path.stem}"]).scheduler is None
-
-
-def test_a_scheduler_of_ones_own_from_the_command_line(tmp_path, own, monkeypatch):
-    options = [*QUICK, "method.epochs=4", "optimizer.lr=1e-3", "scheduler=poly", f"hydra.run.dir={tmp_path / 'run'}"]
-    monkeypatch.setattr(sys, "argv", ["launch.py", "--config-dir", str(tmp_path / "conf"), *options])
-    GlobalHydra.instance().clear()
-    launch.cli()
-    assert rates(tmp_path / "run") == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4], rel=1e-12)
-
-
-def test_keys_of_a_scheduler_that_is_not_chosen(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["launch.py", "method=imma", "scheduler.T_max=3"])
-    GlobalHydra.instance().clear()
-    with pytest.raises(SystemExit, match=r"^error: there is no key scheduler\.T_max; choose a scheduler first$"):
-        launch.cli()
-    with pytest.raises(HydraException):
-        compose(["scheduler=cosine", "scheduler.gamma=3"])
-
-
-# --- From Python ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,12 +1,9 @@
-"""Attacks on frozen features: each on a case whose outcome is known, and what the suite makes of them."""
+"""Attacks on a linear map: steps against theory, tuning, precision, what cannot be attacked."""
 
 import pytest
 import torch
-import yaml
-from helpers.images import draw_folder
-from helpers.made_runs import make_run
 from helpers.matrices import gaussian, orthonormal
-from torch import Tensor
+from helpers.victims import classes, quadratic, victim_of
 
 from immunization import run
 from immunization.attacks import (
@@ -14,9 +11,7 @@ from immunization.attacks import (
     Adam,
     ClosedFormProbe,
     ConjugateGradients,
-    FineTune,
     LinearProbe,
-    LoRA,
     Momentum,
     Undo,
     Victim,
@@ -25,52 +20,16 @@ from immunization.attacks import (
 )
 from immunization.attacks.victim import round_to
 from immunization.config import CONF, build, compose
-from immunization.data.images import image_folders
 from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError
-from immunization.evaluation import Validity
 from immunization.evaluation.deep import compare
-from immunization.evaluation.validity import in_train_mode
-from immunization.models import Linear, Timm
-from immunization.models.folded import folded_map
-from immunization.results.page import audit
-from immunization.runs.files import write_tensors
+from immunization.models import Linear
 from immunization.runs.result import Result, verdict
 
 pytestmark = pytest.mark.trains
 
 ATTACKS = sorted(path.stem for path in (CONF / "attack").glob("*.yaml"))
 NETS = {name for name in ATTACKS if "finetune" in name or "lora" in name}
-
-
-def victim_of(harmful: Task, theta: Tensor) -> Victim:
-    """A linear model with the given theta, immunized against `harmful`; the primary task has the same inputs."""
-    pair = TaskPair("known", harmful, harmful)
-    model = Linear(pair)
-    start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
-    model.extractor.theta.data.copy_(theta)
-    return Victim(model, compare(pair, model), start)
-
-
-def regression(x: Tensor, y: Tensor) -> Task:
-    """A task whose validation and test rows are the training rows: what is learned is seen."""
-    return Task("regression", Split(x, y), Split(x, y), Split(x, y))
-
-
-def classes(dim: int = 6, rows: int = 240, count: int = 3) -> Task:
-    """Well separated classes with inputs of kappa near 1."""
-    labels = torch.arange(rows) % count
-    x = gaussian(rows, dim, seed=1) + 6 * torch.eye(count, dim, dtype=torch.float64)[labels]
-    x = torch.linalg.qr(x).Q
-    parts = map(Split, x.split(rows // 3), labels.split(rows // 3))
-    return Task("classes", *parts, classes=count)
-
-
-def quadratic(kappa: float) -> tuple[Task, Tensor]:
-    """Isotropic inputs and a map that gives the worst start for exact line search: a gradient of two equal parts."""
-    sigma = torch.tensor([1.0, kappa**-0.5], dtype=torch.float64)
-    x = orthonormal(50, 2, seed=0)
-    return regression(x, x @ (1 / sigma)), torch.diag(sigma)
 
 
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name not in NETS])
@@ -247,148 +206,6 @@ def test_a_run_with_attacks(tmp_path):
     assert len(curve["x"]) == len(curve["y"]) == len(result.curves["attack/linear_probe/compute/baseline"]["x"])
 
 
-# --- Deep nets --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def net(tmp_path_factory):
-    """A net with a map folded behind it, and images of three colors for a harmful task."""
-    root = tmp_path_factory.mktemp("images")
-    folders = [draw_folder(root / "primary", 4, 12, 4, 0), draw_folder(root / "harmful", 3, 24, 12, 2)]
-    pair = image_folders(*map(str, folders), cache=None, size=32, val_fraction=0.25).to("cpu", torch.float32)
-    torch.manual_seed(0)
-    base = Timm(pair, "test_resnet", "fold", pretrained=False, arguments={"num_classes": 4})
-    model, tasks = base.prepare(pair, True)
-    start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
-    sigma = torch.logspace(0, -4, tasks.dim, dtype=torch.float64)
-    model.extractor.theta.data.copy_(orthonormal(tasks.dim, tasks.dim, seed=4) * sigma)
-    return Victim(model, compare(tasks, model), start)
-
-
-@pytest.mark.parametrize(
-    "attack",
-    [
-        FineTune("full", "adamw", [3e-3], steps=16, batch_size=24),
-        FineTune("last", "adamw", [1e-2], steps=32, batch_size=24),
-        LoRA(4, "adamw", [1e-2], steps=12, batch_size=24),
-    ],
-    ids=["full", "last", "lora"],
-)
-def test_training_the_net_learns_colors_behind_any_map(attack, net):
-    measures = run_attacks({"it": attack}, net)
-    values = {key.rpartition("/")[2]: value for key, value in measures.metrics.items() if "/it/" in key}
-    assert values["final_baseline"] > 0.9
-    assert values["final"] > 0.9
-    assert values["flops"] > values["steps"] * 24 * net.flops_per_row()
-    assert "kappa" not in values
-
-
-def test_the_net_under_attack_is_the_net(net):
-    images, labels = net.images("test")
-    for stage in ("immunized", "baseline"):
-        with torch.no_grad():
-            features = net.network(stage)(images).double()
-        torch.testing.assert_close(features, net.features(stage, "test"), rtol=1e-4, atol=1e-5)
-    assert torch.equal(labels, net.task.test.y)
-    few, _ = net.images("train", tuple(LoRA(samples=2).rows(net.task).tolist()))
-    assert len(few) == 6
-    assert not torch.equal(net.network("baseline", "int8")(images), net.network("baseline")(images))
-
-
-def test_a_trained_net_starts_again_from_its_own_weights(net):
-    images = net.model.base[0].images
-    torch.manual_seed(0)
-    base = Timm(images, "test_resnet", "layer4", pretrained=False, arguments={"num_classes": 4})
-    model, tasks = base.prepare(images, False)
-    start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
-    for parameter in model.groups()[0]["params"]:
-        parameter.data.mul_(1.1)
-    victim = Victim(model, compare(tasks, model), start)
-    x, _ = victim.images("test")
-    with torch.no_grad():
-        for stage in victim.stages:
-            torch.testing.assert_close(victim.network(stage)(x).double(), victim.features(stage, "test"))
-    assert not torch.allclose(victim.features("immunized", "test"), victim.features("baseline", "test"))
-    measures = run_attacks({"undo": Undo(steps=64), "strip": Undo("strip", steps=64)}, victim)
-    assert "no linear map" in measures.reasons["attack/strip/final"]
-    assert measures.metrics["attack/undo/final"] is not None
-
-
-def test_nets_are_needed_for_fine_tuning():
-    measures = run_attacks({"lora": LoRA()}, victim_of(classes(), torch.eye(6, dtype=torch.float64)))
-    assert "needs a deep net" in measures.reasons["attack/lora/final"]
-
-
-# --- Audits -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_checkpoint_is_audited_as_it_stands(tmp_path):
-    """Without a checkpoint a model is immunized first; with one the same theta is measured, and nothing is trained."""
-    options = ["experiment=audit", "tracker=none", "figures=false", "attack=[linear_probe,scaled,strip]"]
-    first = run(options, folder=tmp_path / "first")
-    again = run([*options, f"model.checkpoint={tmp_path / 'first'}"], folder=tmp_path / "again")
-    assert (first.method, again.method) == ("learning_curve", "unmodified")
-    for name in ("rir", "attack/linear_probe/area", "attack/worst/flops", "primary/head_accuracy"):
-        assert again.metrics[name] == pytest.approx(first.metrics[name], rel=1e-9)
-    page = (tmp_path / "again" / "report.html").read_text()
-    assert "attacks on unmodified" in page
-    assert "It does not hold: 2 of 3 attacks" in page
-    assert "fewer than 3 seeds" in page
-    assert again.verdict[1].startswith("The cheapest is scaled")
-    assert "holds, within their budgets, against linear_probe" in again.verdict[2]
-    with pytest.raises(ConfigError, match=r"theta of shape \(64, 64\) does not fit"):
-        run([*options, "dataset.common_range=true", f"model.checkpoint={tmp_path / 'first'}"], folder=tmp_path / "bad")
-
-
-def test_a_folded_checkpoint_is_compared_with_the_net_without_its_map(net, tmp_path):
-    """So is any checkpoint with its reference; `net` has a map of kappa 1e8 in front of every probe."""
-    folded, base = net.model, net.model.base[0]
-    write_tensors(tmp_path / "folded.safetensors", folded.export(), folded.metadata())
-    write_tensors(tmp_path / "plain.safetensors", base.export(), base.metadata())
-    images, four = base.images.to("cpu", torch.float64), {"num_classes": 4}
-    checkpoint = str(tmp_path / "folded.safetensors")
-    stripped, referred = (
-        Timm(images, "test_resnet", checkpoint=checkpoint, arguments=four, **more)
-        for more in ({}, {"reference": str(tmp_path / "plain.safetensors")})
-    )
-    for model in (stripped, referred):
-        _, pair = model.prepare(images, False)
-        assert torch.equal(folded_map(model.net), folded.extractor.theta)
-        comparison = compare(pair, model)
-        victim = Victim(model, comparison, model.extractor.state_dict())
-        for stage in ("immunized", "baseline"):
-            torch.testing.assert_close(
-                victim.features(stage, "test"), net.features(stage, "test"), rtol=1e-4, atol=1e-5
-            )
-            x, _ = victim.images("test")
-            with torch.no_grad():
-                torch.testing.assert_close(victim.network(stage)(x), victim.features(stage, "test"))
-        logits = comparison.logits(pair.primary.test.x)
-        torch.testing.assert_close(logits, comparison.baseline_logits(), rtol=1e-6, atol=1e-6)
-
-
-def test_validity_flags(tmp_path):
-    same = run(["method=identity", "tracker=none", "figures=false"], folder=tmp_path / "same")
-    assert "unchanged" in same.flags
-    few = run(
-        ["method=closed_form", "dataset.max_samples=20", "tracker=none", "figures=false"], folder=tmp_path / "few"
-    )
-    assert {"few_samples_primary", "few_samples_harmful"} <= set(few.flags)
-    task = classes()
-    pair = TaskPair("known", task, task)
-    model = Linear(pair)
-    model.extractor.theta.data.copy_(torch.diag(torch.tensor([1.0, 1, 1, 0, 0, 0], dtype=torch.float64)))
-    spoiled = Linear(pair)
-    spoiled.extractor.theta.data.copy_(torch.diag(torch.tensor([0.0, 1, 1, 1, 1, 1], dtype=torch.float64)))
-    assert "primary_dropped" not in Validity()(compare(pair, model)).flags
-    assert "primary_dropped" in Validity()(compare(pair, spoiled)).flags
-    scaled = Linear(pair)
-    scaled.extractor.theta.data.mul_(1e-4)
-    assert "ridge_limited_harmful" in Validity()(compare(pair, scaled)).flags
-    layer = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Dropout(0.5).eval())
-    assert in_train_mode(layer) == ["0"]
-
-
 def test_the_verdict_where_nothing_succeeds():
     victim = victim_of(*quadratic(1e9))
     measures = run_attacks({"gd": LinearProbe(steps=4)}, victim)
@@ -413,21 +230,3 @@ def test_centering_is_no_way_out_of_a_centered_map(tmp_path):
     assert centered["attack/scaled/steps_ratio"] > 1000
     assert centered["attack/linear_probe/steps_ratio"] > 500
     assert centered["steps_ratio/primary"] <= 1
-
-
-def test_transfer_is_explained_by_alignment(tmp_path):
-    options = ["dataset.benign=7", "method=identity", "tracker=none", "figures=false", "evaluation=[alignment]"]
-    values = run(options, folder=tmp_path).metrics
-    assert 0 <= values["alignment/benign_primary"] <= 1
-    assert values["alignment/benign_harmful"] != values["alignment/benign_primary"]
-
-
-def test_the_report_of_an_audit_whose_benign_classes_are_a_list(tmp_path):
-    """As those of digits_deep are."""
-    metrics = {"attack/gd/final": 0.9, "attack/gd/final_baseline": 0.9}
-    folder = make_run(tmp_path / "run", measures=metrics)
-    config = yaml.safe_load((folder / "config.yaml").read_text())
-    config["dataset"]["benign"] = [7, 8, 9]
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    audit(folder)
-    assert "attacks on condition_number" in (folder / "report.html").read_text()

@@ -1,0 +1,76 @@
+"""Audits: a checkpoint as it stands, validity, transfer, and the report."""
+
+import pytest
+import torch
+import yaml
+from helpers.made_runs import make_run
+from helpers.victims import classes
+
+from immunization import run
+from immunization.data.task import TaskPair
+from immunization.errors import ConfigError
+from immunization.evaluation import Validity
+from immunization.evaluation.deep import compare
+from immunization.evaluation.validity import in_train_mode
+from immunization.models import Linear
+from immunization.results.page import audit
+
+pytestmark = pytest.mark.trains
+
+
+def test_a_checkpoint_is_audited_as_it_stands(tmp_path):
+    """Without a checkpoint a model is immunized first; with one the same theta is measured, and nothing is trained."""
+    options = ["experiment=audit", "tracker=none", "figures=false", "attack=[linear_probe,scaled,strip]"]
+    first = run(options, folder=tmp_path / "first")
+    again = run([*options, f"model.checkpoint={tmp_path / 'first'}"], folder=tmp_path / "again")
+    assert (first.method, again.method) == ("learning_curve", "unmodified")
+    for name in ("rir", "attack/linear_probe/area", "attack/worst/flops", "primary/head_accuracy"):
+        assert again.metrics[name] == pytest.approx(first.metrics[name], rel=1e-9)
+    page = (tmp_path / "again" / "report.html").read_text()
+    assert "attacks on unmodified" in page
+    assert "It does not hold: 2 of 3 attacks" in page
+    assert "fewer than 3 seeds" in page
+    assert again.verdict[1].startswith("The cheapest is scaled")
+    assert "holds, within their budgets, against linear_probe" in again.verdict[2]
+    with pytest.raises(ConfigError, match=r"theta of shape \(64, 64\) does not fit"):
+        run([*options, "dataset.common_range=true", f"model.checkpoint={tmp_path / 'first'}"], folder=tmp_path / "bad")
+
+
+def test_validity_flags(tmp_path):
+    same = run(["method=identity", "tracker=none", "figures=false"], folder=tmp_path / "same")
+    assert "unchanged" in same.flags
+    few = run(
+        ["method=closed_form", "dataset.max_samples=20", "tracker=none", "figures=false"], folder=tmp_path / "few"
+    )
+    assert {"few_samples_primary", "few_samples_harmful"} <= set(few.flags)
+    task = classes()
+    pair = TaskPair("known", task, task)
+    model = Linear(pair)
+    model.extractor.theta.data.copy_(torch.diag(torch.tensor([1.0, 1, 1, 0, 0, 0], dtype=torch.float64)))
+    spoiled = Linear(pair)
+    spoiled.extractor.theta.data.copy_(torch.diag(torch.tensor([0.0, 1, 1, 1, 1, 1], dtype=torch.float64)))
+    assert "primary_dropped" not in Validity()(compare(pair, model)).flags
+    assert "primary_dropped" in Validity()(compare(pair, spoiled)).flags
+    scaled = Linear(pair)
+    scaled.extractor.theta.data.mul_(1e-4)
+    assert "ridge_limited_harmful" in Validity()(compare(pair, scaled)).flags
+    layer = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Dropout(0.5).eval())
+    assert in_train_mode(layer) == ["0"]
+
+
+def test_transfer_is_explained_by_alignment(tmp_path):
+    options = ["dataset.benign=7", "method=identity", "tracker=none", "figures=false", "evaluation=[alignment]"]
+    values = run(options, folder=tmp_path).metrics
+    assert 0 <= values["alignment/benign_primary"] <= 1
+    assert values["alignment/benign_harmful"] != values["alignment/benign_primary"]
+
+
+def test_the_report_of_an_audit_whose_benign_classes_are_a_list(tmp_path):
+    """As those of digits_deep are."""
+    metrics = {"attack/gd/final": 0.9, "attack/gd/final_baseline": 0.9}
+    folder = make_run(tmp_path / "run", measures=metrics)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["dataset"]["benign"] = [7, 8, 9]
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    audit(folder)
+    assert "attacks on condition_number" in (folder / "report.html").read_text()

@@ -1,0 +1,118 @@
+"""Attacks that train the net."""
+
+import pytest
+import torch
+from helpers.images import draw_folder
+from helpers.matrices import orthonormal
+from helpers.victims import classes, victim_of
+
+from immunization.attacks import (
+    FineTune,
+    LoRA,
+    Undo,
+    Victim,
+    run_attacks,
+)
+from immunization.data.images import image_folders
+from immunization.evaluation.deep import compare
+from immunization.models import Timm
+from immunization.models.folded import folded_map
+from immunization.runs.files import write_tensors
+
+pytestmark = pytest.mark.trains
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory):
+    """A net with a map folded behind it, and images of three colors for a harmful task."""
+    root = tmp_path_factory.mktemp("images")
+    folders = [draw_folder(root / "primary", 4, 12, 4, 0), draw_folder(root / "harmful", 3, 24, 12, 2)]
+    pair = image_folders(*map(str, folders), cache=None, size=32, val_fraction=0.25).to("cpu", torch.float32)
+    torch.manual_seed(0)
+    base = Timm(pair, "test_resnet", "fold", pretrained=False, arguments={"num_classes": 4})
+    model, tasks = base.prepare(pair, True)
+    start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
+    sigma = torch.logspace(0, -4, tasks.dim, dtype=torch.float64)
+    model.extractor.theta.data.copy_(orthonormal(tasks.dim, tasks.dim, seed=4) * sigma)
+    return Victim(model, compare(tasks, model), start)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        FineTune("full", "adamw", [3e-3], steps=16, batch_size=24),
+        FineTune("last", "adamw", [1e-2], steps=32, batch_size=24),
+        LoRA(4, "adamw", [1e-2], steps=12, batch_size=24),
+    ],
+    ids=["full", "last", "lora"],
+)
+def test_training_the_net_learns_colors_behind_any_map(attack, net):
+    measures = run_attacks({"it": attack}, net)
+    values = {key.rpartition("/")[2]: value for key, value in measures.metrics.items() if "/it/" in key}
+    assert values["final_baseline"] > 0.9
+    assert values["final"] > 0.9
+    assert values["flops"] > values["steps"] * 24 * net.flops_per_row()
+    assert "kappa" not in values
+
+
+def test_the_net_under_attack_is_the_net(net):
+    images, labels = net.images("test")
+    for stage in ("immunized", "baseline"):
+        with torch.no_grad():
+            features = net.network(stage)(images).double()
+        torch.testing.assert_close(features, net.features(stage, "test"), rtol=1e-4, atol=1e-5)
+    assert torch.equal(labels, net.task.test.y)
+    few, _ = net.images("train", tuple(LoRA(samples=2).rows(net.task).tolist()))
+    assert len(few) == 6
+    assert not torch.equal(net.network("baseline", "int8")(images), net.network("baseline")(images))
+
+
+def test_a_trained_net_starts_again_from_its_own_weights(net):
+    images = net.model.base[0].images
+    torch.manual_seed(0)
+    base = Timm(images, "test_resnet", "layer4", pretrained=False, arguments={"num_classes": 4})
+    model, tasks = base.prepare(images, False)
+    start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
+    for parameter in model.groups()[0]["params"]:
+        parameter.data.mul_(1.1)
+    victim = Victim(model, compare(tasks, model), start)
+    x, _ = victim.images("test")
+    with torch.no_grad():
+        for stage in victim.stages:
+            torch.testing.assert_close(victim.network(stage)(x).double(), victim.features(stage, "test"))
+    assert not torch.allclose(victim.features("immunized", "test"), victim.features("baseline", "test"))
+    measures = run_attacks({"undo": Undo(steps=64), "strip": Undo("strip", steps=64)}, victim)
+    assert "no linear map" in measures.reasons["attack/strip/final"]
+    assert measures.metrics["attack/undo/final"] is not None
+
+
+def test_nets_are_needed_for_fine_tuning():
+    measures = run_attacks({"lora": LoRA()}, victim_of(classes(), torch.eye(6, dtype=torch.float64)))
+    assert "needs a deep net" in measures.reasons["attack/lora/final"]
+
+
+def test_a_folded_checkpoint_is_compared_with_the_net_without_its_map(net, tmp_path):
+    """So is any checkpoint with its reference; `net` has a map of kappa 1e8 in front of every probe."""
+    folded, base = net.model, net.model.base[0]
+    write_tensors(tmp_path / "folded.safetensors", folded.export(), folded.metadata())
+    write_tensors(tmp_path / "plain.safetensors", base.export(), base.metadata())
+    images, four = base.images.to("cpu", torch.float64), {"num_classes": 4}
+    checkpoint = str(tmp_path / "folded.safetensors")
+    stripped, referred = (
+        Timm(images, "test_resnet", checkpoint=checkpoint, arguments=four, **more)
+        for more in ({}, {"reference": str(tmp_path / "plain.safetensors")})
+    )
+    for model in (stripped, referred):
+        _, pair = model.prepare(images, False)
+        assert torch.equal(folded_map(model.net), folded.extractor.theta)
+        comparison = compare(pair, model)
+        victim = Victim(model, comparison, model.extractor.state_dict())
+        for stage in ("immunized", "baseline"):
+            torch.testing.assert_close(
+                victim.features(stage, "test"), net.features(stage, "test"), rtol=1e-4, atol=1e-5
+            )
+            x, _ = victim.images("test")
+            with torch.no_grad():
+                torch.testing.assert_close(victim.network(stage)(x), victim.features(stage, "test"))
+        logits = comparison.logits(pair.primary.test.x)
+        torch.testing.assert_close(logits, comparison.baseline_logits(), rtol=1e-6, atol=1e-6)

@@ -1,0 +1,138 @@
+"""The user's own matrices, as npz, safetensors or CSV."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from helpers.pairs import fails, same
+from safetensors.torch import save_file
+
+from immunization import data
+from immunization.errors import ConfigError, DataError
+
+
+@pytest.fixture
+def matrices():
+    draw = np.random.default_rng(0)
+    return {
+        "primary_x": draw.normal(2, 3, (60, 5)),
+        "primary_y": draw.normal(5, 2, 60),
+        "harmful_x": draw.normal(0, 1, (80, 5)),
+        "harmful_y": draw.choice([-1, 4, 7], 80),
+    }
+
+
+def save(folder, matrices):
+    np.savez(folder / "m.npz", **matrices)
+    return {"call": data.arrays, "seed": 0, "path": str(folder / "m.npz")}
+
+
+def test_arrays(matrices, tmp_path):
+    benign = {"benign_x": matrices["harmful_x"][:40], "benign_y": matrices["harmful_y"][:40] > 0}
+    pair = data.arrays(0, save(tmp_path, matrices | benign)["path"], val_fraction=0.25, test_fraction=0.25)
+    assert {role: task.classes for role, task in pair.tasks.items()} == {"primary": 0, "harmful": 3, "benign": 2}
+    assert pair.about["rows"]["primary"] == {"train": 30, "val": 15, "test": 15}
+    assert pair.about["labels"]["harmful"] == "classes [-1, 4, 7] coded 0 to 2"
+    both = torch.cat([pair.primary.train.x, pair.harmful.train.x])
+    torch.testing.assert_close(both.std(0), torch.ones(5, dtype=torch.float64))
+    assert pair.primary.train.y.std().item() == pytest.approx(1)
+    original = {row.tobytes(): y for row, y in zip(matrices["harmful_x"], matrices["harmful_y"], strict=True)}
+    plain = data.arrays(0, str(tmp_path / "m.npz"), normalize="none")
+    for row, y in zip(plain.harmful.val.x, plain.harmful.val.y, strict=True):
+        assert [-1, 4, 7][y] == original[row.numpy().tobytes()]
+
+
+def test_arrays_with_splits_of_their_own(matrices, tmp_path):
+    own = {"primary_test_x": np.ones((4, 5)), "primary_test_y": np.ones(4)}
+    pair = data.arrays(0, save(tmp_path, matrices | own)["path"], normalize="none", val_fraction=0.5)
+    assert pair.about["rows"]["primary"] == {"train": 30, "val": 30, "test": 4}
+    assert (pair.primary.test.x == 1).all()
+
+
+def test_arrays_from_safetensors_and_csv_are_those_from_npz(matrices, tmp_path):
+    options = {"normalize": "each", "common_range": True}
+    pair = data.arrays(0, save(tmp_path, matrices)["path"], **options)
+    save_file({key: torch.from_numpy(value) for key, value in matrices.items()}, tmp_path / "m.safetensors")
+    assert same(pair, data.arrays(0, str(tmp_path / "m.safetensors"), **options))
+    files = {}
+    for role in ("primary", "harmful"):
+        frame = pd.DataFrame(matrices[f"{role}_x"], columns=list("abcde")).assign(z=matrices[f"{role}_y"])
+        files[f"{role}_csv"] = str(tmp_path / f"{role}.csv")
+        frame.to_csv(files[f"{role}_csv"], index=False)
+    assert same(pair, data.arrays(0, **files, target="z", **options))
+    fails(DataError, "lacks the column target", call=data.arrays, seed=0, **files)
+    frame.drop(columns="e").to_csv(files["harmful_csv"], index=False)
+    fails(DataError, files["harmful_csv"], "different columns", call=data.arrays, seed=0, target="z", **files)
+    frame.astype(object).replace({"a": {frame.a[2]: "x"}}).to_csv(files["harmful_csv"], index=False)
+    fails(DataError, files["harmful_csv"], "row 3", "column a", call=data.arrays, seed=0, target="z", **files)
+
+
+@pytest.mark.parametrize("kind", ["uint8", "uint16", "int32", "bool", "float16"])
+def test_arrays_of_any_real_kind(matrices, tmp_path, kind):
+    draw = np.random.default_rng(1)
+    x, y = draw.integers(0, 2, (60, 5)).astype(kind), draw.integers(0, 2, 60).astype(kind)
+    own = {"primary_x": x, "primary_y": y, "primary_test_x": x[:9], "primary_test_y": y[:9].astype(np.float32)}
+    pair = data.arrays(0, save(tmp_path, matrices | own)["path"], targets="auto", normalize="none")
+    assert pair.primary.classes == (0 if kind == "float16" else 2)
+    assert pair.primary.test.x.tolist() == x[:9].astype(float).tolist()
+
+
+def test_arrays_of_floats_keep_their_epsilon(matrices, tmp_path):
+    stored = save(tmp_path, matrices | {"harmful_x": matrices["harmful_x"].astype(np.float32)})
+    pair = data.arrays(0, stored["path"])
+    assert pair.primary.eps == torch.finfo(torch.float64).eps
+    assert pair.harmful.eps == torch.finfo(torch.float32).eps
+
+
+def test_arrays_targets(matrices, tmp_path):
+    prices = save(tmp_path, matrices | {"primary_y": np.arange(60)})
+    fails(ConfigError, "primary_y", "60 different", "dataset.targets=regression", **prices)
+    assert data.arrays(0, prices["path"], targets="regression").harmful.classes == 0
+    one = save(tmp_path, matrices | {"harmful_y": np.full(80, 3)})
+    fails(DataError, "harmful_y", "one class", "empty", **one)
+    flat = save(tmp_path, matrices | {"primary_y": np.full(60, 0.5)})
+    fails(DataError, "primary", "target is constant", **flat)
+    labels = {"harmful_test_x": np.ones((2, 5)), "harmful_test_y": np.array([4, 9])}
+    fails(DataError, "'harmful_test_y'", "9", **save(tmp_path, matrices | labels))
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"primary_x": np.full((60, 5), np.nan)}, ("'primary_x'", "300 NaN or infinite", "[0, 0]")),
+        ({"harmful_y": np.full(80, np.inf)}, ("'harmful_y'", "80 NaN or infinite")),
+        ({"harmful_x": np.ones((80, 5))}, ("harmful", "constant", "rank 0")),
+        ({"harmful_x": np.ones((80, 6)) * np.arange(80)[:, None]}, ("'primary': 5", "'harmful': 6")),
+        ({"primary_x": np.ones((60, 5, 2))}, ("'primary_x'", "[60, 5, 2]", "[rows, columns]")),
+        ({"primary_x": np.ones((0, 5)), "primary_y": np.ones(0)}, ("'primary_x'", "not empty")),
+        ({"primary_y": np.ones((60, 2))}, ("'primary_y'", "[60, 2]", "[rows]")),
+        ({"primary_y": np.arange(59.0)}, ("'primary_x'", "60 rows", "59 targets")),
+        ({"primary_x": np.array(["a"] * 60)}, ("m.npz", "npz file of numbers")),
+        ({"primary_x": np.array([{}] * 60)}, ("m.npz", "allow_pickle=False")),
+        ({"primary_val_x": np.ones((3, 5))}, ("primary_val_y",)),
+        ({"primary_val_x": np.ones((3, 4)), "primary_val_y": np.ones(3)}, ("'primary_val_x'", "4 columns")),
+    ],
+)
+def test_arrays_that_cannot_be_used(matrices, tmp_path, change, parts):
+    fails(DataError, *parts, **save(tmp_path, matrices | change))
+
+
+def test_array_files_that_cannot_be_used(matrices, tmp_path):
+    stored, path = save(tmp_path, matrices), tmp_path / "m.npz"
+    whole = path.read_bytes()
+    for damage in (whole[:-50], whole[:1000], b"", b"no npz"):
+        path.write_bytes(damage)
+        fails(DataError, path, **stored)
+    np.save(tmp_path / "one.npy", matrices["primary_x"])
+    path.write_bytes((tmp_path / "one.npy").read_bytes())
+    fails(DataError, path, **stored)
+    other = tmp_path / "m.safetensors"
+    fails(DataError, other, call=data.arrays, seed=0, path=str(other))
+    other.write_bytes(whole)
+    fails(DataError, other, "safetensors", call=data.arrays, seed=0, path=str(other))
+    save(tmp_path, {"primary_x": matrices["primary_x"]})
+    fails(DataError, path, "'primary_y'", **stored)
+    fails(ConfigError, "m.pt", ".npz or .safetensors", call=data.arrays, seed=0, path="m.pt")
+    fails(ConfigError, "dataset.path", "dataset.primary_csv", call=data.arrays, seed=0)
+    fails(ConfigError, "dataset.path", "choose one", call=data.arrays, seed=0, path="a.npz", primary_csv="b.csv")
+    fails(DataError, "b.csv", call=data.arrays, seed=0, primary_csv="b.csv", harmful_csv="c.csv")

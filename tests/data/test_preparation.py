@@ -1,0 +1,77 @@
+"""What every data set shares: its YAML, splits, scaling and the common range."""
+
+import inspect
+
+import hydra
+import pytest
+import torch
+from helpers.pairs import fails, same
+from helpers.repository import ROOT
+from omegaconf import OmegaConf
+
+from immunization import data
+from immunization.data.preparation import common_basis, moments, split_rows
+from immunization.data.task import Split, Task
+from immunization.errors import DataError
+
+CONF = ROOT / "conf" / "dataset"
+IMAGE_SETS = ("digits", "mnist", "fashion_mnist")
+
+
+@pytest.mark.parametrize("name", [*IMAGE_SETS, "house_prices", "arrays"])
+def test_yaml_and_signature_agree(name):
+    config = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
+    function = hydra.utils.get_method(config.pop("_target_"))
+    assert config.pop("seed") == "${seed}"
+    parameters = inspect.signature(function).parameters
+    assert config == {key: parameter.default for key, parameter in parameters.items() if key != "seed"}
+    text = (CONF / f"{name}.yaml").read_text().splitlines()
+    assert all("#" in line for line in text if not line.startswith("_target_"))
+
+
+def test_hydra_instantiates_a_pair():
+    config = OmegaConf.create({"seed": 3, "dataset": OmegaConf.load(CONF / "digits.yaml")})
+    assert same(hydra.utils.instantiate(config.dataset, seed=config.seed), data.digits(seed=3))
+
+
+def test_split_rows_is_stratified_disjoint_and_keeps_a_training_row():
+    strata = torch.tensor([0] * 50 + [1] * 7 + [2])
+    rows = split_rows(strata, 0.3, 0.5, torch.Generator().manual_seed(0))
+    assert torch.cat(list(rows.values())).sort().values.equal(torch.arange(58))
+    assert {name: torch.bincount(strata[index], minlength=3).tolist() for name, index in rows.items()} == {
+        "train": [10, 2, 1],
+        "val": [15, 2, 0],
+        "test": [25, 3, 0],
+    }
+
+
+def test_constant_columns_become_exactly_zero():
+    x = torch.full((300, 2), 0.1, dtype=torch.float64)  # its mean is not 0.1 in floating point
+    x[:, 1] = torch.randn(300, dtype=torch.float64)
+    mean, std = moments(x)
+    z = (x - mean) / std
+    assert (z[:, 0] == 0).all()
+    assert z[:, 1].std().item() == pytest.approx(1)
+
+
+def test_common_basis_of_known_subspaces():
+    frame = torch.linalg.qr(torch.randn(10, 10, dtype=torch.float64)).Q
+    spans = {"primary": frame[:, :6], "harmful": frame[:, 4:9] @ torch.randn(5, 5, dtype=torch.float64)}
+    primary, harmful = (_task(torch.randn(40, span.shape[1], dtype=torch.float64) @ span.T) for span in spans.values())
+    basis = common_basis(primary, harmful)
+    torch.testing.assert_close(basis @ basis.T, frame[:, 4:6] @ frame[:, 4:6].T)
+    torch.testing.assert_close(basis.T @ basis, torch.eye(2, dtype=torch.float64))
+    apart = _task(torch.randn(40, 2, dtype=torch.float64) @ frame[:, 8:].T)
+    fails(
+        DataError,
+        "no direction in common",
+        "dataset.common_range=false",
+        call=common_basis,
+        primary=primary,
+        harmful=apart,
+    )
+
+
+def _task(x):
+    split = Split(x, torch.zeros(len(x), dtype=torch.float64))
+    return Task("t", split, split, split)

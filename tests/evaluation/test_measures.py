@@ -1,0 +1,80 @@
+"""What holds for every measure: names, defaults, reasons for null and strict JSON."""
+
+import json
+import math
+
+import hydra.utils
+import pytest
+from helpers.comparisons import compare
+from helpers.matrices import gaussian
+from helpers.repository import ROOT
+from omegaconf import OmegaConf
+
+from immunization import data, evaluation
+from immunization.errors import ConfigError
+from immunization.evaluation import (
+    Alignment,
+    Definition,
+    LearningCurves,
+    Measures,
+    NormRatio,
+)
+
+pytestmark = pytest.mark.trains
+
+CONFIGS = sorted((ROOT / "conf" / "evaluation").glob("*.yaml"))
+
+
+def test_values_that_are_not_finite_become_null_with_a_reason():
+    measures = Measures()
+    for name, value in {"a": 1.0, "b": math.nan, "c": math.inf}.items():
+        measures.put(name, value)
+    assert measures.metrics == {"a": 1.0, "b": None, "c": None}
+    assert set(measures.reasons) == {"b", "c"}
+
+
+def test_merging_keeps_every_part_and_no_flag_twice():
+    one, two = Measures({"a": 1.0}, flags=["x"]), Measures({"b": 2.0}, {"x": "why"}, flags=["x", "y"])
+    one.merge(two)
+    assert one == Measures({"a": 1.0, "b": 2.0}, {"x": "why"}, flags=["x", "y"])
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_config_holds_the_defaults_of_its_class_under_its_own_name(path):
+    ((name, node),) = OmegaConf.load(path).items()
+    built = hydra.utils.instantiate(node)
+    assert name == path.stem
+    assert str(vars(built)) == str(vars(type(built)()))
+
+
+def test_every_evaluation_has_a_config():
+    targets = {next(iter(OmegaConf.load(path).values()))._target_.split(".")[-1] for path in CONFIGS}
+    assert targets == set(evaluation.__all__) - {"Comparison", "Measures", "Probe"}
+
+
+@pytest.mark.parametrize(
+    ("build", "key"),
+    [
+        (lambda: NormRatio(steps=0), "norm_ratio.steps"),
+        (lambda: LearningCurves(octaves=0), "learning_curves.octaves"),
+        (lambda: LearningCurves(share=1.1), "learning_curves.share"),
+        (lambda: Alignment(energy=0.0), "alignment.energy"),
+        (lambda: Definition(tolerance=-0.1), "definition.tolerance"),
+    ],
+)
+def test_a_value_that_cannot_work_is_named(build, key):
+    with pytest.raises(ConfigError, match=key):
+        build()
+
+
+def test_everything_on_digits_is_strict_json_with_a_reason_for_every_null():
+    pair = data.digits(seed=0, benign=2)
+    comparison, measures = compare(pair, gaussian(pair.dim, pair.dim, seed=1)), Measures()
+    for path in CONFIGS:
+        ((_, node),) = OmegaConf.load(path).items()
+        measures.merge(hydra.utils.instantiate(node)(comparison))
+    json.dumps([measures.metrics, measures.reasons, measures.curves, measures.flags], allow_nan=False)
+    assert {name for name, value in measures.metrics.items() if value is None} <= set(measures.reasons)
+    assert set(measures.flags) <= set(measures.reasons)
+    assert {f"steps_ratio/{role}" for role in pair.tasks} <= set(measures.metrics)
+    assert all(len(curve["x"]) == len(curve["y"]) for curve in measures.curves.values())

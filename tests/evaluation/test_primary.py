@@ -1,0 +1,94 @@
+"""The primary task, and Definition 3.1."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from helpers.comparisons import classification, compare, eye, f64, pair_of, regression
+from helpers.matrices import gaussian
+
+from immunization import evaluation
+from immunization.data.task import Split, TaskPair
+from immunization.evaluation import (
+    Comparison,
+    Definition,
+    PrimaryPerformance,
+)
+
+pytestmark = pytest.mark.trains
+
+
+def test_the_retrained_head_is_least_squares_and_does_not_depend_on_theta():
+    primary = regression(0)
+    measures = PrimaryPerformance()(compare(TaskPair("pair", primary, regression(10)), gaussian(5, 5, seed=3)))
+    head = np.linalg.lstsq(primary.train.x.numpy(), primary.train.y.numpy(), rcond=None)[0]
+    y, residual = primary.test.y.numpy(), primary.test.x.numpy() @ head - primary.test.y.numpy()
+    for suffix in ("", "_baseline"):
+        expected = 1 - (residual**2).sum() / ((y - y.mean()) ** 2).sum()
+        assert measures.metrics[f"primary/r2{suffix}"] == pytest.approx(expected)
+        assert measures.metrics[f"primary/loss{suffix}"] == pytest.approx((residual**2).mean() / 2)
+
+
+def test_the_trained_head_is_measured_where_there_is_one():
+    primary = classification(0, classes=3)
+    comparison = Comparison(TaskPair("pair", primary, regression(10)), after=lambda x: x, logits=lambda x: x[:, :3])
+    expected = (primary.test.x[:, :3].argmax(1) == primary.test.y).double().mean().item()
+    assert PrimaryPerformance()(comparison).metrics["primary/head_accuracy"] == expected
+
+
+def test_without_a_held_out_measure_the_primary_ones_are_null():
+    flat = dataclasses.replace(regression(0), test=Split(gaussian(4, 5, seed=0), torch.ones(4).double()))
+    for primary, words in ((regression(0, test=0), "no test split"), (flat, "all test targets")):
+        measures = PrimaryPerformance()(compare(TaskPair("pair", primary, regression(10)), eye(5)))
+        assert measures.metrics["primary/r2"] is None
+        assert words in measures.reasons["primary/loss_baseline"]
+
+
+def definition(monkeypatch, harmful=2.0, primary=1.0, after=0.9, before=0.9, classes=2) -> dict[str, float | None]:
+    """The verdict for the given ratios and held-out measures."""
+    values = {"ratio_harmful": harmful, "ratio_primary": primary, "rir": harmful / primary}
+    monkeypatch.setattr(evaluation.primary, "condition_ratios", lambda comparison: values)
+    monkeypatch.setattr(
+        evaluation.primary,
+        "retrained_head",
+        lambda _, state: dict.fromkeys(("accuracy", "r2"), (after, before)[state == "before"]),
+    )
+    primary_task = classification(0, classes) if classes else regression(0)
+    return Definition()(compare(TaskPair("pair", primary_task, regression(10)), eye(5))).metrics
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [
+        ({}, "abc"),
+        ({"harmful": 1 + 1e-7}, "bc"),
+        ({"primary": 1 + 1e-7}, "abc"),
+        ({"primary": 1 + 1e-5}, "ac"),
+        ({"after": 0.96, "before": 0.97}, "abc"),
+        ({"after": 0.95, "before": 0.97}, "ab"),
+        ({"after": 1.0, "before": 0.9}, "abc"),
+        ({"after": 0.496, "before": 0.5, "classes": 0}, "abc"),
+        ({"after": 0.494, "before": 0.5, "classes": 0}, "ab"),
+        ({"harmful": math.inf}, "abc"),
+    ],
+)
+def test_definition(monkeypatch, values, verdict):
+    metrics = definition(monkeypatch, **values)
+    assert "".join(key for key in "abc" if metrics[f"definition/{key}"]) == verdict
+    assert metrics["definition/immunized"] == (verdict == "abc")
+    rir = values.get("harmful", 2.0) / values.get("primary", 1.0)
+    kept = rir if "c" in verdict else 0  # what a search for the best RIR may count
+    assert metrics["definition/rir_kept"] == (kept if math.isfinite(kept) else None)
+
+
+def test_definition_without_test_rows_is_open_only_where_the_spectra_pass():
+    pair = TaskPair("pair", regression(0, test=0), regression(10))
+    metrics = Definition()(compare(pair, eye(5))).metrics
+    assert metrics["definition/c"] is None
+    assert (metrics["definition/a"], metrics["definition/b"], metrics["definition/immunized"]) == (0, 1, 0)
+    pair = pair_of(torch.diag(f64([10.0, 1.0])), torch.diag(f64([2.0, 1.0])))
+    metrics = Definition()(compare(pair, torch.diag(f64([0.1, 1.0])))).metrics
+    assert (metrics["ratio_harmful"], metrics["ratio_primary"]) == pytest.approx((25 / 4, 0.01))
+    assert (metrics["definition/a"], metrics["definition/b"], metrics["definition/immunized"]) == (1, 1, None)

@@ -1,0 +1,115 @@
+"""The relative immunization ratio and its parts."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from helpers.comparisons import compare, eye, f64, regression, task
+from helpers.matrices import gaussian, orthonormal, seeds, with_spectrum
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from immunization.data.task import Split, TaskPair
+from immunization.evaluation import (
+    Comparison,
+    RelativeRatio,
+)
+from immunization.theory import spectrum
+
+pytestmark = pytest.mark.trains
+
+
+def test_ratios_are_those_of_the_condition_numbers_of_the_features():
+    pair, theta = TaskPair("pair", regression(0), regression(10)), gaussian(5, 5, seed=3)
+    metrics = RelativeRatio()(compare(pair, theta)).metrics
+    for prefix, split in (("", "train"), ("test/", "test")):
+        kappa = {}
+        for role in ("harmful", "primary"):
+            x = getattr(pair.tasks[role], split).x.numpy()
+            kappa[role] = np.linalg.cond(x @ theta.numpy()) ** 2, np.linalg.cond(x) ** 2
+            assert metrics[f"{prefix}kappa_{role}"] == pytest.approx(kappa[role][0], rel=1e-9)
+            assert metrics[f"{prefix}kappa_{role}_baseline"] == pytest.approx(kappa[role][1], rel=1e-9)
+            assert metrics[f"{prefix}ratio_{role}"] == pytest.approx(kappa[role][0] / kappa[role][1], rel=1e-9)
+            assert metrics[f"{prefix}rank_{role}"] == 5
+        assert metrics[f"{prefix}rir"] == pytest.approx(
+            kappa["harmful"][0] / kappa["harmful"][1] * kappa["primary"][1] / kappa["primary"][0], rel=1e-9
+        )
+
+
+def test_the_baseline_itself_has_ratio_one_whether_named_or_not():
+    pair = TaskPair("pair", regression(0), regression(10))
+    for before in (None, lambda x: x):
+        metrics = RelativeRatio()(Comparison(pair, after=lambda x: x, before=before)).metrics
+        for name in ("rir", "ratio_harmful", "ratio_primary"):
+            assert all(metrics[f"{prefix}{name}"] == pytest.approx(1, rel=1e-9) for prefix in ("", "test/", "authors/"))
+
+
+@given(seeds, st.floats(1e-3, 1e3))
+def test_rir_ignores_the_scale_and_the_rotation_of_theta(seed, scale):
+    pair, theta = TaskPair("pair", regression(0), regression(10)), gaussian(5, 5, seed=seed)
+    assume(torch.linalg.cond(theta) < 1e3)
+    one, two = (
+        RelativeRatio()(compare(pair, t)).metrics for t in (theta, scale * theta @ orthonormal(5, 5, seed=seed + 1))
+    )
+    for name in ("rir", "ratio_harmful", "ratio_primary", "test/rir"):
+        assert two[name] == pytest.approx(one[name], rel=1e-7)
+
+
+def test_rank_deficient_tasks_keep_the_rank_of_their_inputs_and_are_flagged():
+    x = with_spectrum(f64([3.0, 2.0, 1.0]), 30, 6, seed=0)
+    pair = TaskPair("pair", task(x, x[:, 0]), regression(10, columns=6))
+    measures = RelativeRatio()(compare(pair, gaussian(6, 6, seed=3)))
+    sigma = np.linalg.svd((x @ gaussian(6, 6, seed=3)).numpy(), compute_uv=False)
+    assert measures.metrics["rank_primary"] == 3
+    assert measures.metrics["kappa_primary"] == pytest.approx((sigma[0] / sigma[2]) ** 2, rel=1e-9)
+    assert measures.metrics["authors/ratio_primary"] == pytest.approx((sigma[0] / 3.0) ** 2, rel=1e-6)
+    assert measures.flags == ["rank_deficient_primary"]
+    assert "rank 3 of 6" in measures.reasons["rank_deficient_primary"]
+    assert measures.curves["spectrum/primary"]["y"] == pytest.approx(sigma[:3] ** 2)
+    assert measures.curves["spectrum/primary/baseline"]["y"] == pytest.approx([9, 4, 1])
+
+
+def test_without_test_rows_the_held_out_ratios_are_null():
+    measures = RelativeRatio()(compare(TaskPair("pair", regression(0), regression(10, test=0)), eye(5)))
+    assert measures.metrics["test/rir"] is None
+    assert measures.reasons["test/rir"] == "no test split: harmful"
+
+
+def test_held_out_inputs_without_a_spectrum_leave_their_ratios_null():
+    harmful = dataclasses.replace(regression(10), test=Split(torch.zeros(4, 5).double(), gaussian(4, seed=0)))
+    measures = RelativeRatio()(compare(TaskPair("pair", regression(0), harmful), gaussian(5, 5, seed=3)))
+    assert measures.metrics["rir"] > 0
+    assert measures.metrics["test/rir"] is None
+    assert "all zero" in measures.reasons["test/rir"]
+
+
+@pytest.mark.parametrize("eps", [2.0**-52, 2.0**-23])
+def test_authors_convention_sees_every_direction_of_the_inputs(eps):
+    x = with_spectrum(
+        f64([3.0, 2.0, 4e-6]), 30, 3, seed=0
+    )  # the last direction is noise, had it been stored in float32
+    theta = torch.linalg.svd(x).Vh.T * f64([1, 1, 1e6])
+    primary = task(x, x[:, 0], eps=eps)
+    metrics = RelativeRatio()(compare(TaskPair("pair", primary, regression(10, columns=3)), theta)).metrics
+    assert metrics["rank_primary"] == (3 if eps < 1e-10 else 2)
+    expected = [spectrum.authors_condition_number(f) for f in (x @ theta, x)]
+    assert metrics["authors/ratio_primary"] == pytest.approx(expected[0] / expected[1], rel=1e-6)
+
+
+def test_a_condition_number_lost_in_rounding_is_flagged():
+    theta = torch.diag(f64([1, 1, 1, 1, 1e-20]))
+    measures = RelativeRatio()(compare(TaskPair("pair", regression(0), regression(10)), theta))
+    assert {"noise_floor_primary", "noise_floor_harmful"} <= set(measures.flags)
+
+
+def test_a_bias_is_part_of_the_features():
+    pair, theta, bias = TaskPair("pair", regression(0), regression(10)), gaussian(5, 5, seed=3), gaussian(5, seed=4)
+    comparison = Comparison(pair, after=lambda x: x @ theta + bias)
+    features = pair.primary.train.x @ theta + bias
+    torch.testing.assert_close(comparison.sigma("primary", "train", "after"), torch.linalg.svdvals(features))
+    torch.testing.assert_close(
+        comparison.sigma("primary", "test", "after"), torch.linalg.svdvals(pair.primary.test.x @ theta + bias)
+    )
+    best = torch.linalg.lstsq(features, pair.primary.train.y[:, None]).solution
+    torch.testing.assert_close(comparison.probe("primary", "after").optimum(), best)

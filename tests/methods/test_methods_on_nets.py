@@ -1,0 +1,56 @@
+"""Methods on nets: batches of images, one pass of the trainable part, and nothing else that moves."""
+
+import pytest
+import torch
+from helpers.nets import build, open_pair
+
+from immunization.errors import ConfigError
+from immunization.methods import ConditionNumber, LearningCurveNet, OptKappa
+from immunization.training.batches import PairedBatches
+from immunization.training.loop import train
+
+pytestmark = pytest.mark.trains
+
+
+def test_paired_batches_cycle_the_primary_task(folders):
+    pair = open_pair(folders)
+    _, tasks = build(pair).prepare(pair, False)
+    batches = PairedBatches(tasks, 16, torch.Generator().manual_seed(0))
+    assert [len(list(batches.epoch())) for _ in range(2)] == [4, 4]
+    with pytest.raises(ConfigError, match=r"method\.batch_size must be set"):
+        next(iter(PairedBatches(tasks, None, torch.Generator()).epoch()))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ConditionNumber(1.0, 1.0, 1, 16, precondition="none", smoothing=0.1),
+        OptKappa(1, 16, form="log"),
+        LearningCurveNet(1, 16),
+    ],
+    ids=lambda method: method.name,
+)
+def test_one_pass_of_the_trainable_part_a_batch(folders, method):
+    """Primary features are computed once for the loss and the term of their Hessian."""
+    pair = open_pair(folders)
+    model, tasks = build(pair).prepare(pair, False)
+    method.setup(model, tasks)
+    primary, harmful = next(iter(PairedBatches(tasks, 16, torch.Generator()).epoch()))
+    calls = []
+    model.extractor.register_forward_hook(lambda *_: calls.append(1))
+    method.step(model, primary, harmful)
+    assert len(calls) == 2
+
+
+def test_training_moves_only_the_trainable_part(folders):
+    pair = open_pair(folders)
+    model, tasks = build(pair).prepare(pair, False)
+    before = {name: tensor.clone() for name, tensor in model.export().items()}
+    method = ConditionNumber(1.0, 1.0, 1, 16, precondition="none", balance=True)
+    method.setup(model, tasks)
+    optimizer = torch.optim.SGD(model.groups(), lr=1e-3, momentum=0.9, nesterov=True)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0, 2e-5]
+    train(method, model, PairedBatches(tasks, 16, torch.Generator()), optimizer)
+    changed = {name for name, tensor in model.export().items() if not torch.equal(tensor, before[name])}
+    assert changed
+    assert all(name.startswith((model.trained[0], "fc")) for name in changed)

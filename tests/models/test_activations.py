@@ -1,0 +1,73 @@
+"""Activations of the frozen part: kept, verified, streamed and read once."""
+
+import pytest
+import torch
+from helpers.nets import build, open_pair
+
+from immunization.data.task import SPLITS
+from immunization.methods import ConditionNumber
+from immunization.models.activations import Stream, load, take
+from immunization.training.loaders import LoaderBatches, batches_of
+
+pytestmark = pytest.mark.trains
+
+
+def test_activations_are_kept_verified_and_keyed(folders, tmp_path, caplog):
+    cache = tmp_path / "cache"
+    pair = open_pair(folders, cache)
+    _, tasks = build(pair).prepare(pair, False)
+    entries = sorted(cache.iterdir())
+    assert len(entries) == 12  # two tasks, three splits, activations and features
+    stamps = {path: (path / "data.bin").stat().st_mtime_ns for path in entries}
+    _, again = build(pair).prepare(pair, False)
+    assert stamps == {path: (path / "data.bin").stat().st_mtime_ns for path in sorted(cache.iterdir())}
+    torch.testing.assert_close(again.primary.train.x, tasks.primary.train.x, rtol=0, atol=0)
+    other = open_pair(folders, cache, crop_pct=0.5)
+    build(other).prepare(other, False)
+    assert len(list(cache.iterdir())) == 24
+
+    damaged = entries[0] / "data.bin"
+    content = bytearray(damaged.read_bytes())
+    content[7] ^= 1
+    damaged.write_bytes(bytes(content))
+    assert load(cache, entries[0].name) is None
+    assert not entries[0].exists()
+
+
+def test_tasks_hold_what_the_extractor_reads(folders):
+    pair = open_pair(folders)
+    model, tasks = build(pair).prepare(pair, False)
+    sizes = {role: [len(getattr(task, split)) for split in SPLITS] for role, task in tasks.tasks.items()}
+    assert sizes == {"primary": [72, 8, 24], "harmful": [66, 6, 24]}
+    assert tasks.primary.rank == 72
+    assert tasks.dim == 96
+    x = tasks.primary.train.x
+    torch.testing.assert_close(model.features(x), model.reference["primary", "train"])
+
+
+def test_large_sets_are_streamed(folders):
+    pair = open_pair(folders, cache_limit=0.0)
+    model, tasks = build(pair).prepare(pair, False)
+    kept, kept_tasks = build(open_pair(folders)).prepare(open_pair(folders), False)
+    stream = tasks.harmful.train.x
+    assert isinstance(stream, Stream)
+    torch.testing.assert_close(model.features(stream), kept.features(kept_tasks.harmful.train.x))
+    rows = torch.tensor([50, 3, 7])
+    torch.testing.assert_close(take(stream, rows), kept_tasks.harmful.train.x[rows])
+    batches = batches_of(model, tasks, 16, torch.Generator())
+    assert isinstance(batches, LoaderBatches)
+    assert batches.steps_per_epoch == 4
+    (primary, harmful), *_ = batches.epoch()
+    assert primary.x.shape == harmful.x.shape == (16, *stream.shape[1:])
+    terms = ConditionNumber(1.0, 1.0, 1, 16, precondition="none")
+    terms.setup(model, tasks)
+    assert torch.isfinite(terms.step(model, primary, harmful)["loss"])
+
+
+def test_augmentation_turns_the_cache_of_activations_off(folders):
+    pair = open_pair(folders, augment=True)
+    model, tasks = build(pair).prepare(pair, False)
+    assert isinstance(tasks.primary.train.x, Stream)
+    batches = batches_of(model, tasks, 16, torch.Generator())
+    first, second = (next(iter(batches.epoch()))[1].x for _ in range(2))
+    assert not torch.equal(first, second)

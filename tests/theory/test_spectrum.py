@@ -1,0 +1,208 @@
+"""Spectra, ranks and condition numbers: accuracy where it is hard, conventions, and what has no spectrum."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from helpers.matrices import gaussian, orthonormal, seeds, spectra, with_spectrum
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from immunization.errors import DegenerateSpectrum
+from immunization.theory import regularizers, spectrum
+
+few = settings(max_examples=30)
+
+
+@few
+@given(rows=st.integers(1, 30), columns=st.integers(1, 12), cuts=st.lists(st.integers(0, 30), max_size=6), seed=seeds)
+def test_streamed_factor_is_that_of_the_whole(rows, columns, cuts, seed):
+    """TSQR: any split into batches, empty ones included, in any order of sizes, folds into the same Gram matrix."""
+    features = gaussian(rows, columns, seed=seed)
+    batches = torch.tensor_split(features, sorted(cuts))
+    factor, count = spectrum.triangular_factor(batch for batch in batches)
+    assert count == rows
+    assert factor.shape == (min(rows, columns), columns)
+    assert_close(factor.T @ factor, features.T @ features)
+    sigma = spectrum.singular_values(batches)
+    assert_close(sigma, torch.from_numpy(np.linalg.svd(features.numpy(), compute_uv=False)))
+    assert_close(sigma, spectrum.singular_values(features))
+
+
+def test_streaming_holds_one_batch_at_a_time():
+    """The iterable is consumed lazily, and float32 or float16 batches are folded in float64."""
+
+    def batches():
+        for seed in range(50):
+            yield gaussian(7, 20, seed=seed).half()
+
+    whole = torch.cat([batch.double() for batch in batches()])
+    assert_close(spectrum.singular_values(batches()), torch.linalg.svdvals(whole))
+
+
+def test_small_singular_values_survive_where_a_gram_matrix_loses_them():
+    """sigma from 1 down to 1e-12: kept to 0.1 % by the triangular factor; the eigenvalues of F^T F are noise there."""
+    sigma = torch.logspace(0, -12, 7, dtype=torch.float64)
+    features = with_spectrum(sigma, 40, 7, seed=0)
+    assert_close(spectrum.singular_values(features.split(9)), sigma, rtol=1e-3, atol=0)
+    squared = torch.linalg.eigvalsh(features.T @ features)[0]
+    assert abs(squared / sigma[-1] ** 2 - 1) > 1e3
+
+
+@few
+@given(
+    rank=st.integers(1, 6), rows=st.integers(6, 20), columns=st.integers(6, 12), scale=st.floats(-12, 12), seed=seeds
+)
+def test_numerical_rank_is_numpys(rank, rows, columns, scale, seed):
+    features = 10**scale * gaussian(rows, rank, seed=seed) @ gaussian(rank, columns, seed=seed + 1)
+    found = spectrum.numerical_rank(torch.linalg.svdvals(features), (rows, columns))
+    assert found == np.linalg.matrix_rank(features.numpy()) == rank
+
+
+@few
+@given(rank=st.integers(1, 6), seed=seeds)
+def test_rank_of_features_that_were_float32(rank, seed):
+    """Rounding to float32 leaves singular values near 1e-7, which only float32's epsilon recognizes as noise."""
+    features = with_spectrum(torch.linspace(2, 1, rank, dtype=torch.float64), 20, 9, seed).float().double()
+    assert len(spectrum.compress(features, eps=torch.finfo(torch.float32).eps)) == rank
+    assert len(spectrum.compress(features)) == 9
+
+
+def test_rank_of_nothing():
+    assert spectrum.numerical_rank(torch.zeros(3), (5, 3)) == 0
+    assert spectrum.numerical_rank(torch.zeros(0), (0, 3)) == 0
+    assert spectrum.compress(torch.zeros(5, 3)).shape == (0, 3)
+
+
+@few
+@given(sigma=spectra(1, 6), rows=st.integers(6, 20), columns=st.integers(6, 12), seed=seeds)
+def test_compress_keeps_the_gram_in_rank_rows(sigma, rows, columns, seed):
+    features = with_spectrum(sigma, rows, columns, seed)
+    root = spectrum.compress(features.split(5))
+    assert root.shape == (len(sigma), columns)
+    assert_close(root.T @ root, features.T @ features, rtol=1e-10, atol=1e-12 * sigma[0].item() ** 2)
+
+
+@few
+@given(sigma=spectra(1, 6), rows=st.integers(6, 20), columns=st.integers(6, 12), seed=seeds)
+def test_condition_number_is_the_squared_ratio_at_any_rank(sigma, rows, columns, seed):
+    kappa = spectrum.condition_number(with_spectrum(sigma, rows, columns, seed))
+    assert_close(kappa, (sigma[0] / sigma[-1]).item() ** 2, rtol=1e-9, atol=0)
+
+
+@few
+@given(seed=seeds, columns=st.integers(1, 8))
+def test_condition_number_is_numpys_at_full_rank(seed, columns):
+    features = gaussian(columns + 4, columns, seed=seed)
+    expected = np.linalg.cond(features.numpy()) ** 2
+    assert_close(spectrum.condition_number(features), expected, rtol=1e-9, atol=0)
+    assert_close(spectrum.condition_number(features, conditioning="authors"), expected, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("sigma", "kappa"),
+    [([2.0, 2.0, 2.0], 1.0), ([2.0, 2.0, 1.0], 4.0), ([2.0, 1.0, 1.0], 4.0), ([1.0 + 1e-12, 1.0, 1.0 - 1e-12], 1.0)],
+)
+def test_condition_number_of_repeated_and_nearly_repeated_values(sigma, kappa):
+    features = with_spectrum(torch.tensor(sigma, dtype=torch.float64), 9, 5, seed=1)
+    assert_close(spectrum.condition_number(features), kappa, rtol=1e-11, atol=0)
+
+
+@few
+@given(sigma=spectra(), power=st.integers(-300, 300), seed=seeds)
+def test_rank_aware_kappa_ignores_scale_and_rotation(sigma, power, seed):
+    """c Q F R has the kappa of F for every power of two c and all rotations Q, R, rank-deficient F included."""
+    features = with_spectrum(sigma, 12, 10, seed)
+    changed = 2.0**power * orthonormal(12, 12, seed + 2) @ features @ orthonormal(10, 10, seed + 3)
+    assert_close(spectrum.condition_number(changed), spectrum.condition_number(features), rtol=1e-9, atol=0)
+
+
+@few
+@given(sigma=spectra(2, 6, decades=2.0), seed=seeds)
+def test_authors_kappa_of_rank_deficient_features_is_a_scale(sigma, seed):
+    """Null eigenvalues count as 1e-6: the value is sigma_1^2 / 1e-6, whatever sigma_k is; doubling F makes it 4x."""
+    features = with_spectrum(10 * sigma, 12, 30, seed)
+    kappa = spectrum.condition_number(features, conditioning="authors")
+    assert_close(kappa, (10 * sigma[0].item()) ** 2 / 1e-6, rtol=1e-3, atol=0)
+    doubled = spectrum.condition_number(2 * features, conditioning="authors")
+    assert_close(doubled / kappa, 4.0, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_authors_kappa_of_one_null_direction_does_not_hang_on_its_rounding(seed):
+    """Eigenvalues of H + 1e-6 I as computed put it below 1e-6 half of the time, and kappa then at 100."""
+    features = with_spectrum(torch.tensor([10.0, 3.0, 1.0], dtype=torch.float64), 12, 4, seed)
+    kappa = spectrum.condition_number(features, conditioning="authors")
+    assert_close(kappa, 1e8, rtol=1e-6, atol=0)
+
+
+def test_known_rank_is_kept_where_the_tolerance_would_lose_it():
+    """An invertible theta keeps the rank of the inputs; its features may fall below the tolerance all the same."""
+    features = torch.diag(torch.tensor([1.0, 1e-3, 1e-17], dtype=torch.float64))
+    assert_close(spectrum.condition_number(features), 1e6)
+    assert_close(spectrum.condition_number(features, rank=3), 1e34)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_features_below_double_precision_are_ranked_by_single(dtype):
+    """Rank 2 in float32 leaves rounding noise, which float64's epsilon would count as eight more directions."""
+    exact = with_spectrum(torch.tensor([3.0, 1.0], dtype=torch.float64), 30, 10, seed=1)
+    coarse = exact.float() if dtype is torch.float32 else torch.diag(torch.tensor([3.0, 1.0, 1e-7])).to(dtype)
+    assert_close(spectrum.condition_number(coarse), 9.0, rtol=1e-5, atol=0)
+    assert_close(spectrum.condition_number(batch for batch in coarse.split(7)), 9.0, rtol=1e-5, atol=0)
+    assert spectrum.condition_number(coarse.double()) > 1e10
+    assert spectrum.condition_number(coarse, eps=spectrum.EPS) > 1e10
+
+
+def test_condition_number_beyond_float64_is_infinite():
+    sigma = torch.tensor([1.0, 1e-200, 0.0], dtype=torch.float64)
+    assert spectrum.condition_number_of(sigma, 2) == math.inf
+    assert spectrum.condition_number_of(sigma, 3) == math.inf
+
+
+def test_rir_and_its_parts():
+    """Eq. 15: kappas 36 and 9 of the harmful, 4 and 16 of the primary features give 4 / (1/4) = 16."""
+    harmful, harmful_0, primary, primary_0 = (torch.diag(torch.tensor([s, 1.0])) for s in (6.0, 3.0, 2.0, 4.0))
+    assert spectrum.rir(harmful, harmful_0, primary, primary_0) == pytest.approx(
+        {"rir": 16.0, "ratio_harmful": 4.0, "ratio_primary": 0.25}
+    )
+    authors = spectrum.rir(harmful, harmful_0, primary, primary_0, conditioning="authors")
+    assert authors["rir"] == pytest.approx(16.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("conditioning", ["rank", "authors"])
+@pytest.mark.parametrize("features", [torch.zeros(4, 3), torch.zeros(0, 3), []], ids=["zero", "no rows", "no batches"])
+def test_no_condition_number_without_a_spectrum(features, conditioning):
+    with pytest.raises(DegenerateSpectrum):
+        spectrum.condition_number(features, conditioning=conditioning)
+
+
+def test_unknown_conditioning_is_refused():
+    with pytest.raises(ValueError, match=r"'rank' or 'authors'.*'ridge'"):
+        spectrum.condition_number(torch.eye(2), conditioning="ridge")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_non_finite_features_have_no_spectrum(value):
+    features = gaussian(6, 3, seed=0)
+    features[2, 1] = value
+    with pytest.raises(DegenerateSpectrum, match="NaN or infinite"):
+        spectrum.condition_number(features)
+    functions = (
+        regularizers.r_well,
+        lambda x: regularizers.r_ill(x, 3),
+        regularizers.r_well_of_features,
+        lambda x: regularizers.r_ill_of_features(x, 3),
+        lambda x: regularizers.r_ill_of_features(x, 7),
+        lambda x: regularizers.log_condition_number(x, 3),
+    )
+    for regularizer in functions:  # in training this is what divergence looks like, not a user's flat spectrum
+        with pytest.raises(torch.linalg.LinAlgError):
+            regularizer(features)
+
+
+def test_overflowing_hessian_is_not_mistaken_for_a_flat_one():
+    with pytest.raises(torch.linalg.LinAlgError, match="overflowing"):
+        regularizers.r_ill_of_features(1e90 * gaussian(6, 3, seed=0), 3)
