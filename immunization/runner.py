@@ -49,6 +49,7 @@ log = logging.getLogger("immunization")
 
 RUN_LOG = "run.log"
 ARRAYS = "arrays.safetensors"
+ATTACKS = "attacks.safetensors"
 
 LOG_LINES = 40
 """Lines of metrics.jsonl a run writes by default."""
@@ -172,7 +173,7 @@ def _execute(
     environment.write(folder, device)
     log.info("%s: %s", pair.name, pair.about)
 
-    _clear(folder, state)
+    _clear(folder, state, config.resume)
     trackers.insert(0, Recorder(folder, state["recorder"] if state else None))
     started = time.perf_counter()
     keeper = Checkpointer(folder, result_settings(settings), stop, **config.checkpoint)
@@ -195,7 +196,7 @@ def _execute(
     result.seconds["evaluate"] = time.perf_counter() - started
     if config.get("attack"):
         started = time.perf_counter()
-        measures.merge(attack(config, model, comparison, start))
+        measures.merge(attack(config, model, comparison, start, folder / ATTACKS))
         result.seconds["attack"] = time.perf_counter() - started
     result.metrics, result.reasons = measures.metrics, measures.reasons
     result.curves, result.flags = measures.curves, measures.flags
@@ -205,7 +206,8 @@ def _execute(
         model_card.write(folder, result, config, json.loads(facts["immunization"]))
     result.status = "completed"
     result.write(folder)
-    keeper.path.unlink(missing_ok=True)
+    for path in (keeper.path, folder / ATTACKS):
+        path.unlink(missing_ok=True)
 
 
 def prepare(config: DictConfig) -> Parts:
@@ -261,9 +263,10 @@ def _without_harm(what: str) -> Iterator[None]:
         log.warning("%s (%s: %s); the result is complete", what, type(error).__name__, error)
 
 
-def _clear(folder: Path, state: dict[str, Any] | None) -> None:
+def _clear(folder: Path, state: dict[str, Any] | None, resume: bool) -> None:
     """Remove what an unfinished run left and the one that begins, or goes on from `state`, will write at its end."""
-    names = (Result.file, WEIGHTS, ROWS, ARRAYS, model_card.FILE, *([] if state else [checkpoint.FILE]))
+    names = [Result.file, WEIGHTS, ROWS, ARRAYS, model_card.FILE]
+    names += ([] if state else [checkpoint.FILE]) + ([] if resume else [ATTACKS])
     for path in (*(folder / name for name in names), *folder.glob(f".*{files.PART}")):
         path.unlink(missing_ok=True)
 
@@ -440,12 +443,23 @@ def evaluate(config: DictConfig, comparison: Comparison) -> Measures:
     return measures
 
 
-def attack(config: DictConfig, model: Model, comparison: Comparison, start: Mapping[str, Tensor]) -> Measures:
-    """Every attack of the configuration on `model` and its baseline; `start` is the state dict of theta_0."""
-    from immunization.attacks import Victim, run_attacks  # not loaded by runs without attacks
+def attack(
+    config: DictConfig,
+    model: Model,
+    comparison: Comparison,
+    start: Mapping[str, Tensor],
+    keep: Path | None = None,
+) -> Measures:
+    """Every attack of the configuration on `model` and its baseline; `start` is the state dict of theta_0.
+
+    Attacks that are done stand in the file `keep`, and are taken from there.
+    """
+    from immunization.attacks import KeptCurves, Victim, run_attacks  # not loaded by runs without attacks
 
     attacks = {name: build(config, f"attack.{name}") for name in config.attack}
-    return run_attacks(attacks, Victim(model, comparison, start))
+    victim = Victim(model, comparison, start)
+    kept = keep and KeptCurves(keep, OmegaConf.to_container(config.attack, resolve=True), victim)
+    return run_attacks(attacks, victim, kept)
 
 
 def device_of(config: DictConfig) -> torch.device:

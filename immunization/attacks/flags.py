@@ -55,8 +55,8 @@ MEANINGS: dict[Callable[[Outcome], Iterator[str]], str] = {
     diverged: "no success of a defence, these were tried in a way that does not work",
     at_chance: "these stay at chance on the baseline too, which says nothing of theta_I",
     below_chance: "these are worse than chance on theta_I, where an attacker would flip the answer",
-    capped: f"these never come {SHARE:.0%} of the way from chance to the baseline's best within their steps, which count "
-    "instead",
+    capped: f"these never come {SHARE:.0%} of the way from chance to the baseline's best within their steps, "
+    "which count instead",
     edge: "these fail with a setting at the end of those tried, a wider range may do better",
     not_converged: "these fail but are still getting better at their last step, more of them may do better",
 }

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from immunization.attacks.base import Attack
 from immunization.attacks.flags import flags_of
+from immunization.attacks.kept import KeptCurves
 from immunization.attacks.outcome import MARGIN, SHARE, Outcome, first, listed, never_finite, reached
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.evaluation.base import Measures
@@ -17,17 +18,22 @@ EXCESSES = {"1e-2": 1e-2, "1e-4": 1e-4}
 """Relative excess training losses to which steps are counted."""
 
 
-def run_attacks(attacks: Mapping[str, Attack], victim: Victim) -> Measures:
+def run_attacks(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves | None = None) -> Measures:
     """Run `attacks` and measure each, under `attack/<name>/`, and the worst of them, under `attack/worst/`.
 
     An attack that does not apply to the model or the data has `attack/<name>/final` alone, None with the reason.
+    Attacks that `kept` holds are not run again, and it takes every one that is done.
     """
     measures, outcomes = Measures(), []
     for name, attack in attacks.items():
         try:
             if reason := victim.comparison.no_test("harmful"):
                 raise Inapplicable(reason)
-            curves = {stage: attack.run(victim, stage) for stage in victim.stages}
+            curves = kept.get(name) if kept else None
+            if curves is None:
+                curves = {stage: attack.run(victim, stage) for stage in victim.stages}
+                if kept:
+                    kept.put(name, curves)
         except Inapplicable as error:
             measures.miss(str(error), f"attack/{name}/final")
             continue
