@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from immunization.compute import distributed, randomness
@@ -19,6 +19,7 @@ from immunization.evaluation.deep import compare
 from immunization.models import Model
 from immunization.results import model_card
 from immunization.results.present import present
+from immunization.runs.filenames import ATTACKS
 from immunization.runs.folder import RunFolder, log, settings_of
 from immunization.runs.result import Result
 from immunization.runs.resume import completed
@@ -98,7 +99,7 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
         measures.withhold("undetermined", method.undetermined)
     if config.get("attack"):
         with run.timed("attack"):
-            measures.merge(attack(config, model, comparison, parts.start))
+            measures.merge(attack(config, model, comparison, parts.start, run.path / ATTACKS))
     run.result.metrics, run.result.reasons = measures.metrics, measures.reasons
     run.result.curves, run.result.flags = measures.curves, measures.flags
     if facts := model.metadata():
@@ -114,9 +115,20 @@ def evaluate(config: DictConfig, comparison: Comparison) -> Measures:
     return measures
 
 
-def attack(config: DictConfig, model: Model, comparison: Comparison, start: Mapping[str, Tensor]) -> Measures:
-    """Every attack of the configuration on `model` and its baseline; `start` is the state dict of theta_0."""
-    from immunization.attacks import Victim, run_attacks  # not loaded by runs without attacks
+def attack(
+    config: DictConfig,
+    model: Model,
+    comparison: Comparison,
+    start: Mapping[str, Tensor],
+    keep: Path | None = None,
+) -> Measures:
+    """Every attack of the configuration on `model` and its baseline; `start` is the state dict of theta_0.
+
+    Attacks that are done stand in the file `keep`, and are taken from there.
+    """
+    from immunization.attacks import KeptCurves, Victim, run_attacks  # not loaded by runs without attacks
 
     attacks = {name: build(config, f"attack.{name}") for name in config.attack}
-    return run_attacks(attacks, Victim(model, comparison, start))
+    victim = Victim(model, comparison, start)
+    kept = keep and KeptCurves(keep, OmegaConf.to_container(config.attack, resolve=True), victim)
+    return run_attacks(attacks, victim, kept)

@@ -10,4 +10,5 @@ OLDER_CHECKPOINT = "checkpoint.safetensors"  # of the version before
 WEIGHTS = "immunized.safetensors"
 ROWS = "splits.safetensors"
 ARRAYS = "arrays.safetensors"
+ATTACKS = "attacks.pt"  # of an audit on its way
 MODEL_CARD = "model_card.md"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import logging
 import os
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from immunization.errors import ConfigError, DataError
@@ -91,6 +94,30 @@ def _digest(header: Mapping[str, Any], body: memoryview) -> str:
     digest = hashlib.sha256(_canonical({**header, "__metadata__": metadata}))
     digest.update(body)
     return digest.hexdigest()
+
+
+def write_archive(path: Path, content: Mapping[str, Any]) -> None:
+    """Write nested dicts, lists and tuples of tensors and plain values by `torch.save` in one step.
+
+    Raises TypeError for an object that only a pickle which runs code could bring back.
+    """
+    archive = io.BytesIO()
+    torch.save(content, archive)
+    archive.seek(0)
+    if objects := torch.serialization.get_unsafe_globals_in_checkpoint(archive):
+        raise TypeError(f"{path.name} keeps tensors and plain values alone, not {', '.join(objects)}")
+    write(path, archive.getbuffer())
+
+
+def read_archive(path: Path) -> dict[str, Any]:
+    """What `write_archive` wrote, on the CPU; raises DataError for a file that is damaged or holds anything else."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if entry := archive.testzip():
+                raise zipfile.BadZipFile(f"{entry} does not agree with its checksum")
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # each part of a damaged archive fails in its own way, from BadZipFile to KeyError
+        raise DataError(f"{path} is damaged or cannot be read") from error
 
 
 @contextmanager

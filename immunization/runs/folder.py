@@ -20,6 +20,7 @@ from immunization.errors import ConfigError, Preempted, UserError
 from immunization.runs import environment, files
 from immunization.runs.filenames import (
     ARRAYS,
+    ATTACKS,
     CHECKPOINT,
     CONFIG,
     MODEL_CARD,
@@ -111,7 +112,8 @@ class RunFolder:
     def record(self, device: torch.device, state: Mapping[str, Any] | None) -> None:
         """Remove what an unfinished run left, as far as `state` does not go on from it, and log steps from here on."""
         environment.write(self.path, device)
-        names = (Result.file, WEIGHTS, ROWS, ARRAYS, MODEL_CARD, *([] if state else [CHECKPOINT, OLDER_CHECKPOINT]))
+        names = [Result.file, WEIGHTS, ROWS, ARRAYS, MODEL_CARD]
+        names += ([] if state else [CHECKPOINT, OLDER_CHECKPOINT]) + ([] if self.config.resume else [ATTACKS])
         for path in (*(self.path / name for name in names), *self.path.glob(f".*{files.PART}")):
             path.unlink(missing_ok=True)
         self.recorder = Recorder(self.path, state["recorder"] if state else None)
@@ -137,12 +139,13 @@ class RunFolder:
             files.write_tensors(self.path / ROWS, rows, sources)
 
     def finish(self, arrays: Mapping[str, Tensor]) -> None:
-        """Write the completed result and what was measured as arrays; the checkpoint is no longer needed."""
+        """Write the completed result and all arrays that were measured; nothing is left to go on from."""
         if arrays:
             files.write_tensors(self.path / ARRAYS, arrays)
         self.result.status = "completed"
         self.result.write(self.path)
-        (self.path / CHECKPOINT).unlink(missing_ok=True)
+        for name in (CHECKPOINT, ATTACKS):
+            (self.path / name).unlink(missing_ok=True)
 
 
 @contextmanager

@@ -6,16 +6,13 @@ in one step, and removed once the result is written.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import time
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from immunization.errors import ConfigError, DataError
@@ -78,12 +75,7 @@ class Checkpointer:
     def write(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
         """Write a checkpoint of `state()`; raises TypeError for an object in it that only a pickle could bring back."""
         started = time.monotonic()
-        archive = io.BytesIO()
-        torch.save({"version": VERSION, "config": self.config, "state": state()}, archive)
-        archive.seek(0)
-        if objects := torch.serialization.get_unsafe_globals_in_checkpoint(archive):
-            raise TypeError(f"a checkpoint keeps tensors and plain values alone, not {', '.join(objects)}")
-        files.write(self.path, archive.getbuffer())
+        files.write_archive(self.path, {"version": VERSION, "config": self.config, "state": state()})
         cost = time.monotonic() - started
         self.due = self._next(cost)
         log.info("checkpoint after step %d (%.3f s)", step, cost)
@@ -105,9 +97,11 @@ def read(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
             raise DataError(f"{older} was made by an older version; resume=false starts afresh")
         return None
     try:
-        version, before, state = _load(path)
-    except DataError as error:
-        log.warning("%s; the run starts from the beginning", error)
+        content = files.read_archive(path)
+        version, before, state = (content[key] for key in ("version", "config", "state"))
+    except (DataError, KeyError, TypeError) as error:
+        reason = error if isinstance(error, DataError) else f"{path} is no checkpoint"
+        log.warning("%s; the run starts from the beginning", reason)
         return None
     if version != VERSION:
         raise DataError(f"{path} was made by another version; resume=false starts afresh")
@@ -117,17 +111,6 @@ def read(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
             "another hydra.run.dir=..., or resume=false to start afresh"
         )
     return state
-
-
-def _load(path: Path) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if entry := archive.testzip():
-                raise zipfile.BadZipFile(f"{entry} does not agree with its checksum")
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        return content["version"], content["config"], content["state"]
-    except Exception as error:  # each part of a damaged archive fails in its own way, from BadZipFile to KeyError
-        raise DataError(f"{path} is damaged or cannot be read") from error
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,72 @@
+"""Flags over all attacks of a run: one function each, which names the attacks whose figures are less than they seem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from immunization.attacks.outcome import MARGIN, SHARE, Outcome, listed
+from immunization.attacks.victim import Stage
+
+PLACES: dict[Stage, str] = {"immunized": "theta_I", "baseline": "the baseline", "start": "theta_0"}
+
+LAST = 4
+"""Points of a curve, the last octave of steps, in which an attack that has converged does not get better any more."""
+
+
+def diverged(outcome: Outcome) -> Iterator[str]:
+    """On every stage, the settings that did not stay finite."""
+    for stage, curve in outcome.curves.items():
+        if curve.diverged:
+            yield f"{outcome.name} on {PLACES[stage]} at {outcome.attack.setting_name} {listed(curve.diverged)}"
+
+
+def at_chance(outcome: Outcome) -> Iterator[str]:
+    """An attack that learns nothing from the baseline."""
+    if not outcome.failed and outcome.at_chance:
+        yield outcome.name
+
+
+def below_chance(outcome: Outcome) -> Iterator[str]:
+    """An attack that works on the baseline and is worse than guessing on theta_I."""
+    if outcome.telling and outcome.after.test.max().item() < outcome.chance - MARGIN:
+        yield outcome.name
+
+
+def capped(outcome: Outcome) -> Iterator[str]:
+    """An attack that does not get there within its steps, and how many these are."""
+    if outcome.capped:
+        yield f"{outcome.name} ({outcome.after.steps[-1]})"
+
+
+def edge(outcome: Outcome) -> Iterator[str]:
+    """An attack that does not get there, with the smallest or the largest of its settings."""
+    if outcome.capped and outcome.after.at_edge:
+        yield f"{outcome.name} ({outcome.attack.setting_name} {outcome.after.setting:g})"
+
+
+def not_converged(outcome: Outcome) -> Iterator[str]:
+    """An attack that does not get there, and whose best validation measure came at the end."""
+    val = outcome.after.val
+    if outcome.capped and len(val) > LAST and val[-LAST:].max() > val[:-LAST].max():
+        yield outcome.name
+
+
+MEANINGS: dict[Callable[[Outcome], Iterator[str]], str] = {
+    diverged: "no success of a defence, these were tried in a way that does not work",
+    at_chance: "these stay at chance on the baseline too, which says nothing of theta_I",
+    below_chance: "these are worse than chance on theta_I, where an attacker would flip the answer",
+    capped: f"these never come {SHARE:.0%} of the way from chance to the baseline's best within their steps, "
+    "which count instead",
+    edge: "these fail with a setting at the end of those tried, a wider range may do better",
+    not_converged: "these fail but are still getting better at their last step, more of them may do better",
+}
+"""Every flag, raised as `attacks_<name of the function>`, and what it means."""
+
+
+def flags_of(outcomes: Iterable[Outcome]) -> dict[str, str]:
+    """The flags that hold for some attack, each with its meaning and these attacks."""
+    outcomes = list(outcomes)
+    found = {flag: [text for outcome in outcomes for text in flag(outcome)] for flag in MEANINGS}
+    return {
+        f"attacks_{flag.__name__}": f"{MEANINGS[flag]}: {', '.join(names)}" for flag, names in found.items() if names
+    }

@@ -1,0 +1,75 @@
+"""The attacks that a run has done, kept in its folder: an audit that is killed goes on with the next one."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from immunization.attacks.base import AttackCurve
+from immunization.attacks.victim import Stage, Victim
+from immunization.errors import DataError, DegenerateSpectrum
+from immunization.runs import files
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+"""Of the file, to be raised whenever `AttackCurve` changes."""
+
+Curves = dict[Stage, AttackCurve]
+
+
+class KeptCurves:
+    """The curves of attacks that are done, in one file, which is replaced in one step after each attack.
+
+    A curve is taken from there only for the very configuration of its attack (`settings`, by name), weights and data it
+    was measured with. What cannot be read is measured again.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, object], victim: Victim) -> None:
+        self.path = path
+        victim_key = _digest(_identity(victim))
+        self.keys = {name: {"settings": value, "victim": victim_key} for name, value in settings.items()}
+        self.kept: dict[str, dict[str, Any]] = {}
+        with suppress(DataError, KeyError, TypeError):  # none, or a damaged one, or another version's
+            content = files.read_archive(path)
+            self.kept = content["attacks"] if content["version"] == VERSION else {}
+
+    def get(self, name: str) -> Curves | None:
+        """The curves of an attack on every stage; None where it has to be run."""
+        entry = self.kept.get(name)
+        if entry is None or entry["key"] != self.keys[name]:
+            return None
+        log.info("attack %s: done before", name)
+        return {stage: AttackCurve(**fields) for stage, fields in entry["curves"].items()}
+
+    def put(self, name: str, curves: Curves) -> None:
+        """Keep the curves of an attack that is done."""
+        self.kept[name] = {"key": self.keys[name], "curves": {stage: vars(curve) for stage, curve in curves.items()}}
+        files.write_archive(self.path, {"version": VERSION, "attacks": self.kept})
+
+
+def _identity(victim: Victim) -> Iterator[Tensor]:
+    """What the outcome of an attack depends on beside its own configuration: weights, labels and training features."""
+    yield from victim.model.extractor.state_dict().values()
+    yield from victim.start.values()
+    for role, task in victim.comparison.tasks.items():
+        yield from (part.y for part in (task.train, task.val, task.test))
+        with suppress(DegenerateSpectrum):  # features that nothing can be learned from have none
+            for state in ("after", "before"):
+                probe = victim.comparison.probe(role, state)
+                yield from (probe.sigma, probe.coefficients)
+
+
+def _digest(tensors: Iterator[Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()

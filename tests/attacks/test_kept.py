@@ -1,0 +1,162 @@
+"""An audit that is killed between two attacks goes on with the next one, and ends with the same result."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.matrices import gaussian, orthonormal
+from torch import Tensor
+
+from immunization import Result, run
+from immunization.attacks import (
+    Attack,
+    AttackCurve,
+    ClosedFormProbe,
+    ConjugateGradients,
+    KeptCurves,
+    LinearProbe,
+    Victim,
+    WhitenedProbe,
+    run_attacks,
+)
+from immunization.data.task import Split, Task, TaskPair
+from immunization.evaluation.deep import compare
+from immunization.models import Linear
+from immunization.runs import files
+from immunization.runs.filenames import ATTACKS
+
+QUICK = ["tracker=none", "figures=false", "evaluation=[rir]", "method=closed_form", "dataset.max_samples=60"]
+AUDIT = [*QUICK, "attack=[closed_form_probe,whitened_probe,conjugate_gradients,linear_probe]", "resume=true"]
+AUDIT += ["attack.conjugate_gradients.steps=64", "attack.linear_probe.steps=64"]
+HANGS_IN_THE_THIRD = """
+import sys, time
+from immunization import run
+from immunization.attacks import ConjugateGradients
+ConjugateGradients.run = lambda self, victim, stage: time.sleep(600)
+run(sys.argv[2:], folder=sys.argv[1])
+"""
+
+
+def victim_of(theta: Tensor, noise: float = 0.0) -> Victim:
+    """A linear model with the given theta [4, 4] on a regression whose targets are off by `noise`."""
+    x = orthonormal(60, 4, seed=0)
+    y = x.sum(1) + noise * gaussian(60, seed=1)
+    task = Task("known", *(Split(x, y) for _ in range(3)))
+    pair = TaskPair("known", task, task)
+    model = Linear(pair)
+    start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
+    model.extractor.theta.data.copy_(theta)
+    return Victim(model, compare(pair, model), start)
+
+
+@pytest.fixture
+def ran(monkeypatch) -> list[str]:
+    """Names of the classes of all attacks that are run, in order."""
+    names: list[str] = []
+    for kind in (ClosedFormProbe, ConjugateGradients, LinearProbe, WhitenedProbe):
+
+        def spied(self, victim, stage, kind=kind, taken=kind.run):
+            if stage == "immunized":
+                names.append(kind.__name__)
+            return taken(self, victim, stage)
+
+        monkeypatch.setattr(kind, "run", spied)
+    return names
+
+
+def content_of(folder: Path) -> dict:
+    """What must not depend on interruptions: the whole result but for the clock."""
+    content = Result.read(folder).as_dict()
+    del content["seconds"]
+    return content
+
+
+def test_a_killed_audit_goes_on_with_the_next_attack(tmp_path, ran):
+    folder = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGS_IN_THE_THIRD, str(folder), *AUDIT], stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while not (folder / ATTACKS).exists() or b"whitened_probe" not in (folder / ATTACKS).read_bytes():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    assert process.wait() == -9
+    assert not (folder / "result.json").exists()
+    run(AUDIT, folder=folder)
+    assert ran == ["ConjugateGradients", "LinearProbe"]
+    assert not (folder / ATTACKS).exists()
+    ran.clear()
+    run(AUDIT, folder=tmp_path / "whole")
+    assert len(ran) == 4
+    assert content_of(folder) == content_of(tmp_path / "whole")
+
+
+def test_without_resume_every_attack_is_run_again(tmp_path, ran, monkeypatch):
+    def fails(self, victim, stage):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as inside:
+        inside.setattr(ConjugateGradients, "run", fails)
+        with pytest.raises(KeyboardInterrupt):
+            run(AUDIT, folder=tmp_path)
+    assert (tmp_path / ATTACKS).exists()
+    assert "closed_form_probe" in files.read_archive(tmp_path / ATTACKS)["attacks"]
+    ran.clear()
+    run([*AUDIT, "resume=false"], folder=tmp_path)
+    assert len(ran) == 4
+    assert not (tmp_path / ATTACKS).exists()
+
+
+def attacked(path: Path, victim: Victim, attacks: Mapping[str, Attack], settings: Mapping[str, object]) -> dict:
+    """Measures of a suite that keeps its curves in a file."""
+    return vars(run_attacks(attacks, victim, KeptCurves(path, settings, victim)))
+
+
+def test_curves_hold_for_one_configuration_one_map_and_one_task(tmp_path, ran):
+    theta, path = torch.diag(torch.tensor([1.0, 0.5, 0.3, 0.1], dtype=torch.float64)), tmp_path / ATTACKS
+    attacks = {"whitened": WhitenedProbe(steps=8), "gd": LinearProbe(steps=8)}
+    settings = {"whitened": {"steps": 8, "ridges": [0, 1e-14]}, "gd": {"steps": 8}}
+    first = attacked(path, victim_of(theta), attacks, settings)
+    assert first == vars(run_attacks(attacks, victim_of(theta)))
+    ran.clear()
+    assert attacked(path, victim_of(theta), attacks, settings) == first
+    assert ran == []
+    attacked(path, victim_of(theta), attacks, settings | {"gd": {"steps": 9}})
+    assert ran == ["LinearProbe"]
+    for other in (victim_of(2 * theta), victim_of(theta, noise=1e-9)):
+        ran.clear()
+        attacked(path, other, attacks, settings)
+        assert ran == ["WhitenedProbe", "LinearProbe"]
+
+
+def test_a_curve_comes_back_as_it_was(tmp_path):
+    """Also with NaN, with one tensor in two places, and with kappa as a tensor."""
+    values = torch.tensor([0.5, torch.nan], dtype=torch.float64)
+    curve = AttackCurve(
+        torch.tensor([1, 2]), 10.0 * torch.tensor([1, 2]), values, values, None, values[0], 1e-300, (3.0,)
+    )
+    victim = victim_of(torch.eye(4, dtype=torch.float64))
+    KeptCurves(tmp_path / ATTACKS, {"it": {}}, victim).put("it", {"immunized": curve})
+    back = KeptCurves(tmp_path / ATTACKS, {"it": {}}, victim).get("it")["immunized"]
+    for name, value in vars(curve).items():
+        if isinstance(value, Tensor):
+            torch.testing.assert_close(getattr(back, name), value, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert getattr(back, name) == value
+    assert KeptCurves(tmp_path / ATTACKS, {"it": {}, "other": {}}, victim).get("other") is None
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:-9], lambda content: b"", lambda content: content[::-1]])
+def test_a_damaged_file_is_as_good_as_none(tmp_path, ran, damage):
+    path, victim = tmp_path / ATTACKS, victim_of(torch.eye(4, dtype=torch.float64))
+    first = attacked(path, victim, {"gd": LinearProbe()}, {"gd": {}})
+    path.write_bytes(damage(path.read_bytes()))
+    ran.clear()
+    assert attacked(path, victim, {"gd": LinearProbe()}, {"gd": {}}) == first
+    assert ran == ["LinearProbe"]
