@@ -75,14 +75,31 @@ def house_prices(
 
     if protocol == "authors":
         pair = _authors(name, path, halves, targets)
-        return finish(pair, common_range)
+    else:
+        splitting = val_fraction, test_fraction, seed
+        pair = _full(name, path, table, harmful, targets, normalize, keep_id, splitting)
+    return finish(pair, common_range)
 
+
+def _full(
+    name: str,
+    path: Path,
+    table: pd.DataFrame,
+    harmful: np.ndarray,
+    targets: dict[str, torch.Tensor],
+    normalize: str,
+    keep_id: bool,
+    splitting: tuple[float, float, int],
+) -> TaskPair:
+    """All rows; `splitting` holds the fractions of validation and test rows and the seed."""
+    halves = {"primary": table[~harmful], "harmful": table[harmful]}
     columns = [column for column in table if column in {*NUMERIC, *CATEGORICAL} and (keep_id or column != "Id")]
     if normalize == "shared":
         whole = _encode(table, columns, path)
         inputs = {"primary": whole[~harmful], "harmful": whole[harmful]}
     else:
         inputs = {role: _encode(half, columns, path) for role, half in halves.items()}
+    val_fraction, test_fraction, seed = splitting
     generator = torch.Generator().manual_seed(seed)
     tasks = {}
     for role, x in inputs.items():
@@ -104,8 +121,7 @@ def house_prices(
         "dropped": ([] if keep_id else ["Id"]) + [c for c, keep in zip(columns, varies, strict=True) if not keep],
         "columns": [c for c, keep in zip(columns, varies, strict=True) if keep],
     }
-    pair = standardize_targets(standardize(replace(pair, about=about), normalize))
-    return finish(pair, common_range)
+    return standardize_targets(standardize(replace(pair, about=about), normalize))
 
 
 def _authors(name: str, path: Path, halves: dict[str, pd.DataFrame], targets: dict[str, torch.Tensor]) -> TaskPair:

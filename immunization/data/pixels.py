@@ -140,32 +140,9 @@ def _pair(
     seed: int,
     moments: tuple[float, float] | None = None,
 ) -> TaskPair:
-    """The binary tasks of `roles` {role: class}, normalized by `moments` (mean, std) or by those of the training rows.
-
-    Negatives are dealt to the tasks from one shuffled deck of the images of classes that are nobody's, so no image is
-    in two tasks.
-    """
-    generator = torch.Generator().manual_seed(seed)
+    """The binary tasks of `roles` {role: class}, by `moments` (mean, std) or those of the training rows."""
+    chosen = _choose(images, roles, protocol, max_samples, torch.Generator().manual_seed(seed))
     authors = protocol == "authors"
-    chosen: dict[str, dict[str, tuple[Tensor, Tensor]]] = {role: {} for role in roles}  # row numbers, labels
-    for split, rows in images.rows.items():
-        deck = rows[torch.randperm(len(rows), generator=generator)]
-        labels = images.labels[deck]
-        own = {role: deck[labels == digit][:max_samples] for role, digit in roles.items()}
-        rest = deck[~torch.isin(labels, torch.tensor(list(roles.values())))]
-        fewest = min(map(len, own.values()))
-        if split == "train" and not fewest:
-            empty = next(role for role, positive in own.items() if not len(positive))
-            raise DataError(
-                f"{images.about}: class {roles[empty]} (dataset.{empty}) is empty, it has no training images"
-            )
-        for role, positive in own.items():
-            if authors:
-                chosen[role][split] = positive[:fewest], torch.full((fewest,), int(role != "primary"))
-            else:
-                negative, rest = rest[: len(positive)], rest[len(positive) :]
-                y = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
-                chosen[role][split] = torch.cat([positive, negative]), y
 
     def scaled(rows: Tensor) -> Tensor:
         return images.pixels[rows].double().div_(images.scale)
@@ -195,6 +172,36 @@ def _pair(
         "normalize": f"pixels / {images.scale}, then one mean {mean:.6g} and std {std:.6g}, {source}",
     }
     return TaskPair(name, **tasks, about=about, tensors={"mean": mean[None], "std": std[None]})
+
+
+def _choose(
+    images: Images, roles: dict[str, int], protocol: Protocol, max_samples: int | None, generator: torch.Generator
+) -> dict[str, dict[str, tuple[Tensor, Tensor]]]:
+    """Row numbers and labels by role and split.
+
+    Negatives are dealt to the tasks from one shuffled deck of the images of classes that are nobody's, so no image is
+    in two tasks.
+    """
+    chosen: dict[str, dict[str, tuple[Tensor, Tensor]]] = {role: {} for role in roles}
+    for split, rows in images.rows.items():
+        deck = rows[torch.randperm(len(rows), generator=generator)]
+        labels = images.labels[deck]
+        own = {role: deck[labels == digit][:max_samples] for role, digit in roles.items()}
+        rest = deck[~torch.isin(labels, torch.tensor(list(roles.values())))]
+        fewest = min(map(len, own.values()))
+        if split == "train" and not fewest:
+            empty = next(role for role, positive in own.items() if not len(positive))
+            raise DataError(
+                f"{images.about}: class {roles[empty]} (dataset.{empty}) is empty, it has no training images"
+            )
+        for role, positive in own.items():
+            if protocol == "authors":
+                chosen[role][split] = positive[:fewest], torch.full((fewest,), int(role != "primary"))
+            else:
+                negative, rest = rest[: len(positive)], rest[len(positive) :]
+                y = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
+                chosen[role][split] = torch.cat([positive, negative]), y
+    return chosen
 
 
 def _torchvision_images(family: str, root: str, download: bool, val_fraction: float, seed: int) -> Images:
