@@ -80,7 +80,7 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
 
     run.record(device, state)
     keeper = Checkpointer(run.path, settings_of(config), stop, **config.checkpoint)
-    monitor = Monitor(model, parts.training, run.result, run.trackers)
+    monitor = Monitor(model, parts.trained_on, run.result, run.trackers)
     session = TrainingSession(config, parts, monitor, keeper, run.recorder, state)
     session.fit()
     run.result.seconds["immunize"] = session.seconds

@@ -38,12 +38,12 @@ LOG_LINES = 40
 
 
 class Parts(NamedTuple):
-    """What a run is made of: the tasks as they are measured and as they are trained on; `start` holds theta_0."""
+    """What a run is made of: the tasks as they are measured (`pair`) and trained on; `start` holds theta_0."""
 
     method: Method
     model: Model
     pair: TaskPair
-    training: TaskPair
+    trained_on: TaskPair
     start: dict[str, Tensor]
 
 
@@ -63,11 +63,11 @@ def assemble(config: DictConfig) -> Parts:
             f"method={method.name} on {model.name} is not trained by several processes: nets whose layers are trained "
             "are, by any method but imma; start it without torchrun"
         )
-    training = pair.to(device, model.dtype)
+    trained_on = pair.to(device, model.dtype)
     if method.epochs:  # a process's first optimizer imports torch's compiler, seconds that are not the method's
         torch.optim.SGD([torch.zeros(1)])
     start = copy.deepcopy(model.extractor.state_dict()) if config.get("attack") else {}
-    return Parts(method, model, pair, training, start)
+    return Parts(method, model, pair, trained_on, start)
 
 
 class TrainingSession:
@@ -86,7 +86,7 @@ class TrainingSession:
         recorder: Recorder | None = None,
         state: dict[str, Any] | None = None,
     ) -> None:
-        self.config, self.method, self.model, self.pair = config, parts.method, parts.model, parts.training
+        self.config, self.method, self.model, self.pair = config, parts.method, parts.model, parts.trained_on
         self.monitor, self.keeper, self.recorder, self.state = monitor, keeper, recorder, state
         self.progress, self.started = Progress(), time.perf_counter()
         self.earlier = state["seconds"] if state else 0.0
@@ -129,7 +129,7 @@ class TrainingSession:
                 self.keeper(step, self.state_dict)
 
             try:
-                with self.keeper.stop.training():
+                with self.keeper.stop.after_steps():
                     train(method, self.model, self.batches, self.optimizer, on_step, self.progress, self.scheduler)
             except torch.OutOfMemoryError as error:
                 raise ConfigError(
@@ -187,7 +187,7 @@ def follow(config: DictConfig, folder: Path) -> Result:
         check(config)
         parts = assemble(config)
         keeper = Checkpointer(result.folder, {}, Stop(), seconds=None)
-        TrainingSession(config, parts, Monitor(parts.model, parts.training, result), keeper, state=state).fit()
+        TrainingSession(config, parts, Monitor(parts.model, parts.trained_on, result), keeper, state=state).fit()
         result.status = "completed"
     except (UserError, RuntimeError) as error:  # the first process meets the same error, or has died: it reports it
         raise SystemExit(1) from error

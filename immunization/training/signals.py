@@ -45,7 +45,7 @@ class Stop:
                 signal.signal(number, before)
 
     @contextmanager
-    def training(self) -> Iterator[None]:
+    def after_steps(self) -> Iterator[None]:
         """Inside, signals wait for the end of a step."""
         self.held = True
         try:
