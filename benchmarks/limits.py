@@ -29,7 +29,7 @@ from immunization.attacks import (
 from immunization.attacks.base import Log, ProbeAttack, step_grid
 from immunization.config import build, compose
 from immunization.data.task import Split, Task, TaskPair
-from immunization.evaluation.deep import compare
+from immunization.evaluation.comparison import compare
 from immunization.models import Linear
 from immunization.models.linear import stored
 from immunization.runs.files import read_tensors

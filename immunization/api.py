@@ -16,7 +16,7 @@ from immunization.config import build, compose
 from immunization.data.images import ImagePair
 from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError, DataError
-from immunization.evaluation.deep import compare
+from immunization.evaluation.comparison import compare
 from immunization.methods import Method, PairedBatches, train
 from immunization.methods.linear_map import fit_head, probe_of_inputs
 from immunization.models import Folded, Linear, Model, Timm

@@ -30,7 +30,7 @@ from immunization.config import build, check, compose, slug
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError, DataError, Diverged, Preempted, UserError
 from immunization.evaluation import Comparison, Measures
-from immunization.evaluation.deep import compare
+from immunization.evaluation.comparison import compare
 from immunization.methods import Method, PairedBatches, Progress, Unmodified, train
 from immunization.models import Model
 from immunization.results import model_card, run_figures

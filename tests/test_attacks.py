@@ -29,7 +29,7 @@ from immunization.data.images import image_folders
 from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.evaluation import Validity
-from immunization.evaluation.deep import compare
+from immunization.evaluation.comparison import compare
 from immunization.evaluation.validity import in_train_mode
 from immunization.models import Linear, Timm
 from immunization.models.folded import folded_map

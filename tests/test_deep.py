@@ -18,8 +18,8 @@ from immunization import run
 from immunization.data.images import image_folders
 from immunization.data.task import SPLITS
 from immunization.errors import ConfigError, DataError
-from immunization.evaluation import LearningCurves, RelativeRatio
-from immunization.evaluation.deep import DeepComparison, OwnHead, SampledRatio, compare
+from immunization.evaluation import LearningCurves, OwnHead, RelativeRatio, SampledRatio
+from immunization.evaluation.comparison import DeepComparison, compare
 from immunization.methods import ClosedForm, ConditionNumber, LearningCurveNet, OptKappa, PairedBatches, train
 from immunization.models.activations import Stream, load, take
 from immunization.models.chain import Tail
@@ -214,7 +214,7 @@ def test_training_moves_only_the_trainable_part(folders):
 
 @pytest.mark.parametrize("kept", [2**31, 0])
 def test_comparison_is_exact_and_batched(folders, monkeypatch, kept):
-    monkeypatch.setattr("immunization.evaluation.deep.KEPT", kept)
+    monkeypatch.setattr("immunization.evaluation.comparison.KEPT", kept)
     pair = open_pair(folders)
     model, tasks = build(pair).prepare(pair, False)
     with torch.no_grad():

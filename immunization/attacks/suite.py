@@ -11,7 +11,7 @@ from torch import Tensor
 
 from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.victim import Inapplicable, Stage, Victim
-from immunization.evaluation.base import Measures
+from immunization.evaluation.measures import Measures
 
 SHARE = 0.9
 """Of the way from chance to the baseline's best test measure: who gets there has learned the harmful task."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from immunization.data.images import create_loader
 from immunization.data.task import Task
-from immunization.evaluation.base import Comparison
+from immunization.evaluation.comparison import Comparison
 from immunization.models import Folded, Linear, Model, Timm
 from immunization.models.activations import take
 from immunization.models.chain import Whole

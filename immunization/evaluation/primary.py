@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from immunization.errors import ConfigError
-from immunization.evaluation.base import SUFFIX, Comparison, Measures, held_out
+from immunization.evaluation.comparison import Comparison, DeepComparison, FoldedComparison, held_out
+from immunization.evaluation.measures import SUFFIX, Measures
 from immunization.evaluation.rir import condition_ratios
 
 ROUNDING = 1e-6
@@ -38,6 +39,31 @@ class PrimaryPerformance:
         if comparison.logits is not None:
             logits = comparison.logits(task.test.x).double()
             measures.put(f"primary/head_{task.measure_name}", task.measure(logits, task.test.y).item())
+        return measures
+
+
+class OwnHead:
+    """Held-out accuracy and loss of the net's own primary head, before and after, and the predictions that changed.
+
+    `primary/head_accuracy`, `primary/head_loss` (cross-entropy), the same with `_baseline`, and
+    `primary/changed_predictions`, a number of test images. Linear models have no such head.
+    """
+
+    @torch.no_grad()
+    def __call__(self, comparison: Comparison) -> Measures:
+        measures, task = Measures(), comparison.tasks["primary"]
+        if not isinstance(comparison, DeepComparison | FoldedComparison):
+            return measures
+        names = [f"primary/head_{name}{suffix}" for name in ("accuracy", "loss") for suffix in SUFFIX.values()]
+        if reason := comparison.no_test("primary"):
+            measures.miss(reason, *names, "primary/changed_predictions")
+            return measures
+        logits = {"after": comparison.logits(task.test.x), "before": comparison.baseline_logits()}
+        for state, suffix in SUFFIX.items():
+            measures.put(f"primary/head_accuracy{suffix}", task.measure(logits[state], task.test.y).item())
+            measures.put(f"primary/head_loss{suffix}", task.loss(logits[state], task.test.y).item())
+        decisions = [x.argmax(1) if x.shape[1] > 1 else x[:, 0] > 0 for x in logits.values()]
+        measures.put("primary/changed_predictions", (decisions[0] != decisions[1]).sum().item())
         return measures
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from immunization.errors import ConfigError
-from immunization.evaluation.base import Comparison, Measures
+from immunization.evaluation.comparison import Comparison
+from immunization.evaluation.measures import Measures
 from immunization.evaluation.primary import retrained_head
 from immunization.theory.spectrum import AUTHORS_RIDGE
 

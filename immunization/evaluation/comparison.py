@@ -1,80 +1,25 @@
-"""What every evaluation reads, a `Comparison` of features before and after, and what it returns, `Measures`."""
+"""What every evaluation reads: the features of every task before and after immunization."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from immunization.data.task import Split, Task, TaskPair
-from immunization.runs.result import Curve
+from immunization.evaluation.measures import Role, State
+from immunization.models.activations import take
+from immunization.models.base import Model
+from immunization.models.folded import Folded
+from immunization.models.timm import Timm
 from immunization.theory import spectrum
 from immunization.theory.probe import Probe
 
-Role = Literal["primary", "harmful", "benign"]
-State = Literal["after", "before"]
-SUFFIX: dict[State, str] = {"after": "", "before": "_baseline"}
-"""What the name of a metric ends in; curves of the baseline end in `/baseline`."""
-
-CONDITIONING = ("rir", "ratio_harmful", "ratio_primary", "kappa_harmful", "kappa_primary")
-"""Measures of the spectra after immunization, on training inputs."""
-
-
-@dataclass
-class Measures:
-    """Flat numbers, curves, flags and arrays; whatever is missing (None) or flagged has its reason under its name."""
-
-    metrics: dict[str, float | None] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
-    curves: dict[str, Curve] = field(default_factory=dict)
-    flags: list[str] = field(default_factory=list)
-    arrays: dict[str, Tensor] = field(default_factory=dict)
-
-    def put(self, name: str, value: float) -> None:
-        """Record a metric; None with a reason where it is not finite."""
-        if math.isfinite(value):
-            self.metrics[name] = float(value)
-        else:
-            self.miss(f"the value is not finite ({value})", name)
-
-    def miss(self, reason: str, *names: str) -> None:
-        """Record metrics that do not exist, and why."""
-        for name in names:
-            self.metrics[name], self.reasons[name] = None, reason
-
-    def flag(self, name: str, reason: str) -> None:
-        """Raise a flag, to be shown beside every score of the run."""
-        self.reasons[name] = reason
-        if name not in self.flags:
-            self.flags.append(name)
-
-    def withhold(self, flag: str, reason: str) -> None:
-        """Flag condition numbers and their ratios as undetermined, and move them to `undetermined/<name>`."""
-        self.flag(flag, reason)
-        for name in (f"{split}{name}" for split in ("", "test/", "authors/") for name in CONDITIONING):
-            if self.metrics.get(name) is not None:
-                self.metrics[f"undetermined/{name}"] = self.metrics[name]
-                self.miss(reason, name)
-
-    def curve(self, name: str, x: Iterable[float], y: Tensor, state: State = "after") -> None:
-        """Record a curve y [T] against x; that of the baseline under `<name>/baseline`."""
-        self.curves[name + ("/baseline" if state == "before" else "")] = {"x": list(x), "y": y.tolist()}
-
-    def merge(self, other: Measures) -> None:
-        """Take over everything that `other` holds."""
-        for mine, theirs in (
-            (self.metrics, other.metrics),
-            (self.reasons, other.reasons),
-            (self.curves, other.curves),
-            (self.arrays, other.arrays),
-        ):
-            mine.update(theirs)
-        self.flags.extend(flag for flag in other.flags if flag not in self.flags)
+ROWS = 256
+KEPT = 2**31
+"""Bytes of one split's features up to which they are kept; larger ones are computed again for every measure."""
 
 
 class Comparison:
@@ -179,6 +124,104 @@ class Comparison:
         """Whether a map sends -2 x to -2 f(x) exactly, as a matrix does and neither a bias nor a network."""
         extract, row = self._maps[state], self.tasks["primary"].root[:1].double()
         return torch.equal(extract(-2 * row), -2 * extract(row))
+
+
+class FoldedComparison(Comparison):
+    """A linear map behind the features of a net: the inputs are those features, the baseline is the map I."""
+
+    def __init__(self, pair: TaskPair, model: Folded) -> None:
+        super().__init__(pair, after=model.features, logits=model)
+        self.model = model
+
+    def baseline_logits(self) -> Tensor:
+        """Outputs [N, C] of the primary head on the test split of D_P, before."""
+        return self.model.original_logits(self.tasks["primary"].test.x)
+
+    def sampled(self, role: Role, state: State, rows: Tensor) -> Tensor:
+        """Features [n, D] of some training rows."""
+        return self.features(role, "train", state)[rows.to(self.tasks[role].train.y.device)]
+
+
+class DeepComparison(Comparison):
+    """The features of a net before and after its training.
+
+    Spectra and probes of the training rows are folded batch by batch into one triangular factor of [F | Y] (TSQR), in
+    float64 and in O((D + C)^2) memory; features are what the net computes in its own dtype, kept where they are few
+    (`KEPT`). The baseline is what the frozen theta_0 made of the same inputs.
+    """
+
+    def __init__(self, pair: TaskPair, model: Timm) -> None:
+        super().__init__(pair, after=model.features, before=None, logits=model.logits)
+        self.model, self._kept = model, {}
+
+    def baseline_logits(self) -> Tensor:
+        """Outputs [N, C] of the primary head on the test split of D_P, before."""
+        return self.model.original_logits(self.model.reference["primary", "test"])
+
+    def sampled(self, role: Role, state: State, rows: Tensor) -> Tensor:
+        """Features [n, D] of some training rows."""
+        if state == "before":
+            return self.model.reference[role, "train"][rows].double()
+        if (kept := self._keep(role, "train")) is not None:
+            return kept[rows.to(kept.device)].double()
+        return self.model.features(take(self.tasks[role].train.x, rows)).double()
+
+    def batches(self, role: Role, split: str, state: State) -> Iterable[Tensor]:
+        """Features [n, D] of one split, batch by batch."""
+        if state == "before":
+            return self.model.reference[role, split].split(ROWS)
+        if (kept := self._keep(role, split)) is not None:
+            return kept.split(ROWS)
+        return self.model.feature_batches(self._split(role, split).x)
+
+    def _keep(self, role: Role, split: str) -> Tensor | None:
+        """Features [N, D] of one split after training, computed once; None where they are too many to be kept."""
+        x, dim = self._split(role, split).x, self.tasks[role].dim
+        if len(x) * dim * self.model.dtype.itemsize > KEPT:
+            return None
+        if (role, split) not in self._kept:
+            self._kept[role, split] = self.model.features(x)
+        return self._kept[role, split]
+
+    @torch.no_grad()
+    def features(self, role: Role, split: str, state: State) -> Tensor:
+        device = self._split(role, split).y.device
+        return torch.cat([part.to(device, torch.float64) for part in self.batches(role, split, state)])
+
+    @torch.no_grad()
+    def probe(self, role: Role, state: State) -> Probe:
+        task, width = self.tasks[role], self.tasks[role].dim
+        targets = task.targets(task.train.y)
+
+        def joint() -> Iterable[Tensor]:
+            start = 0
+            for features in self.batches(role, "train", state):
+                y = targets[start : start + len(features)]
+                yield torch.cat([features.to(y), y], 1)
+                start += len(features)
+
+        blocks = spectrum.triangular_factor(joint())[0][:width]
+        return Probe.fit(blocks[:, :width], blocks[:, width:], max(len(task.train), width) * task.eps)
+
+    @torch.no_grad()
+    def sigma(self, role: Role, split: str, state: State) -> Tensor:
+        if split == "train":
+            return self.probe(role, state).sigma
+        task = self.tasks[role]
+        sigma = spectrum.singular_values(self.batches(role, split, state))
+        return sigma[: spectrum.numerical_rank(sigma, (len(self._split(role, split)), task.dim), task.eps)]
+
+    def authors_condition_number(self, role: Role, state: State) -> float:
+        return spectrum.authors_condition_number(self.batches(role, "train", state))
+
+
+def compare(pair: TaskPair, model: Model) -> Comparison:
+    """What the evaluations read: for a deep net its features and those of theta_0, for a linear model the inputs'."""
+    if isinstance(model, Timm):
+        return DeepComparison(pair, model)
+    if isinstance(model, Folded):
+        return FoldedComparison(pair, model)
+    return Comparison(pair, after=model.features, logits=model)
 
 
 def held_out(task: Task, predictions: Tensor) -> dict[str, float]:
