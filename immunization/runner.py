@@ -30,7 +30,6 @@ from immunization.config import build, check, compose, slug
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError, DataError, Diverged, Preempted, UserError
 from immunization.evaluation import Comparison, Measures
-from immunization.evaluation.comparison import compare
 from immunization.methods import Method, PairedBatches, Progress, Unmodified, train
 from immunization.models import Model
 from immunization.results import model_card, run_figures
@@ -186,7 +185,7 @@ def _execute(
         files.write_tensors(folder / ROWS, {name: origin.rows for name, origin in origins.items()}, sources)
 
     started = time.perf_counter()
-    comparison = compare(pair, model)
+    comparison = Comparison(pair, model)
     measures = evaluate(config, comparison)
     for name, reason in method.flags.items():
         measures.flag(name, reason)
@@ -217,7 +216,7 @@ def prepare(config: DictConfig) -> Parts:
     method: Method = build(config, "method") if config.immunize else Unmodified()
     with distributed.main_process_first():
         model: Model = build(config, "model", pair=data.to(device, getattr(torch, config.dtype)))
-        model, pair = model.prepare(data, method.folds)
+        model, pair = model.read_tasks(data, method.folds)
     _threads(config.threads, None if pair.primary.width else pair.dim)
     if distributed.size() > 1 and (method.alone or not pair.primary.width):
         raise ConfigError(

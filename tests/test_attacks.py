@@ -28,11 +28,10 @@ from immunization.config import CONF, build, compose
 from immunization.data.images import image_folders
 from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError
-from immunization.evaluation import Validity
-from immunization.evaluation.comparison import compare
+from immunization.evaluation import Comparison, Validity
 from immunization.evaluation.validity import in_train_mode
 from immunization.models import Linear, Timm
-from immunization.models.folded import folded_map
+from immunization.models.fold import folded_map
 from immunization.results.page import audit
 from immunization.runs.files import write_tensors
 from immunization.runs.result import Result
@@ -48,7 +47,7 @@ def victim_of(harmful: Task, theta: Tensor) -> Victim:
     model = Linear(pair)
     start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
     model.extractor.theta.data.copy_(theta)
-    return Victim(model, compare(pair, model), start)
+    return Victim(model, Comparison(pair, model), start)
 
 
 def regression(x: Tensor, y: Tensor) -> Task:
@@ -199,7 +198,7 @@ def test_a_start_other_than_the_baseline_is_attacked_too():
     model = Linear(pair, init="random")
     start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
     model.extractor.theta.data.mul_(2)
-    victim = Victim(model, compare(pair, model), start)
+    victim = Victim(model, Comparison(pair, model), start)
     values = run_attacks({"linear_probe": LinearProbe()}, victim).metrics
     assert values["attack/linear_probe/steps_start"] == values["attack/linear_probe/steps"]
     assert values["attack/linear_probe/kappa_start"] != values["attack/linear_probe/kappa_baseline"]
@@ -257,11 +256,11 @@ def net(tmp_path_factory):
     pair = image_folders(*map(str, folders), cache=None, size=32, val_fraction=0.25).to("cpu", torch.float32)
     torch.manual_seed(0)
     base = Timm(pair, "test_resnet", "fold", pretrained=False, arguments={"num_classes": 4})
-    model, tasks = base.prepare(pair, True)
+    model, tasks = base.read_tasks(pair, True)
     start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
     sigma = torch.logspace(0, -4, tasks.dim, dtype=torch.float64)
     model.extractor.theta.data.copy_(orthonormal(tasks.dim, tasks.dim, seed=4) * sigma)
-    return Victim(model, compare(tasks, model), start)
+    return Victim(model, Comparison(tasks, model), start)
 
 
 @pytest.mark.parametrize(
@@ -295,14 +294,14 @@ def test_the_net_under_attack_is_the_net(net):
 
 
 def test_a_trained_net_starts_again_from_its_own_weights(net):
-    images = net.model.base[0].images
+    images = net.model.base.images
     torch.manual_seed(0)
     base = Timm(images, "test_resnet", "layer4", pretrained=False, arguments={"num_classes": 4})
-    model, tasks = base.prepare(images, False)
+    model, tasks = base.read_tasks(images, False)
     start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
     for parameter in model.groups()[0]["params"]:
         parameter.data.mul_(1.1)
-    victim = Victim(model, compare(tasks, model), start)
+    victim = Victim(model, Comparison(tasks, model), start)
     x, _ = victim.images("test")
     with torch.no_grad():
         for stage in victim.stages:
@@ -341,7 +340,7 @@ def test_a_checkpoint_is_audited_as_it_stands(tmp_path):
 
 def test_a_folded_checkpoint_is_compared_with_the_net_without_its_map(net, tmp_path):
     """So is any checkpoint with its reference; `net` has a map of kappa 1e8 in front of every probe."""
-    folded, base = net.model, net.model.base[0]
+    folded, base = net.model, net.model.base
     write_tensors(tmp_path / "folded.safetensors", folded.export(), folded.metadata())
     write_tensors(tmp_path / "plain.safetensors", base.export(), base.metadata())
     images, four = base.images.to("cpu", torch.float64), {"num_classes": 4}
@@ -351,9 +350,9 @@ def test_a_folded_checkpoint_is_compared_with_the_net_without_its_map(net, tmp_p
         for more in ({}, {"reference": str(tmp_path / "plain.safetensors")})
     )
     for model in (stripped, referred):
-        _, pair = model.prepare(images, False)
+        _, pair = model.read_tasks(images, False)
         assert torch.equal(folded_map(model.net), folded.extractor.theta)
-        comparison = compare(pair, model)
+        comparison = Comparison(pair, model)
         victim = Victim(model, comparison, model.extractor.state_dict())
         for stage in ("immunized", "baseline"):
             torch.testing.assert_close(
@@ -362,8 +361,8 @@ def test_a_folded_checkpoint_is_compared_with_the_net_without_its_map(net, tmp_p
             x, _ = victim.images("test")
             with torch.no_grad():
                 torch.testing.assert_close(victim.network(stage)(x), victim.features(stage, "test"))
-        logits = comparison.logits(pair.primary.test.x)
-        torch.testing.assert_close(logits, comparison.baseline_logits(), rtol=1e-6, atol=1e-6)
+        logits = model.logits(pair.primary.test.x)
+        torch.testing.assert_close(logits, model.baseline_logits(pair.primary), rtol=1e-6, atol=1e-6)
 
 
 def test_validity_flags(tmp_path):
@@ -379,11 +378,11 @@ def test_validity_flags(tmp_path):
     model.extractor.theta.data.copy_(torch.diag(torch.tensor([1.0, 1, 1, 0, 0, 0], dtype=torch.float64)))
     spoiled = Linear(pair)
     spoiled.extractor.theta.data.copy_(torch.diag(torch.tensor([0.0, 1, 1, 1, 1, 1], dtype=torch.float64)))
-    assert "primary_dropped" not in Validity()(compare(pair, model)).flags
-    assert "primary_dropped" in Validity()(compare(pair, spoiled)).flags
+    assert "primary_dropped" not in Validity()(Comparison(pair, model)).flags
+    assert "primary_dropped" in Validity()(Comparison(pair, spoiled)).flags
     scaled = Linear(pair)
     scaled.extractor.theta.data.mul_(1e-4)
-    assert "ridge_limited_harmful" in Validity()(compare(pair, scaled)).flags
+    assert "ridge_limited_harmful" in Validity()(Comparison(pair, scaled)).flags
     layer = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Dropout(0.5).eval())
     assert in_train_mode(layer) == ["0"]
 

@@ -88,7 +88,7 @@ def test_no_optimizer_exceeds_the_ceiling(seed):
     method.setup(model, pair)
     batches = PairedBatches(pair, None, torch.Generator())
     train(method, model, batches, torch.optim.Adam(model.parameters(), lr=3e-2))
-    comparison = Comparison(pair, after=model.features)
+    comparison = Comparison(pair, model)
     reached = RelativeRatio()(comparison).metrics["rir"]
     best = Ceiling()(comparison).metrics["ceiling/rir"]
     assert 1 < reached <= best * (1 + 1e-9)
@@ -97,7 +97,7 @@ def test_no_optimizer_exceeds_the_ceiling(seed):
 def test_in_a_run_the_evaluation_finds_the_ceiling_attained():
     pair = digits(seed=0, common_range=True)
     model = immunized(pair, ClosedForm())
-    comparison = Comparison(pair, after=model.features, logits=model)
+    comparison = Comparison(pair, model)
     metrics = Ceiling()(comparison).metrics | RelativeRatio()(comparison).metrics
     assert metrics["rir"] == pytest.approx(metrics["ceiling/rir"], rel=1e-6)
     assert metrics["ratio_primary"] == pytest.approx(1, rel=1e-6)
@@ -113,21 +113,21 @@ def test_published_ceilings_of_house_prices(data_dir):
     ):
         pair = house_prices(**options, **preparation, common_range=True)
         model = immunized(pair, ClosedForm())
-        metrics = RelativeRatio()(Comparison(pair, after=model.features)).metrics
+        metrics = RelativeRatio()(Comparison(pair, model)).metrics
         assert metrics["rir"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_head_keeps_the_predictions_of_least_squares_on_the_inputs():
     pair = digits(seed=0)
     model = immunized(pair, ClosedForm())
-    metrics = PrimaryPerformance()(Comparison(pair, after=model.features, logits=model)).metrics
+    metrics = PrimaryPerformance()(Comparison(pair, model)).metrics
     assert metrics["primary/head_accuracy"] == metrics["primary/accuracy_baseline"]
 
 
 def test_outside_of_the_primary_range_the_primary_ratio_still_holds_and_a_flag_says_so():
     pair, method = digits(seed=0), ClosedForm(primary_ratio=0.1)
     model = immunized(pair, method)
-    metrics = RelativeRatio()(Comparison(pair, after=model.features)).metrics
+    metrics = RelativeRatio()(Comparison(pair, model)).metrics
     assert metrics["ratio_primary"] == pytest.approx(0.1, rel=1e-6)
     assert "outside of range(K_P)" in method.flags["common_range"]
     assert torch.linalg.matrix_rank(model.extractor.theta) == pair.dim
@@ -144,7 +144,7 @@ def test_rank_deficient_primary_task_that_holds_the_harmful_range():
     p, h = (root @ basis for root in roots(3, 4))
     pair, method = pair_of(p, h), ClosedForm()
     model = immunized(pair, method)
-    comparison = Comparison(pair, after=model.features)
+    comparison = Comparison(pair, model)
     metrics = Ceiling()(comparison).metrics | RelativeRatio()(comparison).metrics
     assert metrics["rir"] == pytest.approx(metrics["ceiling/rir"], rel=1e-6)
     assert not method.flags

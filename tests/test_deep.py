@@ -1,8 +1,5 @@
 """Deep nets on tiny folders of images: splitting, freezing, kept activations, methods, folded maps and measures."""
 
-import os
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 
@@ -19,11 +16,11 @@ from immunization.data.images import image_folders
 from immunization.data.task import SPLITS
 from immunization.errors import ConfigError, DataError
 from immunization.evaluation import LearningCurves, OwnHead, RelativeRatio, SampledRatio
-from immunization.evaluation.comparison import DeepComparison, compare
+from immunization.evaluation.comparison import Comparison
 from immunization.methods import ClosedForm, ConditionNumber, LearningCurveNet, OptKappa, PairedBatches, train
 from immunization.models.activations import Stream, load, take
 from immunization.models.chain import Tail
-from immunization.models.folded import fold_into, fold_place
+from immunization.models.fold import fold_into, fold_place
 from immunization.models.timm import Timm
 from immunization.theory import spectrum
 from immunization.training.loaders import LoaderBatches, batches_of
@@ -79,8 +76,8 @@ def test_trunk_and_tail_are_the_net(name, folders):
 
 def test_trainable_names_and_patterns(folders):
     pair = open_pair(folders)
-    assert build(pair, "test_vit", "blocks.1").trained == ["blocks.1"]
-    assert len(build(pair, "test_resnet", ["layer3", "layer4.*"]).trained) > 2
+    assert build(pair, "test_vit", "blocks.1").trainable == ["blocks.1"]
+    assert len(build(pair, "test_resnet", ["layer3", "layer4.*"]).trainable) > 2
     with pytest.raises(ConfigError, match=r"model\.trainable=stage9: no module .*layer4"):
         build(pair, "test_resnet", "stage9")
 
@@ -102,7 +99,7 @@ def test_frozen_batchnorm_does_not_drift(folders):
     after = model.net.state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed
-    assert all(name.startswith(model.trained[0]) for name in changed)
+    assert all(name.startswith(model.trainable[0]) for name in changed)
     model.eval()
     assert not any(module.training for module in model.modules())
 
@@ -110,15 +107,15 @@ def test_frozen_batchnorm_does_not_drift(folders):
 def test_activations_are_kept_verified_and_keyed(folders, tmp_path, caplog):
     cache = tmp_path / "cache"
     pair = open_pair(folders, cache)
-    _, tasks = build(pair).prepare(pair, False)
+    _, tasks = build(pair).read_tasks(pair, False)
     entries = sorted(cache.iterdir())
     assert len(entries) == 12  # two tasks, three splits, activations and features
     stamps = {path: (path / "data.bin").stat().st_mtime_ns for path in entries}
-    _, again = build(pair).prepare(pair, False)
+    _, again = build(pair).read_tasks(pair, False)
     assert stamps == {path: (path / "data.bin").stat().st_mtime_ns for path in sorted(cache.iterdir())}
     torch.testing.assert_close(again.primary.train.x, tasks.primary.train.x, rtol=0, atol=0)
     other = open_pair(folders, cache, crop_pct=0.5)
-    build(other).prepare(other, False)
+    build(other).read_tasks(other, False)
     assert len(list(cache.iterdir())) == 24
 
     damaged = entries[0] / "data.bin"
@@ -131,7 +128,7 @@ def test_activations_are_kept_verified_and_keyed(folders, tmp_path, caplog):
 
 def test_tasks_hold_what_the_extractor_reads(folders):
     pair = open_pair(folders)
-    model, tasks = build(pair).prepare(pair, False)
+    model, tasks = build(pair).read_tasks(pair, False)
     sizes = {role: [len(getattr(task, split)) for split in SPLITS] for role, task in tasks.tasks.items()}
     assert sizes == {"primary": [72, 8, 24], "harmful": [66, 6, 24]}
     assert tasks.primary.rank == 72
@@ -142,8 +139,8 @@ def test_tasks_hold_what_the_extractor_reads(folders):
 
 def test_large_sets_are_streamed(folders):
     pair = open_pair(folders, cache_limit=0.0)
-    model, tasks = build(pair).prepare(pair, False)
-    kept, kept_tasks = build(open_pair(folders)).prepare(open_pair(folders), False)
+    model, tasks = build(pair).read_tasks(pair, False)
+    kept, kept_tasks = build(open_pair(folders)).read_tasks(open_pair(folders), False)
     stream = tasks.harmful.train.x
     assert isinstance(stream, Stream)
     torch.testing.assert_close(model.features(stream), kept.features(kept_tasks.harmful.train.x))
@@ -161,7 +158,7 @@ def test_large_sets_are_streamed(folders):
 
 def test_augmentation_turns_the_cache_of_activations_off(folders):
     pair = open_pair(folders, augment=True)
-    model, tasks = build(pair).prepare(pair, False)
+    model, tasks = build(pair).read_tasks(pair, False)
     assert isinstance(tasks.primary.train.x, Stream)
     batches = batches_of(model, tasks, 16, torch.Generator())
     first, second = (next(iter(batches.epoch()))[1].x for _ in range(2))
@@ -170,7 +167,7 @@ def test_augmentation_turns_the_cache_of_activations_off(folders):
 
 def test_paired_batches_cycle_the_primary_task(folders):
     pair = open_pair(folders)
-    _, tasks = build(pair).prepare(pair, False)
+    _, tasks = build(pair).read_tasks(pair, False)
     batches = PairedBatches(tasks, 16, torch.Generator().manual_seed(0))
     assert [len(list(batches.epoch())) for _ in range(2)] == [4, 4]
     with pytest.raises(ConfigError, match=r"method\.batch_size must be set"):
@@ -189,7 +186,7 @@ def test_paired_batches_cycle_the_primary_task(folders):
 def test_one_pass_of_the_trainable_part_a_batch(folders, method):
     """Primary features are computed once for the loss and the term of their Hessian."""
     pair = open_pair(folders)
-    model, tasks = build(pair).prepare(pair, False)
+    model, tasks = build(pair).read_tasks(pair, False)
     method.setup(model, tasks)
     primary, harmful = next(iter(PairedBatches(tasks, 16, torch.Generator()).epoch()))
     calls = []
@@ -200,7 +197,7 @@ def test_one_pass_of_the_trainable_part_a_batch(folders, method):
 
 def test_training_moves_only_the_trainable_part(folders):
     pair = open_pair(folders)
-    model, tasks = build(pair).prepare(pair, False)
+    model, tasks = build(pair).read_tasks(pair, False)
     before = {name: tensor.clone() for name, tensor in model.export().items()}
     method = ConditionNumber(1.0, 1.0, 1, 16, precondition="none", balance=True)
     method.setup(model, tasks)
@@ -209,19 +206,18 @@ def test_training_moves_only_the_trainable_part(folders):
     train(method, model, PairedBatches(tasks, 16, torch.Generator()), optimizer)
     changed = {name for name, tensor in model.export().items() if not torch.equal(tensor, before[name])}
     assert changed
-    assert all(name.startswith((model.trained[0], "fc")) for name in changed)
+    assert all(name.startswith((model.trainable[0], "fc")) for name in changed)
 
 
 @pytest.mark.parametrize("kept", [2**31, 0])
 def test_comparison_is_exact_and_batched(folders, monkeypatch, kept):
     monkeypatch.setattr("immunization.evaluation.comparison.KEPT", kept)
     pair = open_pair(folders)
-    model, tasks = build(pair).prepare(pair, False)
+    model, tasks = build(pair).read_tasks(pair, False)
     with torch.no_grad():
         for parameter in model.extractor.parameters():
             parameter.mul_(1.1)
-    comparison = compare(tasks, model)
-    assert isinstance(comparison, DeepComparison)
+    comparison = Comparison(tasks, model)
     features = model.features(tasks.harmful.train.x)
     sigma = torch.linalg.svdvals(features)
     found = comparison.sigma("harmful", "train", "after")
@@ -235,10 +231,10 @@ def test_comparison_is_exact_and_batched(folders, monkeypatch, kept):
 
 
 def test_features_are_computed_once_for_all_measures(folders):
-    model, tasks = build(open_pair(folders)).prepare(open_pair(folders), False)
+    model, tasks = build(open_pair(folders)).read_tasks(open_pair(folders), False)
     seen = []
     model.extractor.register_forward_hook(lambda _module, inputs, _output: seen.append(len(inputs[0])))
-    comparison = compare(tasks, model)
+    comparison = Comparison(tasks, model)
     for measure in (RelativeRatio(), LearningCurves(), SampledRatio(2, 20)):
         measure(comparison)
     assert sum(seen) == sum(len(task.train) + len(task.test) for task in tasks.tasks.values())
@@ -246,8 +242,8 @@ def test_features_are_computed_once_for_all_measures(folders):
 
 def test_sampled_protocol(folders):
     pair = open_pair(folders)
-    model, tasks = build(pair).prepare(pair, False)
-    comparison = compare(tasks, model)
+    model, tasks = build(pair).read_tasks(pair, False)
+    comparison = Comparison(tasks, model)
     same = SampledRatio(groups=3, samples=20)(comparison)
     assert same.metrics["authors/rir"] == pytest.approx(1.0)
     assert not same.flags
@@ -261,17 +257,17 @@ def test_sampled_protocol(folders):
 @pytest.mark.parametrize("name", ["test_resnet", "test_vit", "test_convnext"])
 def test_folded_map_keeps_the_logits_and_exports(name, folders):
     pair = open_pair(folders)
-    net, tasks = build(pair, name).prepare(pair, True)
+    net, tasks = build(pair, name).read_tasks(pair, True)
     method = ClosedForm(ridge=1e-5)
     method.setup(net, tasks)
     method.finish(net)
-    measures = OwnHead()(compare(tasks, net))
+    measures = OwnHead()(Comparison(tasks, net))
     assert measures.metrics["primary/changed_predictions"] == 0
     assert measures.metrics["primary/head_loss"] == pytest.approx(
         measures.metrics["primary/head_loss_baseline"], rel=1e-8
     )
 
-    base = net.base[0]
+    base = net.base
     exported = timm.create_model(name, pretrained=False, **base.arguments)
     place = fold_place(exported.eval(), base.config["input_size"])
     fold_into(exported, place, base.head.in_features)
@@ -286,7 +282,7 @@ def test_folded_map_keeps_the_logits_and_exports(name, folders):
 
 def test_fold_raises_rir_on_features(folders):
     pair = open_pair(folders)
-    net, tasks = build(pair).prepare(pair, True)
+    net, tasks = build(pair).read_tasks(pair, True)
     method = ClosedForm(ridge=1e-5)
     method.setup(net, tasks)
     after = {role: net.features(task.train.x) for role, task in tasks.tasks.items()}
@@ -309,10 +305,10 @@ def test_bad_images_are_named_or_left_out(tmp_path, caplog):
     pair = open_pair(folders, **options)
     names = r"class0/0\.png.*class1/3\.png.*class2/1\.png: Image size.*on_bad_image=skip"
     with pytest.raises(DataError, match=r"3 images cannot be read: .*" + names):
-        build(pair).prepare(pair, True)
+        build(pair).read_tasks(pair, True)
     pair = open_pair(folders, tmp_path / "cache", on_bad_image="skip", **options)
     for _ in range(2):  # also from the cache
-        _, tasks = build(pair).prepare(pair, True)
+        _, tasks = build(pair).read_tasks(pair, True)
         assert len(tasks.harmful.train) == 15
 
 
@@ -348,11 +344,11 @@ def test_head_and_classes(folders, tmp_path):
     pair = open_pair(folders)
     model = Timm(pair, "test_resnet", pretrained=False, arguments={"num_classes": 7})
     with pytest.raises(ConfigError, match=r"has 7 outputs, the primary task .* 4 classes.*dataset\.primary\.outputs"):
-        model.prepare(pair, True)
+        model.read_tasks(pair, True)
     table = tmp_path / "outputs.csv"
     table.write_text("index,dir\n6,class0\n2,class1\n0,class2\n4,class3\n")
     pair = open_pair(folders, primary={"outputs": str(table)})
-    _, tasks = Timm(pair, "test_resnet", pretrained=False, arguments={"num_classes": 7}).prepare(pair, True)
+    _, tasks = Timm(pair, "test_resnet", pretrained=False, arguments={"num_classes": 7}).read_tasks(pair, True)
     assert tasks.primary.head.tolist() == [0, 2, 4, 6]
     logits = torch.full((len(tasks.primary.test), 7), -1.0)
     logits[:, 6] = 1.0
@@ -362,7 +358,7 @@ def test_head_and_classes(folders, tmp_path):
         table.write_text(f"index,dir\n{index},class0\n2,class1\n0,class2\n4,class3\n")
         pair = open_pair(folders, primary={"outputs": str(table)})
         with pytest.raises(ConfigError, match="outputs must differ and be from 0 to 6, those of test_resnet"):
-            Timm(pair, "test_resnet", pretrained=False, arguments={"num_classes": 7}).prepare(pair, True)
+            Timm(pair, "test_resnet", pretrained=False, arguments={"num_classes": 7}).read_tasks(pair, True)
     table.write_text("index,dir\n6,class0\n")
     with pytest.raises(DataError, match="no column names all 4"):
         open_pair(folders, primary={"outputs": str(table)})
@@ -471,7 +467,6 @@ def trained(tmp_path_factory, net):
     [
         ("channels_last=true", 1e-4),  # sums of float32 in another order
         ("amp=bfloat16", 2**-5),  # 2^-9 in each of some sixteen layers, forward and back
-        pytest.param("compile=true", 1e-4, marks=pytest.mark.slow),
     ],
 )
 def test_faster_steps_train_the_same_net_and_change_no_measure(tmp_path, net, trained, option, rounding):
@@ -496,7 +491,7 @@ def test_faster_steps_train_the_same_net_and_change_no_measure(tmp_path, net, tr
 def test_faster_steps_are_in_effect_in_training_alone(folders):
     """In another layout the weights need not end elsewhere, not even by rounding: what the layers see tells."""
     pair = image_folders(*map(str, folders), cache=None, size=64).to("cpu", torch.float32)
-    model, tasks = build(pair, channels_last=True, amp="bfloat16").prepare(pair, False)
+    model, tasks = build(pair, channels_last=True, amp="bfloat16").read_tasks(pair, False)
     seen = []
     layer = next(module for module in model.extractor.modules() if isinstance(module, torch.nn.Conv2d))
     layer.register_forward_hook(lambda _layer, _inputs, output: seen.append(output))
@@ -509,15 +504,6 @@ def test_faster_steps_are_in_effect_in_training_alone(folders):
     for index, output in enumerate(seen):
         assert output.dtype == (torch.bfloat16 if index < trained else torch.float32)
         assert output.is_contiguous(memory_format=torch.channels_last) == (index < trained)
-
-
-@pytest.mark.slow
-def test_without_a_compiler_a_message_says_so(tmp_path, net):
-    command = [sys.executable, "launch.py", *net, "model.compile=true", f"hydra.run.dir={tmp_path / 'run'}"]
-    done = subprocess.run(command, env={**os.environ, "CXX": "/nowhere/c++"}, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "error: model.compile=true: torch.compile fails here (InvalidCxxCompiler" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ from immunization.evaluation import (
     RelativeRatio,
 )
 from immunization.evaluation.convergence import held_out_curve, relative_deviation, steps_to
+from immunization.models import Linear
 from immunization.theory import regularizers, spectrum
 
 CONFIGS = sorted((Path(__file__).parents[1] / "conf" / "evaluation").glob("*.yaml"))
@@ -57,7 +58,9 @@ def classification(seed: int, classes: int, test: int = 40, columns: int = 5) ->
 
 
 def compare(pair: TaskPair, theta: Tensor) -> Comparison:
-    return Comparison(pair, after=lambda x: x @ theta)
+    model = Linear(pair)
+    model.extractor.theta.data = theta
+    return Comparison(pair, model)
 
 
 def pair_of(k_p: Tensor, k_h: Tensor) -> TaskPair:
@@ -145,8 +148,10 @@ def test_ratios_are_those_of_the_condition_numbers_of_the_features():
 
 def test_the_baseline_itself_has_ratio_one_whether_named_or_not():
     pair = TaskPair("pair", regression(0), regression(10))
-    for before in (None, lambda x: x):
-        metrics = RelativeRatio()(Comparison(pair, after=lambda x: x, before=before)).metrics
+    for named in (None, lambda role, split: getattr(pair.tasks[role], split).x):
+        comparison = compare(pair, eye(5))
+        comparison.model.baseline_features = named or comparison.model.baseline_features
+        metrics = RelativeRatio()(comparison).metrics
         for name in ("rir", "ratio_harmful", "ratio_primary"):
             assert all(metrics[f"{prefix}{name}"] == pytest.approx(1, rel=1e-9) for prefix in ("", "test/", "authors/"))
 
@@ -211,7 +216,9 @@ def test_a_condition_number_lost_in_rounding_is_flagged():
 
 def test_a_bias_is_part_of_the_features():
     pair, theta, bias = TaskPair("pair", regression(0), regression(10)), gaussian(5, 5, seed=3), gaussian(5, seed=4)
-    comparison = Comparison(pair, after=lambda x: x @ theta + bias)
+    model = Linear(pair, bias=True)
+    model.extractor.theta.data, model.extractor.bias.data = theta, bias
+    comparison = Comparison(pair, model)
     features = pair.primary.train.x @ theta + bias
     torch.testing.assert_close(comparison.sigma("primary", "train", "after"), torch.linalg.svdvals(features))
     torch.testing.assert_close(
@@ -237,7 +244,8 @@ def test_the_retrained_head_is_least_squares_and_does_not_depend_on_theta():
 
 def test_the_trained_head_is_measured_where_there_is_one():
     primary = classification(0, classes=3)
-    comparison = Comparison(TaskPair("pair", primary, regression(10)), after=lambda x: x, logits=lambda x: x[:, :3])
+    comparison = compare(TaskPair("pair", primary, regression(10)), eye(5))
+    comparison.model.set_head(eye(5)[:3])
     expected = (primary.test.x[:, :3].argmax(1) == primary.test.y).double().mean().item()
     assert PrimaryPerformance()(comparison).metrics["primary/head_accuracy"] == expected
 

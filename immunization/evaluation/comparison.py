@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,85 +12,71 @@ from immunization.data.task import Split, Task, TaskPair
 from immunization.evaluation.measures import Role, State
 from immunization.models.activations import take
 from immunization.models.base import Model
-from immunization.models.folded import Folded
-from immunization.models.timm import Timm
 from immunization.theory import spectrum
 from immunization.theory.probe import Probe
 
 ROWS = 256
+"""Rows of a net's features that are folded into a factor at once."""
 KEPT = 2**31
 """Bytes of one split's features up to which they are kept; larger ones are computed again for every measure."""
 
+Found = TypeVar("Found")
+
 
 class Comparison:
-    """The features of every task before and after immunization, each spectrum computed once and kept.
+    """The features of every task before and after immunization of `model`, each spectrum computed once and kept.
 
-    `after` and `before` map inputs [N, D_in] to features [N, D_out] in float64; `before=None` is the baseline of linear
-    models, the raw inputs (Eq. 15). `logits` maps inputs to the outputs [N, C] of the primary head that the method
-    trained, where it trained one. A linear map is applied to the k rows of `Task.root` instead of all N, and keeps the
-    rank of the inputs; any other map (a bias, say) costs one QR of its features. A deep net overrides `features`,
-    `probe` and `sigma`.
+    Where features are X theta, or the inputs themselves (the baseline of linear models, Eq. 15), spectra come from the
+    k rows of `Task.root` instead of all N, and their rank is that of the inputs. Any others are folded batch by batch
+    into one triangular factor of [F | Y] (TSQR), in float64 and in O((D + C)^2) memory.
     """
 
-    def __init__(
-        self,
-        pair: TaskPair,
-        after: Callable[[Tensor], Tensor],
-        before: Callable[[Tensor], Tensor] | None = None,
-        logits: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        self.pair, self.logits = pair, logits
-        self.tasks = pair.tasks
-        self._maps = {"after": after, "before": before}
-        # one cache for each comparison, so that its features die with it
-        self.features, self.probe, self.sigma = cache(self.features), cache(self.probe), cache(self.sigma)
-        self._root, self._inputs, self._linear = cache(self._root), cache(self._inputs), cache(self._linear)
+    def __init__(self, pair: TaskPair, model: Model) -> None:
+        self.pair, self.tasks, self.model = pair, pair.tasks, model
+        self._found: dict[Hashable, object] = {}
 
     @torch.no_grad()
     def features(self, role: Role, split: str, state: State) -> Tensor:
-        """Features [N, D_out] of one split, in float64."""
-        x = self._split(role, split).x.double()
-        extract = self._maps[state]
-        return x if extract is None else extract(x).double()
+        """Features [N, D] of one split, in float64."""
+        device = self._split(role, split).y.device
+        stored = self._stored(role, split, state)
+        if stored is not None:
+            return stored.to(device, torch.float64)
+        return torch.cat([part.to(device, torch.float64) for part in self.batches(role, split, state)])
+
+    def batches(self, role: Role, split: str, state: State) -> Iterable[Tensor]:
+        """The same batch by batch, in the model's dtype."""
+        stored = self._stored(role, split, state)
+        if stored is None:
+            return self.model.feature_batches(self._split(role, split).x)
+        return stored.split(ROWS) if self.tasks[role].width else (stored,)
+
+    @torch.no_grad()
+    def sampled(self, role: Role, state: State, rows: Tensor) -> Tensor:
+        """Features [n, D] of some training rows, in float64."""
+        stored = self._stored(role, "train", state)
+        if stored is None:
+            return self.model.features(take(self.tasks[role].train.x, rows)).double()
+        return stored[rows.to(stored.device)].double()
 
     @torch.no_grad()
     def probe(self, role: Role, state: State) -> Probe:
         """The probe of the training split; its rank is that of the inputs where the map is linear."""
-        task, extract = self.tasks[role], self._maps[state]
-        if extract is None:
-            return self._inputs(role)
-        if self._linear(state):
-            factor = extract(self._root(role, "train")).double()
-            noise = max(task.train.x.shape) * spectrum.EPS
-            return Probe.fit(factor, self._inputs(role).coefficients, noise, rank=task.rank)
-        features = self.features(role, "train", state)
-        width = features.shape[1]
-        joint = torch.cat([features, task.targets(task.train.y)], 1)
-        blocks = spectrum.triangular_factor(joint)[0][:width]
-        return Probe.fit(blocks[:, :width], blocks[:, width:], max(features.shape) * task.eps)
+        return self._once(("probe", role, state), lambda: self._probe(role, state))
 
     @torch.no_grad()
     def sigma(self, role: Role, split: str, state: State) -> Tensor:
         """Singular values [k], descending, of one split's features; k as in `probe`, from that split's own inputs."""
         if split == "train":
             return self.probe(role, state).sigma
-        task, extract = self.tasks[role], self._maps[state]
-        if extract is None or self._linear(state):
-            root = self._root(role, split)
-            return root.norm(dim=1) if extract is None else torch.linalg.svdvals(extract(root).double())
-        features = self.features(role, split, state)
-        sigma = spectrum.singular_values(features)
-        return sigma[: spectrum.numerical_rank(sigma, tuple(features.shape), task.eps)]
+        return self._once(("sigma", role, split, state), lambda: self._sigma(role, split, state))
 
     @torch.no_grad()
     def authors_condition_number(self, role: Role, state: State) -> float:
         """kappa of the training features by the released code's convention (`spectrum.authors_condition_number`)."""
-        task, extract = self.tasks[role], self._maps[state]
-        if task.eps > spectrum.EPS or not (extract is None or self._linear(state)):
-            # the root of coarse inputs leaves out directions that the released code sees
-            return spectrum.authors_condition_number(self.features(role, "train", state))
-        root = self._root(role, "train")
-        return spectrum.authors_condition_number(root if extract is None else extract(root))
+        # the root of coarse inputs leaves out directions that the released code sees
+        root = None if self.tasks[role].eps > spectrum.EPS else self._root(role, "train", state)
+        return spectrum.authors_condition_number(self.batches(role, "train", state) if root is None else root)
 
     def no_test(self, role: Role) -> str | None:
         """Why there is no held-out measure of a task; None where there is one."""
@@ -101,127 +87,77 @@ class Comparison:
             return f"R^2 does not exist: all test targets of the {role} task are equal"
         return None
 
+    def _once(self, key: Hashable, compute: Callable[[], Found]) -> Found:
+        if key not in self._found:
+            self._found[key] = compute()
+        return self._found[key]
+
     def _split(self, role: Role, split: str) -> Split:
         return getattr(self.tasks[role], split)
 
-    def _root(self, role: Role, split: str) -> Tensor:
-        """[k, D] with the Gram matrix of the split's inputs, k their rank."""
-        task = self.tasks[role]
-        return task.root.double() if split == "train" else spectrum.compress(self._split(role, split).x, eps=task.eps)
-
-    def _inputs(self, role: Role) -> Probe:
-        """The probe on the raw training inputs; c solves min ||U c - Y|| by corrected semi-normal equations."""
-        task = self.tasks[role]
-        x, y, root = task.train.x.double(), task.targets(task.train.y), self._root(role, "train")
-        sigma = root.norm(dim=1)  # the rows of a compressed root are sigma_i v_i
-        vectors = (root / sigma[:, None]).T
-        inverse = vectors / sigma  # U = X V / sigma
-        c = inverse.T @ (x.T @ y)
-        c = c + inverse.T @ (x.T @ (y - x @ (inverse @ c)))
-        return Probe(sigma, vectors, c, task.rank)
-
-    def _linear(self, state: State) -> bool:
-        """Whether a map sends -2 x to -2 f(x) exactly, as a matrix does and neither a bias nor a network."""
-        extract, row = self._maps[state], self.tasks["primary"].root[:1].double()
-        return torch.equal(extract(-2 * row), -2 * extract(row))
-
-
-class FoldedComparison(Comparison):
-    """A linear map behind the features of a net: the inputs are those features, the baseline is the map I."""
-
-    def __init__(self, pair: TaskPair, model: Folded) -> None:
-        super().__init__(pair, after=model.features, logits=model)
-        self.model = model
-
-    def baseline_logits(self) -> Tensor:
-        """Outputs [N, C] of the primary head on the test split of D_P, before."""
-        return self.model.original_logits(self.tasks["primary"].test.x)
-
-    def sampled(self, role: Role, state: State, rows: Tensor) -> Tensor:
-        """Features [n, D] of some training rows."""
-        return self.features(role, "train", state)[rows.to(self.tasks[role].train.y.device)]
-
-
-class DeepComparison(Comparison):
-    """The features of a net before and after its training.
-
-    Spectra and probes of the training rows are folded batch by batch into one triangular factor of [F | Y] (TSQR), in
-    float64 and in O((D + C)^2) memory; features are what the net computes in its own dtype, kept where they are few
-    (`KEPT`). The baseline is what the frozen theta_0 made of the same inputs.
-    """
-
-    def __init__(self, pair: TaskPair, model: Timm) -> None:
-        super().__init__(pair, after=model.features, before=None, logits=model.logits)
-        self.model, self._kept = model, {}
-
-    def baseline_logits(self) -> Tensor:
-        """Outputs [N, C] of the primary head on the test split of D_P, before."""
-        return self.model.original_logits(self.model.reference["primary", "test"])
-
-    def sampled(self, role: Role, state: State, rows: Tensor) -> Tensor:
-        """Features [n, D] of some training rows."""
+    def _stored(self, role: Role, split: str, state: State) -> Tensor | None:
+        """Features [N, D] of one split that are in memory or on disk, or few enough to be kept; None for others."""
+        x = self._split(role, split).x
         if state == "before":
-            return self.model.reference[role, "train"][rows].double()
-        if (kept := self._keep(role, "train")) is not None:
-            return kept[rows.to(kept.device)].double()
-        return self.model.features(take(self.tasks[role].train.x, rows)).double()
-
-    def batches(self, role: Role, split: str, state: State) -> Iterable[Tensor]:
-        """Features [n, D] of one split, batch by batch."""
-        if state == "before":
-            return self.model.reference[role, split].split(ROWS)
-        if (kept := self._keep(role, split)) is not None:
-            return kept.split(ROWS)
-        return self.model.feature_batches(self._split(role, split).x)
-
-    def _keep(self, role: Role, split: str) -> Tensor | None:
-        """Features [N, D] of one split after training, computed once; None where they are too many to be kept."""
-        x, dim = self._split(role, split).x, self.tasks[role].dim
-        if len(x) * dim * self.model.dtype.itemsize > KEPT:
+            features = self.model.baseline_features(role, split)
+            return x if features is None else features
+        if len(x) * self.tasks[role].dim * self.model.dtype.itemsize > KEPT:
             return None
-        if (role, split) not in self._kept:
-            self._kept[role, split] = self.model.features(x)
-        return self._kept[role, split]
+        return self._once(("features", role, split), lambda: self.model.features(x))
 
-    @torch.no_grad()
-    def features(self, role: Role, split: str, state: State) -> Tensor:
-        device = self._split(role, split).y.device
-        return torch.cat([part.to(device, torch.float64) for part in self.batches(role, split, state)])
-
-    @torch.no_grad()
-    def probe(self, role: Role, state: State) -> Probe:
-        task, width = self.tasks[role], self.tasks[role].dim
+    def _probe(self, role: Role, state: State) -> Probe:
+        task, root = self.tasks[role], self._root(role, "train", state)
+        if root is not None:
+            inputs = self._once(("inputs", role), lambda: self._probe_of_inputs(role))
+            noise = max(task.train.x.shape) * spectrum.EPS
+            return inputs if state == "before" else Probe.fit(root, inputs.coefficients, noise, rank=task.rank)
         targets = task.targets(task.train.y)
 
-        def joint() -> Iterable[Tensor]:
+        def joint() -> Iterator[Tensor]:
             start = 0
             for features in self.batches(role, "train", state):
                 y = targets[start : start + len(features)]
                 yield torch.cat([features.to(y), y], 1)
                 start += len(features)
 
-        blocks = spectrum.triangular_factor(joint())[0][:width]
-        return Probe.fit(blocks[:, :width], blocks[:, width:], max(len(task.train), width) * task.eps)
+        factor, rows = spectrum.triangular_factor(joint())
+        width = factor.shape[1] - targets.shape[1]
+        return Probe.fit(factor[:width, :width], factor[:width, width:], max(rows, width) * task.eps)
 
-    @torch.no_grad()
-    def sigma(self, role: Role, split: str, state: State) -> Tensor:
-        if split == "train":
-            return self.probe(role, state).sigma
+    def _sigma(self, role: Role, split: str, state: State) -> Tensor:
+        task, root = self.tasks[role], self._root(role, split, state)
+        if root is not None:
+            return root.norm(dim=1) if state == "before" else torch.linalg.svdvals(root)
+        factor, rows = spectrum.triangular_factor(self.batches(role, split, state))
+        sigma = torch.linalg.svdvals(factor)
+        return sigma[: spectrum.numerical_rank(sigma, (rows, factor.shape[1]), task.eps)]
+
+    def _root(self, role: Role, split: str, state: State) -> Tensor | None:
+        """[k, D] with the Gram matrix of the features, where it follows from the inputs, of rank k; None elsewhere."""
+        if state == "after" and self.model.linear_map() is None:
+            return None
+        if state == "before" and self.model.baseline_features(role, split) is not None:
+            return None
+        root = self._input_root(role, split)
+        return root if state == "before" else self.model.features(root).double()
+
+    def _input_root(self, role: Role, split: str) -> Tensor:
+        """The same for the inputs themselves."""
         task = self.tasks[role]
-        sigma = spectrum.singular_values(self.batches(role, split, state))
-        return sigma[: spectrum.numerical_rank(sigma, (len(self._split(role, split)), task.dim), task.eps)]
+        if split == "train":
+            return task.root.double()
+        return self._once(("root", role, split), lambda: spectrum.compress(self._split(role, split).x, eps=task.eps))
 
-    def authors_condition_number(self, role: Role, state: State) -> float:
-        return spectrum.authors_condition_number(self.batches(role, "train", state))
-
-
-def compare(pair: TaskPair, model: Model) -> Comparison:
-    """What the evaluations read: for a deep net its features and those of theta_0, for a linear model the inputs'."""
-    if isinstance(model, Timm):
-        return DeepComparison(pair, model)
-    if isinstance(model, Folded):
-        return FoldedComparison(pair, model)
-    return Comparison(pair, after=model.features, logits=model)
+    def _probe_of_inputs(self, role: Role) -> Probe:
+        """The probe on the raw training inputs; c solves min ||U c - Y|| by corrected semi-normal equations."""
+        task = self.tasks[role]
+        x, y, root = task.train.x.double(), task.targets(task.train.y), self._input_root(role, "train")
+        sigma = root.norm(dim=1)  # the rows of a compressed root are sigma_i v_i
+        vectors = (root / sigma[:, None]).T
+        inverse = vectors / sigma  # U = X V / sigma
+        c = inverse.T @ (x.T @ y)
+        c = c + inverse.T @ (x.T @ (y - x @ (inverse @ c)))
+        return Probe(sigma, vectors, c, task.rank)
 
 
 def held_out(task: Task, predictions: Tensor) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from immunization.errors import ConfigError
-from immunization.evaluation.comparison import Comparison, DeepComparison, FoldedComparison, held_out
+from immunization.evaluation.comparison import Comparison, held_out
 from immunization.evaluation.measures import SUFFIX, Measures
 from immunization.evaluation.rir import condition_ratios
 
@@ -22,7 +22,7 @@ def retrained_head(comparison: Comparison, state: str) -> dict[str, float]:
 class PrimaryPerformance:
     """Held-out accuracy or R^2 on D_P and the loss 1/2 ||.||^2, head retrained, before and after.
 
-    `primary/head_<measure>` is that of the head the method trained, where it trained one.
+    `primary/head_<measure>` is that of the model's own head after training.
     """
 
     @torch.no_grad()
@@ -36,9 +36,8 @@ class PrimaryPerformance:
         for state, suffix in SUFFIX.items():
             for name, value in retrained_head(comparison, state).items():
                 measures.put(f"primary/{name}{suffix}", value)
-        if comparison.logits is not None:
-            logits = comparison.logits(task.test.x).double()
-            measures.put(f"primary/head_{task.measure_name}", task.measure(logits, task.test.y).item())
+        logits = comparison.model.logits(task.test.x).double()
+        measures.put(f"primary/head_{task.measure_name}", task.measure(logits, task.test.y).item())
         return measures
 
 
@@ -52,13 +51,14 @@ class OwnHead:
     @torch.no_grad()
     def __call__(self, comparison: Comparison) -> Measures:
         measures, task = Measures(), comparison.tasks["primary"]
-        if not isinstance(comparison, DeepComparison | FoldedComparison):
+        before = comparison.model.baseline_logits(task)
+        if before is None:
             return measures
         names = [f"primary/head_{name}{suffix}" for name in ("accuracy", "loss") for suffix in SUFFIX.values()]
         if reason := comparison.no_test("primary"):
             measures.miss(reason, *names, "primary/changed_predictions")
             return measures
-        logits = {"after": comparison.logits(task.test.x), "before": comparison.baseline_logits()}
+        logits = {"after": comparison.model.logits(task.test.x), "before": before}
         for state, suffix in SUFFIX.items():
             measures.put(f"primary/head_accuracy{suffix}", task.measure(logits[state], task.test.y).item())
             measures.put(f"primary/head_loss{suffix}", task.loss(logits[state], task.test.y).item())

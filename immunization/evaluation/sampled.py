@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from immunization.errors import ConfigError
-from immunization.evaluation.comparison import Comparison, DeepComparison, FoldedComparison
+from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import SUFFIX, Measures
 from immunization.theory import spectrum
 
@@ -27,7 +27,7 @@ class SampledRatio:
     @torch.no_grad()
     def __call__(self, comparison: Comparison) -> Measures:
         measures, kappa = Measures(), {}
-        if not isinstance(comparison, DeepComparison | FoldedComparison):
+        if not comparison.model.deep:
             return measures
         for role in ("harmful", "primary"):
             rows = len(comparison.tasks[role].train)
