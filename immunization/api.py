@@ -74,7 +74,7 @@ def immunize(
     trained, pair = base.read_loaders(loaders, solver.folds)
     solver.setup(trained, pair)
     generator = torch.Generator().manual_seed(seed)
-    batches: Any = PairedBatches(pair, solver.batch_size, generator)
+    batches: PairedBatches | LoaderBatches = PairedBatches(pair, solver.batch_size, generator)
     if augmented and not solver.folds:
         batches = LoaderBatches(loaders, lambda _, x, y: (base.trunk(x), y.to(weight.device)), pair.dim)
     optimizer = optimizer_of(config, trained.groups())

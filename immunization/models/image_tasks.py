@@ -44,8 +44,11 @@ class Reader:
 
 @dataclass(frozen=True)
 class Part:
-    """One split of a task: what the trained part (or a folded map) reads, labels [N] as the files count them, and the
-    features [N, D] before immunization."""
+    """One split of a task.
+
+    `x` is what the trained part (or a folded map) reads, `y` [N] are labels as the files count them, `features` [N, D]
+    those before immunization.
+    """
 
     x: Tensor | Stream
     y: Tensor
