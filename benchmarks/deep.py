@@ -21,11 +21,10 @@ from immunization.data.images import ImagePair
 from immunization.data.task import Split, Task, TaskPair
 from immunization.methods import IMMA, ConditionNumber, LearningCurveNet, Method, OptKappa, RIllOnly
 from immunization.models import Batch, Timm
-from immunization.models.chain import fast_training_forward
 from immunization.models.weights import create
 from immunization.theory import spectrum
 
-OPTIONS = ("channels_last", "amp", "compile")
+OPTIONS = ("channels_last", "amp")
 
 
 def main() -> None:
@@ -45,7 +44,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     images = ImagePair("random", {}, size=args.size).to(args.device, getattr(torch, args.dtype))
-    model = Timm.of(create(args.model, None, False, {"num_classes": classes}), images, args.trainable)
+    model = Timm(images, trainable=args.trainable, net=create(args.model, None, False, {"num_classes": classes}))
     n = args.batch * args.batches
     x = torch.cat([model.trunk(torch.randn(args.batch, 3, args.size, args.size)).cpu() for _ in range(args.batches)])
     y = torch.arange(n, device=args.device) % classes
@@ -80,12 +79,11 @@ def main() -> None:
     }
     rows = {name: step(method) for name, method in methods.items()}
     if chosen := [name for name in OPTIONS if getattr(args, name)]:
-        quick = fast_training_forward(type(model.extractor), *(name in chosen for name in OPTIONS))
 
         def hasty() -> None:
-            model.extractor.training_features_of = quick
+            model.channels_last, model.amp = ("channels_last" in chosen, "amp" in chosen)
             rows["condition_number"]()
-            model.extractor.training_features_of = None
+            model.channels_last = model.amp = False
 
         rows |= {"+".join(chosen): hasty}
     timing = {"repeats": args.repeats, "cuda": cuda}

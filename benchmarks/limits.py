@@ -30,7 +30,7 @@ from immunization.attacks.base import step_grid
 from immunization.attacks.least_squares import ProbeAttack, ProbeCurves
 from immunization.config import build, compose
 from immunization.data.task import Split, Task, TaskPair
-from immunization.evaluation.deep import compare
+from immunization.evaluation import Comparison
 from immunization.models import Linear
 from immunization.models.linear import stored
 from immunization.runs.filenames import WEIGHTS
@@ -61,7 +61,7 @@ def victim_of(pair: TaskPair, theta: Tensor) -> Victim:
     model = Linear(pair)
     start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
     model.extractor.theta.data.copy_(theta)
-    return Victim(model, compare(pair, model), start)
+    return Victim(model, Comparison(pair, model), start)
 
 
 def house_prices(root: str) -> Iterator[Sequence[str]]:
@@ -196,12 +196,12 @@ def nets(root: str) -> Iterator[Sequence[str]]:
         overrides += [f"seed={seed}", "dataset.val_fraction=0.4", "evaluation=[own_head,learning_curves]", *QUIET]
         config = compose(overrides)
         data = build(config, "dataset").to("cpu", torch.float64)
-        model, pair = build(config, "model", pair=data.to("cpu", torch.float32)).prepare(data, False)
+        model, pair = build(config, "model", pair=data.to("cpu", torch.float32)).read_tasks(data, False)
         start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
         with tempfile.TemporaryDirectory() as folder:
             metrics = measured(overrides, folder)
             weights, _ = read_tensors(Path(folder) / WEIGHTS)
-        head = f"{model.classifier}."
+        head = f"{model.parts.classifier}."
         model.net.load_state_dict({name: t for name, t in weights.items() if not name.startswith(head)})
         # the validation split, which the method is not shown, becomes the attacker's training and validation rows
         x, y, reference = pair.harmful.val.x, pair.harmful.val.y, model.reference["harmful", "val"]
@@ -209,7 +209,7 @@ def nets(root: str) -> Iterator[Sequence[str]]:
         parts = dict(zip(("val", "train"), order.split([len(y) // 4, len(y) - len(y) // 4]), strict=True))
         task = replace(pair.harmful, **{split: Split(x[rows], y[rows]) for split, rows in parts.items()})
         model.reference |= {("harmful", split): reference[rows] for split, rows in parts.items()}
-        victim = Victim(model, compare(TaskPair("nets", pair.primary, task), model), start)
+        victim = Victim(model, Comparison(TaskPair("nets", pair.primary, task), model), start)
         for name, attack in attacks.items():
             for stage in ("baseline", "immunized"):
                 found.setdefault(f"{name} {stage}", []).append(attack.run(victim, stage).final)

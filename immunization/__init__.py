@@ -11,7 +11,7 @@ _LAZY = {
     "DataError": "immunization.errors",
     "audit": "immunization.api",
     "immunize": "immunization.api",
-    "load": "immunization.api",
+    "load": "immunization.models.weights",
     "run": "immunization.runner",
     "Result": "immunization.runs.result",
     "condition_number": "immunization.theory.spectrum",

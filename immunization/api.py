@@ -1,11 +1,10 @@
-"""Immunization of a model in Python, and immunized models back from disk."""
+"""Immunization and audits of models in Python."""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,25 +13,23 @@ from torch import Tensor, nn
 
 from immunization.config import build, compose
 from immunization.data.images import ImagePair
-from immunization.data.task import Split, Task, TaskPair
-from immunization.errors import ConfigError, DataError
-from immunization.evaluation.deep import compare
+from immunization.data.loaders import Loader, rows_of_loader
+from immunization.data.task import TaskPair
+from immunization.errors import ConfigError
+from immunization.evaluation import Comparison
 from immunization.methods import Method
 from immunization.methods.linear_map import fit_head, probe_of_inputs
-from immunization.models import Folded, Linear, Model, Timm
-from immunization.models.folded import fold_into, folded_map, unfold
+from immunization.models import Linear, Model, Timm
+from immunization.models.fold import folded_map, unfold
 from immunization.models.linear import LinearMap
-from immunization.models.weights import create
-from immunization.runs import files
-from immunization.runs.filenames import WEIGHTS
+from immunization.models.weights import load, restore
 from immunization.runs.result import Result
 from immunization.training.batches import PairedBatches
 from immunization.training.loaders import LoaderBatches
 from immunization.training.loop import train
 from immunization.training.optimization import optimizer_of, scheduler_of
 
-Loader = Iterable[tuple[Tensor, Tensor]]
-"""Batches of images [n, C, H, W], preprocessed for the model, and labels [n] from 0 on."""
+__all__ = ["audit", "immunize", "load"]
 
 
 def immunize(
@@ -74,14 +71,9 @@ def immunize(
     if solver.batch_size is None and not solver.folds:
         solver.batch_size = 64
     weight = next(model.parameters())
-    images = ImagePair("loaders", {}, cache=None).to(weight.device, weight.dtype)
-    base = Timm.of(copy.deepcopy(model), images, trainable="fold" if solver.folds else trainable)
+    base = _images(model, weight, "fold" if solver.folds else trainable)
     loaders = {"primary": primary_loader, "harmful": harmful_loader}
-    tasks = {role: _collect(base, role, loader, solver.folds) for role, loader in loaders.items()}
-    pair = TaskPair("loaders", **tasks)
-    if solver.folds:
-        pair = pair.to(weight.device, torch.float64)
-    trained: Model = Folded(base, pair) if solver.folds else base
+    trained, pair = base.read_loaders(loaders, solver.folds)
     solver.setup(trained, pair)
     generator = torch.Generator().manual_seed(seed)
     batches: PairedBatches | LoaderBatches = PairedBatches(pair, solver.batch_size, generator)
@@ -127,7 +119,7 @@ def audit(
     loaders = {"primary": primary_loader, "harmful": harmful_loader}
     audited: Model
     if isinstance(model, LinearMap):
-        pair = TaskPair("loaders", **{role: _rows(role, loader) for role, loader in loaders.items()})
+        pair = TaskPair("loaders", **{role: rows_of_loader(role, loader) for role, loader in loaders.items()})
         audited = Linear(pair.to(model.theta.device, torch.float64))
         audited.extractor = copy.deepcopy(model).double()
         fit_head(audited, probe_of_inputs(pair.primary))
@@ -135,17 +127,18 @@ def audit(
         like = next(model.parameters())
         audited, before = (_images(net, like) for net in (model, _before(model) if reference is None else reference))
         audited.compare_with(before)
-        tasks = {role: _collect(audited, role, loader, False, test=True) for role, loader in loaders.items()}
-        pair, audited.reference, audited.original_head = (
-            TaskPair("loaders", **tasks),
-            before.reference,
-            before.original_head,
-        )
-    comparison = compare(pair, audited)
+        _, pair = audited.read_loaders(loaders, False, test=True)
+    comparison = Comparison(pair, audited)
     measures = evaluate(config, comparison)
     measures.merge(attack(config, audited, comparison, audited.extractor.state_dict()))
     found = {key: getattr(measures, key) for key in ("metrics", "reasons", "curves", "flags")}
     return Result(seed, "loaders", audited.name, "unmodified", "completed", **found)
+
+
+def _images(model: nn.Module, like: Tensor, trainable: str | Sequence[str] = "last") -> Timm:
+    """A copy of a timm model that reads images from a loader, in the dtype of `like`."""
+    images = ImagePair("loaders", {}, cache=None).to(like.device, like.dtype)
+    return Timm(images, trainable=trainable, net=copy.deepcopy(model).to(like))
 
 
 def _before(model: nn.Module) -> nn.Module:
@@ -155,99 +148,3 @@ def _before(model: nn.Module) -> nn.Module:
     stripped = copy.deepcopy(model)
     unfold(stripped)
     return stripped
-
-
-def _images(model: nn.Module, like: Tensor) -> Timm:
-    """A copy of a timm model that reads images from a loader, in the dtype of `like`."""
-    images = ImagePair("loaders", {}, cache=None).to(like.device, like.dtype)
-    return Timm.of(copy.deepcopy(model).to(like), images)
-
-
-def _rows(role: str, loader: Loader) -> Task:
-    """The task of a loader of rows [n, D] and labels."""
-    batches = [(torch.as_tensor(x).double(), torch.as_tensor(y)) for x, y, *_ in loader]
-    if not batches:
-        raise DataError(f"{role}_loader gives no batches")
-    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    classes = 0 if y.is_floating_point() else len(y.unique())
-    y = y.double() if not classes else y.unique(return_inverse=True)[1]
-    return Task(
-        role, **{split: Split(x[rows], y[rows]) for split, rows in _parts(len(y), 5, 5).items()}, classes=classes
-    )
-
-
-def _parts(count: int, val: int, test: int | None) -> dict[str, Tensor]:
-    """Rows of each split, in random order: each `val`-th for validation, each `test`-th for test (None: none)."""
-    place, order = torch.arange(count), torch.randperm(count, generator=torch.Generator().manual_seed(0))
-    held_out = place % val == val - 1
-    tested = torch.zeros_like(held_out) if test is None else (place % test == 0)
-    return {"train": order[~held_out & ~tested], "val": order[held_out], "test": order[tested]}
-
-
-@torch.no_grad()
-def _collect(base: Timm, role: str, loader: Loader, folded: bool, test: bool = False) -> Task:
-    """One pass over a loader: the task as the trained part reads it, in random order.
-
-    A tenth of the rows is for validation; with `test`, a fifth, and another fifth for test.
-    """
-    inputs, labels, features = [], [], []
-    (before,) = base.before or (base,)
-    for images, targets, *_ in loader:
-        x = base.trunk(images)
-        inputs.append(base.extractor(x).cpu() if folded else x.cpu())
-        labels.append(torch.as_tensor(targets))
-        if not folded:
-            features.append(before.extractor(before.trunk(images)))
-    if not labels:
-        raise DataError(f"{role}_loader gives no batches")
-    x, y = torch.cat(inputs), torch.cat(labels).long().to(base.head.weight.device)
-    outputs = base.head.out_features
-    if role == "primary" and not 0 <= int(y.min()) <= int(y.max()) < max(outputs, 2):
-        raise ConfigError(
-            f"immunize: labels of primary_loader go from {int(y.min())} to {int(y.max())}, the model has {outputs} "
-            "outputs"
-        )
-    present, y = y.unique(return_inverse=True)
-    if len(present) < 2:
-        raise DataError(f"immunize: {role}_loader holds one class alone; at least two are needed")
-    parts = _parts(len(y), 5, 5) if test else _parts(len(y), 10, None)
-    splits = {s: Split(x[rows], y[rows.to(y.device)]) for s, rows in parts.items()}
-    own = role == "primary" and len(present) < outputs
-    width = None if folded else base.head.in_features
-    for split, rows in parts.items() if features else ():
-        before.reference[role, split] = torch.cat(features)[rows.to(base.head.weight.device)]
-    eps = torch.finfo(base.dtype).eps
-    return Task(role, **splits, classes=len(present), eps=eps, width=width, head=present if own else None)
-
-
-def load(path: str | Path) -> nn.Module:
-    """The immunized model of a run folder (or of its immunized.safetensors), in eval mode.
-
-    A timm model for deep nets: `forward_features`, `forward_head(..., pre_logits=True)` (the immunized features) and
-    the classifier work as ever. For linear models the map theta, which takes prepared inputs [N, D_in] to features.
-    Raises DataError for a file that is not there, was not written by this project, or was altered since.
-    """
-    path = Path(path)
-    path = path / WEIGHTS if path.is_dir() else path
-    try:
-        tensors, metadata = files.read_tensors(path)
-    except DataError as error:
-        raise DataError(f"{error}; give a run folder that holds a sound {WEIGHTS}") from error
-    facts = metadata.get("immunization")
-    if facts is None:
-        if "theta" not in tensors:
-            raise DataError(f"{path} holds neither a linear map nor a net of this project")
-        return LinearMap(tensors["theta"], tensors.get("bias")).eval()
-    known = json.loads(facts)
-    return restore(create(known["architecture"], None, False, known["arguments"]), tensors, known)
-
-
-def restore(net: nn.Module, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> nn.Module:
-    """Put exported `tensors` into `net`, a timm model of the same architecture, and fold the map in if there is one."""
-    net = net.to(getattr(torch, facts["dtype"]))
-    if "fold" in facts:
-        weight = next(net.parameters())
-        size = tensors[f"{facts['fold']}.immunization.weight"].shape[0]
-        fold_into(net, facts["fold"], size, dtype=weight.dtype, device=weight.device)
-    net.load_state_dict(dict(tensors))
-    return net.eval().requires_grad_(True)

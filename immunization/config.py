@@ -83,19 +83,14 @@ def check(cfg: DictConfig) -> None:
     for key in ("tags", "trusted"):
         if not isinstance(cfg[key] or [], list | ListConfig):
             raise ConfigError(f"{key} must be a list, [a,b] on the command line, not {cfg[key]!r}")
-    linear = cfg.model._target_.endswith(".Linear")
     preconditioned = cfg.method.get("precondition") not in (None, "none")
-    if preconditioned and not linear:
+    if preconditioned and not getattr(_target(cfg, "model"), "preconditioned", False):
         raise ConfigError("method.precondition needs model=linear: the matrix K of a deep net is not defined; use none")
-    if linear and cfg.model.get("bias") and cfg.method.get("precondition") == "cancelled":
+    if cfg.model.get("bias") and cfg.method.get("precondition") == "cancelled":
         raise ConfigError("method.precondition=cancelled needs model.bias=false; with a bias use ridge or pinv")
     if cfg.model.get("amp") and cfg.dtype == "float64":
         raise ConfigError(
             f"model.amp={cfg.model.amp} needs dtype=float32: torch leaves what is computed in float64 as it is"
-        )
-    if cfg.model.get("compile") and cfg.method._target_.endswith(".IMMA"):
-        raise ConfigError(
-            "model.compile=true and method=imma exclude each other: compiled nets have no second derivatives"
         )
     lr = cfg.optimizer.get("lr")
     if lr is not None and not (isinstance(lr, int | float) and math.isfinite(lr) and lr > 0):
@@ -110,17 +105,29 @@ def build(cfg: DictConfig, key: str, **arguments: Any) -> Any:
     kind.
     """
     from hydra.errors import InstantiationException
-    from hydra.utils import get_object, instantiate
+    from hydra.utils import instantiate
 
     node = OmegaConf.select(cfg, key)
+    target = _target(cfg, key)
     try:
-        _check_targets(node, key, cfg.get("trusted") or ())
-        _check_signature(get_object(str(node.get("_target_"))), node, key)
+        _check_signature(target, node, key)
         factory = instantiate(node, _partial_=True)
     except (InstantiationException, ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{key}: {' '.join(str(error).split())}") from error
     # a call of our own: Hydra would turn dataclasses among the arguments into configurations
     return factory if node.get("_partial_") else factory(**arguments)
+
+
+def _target(cfg: DictConfig, key: str) -> Any:
+    """The class, or function, that `cfg[key]` names, once it and all targets below are trusted."""
+    from hydra.utils import get_object
+
+    node = OmegaConf.select(cfg, key)
+    try:
+        _check_targets(node, key, cfg.get("trusted") or ())
+        return get_object(str(node.get("_target_")))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{key}: {' '.join(str(error).split())}") from error
 
 
 def _check_targets(node: Any, key: str, own: Iterable[str]) -> None:

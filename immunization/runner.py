@@ -15,7 +15,6 @@ from immunization.compute import distributed, randomness
 from immunization.compute.machine import device_of
 from immunization.config import build, check, compose, slug
 from immunization.evaluation import Comparison, Measures
-from immunization.evaluation.deep import compare
 from immunization.models import Model
 from immunization.results import model_card
 from immunization.results.present import present
@@ -90,7 +89,7 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     sources = {split: origin.source for split, origin in pair.origins.items()}
     run.keep({**model.export(), **pair.tensors}, model.metadata(), rows, sources)
 
-    comparison = compare(pair, model)
+    comparison = Comparison(pair, model)
     with run.timed("evaluate"):
         measures = evaluate(config, comparison)
     for name, reason in method.flags.items():

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from immunization.attacks.base import Attack, AttackCurve, step_grid
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
 from immunization.errors import ConfigError
+from immunization.models.chain import Network
 
 OPTIMIZERS = {"sgd": partial(torch.optim.SGD, momentum=0.9), "adamw": torch.optim.AdamW}
 
@@ -65,9 +66,9 @@ class FineTune(Attack):
         flops = curves[0][2] * torch.tensor(grid, dtype=torch.float64)
         return self.choose(grid, flops, val, test, victim.task.chance)
 
-    def adapt(self, victim: Victim, network: nn.Module) -> tuple[list[nn.Parameter], list[nn.Module]]:
+    def adapt(self, victim: Victim, network: Network) -> tuple[list[nn.Parameter], list[nn.Module]]:
         """Parameters of `network` to train, and what of it is in train mode meanwhile."""
-        parts = [network] if self.scope == "full" else victim.last(network)
+        parts = [network] if self.scope == "full" else network.last()
         return [p for part in parts for p in part.parameters()], parts
 
     def _train(
@@ -139,7 +140,7 @@ class LoRA(FineTune):
             raise ConfigError(f"attack.lora.rank must be at least 1, not {rank}")
         self.rank = rank
 
-    def adapt(self, victim: Victim, network: nn.Module) -> tuple[list[nn.Parameter], list[nn.Module]]:
+    def adapt(self, victim: Victim, network: Network) -> tuple[list[nn.Parameter], list[nn.Module]]:
         try:
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError as error:

@@ -10,7 +10,7 @@ from immunization.attacks.flags import flags_of
 from immunization.attacks.kept import KeptCurves
 from immunization.attacks.outcome import MARGIN, SHARE, Outcome, first, listed, never_finite, reached
 from immunization.attacks.victim import Inapplicable, Stage, Victim
-from immunization.evaluation.base import Measures
+from immunization.evaluation.measures import Measures
 
 SUFFIX: dict[Stage, str] = {"immunized": "", "baseline": "_baseline", "start": "_start"}
 

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import replace
-from functools import cache
-from typing import Literal
+from collections.abc import Callable, Hashable, Mapping
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from immunization.data.images import create_loader
-from immunization.data.task import Task
-from immunization.evaluation.base import Comparison
-from immunization.models import Folded, Linear, Model, Timm
+from immunization.data.task import Split, Task
+from immunization.evaluation.comparison import Comparison
+from immunization.models import Model
 from immunization.models.activations import take
-from immunization.models.chain import Whole
-from immunization.models.folded import folded_map
-from immunization.models.image_tasks import preprocessing
+from immunization.models.chain import Network
 
 Stage = Literal["immunized", "baseline", "start"]
 """theta_I, what it is compared with (raw inputs or theta_0), and theta_0 where that is something else."""
 
 Precision = Literal["float32", "bfloat16", "int8"]
+
+Found = TypeVar("Found")
 
 GIB = 2**30
 MOST = 4
@@ -44,28 +41,23 @@ class Victim:
     def __init__(self, model: Model, comparison: Comparison, start: Mapping[str, Tensor]) -> None:
         self.model, self.comparison, self.start = model, comparison, start
         self.task: Task = comparison.tasks["harmful"]
+        self._found: dict[Hashable, object] = {}
         self.stages: list[Stage] = ["immunized", "baseline"]
-        if isinstance(model, Linear):
-            theta = start["theta"]
-            if not _is_identity(theta) and not torch.equal(theta, model.extractor.theta):
-                self.stages.append("start")
-        self.features, self.flops_per_row = cache(self.features), cache(self.flops_per_row)
-        self.images = cache(self.images)
+        if self._starts_elsewhere():
+            self.stages.append("start")
 
-    @torch.no_grad()
     def features(self, stage: Stage, split: str, precision: Precision | None = None, role: str = "harmful") -> Tensor:
         """Features [N, D] of one split of a task."""
-        raw = stage == "baseline" and isinstance(self.model, Linear)  # the map is I, which every precision holds
+        raw = stage == "baseline" and self._raw(role, split)  # the map is I, which every precision holds
         if raw or (precision is None and stage != "start"):
             return self.comparison.features(role, split, "after" if stage == "immunized" else "before")
-        inputs, extractor = getattr(self.comparison.tasks[role], split).x, self.extractor(stage, precision)
-        like = next(extractor.parameters())
-        return torch.cat([extractor(part.to(like)).double() for part in inputs.split(256)])
+        key = ("features", stage, split, precision, role)
+        return self._once(key, lambda: self._extract(self.extractor(stage, precision), role, split))
 
     def extractor(self, stage: Stage, precision: Precision | None = None) -> nn.Module:
         """A copy of the extractor, its weights rounded to `precision`."""
-        if stage != "immunized" and isinstance(self.model, Timm) and self.model.before:
-            return rounded(copy.deepcopy(self.model.before[0].extractor), precision)
+        if stage != "immunized" and self.model.before is not None:
+            return rounded(copy.deepcopy(self.model.before.extractor), precision)
         extractor = copy.deepcopy(self.model.extractor)
         if stage != "immunized":
             extractor.load_state_dict(self.start)
@@ -73,78 +65,79 @@ class Victim:
 
     def linear_map(self, stage: Stage, precision: Precision | None = None) -> Tensor:
         """theta [D_in, D_out] in float64 of a linear model, or of the map folded behind a net."""
-        extractor = self.extractor("immunized" if stage == "baseline" else stage, precision)
-        theta = folded_map(extractor)
-        if isinstance(self.model, Linear) and self.model.extractor.bias is None:
-            theta = extractor.theta
+        theta = self.model.last_map(self.extractor("immunized" if stage == "baseline" else stage, precision))
         if theta is None:
             raise Inapplicable("the extractor holds no linear map that could be inverted")
         return torch.eye(len(theta)).to(theta.detach().double()) if stage == "baseline" else theta.detach().double()
 
+    def _starts_elsewhere(self) -> bool:
+        """Whether theta_0 differs from the baseline, where that is the inputs, and from theta_I."""
+        current = self.model.extractor.state_dict()
+        if not self._raw("harmful", "train") or all(torch.equal(self.start[n].to(t), t) for n, t in current.items()):
+            return False
+        extractor = self.extractor("start")
+        with torch.no_grad():
+            root = self.task.root.to(next(extractor.parameters()))
+            return not torch.equal(extractor(root), root)
+
+    def _raw(self, role: str, split: str) -> bool:
+        return self.model.baseline_features(role, split) is None
+
+    def _once(self, key: Hashable, compute: Callable[[], Found]) -> Found:
+        if key not in self._found:
+            self._found[key] = compute()
+        return self._found[key]
+
+    @torch.no_grad()
+    def _extract(self, extractor: nn.Module, role: str, split: str) -> Tensor:
+        inputs, like = getattr(self.comparison.tasks[role], split).x, next(extractor.parameters())
+        return torch.cat([extractor(part.to(like)).double() for part in inputs.split(256)])
+
     # --- the network itself -------------------------------------------------------------------------------------------
 
-    def network(self, stage: Stage, precision: Precision | None = None) -> nn.Module:
+    def network(self, stage: Stage, precision: Precision | None = None) -> Network:
         """A copy of the whole net, images -> features [N, D], all of it trainable and in eval mode."""
-        base = self._base()
-        if stage != "immunized" and base.before:
-            (base,) = base.before
-        net, extractor = copy.deepcopy((base.net, base.extractor))
-        whole: nn.Module = Whole(net)
-        if isinstance(self.model, Folded):
-            if stage == "immunized":  # the baseline has no map
-                layer = nn.Linear(*self.model.extractor.theta.shape, bias=False)
-                layer.weight.data = self.model.extractor.theta.detach().T.clone()
-                whole = nn.Sequential(whole, layer)
-        elif stage != "immunized" and base is self.model:
-            extractor.load_state_dict(self.start)  # shares its parameters with `net`
-        return rounded(whole, precision).to(base.head.weight).eval().requires_grad_(True)
-
-    def last(self, network: nn.Module) -> list[nn.Module]:
-        """The last block of a net and the map behind it, if there is one."""
-        whole = network if isinstance(network, Whole) else network[0]
-        name = self._base().last_block()
-        return [whole.net.get_submodule(name), *([] if whole is network else [network[1]])]
+        if not self.model.deep:
+            raise Inapplicable("a linear map has no layers to fine-tune: this attack needs a deep net")
+        if stage == "immunized":
+            network = self.model.network()
+        elif self.model.before is not None:
+            network = self.model.before.network()
+        else:
+            network = self.model.network(self.start)
+        return rounded(network, precision).to(next(network.parameters())).eval().requires_grad_(True)
 
     def images(self, split: str, rows: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
         """Images [N, C, H, W], preprocessed for the net, and labels [N] of some rows of a split of the harmful task."""
-        base = self._base()
-        if not base._trunk and base is self.model:  # what the extractor reads are images
-            x, y = getattr(self.task, split).x, getattr(self.task, split).y
-            rows = torch.arange(len(y)) if rows is None else torch.tensor(rows)
-            return take(x, rows).to(base.head.weight), y[rows.to(y.device)]
-        pair, task = base.images, base.images.tasks["harmful"]
-        part = task.splits[split]
-        if rows is not None:
-            own = torch.arange(len(part)) if part.rows is None else part.rows
-            part = replace(part, rows=own[list(rows)])
-        config = preprocessing(base.config, pair, task)
-        size = len(part) * torch.Size(base.config["input_size"]).numel() * base.dtype.itemsize / GIB
-        if size > MOST:
-            raise Inapplicable(f"{len(part)} images take {size:.0f} GiB; lower samples to come under {MOST} GiB")
-        batches = [(images, labels) for images, labels, _ in create_loader(pair, part, config) if len(images)]
-        labels = base.order["harmful"][torch.cat([y for _, y in batches])]
-        return torch.cat([x for x, _ in batches]).to(base.head.weight), labels.to(base.head.weight.device)
+        return self._once(("images", split, rows), lambda: self._images(split, rows))
+
+    def _images(self, split: str, rows: tuple[int, ...] | None) -> tuple[Tensor, Tensor]:
+        part: Split = getattr(self.task, split)
+        chosen = torch.arange(len(part)) if rows is None else torch.tensor(rows)
+        if self.model.reads_images or not len(chosen):
+            return take(part.x, chosen).to(self.model.head.weight), part.y[chosen.to(part.y.device)]
+        batches = []
+        for images, labels in self.model.image_batches("harmful", split, None if rows is None else chosen):
+            size = len(chosen) * images[0].numel() * images.itemsize / GIB
+            if size > MOST:
+                raise Inapplicable(f"{len(chosen)} images take {size:.0f} GiB; lower samples to come under {MOST} GiB")
+            batches.append((images, labels))
+        images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        return images, labels
 
     def flops_per_row(self) -> float:
         """Floating-point operations of one forward pass of one input through the immunized extractor."""
-        d = self.task.dim
-        if not isinstance(self.model, Timm | Folded):
-            return 2.0 * d * d
-        return forward_flops(self.network("immunized"), self._base().config["input_size"])
+        return self._once("flops", self._flops)
 
-    def _base(self) -> Timm:
-        base = self.model.base[0] if isinstance(self.model, Folded) else self.model
-        if not isinstance(base, Timm):
-            raise Inapplicable("a linear map has no layers to fine-tune: this attack needs a deep net")
-        return base
+    def _flops(self) -> float:
+        if not self.model.deep:
+            return forward_flops(self.extractor("immunized"), (self.task.dim,))
+        network = self.network("immunized")
+        return forward_flops(network, network.input_size)
 
 
-def _is_identity(theta: Tensor) -> bool:
-    return theta.shape[0] == theta.shape[1] and torch.equal(theta, torch.eye(len(theta)).to(theta))
-
-
-def forward_flops(network: nn.Module, input_size: tuple[int, int, int]) -> float:
-    """Floating-point operations of one image, a multiplication and an addition counting as two."""
+def forward_flops(network: nn.Module, input_size: tuple[int, ...]) -> float:
+    """Floating-point operations of one input, a multiplication and an addition counting as two."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with torch.no_grad(), FlopCounterMode(display=False) as counter:

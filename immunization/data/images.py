@@ -1,7 +1,7 @@
 """Pairs of image classification tasks for deep nets: folders with one folder a class, or any data set timm can open.
 
 Unlike the other data sets these hold no numbers yet: what a model reads depends on its own preprocessing, so
-`models.timm.Timm.prepare` turns an `ImagePair` into a `TaskPair` of activations.
+`models.timm.Timm.read_tasks` turns an `ImagePair` into a `TaskPair` of activations.
 """
 
 from __future__ import annotations
@@ -42,6 +42,12 @@ class ImageSplit:
 
     def __len__(self) -> int:
         return len(self.dataset) if self.rows is None else len(self.rows)
+
+    def take(self, rows: Tensor | None) -> ImageSplit:
+        """Some of the rows; None for all."""
+        if rows is None:
+            return self
+        return replace(self, rows=rows if self.rows is None else self.rows[rows])
 
     @property
     def origin(self) -> Origin:

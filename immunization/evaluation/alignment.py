@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from immunization.errors import ConfigError
-from immunization.evaluation.base import Comparison, Measures
+from immunization.evaluation.comparison import Comparison
+from immunization.evaluation.measures import Measures
 from immunization.evaluation.rir import condition_ratios
 from immunization.theory import spectrum
 from immunization.theory.optimal_map import relative_condition_number

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from immunization.data.task import Task
 from immunization.errors import ConfigError
-from immunization.evaluation.base import SUFFIX, Comparison, Measures
+from immunization.evaluation.comparison import Comparison
+from immunization.evaluation.measures import SUFFIX, Measures
 from immunization.theory.probe import Probe
 
 CHUNK = 2**22

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from immunization.errors import ConfigError
-from immunization.evaluation.base import SUFFIX, Comparison, Measures, held_out
+from immunization.evaluation.comparison import Comparison, held_out
+from immunization.evaluation.measures import SUFFIX, Measures
 from immunization.evaluation.rir import condition_ratios
 
 ROUNDING = 1e-6
@@ -21,7 +22,7 @@ def retrained_head(comparison: Comparison, state: str) -> dict[str, float]:
 class PrimaryPerformance:
     """Held-out accuracy or R^2 on D_P and the loss 1/2 ||.||^2, head retrained, before and after.
 
-    `primary/head_<measure>` is that of the head the method trained, where it trained one.
+    `primary/head_<measure>` is that of the model's own head after training.
     """
 
     @torch.no_grad()
@@ -35,9 +36,34 @@ class PrimaryPerformance:
         for state, suffix in SUFFIX.items():
             for name, value in retrained_head(comparison, state).items():
                 measures.put(f"primary/{name}{suffix}", value)
-        if comparison.logits is not None:
-            logits = comparison.logits(task.test.x).double()
-            measures.put(f"primary/head_{task.measure_name}", task.measure(logits, task.test.y).item())
+        logits = comparison.model.logits(task.test.x).double()
+        measures.put(f"primary/head_{task.measure_name}", task.measure(logits, task.test.y).item())
+        return measures
+
+
+class OwnHead:
+    """Held-out accuracy and loss of the net's own primary head, before and after, and the predictions that changed.
+
+    `primary/head_accuracy`, `primary/head_loss` (cross-entropy), the same with `_baseline`, and
+    `primary/changed_predictions`, a number of test images. Linear models have no such head.
+    """
+
+    @torch.no_grad()
+    def __call__(self, comparison: Comparison) -> Measures:
+        measures, task = Measures(), comparison.tasks["primary"]
+        before = comparison.model.baseline_logits(task)
+        if before is None:
+            return measures
+        names = [f"primary/head_{name}{suffix}" for name in ("accuracy", "loss") for suffix in SUFFIX.values()]
+        if reason := comparison.no_test("primary"):
+            measures.miss(reason, *names, "primary/changed_predictions")
+            return measures
+        logits = {"after": comparison.model.logits(task.test.x), "before": before}
+        for state, suffix in SUFFIX.items():
+            measures.put(f"primary/head_accuracy{suffix}", task.measure(logits[state], task.test.y).item())
+            measures.put(f"primary/head_loss{suffix}", task.loss(logits[state], task.test.y).item())
+        decisions = [x.argmax(1) if x.shape[1] > 1 else x[:, 0] > 0 for x in logits.values()]
+        measures.put("primary/changed_predictions", (decisions[0] != decisions[1]).sum().item())
         return measures
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from immunization.errors import DegenerateSpectrum
-from immunization.evaluation.base import SUFFIX, Comparison, Measures
+from immunization.evaluation.comparison import Comparison
+from immunization.evaluation.measures import SUFFIX, Measures
 from immunization.theory import spectrum
 
 

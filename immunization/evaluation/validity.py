@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from immunization.errors import ConfigError
-from immunization.evaluation.base import Comparison, Measures
+from immunization.evaluation.comparison import Comparison
+from immunization.evaluation.measures import Measures
 from immunization.evaluation.primary import retrained_head
 from immunization.theory.spectrum import AUTHORS_RIDGE
 
@@ -51,7 +52,7 @@ class Validity:
                     f"the primary {task.measure_name}, head retrained, fell from {then:.3f} to {now:.3f}, more than "
                     f"{self.tolerance}: an immunization that spoils its own model is none",
                 )
-        if names := in_train_mode(getattr(comparison, "model", comparison.logits)):
+        if names := in_train_mode(comparison.model):
             measures.flag("train_mode", f"{', '.join(names[:3])} in train mode: features change from batch to batch")
         return measures
 
@@ -72,8 +73,7 @@ class Validity:
             )
 
 
-def in_train_mode(model: object) -> list[str]:
+def in_train_mode(module: nn.Module) -> list[str]:
     """Names of a module's layers that behave differently in training and are in that mode."""
     layers = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
-    module = model if isinstance(model, nn.Module) else nn.Identity()
     return [name for name, part in module.named_modules() if isinstance(part, layers) and part.training]

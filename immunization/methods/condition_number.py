@@ -15,7 +15,6 @@ from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.base import Method
 from immunization.models.base import Batch, Model
-from immunization.models.linear import Linear
 from immunization.theory.preconditioning import Precondition
 from immunization.theory.products import triangular_product
 from immunization.theory.regularizers import (
@@ -82,7 +81,7 @@ class ConditionNumber(Method):
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         rank = harmful.x.shape[1] if self.full_rank else harmful.rank
-        bare = isinstance(model, Linear) and model.extractor.bias is None and primary.root is not None
+        bare = model.linear_map() is not None and primary.root is not None
         if bare and self.well["mode"] == "cancelled" and self.scale_P is not None:
             return self._by_hand(model, primary, harmful, rank)
         logits, features = model.outputs(primary)
@@ -100,9 +99,9 @@ class ConditionNumber(Method):
         return primary.x.shape[1] if self.power == math.inf else primary.rank
 
     @torch.no_grad()
-    def _by_hand(self, model: Linear, primary: Batch, harmful: Batch, rank: int) -> dict[str, Tensor]:
+    def _by_hand(self, model: Model, primary: Batch, harmful: Batch, rank: int) -> dict[str, Tensor]:
         """The same terms and gradients: both regularizers share a product with theta, and no graph is kept."""
-        theta, omega = model.extractor.theta, model.head.weight
+        theta, omega = model.linear_map(), model.head.weight
         weight_P, weight_H = self.lambda_P * self.scale_P, self.lambda_H * self.scale_H
         logits = model(primary.x).requires_grad_()
         with torch.enable_grad():

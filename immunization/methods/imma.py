@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 
 from immunization.checks import nonnegative
@@ -73,7 +72,7 @@ class IMMA(Method):
         omega, w = (_detached(head) for head in (model.head, self.attacker))
 
         def task_loss(task: Task, head: Head, theta: dict[str, Tensor], batch: Batch) -> Tensor:
-            return task.loss(F.linear(functional_call(model.extractor, theta, (batch.x,)), *head), batch.y)
+            return task.loss(F.linear(model.training_features(batch.x, theta), *head), batch.y)
 
         theta = {name: p for name, p in model.extractor.named_parameters() if p.requires_grad}
         for _ in range(self.inner_steps):

@@ -45,9 +45,9 @@ class LearningCurveNet(Method):
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         logits, features = model.outputs(primary)
         loss = self.pair.primary.loss(logits, primary.y, self.smoothing)
-        features = model.extractor(primary.x) if features is None else features
+        features = model.training_features(primary.x) if features is None else features
         excess_p, random = self._curves(self.pair.primary, features, primary.y)
-        excess_h, _ = self._curves(self.pair.harmful, model.extractor(harmful.x), harmful.y)
+        excess_h, _ = self._curves(self.pair.harmful, model.training_features(harmful.x), harmful.y)
         curves = self.lambda_P * excess_p - self.lambda_H * excess_h + self.benign_weight * random
         terms = {"excess_primary": excess_p, "excess_harmful": excess_h, "excess_random": random}
         return {"loss": loss + self.weight * curves, "task_loss": loss, **terms}

@@ -10,7 +10,7 @@ from torch import nn
 
 from immunization.data.task import SPLITS, Task
 from immunization.errors import ConfigError
-from immunization.models import Linear, Model
+from immunization.models import Model
 from immunization.theory.probe import Probe
 
 SLACK = 0.05
@@ -18,12 +18,14 @@ SLACK = 0.05
 
 
 def linear_map(model: Model, method: str) -> nn.Parameter:
-    """theta [D, D] of a linear model without bias; ConfigError for any other model."""
-    if not isinstance(model, Linear):
-        raise ConfigError(f"method={method} acts on a linear extractor: use model=linear, not {model.name}")
-    if model.extractor.bias is not None:
-        raise ConfigError(f"method={method} has no use for a bias in the extractor: set model.bias=false")
-    return model.extractor.theta
+    """theta [D, D] where features are X theta; ConfigError for any other model."""
+    theta = model.linear_map()
+    if theta is None:
+        raise ConfigError(
+            f"method={method} acts on a linear extractor without bias: use model=linear with model.bias=false, not "
+            f"{model.name}"
+        )
+    return theta
 
 
 def probe_of_inputs(task: Task) -> Probe:
@@ -53,10 +55,10 @@ def generalizing_step(inputs: Probe, task: Task) -> float:
 
 
 @torch.no_grad()
-def fit_head(model: Linear, inputs: Probe) -> None:
+def fit_head(model: Model, inputs: Probe) -> None:
     """Set the primary head to theta^-1 w*, w* the minimum-norm least squares on the inputs of `inputs`.
 
     It is a least-squares head on the features too, and the one whose logits are those of w* for any input, also in
     directions that no training row has.
     """
-    model.set_head(torch.linalg.solve(model.extractor.theta.double(), inputs.optimum()).T)
+    model.set_head(torch.linalg.solve(model.linear_map().double(), inputs.optimum()).T)

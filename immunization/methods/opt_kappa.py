@@ -14,7 +14,6 @@ from immunization.errors import ConfigError
 from immunization.methods.base import Method
 from immunization.methods.linear_map import fit_head, probe_of_inputs
 from immunization.models.base import Batch, Model
-from immunization.models.linear import Linear
 from immunization.theory import spectrum
 from immunization.theory.regularizers import log_condition_number, relative_log_condition_slope
 
@@ -52,7 +51,7 @@ class OptKappa(Method):
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
-        self.multiplicative = self.form == "log" and isinstance(model, Linear) and model.extractor.bias is None
+        self.multiplicative = self.form == "log" and model.linear_map() is not None
         if self.form == "log" and not pair.primary.width:
             outside = spectrum.dimensions_outside(pair.primary.root, pair.harmful.root, *pair.tolerance)
             if outside:
@@ -78,9 +77,9 @@ class OptKappa(Method):
         loss = self.pair.primary.loss(logits, primary.y)
         return {"loss": log_p - log_h + loss, "task_loss": loss, **terms}
 
-    def _multiply(self, model: Linear, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
+    def _multiply(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         """The step of a linear theta; terms are those before it."""
-        theta = model.extractor.theta.data
+        theta = model.linear_map().data
         loss = self.pair.primary.loss(model.head(primary.x @ theta), primary.y)
         inputs = ((batch, batch.x if batch.root is None else batch.root) for batch in (primary, harmful))
         (log_p, slope_p), (log_h, slope_h) = (

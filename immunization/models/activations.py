@@ -187,7 +187,7 @@ def collect(
     return found | {name: writer.finish(y, bad) for name, writer in writers.items()}
 
 
-def fingerprint(parts: Sequence[Any]) -> str:
+def fingerprint(parts: Sequence[Callable[[Tensor], Tensor]]) -> str:
     """A hash of the structure and all tensors of modules (and of the net behind bound methods)."""
     digest = hashlib.sha256()
     for part in parts:

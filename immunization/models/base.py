@@ -1,15 +1,20 @@
-"""What every model is to the methods: an extractor theta, a primary head omega, and a term of a Hessian."""
+"""What every model is to methods, measures and attacks: an extractor theta and a primary head omega."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
+from immunization.data.images import ImagePair
 from immunization.data.task import Task, TaskPair
+from immunization.errors import ConfigError
+from immunization.models.chain import Network
+from immunization.theory import spectrum
 from immunization.theory.preconditioning import Precondition
 
 Regularizer = Callable[..., Tensor]
@@ -29,47 +34,121 @@ class Batch:
 class Model(nn.Module):
     """An extractor (features [N, D]) and a head (primary logits).
 
-    Subclasses say how the gradient of a Hessian term is preconditioned.
+    What stands here holds for any extractor of rows [N, D_in]. Its baseline, the features before immunization, are the
+    rows as they are (Eq. 15). A subclass sets `extractor` and `head`, and overrides what is otherwise with it.
     """
 
     extractor: nn.Module
-    head: nn.Module
-    loaders: Callable[[int], Any] | None = None
+    head: nn.Linear
+    preconditioned = False
+    """Whether `hessian_term` can multiply gradients by K^-1, K = X^T X of the extractor's inputs."""
+    deep = False
+    """Whether features come from a net that reads images: `network` and `image_batches` are then overridden."""
+    reads_images = False
+    """Whether the rows of the tasks are images that such a net reads, and not what a part of it makes of them."""
+    before: Model | None = None
+    """The model that is the baseline, where that is another one."""
+    loaders: Callable[[int], Mapping[str, Iterable[tuple]]] | None = None
     """Loaders of training images by role for a batch size, where the tasks' rows are not to be trained on."""
+
+    def read_tasks(self, data: TaskPair | ImagePair, folded: bool) -> tuple[Model, TaskPair]:
+        """The model to train and the tasks as its extractor reads them; `folded`: only a map behind features is wanted.
+
+        A model of rows is itself and reads the data as they are.
+        """
+        return self, data
+
+    # --- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.extractor(x))
 
-    def prepare(self, data: Any, folded: bool) -> tuple[Model, TaskPair]:
-        """The model to train and the tasks as its extractor reads them; `folded`: only a map behind features is wanted.
-
-        A linear model is itself and reads the data as they are.
-        """
-        return self, data
+    def training_features(self, x: Tensor, theta: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Features [N, D] with a graph; `theta`: with these in the place of the extractor's parameters."""
+        return self.extractor(x) if theta is None else functional_call(self.extractor, dict(theta), (x,))
 
     def outputs(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Primary logits and, where they are a by-product, the features, which `hessian_term` takes."""
-        return self(batch.x), None
+        features = self.training_features(batch.x)
+        return self.head(features), features
 
     def hessian_term(
         self,
         regularizer: Regularizer,
         batch: Batch,
-        mode: Precondition,
+        mode: Precondition = "none",
         ridge: float = 1.0,
         side: str = "input",
         features: Tensor | None = None,
     ) -> Tensor:
         """`regularizer` of the batch's features, differentiable in theta with the gradient multiplied by K^-1."""
-        raise NotImplementedError
+        if mode != "none":
+            raise ConfigError(f"method.precondition must be none: the matrix K of {self.name} is not defined")
+        return regularizer(self.training_features(batch.x) if features is None else features)
 
-    def groups(self) -> list[Any]:
+    def groups(self) -> list[nn.Parameter] | list[dict[str, Any]]:
         """What the optimizer gets: the trained parameters, or groups of them."""
         return [p for p in self.parameters() if p.requires_grad]
+
+    def linear_map(self) -> nn.Parameter | None:
+        """theta [D_in, D], where it is a parameter and the features are X theta; None for any other extractor."""
+        return None
+
+    def set_head(self, weight: Tensor) -> None:
+        """Take `weight` [outputs, D] as the primary head."""
+        self.head.weight.data.copy_(weight)
+
+    # --- measuring ----------------------------------------------------------------------------------------------------
 
     def for_measurement(self) -> Model:
         """The model as it is measured: in float64 where that costs little."""
         return self.double()
+
+    @torch.no_grad()
+    def features(self, x: Tensor) -> Tensor:
+        """Features [N, D] of inputs, without a graph."""
+        return self.extractor(x)
+
+    def feature_batches(self, x: Tensor) -> Iterator[Tensor]:
+        """The same batch by batch, where they are too many at once."""
+        yield self.features(x)
+
+    @torch.no_grad()
+    def logits(self, x: Tensor) -> Tensor:
+        """Outputs [N, C] of the primary head on any number of inputs, without a graph."""
+        return self(x)
+
+    def factor(self, task: Task) -> Tensor:
+        """A matrix with the Gram of the task's training features in at most as many rows, without a graph."""
+        return spectrum.triangular_factor(self.feature_batches(task.train.x))[0]
+
+    def baseline_factor(self, role: str, task: Task) -> Tensor:
+        """The same as `factor` before immunization."""
+        return task.root
+
+    def baseline_features(self, role: str, split: str) -> Tensor | None:
+        """Features [N, D] of a split before immunization; None where they are the inputs as they are (Eq. 15)."""
+        return None
+
+    def baseline_logits(self, task: Task) -> Tensor | None:
+        """Outputs [N, C] of the model's own primary head on the test split, before; None where it came without one."""
+        return None
+
+    # --- attacks ------------------------------------------------------------------------------------------------------
+
+    def last_map(self, extractor: nn.Module) -> Tensor | None:
+        """theta [D_in, D] that `extractor`, a copy of this model's, applies last: an attacker can invert it."""
+        return None
+
+    def network(self, start: Mapping[str, Tensor] | None = None) -> Network:
+        """A copy of a deep model: as it is, or as it was when its extractor's state dict was `start`."""
+        raise NotImplementedError
+
+    def image_batches(self, role: str, split: str, rows: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images [n, C, H, W] of some rows of a split (None: of all), as `network` reads them, and labels [n]."""
+        raise NotImplementedError
+
+    # --- files --------------------------------------------------------------------------------------------------------
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,28 +159,10 @@ class Model(nn.Module):
         """How results call the model."""
         return type(self).__name__.lower()
 
-    def baseline_factor(self, role: str, task: Task) -> Tensor:
-        """The same as `factor` before immunization; a linear model's baseline is the inputs (Eq. 15)."""
-        return task.root
-
-    def factor(self, task: Task) -> Tensor:
-        """A matrix with the Gram of the task's training features in at most as many rows, without a graph."""
-        raise NotImplementedError
-
     def export(self) -> dict[str, Tensor]:
-        """The tensors of immunized.safetensors."""
+        """The tensors of immunized.safetensors; `load` makes a map of `theta` [D_in, D] and, if there, `bias` [D]."""
         return {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
 
     def metadata(self) -> dict[str, str]:
         """The header of immunized.safetensors."""
         return {}
-
-    @torch.no_grad()
-    def logits(self, x: Tensor) -> Tensor:
-        """Outputs [N, C] of the primary head on any number of inputs, without a graph."""
-        return self(x)
-
-    @torch.no_grad()
-    def features(self, x: Tensor) -> Tensor:
-        """Features [N, D] of inputs, without a graph."""
-        return self.extractor(x)

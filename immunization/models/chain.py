@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,89 +14,100 @@ from immunization.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+Unit = Callable[[Tensor], Tensor]
+"""A module or, for what a net does between its modules, a bound method of it."""
 
-class Extractor(nn.Module):
-    """What enters the trained part of a net -> features [N, D], as subclasses compute them in `features_of`.
 
-    `training_features_of` is how passes that record gradients compute the same, where they do it otherwise (see
-    `fast_training_forward`). All other passes, from which everything measured comes, never use it.
+Part = TypeVar("Part", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Borrowed(Generic[Part]):
+    """A module that another one uses without owning it: its parameters are not among the other's."""
+
+    module: Part
+
+
+@dataclass(frozen=True)
+class NetParts:
+    """`net` without its classifier, which is `head` and was called `classifier`; `config` says how it wants its images.
+
+    `units` are what its `forward_features` applies one after another, by name.
     """
 
-    training_features_of: Callable[[Extractor, Tensor], Tensor] | None = None
+    net: nn.Module
+    head: nn.Linear
+    classifier: str
+    config: dict[str, Any]
+    units: list[tuple[str, Unit]]
 
-    def features_of(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training_features_of is None or not torch.is_grad_enabled():
-            return self.features_of(x)
-        return self.training_features_of(self, x)
+    def last_block(self) -> str:
+        """Name of the last part of the net that has weights."""
+        blocks = [unit for unit in self.units if parameters(unit[1])] or list(self.net.named_children())
+        return next(n for n, f in reversed(blocks) if any(p.ndim > 1 for p in parameters(f)))
 
 
-def fast_training_forward(
-    kind: type[Extractor], channels_last: bool, amp: bool, compile: bool
-) -> Callable[[Extractor, Tensor], Tensor]:
-    """`features_of` a kind of extractor in another memory layout, in bfloat16 or by compiled code; the dtype is kept.
+def take_apart(net: nn.Module, size: int | None = None) -> NetParts:
+    """Freeze `net`, in place, and take its classifier out; `size`: of images, where it is not the net's own.
 
-    The extractor is an argument, so that a copy of one computes with its own weights.
+    Raises ConfigError for a net without a linear classifier.
     """
-    compute = _compiled(kind.features_of) if compile else kind.features_of
-
-    def training_features_of(extractor: Extractor, x: Tensor) -> Tensor:
-        if channels_last and x.ndim == 4:
-            x = x.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=amp):
-            return compute(extractor, x).to(x.dtype)
-
-    return training_features_of
-
-
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`function` by torch.compile, whose failure is a ConfigError."""
-    import torch._functorch.config  # torch's compiler: seconds that only those pay who use it
-    from torch._dynamo.exc import TorchDynamoException
-
-    torch._functorch.config.donated_buffer = False  # or the terms of a step could not be differentiated one by one
-    torch.compiler.reset()  # torch keeps the code of a few models, and runs further ones uncompiled
-    fast = torch.compile(function, dynamic=False)
-
-    def call(*arguments: Any) -> Tensor:
-        try:
-            return fast(*arguments)
-        except TorchDynamoException as error:
-            reason = " ".join(str(error).partition("\n\n")[0].split())
-            raise ConfigError(
-                f"model.compile=true: torch.compile fails here ({reason}); it needs a C++ compiler, g++ or the one "
-                "that CXX names, and Python's headers; else leave model.compile=false"
-            ) from error
-
-    return call
+    config = data_config(net)
+    if size is not None:
+        config["input_size"] = (config["input_size"][0], size, size)
+    net.eval().requires_grad_(False)
+    classifier = classifier_path(net)
+    head: nn.Linear = net.get_submodule(classifier).requires_grad_(True)
+    net.set_submodule(classifier, nn.Identity())
+    return NetParts(net, head, classifier, config, units_of(net, config["input_size"]))
 
 
-class Tail(Extractor):
+class Tail(nn.Module):
     """The last units of a net and its pooling: activations -> features [N, D]. Holds the units alone, not the net."""
 
     def __init__(self, net: nn.Module, units: list[tuple[str, nn.Module]]) -> None:
         super().__init__()
         for name, unit in units:
             self.add_module(name.replace(".", "_"), unit)
-        self._pool = (net,)  # in a tuple: not a submodule
+        self._net = Borrowed(net)
 
-    def features_of(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         for unit in self.children():
             x = unit(x)
-        return self._pool[0].forward_head(x, pre_logits=True)
+        return self._net.module.forward_head(x, pre_logits=True)
 
 
-class Whole(Extractor):
+class Whole(nn.Module):
     """A whole net without its classifier: images -> features [N, D]."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
 
-    def features_of(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.net.forward_head(self.net.forward_features(x), pre_logits=True)
+
+
+class Network(nn.Module):
+    """A whole net as one who attacks it has it: images -> features [N, D], all of it trainable."""
+
+    def __init__(self, net: nn.Module, last_block: str, input_size: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.whole, self.last_block, self.input_size = Whole(net), last_block, input_size
+        self.map: nn.Linear | None = None
+
+    def fold(self, theta: Tensor) -> None:
+        """Put a copy of the map theta [D, D] behind the features."""
+        self.map = nn.Linear(*theta.shape, bias=False)
+        self.map.weight.data = theta.detach().T.clone()
+
+    def last(self) -> list[nn.Module]:
+        """The last block of the net, and the map behind it, if there is one."""
+        return [self.whole.net.get_submodule(self.last_block), *([] if self.map is None else [self.map])]
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.whole(images)
+        return features if self.map is None else self.map(features)
 
 
 def classifier_path(net: nn.Module) -> str:
@@ -123,12 +135,12 @@ def data_config(net: nn.Module) -> dict[str, Any]:
     return config
 
 
-def parameters(unit: Callable) -> list[nn.Parameter]:
+def parameters(unit: Unit) -> list[nn.Parameter]:
     return list(unit.parameters()) if isinstance(unit, nn.Module) else []
 
 
 @torch.no_grad()
-def units_of(net: nn.Module, input_size: Sequence[int]) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
+def units_of(net: nn.Module, input_size: Sequence[int]) -> list[tuple[str, Unit]]:
     """The parts that `forward_features` applies one after another, checked on an image.
 
     These are the children in the order in which they run (a ViT's `pos_drop` standing for `_pos_embed`), Sequential
@@ -144,7 +156,7 @@ def units_of(net: nn.Module, input_size: Sequence[int]) -> list[tuple[str, Calla
     expected = net.forward_features(image)
     for hook in hooks:
         hook.remove()
-    units: list[tuple[str, Callable]] = []
+    units: list[tuple[str, Unit]] = []
     for name in order:
         if name == "pos_drop" and hasattr(net, "_pos_embed"):
             units.append(("_pos_embed", net._pos_embed))

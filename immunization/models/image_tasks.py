@@ -4,24 +4,55 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from immunization.data.images import ImagePair, ImageTask, create_loader
+from immunization.data.loaders import Loader, shuffled_parts
 from immunization.data.task import Split, Task
 from immunization.errors import ConfigError, DataError
 from immunization.models.activations import Activations, Stream, collect, free_space
 
-if TYPE_CHECKING:
-    from immunization.models.timm import Timm
-
 log = logging.getLogger(__name__)
 
 GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A net, called `name`, as far as images are read by it.
+
+    `trunk` maps images to what enters the extractor, just before the net's unit `point`, and `extractor` that to
+    features [N, `width`] before immunization. The head has `outputs`. `config` says how the net wants its images.
+    """
+
+    images: ImagePair
+    config: dict[str, Any]
+    name: str
+    point: str
+    trunk: Callable[[Tensor], Tensor]
+    extractor: Callable[[Tensor], Tensor]
+    width: int
+    outputs: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """One split of a task.
+
+    `x` is what the trained part (or a folded map) reads, `y` [N] are labels as the files count them, `features` [N, D]
+    those before immunization.
+    """
+
+    x: Tensor | Stream
+    y: Tensor
+    features: Tensor
 
 
 def preprocessing(config: dict[str, Any], pair: ImagePair, task: ImageTask, training: bool = False) -> dict[str, Any]:
@@ -41,32 +72,31 @@ def out_of_memory(pair: ImagePair) -> ConfigError:
     return ConfigError(f"the GPU has no memory for dataset.batch_size={pair.batch_size} images; lower it")
 
 
-def activations(
-    model: Timm, role: str, task: ImageTask, split: str, folded: bool, weights: dict[str, str]
-) -> tuple[Tensor | Stream, Tensor]:
-    """Inputs and labels of one split; the features of theta_0 go to `model.reference`.
+def read_split(reader: Reader, role: str, split: str, folded: bool, weights: Mapping[str, str]) -> Part:
+    """Everything that is computed once of the images of one split.
 
     `weights` are hashes of what makes the features and the inputs. Raises DataError for images that cannot be read.
     """
-    pair, part = model.images, task.splits[split]
-    config = preprocessing(model.config, pair, task)
+    pair, task = reader.images, reader.images.tasks[role]
+    part, config = task.splits[split], preprocessing(reader.config, pair, task)
     if not len(part):
-        return torch.empty(0, model.head.in_features, dtype=pair.dtype), torch.empty(0, dtype=torch.long)
+        nothing = torch.empty(0, reader.width, dtype=pair.dtype)
+        return Part(nothing, torch.empty(0, dtype=torch.long), nothing)
 
-    def loader(size: int = pair.batch_size) -> Any:
+    def loader(size: int = pair.batch_size) -> DataLoader:
         return create_loader(pair, part, config, batch_size=size)
 
     rows = "" if part.rows is None else part.rows.tolist()
     about = f"{config} {part.identity} {rows} {pair.dtype} {pair.device.type} {pair.on_bad_image}"
 
     def key(name: str) -> str:
-        place = "features" if name == "features" else model.point
+        place = "features" if name == "features" else reader.point
         return hashlib.sha256(f"{weights[name]} {place} {about}".encode()).hexdigest()[:32]
 
     root = None if pair.cache is None else Path(pair.cache).expanduser()
     keys = {"features": key("features")}
     if not folded:
-        shape = model.trunk(torch.zeros(1, *model.config["input_size"])).shape[1:]
+        shape = reader.trunk(torch.zeros(1, *reader.config["input_size"])).shape[1:]
         size = len(part) * shape.numel() * pair.dtype.itemsize / GIB
         free = not pair.augment and size < pair.cache_limit and (root is None or free_space(root) > 1.2 * size)
         if free:
@@ -75,63 +105,68 @@ def activations(
         log.info("%s/%s: %d images, %.3g GiB of activations, %s", role, split, len(part), size, place)
 
     def compute(images: Tensor) -> dict[str, Tensor]:
-        inputs = model.trunk(images)
-        return {"inputs": inputs, "features": model.extractor(inputs)}
+        inputs = reader.trunk(images)
+        return {"inputs": inputs, "features": reader.extractor(inputs)}
 
     title = f"{role}/{split}: {len(part)} images"
     try:
         done: dict[str, Activations] = collect(loader(), compute, keys, root, title, pair.on_bad_image == "skip")
     except torch.OutOfMemoryError as error:
-        raise ConfigError(f"the GPU has no memory for dataset.batch_size={pair.batch_size} images; lower it") from error
+        raise out_of_memory(pair) from error
     features = done["features"]
     if features.skipped:
         log.warning("%s: %d unreadable images are left out: %s", title, len(features.skipped), features.skipped[0])
-    model.reference[role, split] = features.x
     if folded:
-        return features.x, features.labels
-    if "inputs" in done:
-        return done["inputs"].x, features.labels
-    return Stream(loader, model.trunk, (len(features.labels), *shape)), features.labels
+        x = features.x
+    elif "inputs" in done:
+        x = done["inputs"].x
+    else:
+        x = Stream(loader, reader.trunk, (len(features.labels), *shape))
+    return Part(x, features.labels, features.x)
 
 
-def task_of(model: Timm, role: str, task: ImageTask, parts: dict[str, tuple], folded: bool) -> Task:
-    """The task as the extractor (or a folded map) reads it; the order of its labels goes to `model.order`.
+def task_of(reader: Reader, role: str, parts: Mapping[str, Part], folded: bool) -> tuple[Task, Tensor]:
+    """The task as the extractor (or a folded map) reads it, of its splits, and its label [classes] for each class.
 
-    `parts` holds inputs and labels by split. Raises ConfigError for classes that the head does not have.
+    Raises ConfigError for classes that the head does not have.
     """
-    classes = len(task.classes) or 1 + max(int(y.max()) for _, y in parts.values() if len(y))
+    task = reader.images.tasks[role]
+    classes = len(task.classes) or 1 + max(int(part.y.max()) for part in parts.values() if len(part.y))
     order, head = torch.arange(classes), None
     if role == "primary":
-        outputs = _outputs(model, task, classes)
+        outputs = _outputs(reader, task, classes)
         order = torch.empty_like(outputs)
         order[outputs.argsort()] = torch.arange(classes)  # classes in the order of the head's outputs
-        head = None if classes == model.head.out_features else outputs.sort().values
-    model.order[role] = order
-    counts = torch.bincount(parts["train"][1], minlength=classes)
+        head = None if classes == reader.outputs else outputs.sort().values
+    counts = torch.bincount(parts["train"].y, minlength=classes)
     if not counts.all():
         empty = int(counts.argmin())
         name = task.classes[empty] if task.classes else empty
         raise DataError(f"{role} task {task.name}: class {name} is empty, no training image of it can be read")
     origins = {s: task.splits[s].origin for s in parts}
     splits = {  # which images were unreadable, and left out, is not kept
-        s: Split(x, order[y].to(model.images.device), origins[s] if len(y) == len(origins[s].rows) else None)
-        for s, (x, y) in parts.items()
+        s: Split(
+            part.x,
+            order[part.y].to(reader.images.device),
+            origins[s] if len(part.y) == len(origins[s].rows) else None,
+        )
+        for s, part in parts.items()
     }
-    eps = torch.finfo(model.images.dtype).eps
-    width = None if folded else model.head.in_features
+    eps = torch.finfo(reader.images.dtype).eps
+    width = None if folded else reader.width
     if width is not None:  # an empty split has no activations either
         x = splits["train"].x
         splits |= {s: replace(p, x=torch.empty(0, *x.shape[1:])) for s, p in splits.items() if not len(p)}
-    return Task(task.name, **splits, classes=classes, eps=eps, width=width, head=head)
+    return Task(task.name, **splits, classes=classes, eps=eps, width=width, head=head), order
 
 
-def _outputs(model: Timm, task: ImageTask, classes: int) -> Tensor:
+def _outputs(reader: Reader, task: ImageTask, classes: int) -> Tensor:
     """The head's output [classes] that means each class of the primary task."""
-    size = model.head.out_features
+    size = reader.outputs
     if task.outputs is not None:
         if not set(task.outputs) <= set(range(size)) or len(set(task.outputs)) < classes:
             raise ConfigError(
-                f"dataset.primary.outputs: outputs must differ and be from 0 to {size - 1}, those of {model.name}"
+                f"dataset.primary.outputs: outputs must differ and be from 0 to {size - 1}, those of {reader.name}"
             )
         return torch.tensor(task.outputs)
     if size == 1000 and task.classes:
@@ -143,22 +178,65 @@ def _outputs(model: Timm, task: ImageTask, classes: int) -> Tensor:
     if classes == size or (classes, size) == (2, 1):
         return torch.arange(classes)
     raise ConfigError(
-        f"the head of {model.name} has {size} outputs, the primary task {task.name} {classes} classes, and their "
+        f"the head of {reader.name} has {size} outputs, the primary task {task.name} {classes} classes, and their "
         "names are no ImageNet ids: say which output means which class with dataset.primary.outputs=<csv>, or fit "
         "a head to these classes first (model.arguments.num_classes with a checkpoint that has it)"
     )
 
 
-def training_loaders(model: Timm, batch_size: int) -> dict[str, Any]:
+def training_loaders(reader: Reader, batch_size: int) -> dict[str, DataLoader]:
     """Shuffled training loaders of images by role, augmented where the data set says so."""
+    pair = reader.images
     return {
         role: create_loader(
-            model.images,
-            model.images.tasks[role].splits["train"],
-            preprocessing(model.config, model.images, model.images.tasks[role], training=model.images.augment),
+            pair,
+            pair.tasks[role].splits["train"],
+            preprocessing(reader.config, pair, pair.tasks[role], training=pair.augment),
             batch_size=batch_size,
             is_training=True,
-            no_aug=not model.images.augment,
+            no_aug=not pair.augment,
         )
         for role in ("primary", "harmful")
     }
+
+
+@torch.no_grad()
+def read_loader(
+    reader: Reader, baseline: Callable[[Tensor], Tensor], role: str, loader: Loader, folded: bool, test: bool
+) -> tuple[Task, dict[str, Tensor]]:
+    """One pass over a loader of images: the task as the trained part reads it, in random order, and its features.
+
+    `baseline` maps images to these, [N, D] by split, before immunization; there are none for a folded map, which reads
+    them. A tenth of the rows is for validation; with `test`, a fifth, and another fifth for test.
+    """
+    inputs, labels, features = [], [], []
+    for images, targets, *_ in loader:
+        x = reader.trunk(images)
+        inputs.append(reader.extractor(x).cpu() if folded else x.cpu())
+        labels.append(torch.as_tensor(targets))
+        if not folded:
+            features.append(baseline(images))
+    if not labels:
+        raise DataError(f"{role}_loader gives no batches")
+    device, outputs = reader.images.device, reader.outputs
+    x, y = torch.cat(inputs), torch.cat(labels).long().to(device)
+    if role == "primary" and not 0 <= int(y.min()) <= int(y.max()) < max(outputs, 2):
+        raise ConfigError(
+            f"immunize: labels of primary_loader go from {int(y.min())} to {int(y.max())}, the model has {outputs} "
+            "outputs"
+        )
+    present, y = y.unique(return_inverse=True)
+    if len(present) < 2:
+        raise DataError(f"immunize: {role}_loader holds one class alone; at least two are needed")
+    parts = shuffled_parts(len(y), 5, 5) if test else shuffled_parts(len(y), 10, None)
+    splits = {s: Split(x[rows], y[rows.to(device)]) for s, rows in parts.items()}
+    own = role == "primary" and len(present) < outputs
+    task = Task(
+        role,
+        **splits,
+        classes=len(present),
+        eps=torch.finfo(reader.images.dtype).eps,
+        width=None if folded else reader.width,
+        head=present if own else None,
+    )
+    return task, {s: torch.cat(features)[rows.to(device)] for s, rows in parts.items() if features}

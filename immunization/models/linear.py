@@ -55,6 +55,8 @@ class Linear(Model):
     theta by one that was stored; the baseline is the inputs all the same.
     """
 
+    preconditioned = True
+
     def __init__(
         self,
         pair: TaskPair,
@@ -93,11 +95,14 @@ class Linear(Model):
             return super().forward(x)
         return x @ (self.extractor.theta @ self.head.weight.T)  # O(N D) instead of O(N D^2)
 
+    def outputs(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        return self(batch.x), None  # the features, O(N D^2), are not computed for them
+
     def hessian_term(
         self,
         regularizer: Regularizer,
         batch: Batch,
-        mode: Precondition,
+        mode: Precondition = "none",
         ridge: float = 1.0,
         side: str = "input",
         features: Tensor | None = None,
@@ -109,9 +114,11 @@ class Linear(Model):
         features = preconditioned_product(x, theta, mode, ridge, side)
         return regularizer(features if bias is None else features + bias)
 
-    def set_head(self, weight: Tensor) -> None:
-        """Take `weight` [outputs, D_out] as the primary head."""
-        self.head.weight.data.copy_(weight)
+    def linear_map(self) -> nn.Parameter | None:
+        return self.extractor.theta if self.extractor.bias is None else None
+
+    def last_map(self, extractor: LinearMap) -> Tensor | None:
+        return extractor.theta if extractor.bias is None else None
 
     @torch.no_grad()
     def factor(self, task: Task) -> Tensor:

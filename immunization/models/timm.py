@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
@@ -15,24 +15,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from immunization.compute import distributed
-from immunization.data.images import ImagePair
+from immunization.data.images import ImagePair, create_loader
+from immunization.data.loaders import Loader
 from immunization.data.task import SPLITS, Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.models.activations import Stream, fingerprint
-from immunization.models.base import Batch, Model, Regularizer
-from immunization.models.chain import (
-    Tail,
-    Whole,
-    classifier_path,
-    data_config,
-    fast_training_forward,
-    parameters,
-    units_of,
+from immunization.models.base import Model
+from immunization.models.chain import Borrowed, Network, Tail, Unit, Whole, parameters, take_apart
+from immunization.models.fold import folded_map, unfold
+from immunization.models.folded import Folded
+from immunization.models.image_tasks import (
+    Reader,
+    out_of_memory,
+    preprocessing,
+    read_loader,
+    read_split,
+    task_of,
+    training_loaders,
 )
-from immunization.models.folded import Folded, folded_map, unfold
-from immunization.models.image_tasks import activations, out_of_memory, preprocessing, task_of, training_loaders
 from immunization.models.weights import create, stored_arguments
-from immunization.theory.preconditioning import Precondition
 from immunization.theory.spectrum import triangular_factor
 
 log = logging.getLogger(__name__)
@@ -44,20 +45,20 @@ class Timm(Model):
     `trainable` names modules, or patterns of names such as `layer4*`; `last` is the last block, `fold` no module of the
     net but a linear map behind its features. Everything else is frozen and in eval mode, also under `train()`. The
     head is trained with weight decay `head_decay`. Weights come from `checkpoint`, else from the hub
-    (`pretrained`). `arguments` go to `timm.create_model`. `channels_last`, `amp` and `compile` hold in training steps
-    alone: kept activations, and all that is measured, are computed as without them.
+    (`pretrained`). `arguments` go to `timm.create_model`. `channels_last` and `amp` hold in training steps alone: kept
+    activations, and all that is measured, are computed as without them. In Python, `net` is a timm model of the
+    caller's own, which is taken apart: give a copy.
 
     The baseline is the net as it is before training, or, for audits, another one: that of the weights in `reference`,
     or, where a map is folded into `checkpoint`, the net without it. The trunk is then empty.
     """
 
-    before: tuple[Timm] | None = None
-    """The net that is the baseline, where that is another one; in a tuple: its parameters are not this model's."""
+    deep = True
 
     def __init__(
         self,
         pair: ImagePair,
-        name: str,
+        name: str | None = None,
         trainable: str | Sequence[str] = "last",
         checkpoint: str | None = None,
         pretrained: bool = True,
@@ -66,90 +67,75 @@ class Timm(Model):
         reference: str | None = None,
         channels_last: bool = False,
         amp: Literal["bfloat16"] | None = None,
-        compile: bool = False,
-    ) -> None:
-        arguments = dict(arguments or stored_arguments(checkpoint))
-        if not isinstance(pair, ImagePair):
-            raise ConfigError(f"model={name} needs images, for example dataset=image_folders; '{pair.name}' has none")
-        net = create(name, checkpoint, pretrained, arguments)
-        stripped = copy.deepcopy(net) if reference is None and folded_map(net) is not None else None
-        self._take(net, pair, name, trainable, head_decay, arguments)
-        if checkpoint or not pretrained:
-            self.weights, self.license = checkpoint or "random weights", None  # timm states that of its own weights
-
-        if reference is not None:
-            self.compare_with(Timm(pair, name, checkpoint=reference, arguments=arguments))
-        elif stripped is not None:
-            unfold(stripped)
-            self.compare_with(Timm.of(stripped, pair))
-        if channels_last or amp or compile:
-            self.extractor.training_features_of = fast_training_forward(
-                type(self.extractor), channels_last, amp is not None, compile
-            )
-
-    def compare_with(self, before: Timm) -> None:
-        """Take another net as the baseline; both then read images."""
-        self.before = (before,)
-        for model in (self, before):
-            model._trunk, model.point, model.extractor = [], "images", Whole(model.net)
-
-    @classmethod
-    def of(cls, net: nn.Module, pair: ImagePair, trainable: str | Sequence[str] = "last") -> Timm:
-        """The same around a timm model of the caller's own, which is taken apart: give a copy."""
-        model = cls.__new__(cls)
-        name = (getattr(net, "pretrained_cfg", None) or {}).get("architecture") or type(net).__name__
-        model._take(net, pair, name, trainable, 2e-5, {})
-        model.weights, model.license = "the caller's own", None
-        return model
-
-    def _take(
-        self,
-        net: nn.Module,
-        pair: ImagePair,
-        name: str,
-        trainable: str | Sequence[str],
-        head_decay: float,
-        arguments: dict[str, Any],
+        net: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.images, self.architecture, self.head_decay, self.arguments = pair, name, head_decay, arguments
-        self.weights = "weights of the hub"
-        self.license = (getattr(net, "pretrained_cfg", None) or {}).get("license")
-        self.config = data_config(net)
-        if pair.size is not None:
-            self.config["input_size"] = (self.config["input_size"][0], pair.size, pair.size)
-        net.eval().requires_grad_(False)
-        self.classifier = classifier_path(net)
-        self.head: nn.Linear = net.get_submodule(self.classifier).requires_grad_(True)
-        net.set_submodule(self.classifier, nn.Identity())
-        self.net = net
-        self.units = units_of(net, self.config["input_size"])
+        if not isinstance(pair, ImagePair):
+            raise ConfigError(f"model={name} needs images, for example dataset=image_folders; '{pair.name}' has none")
+        self.arguments = dict(arguments or stored_arguments(checkpoint))
+        own = getattr(net, "pretrained_cfg", None) or {}
+        self.architecture = name or own.get("architecture") or type(net).__name__
+        stripped = None
+        if net is not None:
+            self.weights, self.license = "the caller's own", None
+        else:
+            net = create(name, checkpoint, pretrained, self.arguments)
+            if reference is None and folded_map(net) is not None:
+                stripped = copy.deepcopy(net)
+            self.weights, self.license = checkpoint or "random weights", None
+            if pretrained and not checkpoint:  # timm states the license of its own weights
+                self.weights = "weights of the hub"
+                self.license = (getattr(net, "pretrained_cfg", None) or {}).get("license")
+        self.images, self.head_decay, self.channels_last, self.amp = pair, head_decay, channels_last, amp is not None
+        self.parts = take_apart(net, pair.size)
+        self.head, self.net = self.parts.head, self.parts.net
         self.fold = trainable == "fold"
-        self.trained = [] if self.fold else self._match([trainable] if isinstance(trainable, str) else list(trainable))
+        self.trainable = [] if self.fold else self._match([trainable] if isinstance(trainable, str) else trainable)
         self._split_net()
         self.to(pair.device, pair.dtype)
         self.eval()
-        self.original_head = [p.detach().clone() for p in self.head.parameters()]
+        self._original_head = [p.detach().clone() for p in self.head.parameters()]
+        self._before: Borrowed[Timm] | None = None
         self.reference: dict[tuple[str, str], Tensor] = {}
         self.order: dict[str, Tensor] = {}
+        if reference is not None:
+            self.compare_with(Timm(pair, name, checkpoint=reference, arguments=self.arguments))
+        elif stripped is not None:
+            unfold(stripped)
+            self.compare_with(Timm(pair, net=stripped))
+
+    @property
+    def before(self) -> Timm | None:
+        return None if self._before is None else self._before.module
+
+    def compare_with(self, before: Timm) -> None:
+        """Take another net as the baseline; both then read images."""
+        self._before = Borrowed(before)
+        self.reference, self._original_head = before.reference, before._original_head
+        for model in (self, before):
+            model._read_images()
 
     @property
     def name(self) -> str:
         return self.architecture
 
-    def last_block(self) -> str:
-        """Name of the last part of the net that has weights."""
-        blocks = [unit for unit in self.units if parameters(unit[1])] or list(self.net.named_children())
-        return next(n for n, f in reversed(blocks) if any(p.ndim > 1 for p in parameters(f)))
+    @property
+    def config(self) -> dict[str, Any]:
+        """How the net wants its images."""
+        return self.parts.config
 
-    def _match(self, patterns: list[str]) -> list[str]:
-        if patterns == ["last"]:
-            patterns = [self.last_block()]
+    @property
+    def reads_images(self) -> bool:
+        return not self._trunk
+
+    def _match(self, patterns: Sequence[str]) -> list[str]:
+        if list(patterns) == ["last"]:
+            patterns = [self.parts.last_block()]
         matched = []
         for pattern in patterns:
             names = [n for n, m in self.net.named_modules() if n and fnmatchcase(n, pattern) and parameters(m)]
             if not names:
-                known = ", ".join(name for name, f in self.units if parameters(f))
+                known = ", ".join(name for name, f in self.parts.units if parameters(f))
                 raise ConfigError(
                     f"model.trainable={pattern}: no module of {self.architecture} with parameters is called so; "
                     f"there are {known} and the modules inside of them"
@@ -162,14 +148,19 @@ class Timm(Model):
 
     def _split_net(self) -> None:
         """Trunk: everything before the first trainable unit, in the order of execution."""
+        units = self.parts.units
         theta = {p for p in self.net.parameters() if p.requires_grad}
-        first = next((i for i, (_, f) in enumerate(self.units) if theta & set(parameters(f))), len(self.units))
-        later = [f for _, f in self.units[first:]]
+        first = next((i for i, (_, f) in enumerate(units) if theta & set(parameters(f))), len(units))
+        later = [f for _, f in units[first:]]
         if theta - {p for f in later for p in parameters(f)} or not all(isinstance(f, nn.Module) for f in later):
             first = 0  # theta is in no unit, or a unit is no module: the net runs as a whole
-        self.point = self.units[first][0] if first < len(self.units) else "pooling"
-        self._trunk = [f for _, f in self.units[:first]]
-        self.extractor = Tail(self.net, self.units[first:]) if first else Whole(self.net)
+        self.point = units[first][0] if first < len(units) else "pooling"
+        self._trunk: list[Unit] = [f for _, f in units[:first]]
+        self.extractor = Tail(self.net, units[first:]) if first else Whole(self.net)
+
+    def _read_images(self) -> None:
+        """Leave nothing to the trunk."""
+        self._trunk, self.point, self.extractor = [], "images", Whole(self.net)
 
     def trunk(self, images: Tensor) -> Tensor:
         """What enters the extractor: activations [N, ...] of images [N, C, H, W]; no graph."""
@@ -181,67 +172,76 @@ class Timm(Model):
 
     def train(self, mode: bool = True) -> Timm:
         super().train(False)
-        for name in self.trained if mode else ():
+        for name in self.trainable if mode else ():
             self.net.get_submodule(name).train()
-        return self
-
-    def groups(self) -> list[dict[str, Any]]:
-        theta = [p for p in self.extractor.parameters() if p.requires_grad]
-        return [{"params": theta}, {"params": list(self.head.parameters()), "weight_decay": self.head_decay}]
-
-    def for_measurement(self) -> Timm:
-        self.extractor.training_features_of = None
         return self
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
-    def prepare(self, data: ImagePair, folded: bool) -> tuple[Model, TaskPair]:
+    def read_tasks(self, data: ImagePair, folded: bool) -> tuple[Model, TaskPair]:
         """The model to train and what it reads: activations at its trunk's end, or the features for a folded map."""
         folded = folded or self.fold
         weights = {"features": fingerprint([self.net]), "inputs": fingerprint(self._trunk)}
-        tasks = {}
-        for role, task in self.images.tasks.items():
-            parts = {split: activations(self, role, task, split, folded, weights) for split in SPLITS}
-            tasks[role] = task_of(self, role, task, parts, folded)
+        reader, tasks = self._reader(), {}
+        for role in self.images.tasks:
+            parts = {split: read_split(reader, role, split, folded, weights) for split in SPLITS}
+            tasks[role], self.order[role] = task_of(reader, role, parts, folded)
+            self.reference |= {(role, split): part.features for split, part in parts.items()}
         about = data.about | {
             "inputs": f"features of {self.name}" if folded else f"activations of {self.name} before {self.point}",
             "preprocessing": {role: preprocessing(self.config, data, t) for role, t in self.images.tasks.items()},
             "rows": {role: {s: len(getattr(task, s)) for s in SPLITS} for role, task in tasks.items()},
         }
         pair = TaskPair(data.name, **tasks, about=about)
-        if not folded:
-            kept = isinstance(pair.primary.train.x, Tensor) and isinstance(pair.harmful.train.x, Tensor)
-            self.loaders = None if kept else partial(training_loaders, self)
-            if self.before is not None:
-                (before,) = self.before
-                before.prepare(data, True)
-                self.reference, self.original_head = before.reference, before.original_head
-            return self, pair
+        if folded:
+            return self._folded(pair)
+        kept = isinstance(pair.primary.train.x, Tensor) and isinstance(pair.harmful.train.x, Tensor)
+        self.loaders = None if kept else partial(training_loaders, reader)
+        if self.before is not None:
+            self.before.read_tasks(data, True)  # its features take the place of this net's as the reference
+        return self, pair
+
+    def read_loaders(self, loaders: Mapping[str, Loader], folded: bool, test: bool = False) -> tuple[Model, TaskPair]:
+        """The same for loaders by role, each of which is read once; `test`: with rows for test (see `read_loader`)."""
+        before, reader, tasks = self.before or self, self._reader(), {}
+        for role, loader in loaders.items():
+            tasks[role], features = read_loader(
+                reader, lambda images: before.extractor(before.trunk(images)), role, loader, folded, test
+            )
+            self.reference |= {(role, split): part for split, part in features.items()}
+        pair = TaskPair("loaders", **tasks)
+        return self._folded(pair) if folded else (self, pair)
+
+    def _reader(self) -> Reader:
+        width, outputs = self.head.in_features, self.head.out_features
+        return Reader(self.images, self.config, self.name, self.point, self.trunk, self.extractor, width, outputs)
+
+    def _folded(self, pair: TaskPair) -> tuple[Folded, TaskPair]:
         pair = pair.to(self.images.device, torch.float64)
-        return Folded(self, pair), pair
+        return Folded(self, self.parts, pair), pair
 
     def read(self, role: str, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """What the extractor reads of a loader's images, and the task's own labels."""
         return self.trunk(images), self.order[role][labels].to(self.images.device)
 
-    # --- what methods and measures ask for ----------------------------------------------------------------------------
+    # --- training -----------------------------------------------------------------------------------------------------
 
-    def outputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        features = self.extractor(batch.x)
-        return self.head(features), features
+    def training_features(self, x: Tensor, theta: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Features [N, D] with a graph, in the dtype of `x`: with `channels_last` and `amp`, as asked for."""
+        if self.channels_last and x.ndim == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.amp):
+            return super().training_features(x, theta).to(x.dtype)
 
-    def hessian_term(
-        self,
-        regularizer: Regularizer,
-        batch: Batch,
-        mode: Precondition = "none",
-        ridge: float = 1.0,
-        side: str = "input",
-        features: Tensor | None = None,
-    ) -> Tensor:
-        if mode != "none":
-            raise ConfigError("method.precondition must be none: the matrix K of a deep net is not defined")
-        return regularizer(self.extractor(batch.x) if features is None else features)
+    def groups(self) -> list[dict[str, Any]]:
+        theta = [p for p in self.extractor.parameters() if p.requires_grad]
+        return [{"params": theta}, {"params": list(self.head.parameters()), "weight_decay": self.head_decay}]
+
+    # --- measuring ----------------------------------------------------------------------------------------------------
+
+    def for_measurement(self) -> Timm:
+        """Itself, in its own dtype."""
+        return self
 
     @torch.no_grad()
     def features(self, x: Tensor | Stream) -> Tensor:
@@ -263,20 +263,42 @@ class Timm(Model):
         """Outputs [N, C] of the primary head on stored inputs."""
         return torch.cat([self.head(features) for features in self.feature_batches(x)])
 
-    @torch.no_grad()
-    def original_logits(self, features: Tensor) -> Tensor:
-        """Outputs [N, C] of the head as it was before training, on features [N, D]."""
-        return F.linear(features.to(self.head.weight), *self.original_head)
+    def factor(self, task: Task) -> Tensor:
+        return distributed.triangular_factor(self.feature_batches(task.train.x, shared=True), self.head.in_features)
 
     def baseline_factor(self, role: str, task: Task) -> Tensor:
         return triangular_factor(self.reference[role, "train"].split(self.images.batch_size))[0]
 
-    def factor(self, task: Task) -> Tensor:
-        return distributed.triangular_factor(self.feature_batches(task.train.x, shared=True), self.head.in_features)
+    def baseline_features(self, role: str, split: str) -> Tensor:
+        return self.reference[role, split]
+
+    @torch.no_grad()
+    def baseline_logits(self, task: Task) -> Tensor:
+        return F.linear(self.reference["primary", "test"].to(self.head.weight), *self._original_head)
+
+    # --- attacks ------------------------------------------------------------------------------------------------------
+
+    def last_map(self, extractor: nn.Module) -> Tensor | None:
+        return folded_map(extractor)
+
+    def network(self, start: Mapping[str, Tensor] | None = None) -> Network:
+        net, extractor = copy.deepcopy((self.net, self.extractor))
+        if start is not None:
+            extractor.load_state_dict(start)  # shares its parameters with `net`
+        return Network(net, self.parts.last_block(), self.config["input_size"])
+
+    def image_batches(self, role: str, split: str, rows: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        task = self.images.tasks[role]
+        config = preprocessing(self.config, self.images, task)
+        for images, labels, _ in create_loader(self.images, task.splits[split].take(rows), config):
+            if len(images):
+                yield images.to(self.head.weight), self.order[role][labels].to(self.head.weight.device)
+
+    # --- files --------------------------------------------------------------------------------------------------------
 
     def export(self) -> dict[str, Tensor]:
         """The state dict of the timm model, its own classifier included."""
-        state = dict(self.net.state_dict()) | self.head.state_dict(prefix=f"{self.classifier}.")
+        state = dict(self.net.state_dict()) | self.head.state_dict(prefix=f"{self.parts.classifier}.")
         return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
     def metadata(self) -> dict[str, str]:

@@ -51,18 +51,18 @@ class LoaderPasses:
 class LoaderBatches:
     """Pairs of batches from two loaders; one epoch is one pass over D_H, D_P goes on where it was and cycles.
 
-    `loaders` (`primary`, `harmful`) give (images, labels, ...); `prepare` maps a role and such a pair to what the
+    `loaders` (`primary`, `harmful`) give (images, labels, ...); `read` maps a role and such a pair to what the
     extractor reads and the task's labels. `width` is D.
     """
 
     def __init__(
         self,
         loaders: Mapping[str, Iterable],
-        prepare: Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]],
+        read: Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]],
         width: int,
     ) -> None:
         self.passes = {role: LoaderPasses(loader) for role, loader in loaders.items()}
-        self.prepare, self.width = prepare, width
+        self.read, self.width = read, width
         self.primary = self._batches("primary", self.passes["primary"].forever())
 
     @property
@@ -81,7 +81,7 @@ class LoaderBatches:
     def _batches(self, role: str, items: Iterable[tuple]) -> Iterator[Batch]:
         for images, labels, *_ in items:
             if len(images):
-                x, y = self.prepare(role, distributed.share(images), labels)
+                x, y = self.read(role, distributed.share(images), labels)
                 yield Batch(x, y, min(len(y), self.width))
 
     def state_dict(self) -> dict[str, Any]:

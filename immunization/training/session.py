@@ -56,7 +56,7 @@ def assemble(config: DictConfig) -> Parts:
     method: Method = build(config, "method") if config.immunize else Unmodified()
     with distributed.main_process_first():
         model: Model = build(config, "model", pair=data.to(device, getattr(torch, config.dtype)))
-        model, pair = model.prepare(data, method.folds)
+        model, pair = model.read_tasks(data, method.folds)
     machine.choose_threads(config.threads, None if pair.primary.width else pair.dim)
     if distributed.size() > 1 and (method.alone or not pair.primary.width):
         raise ConfigError(

@@ -9,8 +9,7 @@ from helpers.victims import classes
 from immunization import run
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
-from immunization.evaluation import Validity
-from immunization.evaluation.deep import compare
+from immunization.evaluation import Comparison, Validity
 from immunization.evaluation.validity import in_train_mode
 from immunization.models import Linear
 from immunization.results.page import audit
@@ -49,11 +48,11 @@ def test_validity_flags(tmp_path):
     model.extractor.theta.data.copy_(torch.diag(torch.tensor([1.0, 1, 1, 0, 0, 0], dtype=torch.float64)))
     spoiled = Linear(pair)
     spoiled.extractor.theta.data.copy_(torch.diag(torch.tensor([0.0, 1, 1, 1, 1, 1], dtype=torch.float64)))
-    assert "primary_dropped" not in Validity()(compare(pair, model)).flags
-    assert "primary_dropped" in Validity()(compare(pair, spoiled)).flags
+    assert "primary_dropped" not in Validity()(Comparison(pair, model)).flags
+    assert "primary_dropped" in Validity()(Comparison(pair, spoiled)).flags
     scaled = Linear(pair)
     scaled.extractor.theta.data.mul_(1e-4)
-    assert "ridge_limited_harmful" in Validity()(compare(pair, scaled)).flags
+    assert "ridge_limited_harmful" in Validity()(Comparison(pair, scaled)).flags
     layer = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Dropout(0.5).eval())
     assert in_train_mode(layer) == ["0"]
 

@@ -24,7 +24,7 @@ from immunization.attacks import (
     run_attacks,
 )
 from immunization.data.task import Split, Task, TaskPair
-from immunization.evaluation.deep import compare
+from immunization.evaluation import Comparison
 from immunization.models import Linear
 from immunization.runs import files
 from immunization.runs.filenames import ATTACKS
@@ -50,7 +50,7 @@ def victim_of(theta: Tensor, noise: float = 0.0) -> Victim:
     model = Linear(pair)
     start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
     model.extractor.theta.data.copy_(theta)
-    return Victim(model, compare(pair, model), start)
+    return Victim(model, Comparison(pair, model), start)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from immunization.attacks.victim import round_to
 from immunization.config import CONF, build, compose
 from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError
-from immunization.evaluation.deep import compare
+from immunization.evaluation import Comparison
 from immunization.models import Linear
 from immunization.runs.result import Result, verdict
 
@@ -159,7 +159,7 @@ def test_a_start_other_than_the_baseline_is_attacked_too():
     model = Linear(pair, init="random")
     start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
     model.extractor.theta.data.mul_(2)
-    victim = Victim(model, compare(pair, model), start)
+    victim = Victim(model, Comparison(pair, model), start)
     values = run_attacks({"linear_probe": LinearProbe()}, victim).metrics
     assert values["attack/linear_probe/steps_start"] == values["attack/linear_probe/steps"]
     assert values["attack/linear_probe/kappa_start"] != values["attack/linear_probe/kappa_baseline"]

@@ -14,9 +14,9 @@ from immunization.attacks import (
     run_attacks,
 )
 from immunization.data.images import image_folders
-from immunization.evaluation.deep import compare
+from immunization.evaluation import Comparison
 from immunization.models import Timm
-from immunization.models.folded import folded_map
+from immunization.models.fold import folded_map
 from immunization.runs.files import write_tensors
 
 pytestmark = pytest.mark.trains
@@ -30,11 +30,11 @@ def net(tmp_path_factory):
     pair = image_folders(*map(str, folders), cache=None, size=32, val_fraction=0.25).to("cpu", torch.float32)
     torch.manual_seed(0)
     base = Timm(pair, "test_resnet", "fold", pretrained=False, arguments={"num_classes": 4})
-    model, tasks = base.prepare(pair, True)
+    model, tasks = base.read_tasks(pair, True)
     start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
     sigma = torch.logspace(0, -4, tasks.dim, dtype=torch.float64)
     model.extractor.theta.data.copy_(orthonormal(tasks.dim, tasks.dim, seed=4) * sigma)
-    return Victim(model, compare(tasks, model), start)
+    return Victim(model, Comparison(tasks, model), start)
 
 
 @pytest.mark.parametrize(
@@ -68,14 +68,14 @@ def test_the_net_under_attack_is_the_net(net):
 
 
 def test_a_trained_net_starts_again_from_its_own_weights(net):
-    images = net.model.base[0].images
+    images = net.model.base.images
     torch.manual_seed(0)
     base = Timm(images, "test_resnet", "layer4", pretrained=False, arguments={"num_classes": 4})
-    model, tasks = base.prepare(images, False)
+    model, tasks = base.read_tasks(images, False)
     start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
     for parameter in model.groups()[0]["params"]:
         parameter.data.mul_(1.1)
-    victim = Victim(model, compare(tasks, model), start)
+    victim = Victim(model, Comparison(tasks, model), start)
     x, _ = victim.images("test")
     with torch.no_grad():
         for stage in victim.stages:
@@ -93,7 +93,7 @@ def test_nets_are_needed_for_fine_tuning():
 
 def test_a_folded_checkpoint_is_compared_with_the_net_without_its_map(net, tmp_path):
     """So is any checkpoint with its reference; `net` has a map of kappa 1e8 in front of every probe."""
-    folded, base = net.model, net.model.base[0]
+    folded, base = net.model, net.model.base
     write_tensors(tmp_path / "folded.safetensors", folded.export(), folded.metadata())
     write_tensors(tmp_path / "plain.safetensors", base.export(), base.metadata())
     images, four = base.images.to("cpu", torch.float64), {"num_classes": 4}
@@ -103,9 +103,9 @@ def test_a_folded_checkpoint_is_compared_with_the_net_without_its_map(net, tmp_p
         for more in ({}, {"reference": str(tmp_path / "plain.safetensors")})
     )
     for model in (stripped, referred):
-        _, pair = model.prepare(images, False)
+        _, pair = model.read_tasks(images, False)
         assert torch.equal(folded_map(model.net), folded.extractor.theta)
-        comparison = compare(pair, model)
+        comparison = Comparison(pair, model)
         victim = Victim(model, comparison, model.extractor.state_dict())
         for stage in ("immunized", "baseline"):
             torch.testing.assert_close(
@@ -114,5 +114,5 @@ def test_a_folded_checkpoint_is_compared_with_the_net_without_its_map(net, tmp_p
             x, _ = victim.images("test")
             with torch.no_grad():
                 torch.testing.assert_close(victim.network(stage)(x), victim.features(stage, "test"))
-        logits = comparison.logits(pair.primary.test.x)
-        torch.testing.assert_close(logits, comparison.baseline_logits(), rtol=1e-6, atol=1e-6)
+        logits = model.logits(pair.primary.test.x)
+        torch.testing.assert_close(logits, model.baseline_logits(pair.primary), rtol=1e-6, atol=1e-6)

@@ -24,10 +24,10 @@ def test_bad_images_are_named_or_left_out(tmp_path, caplog):
     pair = open_pair(folders, **options)
     names = r"class0/0\.png.*class1/3\.png.*class2/1\.png: Image size.*on_bad_image=skip"
     with pytest.raises(DataError, match=r"3 images cannot be read: .*" + names):
-        build(pair).prepare(pair, True)
+        build(pair).read_tasks(pair, True)
     pair = open_pair(folders, tmp_path / "cache", on_bad_image="skip", **options)
     for _ in range(2):  # also from the cache
-        _, tasks = build(pair).prepare(pair, True)
+        _, tasks = build(pair).read_tasks(pair, True)
         assert len(tasks.harmful.train) == 15
 
 

@@ -4,22 +4,20 @@ import pytest
 import torch
 from helpers.nets import build, open_pair
 
-from immunization.evaluation import LearningCurves, RelativeRatio
-from immunization.evaluation.deep import DeepComparison, SampledRatio, compare
+from immunization.evaluation import Comparison, LearningCurves, RelativeRatio, SampledRatio
 
 pytestmark = pytest.mark.trains
 
 
 @pytest.mark.parametrize("kept", [2**31, 0])
 def test_comparison_is_exact_and_batched(folders, monkeypatch, kept):
-    monkeypatch.setattr("immunization.evaluation.deep.KEPT", kept)
+    monkeypatch.setattr("immunization.evaluation.comparison.KEPT", kept)
     pair = open_pair(folders)
-    model, tasks = build(pair).prepare(pair, False)
+    model, tasks = build(pair).read_tasks(pair, False)
     with torch.no_grad():
         for parameter in model.extractor.parameters():
             parameter.mul_(1.1)
-    comparison = compare(tasks, model)
-    assert isinstance(comparison, DeepComparison)
+    comparison = Comparison(tasks, model)
     features = model.features(tasks.harmful.train.x)
     sigma = torch.linalg.svdvals(features)
     found = comparison.sigma("harmful", "train", "after")
@@ -33,10 +31,10 @@ def test_comparison_is_exact_and_batched(folders, monkeypatch, kept):
 
 
 def test_features_are_computed_once_for_all_measures(folders):
-    model, tasks = build(open_pair(folders)).prepare(open_pair(folders), False)
+    model, tasks = build(open_pair(folders)).read_tasks(open_pair(folders), False)
     seen = []
     model.extractor.register_forward_hook(lambda _module, inputs, _output: seen.append(len(inputs[0])))
-    comparison = compare(tasks, model)
+    comparison = Comparison(tasks, model)
     for measure in (RelativeRatio(), LearningCurves(), SampledRatio(2, 20)):
         measure(comparison)
     assert sum(seen) == sum(len(task.train) + len(task.test) for task in tasks.tasks.values())
@@ -44,8 +42,8 @@ def test_features_are_computed_once_for_all_measures(folders):
 
 def test_sampled_protocol(folders):
     pair = open_pair(folders)
-    model, tasks = build(pair).prepare(pair, False)
-    comparison = compare(tasks, model)
+    model, tasks = build(pair).read_tasks(pair, False)
+    comparison = Comparison(tasks, model)
     same = SampledRatio(groups=3, samples=20)(comparison)
     assert same.metrics["authors/rir"] == pytest.approx(1.0)
     assert not same.flags

@@ -12,7 +12,6 @@ from helpers.matrices import gaussian
 from immunization import evaluation
 from immunization.data.task import Split, TaskPair
 from immunization.evaluation import (
-    Comparison,
     Definition,
     PrimaryPerformance,
 )
@@ -33,7 +32,8 @@ def test_the_retrained_head_is_least_squares_and_does_not_depend_on_theta():
 
 def test_the_trained_head_is_measured_where_there_is_one():
     primary = classification(0, classes=3)
-    comparison = Comparison(TaskPair("pair", primary, regression(10)), after=lambda x: x, logits=lambda x: x[:, :3])
+    comparison = compare(TaskPair("pair", primary, regression(10)), eye(5))
+    comparison.model.set_head(eye(5)[:3])
     expected = (primary.test.x[:, :3].argmax(1) == primary.test.y).double().mean().item()
     assert PrimaryPerformance()(comparison).metrics["primary/head_accuracy"] == expected
 

@@ -15,6 +15,7 @@ from immunization.evaluation import (
     Comparison,
     RelativeRatio,
 )
+from immunization.models import Linear
 from immunization.theory import spectrum
 
 pytestmark = pytest.mark.trains
@@ -39,8 +40,10 @@ def test_ratios_are_those_of_the_condition_numbers_of_the_features():
 
 def test_the_baseline_itself_has_ratio_one_whether_named_or_not():
     pair = TaskPair("pair", regression(0), regression(10))
-    for before in (None, lambda x: x):
-        metrics = RelativeRatio()(Comparison(pair, after=lambda x: x, before=before)).metrics
+    for named in (None, lambda role, split: getattr(pair.tasks[role], split).x):
+        comparison = compare(pair, eye(5))
+        comparison.model.baseline_features = named or comparison.model.baseline_features
+        metrics = RelativeRatio()(comparison).metrics
         for name in ("rir", "ratio_harmful", "ratio_primary"):
             assert all(metrics[f"{prefix}{name}"] == pytest.approx(1, rel=1e-9) for prefix in ("", "test/", "authors/"))
 
@@ -105,7 +108,9 @@ def test_a_condition_number_lost_in_rounding_is_flagged():
 
 def test_a_bias_is_part_of_the_features():
     pair, theta, bias = TaskPair("pair", regression(0), regression(10)), gaussian(5, 5, seed=3), gaussian(5, seed=4)
-    comparison = Comparison(pair, after=lambda x: x @ theta + bias)
+    model = Linear(pair, bias=True)
+    model.extractor.theta.data, model.extractor.bias.data = theta, bias
+    comparison = Comparison(pair, model)
     features = pair.primary.train.x @ theta + bias
     torch.testing.assert_close(comparison.sigma("primary", "train", "after"), torch.linalg.svdvals(features))
     torch.testing.assert_close(

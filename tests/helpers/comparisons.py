@@ -8,6 +8,7 @@ from torch import Tensor
 
 from immunization.data.task import Split, Task, TaskPair
 from immunization.evaluation import Comparison
+from immunization.models import Linear
 
 f64, eye = partial(torch.tensor, dtype=torch.float64), partial(torch.eye, dtype=torch.float64)
 
@@ -31,7 +32,9 @@ def classification(seed: int, classes: int, test: int = 40, columns: int = 5) ->
 
 
 def compare(pair: TaskPair, theta: Tensor) -> Comparison:
-    return Comparison(pair, after=lambda x: x @ theta)
+    model = Linear(pair)
+    model.extractor.theta.data = theta
+    return Comparison(pair, model)
 
 
 def pair_of(k_p: Tensor, k_h: Tensor) -> TaskPair:

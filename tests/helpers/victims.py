@@ -8,7 +8,7 @@ from immunization.attacks import (
     Victim,
 )
 from immunization.data.task import Split, Task, TaskPair
-from immunization.evaluation.deep import compare
+from immunization.evaluation import Comparison
 from immunization.models import Linear
 
 
@@ -18,7 +18,7 @@ def victim_of(harmful: Task, theta: Tensor) -> Victim:
     model = Linear(pair)
     start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
     model.extractor.theta.data.copy_(theta)
-    return Victim(model, compare(pair, model), start)
+    return Victim(model, Comparison(pair, model), start)
 
 
 def regression(x: Tensor, y: Tensor) -> Task:

@@ -92,7 +92,7 @@ def test_no_optimizer_exceeds_the_ceiling(seed):
     method.setup(model, pair)
     batches = PairedBatches(pair, None, torch.Generator())
     train(method, model, batches, torch.optim.Adam(model.parameters(), lr=3e-2))
-    comparison = Comparison(pair, after=model.features)
+    comparison = Comparison(pair, model)
     reached = RelativeRatio()(comparison).metrics["rir"]
     best = Ceiling()(comparison).metrics["ceiling/rir"]
     assert 1 < reached <= best * (1 + 1e-9)
@@ -101,7 +101,7 @@ def test_no_optimizer_exceeds_the_ceiling(seed):
 def test_in_a_run_the_evaluation_finds_the_ceiling_attained():
     pair = digits(seed=0, common_range=True)
     model = immunized(pair, ClosedForm())
-    comparison = Comparison(pair, after=model.features, logits=model)
+    comparison = Comparison(pair, model)
     metrics = Ceiling()(comparison).metrics | RelativeRatio()(comparison).metrics
     assert metrics["rir"] == pytest.approx(metrics["ceiling/rir"], rel=1e-6)
     assert metrics["ratio_primary"] == pytest.approx(1, rel=1e-6)
@@ -119,7 +119,7 @@ def test_published_ceilings_of_house_prices_are_attained(data_dir, preparation, 
     options = {"root": str(data_dir / "house_prices"), "download": False, "test_fraction": 0.0, "val_fraction": 0.0}
     pair = house_prices(seed=0, **options, **preparation, common_range=True)
     assert (len(pair.primary.train), len(pair.harmful.train), pair.dim) == (309, 1151, dim)
-    comparison = Comparison(pair, after=immunized(pair, ClosedForm()).features)
+    comparison = Comparison(pair, immunized(pair, ClosedForm()))
     metrics = {}
     for measure in (RelativeRatio(), Ceiling(), Alignment()):
         metrics |= measure(comparison).metrics
@@ -131,14 +131,14 @@ def test_published_ceilings_of_house_prices_are_attained(data_dir, preparation, 
 def test_head_keeps_the_predictions_of_least_squares_on_the_inputs():
     pair = digits(seed=0)
     model = immunized(pair, ClosedForm())
-    metrics = PrimaryPerformance()(Comparison(pair, after=model.features, logits=model)).metrics
+    metrics = PrimaryPerformance()(Comparison(pair, model)).metrics
     assert metrics["primary/head_accuracy"] == metrics["primary/accuracy_baseline"]
 
 
 def test_outside_of_the_primary_range_the_primary_ratio_still_holds_and_a_flag_says_so():
     pair, method = digits(seed=0), ClosedForm(primary_ratio=0.1)
     model = immunized(pair, method)
-    metrics = RelativeRatio()(Comparison(pair, after=model.features)).metrics
+    metrics = RelativeRatio()(Comparison(pair, model)).metrics
     assert metrics["ratio_primary"] == pytest.approx(0.1, rel=1e-6)
     assert "outside of range(K_P)" in method.flags["common_range"]
     assert torch.linalg.matrix_rank(model.extractor.theta) == pair.dim
@@ -155,7 +155,7 @@ def test_rank_deficient_primary_task_that_holds_the_harmful_range():
     p, h = (root @ basis for root in roots(3, 4))
     pair, method = pair_of(p, h), ClosedForm()
     model = immunized(pair, method)
-    comparison = Comparison(pair, after=model.features)
+    comparison = Comparison(pair, model)
     metrics = Ceiling()(comparison).metrics | RelativeRatio()(comparison).metrics
     assert metrics["rir"] == pytest.approx(metrics["ceiling/rir"], rel=1e-6)
     assert not method.flags

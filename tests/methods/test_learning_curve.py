@@ -121,7 +121,7 @@ def test_scale_of_the_features_changes_nothing():
 def test_harmful_probe_is_slowed_by_orders_of_magnitude_and_the_primary_one_is_not():
     pair = digits(seed=0, primary=3, harmful=8, benign=5)
     model, _ = immunized(pair, LearningCurve(epochs=100))
-    comparison = Comparison(pair, after=model.features, logits=model)
+    comparison = Comparison(pair, model)
     metrics = LearningCurves()(comparison).metrics | PrimaryPerformance()(comparison).metrics
     assert metrics["steps_ratio/harmful"] >= 1e3
     assert metrics["steps_ratio/primary"] <= 1
@@ -134,7 +134,7 @@ def test_the_last_bit_of_theta_decides_nothing():
     for perturbation in (0.0, 1e-14):
         method = LearningCurve(epochs=600, lambda_P=5.0, benign_weight=0.0, targets="baseline")
         model, _ = immunized(pair, method, lr=5e-4, cosine=True, perturbation=perturbation)
-        comparison = Comparison(pair, model.features)
+        comparison = Comparison(pair, model)
         found.append(LearningCurves()(comparison).metrics | condition_ratios(comparison))
     first, second = found
     assert first["steps_ratio/harmful"] == second["steps_ratio/harmful"] > 1e4
@@ -190,7 +190,7 @@ def test_following_the_baseline_does_not_overfit_noisy_labels():
     for targets, weight in (("labels", 1.0), ("baseline", 3.0)):
         method = LearningCurve(epochs=600, lambda_P=weight, benign_weight=0.0, targets=targets)
         model, _ = immunized(pair, method, lr=2e-3, cosine=True)
-        ratios[targets] = LearningCurves()(Comparison(pair, model.extractor)).metrics
+        ratios[targets] = LearningCurves()(Comparison(pair, model)).metrics
     assert ratios["labels"]["steps_ratio/primary"] > 100
     assert ratios["baseline"]["steps_ratio/primary"] <= 1
     assert ratios["baseline"]["steps_ratio/harmful"] > 10

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.trains
 
 def test_paired_batches_cycle_the_primary_task(folders):
     pair = open_pair(folders)
-    _, tasks = build(pair).prepare(pair, False)
+    _, tasks = build(pair).read_tasks(pair, False)
     batches = PairedBatches(tasks, 16, torch.Generator().manual_seed(0))
     assert [len(list(batches.epoch())) for _ in range(2)] == [4, 4]
     with pytest.raises(ConfigError, match=r"method\.batch_size must be set"):
@@ -33,7 +33,7 @@ def test_paired_batches_cycle_the_primary_task(folders):
 def test_one_pass_of_the_trainable_part_a_batch(folders, method):
     """Primary features are computed once for the loss and the term of their Hessian."""
     pair = open_pair(folders)
-    model, tasks = build(pair).prepare(pair, False)
+    model, tasks = build(pair).read_tasks(pair, False)
     method.setup(model, tasks)
     primary, harmful = next(iter(PairedBatches(tasks, 16, torch.Generator()).epoch()))
     calls = []
@@ -44,7 +44,7 @@ def test_one_pass_of_the_trainable_part_a_batch(folders, method):
 
 def test_training_moves_only_the_trainable_part(folders):
     pair = open_pair(folders)
-    model, tasks = build(pair).prepare(pair, False)
+    model, tasks = build(pair).read_tasks(pair, False)
     before = {name: tensor.clone() for name, tensor in model.export().items()}
     method = ConditionNumber(1.0, 1.0, 1, 16, precondition="none", balance=True)
     method.setup(model, tasks)
@@ -53,4 +53,4 @@ def test_training_moves_only_the_trainable_part(folders):
     train(method, model, PairedBatches(tasks, 16, torch.Generator()), optimizer)
     changed = {name for name, tensor in model.export().items() if not torch.equal(tensor, before[name])}
     assert changed
-    assert all(name.startswith((model.trained[0], "fc")) for name in changed)
+    assert all(name.startswith((model.trainable[0], "fc")) for name in changed)

@@ -15,15 +15,15 @@ pytestmark = pytest.mark.trains
 def test_activations_are_kept_verified_and_keyed(folders, tmp_path, caplog):
     cache = tmp_path / "cache"
     pair = open_pair(folders, cache)
-    _, tasks = build(pair).prepare(pair, False)
+    _, tasks = build(pair).read_tasks(pair, False)
     entries = sorted(cache.iterdir())
     assert len(entries) == 12  # two tasks, three splits, activations and features
     stamps = {path: (path / "data.bin").stat().st_mtime_ns for path in entries}
-    _, again = build(pair).prepare(pair, False)
+    _, again = build(pair).read_tasks(pair, False)
     assert stamps == {path: (path / "data.bin").stat().st_mtime_ns for path in sorted(cache.iterdir())}
     torch.testing.assert_close(again.primary.train.x, tasks.primary.train.x, rtol=0, atol=0)
     other = open_pair(folders, cache, crop_pct=0.5)
-    build(other).prepare(other, False)
+    build(other).read_tasks(other, False)
     assert len(list(cache.iterdir())) == 24
 
     damaged = entries[0] / "data.bin"
@@ -36,7 +36,7 @@ def test_activations_are_kept_verified_and_keyed(folders, tmp_path, caplog):
 
 def test_tasks_hold_what_the_extractor_reads(folders):
     pair = open_pair(folders)
-    model, tasks = build(pair).prepare(pair, False)
+    model, tasks = build(pair).read_tasks(pair, False)
     sizes = {role: [len(getattr(task, split)) for split in SPLITS] for role, task in tasks.tasks.items()}
     assert sizes == {"primary": [72, 8, 24], "harmful": [66, 6, 24]}
     assert tasks.primary.rank == 72
@@ -47,8 +47,8 @@ def test_tasks_hold_what_the_extractor_reads(folders):
 
 def test_large_sets_are_streamed(folders):
     pair = open_pair(folders, cache_limit=0.0)
-    model, tasks = build(pair).prepare(pair, False)
-    kept, kept_tasks = build(open_pair(folders)).prepare(open_pair(folders), False)
+    model, tasks = build(pair).read_tasks(pair, False)
+    kept, kept_tasks = build(open_pair(folders)).read_tasks(open_pair(folders), False)
     stream = tasks.harmful.train.x
     assert isinstance(stream, Stream)
     torch.testing.assert_close(model.features(stream), kept.features(kept_tasks.harmful.train.x))
@@ -66,7 +66,7 @@ def test_large_sets_are_streamed(folders):
 
 def test_augmentation_turns_the_cache_of_activations_off(folders):
     pair = open_pair(folders, augment=True)
-    model, tasks = build(pair).prepare(pair, False)
+    model, tasks = build(pair).read_tasks(pair, False)
     assert isinstance(tasks.primary.train.x, Stream)
     batches = batches_of(model, tasks, 16, torch.Generator())
     first, second = (next(iter(batches.epoch()))[1].x for _ in range(2))

@@ -1,8 +1,5 @@
 """Runs of nets: every method, early stopping, faster steps, full memory and real weights."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -78,7 +75,6 @@ def trained(tmp_path_factory, net):
     [
         ("channels_last=true", 1e-4),  # sums of float32 in another order
         ("amp=bfloat16", 2**-5),  # 2^-9 in each of some sixteen layers, forward and back
-        pytest.param("compile=true", 1e-4, marks=pytest.mark.slow),
     ],
 )
 def test_faster_steps_train_the_same_net_and_change_no_measure(tmp_path, net, trained, option, rounding):
@@ -98,15 +94,6 @@ def test_faster_steps_train_the_same_net_and_change_no_measure(tmp_path, net, tr
     stored = f"model.checkpoint={tmp_path / 'fast' / 'immunized.safetensors'}"
     measured = run([*net, "immunize=false", stored], tmp_path / "measured")
     assert [measured.metrics[name] for name in kappas] == [result.metrics[name] for name in kappas]
-
-
-@pytest.mark.slow
-def test_without_a_compiler_a_message_says_so(tmp_path, net):
-    command = [sys.executable, "launch.py", *net, "model.compile=true", f"hydra.run.dir={tmp_path / 'run'}"]
-    done = subprocess.run(command, env={**os.environ, "CXX": "/nowhere/c++"}, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "error: model.compile=true: torch.compile fails here (InvalidCxxCompiler" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow

@@ -5,9 +5,9 @@ import timm
 import torch
 from helpers.nets import build, open_pair
 
-from immunization.evaluation.deep import OwnHead, compare
+from immunization.evaluation import Comparison, OwnHead
 from immunization.methods import ClosedForm
-from immunization.models.folded import fold_into, fold_place
+from immunization.models.fold import fold_into, fold_place
 from immunization.theory import spectrum
 
 pytestmark = pytest.mark.trains
@@ -16,17 +16,17 @@ pytestmark = pytest.mark.trains
 @pytest.mark.parametrize("name", ["test_resnet", "test_vit", "test_convnext"])
 def test_folded_map_keeps_the_logits_and_exports(name, folders):
     pair = open_pair(folders)
-    net, tasks = build(pair, name).prepare(pair, True)
+    net, tasks = build(pair, name).read_tasks(pair, True)
     method = ClosedForm(ridge=1e-5)
     method.setup(net, tasks)
     method.finish(net)
-    measures = OwnHead()(compare(tasks, net))
+    measures = OwnHead()(Comparison(tasks, net))
     assert measures.metrics["primary/changed_predictions"] == 0
     assert measures.metrics["primary/head_loss"] == pytest.approx(
         measures.metrics["primary/head_loss_baseline"], rel=1e-8
     )
 
-    base = net.base[0]
+    base = net.base
     exported = timm.create_model(name, pretrained=False, **base.arguments)
     place = fold_place(exported.eval(), base.config["input_size"])
     fold_into(exported, place, base.head.in_features)
@@ -41,7 +41,7 @@ def test_folded_map_keeps_the_logits_and_exports(name, folders):
 
 def test_fold_raises_rir_on_features(folders):
     pair = open_pair(folders)
-    net, tasks = build(pair).prepare(pair, True)
+    net, tasks = build(pair).read_tasks(pair, True)
     method = ClosedForm(ridge=1e-5)
     method.setup(net, tasks)
     after = {role: net.features(task.train.x) for role, task in tasks.tasks.items()}

@@ -55,7 +55,7 @@ def test_frozen_batchnorm_does_not_drift(folders):
     after = model.net.state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed
-    assert all(name.startswith(model.trained[0]) for name in changed)
+    assert all(name.startswith(model.trainable[0]) for name in changed)
     model.eval()
     assert not any(module.training for module in model.modules())
 
@@ -64,11 +64,11 @@ def test_head_and_classes(folders, tmp_path):
     pair = open_pair(folders)
     model = Timm(pair, "test_resnet", pretrained=False, arguments={"num_classes": 7})
     with pytest.raises(ConfigError, match=r"has 7 outputs, the primary task .* 4 classes.*dataset\.primary\.outputs"):
-        model.prepare(pair, True)
+        model.read_tasks(pair, True)
     table = tmp_path / "outputs.csv"
     table.write_text("index,dir\n6,class0\n2,class1\n0,class2\n4,class3\n")
     pair = open_pair(folders, primary={"outputs": str(table)})
-    _, tasks = Timm(pair, "test_resnet", pretrained=False, arguments={"num_classes": 7}).prepare(pair, True)
+    _, tasks = Timm(pair, "test_resnet", pretrained=False, arguments={"num_classes": 7}).read_tasks(pair, True)
     assert tasks.primary.head.tolist() == [0, 2, 4, 6]
     logits = torch.full((len(tasks.primary.test), 7), -1.0)
     logits[:, 6] = 1.0
@@ -78,7 +78,7 @@ def test_head_and_classes(folders, tmp_path):
         table.write_text(f"index,dir\n{index},class0\n2,class1\n0,class2\n4,class3\n")
         pair = open_pair(folders, primary={"outputs": str(table)})
         with pytest.raises(ConfigError, match="outputs must differ and be from 0 to 6, those of test_resnet"):
-            Timm(pair, "test_resnet", pretrained=False, arguments={"num_classes": 7}).prepare(pair, True)
+            Timm(pair, "test_resnet", pretrained=False, arguments={"num_classes": 7}).read_tasks(pair, True)
     table.write_text("index,dir\n6,class0\n")
     with pytest.raises(DataError, match="no column names all 4"):
         open_pair(folders, primary={"outputs": str(table)})
@@ -127,7 +127,7 @@ def test_unknown_models_and_options(folders):
 def test_faster_steps_are_in_effect_in_training_alone(folders):
     """In another layout the weights need not end elsewhere, not even by rounding: what the layers see tells."""
     pair = image_folders(*map(str, folders), cache=None, size=64).to("cpu", torch.float32)
-    model, tasks = build(pair, channels_last=True, amp="bfloat16").prepare(pair, False)
+    model, tasks = build(pair, channels_last=True, amp="bfloat16").read_tasks(pair, False)
     seen = []
     layer = next(module for module in model.extractor.modules() if isinstance(module, torch.nn.Conv2d))
     layer.register_forward_hook(lambda _layer, _inputs, output: seen.append(output))

@@ -27,7 +27,7 @@ from immunization.training import checkpoint
 
 pytestmark = pytest.mark.trains
 
-FAST = ("model.compile=true", "model.channels_last=true", "model.amp=bfloat16", "dtype=float32")
+FAST = ("model.channels_last=true", "model.amp=bfloat16", "dtype=float32")
 
 
 # --- Going on, bit for bit --------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def test_nets_go_on(options, tmp_path, monkeypatch, cut):
     assert whole == again
 
 
-@pytest.mark.parametrize("speed", [(), pytest.param(FAST, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("speed", [(), FAST])
 def test_nets_on_augmented_images_go_on_in_the_middle_of_a_pass(speed, tmp_path, monkeypatch, cut):
     """The images of the pass are read again, and the same augmentations drawn."""
     primary = draw_folder(tmp_path / "p", 2, 20, 4, 0)

@@ -1,0 +1,158 @@
+"""What every evaluation reads: the features of every task before and after immunization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from immunization.data.task import Split, Task, TaskPair
+from immunization.evaluation.measures import Role, State
+from immunization.models.activations import take
+from immunization.models.base import Model
+from immunization.theory import spectrum
+from immunization.theory.probe import Probe
+
+ROWS = 256
+"""Rows of a net's features that are folded into a factor at once."""
+KEPT = 2**31
+"""Bytes of one split's features up to which they are kept; larger ones are computed again for every measure."""
+
+Found = TypeVar("Found")
+
+
+class Comparison:
+    """The features of every task before and after immunization of `model`, each spectrum computed once and kept.
+
+    Where features are X theta, or the inputs themselves (the baseline of linear models, Eq. 15), spectra come from the
+    k rows of `Task.root` instead of all N, and their rank is that of the inputs. Any others are folded batch by batch
+    into one triangular factor of [F | Y] (TSQR), in float64 and in O((D + C)^2) memory.
+    """
+
+    def __init__(self, pair: TaskPair, model: Model) -> None:
+        self.pair, self.tasks, self.model = pair, pair.tasks, model
+        self._found: dict[Hashable, object] = {}
+
+    @torch.no_grad()
+    def features(self, role: Role, split: str, state: State) -> Tensor:
+        """Features [N, D] of one split, in float64."""
+        device = self._split(role, split).y.device
+        stored = self._stored(role, split, state)
+        if stored is not None:
+            return stored.to(device, torch.float64)
+        return torch.cat([part.to(device, torch.float64) for part in self.batches(role, split, state)])
+
+    def batches(self, role: Role, split: str, state: State) -> Iterable[Tensor]:
+        """The same batch by batch, in the model's dtype."""
+        stored = self._stored(role, split, state)
+        if stored is None:
+            return self.model.feature_batches(self._split(role, split).x)
+        return stored.split(ROWS) if self.tasks[role].width else (stored,)
+
+    @torch.no_grad()
+    def sampled(self, role: Role, state: State, rows: Tensor) -> Tensor:
+        """Features [n, D] of some training rows, in float64."""
+        stored = self._stored(role, "train", state)
+        if stored is None:
+            return self.model.features(take(self.tasks[role].train.x, rows)).double()
+        return stored[rows.to(stored.device)].double()
+
+    @torch.no_grad()
+    def probe(self, role: Role, state: State) -> Probe:
+        """The probe of the training split; its rank is that of the inputs where the map is linear."""
+        return self._once(("probe", role, state), lambda: self._probe(role, state))
+
+    @torch.no_grad()
+    def sigma(self, role: Role, split: str, state: State) -> Tensor:
+        """Singular values [k], descending, of one split's features; k as in `probe`, from that split's own inputs."""
+        if split == "train":
+            return self.probe(role, state).sigma
+        return self._once(("sigma", role, split, state), lambda: self._sigma(role, split, state))
+
+    @torch.no_grad()
+    def authors_condition_number(self, role: Role, state: State) -> float:
+        """kappa of the training features by the released code's convention (`spectrum.authors_condition_number`)."""
+        # the root of coarse inputs leaves out directions that the released code sees
+        root = None if self.tasks[role].eps > spectrum.EPS else self._root(role, "train", state)
+        return spectrum.authors_condition_number(self.batches(role, "train", state) if root is None else root)
+
+    def no_test(self, role: Role) -> str | None:
+        """Why there is no held-out measure of a task; None where there is one."""
+        task = self.tasks[role]
+        if not len(task.test):
+            return f"the {role} task has no test split"
+        if not task.classes and bool((task.test.y == task.test.y[0]).all()):
+            return f"R^2 does not exist: all test targets of the {role} task are equal"
+        return None
+
+    def _once(self, key: Hashable, compute: Callable[[], Found]) -> Found:
+        if key not in self._found:
+            self._found[key] = compute()
+        return self._found[key]
+
+    def _split(self, role: Role, split: str) -> Split:
+        return getattr(self.tasks[role], split)
+
+    def _stored(self, role: Role, split: str, state: State) -> Tensor | None:
+        """Features [N, D] of one split that are in memory or on disk, or few enough to be kept; None for others."""
+        x = self._split(role, split).x
+        if state == "before":
+            features = self.model.baseline_features(role, split)
+            return x if features is None else features
+        if len(x) * self.tasks[role].dim * self.model.dtype.itemsize > KEPT:
+            return None
+        return self._once(("features", role, split), lambda: self.model.features(x))
+
+    def _probe(self, role: Role, state: State) -> Probe:
+        task, root = self.tasks[role], self._root(role, "train", state)
+        if root is not None:
+            inputs = self._once(("inputs", role), lambda: self._probe_of_inputs(role))
+            noise = max(task.train.x.shape) * spectrum.EPS
+            return inputs if state == "before" else Probe.fit(root, inputs.coefficients, noise, rank=task.rank)
+        return Probe.of(self.batches(role, "train", state), task.targets(task.train.y), task.eps)
+
+    def _sigma(self, role: Role, split: str, state: State) -> Tensor:
+        task, root = self.tasks[role], self._root(role, split, state)
+        if root is not None:
+            return root.norm(dim=1) if state == "before" else torch.linalg.svdvals(root)
+        factor, rows = spectrum.triangular_factor(self.batches(role, split, state))
+        sigma = torch.linalg.svdvals(factor)
+        return sigma[: spectrum.numerical_rank(sigma, (rows, factor.shape[1]), task.eps)]
+
+    def _root(self, role: Role, split: str, state: State) -> Tensor | None:
+        """[k, D] with the Gram matrix of the features, where it follows from the inputs, of rank k; None elsewhere."""
+        if state == "after" and self.model.linear_map() is None:
+            return None
+        if state == "before" and self.model.baseline_features(role, split) is not None:
+            return None
+        root = self._input_root(role, split)
+        return root if state == "before" else self.model.features(root).double()
+
+    def _input_root(self, role: Role, split: str) -> Tensor:
+        """The same for the inputs themselves."""
+        task = self.tasks[role]
+        if split == "train":
+            return task.root.double()
+        return self._once(("root", role, split), lambda: spectrum.compress(self._split(role, split).x, eps=task.eps))
+
+    def _probe_of_inputs(self, role: Role) -> Probe:
+        """The probe on the raw training inputs; c solves min ||U c - Y|| by corrected semi-normal equations."""
+        task = self.tasks[role]
+        x, y, root = task.train.x.double(), task.targets(task.train.y), self._input_root(role, "train")
+        sigma = root.norm(dim=1)  # the rows of a compressed root are sigma_i v_i
+        vectors = (root / sigma[:, None]).T
+        inverse = vectors / sigma  # U = X V / sigma
+        c = inverse.T @ (x.T @ y)
+        c = c + inverse.T @ (x.T @ (y - x @ (inverse @ c)))
+        return Probe(sigma, vectors, c, task.rank)
+
+
+def held_out(task: Task, predictions: Tensor) -> dict[str, float]:
+    """The task's measure on its test split and the loss 1/2 ||.||^2 a row, of predictions [N, C]."""
+    residual = predictions - task.targets(task.test.y)
+    return {
+        task.measure_name: task.measure(predictions, task.test.y).item(),
+        "loss": residual.square().sum(1).mean().item() / 2,
+    }

@@ -1,0 +1,72 @@
+"""What every evaluation returns: flat numbers, curves, flags and arrays, with a reason for whatever is missing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from immunization.runs.result import Curve
+
+Role = Literal["primary", "harmful", "benign"]
+State = Literal["after", "before"]
+SUFFIX: dict[State, str] = {"after": "", "before": "_baseline"}
+"""What the name of a metric ends in; curves of the baseline end in `/baseline`."""
+
+CONDITIONING = ("rir", "ratio_harmful", "ratio_primary", "kappa_harmful", "kappa_primary")
+"""Measures of the spectra after immunization, on training inputs."""
+
+
+@dataclass
+class Measures:
+    """Flat numbers, curves, flags and arrays; whatever is missing (None) or flagged has its reason under its name."""
+
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    curves: dict[str, Curve] = field(default_factory=dict)
+    flags: list[str] = field(default_factory=list)
+    arrays: dict[str, Tensor] = field(default_factory=dict)
+
+    def put(self, name: str, value: float) -> None:
+        """Record a metric; None with a reason where it is not finite."""
+        if math.isfinite(value):
+            self.metrics[name] = float(value)
+        else:
+            self.miss(f"the value is not finite ({value})", name)
+
+    def miss(self, reason: str, *names: str) -> None:
+        """Record metrics that do not exist, and why."""
+        for name in names:
+            self.metrics[name], self.reasons[name] = None, reason
+
+    def flag(self, name: str, reason: str) -> None:
+        """Raise a flag, to be shown beside every score of the run."""
+        self.reasons[name] = reason
+        if name not in self.flags:
+            self.flags.append(name)
+
+    def withhold(self, flag: str, reason: str) -> None:
+        """Flag condition numbers and their ratios as undetermined, and move them to `undetermined/<name>`."""
+        self.flag(flag, reason)
+        for name in (f"{split}{name}" for split in ("", "test/", "authors/") for name in CONDITIONING):
+            if self.metrics.get(name) is not None:
+                self.metrics[f"undetermined/{name}"] = self.metrics[name]
+                self.miss(reason, name)
+
+    def curve(self, name: str, x: Iterable[float], y: Tensor, state: State = "after") -> None:
+        """Record a curve y [T] against x; that of the baseline under `<name>/baseline`."""
+        self.curves[name + ("/baseline" if state == "before" else "")] = {"x": list(x), "y": y.tolist()}
+
+    def merge(self, other: Measures) -> None:
+        """Take over everything that `other` holds."""
+        for mine, theirs in (
+            (self.metrics, other.metrics),
+            (self.reasons, other.reasons),
+            (self.curves, other.curves),
+            (self.arrays, other.arrays),
+        ):
+            mine.update(theirs)
+        self.flags.extend(flag for flag in other.flags if flag not in self.flags)

@@ -1,0 +1,58 @@
+"""RIR of deep nets by the paper's protocol: groups of sampled rows."""
+
+from __future__ import annotations
+
+import torch
+
+from immunization.errors import ConfigError
+from immunization.evaluation.comparison import Comparison
+from immunization.evaluation.measures import SUFFIX, Measures
+from immunization.theory import spectrum
+
+
+class SampledRatio:
+    """RIR as the paper takes it for deep nets: groups of samples, in the released code's convention, under `authors/`.
+
+    Only deep nets are measured so.
+
+    kappa is the mean over `groups` disjoint groups of `samples` training rows each, the same before and after. Where a
+    task has rows for fewer groups, these are used and flagged.
+    """
+
+    def __init__(self, groups: int = 20, samples: int = 100, seed: int = 0) -> None:
+        if groups < 1 or samples < 2:
+            raise ConfigError("evaluation.sampled: groups must be at least 1, samples at least 2")
+        self.groups, self.samples, self.seed = groups, samples, seed
+
+    @torch.no_grad()
+    def __call__(self, comparison: Comparison) -> Measures:
+        measures, kappa = Measures(), {}
+        if not comparison.model.deep:
+            return measures
+        for role in ("harmful", "primary"):
+            rows = len(comparison.tasks[role].train)
+            groups = min(self.groups, rows // self.samples)
+            if not groups:
+                reason = (
+                    f"the {role} task has {rows} training rows, fewer than one group of "
+                    f"evaluation.sampled.samples={self.samples}"
+                )
+                measures.miss(reason, *(f"authors/{name}" for name in ("rir", "ratio_harmful", "ratio_primary")))
+                measures.flag("too_few_samples", reason)
+                return measures
+            if groups < self.groups:
+                measures.flag(
+                    f"fewer_groups_{role}",
+                    f"the {role} task has {rows} training rows: authors/ takes {groups} groups of {self.samples}, not "
+                    f"{self.groups}",
+                )
+            order = torch.randperm(rows, generator=torch.Generator().manual_seed(self.seed))
+            chosen = order[: groups * self.samples]
+            for state, suffix in SUFFIX.items():
+                parts = comparison.sampled(role, state, chosen).split(self.samples)
+                kappa[role + suffix] = sum(map(spectrum.authors_condition_number, parts)) / groups
+        harmful, primary = (kappa[role] / kappa[f"{role}_baseline"] for role in ("harmful", "primary"))
+        values = {"rir": harmful / primary, "ratio_harmful": harmful, "ratio_primary": primary}
+        for name, value in values.items():
+            measures.put(f"authors/{name}", value)
+        return measures
