@@ -4,9 +4,7 @@ import torch
 from helpers.matrices import gaussian, orthonormal
 from torch import Tensor
 
-from immunization.attacks import (
-    Victim,
-)
+from immunization.attacks import Victim
 from immunization.data.task import Split, Task, TaskPair
 from immunization.evaluation import Comparison
 from immunization.models import Linear
@@ -40,3 +38,10 @@ def quadratic(kappa: float) -> tuple[Task, Tensor]:
     sigma = torch.tensor([1.0, kappa**-0.5], dtype=torch.float64)
     x = orthonormal(50, 2, seed=0)
     return regression(x, x @ (1 / sigma)), torch.diag(sigma)
+
+
+def noisy_classes(dim: int = 6, rows: int = 90, count: int = 3) -> Task:
+    """Classes that overlap, `rows` of them on every split."""
+    x, labels = gaussian(3 * rows, dim, seed=1), torch.arange(3 * rows) % count
+    x = x + 1.5 * torch.eye(count, dim, dtype=torch.float64)[labels]
+    return Task("noisy", *map(Split, x.split(rows), labels.split(rows)), classes=count)

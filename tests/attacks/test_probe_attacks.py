@@ -1,0 +1,114 @@
+"""What attacks on frozen features cost, which of their settings they keep, and logistic regression by hand."""
+
+import numpy as np
+import pytest
+import torch
+from helpers.matrices import orthonormal
+from helpers.victims import noisy_classes, victim_of
+from sklearn.linear_model import LogisticRegression
+
+from immunization.attacks import (
+    LBFGS,
+    ClosedFormProbe,
+    ConjugateGradients,
+    LinearProbe,
+    LogisticProbe,
+    Momentum,
+    Undo,
+    WhitenedProbe,
+)
+from immunization.data.task import Split, Task
+
+N, D, C = 90, 6, 3
+EXTRACT = N * 2 * D * D  # the map, applied to every training row
+GRADIENT = 2 * (2 * N * D * C)  # F W and F^T (F W - Y), a multiplication and an addition each
+SVD = 2 * N * D**2 + 22 * D**3
+THETA = orthonormal(D, D, seed=3) * torch.logspace(0, -1, D, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("attack", "flops"),
+    [
+        (LinearProbe(steps=2), [EXTRACT + GRADIENT, EXTRACT + 2 * GRADIENT]),
+        (LinearProbe(steps=1, scaling="standard"), [EXTRACT + 4 * N * D + GRADIENT]),
+        (LinearProbe(steps=1, scaling="columns"), [EXTRACT + 4 * N * D + GRADIENT]),
+        (LinearProbe(steps=1, samples=10), [30 * (2 * D * D) + 4 * 30 * D * C]),
+        (ConjugateGradients(steps=2), [EXTRACT + GRADIENT, EXTRACT + 2 * GRADIENT]),
+        (ClosedFormProbe(), [EXTRACT + SVD]),
+        (WhitenedProbe(steps=1), [EXTRACT + SVD + GRADIENT]),
+        (Undo("relearn", steps=1), [EXTRACT + 2 * (2 * N) * D**2 + 22 * D**3 + GRADIENT]),
+        (Undo("strip", steps=1), [EXTRACT + 2 * D * D**2 + 22 * D**3 + GRADIENT]),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, list) else "",
+)
+def test_operations_are_those_of_the_formulas(attack, flops):
+    assert attack.run(victim_of(noisy_classes(), THETA), "immunized").flops.tolist() == flops
+
+
+def test_line_searches_and_iterations_cost_what_they_take():
+    """L-BFGS evaluates the loss at least once a step and once more at the start; logistic regression iterates."""
+    victim = victim_of(noisy_classes(), THETA)
+    calls = (LBFGS(steps=8).run(victim, "immunized").flops - EXTRACT) / GRADIENT
+    assert torch.equal(calls, calls.round())
+    assert calls[0] >= 2
+    assert calls[-1] - calls[0] >= 7
+    logistic = LogisticProbe(strengths=[0.1]).run(victim, "immunized")
+    assert logistic.flops.item() == EXTRACT + SVD + GRADIENT * logistic.steps.item()
+
+
+@pytest.mark.parametrize("strength", [1e-3, 1.0])
+def test_logistic_regression_is_scikit_learns_on_whitened_features(strength):
+    """Whitened: the training features are sqrt(N) U, whatever the scale of the map."""
+    task = noisy_classes()
+    u, sigma, vh = np.linalg.svd((task.train.x @ THETA).numpy(), full_matrices=False)
+    model = LogisticRegression(C=strength, max_iter=200).fit(N**0.5 * u, task.train.y.numpy())
+    whitened = N**0.5 * (task.test.x @ THETA).numpy() @ vh.T / sigma
+    for scale in (1.0, 1e-4):
+        curve = LogisticProbe(strengths=[strength]).run(victim_of(task, scale * THETA), "immunized")
+        assert curve.test.tolist() == [model.score(whitened, task.test.y.numpy())]
+        assert curve.steps.tolist() == model.n_iter_.tolist()
+
+
+def test_few_rows_for_logistic_regression():
+    curve = LogisticProbe(samples=5, strengths=[1.0]).run(victim_of(noisy_classes(), THETA), "immunized")
+    assert 1 / 3 < curve.test.item() < 1
+
+
+@pytest.mark.parametrize(
+    ("areas", "best", "edge"),
+    [
+        ([0.6, 0.9, 0.7], 1, False),
+        ([0.9, 0.7, 0.6], 0, True),
+        ([0.6, 0.7, 0.9], 2, True),
+        ([0.6, 0.6, 0.6], 0, False),  # all are alike, a wider range promises nothing
+        ([0.4, 0.2, 0.3], 0, False),  # all count as guessing
+        ([torch.nan, 0.9, 0.7], 1, False),
+        ([torch.nan, 0.7, 0.9], 2, True),
+    ],
+)
+def test_the_best_setting_and_whether_it_is_the_last_of_those_tried(areas, best, edge):
+    val = torch.tensor(areas, dtype=torch.float64)[:, None].expand(3, 4)
+    curve = Momentum(rates=[0.1, 1.0, 10.0]).choose([1, 2, 4, 8], torch.arange(4), val, val + 1, 0.5)
+    assert curve.setting == 10.0 ** (best - 1)
+    assert curve.test.tolist() == [areas[best] + 1] * 4
+    assert curve.diverged == tuple(s for s, area in zip([0.1, 1.0, 10.0], areas, strict=True) if area != area)
+    assert curve.at_edge is False  # momentum is unstable beyond
+    outer = LBFGS()
+    outer.settings = [0.1, 1.0, 10.0]
+    assert outer.choose([1, 2, 4, 8], torch.arange(4), val, val + 1, 0.5).at_edge is edge
+
+
+def test_an_attacker_stops_at_the_first_maximum_on_validation_rows():
+    curve = LinearProbe().choose(
+        [1, 2, 4], torch.arange(3), torch.tensor([[0.6, 0.8, 0.8]]), torch.arange(3.0)[None], 0
+    )
+    assert curve.final == 1.0
+
+
+def test_the_condition_number_of_whitened_features():
+    """(H + ridge)^-1/2 H (H + ridge)^-1/2 with eigenvalues 1 and 1/100."""
+    x = orthonormal(50, 2, seed=0)
+    task = Task("regression", *(Split(x, x.sum(1)) for _ in range(3)))
+    victim = victim_of(task, torch.diag(torch.tensor([1.0, 0.1], dtype=torch.float64)))
+    whitened = WhitenedProbe(ridges=[0.03])
+    assert whitened.run(victim, "immunized").kappa.item() == pytest.approx((1 / 1.03) / (0.01 / 0.04))

@@ -1,0 +1,69 @@
+"""The flags of `Validity` on both sides of each threshold."""
+
+import pytest
+import torch
+from helpers.matrices import orthonormal
+from torch import Tensor
+
+from immunization.data.task import Split, Task, TaskPair
+from immunization.evaluation import Comparison, Validity
+from immunization.models import Linear
+
+D = 4
+INPUTS = orthonormal(200, D, seed=0)
+
+
+def flags(theta: Tensor, inputs: Tensor = INPUTS, **options: float) -> list[str]:
+    """Flags of a map on a regression with given inputs, rows being those of every split."""
+    y = inputs.sum(1)
+    task = Task("known", *(Split(inputs, y) for _ in range(3)))
+    pair = TaskPair("known", task, task)
+    model = Linear(pair)
+    model.extractor.theta.data.copy_(theta)
+    return Validity(**options)(Comparison(pair, model)).flags
+
+
+def diagonal(*last: float) -> Tensor:
+    return torch.diag(torch.tensor([1.0] * (D - len(last)) + list(last), dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("change", "unchanged"), [(3e-7, True), (3e-6, False)])
+def test_unchanged_up_to_a_millionth_of_each_singular_value(change, unchanged):
+    assert ("unchanged" in flags(diagonal(1 - change))) is unchanged
+
+
+@pytest.mark.parametrize(("change", "unchanged"), [(30, True), (300, False)])
+def test_unchanged_up_to_rounding_of_the_largest_one(change, unchanged):
+    """A direction of sigma 1e-12 may move by 100 epsilon of sigma_1, which is 2 % of it."""
+    small = INPUTS * torch.tensor([1.0, 1.0, 1.0, 1e-12], dtype=torch.float64)
+    theta = diagonal(1 + change * 2.0**-52 / 1e-12)
+    assert ("unchanged" in flags(theta, small)) is unchanged
+
+
+@pytest.mark.parametrize(("eigenvalue", "limited"), [(0.9e-5, True), (1.1e-5, False)])
+def test_the_released_codes_ridge_sets_kappa_below_ten_times_itself(eigenvalue, limited):
+    found = flags(diagonal(eigenvalue**0.5))
+    assert ("ridge_limited_harmful" in found) is ("ridge_limited_primary" in found) is limited
+
+
+@pytest.mark.parametrize(("lost", "dropped"), [(1, False), (2, True)])
+def test_a_primary_accuracy_may_fall_by_one_point(lost, dropped):
+    """Of 100 rows, theta drops the only feature by which `lost` of them are told from class 0."""
+    y = torch.tensor([0] * 50 + [1] * (50 - lost) + [2] * lost)
+    task = Task("known", *(Split(torch.nn.functional.one_hot(y, 3).double(), y) for _ in range(3)), classes=3)
+    pair = TaskPair("known", task, task)
+    model = Linear(pair)
+    model.extractor.theta.data[2, 2] = 0
+    assert ("primary_dropped" in Validity()(Comparison(pair, model)).flags) is dropped
+
+
+@pytest.mark.parametrize(("tolerance", "dropped"), [(0.2, True), (0.3, False)])
+def test_r_squared_may_fall_by_a_share_of_itself(tolerance, dropped):
+    """Without one of four equal directions R^2 falls by a quarter."""
+    assert ("primary_dropped" in flags(diagonal(0.0), tolerance=tolerance)) is dropped
+
+
+def test_as_many_rows_as_features_are_enough():
+    eye = torch.eye(D, dtype=torch.float64)
+    assert not any(name.startswith("few_samples") for name in flags(eye, INPUTS[:D]))
+    assert {"few_samples_primary", "few_samples_harmful"} <= set(flags(eye, INPUTS[: D - 1]))
