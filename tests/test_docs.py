@@ -28,6 +28,14 @@ def test_links_resolve(page: Path) -> None:
     assert not missing
 
 
+def test_tests_that_pages_name_exist() -> None:
+    pages = "".join(page.read_text() for page in PAGES)
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", pages)) - {"test_resnet"}  # a net
+    assert len(named) > 40
+    assert named <= set(re.findall(r"def (test_\w+)", tests))
+
+
 def test_hyperparameters_page_is_current() -> None:
     spec = importlib.util.spec_from_file_location("hyperparameters", ROOT / "docs" / "hyperparameters.py")
     module = importlib.util.module_from_spec(spec)

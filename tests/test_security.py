@@ -3,23 +3,26 @@
 import pickle
 import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers.data_files import IMAGES, image_pair
 from helpers.made_runs import make_run
 from helpers.repository import ROOT
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
+import immunization
 import launch
 from immunization import run
 from immunization.config import build, compose, slug
 from immunization.errors import ConfigError, DataError
-from immunization.models.weights import load_weights
 from immunization.results.collect import collect
 from immunization.results.page import summarize
+from immunization.training import checkpoint
 
 QUICK = ("tracker=none", "evaluation=[rir]", "dataset.max_samples=20", "figures=false")
 
@@ -34,37 +37,110 @@ class Trap:
         return Path.touch, (self.path,)
 
 
-def test_nothing_is_unpickled():
-    """The only readers of formats that can hold code are told not to run it."""
-    source = {path: path.read_text() for path in [*(ROOT / "immunization").rglob("*.py"), ROOT / "launch.py"]}
-    for path, text in source.items():
-        assert not re.search(r"\b(pickle|cPickle|dill|cloudpickle|shelve|joblib)\b\.?\s*(load|import)", text), path
-        assert not re.search(r"^\s*(import|from) (pickle|dill|shelve|marshal)\b", text, re.M), path
-        assert not re.search(r"\b(eval|exec)\(", text.replace(".eval(", "")), path
-        for call in re.findall(r"torch\.load\([^)]*\)", text):
-            assert "weights_only=True" in call
-        for call in re.findall(r"np\.load\([^)]*\)", text):
-            assert "allow_pickle=False" in call
-        for call in re.findall(r"read_pickle|yaml\.(?:unsafe_load|full_load|Loader|UnsafeLoader)\b", text):
-            raise AssertionError(f"{path}: {call}")
+NET = (
+    *("dataset=digits_deep", "dataset.primary=[0,1]", "dataset.harmful=[4,5]", "dataset.benign=null", "model=timm"),
+    *("model.name=test_resnet", "model.pretrained=false", "model.arguments={in_chans: 1, num_classes: 2}"),
+    *("method=identity", "dtype=float32", "tracker=none", "evaluation=[rir]", "figures=false"),
+)
 
 
-def test_weights_that_hold_code_are_refused(tmp_path):
-    torch.save({"weight": Trap(tmp_path / "ran")}, tmp_path / "net.pt")
-    with pytest.raises(ConfigError, match=r"net\.pt cannot be read"):
-        load_weights(torch.nn.Linear(2, 2), tmp_path / "net.pt")
-    assert not (tmp_path / "ran").exists()
+@pytest.fixture
+def trap(tmp_path) -> Iterator[Callable[[Path], None]]:
+    """Writes a pickle that holds code in the place of a file; in the end none of it must have run."""
+    ran = tmp_path / "ran"
+    code = pickle.dumps(Trap(ran), protocol=2)  # that of torch.save
+    pickle.loads(code)
+    assert ran.exists(), "the trap does not work"
+    ran.unlink()
+    yield lambda path: path.write_bytes(code)
+    assert not ran.exists()
 
 
-def test_arrays_that_hold_code_are_refused(tmp_path):
-    trap = np.array([Trap(tmp_path / "ran")], dtype=object)
-    np.savez(tmp_path / "data.npz", primary_x=trap, primary_y=trap, harmful_x=trap, harmful_y=trap)
+@pytest.mark.parametrize("name", ["net.pt", "net.pth", "net.bin", "net.ckpt", "net.safetensors"])
+@pytest.mark.parametrize("zipped", [False, True], ids=["pickle", "torch.save"])
+def test_weights_that_hold_code_are_refused(name, zipped, trap, tmp_path):
+    trap(tmp_path / name)
+    if zipped:
+        torch.save({"weight": Trap(tmp_path / "ran")}, tmp_path / name)
+    with pytest.raises(ConfigError, match=re.escape(name)):
+        run([*NET, f"model.checkpoint={tmp_path / name}"], folder=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "options", [(*NET, "model.reference={file}"), (*QUICK, "method=identity", "model.checkpoint={file}")]
+)
+def test_a_reference_or_theta_that_holds_code_is_refused(options, trap, tmp_path):
+    trap(tmp_path / "net.safetensors")
+    with pytest.raises((ConfigError, DataError), match=r"net\.safetensors"):
+        run([option.replace("{file}", str(tmp_path / "net.safetensors")) for option in options], tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", ["pickle", "array"])
+def test_arrays_that_hold_code_are_refused(kind, trap, tmp_path):
+    trap(tmp_path / "data.npz")
+    if kind == "array":
+        array = np.array([Trap(tmp_path / "ran")], dtype=object)
+        np.savez(tmp_path / "data.npz", primary_x=array, primary_y=array, harmful_x=array, harmful_y=array)
     with pytest.raises(DataError, match=r"data\.npz"):
         run([*QUICK[:2], "dataset=arrays", f"dataset.path={tmp_path / 'data.npz'}"], folder=tmp_path / "run")
-    (tmp_path / "data.npz").write_bytes(pickle.dumps(Trap(tmp_path / "ran")))
-    with pytest.raises(DataError, match=r"data\.npz"):
-        run([*QUICK[:2], "dataset=arrays", f"dataset.path={tmp_path / 'data.npz'}"], folder=tmp_path / "run2")
-    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["immunized.safetensors", "splits.safetensors", "result.json", "config.yaml"])
+def test_a_run_folder_that_holds_code_is_not_believed(name, trap, tmp_path, capsys):
+    """The weights are not loaded, and going on does the run again."""
+    folder = tmp_path / "run"
+    first = run([*QUICK, "method=identity"], folder=folder)
+    trap(folder / name)
+    if name == "immunized.safetensors":
+        with pytest.raises(DataError, match=name):
+            immunization.load(folder)
+    again = run([*QUICK, "method=identity", "resume=true"], folder=folder)
+    assert "the run is done again" in capsys.readouterr().err
+    assert again.metrics == first.metrics
+
+
+def test_a_configuration_that_names_python_objects_is_not_believed(tmp_path):
+    folder, ran = tmp_path / "run", tmp_path / "ran"
+    run([*QUICK, "method=identity"], folder=folder)
+    with (folder / "config.yaml").open("a") as file:
+        file.write(f"evil: !!python/object/apply:os.mkdir [{ran}]\n")
+    (problem,) = collect([folder]).problems
+    assert "config.yaml" in problem.message
+    run([*QUICK, "method=identity", "resume=true"], folder=folder)
+    assert not ran.exists()
+
+
+@pytest.mark.trains
+def test_a_checkpoint_that_holds_code_is_not_believed(trap, tmp_path, cut, capsys, monkeypatch):
+    options = [*QUICK, "method.epochs=3", "checkpoint.every=1"]
+    cut(2)
+    with pytest.raises(KeyboardInterrupt):
+        run(options, folder=tmp_path / "run")
+    monkeypatch.undo()
+    trap(tmp_path / "run" / checkpoint.FILE)
+    assert run([*options, "resume=true"], folder=tmp_path / "run").status == "completed"
+    assert "starts from the beginning" in capsys.readouterr().err
+
+
+@pytest.mark.trains
+def test_a_kept_net_that_holds_code_is_fitted_again(trap, tmp_path, capsys):
+    options = ["experiment=digits_deep", "method=identity", "model.fit_epochs=1", *QUICK[:2], "figures=false"]
+    options.append(f"model.cache={tmp_path / 'cache'}")
+    first = run(options, folder=tmp_path / "first")
+    (path,) = (tmp_path / "cache").iterdir()
+    trap(path)
+    assert run(options, folder=tmp_path / "again").metrics == first.metrics
+    assert "the net is fitted again" in capsys.readouterr().err
+
+
+def test_kept_activations_that_hold_code_are_computed_again(trap, tmp_path, capsys):
+    image_pair(tmp_path)
+    options = [option.replace("{tmp}", str(tmp_path)) for option in (*QUICK[:2], "figures=false", *IMAGES)]
+    first = run(options, folder=tmp_path / "first")
+    for path in (tmp_path / "c").glob("*/*"):
+        trap(path)
+    assert run(options, folder=tmp_path / "again").metrics == first.metrics
+    assert "are damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

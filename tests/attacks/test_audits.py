@@ -57,13 +57,6 @@ def test_validity_flags(tmp_path):
     assert in_train_mode(layer) == ["0"]
 
 
-def test_transfer_is_explained_by_alignment(tmp_path):
-    options = ["dataset.benign=7", "method=identity", "tracker=none", "figures=false", "evaluation=[alignment]"]
-    values = run(options, folder=tmp_path).metrics
-    assert 0 <= values["alignment/benign_primary"] <= 1
-    assert values["alignment/benign_harmful"] != values["alignment/benign_primary"]
-
-
 def test_the_report_of_an_audit_whose_benign_classes_are_a_list(tmp_path):
     """As those of digits_deep are."""
     metrics = {"attack/gd/final": 0.9, "attack/gd/final_baseline": 0.9}

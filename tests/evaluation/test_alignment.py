@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers.comparisons import compare, eye, f64, pair_of
+from helpers.comparisons import compare, eye, f64, pair_of, task
 from helpers.matrices import gaussian, orthonormal, seeds, spectra, with_spectrum
 from hypothesis import given
 from hypothesis import strategies as st
@@ -148,3 +148,19 @@ def test_principal_angles_of_two_known_planes():
     torch.testing.assert_close(cosines, torch.diag(torch.tensor([1, math.cos(angle)])), atol=1e-6, rtol=0)
     # the first direction holds 4/5 of each trace
     assert align(weights * plane, weights * turned, energy=0.8).curves["alignment/principal_angles"]["x"] == [1]
+
+
+def test_alignment_of_a_benign_task_is_the_correlation_of_the_logarithms():
+    """Which is what may explain how far a benign task is slowed too (docs/theory.md)."""
+    roots = {role: gaussian(9, 4, seed=seed) for seed, role in enumerate(("primary", "harmful", "benign"))}
+    tasks = {role: task(x, torch.ones(9).double()) for role, x in roots.items()}
+    metrics = Alignment()(compare(TaskPair("three", **tasks), eye(4))).metrics
+    logs = {}
+    for role, x in roots.items():
+        values, vectors = torch.linalg.eigh(x.T @ x)
+        logs[role] = vectors * (values.log() - values.log().mean()) @ vectors.T
+    for name, a, b in (("benign_primary", "benign", "primary"), ("benign_harmful", "benign", "harmful")):
+        rho = (logs[a] * logs[b]).sum() / (logs[a].norm() * logs[b].norm())
+        assert metrics[f"alignment/{name}"] == pytest.approx((1 + rho.item()) / 2)
+    tasks["benign"] = task(torch.linalg.pinv(roots["harmful"]).T, torch.ones(9).double())  # its eigenvalues inverted
+    assert Alignment()(compare(TaskPair("three", **tasks), eye(4))).metrics["alignment/benign_harmful"] < 1e-12

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers.repository import ROOT
 from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 from PIL import Image
 
 from immunization.results import run_figures
@@ -43,14 +44,58 @@ def record(folder, **terms) -> None:
     recorder.close(failed=False)
 
 
-def test_every_figure_is_drawn(result, tmp_path):
-    record(tmp_path, loss=[3.0, 2.0, 1.0])
+@pytest.fixture
+def drawn(monkeypatch) -> dict[str, Figure]:
+    """The figures that were saved, by the name of their file."""
+    figures, save = {}, Figure.savefig
+
+    def remember(figure, path, **options):
+        figures[path.stem] = figure
+        save(figure, path, **options)
+
+    monkeypatch.setattr(Figure, "savefig", remember)
+    return figures
+
+
+def points(line) -> list[list[float]]:
+    return [line.get_xdata().tolist(), line.get_ydata().tolist()]
+
+
+def test_every_figure_holds_its_curves_under_names_that_say_what_they_are(result, tmp_path, drawn):
+    record(tmp_path, loss=[3.0, 2.0, 1.0], my_term=[5.0, 6.0, 7.0])
     paths = run_figures.draw(result, tmp_path)
-    assert {path.name for path in paths} == {"norm_ratio.png", "spectra.png", "learning_curves.png", "history.png"}
+    assert {path.stem for path in paths} == drawn.keys() == {"norm_ratio", "spectra", "learning_curves", "history"}
+    for family, name, x, y in (
+        ("norm_ratio", "norm_ratio", "steps, exact line search", "‖wₜ − w*‖ / ‖w₀ − w*‖"),  # noqa: RUF001
+        ("spectrum", "spectra", "index i", "eigenvalue λᵢ / λ₁ of the Hessian"),
+        ("probe", "learning_curves", "steps of gradient descent", "held-out accuracy"),
+    ):
+        axes = drawn[name].axes
+        assert axes[0].get_ylabel() == y
+        for role, ax in zip(("primary", "harmful", "benign"), axes, strict=True):
+            assert ax.get_xlabel() == x
+            for line, suffix in zip(ax.get_lines(), ("", "/baseline"), strict=True):
+                expected = result.curves[f"{family}/{role}{suffix}"]
+                scale = expected["y"][0] if family == "spectrum" else 1  # relative to the largest eigenvalue
+                assert points(line) == [expected["x"], pytest.approx([value / scale for value in expected["y"]])]
+    shown = {line.get_label(): points(line) for ax in drawn["history"].axes for line in ax.get_lines()}
+    assert shown == {
+        "loss": [[1, 2, 3], [3, 2, 1]],
+        "my_term": [[1, 2, 3], [5, 6, 7]],
+        "primary": [[0, 1, 2, 3], [10, 9, 9, 9]],
+        "harmful": [[0, 1, 2, 3], [5, 6, 6, 6]],
+        "(ii) primary κ ratio": [[1, 2, 3], [0.9, 0.9, 0.9]],
+        "RIR": [[0, 1, 2, 3], [1, 1.3, 1.3, 1.3]],
+    }
+    for ax in drawn["history"].axes:
+        assert ax.get_xlabel() == "training steps"
+        assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+            line.get_label() for line in ax.get_lines()
+        ]
     for path in paths:
+        assert drawn[path.stem].get_suptitle() == "condition_number on digits (linear, seed 1)"
         with Image.open(path) as image:
-            assert image.width >= 700
-            assert len(set(image.convert("RGB").resize((200, 100)).get_flattened_data())) > 50  # not a blank page
+            assert image.size == pytest.approx(drawn[path.stem].get_size_inches() * run_figures.DPI, abs=1)
 
 
 def test_a_run_without_curves_gives_the_figures_it_can(result, tmp_path):
