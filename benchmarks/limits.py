@@ -27,6 +27,7 @@ from immunization.attacks import (
     WhitenedProbe,
 )
 from immunization.attacks.base import Log, ProbeAttack, step_grid
+from immunization.attacks.probes import RATES
 from immunization.config import build, compose
 from immunization.data.task import Split, Task, TaskPair
 from immunization.evaluation.deep import compare
@@ -77,7 +78,7 @@ def house_prices(root: str) -> Iterator[Sequence[str]]:
     }
     attacks: dict[str, ProbeAttack] = {
         "gradient descent, exact line search": LinearProbe(20000),
-        "Adam, best of 11 rates": Adam(steps=5000),
+        "Adam, best of 11 rates": Adam(RATES, steps=5000),
         "column scaling, then gradient descent": LinearProbe(20000, "columns"),
         "conjugate gradients": ConjugateGradients(10000),
         "L-BFGS": LBFGS(steps=10000),

@@ -154,7 +154,7 @@ def test_large_sets_are_streamed(folders):
     assert batches.steps_per_epoch == 4
     (primary, harmful), *_ = batches.epoch()
     assert primary.x.shape == harmful.x.shape == (16, *stream.shape[1:])
-    terms = ConditionNumber(1.0, 1.0, 1, 16, precondition="none")
+    terms = ConditionNumber(1.0, 1.0, 1, 16, precondition="none", balance=False)
     terms.setup(model, tasks)
     assert torch.isfinite(terms.step(model, primary, harmful)["loss"])
 
@@ -180,7 +180,7 @@ def test_paired_batches_cycle_the_primary_task(folders):
 @pytest.mark.parametrize(
     "method",
     [
-        ConditionNumber(1.0, 1.0, 1, 16, precondition="none", smoothing=0.1),
+        ConditionNumber(1.0, 1.0, 1, 16, precondition="none", smoothing=0.1, balance=False),
         OptKappa(1, 16, form="log"),
         LearningCurveNet(1, 16),
     ],
@@ -500,7 +500,7 @@ def test_faster_steps_are_in_effect_in_training_alone(folders):
     seen = []
     layer = next(module for module in model.extractor.modules() if isinstance(module, torch.nn.Conv2d))
     layer.register_forward_hook(lambda _layer, _inputs, output: seen.append(output))
-    method = ConditionNumber(1.0, 1.0, 1, 16, precondition="none")
+    method = ConditionNumber(1.0, 1.0, 1, 16, precondition="none", balance=False)
     method.setup(model, tasks)
     method.step(model, *next(iter(PairedBatches(tasks, 16, torch.Generator()).epoch())))
     trained = len(seen)

@@ -15,14 +15,26 @@ from torch.testing import assert_close
 
 from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError, DegenerateSpectrum, Diverged
-from immunization.methods import IMMA, ConditionNumber, Identity, Method, OptKappa, PairedBatches, RIllOnly, train
+from immunization.methods import (
+    IMMA,
+    ConditionNumber,
+    Identity,
+    Method,
+    OptKappa,
+    PairedBatches,
+    ReleasedConditionNumber,
+    RIllOnly,
+    train,
+)
 from immunization.models import Batch, Linear
 from immunization.theory.regularizers import log_condition_number
 from immunization.theory.spectrum import condition_number
 
 METHODS = {
-    "condition_number": lambda **options: ConditionNumber(1.0, 1.0, **options),
-    "condition_number, ridge": lambda **options: ConditionNumber(1.0, 1.0, precondition="ridge", **options),
+    "condition_number": lambda **options: ConditionNumber(1.0, 1.0, balance=False, **options),
+    "condition_number, ridge": lambda **options: ConditionNumber(
+        1.0, 1.0, precondition="ridge", balance=False, **options
+    ),
     "r_ill_only": RIllOnly,
     "opt_kappa, raw": OptKappa,
     "opt_kappa, log": lambda **options: OptKappa(form="log", **options),
@@ -186,7 +198,7 @@ def test_condition_number_is_algorithm_1(mode, side, rank, rows, classes, compre
     pair = make_pair(rows, classes=classes)
     model = Linear(pair, "random")
     options = {"precondition": mode, "side": side, "rank": rank, "ridge": 0.3, "ridge_harmful": 0.7}
-    method = ConditionNumber(0.2, 0.5, epochs=1, power=power, **options)
+    method = ReleasedConditionNumber(0.2, 0.5, epochs=1, power=power, **options)
     method.setup(model, pair)
     primary, harmful = full_batches(pair)
     if not compressed:
@@ -214,7 +226,7 @@ def test_condition_number_is_algorithm_1(mode, side, rank, rows, classes, compre
 
 def test_label_smoothing_is_that_of_the_primary_loss():
     pair = make_pair(classes=3)
-    model, method = Linear(pair, "random"), ConditionNumber(0.0, 0.0, epochs=1, smoothing=0.3)
+    model, method = Linear(pair, "random"), ConditionNumber(0.0, 0.0, epochs=1, smoothing=0.3, balance=False)
     method.setup(model, pair)
     primary, harmful = full_batches(pair)
     smoothed = torch.nn.functional.cross_entropy(model(primary.x), primary.y, label_smoothing=0.3)
@@ -256,7 +268,7 @@ def test_balance_of_a_head_at_zero_is_among_the_regularizers():
 def test_singular_k_without_ridge_names_the_ridge():
     x = torch.cat([gaussian(30, 3, seed=0), torch.zeros(30, 1, dtype=torch.float64)], 1)
     pair = TaskPair("pair", task(x, x[:, 0]), task(x, x[:, 1]))
-    method = ConditionNumber(1.0, 1.0, epochs=1, batch_size=10, precondition="ridge", ridge=0.0)
+    method = ConditionNumber(1.0, 1.0, epochs=1, batch_size=10, precondition="ridge", ridge=0.0, balance=False)
     with pytest.raises(DegenerateSpectrum, match=r"method\.ridge=0 too small"):
         fit(method, pair, torch.optim.SGD, 1e-3)
 
@@ -543,9 +555,9 @@ def test_names_are_those_of_the_yaml_files():
         (lambda: ConditionNumber(-1.0, 1.0, epochs=1), "lambda_P"),
         (lambda: ConditionNumber(1.0, math.nan, epochs=1), "lambda_H"),
         (lambda: ConditionNumber(1.0, 1.0, epochs=1, ridge=-1.0), "ridge"),
-        (lambda: ConditionNumber(1.0, 1.0, epochs=1, ridge_harmful=-1.0), "ridge_harmful"),
+        (lambda: ReleasedConditionNumber(1.0, 1.0, epochs=1, ridge_harmful=-1.0), "ridge_harmful"),
         (lambda: ConditionNumber(1.0, 1.0, epochs=1, smoothing=1.0), "smoothing"),
-        (lambda: ConditionNumber(1.0, 1.0, epochs=1, side="output"), "side"),
+        (lambda: ReleasedConditionNumber(1.0, 1.0, epochs=1, precondition="pinv"), "side"),
         (lambda: ConditionNumber(1.0, 1.0, epochs=1, power=7), "power"),
         (lambda: ConditionNumber(1.0, 1.0, epochs=1, power=0), "power"),
         (lambda: ConditionNumber(1.0, 1.0, epochs=1, power=-math.inf), "power"),

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
+from immunization.checks import AtLeastOne, checked
 from immunization.data.task import Task
 from immunization.errors import ConfigError, DegenerateSpectrum
 from immunization.theory import spectrum
 from immunization.theory.probe import Probe
+
+Scaling = Literal["none", "columns", "standard"]
 
 DIVERGENCE = 1e12
 """A training loss above this multiple of the first one counts as diverged."""
@@ -60,18 +64,15 @@ class Attack:
     natural_ends = False
     """Whether nothing is to be expected beyond the ends of the settings: 0, or where the method is unstable."""
 
+    @checked("attack.*")
     def __init__(
         self,
-        steps: int,
+        steps: AtLeastOne,
         settings: Sequence[float],
-        samples: int | None = None,
+        samples: AtLeastOne | None = None,
         precision: Precision | None = None,
         seed: int = 0,
     ) -> None:
-        if steps < 1:
-            raise ConfigError(f"attack.*.steps must be at least 1, not {steps}")
-        if samples is not None and samples < 1:
-            raise ConfigError(f"attack.*.samples must be at least 1, or null for all rows, not {samples}")
         settings = sorted(settings)
         if not settings or not settings[0] >= 0:
             raise ConfigError(f"attack: {self.setting_name}s must be a list of numbers of at least 0, not {settings}")
@@ -230,18 +231,17 @@ class ProbeAttack(Attack):
 
     order = 1.0
 
+    @checked("attack.*")
     def __init__(
         self,
-        steps: int,
+        steps: AtLeastOne,
         settings: Sequence[float],
-        scaling: str = "none",
-        samples: int | None = None,
+        scaling: Scaling = "none",
+        samples: AtLeastOne | None = None,
         precision: Precision | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__(steps, settings, samples, precision, seed)
-        if scaling not in ("none", "columns", "standard"):
-            raise ConfigError(f"attack.*.scaling must be none, columns or standard, not {scaling!r}")
         self.scaling = scaling
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:

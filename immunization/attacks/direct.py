@@ -24,7 +24,7 @@ class ClosedFormProbe(ProbeAttack):
 
     def __init__(
         self,
-        ridges: Sequence[float] = (0, *(10.0**e for e in range(-20, 2))),
+        ridges: Sequence[float] = (0, 1e-20, 1e-18, 1e-16, 1e-14, *(10.0**e for e in range(-12, 1))),
         samples: int | None = None,
         precision: Precision | None = None,
         seed: int = 0,

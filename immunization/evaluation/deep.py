@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from immunization.checks import AtLeastOne, AtLeastTwo, checked
 from immunization.data.task import TaskPair
-from immunization.errors import ConfigError
 from immunization.evaluation.base import SUFFIX, Comparison, Measures, Role, State
 from immunization.models.activations import take
 from immunization.models.base import Model
@@ -129,9 +129,8 @@ class SampledRatio:
     task has rows for fewer groups, these are used and flagged.
     """
 
-    def __init__(self, groups: int = 20, samples: int = 100, seed: int = 0) -> None:
-        if groups < 1 or samples < 2:
-            raise ConfigError("evaluation.sampled: groups must be at least 1, samples at least 2")
+    @checked("evaluation.sampled")
+    def __init__(self, groups: AtLeastOne = 20, samples: AtLeastTwo = 100, seed: int = 0) -> None:
         self.groups, self.samples, self.seed = groups, samples, seed
 
     @torch.no_grad()

@@ -21,7 +21,10 @@ from immunization.results.collect import PAIR, TRAINING, Collection, Run, varyin
 from immunization.results.screen import MEASURES, NONE, number
 from immunization.results.seed_statistics import Summary, rank_correlation, summarize, ties
 
-METHODS = ("identity", "r_ill_only", "imma", "opt_kappa", "condition_number", "closed_form", "learning_curve")
+METHODS = (
+    *("identity", "r_ill_only", "imma", "opt_kappa", "condition_number", "released_condition_number"),
+    *("closed_form", "learning_curve"),
+)
 """The order of rows: the baseline, the paper's methods as in its tables, ours, then any other by name."""
 
 COUNTS: dict[str, dict[str, Callable[[float], bool]]] = {

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from immunization.errors import ConfigError, DataError
+from immunization.checks import Positive, checked
+from immunization.errors import DataError
 from immunization.runs import strict_json
 from immunization.runs.result import Result
 
@@ -116,15 +117,14 @@ class Wandb(Tracker):
     `wandb sync` uploads later. There is never a prompt.
     """
 
+    @checked("tracker")
     def __init__(
         self,
         project: str = "immunization",
         entity: str | None = None,
         mode: Literal["auto", "online", "offline", "disabled"] = "auto",
-        timeout: float = 30.0,
+        timeout: Positive = 30.0,
     ) -> None:
-        if not timeout > 0:
-            raise ConfigError(f"tracker.timeout must be a number of seconds above 0, not {timeout!r}")
         self.project, self.entity, self.mode, self.timeout = project, entity, mode, timeout
         self.run: wandb.Run | None = None
         self.failing = False
