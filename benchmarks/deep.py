@@ -71,7 +71,9 @@ def main() -> None:
         return lambda: update(method.step(model, primary, harmful)["loss"])
 
     methods = {
-        "condition_number": ConditionNumber(1e-9, 1e-9, 1, args.batch, precondition="none", smoothing=0.1),
+        "condition_number": ConditionNumber(
+            1e-9, 1e-9, 1, args.batch, precondition="none", smoothing=0.1, balance=False
+        ),
         "r_ill_only": RIllOnly(1, args.batch),
         "opt_kappa": OptKappa(1, args.batch, form="log"),
         "imma": IMMA(1, args.batch),

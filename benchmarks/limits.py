@@ -28,6 +28,7 @@ from immunization.attacks import (
 )
 from immunization.attacks.base import step_grid
 from immunization.attacks.least_squares import ProbeAttack, ProbeCurves
+from immunization.attacks.probes import RATES
 from immunization.config import build, compose
 from immunization.data.task import Split, Task, TaskPair
 from immunization.evaluation import Comparison
@@ -78,7 +79,7 @@ def house_prices(root: str) -> Iterator[Sequence[str]]:
     }
     attacks: dict[str, ProbeAttack] = {
         "gradient descent, exact line search": LinearProbe(20000),
-        "Adam, best of 11 rates": Adam(steps=5000),
+        "Adam, best of 11 rates": Adam(RATES, steps=5000),
         "column scaling, then gradient descent": LinearProbe(20000, "columns"),
         "conjugate gradients": ConjugateGradients(10000),
         "L-BFGS": LBFGS(steps=10000),

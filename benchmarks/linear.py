@@ -127,7 +127,7 @@ def measure(name: str, repeats: int) -> dict[str, float]:
     dim, rows = SIZES[name]
     torch.manual_seed(0)
     pair = random_pair(dim, rows)
-    options = {"lambda_P": 1e-9, "lambda_H": 1e-9, "epochs": 1}
+    options = {"lambda_P": 1e-9, "lambda_H": 1e-9, "epochs": 1, "balance": False}
     square = torch.randn(dim, dim, dtype=torch.float64)
     gram = square.T @ square
 

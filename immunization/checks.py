@@ -1,47 +1,132 @@
-"""What constructors check of their arguments; each raises ConfigError, which names the key and what is allowed."""
+"""The ranges of constructor arguments: they stand in the annotations, and every error is made of them.
+
+`epochs: Count` in a signature is all that a constructor under `@checked("method")` says about its argument: epochs=-1
+is then refused with "method.epochs must be an integer of at least 0, not -1".
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
+from functools import cache, wraps
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import DocInfo, Ge, Gt, Le, Lt, Predicate, doc
 
 from immunization.errors import ConfigError
 
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
-def nonnegative(**values: float) -> None:
-    """Every keyword is a finite number of at least 0, as keys of `method`."""
-    for key, value in values.items():
-        if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
-            raise ConfigError(f"method.{key} must be a finite number of at least 0, not {value!r}")
+NonNegative = Annotated[float, Ge(0), Lt(math.inf)]
+Positive = Annotated[float, Gt(0), Lt(math.inf)]
+Fraction = Annotated[float, Ge(0), Lt(1)]
+Share = Annotated[float, Gt(0), Le(1)]
+Count = Annotated[int, Ge(0)]
+AtLeastOne = Annotated[int, Ge(1)]
+AtLeastTwo = Annotated[int, Ge(2)]
+Digit = Annotated[int, Ge(0), Le(9)]
+Seed = Annotated[int, Ge(0), Lt(2**63), doc("an integer of at least 0 and below 2^63")]
+EvenPower = Annotated[
+    float,
+    Predicate(lambda power: power == math.inf or power in range(2, 66, 2)),
+    doc("an even number from 2 to 64 (larger ones underflow), or inf"),
+]
 
+Hint = object
+"""A type, a union, a Literal, or one of those in Annotated."""
 
-def below_one(**values: float) -> None:
-    """Every keyword is in [0, 1), as keys of `method`."""
-    nonnegative(**values)
-    for key, value in values.items():
-        if value >= 1:
-            raise ConfigError(f"method.{key} must be below 1, not {value}")
-
-
-def even_power(power: float) -> None:
-    """`method.power` is an even integer from 2 to 64, or infinite."""
-    if power != math.inf and not (isinstance(power, int | float) and power in range(2, 66, 2)):
-        raise ConfigError(
-            f"method.power must be an even number from 2 to 64 (larger ones underflow), or inf, not {power!r}"
-        )
-
-
-def choice(key: str, value: object, allowed: Sequence[object]) -> None:
-    """`value` of a key is one of those allowed."""
-    if value not in allowed:
-        raise ConfigError(f"{key}={value}: choose one of {', '.join(map(str, allowed))}")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def fractions(val_fraction: float, test_fraction: float = 0.0) -> None:
-    """Both shares of `dataset` are in [0, 1) and leave training rows."""
-    for key, value in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
-        if not (isinstance(value, int | float) and 0 <= value < 1):
-            raise ConfigError(f"dataset.{key}={value}: must be a number in [0, 1)")
+def checked(group: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator of a constructor or function: its arguments, keys of `group`, are checked against its annotations."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+
+        @wraps(function)
+        def checking(*args: P.args, **kwargs: P.kwargs) -> R:
+            check_arguments(function, signature.bind(*args, **kwargs).arguments, group)
+            return function(*args, **kwargs)
+
+        return checking
+
+    return decorate
+
+
+def check_arguments(function: Callable[..., object], arguments: Mapping[str, object], group: str) -> None:
+    """Raise ConfigError for the first of `arguments`, keys of `group`, that `function`'s annotation excludes."""
+    for name, hint in _plain_hints(function).items():
+        if name in arguments:
+            check_value(f"{group}.{name}", arguments[name], hint)
+
+
+def check_value(key: str, value: object, hint: Hint) -> None:
+    """Raise ConfigError unless `value` of the configuration's `key` is what `hint` says; nothing is converted."""
+    from pydantic import ValidationError
+
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        value = list(value)  # OmegaConf's lists are none to pydantic
+    try:
+        _validator(hint).validate_python(value)
+    except ValidationError:
+        raise ConfigError(f"{key} must be {words(hint)}, not {value!r}") from None
+
+
+def words(hint: Hint) -> str:
+    """What `hint` allows: `Count | None` is "an integer of at least 0, or null"."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return ", or ".join(map(words, args))
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, args))
+    if origin is Sequence:
+        return f"a list of which each is {words(args[0])}"
+    if origin is Annotated:
+        return next((extra.documentation for extra in args if isinstance(extra, DocInfo)), None) or _range(*args)
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+    return names[hint]
+
+
+def _range(kind: type, *bounds: Ge | Gt | Le | Lt) -> str:
+    phrases = {Ge: "of at least", Gt: "above", Le: "at most", Lt: "below"}
+    limits = [f"{phrases[type(bound)]} {astuple(bound)[0]}" for bound in bounds if bound != Lt(math.inf)]
+    return f"{'a finite number' if Lt(math.inf) in bounds else words(kind)} {' and '.join(limits)}"
+
+
+@cache
+def _validator(hint: Hint) -> TypeAdapter[object]:
+    from pydantic import ConfigDict, TypeAdapter  # imported by the first check: it takes a tenth of a second
+
+    return TypeAdapter(hint, config=ConfigDict(strict=True))
+
+
+@cache
+def _plain_hints(function: Callable[..., object]) -> dict[str, Hint]:
+    """Annotations of arguments that a YAML file can hold; those of other kinds are left to the constructor."""
+    try:
+        hints = get_type_hints(function.__init__ if isinstance(function, type) else function, include_extras=True)
+    except NameError:  # an annotation imported for type checkers alone
+        return {}
+    return {name: hint for name, hint in hints.items() if name != "return" and _is_plain(hint)}
+
+
+def _is_plain(hint: Hint) -> bool:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType, Sequence):
+        return all(map(_is_plain, args))
+    return origin is Literal or (
+        _is_plain(args[0]) if origin is Annotated else hint in (int, float, bool, str, NoneType)
+    )
+
+
+def check_training_rows(val_fraction: float, test_fraction: float) -> None:
+    """Raise ConfigError unless both shares of `dataset` leave rows to train on."""
     if val_fraction + test_fraction >= 1:
         raise ConfigError(
             f"dataset.val_fraction={val_fraction} and dataset.test_fraction={test_fraction} leave no training rows: "

@@ -6,12 +6,10 @@ Light on purpose (no torch): `launch.py` imports it before Hydra has parsed the 
 from __future__ import annotations
 
 import inspect
-import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
@@ -65,21 +63,24 @@ def compose(overrides: Iterable[str] = ()) -> DictConfig:
 
 def check(cfg: DictConfig) -> None:
     """Rules that no single constructor can see; raises ConfigError naming the key and the allowed values."""
-    for key, allowed in {"device": ("auto", "cpu", "cuda"), "dtype": ("float64", "float32")}.items():
-        if cfg[key] not in allowed:
-            raise ConfigError(f"{key}={cfg[key]!r}: allowed are {', '.join(allowed)}")
-    if not (_accepts(int, cfg.seed) and 0 <= cfg.seed < 2**63):
-        raise ConfigError(f"seed must be an integer of at least 0 and below 2^63, not {cfg.seed!r}")
-    for key in ("threads", "log_every", "checkpoint.every"):
-        value = OmegaConf.select(cfg, key)
-        if value is not None and not (_accepts(int, value) and value >= 1):
-            raise ConfigError(f"{key} must be an integer of at least 1, or null for automatic, not {value!r}")
-    seconds = cfg.checkpoint.seconds
-    if seconds is not None and not (_accepts(float, seconds) and seconds > 0):
-        raise ConfigError(f"checkpoint.seconds must be a number above 0, or null for none, not {seconds!r}")
-    for key in ("immunize", "resume", "figures", "deterministic"):
-        if not isinstance(cfg[key], bool) and not (key == "figures" and cfg[key] is None):
-            raise ConfigError(f"{key} must be true or false, not {cfg[key]!r}")
+    from immunization.checks import AtLeastOne, Positive, Seed, check_value
+
+    hints = {
+        "device": Literal["auto", "cpu", "cuda"],
+        "dtype": Literal["float64", "float32"],
+        "seed": Seed,
+        "threads": AtLeastOne | None,
+        "log_every": AtLeastOne | None,
+        "checkpoint.every": AtLeastOne | None,
+        "checkpoint.seconds": Positive | None,
+        "immunize": bool,
+        "resume": bool,
+        "figures": bool | None,
+        "deterministic": bool,
+        "optimizer.lr": Positive | None,
+    }
+    for key, hint in hints.items():
+        check_value(key, OmegaConf.select(cfg, key), hint)
     for key in ("tags", "trusted"):
         if not isinstance(cfg[key] or [], list | ListConfig):
             raise ConfigError(f"{key} must be a list, [a,b] on the command line, not {cfg[key]!r}")
@@ -92,9 +93,6 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError(
             f"model.amp={cfg.model.amp} needs dtype=float32: torch leaves what is computed in float64 as it is"
         )
-    lr = cfg.optimizer.get("lr")
-    if lr is not None and not (isinstance(lr, int | float) and math.isfinite(lr) and lr > 0):
-        raise ConfigError(f"optimizer.lr must be a number above 0, not {lr!r}")
 
 
 def build(cfg: DictConfig, key: str, **arguments: Any) -> Any:
@@ -171,37 +169,12 @@ def check_trust(cfg: DictConfig, overrides: Iterable[str]) -> None:
         )
 
 
-def _check_signature(target: Any, node: DictConfig, key: str) -> None:
-    names = [str(name) for name in node if name not in _HYDRA_KEYS]
+def _check_signature(target: Callable[..., object], node: DictConfig, key: str) -> None:
+    from immunization.checks import check_arguments
+
+    values = {str(name): node[name] for name in node if name not in _HYDRA_KEYS}
     try:
-        inspect.signature(target).bind_partial(**dict.fromkeys(names))
-        hints = get_type_hints(target.__init__ if isinstance(target, type) else target)
+        inspect.signature(target).bind_partial(**values)
     except TypeError as error:
         raise ConfigError(f"{key}: {error}; {node._target_} does not take that key") from error
-    except NameError:  # an annotation imported for type checkers alone
-        return
-    for name, hint in hints.items():
-        if name in names and not _accepts(hint, node[name]):
-            raise ConfigError(f"{key}.{name}={node[name]!r}: expected {_words(hint)}")
-
-
-def _accepts(hint: Any, value: Any) -> bool:
-    """Whether a plain value fits a plain annotation; annotations of other kinds are left to the constructor."""
-    if get_origin(hint) in (Union, UnionType):
-        return any(_accepts(option, value) for option in get_args(hint))
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if hint is bool or hint is str or hint is NoneType:
-        return isinstance(value, hint)
-    if hint in (int, float):
-        return isinstance(value, (int, hint)) and not isinstance(value, bool)
-    return True
-
-
-def _words(hint: Any) -> str:
-    if get_origin(hint) in (Union, UnionType):
-        return " or ".join(_words(option) for option in get_args(hint))
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(str, get_args(hint)))
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
-    return names.get(hint, str(hint))
+    check_arguments(target, values, key)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from immunization.attacks.victim import Precision, Stage, Victim
+from immunization.checks import AtLeastOne, checked
 from immunization.data.task import Task
 from immunization.errors import ConfigError
 
@@ -52,18 +53,15 @@ class Attack:
     natural_ends = False
     """Whether nothing is to be expected beyond the ends of the settings: 0, or where the method is unstable."""
 
+    @checked("attack.*")
     def __init__(
         self,
-        steps: int,
+        steps: AtLeastOne,
         settings: Sequence[float],
-        samples: int | None = None,
+        samples: AtLeastOne | None = None,
         precision: Precision | None = None,
         seed: int = 0,
     ) -> None:
-        if steps < 1:
-            raise ConfigError(f"attack.*.steps must be at least 1, not {steps}")
-        if samples is not None and samples < 1:
-            raise ConfigError(f"attack.*.samples must be at least 1, or null for all rows, not {samples}")
         settings = sorted(settings)
         if not settings or not settings[0] >= 0:
             raise ConfigError(f"attack: {self.setting_name}s must be a list of numbers of at least 0, not {settings}")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from immunization.attacks.base import Attack, AttackCurve, step_grid
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
+from immunization.checks import AtLeastOne, checked
 from immunization.data.task import Task
-from immunization.errors import ConfigError, DegenerateSpectrum
+from immunization.errors import DegenerateSpectrum
 from immunization.theory import spectrum
 from immunization.theory.probe import Probe
 
@@ -137,18 +138,17 @@ class ProbeAttack(Attack):
 
     order = 1.0
 
+    @checked("attack.*")
     def __init__(
         self,
-        steps: int,
+        steps: AtLeastOne,
         settings: Sequence[float],
         scaling: Scaling = "none",
-        samples: int | None = None,
+        samples: AtLeastOne | None = None,
         precision: Precision | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__(steps, settings, samples, precision, seed)
-        if scaling not in get_args(Scaling):
-            raise ConfigError(f"attack.*.scaling must be none, columns or standard, not {scaling!r}")
         self.scaling = scaling
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from immunization.attacks.base import Attack, AttackCurve, step_grid
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
+from immunization.checks import AtLeastOne, AtLeastTwo, checked
 from immunization.errors import ConfigError
 from immunization.models.chain import Network
 
@@ -31,24 +32,19 @@ class FineTune(Attack):
     train mode. The clipped gradient of a mini-batch is one step.
     """
 
+    @checked("attack.*")
     def __init__(
         self,
         scope: Literal["full", "last"] = "full",
         optimizer: Literal["sgd", "adamw"] = "sgd",
         rates: Sequence[float] = (0.003, 0.03, 0.3),
         steps: int = 64,
-        batch_size: int = 32,
+        batch_size: AtLeastTwo = 32,
         samples: int | None = None,
         precision: Precision | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__(steps, rates, samples, precision, seed)
-        if scope not in ("full", "last"):
-            raise ConfigError(f"attack.*.scope must be full or last, not {scope!r}")
-        if optimizer not in OPTIMIZERS:
-            raise ConfigError(f"attack.*.optimizer must be sgd or adamw, not {optimizer!r}")
-        if batch_size < 2:
-            raise ConfigError(f"attack.*.batch_size must be at least 2, not {batch_size}")
         self.scope, self.optimizer, self.batch_size = scope, OPTIMIZERS[optimizer], batch_size
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
@@ -124,20 +120,19 @@ class FineTune(Attack):
 class LoRA(FineTune):
     """Low-rank adapters of peft on every convolution and linear layer, and a fresh head; the net stays in eval mode."""
 
+    @checked("attack.lora")
     def __init__(
         self,
-        rank: int = 8,
+        rank: AtLeastOne = 8,
         optimizer: Literal["sgd", "adamw"] = "adamw",
         rates: Sequence[float] = (0.001, 0.01, 0.1),
         steps: int = 64,
-        batch_size: int = 32,
+        batch_size: AtLeastTwo = 32,
         samples: int | None = None,
         precision: Precision | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__("full", optimizer, rates, steps, batch_size, samples, precision, seed)
-        if rank < 1:
-            raise ConfigError(f"attack.lora.rank must be at least 1, not {rank}")
         self.rank = rank
 
     def adapt(self, victim: Victim, network: Network) -> tuple[list[nn.Parameter], list[nn.Module]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeCurves, Scaling
 from immunization.attacks.victim import Precision, Stage, Victim
-from immunization.errors import ConfigError
+from immunization.checks import AtLeastOne, checked
 
 ROLES = ("primary", "harmful")
 
@@ -163,9 +163,10 @@ class LBFGS(ProbeAttack):
 
     order = None
 
+    @checked("attack.lbfgs")
     def __init__(
         self,
-        memory: int = 10,
+        memory: AtLeastOne = 10,
         steps: int = 2048,
         scaling: Scaling = "none",
         samples: int | None = None,
@@ -173,8 +174,6 @@ class LBFGS(ProbeAttack):
         seed: int = 0,
     ) -> None:
         super().__init__(steps, [1.0], scaling, samples, precision, seed)
-        if memory < 1:
-            raise ConfigError(f"attack.lbfgs.memory must be at least 1, not {memory}")
         self.memory = memory
 
     def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
@@ -243,6 +242,7 @@ class Undo(LinearProbe):
     by its pseudo-inverse.
     """
 
+    @checked("attack.undo")
     def __init__(
         self,
         how: Literal["relearn", "strip"] = "relearn",
@@ -252,8 +252,6 @@ class Undo(LinearProbe):
         seed: int = 0,
     ) -> None:
         super().__init__(steps, "none", samples, precision, seed)
-        if how not in ("relearn", "strip"):
-            raise ConfigError(f"attack.undo.how must be relearn or strip, not {how!r}")
         self.how = how
 
     def problem(self, victim: Victim, stage: Stage) -> LeastSquares:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from immunization import checks
+from immunization.checks import Fraction, check_training_rows, checked
 from immunization.data.csv_files import numbers, read_table, require_columns
 from immunization.data.preparation import Normalize, finish, split_rows, standardize, standardize_targets
 from immunization.data.task import SPLITS, Origin, Split, Task, TaskPair
@@ -22,6 +22,7 @@ Targets = Literal["auto", "regression", "classes"]
 Arrays = dict[str, Tensor]
 
 
+@checked("dataset")
 def arrays(
     seed: int,
     path: str | None = None,
@@ -31,8 +32,8 @@ def arrays(
     target: str = "target",
     targets: Targets = "auto",
     normalize: Normalize = "shared",
-    val_fraction: float = 0.1,
-    test_fraction: float = 0.2,
+    val_fraction: Fraction = 0.1,
+    test_fraction: Fraction = 0.2,
     common_range: bool = False,
     name: str = "arrays",
 ) -> TaskPair:
@@ -40,9 +41,7 @@ def arrays(
 
     Raises ConfigError for an option that cannot be, DataError for a file or array that cannot be used.
     """
-    checks.choice("dataset.targets", targets, ("auto", "regression", "classes"))
-    checks.choice("dataset.normalize", normalize, ("shared", "each", "none"))
-    checks.fractions(val_fraction, test_fraction)
+    check_training_rows(val_fraction, test_fraction)
     tables = {"primary": primary_csv, "harmful": harmful_csv, "benign": benign_csv}
     if path and any(tables.values()):
         raise ConfigError("dataset.path and dataset.*_csv are both given: choose one of them")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from immunization import checks
+from immunization.checks import Fraction, check_training_rows, checked
 from immunization.data.csv_files import numbers, read_table, require_columns
 from immunization.data.preparation import (
     both_train,
@@ -44,6 +44,7 @@ CATEGORICAL = """
 MISSING = ("", "NA", "None")
 
 
+@checked("dataset")
 def house_prices(
     seed: int,
     root: str = "~/.cache/immunization/house_prices",
@@ -51,8 +52,8 @@ def house_prices(
     protocol: Literal["full", "authors"] = "full",
     normalize: Literal["shared", "each"] = "shared",
     keep_id: bool = False,
-    val_fraction: float = 0.1,
-    test_fraction: float = 0.2,
+    val_fraction: Fraction = 0.1,
+    test_fraction: Fraction = 0.2,
     common_range: bool = False,
     name: str = "house_prices",
 ) -> TaskPair:
@@ -60,9 +61,7 @@ def house_prices(
 
     Raises ConfigError for an option that cannot be, DataError for a file that is absent or damaged.
     """
-    checks.choice("dataset.protocol", protocol, ("full", "authors"))
-    checks.choice("dataset.normalize", normalize, ("shared", "each"))
-    checks.fractions(val_fraction, test_fraction)
+    check_training_rows(val_fraction, test_fraction)
     path = _find(Path(root).expanduser(), download)
     table = read_table(path)
     require_columns(table, [*NUMERIC, *CATEGORICAL, *TARGETS.values()], path)

@@ -18,12 +18,21 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from immunization import checks
+from immunization.checks import (
+    AtLeastOne,
+    Count,
+    Fraction,
+    NonNegative,
+    Share,
+    check_training_rows,
+    check_value,
+    checked,
+)
 from immunization.data.preparation import split_rows
 from immunization.data.task import SPLITS, Origin
 from immunization.errors import ConfigError, DataError
 
-CROPS = (None, "center", "squash", "border")
+Crop = Literal["center", "squash", "border"]
 SYNONYMS = {"val": ("val", "validation", "valid", "test"), "train": ("train", "training")}
 
 
@@ -92,6 +101,7 @@ class ImagePair:
         return replace(self, device=torch.device(device), dtype=dtype)
 
 
+@checked("dataset")
 def image_folders(
     primary_root: str | None = None,
     harmful_root: str | None = None,
@@ -99,31 +109,24 @@ def image_folders(
     primary: Mapping[str, Any] | None = None,
     harmful: Mapping[str, Any] | None = None,
     benign: Mapping[str, Any] | None = None,
-    val_fraction: float = 0.1,
-    test_fraction: float = 0.2,
+    val_fraction: Fraction = 0.1,
+    test_fraction: Fraction = 0.2,
     split_seed: int = 0,
     on_bad_image: Literal["error", "skip"] = "error",
     augment: bool = False,
-    size: int | None = None,
-    crop_pct: float | None = None,
-    batch_size: int = 64,
-    workers: int = 0,
+    size: AtLeastOne | None = None,
+    crop_pct: Share | None = None,
+    batch_size: AtLeastOne = 64,
+    workers: Count = 0,
     cache: str | None = "~/.cache/immunization/activations",
-    cache_limit: float = 20.0,
+    cache_limit: NonNegative = 20.0,
     name: str = "image_folders",
 ) -> ImagePair:
     """Tasks from folders of images or from timm's sources; conf/dataset/image_folders.yaml describes the options.
 
     Raises ConfigError for an option that cannot be, DataError for folders that are absent, empty or do not agree.
     """
-    checks.choice("dataset.on_bad_image", on_bad_image, ("error", "skip"))
-    checks.fractions(val_fraction, test_fraction)
-    if batch_size < 1 or workers < 0 or cache_limit < 0:
-        raise ConfigError("dataset.batch_size must be at least 1, dataset.workers and dataset.cache_limit at least 0")
-    if size is not None and size < 1:
-        raise ConfigError(f"dataset.size={size}: must be at least 1, or null for the model's own")
-    if crop_pct is not None and not 0 < crop_pct <= 1:
-        raise ConfigError(f"dataset.crop_pct={crop_pct}: must be in (0, 1], or null for the model's own")
+    check_training_rows(val_fraction, test_fraction)
     sources = {"primary": (primary_root, primary), "harmful": (harmful_root, harmful), "benign": (benign_root, benign)}
     tasks = {}
     for role, (root, options) in sources.items():
@@ -159,18 +162,19 @@ class Digits(Dataset):
         return Image.fromarray(self.pixels[i]), int(self.labels[i])
 
 
+@checked("dataset")
 def digits_deep(
     primary: Sequence[int] = (0, 1, 2, 3),
     harmful: Sequence[int] = (4, 5, 6),
     benign: Sequence[int] | None = (7, 8, 9),
-    val_fraction: float = 0.1,
-    test_fraction: float = 0.25,
+    val_fraction: Fraction = 0.1,
+    test_fraction: Fraction = 0.25,
     split_seed: int = 0,
-    size: int = 32,
+    size: AtLeastOne = 32,
     name: str = "digits_deep",
 ) -> ImagePair:
     """scikit-learn's digits as images for a small net; conf/dataset/digits_deep.yaml describes the options."""
-    checks.fractions(val_fraction, test_fraction)
+    check_training_rows(val_fraction, test_fraction)
     roles = {"primary": primary, "harmful": harmful} | ({} if benign is None else {"benign": benign})
     for role, classes in roles.items():
         if len(classes) < 2 or len(set(classes)) < len(classes) or not set(classes) <= set(range(10)):
@@ -208,11 +212,11 @@ def _open_task(
     source: str = "",
     train: str = "train",
     test: str = "val",
-    crop: str | None = None,
+    crop: Crop | None = None,
     outputs: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> ImageTask:
-    checks.choice(f"dataset.{role}.crop", crop, CROPS)
+    check_value(f"dataset.{role}.crop", crop, Crop | None)
     generator = torch.Generator().manual_seed(split_seed)
     folder = None if root is None else Path(root).expanduser()
     if source:

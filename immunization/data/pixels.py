@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from immunization import checks
+from immunization.checks import AtLeastOne, Digit, Fraction, check_training_rows, checked
 from immunization.data.preparation import finish, split_rows
 from immunization.data.task import Origin, Split, Task, TaskPair
 from immunization.errors import ConfigError, DataError
@@ -48,15 +48,16 @@ def sklearn_digits() -> tuple[Tensor, Tensor]:
     return torch.from_numpy(pixels), torch.from_numpy(labels)
 
 
+@checked("dataset")
 def digits(
     seed: int,
-    primary: int = 0,
-    harmful: int = 1,
-    benign: int | None = None,
+    primary: Digit = 0,
+    harmful: Digit = 1,
+    benign: Digit | None = None,
     protocol: Protocol = "one_vs_rest",
-    max_samples: int | None = None,
-    val_fraction: float = 0.2,
-    test_fraction: float = 0.2,
+    max_samples: AtLeastOne | None = None,
+    val_fraction: Fraction = 0.2,
+    test_fraction: Fraction = 0.2,
     common_range: bool = False,
     name: str = "digits",
 ) -> TaskPair:
@@ -64,8 +65,8 @@ def digits(
 
     Raises ConfigError for an option that cannot be.
     """
-    roles = _check_options(primary, harmful, benign, protocol, max_samples)
-    checks.fractions(val_fraction, test_fraction)
+    roles = _roles(primary, harmful, benign)
+    check_training_rows(val_fraction, test_fraction)
     pixels, labels = sklearn_digits()
     rows = split_rows(labels, val_fraction, test_fraction, torch.Generator().manual_seed(seed))
     sources = dict.fromkeys(rows, ("sklearn.datasets.load_digits()", 0))
@@ -73,14 +74,15 @@ def digits(
     return finish(_pair(name, images, roles, protocol, max_samples, seed), common_range)
 
 
+@checked("dataset")
 def mnist(
     seed: int,
-    primary: int = 0,
-    harmful: int = 1,
-    benign: int | None = None,
+    primary: Digit = 0,
+    harmful: Digit = 1,
+    benign: Digit | None = None,
     protocol: Protocol = "one_vs_rest",
-    max_samples: int | None = None,
-    val_fraction: float = 0.1,
+    max_samples: AtLeastOne | None = None,
+    val_fraction: Fraction = 0.1,
     root: str = "~/.cache/immunization/mnist",
     download: bool = True,
     common_range: bool = False,
@@ -90,44 +92,38 @@ def mnist(
 
     Raises ConfigError for an option that cannot be, DataError for files that are absent or damaged.
     """
-    roles = _check_options(primary, harmful, benign, protocol, max_samples)
+    roles = _roles(primary, harmful, benign)
     images = _torchvision_images("MNIST", root, download, val_fraction, seed)
     release = (0.1307, 0.3081) if protocol == "authors" else None
     return finish(_pair(name, images, roles, protocol, max_samples, seed, release), common_range)
 
 
+@checked("dataset")
 def fashion_mnist(
     seed: int,
-    primary: int = 0,
-    harmful: int = 1,
-    benign: int | None = None,
+    primary: Digit = 0,
+    harmful: Digit = 1,
+    benign: Digit | None = None,
     protocol: Protocol = "one_vs_rest",
-    max_samples: int | None = None,
-    val_fraction: float = 0.1,
+    max_samples: AtLeastOne | None = None,
+    val_fraction: Fraction = 0.1,
     root: str = "~/.cache/immunization/fashion_mnist",
     download: bool = True,
     common_range: bool = False,
     name: str = "fashion_mnist",
 ) -> TaskPair:
     """FashionMNIST (D = 784); the options are described in conf/dataset/fashion_mnist.yaml. Raises as `mnist` does."""
-    roles = _check_options(primary, harmful, benign, protocol, max_samples)
+    roles = _roles(primary, harmful, benign)
     images = _torchvision_images("FashionMNIST", root, download, val_fraction, seed)
     return finish(_pair(name, images, roles, protocol, max_samples, seed), common_range)
 
 
-def _check_options(
-    primary: int, harmful: int, benign: int | None, protocol: Protocol, max_samples: int | None
-) -> dict[str, int]:
-    """The class of each role, once all options are found possible."""
+def _roles(primary: int, harmful: int, benign: int | None) -> dict[str, int]:
+    """The class of each role; raises ConfigError where two roles have the same."""
     roles = {"primary": primary, "harmful": harmful} | ({} if benign is None else {"benign": benign})
-    for role, digit in roles.items():
-        checks.choice(f"dataset.{role}", digit, range(10))
     if len(set(roles.values())) < len(roles):
         shown = ", ".join(f"dataset.{role}={digit}" for role, digit in roles.items())
         raise ConfigError(f"{shown}: every task needs a class of its own, choose different ones of 0 to 9")
-    checks.choice("dataset.protocol", protocol, ("one_vs_rest", "authors"))
-    if max_samples is not None and not (isinstance(max_samples, int) and max_samples >= 1):
-        raise ConfigError(f"dataset.max_samples={max_samples}: must be an integer from 1 on, or null for all images")
     return roles
 
 
@@ -206,7 +202,6 @@ def _choose(
 
 def _torchvision_images(family: str, root: str, download: bool, val_fraction: float, seed: int) -> Images:
     """The files of torchvision's class `family`: its test file is the test split, the rest is train and val."""
-    checks.fractions(val_fraction)
     folder = Path(root).expanduser() / family / "raw"
     _provide(family, folder, download)
     (pixels, labels), (test_pixels, test_labels) = (_read_part(folder, part) for part in ("train", "t10k"))

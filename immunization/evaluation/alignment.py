@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from immunization.errors import ConfigError
+from immunization.checks import Share, checked
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import Measures
 from immunization.evaluation.rir import condition_ratios
@@ -72,9 +72,8 @@ class Alignment:
     Array `alignment/cosines` [rank K_P, rank K_H], float32: |cos| between singular vectors.
     """
 
-    def __init__(self, energy: float = 0.95) -> None:
-        if not 0 < energy <= 1:
-            raise ConfigError(f"evaluation.alignment.energy must be above 0 and at most 1, not {energy}")
+    @checked("evaluation.alignment")
+    def __init__(self, energy: Share = 0.95) -> None:
         self.energy = energy
 
     def __call__(self, comparison: Comparison) -> Measures:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from immunization.checks import AtLeastOne, Share, checked
 from immunization.data.task import Task
-from immunization.errors import ConfigError
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import SUFFIX, Measures
 from immunization.theory.probe import Probe
@@ -18,9 +18,8 @@ CHUNK = 2**22
 class NormRatio:
     """Curves ||w_t - w*|| / ||w_0 - w*|| of both tasks by steepest descent with exact line search from 0 (Eq. 16)."""
 
-    def __init__(self, steps: int = 300) -> None:
-        if steps < 1:
-            raise ConfigError(f"evaluation.norm_ratio.steps must be at least 1, not {steps}")
+    @checked("evaluation.norm_ratio")
+    def __init__(self, steps: AtLeastOne = 300) -> None:
         self.steps = steps
 
     def __call__(self, comparison: Comparison) -> Measures:
@@ -42,11 +41,8 @@ class LearningCurves:
     `rfd/<role>`: mean of (baseline - immunized) / baseline up to the baseline's best, where the baseline is above 0.05.
     """
 
-    def __init__(self, octaves: int = 20, share: float = 0.9) -> None:
-        if octaves < 1:
-            raise ConfigError(f"evaluation.learning_curves.octaves must be at least 1, not {octaves}")
-        if not 0 < share <= 1:
-            raise ConfigError(f"evaluation.learning_curves.share must be above 0 and at most 1, not {share}")
+    @checked("evaluation.learning_curves")
+    def __init__(self, octaves: AtLeastOne = 20, share: Share = 0.9) -> None:
         self.grid = torch.tensor([round(2 ** (j / 4)) for j in range(4 * octaves + 1)])
         self.share = share
 

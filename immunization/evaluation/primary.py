@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from immunization.errors import ConfigError
+from immunization.checks import NonNegative, checked
 from immunization.evaluation.comparison import Comparison, held_out
 from immunization.evaluation.measures import SUFFIX, Measures
 from immunization.evaluation.rir import condition_ratios
@@ -76,9 +76,8 @@ class Definition:
     holds and 0 where it does not.
     """
 
-    def __init__(self, tolerance: float = 0.01) -> None:
-        if not tolerance >= 0:
-            raise ConfigError(f"evaluation.definition.tolerance must be at least 0, not {tolerance}")
+    @checked("evaluation.definition")
+    def __init__(self, tolerance: NonNegative = 0.01) -> None:
         self.tolerance = tolerance
 
     def __call__(self, comparison: Comparison) -> Measures:

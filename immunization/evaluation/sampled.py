@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from immunization.errors import ConfigError
+from immunization.checks import AtLeastOne, AtLeastTwo, checked
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import SUFFIX, Measures
 from immunization.theory import spectrum
@@ -19,9 +19,8 @@ class SampledRatio:
     task has rows for fewer groups, these are used and flagged.
     """
 
-    def __init__(self, groups: int = 20, samples: int = 100, seed: int = 0) -> None:
-        if groups < 1 or samples < 2:
-            raise ConfigError("evaluation.sampled: groups must be at least 1, samples at least 2")
+    @checked("evaluation.sampled")
+    def __init__(self, groups: AtLeastOne = 20, samples: AtLeastTwo = 100, seed: int = 0) -> None:
         self.groups, self.samples, self.seed = groups, samples, seed
 
     @torch.no_grad()

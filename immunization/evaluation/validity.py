@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from immunization.errors import ConfigError
+from immunization.checks import NonNegative, checked
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import Measures
 from immunization.evaluation.primary import retrained_head
@@ -24,9 +24,8 @@ class Validity:
     `train_mode`: a batch norm or dropout layer is in train mode while features are taken.
     """
 
-    def __init__(self, tolerance: float = 0.01) -> None:
-        if not tolerance >= 0:
-            raise ConfigError(f"evaluation.validity.tolerance must be at least 0, not {tolerance}")
+    @checked("evaluation.validity")
+    def __init__(self, tolerance: NonNegative = 0.01) -> None:
         self.tolerance = tolerance
 
     @torch.no_grad()

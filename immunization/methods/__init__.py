@@ -7,6 +7,7 @@ from immunization.methods.imma import IMMA
 from immunization.methods.learning_curve import LearningCurve
 from immunization.methods.learning_curve_net import LearningCurveNet
 from immunization.methods.opt_kappa import OptKappa
+from immunization.methods.released_condition_number import ReleasedConditionNumber
 from immunization.methods.unchanged import Identity, Unmodified
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "Method",
     "OptKappa",
     "RIllOnly",
+    "ReleasedConditionNumber",
     "Unmodified",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from immunization.checks import nonnegative
+from immunization.checks import AtLeastOne, AtLeastTwo, Count, NonNegative, checked
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
 from immunization.models.base import Batch, Model
@@ -39,21 +39,14 @@ class Method:
     alone = False
     """Whether a step takes gradients or features of its own, and so needs all rows of a batch in one process."""
 
+    @checked("method")
     def __init__(
         self,
-        epochs: int = 0,
-        batch_size: int | None = None,
-        patience: int | None = None,
-        max_accuracy_drop: float | None = None,
+        epochs: Count = 0,
+        batch_size: AtLeastTwo | None = None,
+        patience: AtLeastOne | None = None,
+        max_accuracy_drop: NonNegative | None = None,
     ) -> None:
-        if epochs < 0:
-            raise ConfigError(f"method.epochs must be at least 0, not {epochs}")
-        if batch_size is not None and batch_size < 2:
-            raise ConfigError(f"method.batch_size must be at least 2, or null for full batches, not {batch_size}")
-        if patience is not None and patience < 1:
-            raise ConfigError(f"method.patience must be at least 1, or null for all epochs, not {patience}")
-        if max_accuracy_drop is not None:
-            nonnegative(max_accuracy_drop=max_accuracy_drop)
         self.epochs, self.batch_size, self.patience = epochs, batch_size, patience
         self.max_accuracy_drop = max_accuracy_drop
         self.flags: dict[str, str] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from immunization.checks import nonnegative
+from immunization.checks import Count, NonNegative, checked
 from immunization.data.task import TaskPair
 from immunization.methods.base import Method
 from immunization.methods.linear_map import fit_head, linear_map, probe_of_inputs
@@ -23,16 +23,16 @@ class ClosedForm(Method):
 
     folds = True
 
+    @checked("method")
     def __init__(
         self,
-        epochs: int = 0,
-        primary_ratio: float = 1.0,
-        ridge: float = 0.0,
+        epochs: Count = 0,
+        primary_ratio: NonNegative = 1.0,
+        ridge: NonNegative = 0.0,
         spread: Spread = "geometric",
         rotate: bool = True,
     ) -> None:
         super().__init__()
-        nonnegative(primary_ratio=primary_ratio, ridge=ridge)
         self.primary_ratio, self.ridge, self.spread, self.rotate = primary_ratio, ridge, spread, rotate
 
     @torch.no_grad()

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from immunization.checks import below_one, even_power, nonnegative
+from immunization.checks import AtLeastOne, AtLeastTwo, Count, EvenPower, Fraction, NonNegative, checked
 from immunization.compute import distributed
 from immunization.data.task import TaskPair
-from immunization.errors import ConfigError
 from immunization.methods.base import Method
 from immunization.models.base import Batch, Model
 from immunization.theory.preconditioning import Precondition
@@ -34,41 +33,29 @@ class ConditionNumber(Method):
     is the paper's, the largest one against the mean square over all D. That has a kink wherever the largest eigenvalues
     meet, where it takes them itself, and Adam across kinks makes of a last bit other digits.
     The gradients of both regularizers are multiplied by K_P^-1 and K_H^-1 (`precondition`: `cancelled`, where K drops
-    out exactly; `ridge`, with K + `ridge` I; `pinv`; `none`). `side="output"` (of ridge) and `rank="full"` (k = D in
-    R_ill whatever the rank) are the released code's. `balance=True` scales both weights so that at theta_0 the gradient
-    of each regularizer is as long as that of the loss; lambda_P and lambda_H are then multiples of that scale.
+    out exactly; `ridge`, with K + `ridge` I; `pinv`; `none`). `balance=True` scales both weights so that at theta_0 the
+    gradient of each regularizer is as long as that of the loss; lambda_P and lambda_H are then multiples of that scale.
     """
 
+    @checked("method")
     def __init__(
         self,
-        lambda_P: float,
-        lambda_H: float,
-        epochs: int,
-        batch_size: int | None = None,
-        power: float = 10,
+        lambda_P: NonNegative,
+        lambda_H: NonNegative,
+        epochs: Count,
+        batch_size: AtLeastTwo | None = None,
+        power: EvenPower = 10,
         precondition: Precondition = "cancelled",
-        ridge: float = 1.0,
-        ridge_harmful: float | None = None,
-        side: Literal["input", "output"] = "input",
-        rank: Literal["data", "full"] = "data",
-        balance: bool = False,
-        smoothing: float = 0.0,
-        max_accuracy_drop: float | None = None,
-        patience: int | None = None,
+        ridge: NonNegative = 1.0,
+        balance: bool = True,
+        smoothing: Fraction = 0.0,
+        max_accuracy_drop: NonNegative | None = None,
+        patience: AtLeastOne | None = None,
     ) -> None:
         super().__init__(epochs, batch_size, patience, max_accuracy_drop)
-        nonnegative(lambda_P=lambda_P, lambda_H=lambda_H, ridge=ridge)
-        below_one(smoothing=smoothing)
-        if ridge_harmful is not None:
-            nonnegative(ridge_harmful=ridge_harmful)
-        if side == "output" and precondition != "ridge":
-            raise ConfigError(f"method.side=output needs method.precondition=ridge, not {precondition}")
-        even_power(power)
-        self.power = power
-        self.lambda_P, self.lambda_H, self.balance, self.smoothing = lambda_P, lambda_H, balance, smoothing
-        self.full_rank = rank == "full"
-        self.well = {"mode": precondition, "ridge": ridge, "side": side}
-        self.ill = {**self.well, "ridge": ridge if ridge_harmful is None else ridge_harmful}
+        self.power, self.balance, self.smoothing = power, balance, smoothing
+        self.lambda_P, self.lambda_H = lambda_P, lambda_H
+        self.preconditioner_P = self.preconditioner_H = {"mode": precondition, "ridge": ridge}
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
@@ -80,26 +67,30 @@ class ConditionNumber(Method):
             )
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
-        rank = harmful.x.shape[1] if self.full_rank else harmful.rank
         bare = model.linear_map() is not None and primary.root is not None
-        if bare and self.well["mode"] == "cancelled" and self.scale_P is not None:
-            return self._by_hand(model, primary, harmful, rank)
+        if bare and self.preconditioner_P["mode"] == "cancelled" and self.scale_P is not None:
+            return self._by_hand(model, primary, harmful)
         logits, features = model.outputs(primary)
         loss = self.pair.primary.loss(logits, primary.y, self.smoothing)
-        r_well = partial(r_well_of_features, rank=self._rank(primary), power=self.power)
-        well = model.hessian_term(r_well, primary, **self.well, features=features)
-        ill = model.hessian_term(partial(r_ill_of_features, rank=rank), harmful, **self.ill)
+        r_well = partial(r_well_of_features, rank=self.rank_of_r_well(primary), power=self.power)
+        r_ill = partial(r_ill_of_features, rank=self.rank_of_r_ill(harmful))
+        well = model.hessian_term(r_well, primary, **self.preconditioner_P, features=features)
+        ill = model.hessian_term(r_ill, harmful, **self.preconditioner_H)
         if self.scale_P is None:
             self._balance(model, loss, well, ill)
         total = loss + self.lambda_P * self.scale_P * well + self.lambda_H * self.scale_H * ill
         return {"loss": total, "task_loss": loss, "r_well": well, "r_ill": ill}
 
-    def _rank(self, primary: Batch) -> int:
+    def rank_of_r_well(self, primary: Batch) -> int:
         """k of R_well: the paper's counts all dimensions, also those that the primary features lack."""
         return primary.x.shape[1] if self.power == math.inf else primary.rank
 
+    def rank_of_r_ill(self, harmful: Batch) -> int:
+        """k of R_ill: sigma_k is the smallest singular value that the harmful features have."""
+        return harmful.rank
+
     @torch.no_grad()
-    def _by_hand(self, model: Model, primary: Batch, harmful: Batch, rank: int) -> dict[str, Tensor]:
+    def _by_hand(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         """The same terms and gradients: both regularizers share a product with theta, and no graph is kept."""
         theta, omega = model.linear_map(), model.head.weight
         weight_P, weight_H = self.lambda_P * self.scale_P, self.lambda_H * self.scale_H
@@ -107,8 +98,8 @@ class ConditionNumber(Method):
         with torch.enable_grad():
             loss = self.pair.primary.loss(logits, primary.y, self.smoothing)
             (residual,) = torch.autograd.grad(loss, logits)
-        r_well = partial(r_well_slope, rank=self._rank(primary), power=self.power, weight=2 * weight_P)
-        r_ill = partial(r_ill_slope, rank=rank, weight=2 * weight_H)
+        r_well = partial(r_well_slope, rank=self.rank_of_r_well(primary), power=self.power, weight=2 * weight_P)
+        r_ill = partial(r_ill_slope, rank=self.rank_of_r_ill(harmful), weight=2 * weight_H)
         well, slope = hessian_slope(triangular_product(primary.root, theta).double(), r_well)
         ill, slope_H = hessian_slope(triangular_product(harmful.root, theta).double(), r_ill)
         correlation = primary.x.mT @ residual
@@ -141,12 +132,13 @@ class RIllOnly(Method):
     swallows the gradient.
     """
 
+    @checked("method")
     def __init__(
         self,
-        epochs: int,
-        batch_size: int | None = None,
+        epochs: Count,
+        batch_size: AtLeastTwo | None = None,
         normalize: bool = False,
-        max_accuracy_drop: float | None = None,
+        max_accuracy_drop: NonNegative | None = None,
     ) -> None:
         super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
         self.normalize = normalize

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from immunization.checks import nonnegative
+from immunization.checks import AtLeastTwo, Count, NonNegative, checked
 from immunization.data.task import Task, TaskPair
-from immunization.errors import ConfigError
 from immunization.methods.base import Method
 from immunization.models.base import Batch, Model
 
@@ -32,25 +31,21 @@ class IMMA(Method):
 
     alone = True
 
+    @checked("method")
     def __init__(
         self,
-        epochs: int,
-        batch_size: int | None = None,
-        inner_steps: int = 1,
-        inner_lr: float = 0.1,
-        head_steps: int = 1,
-        head_lr: float = 0.5,
-        weight: float = 1.0,
-        cap: float | None = None,
+        epochs: Count,
+        batch_size: AtLeastTwo | None = None,
+        inner_steps: Count = 1,
+        inner_lr: NonNegative = 0.1,
+        head_steps: Count = 1,
+        head_lr: NonNegative = 0.5,
+        weight: NonNegative = 1.0,
+        cap: NonNegative | None = None,
         mode: Literal["unroll", "first_order"] = "unroll",
-        max_accuracy_drop: float | None = None,
+        max_accuracy_drop: NonNegative | None = None,
     ) -> None:
         super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
-        nonnegative(inner_steps=inner_steps, inner_lr=inner_lr, head_steps=head_steps, head_lr=head_lr, weight=weight)
-        if cap is not None:
-            nonnegative(cap=cap)
-        if mode not in ("unroll", "first_order"):
-            raise ConfigError(f"method.mode must be 'unroll' or 'first_order', not {mode!r}")
         self.inner_steps, self.inner_lr, self.head_steps, self.head_lr = inner_steps, inner_lr, head_steps, head_lr
         self.weight, self.cap, self.unroll = weight, math.inf if cap is None else cap, mode == "unroll"
 

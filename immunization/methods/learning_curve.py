@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from immunization.checks import nonnegative
+from immunization.checks import AtLeastOne, Count, NonNegative, checked
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.base import Method
@@ -92,22 +92,20 @@ class LearningCurve(Method):
 
     folds = True
 
+    @checked("method")
     def __init__(
         self,
-        epochs: int,
+        epochs: Count,
         horizon: int | Sequence[int] = 17,
-        lambda_P: float = 1.0,
-        lambda_H: float = 1.0,
-        benign_weight: float = 0.3,
+        lambda_P: NonNegative = 1.0,
+        lambda_H: NonNegative = 1.0,
+        benign_weight: NonNegative = 0.3,
         targets: Literal["labels", "baseline", "auto"] = "labels",
         centered: bool = False,
-        patience: int | None = None,
+        patience: AtLeastOne | None = 100,
         rotate: bool = True,
     ) -> None:
         super().__init__(epochs, patience=patience)
-        nonnegative(lambda_P=lambda_P, lambda_H=lambda_H, benign_weight=benign_weight)
-        if targets not in ("labels", "baseline", "auto"):
-            raise ConfigError(f"method.targets must be 'labels', 'baseline' or 'auto', not {targets!r}")
         self.lambda_P, self.lambda_H, self.benign_weight = lambda_P, lambda_H, benign_weight
         self.grid, self.targets, self.centered, self.rotate = horizons(horizon), targets, centered, rotate
 

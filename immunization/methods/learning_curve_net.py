@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from immunization.checks import below_one, nonnegative
+from immunization.checks import AtLeastTwo, Count, Fraction, NonNegative, checked
 from immunization.data.task import Task, TaskPair
 from immunization.methods.base import Method
 from immunization.methods.learning_curve import excess_curves, horizons
@@ -20,21 +20,20 @@ class LearningCurveNet(Method):
     net. L(D_P) is cross-entropy with label smoothing on the model's own head and keeps the primary task.
     """
 
+    @checked("method")
     def __init__(
         self,
-        epochs: int,
-        batch_size: int | None = None,
+        epochs: Count,
+        batch_size: AtLeastTwo | None = 64,
         horizon: int | Sequence[int] = 11,
-        weight: float = 1.0,
-        lambda_P: float = 1.0,
-        lambda_H: float = 1.0,
-        benign_weight: float = 0.3,
-        smoothing: float = 0.1,
-        max_accuracy_drop: float | None = None,
+        weight: NonNegative = 1.0,
+        lambda_P: NonNegative = 1.0,
+        lambda_H: NonNegative = 1.0,
+        benign_weight: NonNegative = 0.3,
+        smoothing: Fraction = 0.1,
+        max_accuracy_drop: NonNegative | None = None,
     ) -> None:
         super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
-        nonnegative(weight=weight, lambda_P=lambda_P, lambda_H=lambda_H, benign_weight=benign_weight)
-        below_one(smoothing=smoothing)
         self.weight, self.lambda_P, self.lambda_H = weight, lambda_P, lambda_H
         self.benign_weight, self.smoothing, self.grid = benign_weight, smoothing, horizons(horizon)
 

@@ -8,9 +8,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from immunization.checks import below_one, even_power
+from immunization.checks import AtLeastOne, AtLeastTwo, Count, EvenPower, Fraction, NonNegative, checked
 from immunization.data.task import TaskPair
-from immunization.errors import ConfigError
 from immunization.methods.base import Method
 from immunization.methods.linear_map import fit_head, probe_of_inputs
 from immunization.models.base import Batch, Model
@@ -31,23 +30,20 @@ class OptKappa(Method):
     optimizer lead. The optimizer trains the head. Trained nets follow the plain gradient, beside L(D_P).
     """
 
+    @checked("method")
     def __init__(
         self,
-        epochs: int,
-        batch_size: int | None = None,
+        epochs: Count,
+        batch_size: AtLeastTwo | None = None,
         form: Literal["raw", "log"] = "raw",
-        power: float | None = None,
-        rate: float = 0.1,
-        max_accuracy_drop: float | None = None,
-        patience: int | None = None,
+        power: EvenPower | None = None,
+        rate: Fraction = 0.1,
+        max_accuracy_drop: NonNegative | None = None,
+        patience: AtLeastOne | None = None,
     ) -> None:
         super().__init__(epochs, batch_size, patience, max_accuracy_drop)
-        if form not in ("raw", "log"):
-            raise ConfigError(f"method.form must be 'raw' or 'log', not {form!r}")
-        self.power = (math.inf if form == "raw" else SMOOTH) if power is None else power
-        even_power(self.power)
-        below_one(rate=rate)
-        self.form, self.rate = form, rate
+        usual = math.inf if form == "raw" else SMOOTH
+        self.form, self.power, self.rate = form, usual if power is None else power, rate
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)

@@ -1,12 +1,14 @@
 """Methods that do nothing: the baseline, and models that are immunized already."""
 
+from immunization.checks import Count, checked
 from immunization.methods.base import Method
 
 
 class Identity(Method):
     """theta_I = theta_0; `epochs` is accepted so that sweeps can mix methods, and ignored."""
 
-    def __init__(self, epochs: int = 0) -> None:
+    @checked("method")
+    def __init__(self, epochs: Count = 0) -> None:
         super().__init__()
 
 

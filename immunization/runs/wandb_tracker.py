@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from immunization.errors import ConfigError
+from immunization.checks import Positive, checked
 from immunization.runs import strict_json
 from immunization.runs.result import Result
 from immunization.runs.tracker import Tracker
@@ -31,15 +31,14 @@ class Wandb(Tracker):
     `wandb sync` uploads later. There is never a prompt.
     """
 
+    @checked("tracker")
     def __init__(
         self,
         project: str = "immunization",
         entity: str | None = None,
         mode: Literal["auto", "online", "offline", "disabled"] = "auto",
-        timeout: float = 30.0,
+        timeout: Positive = 30.0,
     ) -> None:
-        if not timeout > 0:
-            raise ConfigError(f"tracker.timeout must be a number of seconds above 0, not {timeout!r}")
         self.project, self.entity, self.mode, self.timeout = project, entity, mode, timeout
         self.run: wandb.Run | None = None
         self.failing = False

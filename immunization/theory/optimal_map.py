@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from immunization.checks import nonnegative
+from immunization.checks import NonNegative, checked
 from immunization.errors import ConfigError, DataError, DegenerateSpectrum
 from immunization.theory import spectrum
 from immunization.theory.probe import Probe
@@ -16,11 +16,12 @@ from immunization.theory.probe import Probe
 Spread = Literal["geometric", "linear", "step"]
 
 
+@checked("method")
 def optimal_map(
     root_p: Tensor,
     root_h: Tensor,
     primary_ratio: float = 1.0,
-    ridge: float = 0.0,
+    ridge: NonNegative = 0.0,
     spread: Spread = "geometric",
     generator: torch.Generator | None = None,
 ) -> Tensor:
@@ -46,7 +47,6 @@ def optimal_map(
     """
     if root_p.shape[1] != root_h.shape[1]:
         raise DataError(f"the tasks have different numbers of features: {root_p.shape[1]} and {root_h.shape[1]}")
-    nonnegative(ridge=ridge)
     kappa, s_p, v_p = _spectrum(root_p, 0.0, "primary")
     lowest = 1 / kappa
     if not lowest * (1 - 1e-9) <= primary_ratio <= 1:
@@ -95,10 +95,8 @@ def _spread(k: int, size: int, top: float, spread: Spread) -> Tensor:
         delta[:k] = torch.logspace(math.log10(top), 0, k, dtype=torch.float64)
     elif spread == "linear":
         delta[:k] = torch.linspace(top, 1, k, dtype=torch.float64)
-    elif spread == "step":
-        delta[: k // 2] = top
     else:
-        raise ConfigError(f"method.spread must be 'geometric', 'linear' or 'step', not {spread!r}")
+        delta[: k // 2] = top
     return delta
 
 

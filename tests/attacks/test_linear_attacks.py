@@ -181,11 +181,11 @@ def test_what_cannot_be_attacked_says_why():
 @pytest.mark.parametrize(
     ("attack", "message"),
     [
-        (lambda: LinearProbe(steps=0), "steps must be at least 1"),
-        (lambda: LinearProbe(samples=0), "samples must be at least 1"),
-        (lambda: LinearProbe(scaling="rows"), "scaling must be none, columns or standard"),
+        (lambda: LinearProbe(steps=0), "steps must be an integer of at least 1"),
+        (lambda: LinearProbe(samples=0), "samples must be an integer of at least 1, or null"),
+        (lambda: LinearProbe(scaling="rows"), "scaling must be one of none, columns, standard"),
         (lambda: Adam(rates=[]), "learning rates must be a list of numbers"),
-        (lambda: Undo("guess"), "how must be relearn or strip"),
+        (lambda: Undo("guess"), "how must be one of relearn, strip"),
     ],
 )
 def test_wrong_settings_are_named(attack, message):

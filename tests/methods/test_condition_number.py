@@ -62,7 +62,7 @@ def test_condition_number_is_algorithm_1(mode, side, rank, rows, classes, compre
     pair = make_pair(rows, classes=classes)
     model = Linear(pair, "random")
     options = {"precondition": mode, "side": side, "rank": rank, "ridge": 0.3, "ridge_harmful": 0.7}
-    method = ConditionNumber(0.2, 0.5, epochs=1, power=power, **options)
+    method = ConditionNumber(0.2, 0.5, epochs=1, power=power, **options, balance=False)
     method.setup(model, pair)
     primary, harmful = full_batches(pair)
     if not compressed:
@@ -90,7 +90,7 @@ def test_condition_number_is_algorithm_1(mode, side, rank, rows, classes, compre
 
 def test_label_smoothing_is_that_of_the_primary_loss():
     pair = make_pair(classes=3)
-    model, method = Linear(pair, "random"), ConditionNumber(0.0, 0.0, epochs=1, smoothing=0.3)
+    model, method = Linear(pair, "random"), ConditionNumber(0.0, 0.0, epochs=1, smoothing=0.3, balance=False)
     method.setup(model, pair)
     primary, harmful = full_batches(pair)
     smoothed = torch.nn.functional.cross_entropy(model(primary.x), primary.y, label_smoothing=0.3)
@@ -132,7 +132,7 @@ def test_balance_of_a_head_at_zero_is_among_the_regularizers():
 def test_singular_k_without_ridge_names_the_ridge():
     x = torch.cat([gaussian(30, 3, seed=0), torch.zeros(30, 1, dtype=torch.float64)], 1)
     pair = TaskPair("pair", task(x, x[:, 0]), task(x, x[:, 1]))
-    method = ConditionNumber(1.0, 1.0, epochs=1, batch_size=10, precondition="ridge", ridge=0.0)
+    method = ConditionNumber(1.0, 1.0, epochs=1, batch_size=10, precondition="ridge", ridge=0.0, balance=False)
     with pytest.raises(DegenerateSpectrum, match=r"method\.ridge=0 too small"):
         fit(method, pair, torch.optim.SGD, 1e-3)
 

@@ -7,7 +7,7 @@ import torch
 from helpers.methods import fit, full_batches, make_pair
 
 from immunization.errors import ConfigError
-from immunization.methods import IMMA, ConditionNumber, Identity, OptKappa, RIllOnly
+from immunization.methods import IMMA, ConditionNumber, Identity, OptKappa, ReleasedConditionNumber, RIllOnly
 from immunization.models import Linear
 from immunization.theory.spectrum import condition_number
 from immunization.training.batches import PairedBatches
@@ -16,8 +16,12 @@ from immunization.training.loop import train
 pytestmark = pytest.mark.trains
 
 METHODS = {
-    "condition_number": lambda **options: ConditionNumber(1.0, 1.0, **options),
-    "condition_number, ridge": lambda **options: ConditionNumber(1.0, 1.0, precondition="ridge", **options),
+    "condition_number": lambda **options: ConditionNumber(1.0, 1.0, balance=False, **options),
+    "condition_number, ridge": lambda **options: ConditionNumber(
+        1.0, 1.0, precondition="ridge", balance=False, **options
+    ),
+        1.0, 1.0, precondition="ridge", **options, balance=False
+    ),
     "r_ill_only": RIllOnly,
     "opt_kappa, raw": OptKappa,
     "opt_kappa, log": lambda **options: OptKappa(form="log", **options),
@@ -88,17 +92,17 @@ def test_names_are_those_of_the_yaml_files():
 @pytest.mark.parametrize(
     ("make", "key"),
     [
-        (lambda: ConditionNumber(-1.0, 1.0, epochs=1), "lambda_P"),
-        (lambda: ConditionNumber(1.0, math.nan, epochs=1), "lambda_H"),
-        (lambda: ConditionNumber(1.0, 1.0, epochs=1, ridge=-1.0), "ridge"),
-        (lambda: ConditionNumber(1.0, 1.0, epochs=1, ridge_harmful=-1.0), "ridge_harmful"),
-        (lambda: ConditionNumber(1.0, 1.0, epochs=1, smoothing=1.0), "smoothing"),
-        (lambda: ConditionNumber(1.0, 1.0, epochs=1, side="output"), "side"),
-        (lambda: ConditionNumber(1.0, 1.0, epochs=1, power=7), "power"),
-        (lambda: ConditionNumber(1.0, 1.0, epochs=1, power=0), "power"),
-        (lambda: ConditionNumber(1.0, 1.0, epochs=1, power=-math.inf), "power"),
-        (lambda: ConditionNumber(1.0, 1.0, epochs=1, power=math.nan), "power"),
-        (lambda: ConditionNumber(1.0, 1.0, epochs=1, power=66), "power"),
+        (lambda: ConditionNumber(-1.0, 1.0, epochs=1, balance=False), "lambda_P"),
+        (lambda: ConditionNumber(1.0, math.nan, epochs=1, balance=False), "lambda_H"),
+        (lambda: ConditionNumber(1.0, 1.0, epochs=1, ridge=-1.0, balance=False), "ridge"),
+        (lambda: ReleasedConditionNumber(1.0, 1.0, epochs=1, ridge_harmful=-1.0), "ridge_harmful"),
+        (lambda: ConditionNumber(1.0, 1.0, epochs=1, smoothing=1.0, balance=False), "smoothing"),
+        (lambda: ReleasedConditionNumber(1.0, 1.0, epochs=1, precondition="pinv"), "side"),
+        (lambda: ConditionNumber(1.0, 1.0, epochs=1, power=7, balance=False), "power"),
+        (lambda: ConditionNumber(1.0, 1.0, epochs=1, power=0, balance=False), "power"),
+        (lambda: ConditionNumber(1.0, 1.0, epochs=1, power=-math.inf, balance=False), "power"),
+        (lambda: ConditionNumber(1.0, 1.0, epochs=1, power=math.nan, balance=False), "power"),
+        (lambda: ConditionNumber(1.0, 1.0, epochs=1, power=66, balance=False), "power"),
         (lambda: OptKappa(epochs=1, form="square"), "form"),
         (lambda: OptKappa(epochs=1, power=3), "power"),
         (lambda: OptKappa(epochs=1, form="log", rate=1.0), "rate"),

@@ -24,7 +24,7 @@ def test_paired_batches_cycle_the_primary_task(folders):
 @pytest.mark.parametrize(
     "method",
     [
-        ConditionNumber(1.0, 1.0, 1, 16, precondition="none", smoothing=0.1),
+        ConditionNumber(1.0, 1.0, 1, 16, precondition="none", smoothing=0.1, balance=False),
         OptKappa(1, 16, form="log"),
         LearningCurveNet(1, 16),
     ],

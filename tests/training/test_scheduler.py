@@ -137,7 +137,7 @@ PARTS = ["scheduler=warmup_cosine"]
         ([*COSINE, "scheduler.T_max=nan"], "scheduler.T_max=nan: expected"),
         ([*COSINE, "scheduler.T_max=auto"], "scheduler.T_max='auto': expected"),
         ([*COSINE, "scheduler.T_max=true"], "scheduler.T_max=True: expected"),
-        ([*COSINE, "scheduler.eta_min=low"], "scheduler.eta_min='low': expected a number"),
+        ([*COSINE, "scheduler.eta_min=low"], "scheduler.eta_min must be a number, not 'low'"),
         ([*COSINE, "+scheduler.gamma=3"], "unexpected keyword argument 'gamma'"),
         ([*COSINE, "scheduler._target_=os.system"], "not from a trusted package"),
         ([*COSINE, "scheduler._partial_=false"], "missing 1 required positional argument: 'optimizer'"),
@@ -154,7 +154,7 @@ PARTS = ["scheduler=warmup_cosine"]
         (["scheduler=multistep", "scheduler.milestones=[5,5]"], "each must be above the one before"),
         (["scheduler=multistep", "scheduler.milestones=[0.9,10]"], "each must be above the one before"),
         (["scheduler=multistep", "scheduler.milestones=5"], "scheduler.milestones=5: must be a list"),
-        (["scheduler=exponential", "scheduler.gamma=x"], "scheduler.gamma='x': expected a number"),
+        (["scheduler=exponential", "scheduler.gamma=x"], "scheduler.gamma must be a number, not 'x'"),
         (["scheduler=linear", "scheduler.start_factor=0"], "scheduler: Starting multiplicative factor"),
         (["scheduler=plateau", "scheduler.factor=2"], "scheduler: Factor should be < 1.0"),
         (

@@ -1,0 +1,57 @@
+"""A default stands in the constructor and, for people to see, in the YAML: both say the same in every group."""
+
+import inspect
+from collections import defaultdict
+from functools import cache
+
+import pytest
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+
+from immunization.config import CONF, compose
+from immunization.data import images
+
+COMPONENTS = ("attack", "dataset", "evaluation", "method", "model", "tracker")  # those of torch have torch's defaults
+LISTS = ("attack", "evaluation")  # groups of which a run takes several options
+
+
+@cache
+def options() -> dict[str, dict[str, DictConfig]]:
+    """Every class that YAML files build -> option -> what the option says before a data set changes it."""
+    found = defaultdict(dict)
+    for path in sorted(path for group in COMPONENTS for path in CONF.glob(f"{group}/*.yaml")):
+        group, name = path.parent.name, path.stem
+        if group == "method":  # composed, it would have the hyper-parameters of a data set
+            node = OmegaConf.load(path)
+        else:
+            node = compose([f"{group}=[{name}]" if group in LISTS else f"{group}={name}"])[group]
+            node = node[name] if group in LISTS else node
+        if node is not None:
+            found[node._target_][f"{group}/{name}"] = node
+    return found
+
+
+def differing(target: str, node: DictConfig) -> dict[str, tuple[object, object]]:
+    """Keys of `node` -> its value and the constructor's default, where there is one and it is another."""
+    keys = inspect.signature(get_object(target)).parameters
+    defaults = {name: key.default for name, key in keys.items() if key.default is not inspect.Parameter.empty}
+    values = OmegaConf.to_container(node, resolve=True)
+    both = {name: (values[name], default) for name, default in defaults.items() if name in values}
+    both |= {name: (value, list(default)) for name, (value, default) in both.items() if isinstance(default, tuple)}
+    return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
+
+
+@pytest.mark.parametrize("target", sorted(options()))
+def test_yaml_and_constructor_have_the_same_defaults(target, monkeypatch):
+    """One option of each class; every other one of the same class is a variant, named for what it changes."""
+    for name in ("WANDB_PROJECT", "WANDB_ENTITY"):
+        monkeypatch.delenv(name, raising=False)
+    found = {name: differing(target, node) for name, node in options()[target].items()}
+    if (
+        target == "immunization.data.image_folders"
+    ):  # its mappings spell out the keys that null leaves at their defaults
+        keys = inspect.signature(images._open_task).parameters
+        for role in ("primary", "harmful", "benign"):
+            written, _ = found["dataset/image_folders"].pop(role)
+            assert written == {name: keys[name].default for name in written}
+    assert {} in found.values(), found
