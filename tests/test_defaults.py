@@ -35,7 +35,7 @@ def differing(target: str, node: DictConfig) -> dict[str, tuple[object, object]]
     """Keys of `node` -> its value and the constructor's default, where there is one and it is another."""
     keys = inspect.signature(get_object(target)).parameters
     defaults = {name: key.default for name, key in keys.items() if key.default is not inspect.Parameter.empty}
-    values = OmegaConf.to_container(node, resolve=True)
+    values = {key: value for key, value in OmegaConf.to_container(node, resolve=True).items() if value != "???"}
     both = {name: (values[name], default) for name, default in defaults.items() if name in values}
     both |= {name: (value, list(default)) for name, (value, default) in both.items() if isinstance(default, tuple)}
     return {name: pair for name, pair in both.items() if pair[0] != pair[1]}

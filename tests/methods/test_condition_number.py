@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from immunization.data.task import Split, TaskPair
 from immunization.errors import DegenerateSpectrum
-from immunization.methods import ConditionNumber, RIllOnly
+from immunization.methods import ConditionNumber, ReleasedConditionNumber, RIllOnly
 from immunization.models import Batch, Linear
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
@@ -62,7 +62,7 @@ def test_condition_number_is_algorithm_1(mode, side, rank, rows, classes, compre
     pair = make_pair(rows, classes=classes)
     model = Linear(pair, "random")
     options = {"precondition": mode, "side": side, "rank": rank, "ridge": 0.3, "ridge_harmful": 0.7}
-    method = ConditionNumber(0.2, 0.5, epochs=1, power=power, **options, balance=False)
+    method = ReleasedConditionNumber(0.2, 0.5, epochs=1, power=power, **options)
     method.setup(model, pair)
     primary, harmful = full_batches(pair)
     if not compressed:

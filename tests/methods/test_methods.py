@@ -20,8 +20,6 @@ METHODS = {
     "condition_number, ridge": lambda **options: ConditionNumber(
         1.0, 1.0, precondition="ridge", balance=False, **options
     ),
-        1.0, 1.0, precondition="ridge", **options, balance=False
-    ),
     "r_ill_only": RIllOnly,
     "opt_kappa, raw": OptKappa,
     "opt_kappa, log": lambda **options: OptKappa(form="log", **options),
