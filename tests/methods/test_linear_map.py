@@ -1,0 +1,79 @@
+"""What methods of a linear map share: the centered task, the step that generalizes best, and the refitted head."""
+
+import pytest
+import torch
+from helpers.matrices import gaussian
+from torch.testing import assert_close
+
+from immunization.data.task import SPLITS, Split, Task, TaskPair
+from immunization.methods import LearningCurve, OptKappa
+from immunization.methods.learning_curve import PACE
+from immunization.methods.linear_map import centered_task, generalizing_step, probe_of_inputs
+from immunization.models import Linear
+
+
+def noisy(noise: float, seed: int = 0) -> Task:
+    """A regression on 8 features of falling variance."""
+    parts = []
+    for n in (30, 12, 20):
+        x = gaussian(n, 8, seed=seed + n) * torch.logspace(0, -1, 8).double() + 1.0
+        parts.append(Split(x, x[:, 0] + noise * gaussian(n, seed=seed + n + 1)))
+    return Task("noisy", *parts)
+
+
+def test_the_centered_task_subtracts_the_mean_of_the_training_rows_everywhere():
+    task = noisy(0.1)
+    mean = sum(task.train.x) / len(task.train)
+    for split in SPLITS:
+        assert_close(getattr(centered_task(task), split).x, getattr(task, split).x - mean)
+
+
+@pytest.mark.parametrize("noise", [1e-6, 0.1, 3.0])
+def test_the_step_that_generalizes_best_by_its_definition(noise):
+    """The first of 2^(j/2) within 5 % of the least ||Y - A_t Y||^2 / (N - tr A_t)^2, A_t the hat matrix of t steps."""
+    task = noisy(noise)
+    x, y = task.train.x, task.targets(task.train.y)
+    u, sigma, _ = torch.linalg.svd(x, full_matrices=False)
+    scores = {}
+    for j in range(41):
+        t = 2 ** (j / 2)
+        hat = u * (1 - (1 - (sigma / sigma[0]) ** 2) ** t) @ u.T
+        scores[t] = ((y - hat @ y).square().sum() / (len(x) - hat.trace()) ** 2).item()
+    least = min(scores.values())
+    expected = next(t for t, score in scores.items() if score <= 1.05 * least)
+    assert generalizing_step(probe_of_inputs(task), task) == pytest.approx(expected)
+
+
+def test_the_aim_runs_ahead_of_the_baselines_path():
+    """After t steps a primary probe is to stand where the baseline's stands after 1 + PACE (t - 1)."""
+    pair = TaskPair("noisy", noisy(1.0), noisy(0.1, seed=50))
+    method = LearningCurve(1, targets="baseline")
+    method.setup(Linear(pair), pair)
+    probe = probe_of_inputs(pair.primary)
+    steps = 1 + PACE * (method.grid[: len(method.aim)] - 1)
+    followed = steps > generalizing_step(probe, pair.primary)
+    assert followed.any()
+    assert_close(method.aim[followed], probe.residuals(steps)[followed])
+
+
+def test_the_score_of_a_learning_curve_counts_random_labels_by_their_weight():
+    pair = TaskPair("noisy", noisy(0.1), noisy(0.1, seed=50))
+    scores, model = {}, Linear(pair)
+    for weight in (0.0, 2.0):
+        method = LearningCurve(1, benign_weight=weight)
+        method.setup(model, pair)
+        scores[weight] = method.score(model)
+        expected = method.step(model, None, None)["excess_random"].item()
+    assert scores[0.0] - scores[2.0] == pytest.approx(2 * expected)
+    assert expected > 0.01
+
+
+@pytest.mark.trains
+def test_opt_kappa_ends_with_the_head_of_least_squares_on_the_inputs():
+    pair = TaskPair("noisy", noisy(0.1), noisy(0.1, seed=50))
+    model, method = Linear(pair, "random"), OptKappa(epochs=1, form="log")
+    method.setup(model, pair)
+    method.finish(model)
+    x = pair.primary.train.x
+    best = torch.linalg.lstsq(x, pair.primary.targets(pair.primary.train.y)).solution
+    assert_close(model(pair.primary.test.x), pair.primary.test.x @ best)
