@@ -17,6 +17,7 @@ from immunization.attacks import (
     Undo,
     WhitenedProbe,
 )
+from immunization.attacks.base import step_grid
 from immunization.data.task import Split, Task
 
 N, D, C = 90, 6, 3
@@ -103,6 +104,13 @@ def test_an_attacker_stops_at_the_first_maximum_on_validation_rows():
         [1, 2, 4], torch.arange(3), torch.tensor([[0.6, 0.8, 0.8]]), torch.arange(3.0)[None], 0
     )
     assert curve.final == 1.0
+
+
+def test_steps_are_measured_on_a_geometric_grid_that_ends_with_the_last():
+    assert step_grid(10) == [1, 2, 3, 4, 5, 6, 7, 8, 10]
+    assert step_grid(10, per_octave=1) == [1, 2, 4, 8, 10]
+    assert step_grid(8, per_octave=1) == [1, 2, 4, 8]
+    assert step_grid(1) == [1]
 
 
 def test_the_condition_number_of_whitened_features():

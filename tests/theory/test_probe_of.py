@@ -27,6 +27,11 @@ def test_it_is_numpys_least_squares_however_the_rows_come(seed, width, outputs, 
     np.testing.assert_allclose(probe.optimum(), expected, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(probe.root.T @ probe.root, (features.T @ features).double(), atol=30 * rows * eps)
     np.testing.assert_allclose(probe.root.T @ probe.coefficients, features.double().T @ targets, atol=30 * rows * eps)
+    left = probe.residuals(torch.tensor([7]))[0]
+    u = features.double() @ probe.vectors / probe.sigma
+    np.testing.assert_allclose(
+        left, u.T @ (targets - features.double() @ probe.weights(torch.tensor([7]))[0]), atol=30 * rows * eps
+    )
     whole = Probe.of(features, targets, eps)
     torch.testing.assert_close(whole.excess(torch.arange(9)), probe.excess(torch.arange(9)), rtol=1e-9, atol=1e-12)
 
