@@ -206,11 +206,20 @@ def test_impossible_image_options(name):
     fails(ConfigError, "dataset.primary=3", "dataset.harmful=3", call=call, primary=3, harmful=3, **base)
     fails(ConfigError, "dataset.benign=0", call=call, benign=0, **base)
     for digit in (10, -1, "one"):
-        fails(ConfigError, f"dataset.primary={digit}", "0, 1", call=call, primary=digit, **base)
-    fails(ConfigError, "dataset.protocol=all", "one_vs_rest, authors", call=call, protocol="all", **base)
-    fails(ConfigError, "dataset.max_samples=0", call=call, max_samples=0, **base)
+        fails(ConfigError, "dataset.primary must be an integer", f"not {digit!r}", call=call, primary=digit, **base)
+    fails(ConfigError, "dataset.protocol must be one of one_vs_rest, authors", call=call, protocol="all", **base)
+    fails(
+        ConfigError, "dataset.max_samples must be an integer of at least 1, or null", call=call, max_samples=0, **base
+    )
     for fraction in (-0.1, 1.0, "half"):
-        fails(ConfigError, f"dataset.val_fraction={fraction}", call=call, val_fraction=fraction, **base)
+        fails(
+            ConfigError,
+            "dataset.val_fraction must be a number",
+            f"not {fraction!r}",
+            call=call,
+            val_fraction=fraction,
+            **base,
+        )
 
 
 def test_fractions_that_leave_nothing():
@@ -408,8 +417,8 @@ def test_house_prices_bad_columns(table, tmp_path):
     flat.loc[flat.MSZoning == "RL", "Street"] = np.arange(350) % 2
     fails(DataError, "LotArea", "rank 0", **store(flat.replace("FV", "RM"), tmp_path))
     fails(DataError, "LotArea", "target is constant", **store(table.assign(LotArea=7), tmp_path))
-    fails(ConfigError, "dataset.normalize=none", "shared, each", normalize="none", **store(table, tmp_path))
-    fails(ConfigError, "dataset.protocol=paper", "full, authors", protocol="paper", **store(table, tmp_path))
+    fails(ConfigError, "dataset.normalize must be one of shared, each", normalize="none", **store(table, tmp_path))
+    fails(ConfigError, "dataset.protocol must be one of full, authors", protocol="paper", **store(table, tmp_path))
 
 
 @pytest.mark.parametrize(

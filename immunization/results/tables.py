@@ -22,8 +22,8 @@ from immunization.results.screen import MEASURES, NONE, number
 from immunization.results.seed_statistics import Summary, rank_correlation, summarize, ties
 
 METHODS = (
-    *("identity", "r_ill_only", "imma", "opt_kappa", "condition_number", "released_condition_number"),
-    *("closed_form", "learning_curve"),
+    *("identity", "r_ill_only", "imma", "opt_kappa", "condition_number", "closed_form", "learning_curve"),
+    "released_condition_number",
 )
 """The order of rows: the baseline, the paper's methods as in its tables, ours, then any other by name."""
 
