@@ -71,8 +71,11 @@ def _explain(error: Exception) -> str:
     cause = error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
         keys = ", ".join(str(key) for key in cause.parent_node if not str(key).startswith("_"))
-        remedy = f"allowed here are {keys}" if keys else f"choose a {str(cause.full_key).rpartition('.')[0]} first"
-        return f"there is no key {cause.full_key}; {remedy}"
+        group, _, name = str(cause.full_key).rpartition(".")
+        remedy = f"allowed here are {keys}" if keys else f"choose a {group} first"
+        having = [path.stem for path in sorted((CONF / group).glob("*.yaml")) if f"\n{name}: " in path.read_text()]
+        also = f"; {group}={' and '.join(having)} {'has' if len(having) == 1 else 'have'} it" if having else ""
+        return f"there is no key {cause.full_key}; {remedy}{also}"
     if "'hydra/launcher/" in str(error):
         return f"{str(error).splitlines()[0]}: pip install 'immunization[launchers]'"
     if isinstance(error, MissingConfigException):  # a list of options, a tab before each, then where Hydra looked

@@ -26,7 +26,7 @@ from scipy.sparse.linalg import ArpackNoConvergence, eigsh
 
 from immunization.compute.machine import set_threads
 from immunization.config import build, compose
-from immunization.theory.eigenpairs import _dsyevr
+from immunization.theory.eigenpairs import lapack_eigenpair
 from immunization.theory.spectrum import EPS
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
@@ -97,7 +97,7 @@ def main() -> None:
             if sign == -1 and task.rank < pair.dim:
                 continue  # the k-th eigenvalue is inside of the spectrum, next to zeros: no iteration leads there
             gram = (factor.T @ factor).numpy()
-            exact = timed((name, "dsyevr"), partial(_dsyevr, gram, -1 if sign == 1 else -pair.dim))[1][:, 0]
+            exact = timed((name, "dsyevr"), partial(lapack_eigenpair, gram, -1 if sign == 1 else -pair.dim))[1][:, 0]
             for way in (inverse_iteration, lanczos, cold_lanczos) if name in vectors else ():
                 vector = timed((name, way.__name__), partial(way, gram, vectors[name], sign))
                 found[name, way.__name__].append(vector is not None and abs(vector @ exact) > 1 - 1e-8)

@@ -77,10 +77,11 @@ def check(cfg: DictConfig) -> None:
         "resume": bool,
         "figures": bool | None,
         "deterministic": bool,
-        "optimizer.lr": Positive | None,
     }
     for key, hint in hints.items():
         check_value(key, OmegaConf.select(cfg, key), hint)
+    if (lr := cfg.optimizer.get("lr")) is not None:
+        check_value("optimizer.lr", lr, Positive)
     for key in ("tags", "trusted"):
         if not isinstance(cfg[key] or [], list | ListConfig):
             raise ConfigError(f"{key} must be a list, [a,b] on the command line, not {cfg[key]!r}")

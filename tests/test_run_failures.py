@@ -97,7 +97,7 @@ def test_a_fault_of_the_program_is_raised_and_logged_with_its_traceback(tmp_path
 @pytest.mark.parametrize(
     ("overrides", "error", "message"),
     [
-        (["device=tpu"], ConfigError, "device='tpu'"),
+        (["device=tpu"], ConfigError, "device must be one of auto, cpu, cuda, not 'tpu'"),
         (["dataset.harmful=0"], ConfigError, "dataset.primary=0, dataset.harmful=0"),
         (["method.batch_size=1000"], ConfigError, "method.batch_size=1000 is above the 80 training rows"),
         (["optimizer.betas=[2,2]"], ConfigError, "optimizer: Invalid beta"),

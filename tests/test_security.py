@@ -22,7 +22,7 @@ from immunization.config import build, compose, slug
 from immunization.errors import ConfigError, DataError
 from immunization.results.collect import collect
 from immunization.results.page import summarize
-from immunization.training import checkpoint
+from immunization.runs.filenames import CHECKPOINT
 
 QUICK = ("tracker=none", "evaluation=[rir]", "dataset.max_samples=20", "figures=false")
 
@@ -117,7 +117,7 @@ def test_a_checkpoint_that_holds_code_is_not_believed(trap, tmp_path, cut, capsy
     with pytest.raises(KeyboardInterrupt):
         run(options, folder=tmp_path / "run")
     monkeypatch.undo()
-    trap(tmp_path / "run" / checkpoint.FILE)
+    trap(tmp_path / "run" / CHECKPOINT)
     assert run([*options, "resume=true"], folder=tmp_path / "run").status == "completed"
     assert "starts from the beginning" in capsys.readouterr().err
 

@@ -30,8 +30,8 @@ class ConditionNumber(Method):
     """Minimize L(D_P) + lambda_P R_well,p(H_P) + lambda_H R_ill(H_H) (Alg. 1).
 
     `power` is the p of R_well,p = (M_p^2 - M_2^2) / 2, M_p the power mean of the rank(H_P) non-zero eigenvalues; `inf`
-    is the paper's, the largest one against the mean square over all D. That has a kink wherever the largest eigenvalues
-    meet, where it takes them itself, and Adam across kinks makes of a last bit other digits.
+    is the paper's (Eq. 3), the largest eigenvalue against the mean square over all D. It has a kink wherever the
+    largest eigenvalues meet, and its steps lead there; Adam then turns a difference in the last bit into other results.
     The gradients of both regularizers are multiplied by K_P^-1 and K_H^-1 (`precondition`: `cancelled`, where K drops
     out exactly; `ridge`, with K + `ridge` I; `pinv`; `none`). `balance=True` scales both weights so that at theta_0 the
     gradient of each regularizer is as long as that of the loss; lambda_P and lambda_H are then multiples of that scale.

@@ -58,8 +58,8 @@ class LearningCurve(Method):
     """Minimize lambda_P mean_t excess_P(t) / excess_P(0) - lambda_H mean_t excess_H(t) / excess_H(0) over theta.
 
     t runs over `horizon` (T for 1, 2, 4, ..., 2^T, or a list). `benign_weight` adds mean_t mean_i (1 - lambda_i(H_P) /
-    lambda_1(H_P))^2t, the curve of random labels on D_P: it keeps tasks fast that no one has shown, and buys that with
-    steps of the harmful one. All of it lives on D x D statistics of the inputs, taken once; an epoch is one step.
+    lambda_1(H_P))^2t, the curve of random labels on D_P: it keeps unseen tasks fast, and the harmful one becomes less
+    slow. Everything is computed from D x D statistics of the inputs, taken once; an epoch is one step.
 
     `targets="baseline"`: where labels are noisy, learning them fast is overfitting fast. The primary term then follows
     the baseline's own probe, PACE times as fast: after t <= SPAN t_0 steps w_t shall be what the inputs' probe has
@@ -74,16 +74,16 @@ class LearningCurve(Method):
     early stop does (up to `SLACK` of the way from chance), and the baseline's path elsewhere.
 
     `centered=True`: the harmful curve is the mean of two, of the features as they are and of features whose mean over
-    the training rows is subtracted. One large common direction hides a task from the first probe alone, and subtracting
-    a mean, or training a bias, costs an attacker nothing.
+    the training rows is subtracted. One large common direction slows down the first probe alone, and subtracting a
+    mean, or training a bias, costs an attacker nothing.
 
     `patience`: stop after that many epochs in which the held-out gap (measure of the primary probe minus that of the
     harmful one on the validation splits, mean over t, minus the benign term) has not grown, and go back to the best
     theta. Flag `primary_slower`: on the validation rows a fresh primary probe takes more steps than the baseline's to
     90 % of the baseline's best; `primary_unchecked`: there are no such rows.
 
-    The curves are steep in theta: at a constant rate Adam goes on oscillating, and within tens of steps multiplies the
-    last bit of theta to the leading one. Let the rate decay to 0 (scheduler=cosine).
+    The curves are steep in theta: at a constant rate Adam goes on oscillating, and a difference in the last bit of
+    theta grows to the leading one within tens of steps. Let the rate decay to 0 (scheduler=cosine).
 
     `rotate=True` ends in a random rotation drawn from torch's global generator: the curves stay, attackers that treat
     coordinates separately (Adam) lose. The primary head is set to the least squares of the inputs, whose predictions

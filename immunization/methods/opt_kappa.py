@@ -26,8 +26,8 @@ class OptKappa(Method):
     `form="log"` minimizes log kappa(H_P) - log kappa(H_H), the logarithm of the RIR itself up to its sign and a
     constant, with M_p / M_-p (power means of the eigenvalues, p = `power`) in the place of kappa. A linear theta takes
     steps of its own, theta <- theta (I - rate (E_P - E_H)), E the relative gradients
-    (`relative_log_condition_slope`): log kappa has a pole where theta loses rank, in the midst of where steps of an
-    optimizer lead. The optimizer trains the head. Trained nets follow the plain gradient, beside L(D_P).
+    (`relative_log_condition_slope`): log kappa has a pole where theta loses rank, which steps of an optimizer run
+    into. The optimizer trains the head alone. Nets follow the plain gradient, beside L(D_P).
     """
 
     @checked("method")

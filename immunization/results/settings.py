@@ -10,8 +10,8 @@ from immunization.results.formatting import number
 from immunization.results.seed_statistics import Summary, summarize
 
 METHODS = (
-    *("identity", "r_ill_only", "imma", "opt_kappa", "condition_number", "released_condition_number"),
-    *("closed_form", "learning_curve"),
+    *("identity", "r_ill_only", "imma", "opt_kappa", "condition_number", "closed_form", "learning_curve"),
+    "released_condition_number",
 )
 """The order of rows: the baseline, the paper's methods as in its tables, ours, then any other by name."""
 

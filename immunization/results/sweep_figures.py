@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 INK = "#222222"
-PALETTE = ("#888888", "#E69F00", "#CC79A7", "#009E73", "#0072B2", "#D55E00", "#56B4E9")
+PALETTE = ("#888888", "#E69F00", "#CC79A7", "#009E73", "#0072B2", "#D55E00", "#56B4E9", "#F0E442")
 """Okabe and Ito's colors, safe for color-blind readers, in the order of METHODS."""
 SATURATED = 2.0
 """Heat maps of log10 RIR have their full colors from here on: RIR 100, more than the paper reports on average."""

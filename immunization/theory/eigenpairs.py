@@ -9,7 +9,7 @@ from scipy.sparse.linalg import ArpackError, LinearOperator, eigsh
 from torch import Tensor
 
 LANCZOS = 256
-"""In more dimensions Lanczos iterations find an extreme eigenpair of a matrix faster than a decomposition does."""
+"""In more dimensions Lanczos iterations find an extreme eigenpair faster than a decomposition does."""
 
 
 def extreme_eigenpair(gram: Tensor, index: int) -> tuple[float, Tensor]:
@@ -23,7 +23,7 @@ def extreme_eigenpair(gram: Tensor, index: int) -> tuple[float, Tensor]:
     array, pair = gram.numpy(), None
     if len(gram) > LANCZOS and index in (-1, -len(gram)):
         pair = _lanczos(array) if index == -1 else _inverse_lanczos(array)
-    values, vectors = pair or _dsyevr(array, index)
+    values, vectors = lapack_eigenpair(array, index) if pair is None else pair
     return max(float(values[0]), 0.0), torch.from_numpy(vectors)[:, 0]
 
 
@@ -43,11 +43,11 @@ def _inverse_lanczos(gram: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         return None
     solve = LinearOperator(gram.shape, matvec=lambda x: dpotrs(factor, x, lower=0)[0], dtype=gram.dtype)
     pair = _lanczos(solve)
-    return pair and (1 / pair[0], pair[1])
+    return None if pair is None else (1 / pair[0], pair[1])
 
 
-def _dsyevr(gram: np.ndarray, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """The one pair that is wanted by LAPACK, in half the time of all of them."""
+def lapack_eigenpair(gram: np.ndarray, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """That one pair by LAPACK, in half the time of a whole decomposition."""
     place = len(gram) + index + 1
     values, vectors, *_, failed = dsyevr(gram.T, range="I", il=place, iu=place, lower=1, lwork=33 * len(gram))
     if failed:

@@ -46,7 +46,7 @@ class _Residuals(torch.autograd.Function):
             quotients = torch.where(t[:, :, None] * distance <= CLOSE * smaller, tangents, quotients)
             gradient += quotients.mul_(weight @ c.T).sum(0)
         slopes = of_expected @ (2 * n * decay ** (2 * n - 1)) / len(decay)
-        # from here on the derivative in mu = 1 - decay: its sign is the other one
+        # the derivative in mu instead of in decay = 1 - mu has the opposite sign
         gradient = -(gradient + gradient.T) / 2
         gradient.diagonal().sub_(slopes)
         # mu = eigenvalues / largest, and the largest has the gradient u_1 u_1^T of its own
@@ -60,8 +60,8 @@ def residuals(factor: Tensor, coefficients: Tensor, steps: Tensor) -> tuple[Tens
     `factor` F [m, D] and `coefficients` c [m, C] stand for features and targets of any number of rows, as H = F^T F and
     b = F^T c do: e.g. R A and Q^T Y of features Q R behind a map A. Step size 1/lambda_1(H), w_0 = 0, no bias. Returns
     c - F w_t [T, m, C] and the mean of its square over random c of unit length, 1/m sum_i (1 - lambda_i / lambda_1)^2t
-    [T]. Both ignore the scale of F and take a singular H as it is. One eigendecomposition of F F^T forth, a few
-    products of m x m matrices back.
+    [T]. Both ignore the scale of F, and H may be singular. It costs one eigendecomposition of F F^T forward and a few
+    products of m x m matrices backward (docs/performance.md).
     """
     return _Residuals.apply(factor, coefficients, steps.to(factor))
 
@@ -69,7 +69,7 @@ def residuals(factor: Tensor, coefficients: Tensor, steps: Tensor) -> tuple[Tens
 def excess_curves(factor: Tensor, coefficients: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
     """||F w_t - c||^2 [T], summed over the C outputs, and its mean over random c [T]; arguments as in `residuals`.
 
-    It is the excess loss where F has rank m, the excess and a constant else.
+    Where F has rank m it is the excess loss; elsewhere it is that plus a constant, the part of c that no w reaches.
     """
     residual, expected = residuals(factor, coefficients, steps)
     return residual.square().sum((1, 2)), expected

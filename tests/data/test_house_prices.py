@@ -143,8 +143,8 @@ def test_house_prices_bad_columns(table, tmp_path):
     flat.loc[flat.MSZoning == "RL", "Street"] = np.arange(350) % 2
     fails(DataError, "LotArea", "rank 0", **store(flat.replace("FV", "RM"), tmp_path))
     fails(DataError, "LotArea", "target is constant", **store(table.assign(LotArea=7), tmp_path))
-    fails(ConfigError, "dataset.normalize=none", "shared, each", normalize="none", **store(table, tmp_path))
-    fails(ConfigError, "dataset.protocol=paper", "full, authors", protocol="paper", **store(table, tmp_path))
+    fails(ConfigError, "dataset.normalize must be one of shared, each", normalize="none", **store(table, tmp_path))
+    fails(ConfigError, "dataset.protocol must be one of full, authors", protocol="paper", **store(table, tmp_path))
 
 
 def test_real_house_prices_of_the_authors(data_dir):

@@ -96,11 +96,13 @@ def test_impossible_image_options(name):
     fails(ConfigError, "dataset.primary=3", "dataset.harmful=3", call=call, primary=3, harmful=3, **base)
     fails(ConfigError, "dataset.benign=0", call=call, benign=0, **base)
     for digit in (10, -1, "one"):
-        fails(ConfigError, f"dataset.primary={digit}", "0, 1", call=call, primary=digit, **base)
-    fails(ConfigError, "dataset.protocol=all", "one_vs_rest, authors", call=call, protocol="all", **base)
-    fails(ConfigError, "dataset.max_samples=0", call=call, max_samples=0, **base)
-    for fraction in (-0.1, 1.0, "half"):
-        fails(ConfigError, f"dataset.val_fraction={fraction}", call=call, val_fraction=fraction, **base)
+        fails(ConfigError, "dataset.primary must be an integer", f"not {digit!r}", call=call, primary=digit, **base)
+    fails(ConfigError, "dataset.protocol must be one of one_vs_rest, authors", call=call, protocol="all", **base)
+    at_least = "dataset.max_samples must be an integer of at least 1, or null"
+    fails(ConfigError, at_least, call=call, max_samples=0, **base)
+    for wrong in (-0.1, 1.0, "half"):
+        message = "dataset.val_fraction must be a number", f"not {wrong!r}"
+        fails(ConfigError, *message, call=call, val_fraction=wrong, **base)
 
 
 def test_fractions_that_leave_nothing():

@@ -32,8 +32,8 @@ def test_trunk_and_tail_are_the_net(name, folders):
 
 def test_trainable_names_and_patterns(folders):
     pair = open_pair(folders)
-    assert build(pair, "test_vit", "blocks.1").trained == ["blocks.1"]
-    assert len(build(pair, "test_resnet", ["layer3", "layer4.*"]).trained) > 2
+    assert build(pair, "test_vit", "blocks.1").trainable == ["blocks.1"]
+    assert len(build(pair, "test_resnet", ["layer3", "layer4.*"]).trainable) > 2
     with pytest.raises(ConfigError, match=r"model\.trainable=stage9: no module .*layer4"):
         build(pair, "test_resnet", "stage9")
 

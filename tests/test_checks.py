@@ -1,0 +1,77 @@
+"""Ranges in annotations: what they let pass, what the message says, and that a signature stays what it was."""
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import pytest
+from omegaconf import OmegaConf
+
+from immunization.checks import AtLeastOne, Count, EvenPower, Fraction, NonNegative, Positive, Seed, Share, checked
+from immunization.errors import ConfigError
+
+
+@checked("method")
+def build(
+    epochs: Count,
+    rates: Sequence[NonNegative] = (),
+    mode: Literal["raw", "log"] = "raw",
+    rows: AtLeastOne | None = None,
+    scale: Positive = 1.0,
+    share: Share = 1.0,
+    smoothing: Fraction = 0.0,
+    power: EvenPower = 10,
+    seed: Seed = 0,
+) -> int:
+    """Build."""
+    return epochs
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"epochs": 0, "rates": [0, 0.5], "mode": "log", "rows": None},
+        {"epochs": 2, "rates": OmegaConf.create([1, 2.0]), "rows": 1, "scale": 1e-9, "share": 1, "smoothing": 0},
+        {"epochs": 2, "power": math.inf, "seed": 2**63 - 1},
+        {"epochs": 2, "power": 64.0},
+    ],
+)
+def test_what_is_in_range_passes(arguments):
+    assert build(**arguments) == arguments["epochs"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"epochs": -1}, "method.epochs must be an integer of at least 0, not -1"),
+        ({"epochs": True}, "method.epochs must be an integer of at least 0, not True"),
+        ({"epochs": 1.0}, "method.epochs must be an integer of at least 0, not 1.0"),
+        ({"rates": [1, -1]}, "method.rates must be a list of which each is a finite number of at least 0, not [1, -1]"),
+        ({"rates": "12"}, "method.rates must be a list of which each is a finite number of at least 0, not '12'"),
+        ({"mode": "square"}, "method.mode must be one of raw, log, not 'square'"),
+        ({"rows": 0}, "method.rows must be an integer of at least 1, or null, not 0"),
+        ({"scale": 0}, "method.scale must be a finite number above 0, not 0"),
+        ({"scale": math.inf}, "method.scale must be a finite number above 0, not inf"),
+        ({"scale": math.nan}, "method.scale must be a finite number above 0, not nan"),
+        ({"share": 0.0}, "method.share must be a number above 0 and at most 1, not 0.0"),
+        ({"smoothing": 1}, "method.smoothing must be a number of at least 0 and below 1, not 1"),
+        ({"power": 7}, "method.power must be an even number from 2 to 64 (larger ones underflow), or inf, not 7"),
+        (
+            {"power": math.nan},
+            "method.power must be an even number from 2 to 64 (larger ones underflow), or inf, not nan",
+        ),
+        ({"seed": 2**63}, f"method.seed must be an integer of at least 0 and below 2^63, not {2**63}"),
+    ],
+)
+def test_what_is_not_is_named_with_its_key_and_range(arguments, message):
+    with pytest.raises(ConfigError) as caught:
+        build(**{"epochs": 1} | arguments)
+    assert str(caught.value) == message
+
+
+def test_the_signature_stays():
+    assert list(inspect.signature(build).parameters)[:2] == ["epochs", "rates"]
+    assert (build.__name__, build.__doc__) == ("build", "Build.")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'epoch'"):
+        build(1, epoch=1)
