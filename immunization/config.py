@@ -129,7 +129,7 @@ def _target(cfg: DictConfig, key: str) -> Any:
         raise ConfigError(f"{key}: {' '.join(str(error).split())}") from error
 
 
-def _check_targets(node: Any, key: str, own: Iterable[str]) -> None:
+def _check_targets(node: object, key: str, own: Iterable[str]) -> None:
     """Every `_target_` at or below `node` must be named in, and come from, a trusted package."""
     if isinstance(node, ListConfig):
         for i, item in enumerate(node):

@@ -106,7 +106,7 @@ def test_help_is_quick_as_it_imports_nothing_heavy():
         ("method.lambda_P=-1", "method.lambda_P must be a finite number of at least 0, not -1"),
         ("method.lambda_P=much", "method.lambda_P must be a finite number of at least 0, not 'much'"),
         ("method.batch_size=100000", r"method.batch_size=100000 is above the \d+ training rows .*; lower it"),
-        ("optimizer.lr=-0.1", "optimizer.lr must be a finite number above 0, or null, not -0.1"),
+        ("optimizer.lr=-0.1", "optimizer.lr must be a finite number above 0, not -0.1"),
         ("method=null", "give every group=... the name of an option"),
     ],
 )

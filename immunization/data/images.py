@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from immunization.checks import (
 from immunization.data.preparation import split_rows
 from immunization.data.task import SPLITS, Origin
 from immunization.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from timm.data.readers.reader import Reader
 
 Crop = Literal["center", "squash", "border"]
 SYNONYMS = {"val": ("val", "validation", "valid", "test"), "train": ("train", "training")}
@@ -294,7 +297,7 @@ def _open_source(role: str, source: str, folder: Path | None, split: str, option
         raise DataError(f"dataset.{role}.source={source}, split {split}, cannot be opened: {reason}") from error
 
 
-def _fingerprint(reader: Any) -> str:
+def _fingerprint(reader: Reader) -> str:
     """A hash of the names, sizes and times of the files, which stands for their content."""
     digest = hashlib.sha256()
     for path, label in reader.samples:

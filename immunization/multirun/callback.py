@@ -8,8 +8,8 @@ import traceback
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
+from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig
@@ -22,7 +22,7 @@ class SweepSummary(Callback):
     ran. The process ends with exit code 1 if any job failed.
     """
 
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+    def on_multirun_start(self, config: DictConfig, **kwargs: object) -> None:
         """Refuse to overwrite the runs of an earlier sweep; prepare for many jobs, and for jobs in other processes."""
         Sweeper.validate_batch_is_legal = _validate
         # processes that launchers start have to find this package
@@ -35,11 +35,11 @@ class SweepSummary(Callback):
                 "starts a new one"
             )
 
-    def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: object) -> None:
         """Let go of a job's configuration: a launcher keeps what jobs return until the last one has run."""
         job_return.cfg = job_return.hydra_cfg = None
 
-    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+    def on_multirun_end(self, config: DictConfig, **kwargs: object) -> None:
         """Print and save the summary; Hydra turns exceptions of callbacks into warnings, exits it lets pass."""
         from immunization.results.collect import collect
         from immunization.results.page import summarize

@@ -11,7 +11,7 @@ from typing import Any
 from immunization.runs import files
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """`value` with tensors and arrays as lists, non-finite numbers as None, and other objects as text."""
     if hasattr(value, "tolist"):  # tensors, arrays and numpy scalars
         value = value.tolist()
@@ -24,12 +24,12 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int) else str(value)
 
 
-def dumps(value: Any, indent: int | None = None) -> str:
+def dumps(value: object, indent: int | None = None) -> str:
     """`value` as JSON, non-finite numbers as null."""
     return json.dumps(plain(value), indent=indent, allow_nan=False)
 
 
-def write(path: Path, value: Any) -> None:
+def write(path: Path, value: object) -> None:
     """Write `value` to `path` as JSON: the file is the old one or the new one, never a part of either.
 
     Raises OSError if the folder cannot be written.

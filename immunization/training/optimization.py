@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from immunization.config import build
@@ -21,7 +22,7 @@ ENDS = ("T_max", "total_steps")
 """Those of schedulers that climb again, or fail, in a training that goes on."""
 
 
-def optimizer_of(config: DictConfig, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+def optimizer_of(config: DictConfig, parameters: Iterable[Tensor] | Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
     """The optimizer of a configuration for parameters or groups of them; raises ConfigError."""
     try:
         return build(config, "optimizer")(parameters)
@@ -55,7 +56,7 @@ def _attached(factory: partial[LRScheduler], optimizer: torch.optim.Optimizer) -
     return factory(optimizer=optimizer, **({"schedulers": parts} if parts else {}))
 
 
-def _fitted(node: Any, steps: int, key: str) -> dict[str, Any]:
+def _fitted(node: object, steps: int, key: str) -> dict[str, Any]:
     """The content of a scheduler's YAML with every length in steps."""
     if not isinstance(node, dict):
         raise ConfigError(f"{key}={node!r}: a scheduler is a mapping with _target_, _partial_ and what it takes")
@@ -81,7 +82,7 @@ def _fitted(node: Any, steps: int, key: str) -> dict[str, Any]:
     return fitted
 
 
-def _steps(value: Any, steps: int, key: str, most: int | None = None) -> Any:
+def _steps(value: object, steps: int, key: str, most: int | None = None) -> Any:
     """A length, or a list of them, as numbers of steps, the largest being `most`."""
     most = steps if most is None else most
     if isinstance(value, list):
