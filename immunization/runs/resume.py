@@ -23,6 +23,9 @@ BOOKKEEPING = (
 )
 """Keys that decide where and how a run is shown or saved, but no number in its result."""
 
+RETIRED = {"method": {"side": "input", "rank": "data"}, "model": {"compile": False}}
+"""Options that are gone, at the value at which they did nothing: run folders of before have them."""
+
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where PyYAML was built with it, ten times faster
 
 
@@ -41,7 +44,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a plain configuration that decides the numbers of the run; a key that is null counts as absent."""
-    return {key: value for key, value in config.items() if key not in BOOKKEEPING and value is not None}
+    kept = {key: value for key, value in config.items() if key not in BOOKKEEPING and value is not None}
+    for group in RETIRED.keys() & kept.keys():
+        kept[group] = {key: value for key, value in kept[group].items() if RETIRED[group].get(key, ...) != value}
+    return kept
 
 
 def completed(config: DictConfig, folder: Path) -> Result | None:

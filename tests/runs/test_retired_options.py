@@ -1,0 +1,32 @@
+"""Run folders of the version before: options that are gone, at a value that did nothing, change no configuration."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from immunization import run
+from immunization.errors import ConfigError
+from immunization.runs.filenames import CONFIG
+
+pytestmark = pytest.mark.trains
+QUICK = ["tracker=none", "figures=false", "dataset.max_samples=40", "evaluation=[rir]", "method.epochs=1"]
+
+
+def with_older_options(folder, **options):
+    config = OmegaConf.load(folder / CONFIG)
+    for name, value in options.items():
+        config.method[name] = value
+    (folder / CONFIG).write_text(OmegaConf.to_yaml(config))
+
+
+def test_a_completed_run_is_recognized(tmp_path, capsys):
+    done = run(QUICK, tmp_path)
+    with_older_options(tmp_path, side="input", rank="data", ridge_harmful=None)
+    assert run([*QUICK, "resume=true"], tmp_path).metrics == done.metrics
+    assert "completed before" in capsys.readouterr().out
+
+
+def test_one_that_used_them_is_another(tmp_path):
+    run(QUICK, tmp_path)
+    with_older_options(tmp_path, side="output")
+    with pytest.raises(ConfigError, match=r"method\.side: output -> None"):
+        run([*QUICK, "resume=true"], tmp_path)
