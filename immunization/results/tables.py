@@ -114,11 +114,10 @@ def numbers(table: Table) -> tuple[list[str], list[list[str | float | None]]]:
     """Header and rows as data: numbers as floats, `a ± b` as two columns, None for none, and what is text as text."""
     shape = re.compile(r"(-?[\d.,]+(?:e-?\d+)?)(?: %)?(?: ± ([\d.,]+(?:e-?\d+)?))?")
     columns: dict[str, list[str | float | None]] = {}
-    for name, cells in zip(table.header, zip(*table.rows, strict=True), strict=True):
-        found = [None if cell.text == NONE else shape.fullmatch(cell.text) for cell in cells]
-        if not any(found) or any(
-            cell.text != NONE and not (m and cell.value is not None) for cell, m in zip(cells, found, strict=True)
-        ):
+    for i, name in enumerate(table.header):
+        cells = [row[i] for row in table.rows]
+        found = [shape.fullmatch(cell.text) if cell.value is not None else None for cell in cells]
+        if any(cell.text != NONE and not match for cell, match in zip(cells, found, strict=True)):
             columns[name] = [None if cell.text == NONE else cell.text for cell in cells]
             continue
         columns[name] = [cell.value for cell in cells]

@@ -87,7 +87,7 @@ class Wandb(Tracker):
                 why = f"cannot be used online, this run is tracked offline ({str(error).partition(chr(10))[0]})"
                 self.run = init(mode="offline")
             self.run_id = self.run.id
-            self.run.define_metric(contents.STEPS, hidden=True)
+            self.run.define_metric(contents.STEPS, hidden=True, summary="none")
             self.run.define_metric("curves/*", step_metric=contents.STEPS, summary="none")
             if self.run.offline:
                 self._say_offline(why, sweep)
