@@ -21,6 +21,10 @@ NO_STEPS = ("spectrum/", "/compute", "/excess")
 """In names of curves that are left to result.json: against an index, against operations, and twice as much to send."""
 
 
+POINTS = 64
+"""At most about so many of each curve: thousands of runs have to fit into a project."""
+
+
 def with_method_name(config: Mapping[str, Any]) -> dict[str, Any]:
     """`config` with `method.name`, which W&B can group runs by; a configuration without a method as it is."""
     method = config.get("method")
@@ -45,7 +49,8 @@ def curve_rows(result: Result) -> Iterator[dict[str, float]]:
     rows: dict[float, dict[str, float]] = {}
     for name, curve in result.as_dict()["curves"].items():
         if not any(part in name for part in NO_STEPS):
-            for x, y in zip(curve["x"], curve["y"], strict=True):
+            points = list(zip(curve["x"], curve["y"], strict=True))
+            for x, y in points[:: len(points) // POINTS + 1] + points[-1:]:
                 if y is not None:
                     rows.setdefault(x, {STEPS: x})[f"curves/{name}"] = y
     for x in sorted(rows):

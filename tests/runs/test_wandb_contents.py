@@ -40,7 +40,7 @@ def test_a_job_is_named_by_its_folder():
     assert title({"paths": ["a"]}, "Results", sweep=False) == "Results"
 
 
-def test_every_curve_over_steps_is_history_with_an_axis_of_its_own(audited):
+def test_curves_over_steps_are_history_with_an_axis_of_their_own(audited):
     result, rows = Result.read(audited), history(audited)
     names = {name for row in rows for name in row if name.startswith("curves/")} - {"curves/step"}
     assert names >= {"curves/probe/harmful", "curves/norm_ratio/primary/baseline", "curves/attack/scaled/accuracy"}
@@ -48,7 +48,12 @@ def test_every_curve_over_steps_is_history_with_an_axis_of_its_own(audited):
     for name in names:
         found = [(row["curves/step"], row[name]) for row in rows if name in row]
         curve = result.curves[name.removeprefix("curves/")]
-        assert found == sorted(dict(zip(curve["x"], curve["y"], strict=True)).items())
+        points = list(zip(curve["x"], curve["y"], strict=True))
+        assert set(found) <= set(points)
+        assert found == sorted(found)
+        assert found[-1] == points[-1]
+        assert min(len(points), 40) <= len(found) + 5  # the first steps of a probe are several times the same
+        assert len(found) <= 65
     axes = {metric.name or metric.glob_name: metric for metric in kept(audited, "metric")}
     assert axes["curves/*"].step_metric == "curves/step"
     assert [name for name in summary(audited) if name.startswith("curves/")] == []
