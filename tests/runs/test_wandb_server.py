@@ -96,17 +96,15 @@ def test_an_online_run_arrives_whole_and_runs_again_from_what_arrived(server, tm
     done = online(server, str(ROOT / "launch.py"), *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "the run goes on" not in done.stderr  # the tracker's own warning; W&B's client says who is logged in
-    result, (log,) = (
-        Result.read(folder),
-        [line for line in (folder / "run.log").read_text().splitlines() if "W&B" in line],
-    )
+    result = Result.read(folder)
+    (log,) = [line for line in (folder / "run.log").read_text().splitlines() if "W&B" in line]
     run_id = log.rpartition("/")[2]
     there = found(server, run_id)
     assert there["display_name"] == "closed_form digits 0-1 seed 4"
     assert {"rir", "curves/step", "curves/probe/harmful", "curves/attack/scaled/accuracy"} <= set(there["keys"])
     summary = json.loads(there["summary_json"])
     assert (summary["rir"], summary["status"]) == (result.metrics["rir"], "completed")
-    kinds = {kept["type"] for kept in server.get(f"/api/v2/runs/{run_id}/artifacts")["artifacts"]}
+    kinds = {kept["artifact_type"] for kept in server.get(f"/api/v2/runs/{run_id}/artifacts")["artifacts"]}
     assert "model" in kinds
 
     config = {key: item["value"] for key, item in json.loads(there["config_json"]).items()}
