@@ -57,7 +57,13 @@ def cli() -> None:
             stream.reconfigure(errors="replace")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand exceptions to us instead of printing a trimmed traceback
     try:
-        main()
+        if any(argument.startswith("wandb_run=") for argument in sys.argv[1:]):
+            from immunization.runner import run
+            from immunization.runs.wandb_again import again
+
+            run(*again(sys.argv[1:]), sys.argv[1:])
+        else:
+            main()
     except KeyboardInterrupt:
         sys.exit("error: interrupted")
     except (UserError, HydraException, OmegaConfBaseException, OSError, ValueError) as error:

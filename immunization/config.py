@@ -30,6 +30,11 @@ def slug(text: object, limit: int = 150) -> str:
     return re.sub(r"[^\w.,=+-]+", "-", str(text)).lstrip(".-")[:limit] or "run"
 
 
+def snake_case(name: str) -> str:
+    """The name of a class as its YAML is called: ConditionNumber -> condition_number."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
 def class_of(pair: str, place: int) -> int:
     """The primary (place 0) or harmful (1) class of a pair that is written `3-5`."""
     classes = pair.split("-")

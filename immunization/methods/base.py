@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from immunization.checks import AtLeastOne, AtLeastTwo, Count, NonNegative, checked
+from immunization.config import snake_case
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
 from immunization.models.base import Batch, Model
@@ -55,7 +55,7 @@ class Method:
     @property
     def name(self) -> str:
         """The class name as its YAML is called: ConditionNumber -> condition_number."""
-        return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(self).__name__).lower()
+        return snake_case(type(self).__name__)
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         """Prepare for one run; called before the optimizer is built."""

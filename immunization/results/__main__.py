@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 from immunization.errors import UserError
-from immunization.results.collect import collect
+from immunization.results.collect import Collection, collect
 from immunization.results.page import REPORT, Section, markdown, sections, show, write
+from immunization.results.tables import numbers
 from immunization.runs import files
 
 
@@ -38,18 +39,19 @@ def main(arguments: list[str] | None = None) -> None:
     show(collection, parts, options.objective)
     print(f"report: {folder / REPORT}")
     if options.wandb:
-        _log(options, parts, list(pictures.values()))
+        _log(options, collection, parts, list(pictures.values()))
 
 
-def _log(options: argparse.Namespace, parts: list[Section], pictures: list[Path]) -> None:
-    """A summary run on W&B with every table, figure and the report."""
+def _log(options: argparse.Namespace, collection: Collection, parts: list[Section], pictures: list[Path]) -> None:
+    """A summary run on W&B with every table, all runs with their measures, every figure and the report."""
     from immunization.runs.wandb_tracker import Wandb
 
     tracker = Wandb(os.environ.get("WANDB_PROJECT", "immunization"), os.environ.get("WANDB_ENTITY"))
     paths = {"paths": [str(path) for path in options.paths]}
     tracker.start(options.output, paths, name=options.title, group="results", tags=["summary"])
-    texts = (([[cell.text for cell in row] for row in table.rows], table) for part in parts for table in part.tables)
-    tables = {table.name: (table.header, rows) for rows, table in texts}
+    tables = {table.name: numbers(table) for part in parts for table in part.tables}
+    runs = collection.frame()
+    tables["runs"] = list(runs), [[None if cell != cell else cell for cell in row] for row in runs.to_numpy(object)]
     tracker.report(tables, pictures, options.output / REPORT)
     tracker.close(failed=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -107,6 +108,22 @@ class Table:
         import pandas as pd  # slow to load, and a run that only prints its table does without it
 
         return pd.DataFrame([[text(cell) for cell in row] for row in self.rows], columns=self.header)
+
+
+def numbers(table: Table) -> tuple[list[str], list[list[str | float | None]]]:
+    """Header and rows as data: numbers as floats, `a ± b` as two columns, None for none, and what is text as text."""
+    shape = re.compile(r"(-?[\d.,]+(?:e-?\d+)?)(?: %)?(?: ± ([\d.,]+(?:e-?\d+)?))?")
+    columns: dict[str, list[str | float | None]] = {}
+    for i, name in enumerate(table.header):
+        cells = [row[i] for row in table.rows]
+        found = [shape.fullmatch(cell.text) if cell.value is not None else None for cell in cells]
+        if any(cell.text != NONE and not match for cell, match in zip(cells, found, strict=True)):
+            columns[name] = [None if cell.text == NONE else cell.text for cell in cells]
+            continue
+        columns[name] = [cell.value for cell in cells]
+        if any(match and match[2] for match in found):
+            columns[f"{name} ±"] = [float(match[2].replace(",", "")) if match and match[2] else None for match in found]
+    return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
 
 
 def comparison(group: Sequence[Setting], name: str, heading: str, objective: str = "rir") -> Table:

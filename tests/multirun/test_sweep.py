@@ -205,7 +205,7 @@ def test_every_agent_file_composes_and_runs_one_step(name, tmp_path):
     assert content["program"] == "launch.py"
     assert "${args_no_hyphens}" in content["command"]
     assert content["method"] in ("grid", "random", "bayes")
-    arguments = []
+    arguments = [part for part in content["command"] if "=" in part]
     for key, options in content["parameters"].items():
         value = options.get("value", options.get("values", [options.get("min")])[0])
         arguments.append(f"{key}={value}")

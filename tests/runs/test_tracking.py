@@ -6,7 +6,6 @@ import math
 import os
 import pty
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -15,58 +14,27 @@ from pathlib import Path
 import pytest
 import wandb
 from helpers.repository import ROOT
+from helpers.wandb_offline import kept, summary, values
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from PIL import Image
-from wandb.proto.wandb_internal_pb2 import Record
 
 from immunization.errors import ConfigError
 from immunization.runs.result import Result
 from immunization.runs.tracker import Recorder, Tracker, history
 from immunization.runs.wandb_tracker import Wandb
 
-CONFIG = {"seed": 3, "method": {"_target_": "immunization.methods.Identity", "lambda_P": 0.5}}
+CONFIG = {
+    "seed": 3,
+    "dataset": {"name": "digits"},
+    "method": {"_target_": "immunization.methods.Identity", "lambda_P": 0.5},
+}
 WITHOUT_ACCOUNT = dict.fromkeys(("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
 
 
 def start(tracker: Tracker, folder: Path) -> None:
     tracker.start(folder, CONFIG, name="run-name", group="table_1", tags=["paper", "linear"])
-
-
-def records(folder: Path) -> list[Record]:
-    """The records of the one offline run in `folder`: LevelDB's log format after a header of 7 bytes."""
-    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    data, found, payload = path.read_bytes(), [], b""
-    assert data.startswith(b":W&B")
-    position, block = 7, 32768
-    while position + 7 <= len(data):
-        if block - position % block < 7:  # the rest of a block is too short for a header
-            position += block - position % block
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, position)
-        if position + 7 + length > len(data):  # still being written
-            break
-        payload += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # the whole record, or the last part of one
-            found.append(Record.FromString(payload))
-            payload = b""
-    return found
-
-
-def kept(folder: Path, kind: str) -> list[Record]:
-    """The records of one kind; waits for the last one, which W&B's service writes on its own time."""
-    deadline = time.monotonic() + 20
-    while True:
-        found = [(record.WhichOneof("record_type"), record) for record in records(folder)]
-        if "exit" in dict(found) or time.monotonic() > deadline:
-            return [getattr(record, name) for name, record in found if name == kind]
-        time.sleep(0.05)
-
-
-def values(items) -> dict:
-    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
 @pytest.fixture
@@ -138,19 +106,18 @@ def test_wandb_keeps_config_history_summary_and_figures(tmp_path, caplog):
     tracker.close(failed=False)
 
     run = kept(tmp_path, "run")[0]
-    assert (run.project, run.display_name, run.run_group) == ("unit-test", "run-name", "table_1")
+    assert (run.project, run.display_name, run.run_group) == ("unit-test", "identity digits seed 3", "table_1")
     assert list(run.tags) == ["paper", "linear"]
-    assert {"seed": 3, "method": CONFIG["method"]}.items() <= values(run.config.update).items()
+    grouped = {**CONFIG["method"], "name": "identity"}
+    assert {"seed": 3, "method": grouped}.items() <= values(run.config.update).items()
     steps = [values(entry.item) for entry in kept(tmp_path, "history")]
     assert [(line["_step"], line["rir"]) for line in steps] == [(0, 0.0), (25, 25.0), (50, 50.0)]
     assert steps[-1]["figures/norm_ratio/_type"] == "image-file"
     assert len(list(tmp_path.glob(f"wandb/offline-run-*/files/{steps[-1]['figures/norm_ratio/path']}"))) == 1
-    summary = {}
-    for update in kept(tmp_path, "summary"):
-        summary |= values(update.update)
-    assert (summary["rir"], summary["seconds/immunize"], summary["status"]) == (4.5, 1.5, "completed")
-    assert summary["flags"] == ["capped_harmful"]
-    assert not {"ceiling/rir", "test/rir"} & set(summary)
+    last = summary(tmp_path)
+    assert (last["rir"], last["seconds/immunize"], last["status"]) == (4.5, 1.5, "completed")
+    assert last["flags"] == ["capped_harmful"]
+    assert not {"ceiling/rir", "test/rir"} & set(last)
     assert kept(tmp_path, "exit")[0].exit_code == 0
     assert "wandb sync" in caplog.text
 
@@ -207,13 +174,15 @@ def test_wandb_is_quiet(tmp_path, capfd):
 def test_mode_is_online_only_with_an_account(environ, mode, environment, expected):
     for name, value in environment.items():
         environ.setenv(name, value)
-    assert Wandb(mode=mode)._mode() == expected
+    found, why = Wandb(mode=mode)._mode()
+    assert found == expected
+    assert bool(why) == (expected == "offline" and "offline" not in (mode, environment.get("WANDB_MODE")))
 
 
 def test_wandb_login_is_found_in_netrc(environ, tmp_path):
     def mode(content: str) -> str:
         (tmp_path / "netrc").write_text(content)
-        return Wandb()._mode()
+        return Wandb()._mode()[0]
 
     account = f"  login user\n  password {'k' * 40}\n"
     assert mode(f"machine api.wandb.ai\n{account}") == "online"
@@ -242,7 +211,11 @@ tracker.close(failed=False)
 def test_without_an_account_there_is_no_prompt_even_on_a_terminal(tmp_path):
     process = python(RUN, tmp_path)
     _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (0, "")
+    assert process.returncode == 0
+    (folder,) = tmp_path.glob("wandb/offline-run-*")
+    assert errors.splitlines() == [
+        f"W&B has no account here (`wandb login`), this run is tracked offline; upload with: wandb sync {folder}"
+    ]
     assert len(kept(tmp_path, "history")) == 1
 
 
@@ -255,6 +228,7 @@ def test_an_unreachable_server_makes_the_run_an_offline_one(tmp_path):
         _, errors = process.communicate(timeout=90)
     assert process.returncode == 0
     assert "tracked offline" in errors
+    assert "wandb sync /" in errors
     assert time.monotonic() - started < 60
     assert len(kept(tmp_path, "history")) == 1
 
