@@ -22,6 +22,7 @@ from immunization.results.present import present
 from immunization.runs.filenames import ATTACKS
 from immunization.runs.folder import RunFolder, log, settings_of
 from immunization.runs.heartbeat import heartbeat
+from immunization.runs.origin import audited, data_flags
 from immunization.runs.result import Result
 from immunization.runs.resume import completed, refuse_interrupted
 from immunization.training import checkpoint
@@ -53,6 +54,7 @@ def run(
     if folder is None:
         folder = Path("outputs") / slug(config.name) / datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
     folder, overrides = Path(folder), list(overrides or ())
+    config = audited(config, overrides)
     with randomness.deterministic(config.deterministic), distributed.group(config.device):
         if distributed.rank():
             return follow(config, folder)
@@ -97,7 +99,7 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     comparison = Comparison(pair, model)
     with run.timed("evaluate"):
         measures = evaluate(config, comparison)
-    for name, reason in method.flags.items():
+    for name, reason in (method.flags | data_flags(config)).items():
         measures.flag(name, reason)
     if method.undetermined:
         measures.withhold("undetermined", method.undetermined)
