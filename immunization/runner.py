@@ -16,6 +16,7 @@ from immunization.compute import distributed, randomness
 from immunization.compute.machine import device_of
 from immunization.config import build, check, compose, slug
 from immunization.evaluation import Comparison, Measures
+from immunization.evaluation.objective import check_objective
 from immunization.models import Model
 from immunization.results import model_card
 from immunization.results.present import present
@@ -76,6 +77,7 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     """Everything up to a completed result.json. `state` is that of the checkpoint to go on from."""
     run.begin()
     check(config)
+    check_objective(config, run.overrides)
     device = device_of(config.device)
     run.track(state)
     parts = assemble(config)

@@ -175,10 +175,16 @@ def test_ctrl_c_names_the_folder_and_how_to_go_on(tmp_path, cli, monkeypatch):
     assert (result.status, result.error) == ("failed", "interrupted")
 
 
-def test_an_objective_that_was_not_measured(cli, tmp_path):
+def test_an_objective_that_nothing_measures_is_refused_before_the_run(cli, tmp_path):
     said = cli("objective=rri", "method=identity", "dataset.max_samples=20")
+    assert re.fullmatch(r"objective=rri: no chosen evaluation or attack measures that; the closest are: rir, .*", said)
+    assert Result.read(tmp_path / "run").metrics == {}
+
+
+def test_an_objective_that_could_not_be_measured(cli, tmp_path):
+    said = cli("objective=test/rri", "method=identity", "dataset.max_samples=20")
     assert re.fullmatch(
-        r"objective=rri: this run has no measure of that name; the closest are: rir, .* complete\)", said
+        r"objective=test/rri: this run has no measure of that name; the closest are: test/rir, .* complete\)", said
     )
     assert Result.read(tmp_path / "run").status == "completed"
 
