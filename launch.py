@@ -4,6 +4,7 @@ import math
 import os
 import sys
 from difflib import get_close_matches
+from pathlib import Path
 
 import hydra
 from hydra.errors import HydraException, MissingConfigException
@@ -12,6 +13,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from immunization.config import CONF, check_trust
 from immunization.errors import UserError
+from immunization.multirun.callback import SweepSummary
+from immunization.training.signals import preemptible
 
 _VERBOSE = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
@@ -23,6 +26,7 @@ def main(cfg: DictConfig) -> float:
     from hydra.types import RunMode
 
     from immunization.runner import run
+    from immunization.runs.folder import record_failure
 
     job = HydraConfig.get()
     sweep = job.mode == RunMode.MULTIRUN
@@ -32,7 +36,8 @@ def main(cfg: DictConfig) -> float:
         result = run(cfg, job.runtime.output_dir, overrides, quiet=sweep)
     except Exception as error:
         if sweep:  # recorded in result.json; the other jobs go on, and the summary at the end counts it
-            print(f"{os.path.basename(job.runtime.output_dir)}: error: {error}", file=sys.stderr, flush=True)
+            said = record_failure(cfg, Path(job.runtime.output_dir), error)
+            print(f"{os.path.basename(job.runtime.output_dir)}: error: {said}", file=sys.stderr, flush=True)
             return math.nan
         if _VERBOSE or not isinstance(error, UserError):
             raise
@@ -57,15 +62,17 @@ def cli() -> None:
             stream.reconfigure(errors="replace")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand exceptions to us instead of printing a trimmed traceback
     try:
-        if any(argument.startswith("wandb_run=") for argument in sys.argv[1:]):
-            from immunization.runner import run
-            from immunization.runs.wandb_again import again
+        with preemptible():
+            if any(argument.startswith("wandb_run=") for argument in sys.argv[1:]):
+                from immunization.runner import run
+                from immunization.runs.wandb_again import again
 
-            run(*again(sys.argv[1:]), sys.argv[1:])
-        else:
-            main()
+                run(*again(sys.argv[1:]), sys.argv[1:])
+            else:
+                main()
     except KeyboardInterrupt:
-        sys.exit("error: interrupted")
+        print(f"error: {SweepSummary.interrupted()}", file=sys.stderr, flush=True)
+        sys.exit(130)
     except (UserError, HydraException, OmegaConfBaseException, OSError, ValueError) as error:
         if _VERBOSE or (isinstance(error, ValueError) and "group override" not in str(error)):
             raise  # a ValueError is a fault of ours, unless it is how Hydra meets method=null

@@ -90,10 +90,10 @@ def check(cfg: DictConfig) -> None:
     for key in ("tags", "trusted"):
         if not isinstance(cfg[key] or [], list | ListConfig):
             raise ConfigError(f"{key} must be a list, [a,b] on the command line, not {cfg[key]!r}")
-    preconditioned = cfg.method.get("precondition") not in (None, "none")
-    if preconditioned and not getattr(_target(cfg, "model"), "preconditioned", False):
+    precondition = cfg.method.get("precondition") if cfg.immunize else None  # an audit's method does nothing
+    if precondition not in (None, "none") and not getattr(target_of(cfg, "model"), "preconditioned", False):
         raise ConfigError("method.precondition needs model=linear: the matrix K of a deep net is not defined; use none")
-    if cfg.model.get("bias") and cfg.method.get("precondition") == "cancelled":
+    if cfg.model.get("bias") and precondition == "cancelled":
         raise ConfigError("method.precondition=cancelled needs model.bias=false; with a bias use ridge or pinv")
     if cfg.model.get("amp") and cfg.dtype == "float64":
         raise ConfigError(
@@ -112,7 +112,7 @@ def build(cfg: DictConfig, key: str, **arguments: Any) -> Any:
     from hydra.utils import instantiate
 
     node = OmegaConf.select(cfg, key)
-    target = _target(cfg, key)
+    target = target_of(cfg, key)
     try:
         _check_signature(target, node, key)
         factory = instantiate(node, _partial_=True)
@@ -122,7 +122,7 @@ def build(cfg: DictConfig, key: str, **arguments: Any) -> Any:
     return factory if node.get("_partial_") else factory(**arguments)
 
 
-def _target(cfg: DictConfig, key: str) -> Any:
+def target_of(cfg: DictConfig, key: str) -> Any:
     """The class, or function, that `cfg[key]` names, once it and all targets below are trusted."""
     from hydra.utils import get_object
 

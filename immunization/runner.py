@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -15,13 +16,16 @@ from immunization.compute import distributed, randomness
 from immunization.compute.machine import device_of
 from immunization.config import build, check, compose, slug
 from immunization.evaluation import Comparison, Measures
+from immunization.evaluation.objective import check_objective
 from immunization.models import Model
 from immunization.results import model_card
 from immunization.results.present import present
 from immunization.runs.filenames import ATTACKS
 from immunization.runs.folder import RunFolder, log, settings_of
+from immunization.runs.heartbeat import heartbeat
+from immunization.runs.origin import audited, data_flags
 from immunization.runs.result import Result
-from immunization.runs.resume import completed
+from immunization.runs.resume import completed, refuse_interrupted
 from immunization.training import checkpoint
 from immunization.training.checkpoint import Checkpointer
 from immunization.training.monitor import Monitor
@@ -42,25 +46,28 @@ def run(
     in it is returned as it is, and an interrupted one goes on from its checkpoint; a completed run is never written
     over. `quiet`, for the jobs of a sweep, prints one line instead of the table and draws figures only with
     `figures=true`. Raises UserError for a mistake in the configuration or the data, after a result.json with status
-    `failed` was written; Preempted, an exit with code 143, on SIGTERM, after a checkpoint was written.
+    `failed` was written; KeyboardInterrupt on Ctrl-C, and Preempted, an exit with code 143, on SIGTERM, after a
+    checkpoint was written.
     """
     if not isinstance(config, DictConfig):
         overrides = list(config)
         config = compose(overrides)
     if folder is None:
         folder = Path("outputs") / slug(config.name) / datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
-    folder = Path(folder)
+    folder, overrides = Path(folder), list(overrides or ())
+    config = audited(config, overrides)
     with randomness.deterministic(config.deterministic), distributed.group(config.device):
         if distributed.rank():
             return follow(config, folder)
-        with RunFolder(config, folder, list(overrides or ())) as run, Stop().listening() as stop:
+        with RunFolder(config, folder, overrides) as run, Stop().listening() as stop:
             if before := completed(config, folder):
                 distributed.agree(None)
                 print(f"{folder.name}: completed before, nothing to do (resume=true)", flush=True)
                 return before
+            refuse_interrupted(config, folder)
             state = checkpoint.read(folder, settings_of(config)) if config.resume else None
             distributed.agree(folder)
-            with run.recording():
+            with run.recording(), heartbeat(lambda: run.where(), aloud=not quiet and not sys.stderr.isatty()):
                 execute(config, run, stop, state)
             present(config, run.result, run.trackers, quiet)
     return run.result
@@ -70,6 +77,7 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     """Everything up to a completed result.json. `state` is that of the checkpoint to go on from."""
     run.begin()
     check(config)
+    check_objective(config, run.overrides)
     device = device_of(config.device)
     run.track(state)
     parts = assemble(config)
@@ -81,6 +89,7 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     keeper = Checkpointer(run.path, settings_of(config), stop, **config.checkpoint)
     monitor = Monitor(model, parts.trained_on, run.result, run.trackers)
     session = TrainingSession(config, parts, monitor, keeper, run.recorder, state)
+    run.where = session.where
     session.fit()
     run.result.seconds["immunize"] = session.seconds
     distributed.leave()
@@ -92,7 +101,7 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     comparison = Comparison(pair, model)
     with run.timed("evaluate"):
         measures = evaluate(config, comparison)
-    for name, reason in method.flags.items():
+    for name, reason in (method.flags | data_flags(config)).items():
         measures.flag(name, reason)
     if method.undetermined:
         measures.withhold("undetermined", method.undetermined)

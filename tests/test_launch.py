@@ -35,14 +35,17 @@ def cli(tmp_path, monkeypatch, capsys) -> Cli:
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     monkeypatch.setattr(run_figures, "draw", lambda result, folder: [])
 
-    def call(*overrides: str) -> str:
+    def call(*overrides: str, code: int = 1) -> str:
         monkeypatch.setattr(sys, "argv", ["launch.py", *QUICK, f"hydra.run.dir={tmp_path / 'run'}", *overrides])
         GlobalHydra.instance().clear()
-        with pytest.raises(SystemExit, match=r"^error: ") as end:  # Python prints a text and exits with 1
+        with pytest.raises(SystemExit) as end:
             launch.cli()
         captured = capsys.readouterr()
         assert "Traceback" not in captured.out + captured.err
-        return end.value.code.removeprefix("error: ")
+        said = captured.err if code != 1 else end.value.code  # Python prints a text and exits with 1
+        assert code == 1 or end.value.code == code
+        assert said.startswith("error: ")
+        return said.removeprefix("error: ").rstrip("\n")
 
     return call
 
@@ -161,20 +164,27 @@ def test_a_fault_of_the_program_shows_its_traceback(cli, monkeypatch, error):
         cli("dataset.max_samples=20")
 
 
-def test_an_interrupt_ends_quietly(tmp_path, cli, monkeypatch):
+def test_ctrl_c_names_the_folder_and_how_to_go_on(tmp_path, cli, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("immunization.methods.ConditionNumber.step", interrupt)
-    assert cli("dataset.max_samples=20") == "interrupted"
+    said = cli("dataset.max_samples=20", code=130)
+    assert said == f"interrupted: the same command with hydra.run.dir={tmp_path / 'run'} resume=true goes on"
     result = Result.read(tmp_path / "run")
     assert (result.status, result.error) == ("failed", "interrupted")
 
 
-def test_an_objective_that_was_not_measured(cli, tmp_path):
+def test_an_objective_that_nothing_measures_is_refused_before_the_run(cli, tmp_path):
     said = cli("objective=rri", "method=identity", "dataset.max_samples=20")
+    assert re.fullmatch(r"objective=rri: no chosen evaluation or attack measures that; the closest are: rir, .*", said)
+    assert Result.read(tmp_path / "run").metrics == {}
+
+
+def test_an_objective_that_could_not_be_measured(cli, tmp_path):
+    said = cli("objective=test/rri", "method=identity", "dataset.max_samples=20")
     assert re.fullmatch(
-        r"objective=rri: this run has no measure of that name; the closest are: rir, .* complete\)", said
+        r"objective=test/rri: this run has no measure of that name; the closest are: test/rir, .* complete\)", said
     )
     assert Result.read(tmp_path / "run").status == "completed"
 

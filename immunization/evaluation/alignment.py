@@ -39,6 +39,8 @@ class Ceiling:
     By Ostrowski's theorem kappa(H_H) <= kappa(M) kappa(H_P). For training inputs; None where the supremum is infinite.
     """
 
+    names = ("ceiling/rir", "ceiling/attained")
+
     def __call__(self, comparison: Comparison) -> Measures:
         measures = Measures()
         kappa, reason = bounded_condition_number(comparison)
@@ -71,6 +73,8 @@ class Alignment:
     leading singular vectors that hold the share `energy` of each trace. `alignment/kappa_M` as in `Ceiling`.
     Array `alignment/cosines` [rank K_P, rank K_H], float32: |cos| between singular vectors.
     """
+
+    names = ("alignment/*",)
 
     @checked("evaluation.alignment")
     def __init__(self, energy: Share = 0.95) -> None:

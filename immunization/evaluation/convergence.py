@@ -18,6 +18,8 @@ CHUNK = 2**22
 class NormRatio:
     """Curves ||w_t - w*|| / ||w_0 - w*|| of both tasks by steepest descent with exact line search from 0 (Eq. 16)."""
 
+    names = ()
+
     @checked("evaluation.norm_ratio")
     def __init__(self, steps: AtLeastOne = 300) -> None:
         self.steps = steps
@@ -40,6 +42,8 @@ class LearningCurves:
     baseline's best; what is never reached counts as the last t and is flagged `capped_<role>`.
     `rfd/<role>`: mean of (baseline - immunized) / baseline up to the baseline's best, where the baseline is above 0.05.
     """
+
+    names = ("steps_ratio/*", "rfd/*")
 
     @checked("evaluation.learning_curves")
     def __init__(self, octaves: AtLeastOne = 20, share: Share = 0.9) -> None:

@@ -19,6 +19,9 @@ SUFFIX: dict[State, str] = {"after": "", "before": "_baseline"}
 CONDITIONING = ("rir", "ratio_harmful", "ratio_primary", "kappa_harmful", "kappa_primary")
 """Measures of the spectra after immunization, on training inputs."""
 
+AUTHORS = ("authors/rir", "authors/ratio_harmful", "authors/ratio_primary")
+"""Ratios by the released code's convention of kappa."""
+
 
 @dataclass
 class Measures:

@@ -25,6 +25,8 @@ class PrimaryPerformance:
     `primary/head_<measure>` is that of the model's own head after training.
     """
 
+    names = ("primary/*",)
+
     @torch.no_grad()
     def __call__(self, comparison: Comparison) -> Measures:
         measures = Measures()
@@ -47,6 +49,8 @@ class OwnHead:
     `primary/head_accuracy`, `primary/head_loss` (cross-entropy), the same with `_baseline`, and
     `primary/changed_predictions`, a number of test images. Linear models have no such head.
     """
+
+    names = ("primary/head_*", "primary/changed_predictions")
 
     @torch.no_grad()
     def __call__(self, comparison: Comparison) -> Measures:
@@ -75,6 +79,8 @@ class Definition:
     -`tolerance`. `definition/immunized` = all three; `definition/rir_kept`, an objective for searches, is RIR where (c)
     holds and 0 where it does not.
     """
+
+    names = ("definition/*", "ratio_harmful", "ratio_primary")
 
     @checked("evaluation.definition")
     def __init__(self, tolerance: NonNegative = 0.01) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from immunization.errors import DegenerateSpectrum
 from immunization.evaluation.comparison import Comparison
-from immunization.evaluation.measures import SUFFIX, Measures
+from immunization.evaluation.measures import AUTHORS, CONDITIONING, SUFFIX, Measures
 from immunization.theory import spectrum
 
 
@@ -29,6 +29,8 @@ def _ratios(kappa: dict[str, float]) -> dict[str, float]:
 
 class RelativeRatio:
     """RIR and its parts, rank-aware on training and test inputs, and by the released code's convention; spectra."""
+
+    names = (*CONDITIONING, "kappa_*_baseline", "rank_*", "test/*", *AUTHORS)
 
     def __call__(self, comparison: Comparison) -> Measures:
         measures = Measures()

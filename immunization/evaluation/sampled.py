@@ -6,7 +6,7 @@ import torch
 
 from immunization.checks import AtLeastOne, AtLeastTwo, checked
 from immunization.evaluation.comparison import Comparison
-from immunization.evaluation.measures import SUFFIX, Measures
+from immunization.evaluation.measures import AUTHORS, SUFFIX, Measures
 from immunization.theory import spectrum
 
 
@@ -18,6 +18,8 @@ class SampledRatio:
     kappa is the mean over `groups` disjoint groups of `samples` training rows each, the same before and after. Where a
     task has rows for fewer groups, these are used and flagged.
     """
+
+    names = AUTHORS
 
     @checked("evaluation.sampled")
     def __init__(self, groups: AtLeastOne = 20, samples: AtLeastTwo = 100, seed: int = 0) -> None:

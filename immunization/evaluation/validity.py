@@ -24,6 +24,8 @@ class Validity:
     `train_mode`: a batch norm or dropout layer is in train mode while features are taken.
     """
 
+    names = ()
+
     @checked("evaluation.validity")
     def __init__(self, tolerance: NonNegative = 0.01) -> None:
         self.tolerance = tolerance

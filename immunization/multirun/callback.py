@@ -6,21 +6,32 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from hydra.plugins.sweeper import Sweeper
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+
+from immunization.errors import UserError
 
 
 class SweepSummary(Callback):
     """A Hydra callback: the table over all jobs of a multirun, on the screen and in the sweep folder.
 
     Jobs report through their run folders alone, so that it does not matter in which process or on which machine they
-    ran. The process ends with exit code 1 if any job failed.
+    ran. The process ends with exit code 1 if any job failed. `begun` is the key of the folder that this process fills,
+    a run's or a sweep's, and its configuration.
     """
+
+    begun: ClassVar[tuple[str, DictConfig] | None] = None
+
+    def on_run_start(self, config: DictConfig, **kwargs: object) -> None:
+        """Remember which folder is filled."""
+        SweepSummary.begun = "hydra.run.dir", config
 
     def on_multirun_start(self, config: DictConfig, **kwargs: object) -> None:
         """Refuse to overwrite the runs of an earlier sweep; prepare for many jobs, and for jobs in other processes."""
@@ -28,6 +39,7 @@ class SweepSummary(Callback):
         # processes that launchers start have to find this package
         path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(path)
+        SweepSummary.begun = "hydra.sweep.dir", config
         folder = Path(config.hydra.sweep.dir)
         if not config.resume and next(folder.glob("*/config.yaml"), None):
             sys.exit(
@@ -38,6 +50,21 @@ class SweepSummary(Callback):
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: object) -> None:
         """Let go of a job's configuration: a launcher keeps what jobs return until the last one has run."""
         job_return.cfg = job_return.hydra_cfg = None
+
+    @classmethod
+    def interrupted(cls) -> str:
+        """After Ctrl-C: print what a multirun has done so far, and return the line that says how to go on."""
+        key, config = cls.begun or ("hydra.run.dir", None)
+        folder = None if config is None else Path(OmegaConf.select(config, key))
+        if folder is None or not folder.is_dir():
+            return "interrupted before the run began"
+        if key == "hydra.sweep.dir":
+            from immunization.results.collect import collect
+            from immunization.results.page import summarize
+
+            with suppress(UserError):  # no job has begun
+                summarize(collect([folder]), folder, config.objective)
+        return f"interrupted: the same command with {key}={folder} resume=true goes on"
 
     def on_multirun_end(self, config: DictConfig, **kwargs: object) -> None:
         """Print and save the summary; Hydra turns exceptions of callbacks into warnings, exits it lets pass."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from immunization.errors import DataError
 from immunization.runs.environment import command_of
-from immunization.runs.filenames import CONFIG
+from immunization.runs.filenames import CONFIG, RUN_LOG
 from immunization.runs.result import Result
 from immunization.runs.resume import read_config, result_settings
 
@@ -159,7 +159,7 @@ def _run_folders(path: Path) -> Iterator[Path]:
         raise DataError(f"{path} does not exist; give folders of runs or sweeps, or {Result.file} files")
     for folder, subfolders, files in os.walk(path):
         subfolders.sort()
-        if {Result.file, CONFIG} & set(files):
+        if {Result.file, CONFIG, RUN_LOG} & set(files):
             subfolders.clear()  # what lies deeper belongs to the run
             yield Path(folder)
 
@@ -173,7 +173,7 @@ def _read(folder: Path) -> Run:
     sound = (
         all(value is None or isinstance(value, int | float) for value in numbers)
         and all(isinstance(curve, dict) and len(curve.get("x", ())) == len(curve.get("y", "?")) for curve in curves)
-        and isinstance(result.seed, int)
+        and (isinstance(result.seed, int) or result.status == "failed")  # it may be for this seed that it failed
         and isinstance(result.flags, list)
     )
     if not sound:

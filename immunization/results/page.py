@@ -18,7 +18,7 @@ from immunization.results.collect import Collection, Problem, Run, collect
 from immunization.results.formatting import number
 from immunization.results.settings import Setting, best, settings, title
 from immunization.results.sweep_figures import Plot, draw
-from immunization.results.tables import Cell, Table, alignment, comparison, counts
+from immunization.results.tables import AUTHORS, Cell, Table, alignment, comparison, counts, objective_of
 from immunization.runs import files
 
 REPORT = "report.html"
@@ -77,10 +77,12 @@ def show(collection: Collection, parts: Sequence[Section], objective: str, conso
     for part in parts:
         console.print()
         for table in part.tables:
-            console.print(table.rich(SCREEN if table is part.tables[0] else table.header))
-        if len(part.group) > 1 and (winner := best(part.group, objective)):
-            mean = number(winner.summary(objective).mean)
-            console.print(f"★ largest mean {objective}: {winner.label} ({mean})", markup=False, highlight=False)
+            shown = [name for name in table.header if name.removesuffix(AUTHORS) in SCREEN]
+            console.print(table.rich(shown if table is part.tables[0] else table.header))
+        metric = objective_of(part.group, objective)
+        if len(part.group) > 1 and (winner := best(part.group, metric)):
+            mean = number(winner.summary(metric).mean)
+            console.print(f"★ largest mean {metric}: {winner.label} ({mean})", markup=False, highlight=False)
     console.print()
     console.print(collection.counts(), highlight=False)
     for (kind, message), same in Counter((p.kind, p.message) for p in collection.problems).most_common(20):

@@ -29,7 +29,13 @@ def line(result: Result) -> str:
     """A completed run in one line, for the jobs of a sweep."""
     name = result.folder.name if result.folder else result.method
     notes = Footnotes()
-    labels = {"rir": "RIR", "ratio_harmful": "(i)", "ratio_primary": "(ii)", "steps_ratio/harmful": "harmful steps"}
+    labels = {
+        "rir": "RIR",
+        "authors/rir": "RIR by authors' κ",
+        "ratio_harmful": "(i)",
+        "ratio_primary": "(ii)",
+        "steps_ratio/harmful": "harmful steps",
+    }
     values = [f"{label} {notes.cell(result, key)}" for key, label in labels.items() if key in result.metrics]
     return f"{name}: {', '.join([*values, f'{_seconds(result)} s'])}"
 

@@ -40,6 +40,8 @@ ALIGNMENT = {"alignment/score": "score", "alignment/kernel": "kernel", "alignmen
 """What might predict the RIR that a pair of tasks allows."""
 
 RATIOS = {"ratio_harmful": "(i)", "ratio_primary": "(ii)", "rir": "RIR"}
+AUTHORS = ", authors' κ"
+"""What the name of a column ends in whose figures are by the released code's convention; all others are rank-aware."""
 
 
 @dataclass
@@ -126,12 +128,21 @@ def numbers(table: Table) -> tuple[list[str], list[list[str | float | None]]]:
     return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
 
 
+def objective_of(group: Sequence[Setting], objective: str) -> str:
+    """The metric by which the settings of a table are told apart: `objective`, in the table's convention of kappa."""
+    return f"authors/{objective}" if objective in RATIOS and _by_authors(group) else objective
+
+
+def _by_authors(group: Sequence[Setting]) -> bool:
+    """The paper's figures, to compare with, are by the authors' convention of kappa on the authors' data."""
+    return group[0].first.settings.get("dataset.protocol") == "authors"
+
+
 def comparison(group: Sequence[Setting], name: str, heading: str, objective: str = "rir") -> Table:
     """One row a setting: (i), (ii) and RIR beside the paper's, share of the ceiling, and what it means in practice."""
-    # the paper's figures, to compare with, are by the authors' convention of kappa on the authors' data
-    authors = group[0].first.settings.get("dataset.protocol") == "authors"
+    authors = _by_authors(group)
     main, other = ("authors/", "") if authors else ("", "authors/")
-    objective = main + objective if objective in RATIOS else objective
+    objective = objective_of(group, objective)
     pairs = {run.pair for setting in group for run in setting.runs}
     seeds = {run.result.seed for setting in group for run in setting.runs}
     winner = best(group, objective) if len(group) > 1 else None
@@ -142,16 +153,16 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
         "runs": [Cell(str(len(setting.runs)), len(setting.runs)) for setting in group],
         "failed": [Cell(str(len(setting.failed)), len(setting.failed)) for setting in group],
     }
+    by = AUTHORS if authors else ""
     for metric, text in RATIOS.items():
         strong = _strong(rivals, main + metric)
-        columns[text] = [_spread(setting, main + metric, setting in strong) for setting in group]
-    columns["RIR, 95 % interval"] = [_interval(setting, main + "rir") for setting in group]
+        columns[text + by] = [_spread(setting, main + metric, setting in strong) for setting in group]
+    columns[f"RIR{by}, 95 % interval"] = [_interval(setting, main + "rir") for setting in group]
     if len(pairs) > 1:
-        columns["RIR, median"] = [_median(setting, main + "rir") for setting in group]
+        columns[f"RIR{by}, median"] = [_median(setting, main + "rir") for setting in group]
     for metric, text in RATIOS.items():
         columns[f"paper {text}"] = [_published(paper.get(setting.method, {}).get(metric)) for setting in group]
-    convention = "rank-aware" if authors else "authors'"
-    columns[f"RIR, {convention} κ"] = [_median(setting, other + "rir") for setting in group]
+    columns[f"RIR{', rank-aware κ' if authors else AUTHORS}"] = [_median(setting, other + "rir") for setting in group]
     columns["ceiling, log share"] = [_percent(setting, "ceiling/attained") for setting in group]
     columns["Def. 3.1 holds"] = [_percent(setting, "definition/immunized") for setting in group]
     for measure, text in MEASURES.items():
@@ -167,7 +178,9 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     shown = {
         key: cells
         for key, cells in columns.items()
-        if key in ("method", "runs", "flags") or any(cell.value for cell in cells) or (key in RATIOS.values())
+        if key in ("method", "runs", "flags")
+        or any(cell.value for cell in cells)
+        or key.removesuffix(AUTHORS) in RATIOS.values()
     }
     rows = [list(row) for row in zip(*shown.values(), strict=True)]
     notes = [_sample(len(seeds), len(pairs), group), _data(group[0].first)]

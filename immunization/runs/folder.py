@@ -6,13 +6,14 @@ import errno
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 from torch import Tensor
 
 from immunization.config import build
@@ -48,12 +49,29 @@ def unfinished(config: DictConfig, folder: Path) -> Result:
     return Result(seed=config.seed, dataset=config.dataset.name, model=model, method=method, folder=folder)
 
 
+def record_failure(config: DictConfig, folder: Path, error: Exception) -> str:
+    """Write result.json for a job that failed before it had a RunFolder, and return what to say of it in one line.
+
+    What stands in the folder already stays: it tells the same, or is a completed run that was not to be written over.
+    """
+    error = _in_words(error, folder)
+    if not (folder / Result.file).exists():
+        try:
+            result = unfinished(config, folder)
+        except OmegaConfBaseException:  # what is wrong may be among these very keys
+            result = Result(0, *["unknown"] * 3, folder=folder)
+        result.fail(error)
+        folder.mkdir(parents=True, exist_ok=True)
+        result.write(folder)
+    return str(error)
+
+
 class RunFolder:
     """One run's folder, made and kept from other processes inside `with`.
 
     Every message goes into its run.log, warnings to the screen too. `result` is what the run found so far; `recorder`
-    and the other `trackers` take the numbers of its steps. Raises ConfigError for a folder that cannot be written, or
-    in which another process is at work.
+    and the other `trackers` take the numbers of its steps; `where` says what is being done. Raises ConfigError for a
+    folder that cannot be written, or in which another process is at work.
     """
 
     def __init__(self, config: DictConfig, path: Path, overrides: Sequence[str] = ()) -> None:
@@ -61,6 +79,7 @@ class RunFolder:
         self.result = unfinished(config, path)
         self.recorder: Recorder | None = None
         self.trackers: list[Tracker] = []
+        self.where: Callable[[], str] = lambda: "reading data and model"
 
     def __enter__(self) -> RunFolder:
         with ExitStack() as stack:
@@ -85,7 +104,7 @@ class RunFolder:
         try:
             yield
         except BaseException as error:
-            error = _without_room(error, self.path)
+            error = _in_words(error, self.path)
             self.result.fail(error)
             with suppress(OSError):  # which would hide the error itself
                 self.result.write(self.path)
@@ -113,7 +132,7 @@ class RunFolder:
         """Remove what an unfinished run left, as far as `state` does not go on from it, and log steps from here on."""
         environment.write(self.path, device)
         names = [Result.file, WEIGHTS, ROWS, ARRAYS, MODEL_CARD]
-        names += ([] if state else [CHECKPOINT, OLDER_CHECKPOINT]) + ([] if self.config.resume else [ATTACKS])
+        names += [] if state else [CHECKPOINT, OLDER_CHECKPOINT]
         for path in (*(self.path / name for name in names), *self.path.glob(f".*{files.PART}")):
             path.unlink(missing_ok=True)
         self.recorder = Recorder(self.path, state["recorder"] if state else None)
@@ -122,7 +141,7 @@ class RunFolder:
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Put the wall-clock seconds spent inside into the result."""
-        started = time.perf_counter()
+        started, self.where = time.perf_counter(), lambda: name
         yield
         self.result.seconds[name] = time.perf_counter() - started
 
@@ -169,13 +188,17 @@ def _logging_to(file: logging.Handler) -> Iterator[None]:
             file.close()
 
 
-def _without_room(error: BaseException, folder: Path) -> BaseException:
-    """An error of a full or read-only disk in words of its own; any other one as it is."""
-    if not isinstance(error, OSError) or error.errno not in (*files.NO_ROOM, errno.EROFS, errno.EACCES):
+def _in_words(error: BaseException, folder: Path) -> BaseException:
+    """A mistake that OmegaConf met in an interpolation, or a full disk, in one line of ours; others as they are."""
+    if isinstance(error, InterpolationResolutionError | MissingMandatoryValue):
+        told, _, of_a_resolver = str(error).splitlines()[0].partition(" raised while resolving interpolation: ")
+        message = ConfigError(of_a_resolver or f"{error.full_key}: {told}")
+    elif isinstance(error, OSError) and error.errno in (*files.NO_ROOM, errno.EROFS, errno.EACCES):
+        message = ConfigError(
+            f"{error.filename or folder}: {error.strerror}; make room there, or choose another disk with "
+            "hydra.run.dir=... (what was written before is intact)"
+        )
+    else:
         return error
-    message = ConfigError(
-        f"{error.filename or folder}: {error.strerror}; make room there, or choose another disk with hydra.run.dir=... "
-        "(what was written before is intact)"
-    )
     message.__cause__ = error
     return message

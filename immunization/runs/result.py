@@ -129,6 +129,7 @@ def verdict(results: Sequence[Result]) -> list[str]:
     found, tried = successes(result), attack_names(result)
     measure = "accuracy" if "primary/accuracy" in result.metrics or _classes(result) else "R²"
     bar = result.metrics["attack/worst/bar"]
+    doubts = [f"Mind: {result.reasons[flag]}." for flag in ("other_data", "unknown_data") if flag in result.flags]
     if found:
         name, cost = next(iter(found.items()))
         ratio = result.metrics.get("attack/worst/flops_ratio")
@@ -151,7 +152,7 @@ def verdict(results: Sequence[Result]) -> list[str]:
     if lost:
         reason = result.reasons.get("attacks_diverged", "not measured")
         lines.append(f"Nothing is known of {', '.join(lost)}: {reason}.")
-    return lines
+    return doubts + lines
 
 
 def _several(results: Sequence[Result]) -> list[str]:

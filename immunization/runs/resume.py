@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from immunization.errors import ConfigError, DataError
 from immunization.runs import files
-from immunization.runs.filenames import CONFIG, ROWS, WEIGHTS
+from immunization.runs.filenames import ATTACKS, CHECKPOINT, CONFIG, OLDER_CHECKPOINT, ROWS, WEIGHTS
 from immunization.runs.result import Result
 
 log = logging.getLogger(__name__)
@@ -25,6 +25,9 @@ BOOKKEEPING = (
 
 RETIRED = {"method": {"side": "input", "rank": "data"}, "model": {"compile": False}}
 """Options that are gone, at the value at which they did nothing: run folders of before have them."""
+
+KEPT = (CHECKPOINT, OLDER_CHECKPOINT, ATTACKS)
+"""Files of an unfinished run that hold work of its own."""
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where PyYAML was built with it, ten times faster
 
@@ -85,6 +88,15 @@ def completed(config: DictConfig, folder: Path) -> Result | None:
             "(hydra.run.dir=...) starts a new one"
         )
     return result
+
+
+def refuse_interrupted(config: DictConfig, folder: Path) -> None:
+    """Raise ConfigError where a run without `resume=true` would throw away what an interrupted one has kept."""
+    if not config.resume and (kept := [name for name in KEPT if (folder / name).exists()]):
+        raise ConfigError(
+            f"{folder} holds an interrupted run ({', '.join(kept)}): resume=true goes on with it; another folder "
+            "(hydra.run.dir=...), or this one once it is deleted, starts afresh"
+        )
 
 
 def different(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -55,7 +55,7 @@ class Recorder(Tracker):
             with suppress(FileNotFoundError):
                 kept = path.read_bytes()[: state["bytes"]]
             if hashlib.sha256(kept).hexdigest() != state["sha256"]:
-                raise DataError(f"{path} was altered since the checkpoint; resume=false starts afresh")
+                raise DataError(f"{path} was altered since the checkpoint; another hydra.run.dir=... starts afresh")
         self.digest = hashlib.sha256(kept)
         self.file = path.open("r+b" if state else "wb")
         self.file.truncate(len(kept))

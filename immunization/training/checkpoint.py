@@ -94,7 +94,7 @@ def read(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
     path, older = folder / CHECKPOINT, folder / OLDER_CHECKPOINT
     if not path.exists():
         if older.exists():
-            raise DataError(f"{older} was made by an older version; resume=false starts afresh")
+            raise DataError(f"{older} was made by an older version; another hydra.run.dir=... starts afresh")
         return None
     try:
         content = files.read_archive(path)
@@ -104,11 +104,11 @@ def read(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
         log.warning("%s; the run starts from the beginning", reason)
         return None
     if version != VERSION:
-        raise DataError(f"{path} was made by another version; resume=false starts afresh")
+        raise DataError(f"{path} was made by another version; another hydra.run.dir=... starts afresh")
     if differing := different(before, config):
         raise ConfigError(
             f"{folder} holds a run of another configuration ({', '.join(differing)}): give that one to go on with it, "
-            "another hydra.run.dir=..., or resume=false to start afresh"
+            "or another hydra.run.dir=... to start afresh"
         )
     return state
 

@@ -88,13 +88,17 @@ class TrainingSession:
     ) -> None:
         self.config, self.method, self.model, self.pair = config, parts.method, parts.model, parts.trained_on
         self.monitor, self.keeper, self.recorder, self.state = monitor, keeper, recorder, state
-        self.progress, self.started = Progress(), time.perf_counter()
+        self.progress, self.started, self.steps = Progress(), time.perf_counter(), 0
         self.earlier = state["seconds"] if state else 0.0
 
     @property
     def seconds(self) -> float:
         """Wall-clock time since the session was made, and before it was interrupted."""
         return self.earlier + time.perf_counter() - self.started
+
+    def where(self) -> str:
+        """The step that is being taken, in words."""
+        return f"{self.method.name}: " + (f"step {self.progress.step:,} of {self.steps:,}" if self.steps else "solving")
 
     def fit(self) -> None:
         """Train in place. Raises Diverged, DataError where `state` does not fit, Preempted on SIGTERM."""
@@ -106,6 +110,7 @@ class TrainingSession:
         if self.state is None:
             self.monitor(0, {})
         if steps := method.epochs * self.batches.steps_per_epoch:
+            self.steps = steps
             self.optimizer = optimizer_of(self.config, model.groups())
             self.scheduler = scheduler_of(self.config, self.optimizer, steps)
             distributed.attach(model.extractor, self.optimizer)
@@ -163,7 +168,7 @@ class TrainingSession:
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise DataError(
                 f"{self.monitor.result.folder / CHECKPOINT} does not fit this run ({error}): the data, the weights or "
-                "the program have changed; resume=false starts afresh"
+                "the program have changed; another hydra.run.dir=... starts afresh"
             ) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -14,9 +15,32 @@ from immunization.errors import Preempted
 Handler = Callable[[int, FrameType | None], object] | int | None
 """What `signal.getsignal` returns."""
 
+PAUSE = 0.05
+"""Seconds after which a signal that came amid an import is sent again."""
+
+
+@contextmanager
+def preemptible() -> Iterator[None]:
+    """Inside, SIGTERM ends the process with one line and exit code 143, also before a run listens to it."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """At once: an exception amid the start of an extension becomes an ImportError, and there is nothing to tidy up."""
+    print(f"error: {signal.Signals(number).name}: interrupted before the run began", file=sys.stderr, flush=True)
+    os._exit(128 + number)
+
 
 class Stop:
-    """SIGTERM, which says that this process has to end, and the signal a cluster's launcher listens to.
+    """SIGTERM, which says that this process has to end, Ctrl-C, and the signal a cluster's launcher listens to.
 
     While `held`, a signal waits for the next step, after which a checkpoint is written; a second one does not wait.
     """
@@ -32,8 +56,8 @@ class Stop:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        for name in ("SIGTERM", "SIGUSR1", "SIGUSR2"):
-            number = getattr(signal, name, None)  # Windows has the first alone
+        for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"):
+            number = getattr(signal, name, None)  # Windows has the first two alone
             before = number and signal.getsignal(number)
             if name == "SIGTERM" or callable(before):  # submitit requeues a job on one of the others
                 self.before[number] = before
@@ -57,16 +81,30 @@ class Stop:
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         wait = self.held and self.asked is None
+        if not wait and _importing(frame):  # an exception in there would not come out as it is
+            threading.Timer(PAUSE, os.kill, (os.getpid(), number)).start()
+            return
         self.asked = number
         if not wait:
             self.now("interrupted; resume=true goes on from the last checkpoint, if there is one")
+        elif number == signal.SIGINT:
+            print("\ninterrupted: a checkpoint after this step; once more to stop at once", file=sys.stderr, flush=True)
 
     def now(self, message: str) -> None:
-        """End the run by Preempted, unless whoever listened to the signal before us has other plans."""
+        """End the run: by KeyboardInterrupt on Ctrl-C, by Preempted, or by whoever listened to the signal before."""
         number, self.asked = self.asked, None
         before = self.before[number]
-        if callable(before):
+        if callable(before) and before is not _leave:
             before(number, None)
             return
         print(f"error: {signal.Signals(number).name}: {message}", file=sys.stderr, flush=True)
         raise Preempted(128 + number)
+
+
+def _importing(frame: FrameType | None) -> bool:
+    """Whether the main thread is importing a module."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False

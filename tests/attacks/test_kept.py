@@ -24,6 +24,7 @@ from immunization.attacks import (
     run_attacks,
 )
 from immunization.data.task import Split, Task, TaskPair
+from immunization.errors import ConfigError
 from immunization.evaluation import Comparison
 from immunization.models import Linear
 from immunization.runs import files
@@ -97,7 +98,7 @@ def test_a_killed_audit_goes_on_with_the_next_attack(tmp_path, ran):
     assert content_of(folder) == content_of(tmp_path / "whole")
 
 
-def test_without_resume_every_attack_is_run_again(tmp_path, ran, monkeypatch):
+def test_without_resume_no_attack_that_is_done_is_thrown_away(tmp_path, ran, monkeypatch):
     def fails(self, victim, stage):
         raise KeyboardInterrupt
 
@@ -107,10 +108,9 @@ def test_without_resume_every_attack_is_run_again(tmp_path, ran, monkeypatch):
             run(AUDIT, folder=tmp_path)
     assert (tmp_path / ATTACKS).exists()
     assert "closed_form_probe" in files.read_archive(tmp_path / ATTACKS)["attacks"]
-    ran.clear()
-    run([*AUDIT, "resume=false"], folder=tmp_path)
-    assert len(ran) == 4
-    assert not (tmp_path / ATTACKS).exists()
+    with pytest.raises(ConfigError, match=r"holds an interrupted run \(attacks\.pt\): resume=true goes on with it"):
+        run([*AUDIT, "resume=false"], folder=tmp_path)
+    assert (tmp_path / ATTACKS).exists()
 
 
 def attacked(path: Path, victim: Victim, attacks: Mapping[str, Attack], settings: Mapping[str, object]) -> dict:

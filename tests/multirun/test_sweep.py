@@ -233,3 +233,15 @@ def test_every_launcher_composes(path):
         pytest.importorskip(f"hydra_plugins.hydra_{path.stem.partition('_')[0]}_launcher")
     cfg = compose_with_hydra([f"launcher={path.stem}"])
     assert here or cfg.hydra.job.env_set.OMP_NUM_THREADS is not None
+
+
+def test_jobs_that_fail_before_their_run_begins_are_counted(tmp_path):
+    """An interpolation that cannot be, met as soon as resume=true compares configurations, and a range that is none."""
+    options = ("sweeps=mnist_pairs", "dataset=digits", "pair=01,3-5", "resume=true", "hydra.sweep.dir=runs")
+    done = launch("-m", *QUICK, *options, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "1 completed, 1 failed" in done.stdout
+    assert "1 failed: pair=01: write the primary and the harmful class as in 3-5" in done.stdout
+    done = launch("-m", *QUICK, "seed=1..3", "hydra.sweep.dir=seeds", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "1 failed: seed must be an integer" in done.stdout

@@ -85,7 +85,7 @@ def test_every_entry_has_a_checksum(keeper, tmp_path):
 
 def test_a_checkpoint_of_another_version_or_configuration_is_refused(keeper, tmp_path):
     (tmp_path / "checkpoint.safetensors").write_bytes(b"what the version before wrote")
-    with pytest.raises(DataError, match=r"made by an older version; resume=false starts afresh"):
+    with pytest.raises(DataError, match=r"made by an older version; another hydra.run.dir=... starts afresh"):
         checkpoint.read(tmp_path, CONFIG)
     keeper.write(1, lambda: {"step": 1})
     assert checkpoint.read(tmp_path, CONFIG) == {"step": 1}
@@ -94,7 +94,7 @@ def test_a_checkpoint_of_another_version_or_configuration_is_refused(keeper, tmp
     archive = io.BytesIO()
     torch.save({"version": checkpoint.VERSION + 1, "config": CONFIG, "state": {}}, archive)
     (tmp_path / CHECKPOINT).write_bytes(archive.getvalue())
-    with pytest.raises(DataError, match=r"made by another version; resume=false starts afresh"):
+    with pytest.raises(DataError, match=r"made by another version; another hydra.run.dir=... starts afresh"):
         checkpoint.read(tmp_path, CONFIG)
 
 

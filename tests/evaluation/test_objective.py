@@ -1,0 +1,47 @@
+"""Every measure of a run is a legitimate objective, and nothing else is."""
+
+import pytest
+from helpers.runs import DEEP, QUICK
+
+from immunization import run
+from immunization.config import compose
+from immunization.errors import ConfigError
+from immunization.evaluation.objective import check_objective
+
+pytestmark = pytest.mark.trains
+
+ALL = "evaluation=[rir,definition,primary,ceiling,norm_ratio,learning_curves,sampled,own_head,validity,alignment]"
+ATTACK = "attack=[closed_form_probe]"
+
+
+def check(*overrides: str) -> None:
+    check_objective(compose(overrides), overrides)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[*QUICK[:2], "figures=false", "method=closed_form"], [*DEEP, "dataset.benign=[7,8]"]],
+    ids=["linear", "net"],
+)
+def test_whatever_a_run_measures_may_be_its_objective(options, tmp_path):
+    result = run([*options, ALL, ATTACK], folder=tmp_path)
+    for name in result.metrics:
+        check(ALL, ATTACK, f"objective={name}")
+
+
+@pytest.mark.parametrize(
+    ("objective", "others"),
+    [("rirr", []), ("attack/adam/final", [ATTACK]), ("attack/worst/final", []), ("ceiling/rir", ["evaluation=[rir]"])],
+)
+def test_what_nothing_measures_is_refused(objective, others):
+    with pytest.raises(ConfigError, match=f"objective={objective}: no chosen evaluation or attack measures that"):
+        check(*others, f"objective={objective}")
+
+
+def test_an_evaluation_that_does_not_say_its_names_may_measure_anything(monkeypatch):
+    monkeypatch.delattr("immunization.evaluation.Validity.names")
+    check("objective=rirr")
+
+
+def test_an_objective_of_a_file_is_left_to_the_end_of_the_run():
+    check("evaluation=[primary]")

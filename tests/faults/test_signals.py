@@ -1,0 +1,117 @@
+"""Signals in real processes: what is said, the exit code, and what stays."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers.repository import ROOT
+
+from immunization import run
+from immunization.errors import ConfigError
+from immunization.runs import heartbeat
+from immunization.runs.filenames import CHECKPOINT
+from immunization.runs.result import Result
+
+pytestmark = pytest.mark.trains
+
+LONG = ("tracker=none", "dataset.max_samples=20", "evaluation=[rir]", "method.epochs=1000000", "log_every=50")
+
+
+def started(*arguments: str, until: Path | None, cwd: Path) -> subprocess.Popen:
+    """A process that listens to Ctrl-C, once there is something in the file `until`."""
+    command = [sys.executable, str(ROOT / "launch.py"), *arguments]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test runner in the background ignores it
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=cwd, stdout=pipe, stderr=pipe, text=True)
+    signal.signal(signal.SIGINT, before)
+    deadline = time.monotonic() + 120
+    while until and not (until.exists() and until.stat().st_size > 1000) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return process
+
+
+def ended(process: subprocess.Popen, number: int) -> tuple[str, str]:
+    process.send_signal(number)
+    try:
+        return process.communicate(timeout=120)
+    finally:
+        process.kill()
+
+
+def test_ctrl_c_keeps_a_checkpoint_which_is_not_thrown_away(tmp_path):
+    folder = tmp_path / "run"
+    process = started(*LONG, f"hydra.run.dir={folder}", until=folder / "metrics.jsonl", cwd=tmp_path)
+    _, said = ended(process, signal.SIGINT)
+    assert process.returncode == 130
+    last = f"error: interrupted: the same command with hydra.run.dir={folder} resume=true goes on"
+    assert said.splitlines()[-1] == last
+    assert "Traceback" not in said
+    assert (folder / CHECKPOINT).exists()
+    with pytest.raises(ConfigError, match=r"holds an interrupted run .*: resume=true goes on with it; another folder"):
+        run([*LONG], folder=folder)
+    assert (folder / CHECKPOINT).exists()
+
+
+def test_ctrl_c_of_a_multirun_shows_what_is_done(tmp_path):
+    sweep = tmp_path / "sweep"
+    jobs = (*LONG, "method.epochs=1,1000000", f"hydra.sweep.dir={sweep}", "hydra.sweep.subdir=${hydra.job.num}")
+    process = started("-m", *jobs, until=sweep / "1" / "metrics.jsonl", cwd=tmp_path)
+    said, errors = ended(process, signal.SIGINT)
+    assert process.returncode == 130
+    assert "1 completed, 1 failed" in said
+    assert (sweep / "report.html").exists()
+    assert errors.splitlines()[-1].endswith(f"the same command with hydra.sweep.dir={sweep} resume=true goes on")
+
+
+def test_sigterm_amid_the_imports_is_one_line(tmp_path):
+    """launch.py listens before it imports torch, which takes seconds."""
+    code = (
+        "import os, signal, sys, threading, launch\n"
+        "class Terminates:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch': os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.meta_path.insert(0, Terminates())\n"
+        "sys.argv = ['launch.py', 'tracker=none']\n"
+        "launch.cli()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 143
+    assert done.stderr == "error: SIGTERM: interrupted before the run began\n"
+
+
+def test_sigterm_amid_an_import_of_a_run_waits_for_its_end(tmp_path, monkeypatch):
+    module = tmp_path / "slow_module.py"
+    module.write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(0.2)\ndone = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def imports(*_: object) -> None:
+        import slow_module
+
+        assert slow_module.done
+        time.sleep(5)
+
+    monkeypatch.setattr("immunization.evaluation.RelativeRatio.__call__", imports)
+    with pytest.raises(SystemExit) as end:
+        run(["method=identity", *LONG[:3], "figures=false"], folder=tmp_path / "run")
+    assert end.value.code == 143
+    assert Result.read(tmp_path / "run").error == "interrupted"
+
+
+def test_a_run_without_a_terminal_says_where_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(heartbeat, "SECONDS", 0.01)
+    run([*LONG[:3], "method.epochs=300", "figures=false"], folder=tmp_path)
+    assert "condition_number: step" in (said := capsys.readouterr().err)
+    assert "of 300, 0 min since the start" in said
+    assert "condition_number: step" in (tmp_path / "run.log").read_text()

@@ -1,0 +1,61 @@
+"""Audits take data and model from the run that made their checkpoint, and say so where they are told to use others."""
+
+import shutil
+
+import pytest
+from helpers.runs import DEEP, QUICK
+
+from immunization import run
+from immunization.runs.resume import read_config
+
+pytestmark = pytest.mark.trains
+
+AUDIT = ("experiment=audit", "tracker=none", "figures=false", "evaluation=[rir]", "attack=[closed_form_probe]")
+MADE = ("dataset.primary=3", "dataset.harmful=8", "dataset.common_range=true", "seed=2", "method=closed_form")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The folder of a linear run on digits 3 and 8, which are not the default ones."""
+    folder = tmp_path_factory.mktemp("made")
+    return folder, run([*QUICK, *MADE], folder=folder)
+
+
+@pytest.mark.parametrize("place", ["", "immunized.safetensors"])
+def test_data_preparation_and_seed_are_those_of_the_checkpoint(made, place, tmp_path):
+    folder, first = made
+    again = run([*AUDIT, f"model.checkpoint={folder / place}"], folder=tmp_path)
+    assert again.metrics["rir"] == pytest.approx(first.metrics["rir"], rel=1e-9)
+    assert again.seed == 2
+    assert not {"other_data", "unknown_data"} & set(again.flags)
+    before, now = read_config(folder), read_config(tmp_path)
+    assert now["dataset"] == before["dataset"]
+    assert now["model"] == before["model"] | {"checkpoint": str(folder / place)}
+
+
+def test_the_command_line_wins_and_the_verdict_says_so(made, tmp_path):
+    options = [*AUDIT, f"model.checkpoint={made[0]}", "dataset.primary=0"]
+    other = run(options, folder=tmp_path / "other")
+    assert read_config(tmp_path / "other")["dataset"]["harmful"] == 8
+    assert "made on other data than it is audited on (dataset.primary: 3 -> 0)" in other.reasons["other_data"]
+    assert other.verdict[0] == f"Mind: {other.reasons['other_data']}."
+    same = run([*options[:-1], "dataset=digits"], folder=tmp_path / "same")
+    assert "other_data" not in same.flags
+
+
+def test_weights_alone_leave_their_data_unknown(tmp_path):
+    run([*QUICK, "method=closed_form"], folder=tmp_path / "run")
+    weights = shutil.copy(tmp_path / "run" / "immunized.safetensors", tmp_path)
+    alone = run([*AUDIT, f"model.checkpoint={weights}"], folder=tmp_path / "audit")
+    assert "unknown_data" in alone.flags
+    assert alone.verdict[0].startswith("Mind: no config.yaml lies beside model.checkpoint")
+
+
+def test_a_net_is_found_again_from_its_run_folder(tmp_path):
+    """digits_net has no key `checkpoint`: its audit reads the weights into timm's own net."""
+    first = run([*DEEP, "method=learning_curve", "seed=1"], folder=tmp_path / "run")
+    again = run([*AUDIT, f"model.checkpoint={tmp_path / 'run'}"], folder=tmp_path / "audit")
+    assert (again.dataset, again.model, again.seed) == ("digits_deep", "test_resnet", 1)
+    for name in ("rir", "kappa_harmful", "kappa_harmful_baseline"):
+        assert again.metrics[name] == pytest.approx(first.metrics[name], rel=1e-3)
+    assert not {"other_data", "unknown_data"} & set(again.flags)
