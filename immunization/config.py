@@ -1,6 +1,6 @@
 """From configurations to objects: composing, checking across groups, and building with the constructor as the schema.
 
-Light on purpose (no torch): `launch.py` imports it before Hydra has parsed the command line.
+Light on purpose (no torch): the command line imports it before Hydra has parsed the command line.
 """
 
 from __future__ import annotations
@@ -85,6 +85,12 @@ def check(cfg: DictConfig) -> None:
     for key in ("tags", "trusted"):
         if not isinstance(cfg[key] or [], list | ListConfig):
             raise ConfigError(f"{key} must be a list, [a,b] on the command line, not {cfg[key]!r}")
+    gives = str(inspect.signature(_target(cfg, "dataset")).return_annotation)
+    if getattr(_target(cfg, "model"), "deep", False) and "TaskPair" in gives:  # and not images
+        raise ConfigError(
+            f"model={cfg.model.get('name', 'digits_net')} needs images, for example dataset=image_folders or "
+            f"digits_deep; dataset={cfg.dataset.get('name')} has none"
+        )
     preconditioned = cfg.method.get("precondition") not in (None, "none")
     if preconditioned and not getattr(_target(cfg, "model"), "preconditioned", False):
         raise ConfigError("method.precondition needs model=linear: the matrix K of a deep net is not defined; use none")

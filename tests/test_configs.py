@@ -21,7 +21,14 @@ from immunization.runs import tracker
 
 pytestmark = pytest.mark.trains
 
-SETUPS = ("experiment", "hparams", "debug", "launcher", "sweeps")  # values for other groups, no objects of their own
+SETUPS = (
+    "experiment",
+    "hparams",
+    "hydra",
+    "debug",
+    "launcher",
+    "sweeps",
+)  # values for other groups, no objects of their own
 OPTIONS = sorted((path.parent.name, path.stem) for path in CONF.glob("*/*.yaml") if path.parent.name not in SETUPS)
 EXPERIMENTS = sorted(
     path.relative_to(CONF / "experiment").with_suffix("").as_posix() for path in (CONF / "experiment").rglob("*.yaml")
@@ -237,8 +244,13 @@ def test_rules_across_groups(config, override, message):
         check(config)
 
 
-def test_a_preconditioner_needs_a_linear_model(config):
-    config.model._target_ = "immunization.models.Timm"
+def test_a_net_needs_images_and_is_told_so_first():
+    with pytest.raises(ConfigError, match=r"model=resnet18 needs images, .*; dataset=digits has none"):
+        check(compose(["model=resnet18", "tracker=none"]))
+
+
+def test_a_preconditioner_needs_a_linear_model():
+    config = compose(["model=resnet18", "dataset=digits_deep", "method.precondition=cancelled"])
     with pytest.raises(ConfigError, match=r"method\.precondition needs model=linear.*use none"):
         check(config)
     config.method.precondition = "none"
@@ -247,7 +259,7 @@ def test_a_preconditioner_needs_a_linear_model(config):
 
 def test_fast_steps_of_nets_that_do_not_exist():
     with pytest.raises(ConfigError, match=r"model\.amp=bfloat16 needs dtype=float32"):
-        check(compose(["model=resnet18", "model.amp=bfloat16", "method=opt_kappa"]))
+        check(compose(["model=resnet18", "dataset=digits_deep", "model.amp=bfloat16", "method=opt_kappa"]))
 
 
 @pytest.mark.parametrize(
