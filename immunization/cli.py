@@ -22,6 +22,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from immunization import __version__
 from immunization.config import CONF, check_trust
 from immunization.errors import UserError
+from immunization.terminal import importing
 
 _VERBOSE = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
@@ -32,7 +33,8 @@ def main(cfg: DictConfig) -> float:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from immunization.runner import run
+    with importing("importing torch"):
+        from immunization.runner import run
 
     job = HydraConfig.get()
     sweep = job.mode == RunMode.MULTIRUN

@@ -22,6 +22,7 @@ from immunization.runs.filenames import ATTACKS
 from immunization.runs.folder import RunFolder, log, settings_of
 from immunization.runs.result import Result
 from immunization.runs.resume import completed
+from immunization.terminal import importing, waiting
 from immunization.training import checkpoint
 from immunization.training.checkpoint import Checkpointer
 from immunization.training.monitor import Monitor
@@ -71,8 +72,10 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     run.begin()
     check(config)
     device = device_of(config.device)
-    run.track(state)
-    parts = assemble(config)
+    with importing("starting the tracker"):
+        run.track(state)
+    with waiting("preparing data, model and optimizer"):
+        parts = assemble(config)
     method, model, pair = parts.method, parts.model, parts.pair
     run.result.about, run.result.method, run.result.model = pair.about, method.name, model.name
     log.info("%s: %s", pair.name, pair.about)
@@ -90,7 +93,7 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     run.keep({**model.export(), **pair.tensors}, model.metadata(), rows, sources)
 
     comparison = Comparison(pair, model)
-    with run.timed("evaluate"):
+    with run.timed("evaluate"), waiting("measuring"):
         measures = evaluate(config, comparison)
     for name, reason in method.flags.items():
         measures.flag(name, reason)

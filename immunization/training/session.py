@@ -23,6 +23,7 @@ from immunization.models import Model
 from immunization.runs.folder import CHECKPOINT, settings_of, unfinished
 from immunization.runs.result import Result
 from immunization.runs.tracker import Recorder
+from immunization.terminal import importing
 from immunization.training import checkpoint
 from immunization.training.checkpoint import Checkpointer
 from immunization.training.loaders import batches_of
@@ -65,7 +66,8 @@ def assemble(config: DictConfig) -> Parts:
         )
     trained_on = pair.to(device, model.dtype)
     if method.epochs:  # a process's first optimizer imports torch's compiler, seconds that are not the method's
-        torch.optim.SGD([torch.zeros(1)])
+        with importing("importing torch's optimizers"):
+            torch.optim.SGD([torch.zeros(1)])
     start = copy.deepcopy(model.extractor.state_dict()) if config.get("attack") else {}
     return Parts(method, model, pair, trained_on, start)
 
