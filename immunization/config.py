@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from immunization.errors import ConfigError
@@ -41,6 +42,10 @@ def class_of(pair: str, place: int) -> int:
 OmegaConf.register_new_resolver("absent", lambda value: value is None, replace=True)
 OmegaConf.register_new_resolver("slug", slug, replace=True)
 OmegaConf.register_new_resolver("class_of", class_of, replace=True)
+
+
+if not (CONF / "local.yaml").is_file():  # which is optional
+    ConfigStore.instance().store("local", {})
 
 
 def compose(overrides: Iterable[str] = ()) -> DictConfig:
@@ -77,7 +82,11 @@ def check(cfg: DictConfig) -> None:
         "resume": bool,
         "figures": bool | None,
         "deterministic": bool,
+        "debug.steps": AtLeastOne | None,
+        "debug.rows": AtLeastOne | None,
+        "debug.profile": bool | None,
     }
+    _check_local()
     for key, hint in hints.items():
         check_value(key, OmegaConf.select(cfg, key), hint)
     if (lr := cfg.optimizer.get("lr")) is not None:
@@ -100,6 +109,15 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError(
             f"model.amp={cfg.model.amp} needs dtype=float32: torch leaves what is computed in float64 as it is"
         )
+
+
+def _check_local() -> None:
+    """local.yaml stands before the groups, which would silently win over what it says of them."""
+    path = CONF / "local.yaml"
+    own, known = (OmegaConf.load(file) if file.is_file() else {} for file in (path, CONF / "config.yaml"))
+    for key in own:
+        if key not in known:
+            raise ConfigError(f"{path}: {key} is none of its keys, which are {', '.join(map(str, known))}")
 
 
 def build(cfg: DictConfig, key: str, **arguments: Any) -> Any:

@@ -25,7 +25,7 @@ def waiting(what: str) -> Iterator[None]:
 
 @contextmanager
 def importing(what: str) -> Iterator[None]:
-    """`waiting` without the garbage collector: it would walk over all modules again and again, a quarter of the time."""
+    """`waiting` without the garbage collector: it would walk over all modules time and again, a quarter of the wait."""
     collects = gc.isenabled()
     gc.disable()
     try:

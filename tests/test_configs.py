@@ -6,6 +6,7 @@ import inspect
 import math
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -335,3 +336,37 @@ def test_a_partial_option_is_the_callable(config):
 def test_slugs_are_safe_file_names(text, name):
     assert slug(text) == name
     assert os.sep not in slug(text)
+
+
+# --- Values of a machine's user ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def conf(tmp_path, monkeypatch) -> Path:
+    """A copy of conf/ in the place of the shipped one."""
+    monkeypatch.setattr("immunization.config.CONF", Path(shutil.copytree(CONF, tmp_path / "conf")))
+    return tmp_path / "conf"
+
+
+def test_a_local_file_gives_places_and_accounts(conf, monkeypatch):
+    monkeypatch.setenv("IMMUNIZATION_CACHE", "/elsewhere")
+    shutil.copy(conf / "local.yaml.example", conf / "local.yaml")
+    cfg = compose(["experiment=resnet18_cars_small", "tracker=wandb"])
+    check(cfg)
+    assert cfg.dataset.primary_root == "/data/immunization/imagenette224"
+    assert (cfg.tracker.entity, cfg.dataset.cache) == ("my-team", "/scratch/cache/activations")
+    assert compose(["cache=/mine", "dataset=mnist"]).dataset.root == "/mine/mnist"
+
+
+def test_environment_variables_give_them_too(monkeypatch):
+    for name in ("IMMUNIZATION_DATA_ROOT", "IMMUNIZATION_CACHE", "WANDB_ENTITY"):
+        monkeypatch.setenv(name, f"/{name}")
+    cfg = compose(["experiment=resnet18_cars_small", "tracker=wandb"])
+    assert cfg.dataset.primary_root == "/IMMUNIZATION_DATA_ROOT/imagenette224"
+    assert (cfg.tracker.entity, cfg.dataset.cache) == ("/WANDB_ENTITY", "/IMMUNIZATION_CACHE/activations")
+
+
+def test_a_local_file_that_speaks_of_a_group_is_refused(conf):
+    (conf / "local.yaml").write_text("tracker: {entity: me}\n")
+    with pytest.raises(ConfigError, match=r"local\.yaml: tracker is none of its keys, which are .*data_root"):
+        check(compose(["tracker=wandb"]))
