@@ -1,6 +1,6 @@
 """From configurations to objects: composing, checking across groups, and building with the constructor as the schema.
 
-Light on purpose (no torch): `launch.py` imports it before Hydra has parsed the command line.
+Light on purpose (no torch): the command line imports it before Hydra has parsed the command line.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from immunization.errors import ConfigError
@@ -48,6 +49,10 @@ OmegaConf.register_new_resolver("slug", slug, replace=True)
 OmegaConf.register_new_resolver("class_of", class_of, replace=True)
 
 
+if not (CONF / "local.yaml").is_file():  # which is optional
+    ConfigStore.instance().store("local", {})
+
+
 def compose(overrides: Iterable[str] = ()) -> DictConfig:
     """The configuration that `python launch.py <overrides>` would run; a Hydra application around stays as it is."""
     from hydra import compose as hydra_compose
@@ -82,7 +87,11 @@ def check(cfg: DictConfig) -> None:
         "resume": bool,
         "figures": bool | None,
         "deterministic": bool,
+        "debug.steps": AtLeastOne | None,
+        "debug.rows": AtLeastOne | None,
+        "debug.profile": bool | None,
     }
+    _check_local()
     for key, hint in hints.items():
         check_value(key, OmegaConf.select(cfg, key), hint)
     if (lr := cfg.optimizer.get("lr")) is not None:
@@ -90,6 +99,12 @@ def check(cfg: DictConfig) -> None:
     for key in ("tags", "trusted"):
         if not isinstance(cfg[key] or [], list | ListConfig):
             raise ConfigError(f"{key} must be a list, [a,b] on the command line, not {cfg[key]!r}")
+    gives = str(inspect.signature(target_of(cfg, "dataset")).return_annotation)
+    if getattr(target_of(cfg, "model"), "deep", False) and "TaskPair" in gives:  # and not images
+        raise ConfigError(
+            f"model={cfg.model.get('name', 'digits_net')} needs images, for example dataset=image_folders or "
+            f"digits_deep; dataset={cfg.dataset.get('name')} has none"
+        )
     precondition = cfg.method.get("precondition") if cfg.immunize else None  # an audit's method does nothing
     if precondition not in (None, "none") and not getattr(target_of(cfg, "model"), "preconditioned", False):
         raise ConfigError("method.precondition needs model=linear: the matrix K of a deep net is not defined; use none")
@@ -99,6 +114,15 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError(
             f"model.amp={cfg.model.amp} needs dtype=float32: torch leaves what is computed in float64 as it is"
         )
+
+
+def _check_local() -> None:
+    """local.yaml stands before the groups, which would silently win over what it says of them."""
+    path = CONF / "local.yaml"
+    own, known = (OmegaConf.load(file) if file.is_file() else {} for file in (path, CONF / "config.yaml"))
+    for key in own:
+        if key not in known:
+            raise ConfigError(f"{path}: {key} is none of its keys, which are {', '.join(map(str, known))}")
 
 
 def build(cfg: DictConfig, key: str, **arguments: Any) -> Any:

@@ -26,6 +26,7 @@ from immunization.runs.heartbeat import heartbeat
 from immunization.runs.origin import audited, data_flags
 from immunization.runs.result import Result
 from immunization.runs.resume import completed, refuse_interrupted
+from immunization.terminal import importing, waiting
 from immunization.training import checkpoint
 from immunization.training.checkpoint import Checkpointer
 from immunization.training.monitor import Monitor
@@ -79,8 +80,10 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     check(config)
     check_objective(config, run.overrides)
     device = device_of(config.device)
-    run.track(state)
-    parts = assemble(config)
+    with importing("starting the tracker"):
+        run.track(state)
+    with waiting("preparing data, model and optimizer"):
+        parts = assemble(config)
     method, model, pair = parts.method, parts.model, parts.pair
     run.result.about, run.result.method, run.result.model = pair.about, method.name, model.name
     log.info("%s: %s", pair.name, pair.about)
@@ -99,7 +102,7 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     run.keep({**model.export(), **pair.tensors}, model.metadata(), rows, sources)
 
     comparison = Comparison(pair, model)
-    with run.timed("evaluate"):
+    with run.timed("evaluate"), waiting("measuring"):
         measures = evaluate(config, comparison)
     for name, reason in (method.flags | data_flags(config)).items():
         measures.flag(name, reason)

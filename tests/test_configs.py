@@ -6,6 +6,7 @@ import inspect
 import math
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,14 @@ from immunization.runs import tracker
 
 pytestmark = pytest.mark.trains
 
-SETUPS = ("experiment", "hparams", "debug", "launcher", "sweeps")  # values for other groups, no objects of their own
+SETUPS = (
+    "experiment",
+    "hparams",
+    "hydra",
+    "debug",
+    "launcher",
+    "sweeps",
+)  # values for other groups, no objects of their own
 OPTIONS = sorted((path.parent.name, path.stem) for path in CONF.glob("*/*.yaml") if path.parent.name not in SETUPS)
 EXPERIMENTS = sorted(
     path.relative_to(CONF / "experiment").with_suffix("").as_posix() for path in (CONF / "experiment").rglob("*.yaml")
@@ -237,8 +245,13 @@ def test_rules_across_groups(config, override, message):
         check(config)
 
 
-def test_a_preconditioner_needs_a_linear_model(config):
-    config.model._target_ = "immunization.models.Timm"
+def test_a_net_needs_images_and_is_told_so_first():
+    with pytest.raises(ConfigError, match=r"model=resnet18 needs images, .*; dataset=digits has none"):
+        check(compose(["model=resnet18", "tracker=none"]))
+
+
+def test_a_preconditioner_needs_a_linear_model():
+    config = compose(["model=resnet18", "dataset=digits_deep", "method.precondition=cancelled"])
     with pytest.raises(ConfigError, match=r"method\.precondition needs model=linear.*use none"):
         check(config)
     config.method.precondition = "none"
@@ -247,7 +260,7 @@ def test_a_preconditioner_needs_a_linear_model(config):
 
 def test_fast_steps_of_nets_that_do_not_exist():
     with pytest.raises(ConfigError, match=r"model\.amp=bfloat16 needs dtype=float32"):
-        check(compose(["model=resnet18", "model.amp=bfloat16", "method=opt_kappa"]))
+        check(compose(["model=resnet18", "dataset=digits_deep", "model.amp=bfloat16", "method=opt_kappa"]))
 
 
 @pytest.mark.parametrize(
@@ -323,3 +336,37 @@ def test_a_partial_option_is_the_callable(config):
 def test_slugs_are_safe_file_names(text, name):
     assert slug(text) == name
     assert os.sep not in slug(text)
+
+
+# --- Values of a machine's user ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def conf(tmp_path, monkeypatch) -> Path:
+    """A copy of conf/ in the place of the shipped one."""
+    monkeypatch.setattr("immunization.config.CONF", Path(shutil.copytree(CONF, tmp_path / "conf")))
+    return tmp_path / "conf"
+
+
+def test_a_local_file_gives_places_and_accounts(conf, monkeypatch):
+    monkeypatch.setenv("IMMUNIZATION_CACHE", "/elsewhere")
+    shutil.copy(conf / "local.yaml.example", conf / "local.yaml")
+    cfg = compose(["experiment=resnet18_cars_small", "tracker=wandb"])
+    check(cfg)
+    assert cfg.dataset.primary_root == "/data/immunization/imagenette224"
+    assert (cfg.tracker.entity, cfg.dataset.cache) == ("my-team", "/scratch/cache/activations")
+    assert compose(["cache=/mine", "dataset=mnist"]).dataset.root == "/mine/mnist"
+
+
+def test_environment_variables_give_them_too(monkeypatch):
+    for name in ("IMMUNIZATION_DATA_ROOT", "IMMUNIZATION_CACHE", "WANDB_ENTITY"):
+        monkeypatch.setenv(name, f"/{name}")
+    cfg = compose(["experiment=resnet18_cars_small", "tracker=wandb"])
+    assert cfg.dataset.primary_root == "/IMMUNIZATION_DATA_ROOT/imagenette224"
+    assert (cfg.tracker.entity, cfg.dataset.cache) == ("/WANDB_ENTITY", "/IMMUNIZATION_CACHE/activations")
+
+
+def test_a_local_file_that_speaks_of_a_group_is_refused(conf):
+    (conf / "local.yaml").write_text("tracker: {entity: me}\n")
+    with pytest.raises(ConfigError, match=r"local\.yaml: tracker is none of its keys, which are .*data_root"):
+        check(compose(["tracker=wandb"]))

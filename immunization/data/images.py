@@ -28,6 +28,7 @@ from immunization.checks import (
     check_value,
     checked,
 )
+from immunization.data.pixels import sklearn_digits
 from immunization.data.preparation import split_rows
 from immunization.data.task import SPLITS, Origin
 from immunization.errors import ConfigError, DataError
@@ -149,9 +150,7 @@ class Digits(Dataset):
     """scikit-learn's digits as grey 8 x 8 images, labels 0, 1, ... in the order of `classes`, -1 for other digits."""
 
     def __init__(self, classes: Sequence[int]) -> None:
-        from sklearn.datasets import load_digits
-
-        pixels, labels = load_digits(return_X_y=True)
+        pixels, labels = (tensor.numpy() for tensor in sklearn_digits())
         self.pixels = (pixels * 255 / 16).round().astype(np.uint8).reshape(-1, 8, 8)
         codes = {digit: code for code, digit in enumerate(classes)}
         self.labels = torch.tensor([codes.get(digit, -1) for digit in labels])

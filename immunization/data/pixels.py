@@ -6,6 +6,7 @@ import gzip
 import zlib
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Literal
@@ -41,10 +42,15 @@ class Images:
 
 @cache
 def sklearn_digits() -> tuple[Tensor, Tensor]:
-    """Pixels and labels, read once a process: the file is text."""
-    from sklearn.datasets import load_digits
+    """Pixels [1797, 64] float64 and labels [1797] int64 of sklearn.datasets.load_digits, read once a process."""
+    file = Path(find_spec("sklearn").origin).parent / "datasets" / "data" / "digits.csv.gz"
+    if file.exists():  # importing sklearn.datasets takes longer than all the rest of a small run
+        table = np.loadtxt(file, delimiter=",")
+        pixels, labels = table[:, :-1], table[:, -1].astype(int)
+    else:
+        from sklearn.datasets import load_digits
 
-    pixels, labels = load_digits(return_X_y=True)
+        pixels, labels = load_digits(return_X_y=True)
     return torch.from_numpy(pixels), torch.from_numpy(labels)
 
 

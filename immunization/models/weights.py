@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from immunization.errors import ConfigError, DataError
 from immunization.models.fold import FOLD, fold_into
+from immunization.models.hub import one_try
 from immunization.models.linear import LinearMap
 from immunization.runs import files
 from immunization.runs.filenames import WEIGHTS
@@ -22,8 +24,10 @@ def create(name: str, checkpoint: str | None, pretrained: bool, arguments: dict[
     """A timm model with its weights; raises ConfigError that names what does not fit."""
     import timm
 
+    from_hub, answers = pretrained and checkpoint is None, True
     try:
-        net = timm.create_model(name, pretrained=pretrained and checkpoint is None, **arguments)
+        with one_try() if from_hub and timm.is_model(name.partition(".")[0]) else nullcontext(True) as answers:
+            net = timm.create_model(name, pretrained=from_hub, **arguments)
     except (RuntimeError, TypeError, ValueError) as error:
         if not timm.is_model(name.partition(".")[0]):
             close = ", ".join(timm.list_models(f"*{name.partition('.')[0][:8]}*")[:5])
@@ -32,8 +36,9 @@ def create(name: str, checkpoint: str | None, pretrained: bool, arguments: dict[
             ) from error
         raise ConfigError(f"model.name={name}: {' '.join(str(error).split())}") from error
     except Exception as error:  # of the hub, whose own classes are many
+        why = f"{type(error).__name__}: {str(error)[:200]}" if answers else "the Hugging Face hub does not answer"
         raise ConfigError(
-            f"model.name={name}: its pretrained weights cannot be had ({type(error).__name__}: {str(error)[:200]}); "
+            f"model.name={name}: its pretrained weights cannot be had ({why}); "
             "connect to the Hugging Face hub, or give model.checkpoint=<file>, or model.pretrained=false"
         ) from error
     if checkpoint is not None:

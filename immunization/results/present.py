@@ -1,8 +1,9 @@
-"""What follows a completed run: figures, the page of an audit, the end of its trackers, and the table on the screen."""
+"""What follows a completed run: the table on the screen, then figures, an audit's page, the end of its trackers."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,17 +14,24 @@ from immunization.results import run_figures
 from immunization.results.screen import line, show
 from immunization.runs.result import Result
 from immunization.runs.tracker import Tracker
+from immunization.terminal import waiting
 
 log = logging.getLogger(__name__)
 
 
 def present(config: DictConfig, result: Result, trackers: Sequence[Tracker], quiet: bool) -> None:
-    """Draw, write and print what `result` holds, and close the trackers; nothing that fails here fails the run.
+    """Print, draw and write what `result` holds, and close the trackers; nothing that fails here fails the run.
 
     `quiet` prints one line instead of the table, and draws figures only with `figures=true`.
     """
+    with _harmless("the table cannot be printed"):  # first: the rest takes seconds
+        if quiet:
+            print(line(result), flush=True)
+        else:
+            show(result)
+            sys.stdout.flush()
     pictures: list[Path] = []
-    with _harmless("the figures cannot be drawn"):
+    with _harmless("the figures cannot be drawn"), waiting("drawing the figures"):
         if config.figures or (config.figures is None and not quiet):
             pictures = run_figures.draw(result, result.folder)
     if any(name.startswith("attack/") for name in result.metrics):
@@ -32,14 +40,9 @@ def present(config: DictConfig, result: Result, trackers: Sequence[Tracker], qui
 
             page.audit(result.folder)
     for tracker in trackers:
-        with _harmless("a tracker failed at the end"):
+        with _harmless("a tracker failed at the end"), waiting("handing over to the tracker"):
             tracker.finish(result, pictures)
         tracker.close(failed=False)
-    with _harmless("the table cannot be printed"):
-        if quiet:
-            print(line(result), flush=True)
-        else:
-            show(result)
 
 
 @contextmanager

@@ -50,7 +50,9 @@ def command_of(folder: str | Path) -> str | None:
         _, program, *arguments = shlex.split(json.loads((Path(folder) / ENVIRONMENT).read_text())["command"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return shlex.join(["python", Path(program).name, *arguments])
+    name = Path(program).name
+    start = {"immunize": ["immunize"], "__main__.py": ["python", "-m", "immunization"]}.get(name, ["python", name])
+    return shlex.join([*start, *arguments])
 
 
 def _git() -> dict[str, Any] | None:

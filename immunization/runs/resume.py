@@ -18,7 +18,20 @@ from immunization.runs.result import Result
 log = logging.getLogger(__name__)
 
 BOOKKEEPING = (
-    *("checkpoint", "deterministic", "figures", "log_every", "name", "objective", "resume", "tags", "threads"),
+    *(
+        "cache",
+        "checkpoint",
+        "data_root",
+        "deterministic",
+        "entity",
+        "figures",
+        "log_every",
+        "name",
+        "objective",
+        "resume",
+        "tags",
+        "threads",
+    ),
     *("tracker", "trusted"),
 )
 """Keys that decide where and how a run is shown or saved, but no number in its result."""

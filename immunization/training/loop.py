@@ -37,13 +37,15 @@ def train(
     on_step: Callable[[int, dict[str, Tensor]], None] = lambda step, terms: None,
     progress: Progress | None = None,
     scheduler: LRScheduler | None = None,
+    most: int | None = None,
 ) -> int:
     """Run `method` for its epochs and return the number of steps taken.
 
-    `on_step(step, terms)` sees every step (counted from 1) after the update. `progress` is where to go on, and is kept
-    up to date. `scheduler` steps after every step of `optimizer` (ReduceLROnPlateau is told the loss), and the learning
-    rate of the step joins its terms as `lr`. Raises Diverged on a non-finite loss, or one above 1e12 times the first;
-    the parameters are then those before the bad step.
+    `on_step(step, terms)` sees every step (counted from 1) after the update. `progress` is where to go on, and is
+    kept up to date. `scheduler` steps after every step of `optimizer` (ReduceLROnPlateau is told the loss), and the
+    learning rate of the step joins its terms as `lr`. After step `most` it ends, wherever its epoch is. Raises
+    Diverged on a non-finite loss, or one above 1e12 times the first; the parameters are then those before the bad
+    step.
     """
     at = Progress() if progress is None else progress
     while at.epoch < method.epochs:
@@ -69,6 +71,8 @@ def train(
                 scheduler.step(*[value] if isinstance(scheduler, ReduceLROnPlateau) else ())
             at.step += 1
             on_step(at.step, terms)
+            if at.step == most:
+                return at.step
         ended = method.epoch_end(model, at.epoch)
         at.epoch = method.epochs if ended else at.epoch + 1
     return at.step

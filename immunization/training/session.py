@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -23,8 +24,10 @@ from immunization.models import Model
 from immunization.runs.folder import CHECKPOINT, settings_of, unfinished
 from immunization.runs.result import Result
 from immunization.runs.tracker import Recorder
+from immunization.terminal import importing
 from immunization.training import checkpoint
 from immunization.training.checkpoint import Checkpointer
+from immunization.training.debugging import Debug
 from immunization.training.loaders import batches_of
 from immunization.training.loop import Progress, train
 from immunization.training.monitor import Monitor
@@ -52,7 +55,7 @@ def assemble(config: DictConfig) -> Parts:
     device = machine.device_of(config.device)
     randomness.seed(config.seed)
     machine.choose_threads(config.threads, None)
-    data = build(config, "dataset").to(device, torch.float64)
+    data = Debug.of(config).few(build(config, "dataset")).to(device, torch.float64)
     method: Method = build(config, "method") if config.immunize else Unmodified()
     with distributed.main_process_first():
         model: Model = build(config, "model", pair=data.to(device, getattr(torch, config.dtype)))
@@ -65,7 +68,8 @@ def assemble(config: DictConfig) -> Parts:
         )
     trained_on = pair.to(device, model.dtype)
     if method.epochs:  # a process's first optimizer imports torch's compiler, seconds that are not the method's
-        torch.optim.SGD([torch.zeros(1)])
+        with importing("importing torch's optimizers"):
+            torch.optim.SGD([torch.zeros(1)])
     start = copy.deepcopy(model.extractor.state_dict()) if config.get("attack") else {}
     return Parts(method, model, pair, trained_on, start)
 
@@ -87,6 +91,7 @@ class TrainingSession:
         state: dict[str, Any] | None = None,
     ) -> None:
         self.config, self.method, self.model, self.pair = config, parts.method, parts.model, parts.trained_on
+        self.debug = Debug.of(config)
         self.monitor, self.keeper, self.recorder, self.state = monitor, keeper, recorder, state
         self.progress, self.started, self.steps = Progress(), time.perf_counter(), 0
         self.earlier = state["seconds"] if state else 0.0
@@ -105,11 +110,14 @@ class TrainingSession:
         method, model = self.method, self.model
         method.setup(model, self.pair)
         generator = torch.Generator().manual_seed(self.config.seed)
-        self.batches = batches_of(model, self.pair, method.batch_size, generator)
+        rows = self.debug.rows or method.batch_size
+        self.batches = batches_of(model, self.pair, method.batch_size and min(method.batch_size, rows), generator)
         self.monitor.period = self.batches.steps_per_epoch if self.pair.primary.width else 1
         if self.state is None:
             self.monitor(0, {})
         if steps := method.epochs * self.batches.steps_per_epoch:
+            if self.debug.steps:
+                steps, method.epochs = self.debug.steps, math.ceil(self.debug.steps / self.batches.steps_per_epoch)
             self.steps = steps
             self.optimizer = optimizer_of(self.config, model.groups())
             self.scheduler = scheduler_of(self.config, self.optimizer, steps)
@@ -134,8 +142,9 @@ class TrainingSession:
                 self.keeper(step, self.state_dict)
 
             try:
-                with self.keeper.stop.after_steps():
-                    train(method, self.model, self.batches, self.optimizer, on_step, self.progress, self.scheduler)
+                with self.keeper.stop.after_steps(), self.debug.watching(self.monitor.result.folder):
+                    parts = method, self.model, self.batches, self.optimizer
+                    train(*parts, on_step, self.progress, self.scheduler, self.debug.steps)
             except torch.OutOfMemoryError as error:
                 raise ConfigError(
                     f"the GPU has no memory for method.batch_size={method.batch_size}; lower it, or use dtype=float32, "

@@ -45,6 +45,13 @@ def test_figures_are_drawn_and_handed_to_the_trackers(figures, quiet, drawn, res
     assert (len(capsys.readouterr().out.splitlines()) == 1) == quiet
 
 
+def test_the_table_comes_before_the_figures(result, monkeypatch, capsys):
+    shown = []
+    monkeypatch.setattr(run_figures, "draw", lambda *_: shown.append(capsys.readouterr().out) or [])
+    present(OmegaConf.create({"figures": True}), result, [], quiet=False)
+    assert "RIR" in shown[0]
+
+
 def test_failures_are_warnings_and_stop_nothing(result, monkeypatch, capsys, caplog):
     monkeypatch.setattr(run_figures, "draw", lambda *_: 1 / 0)
     broken, whole = Noting(fails=True), Noting()

@@ -1,0 +1,143 @@
+"""The command line: `immunize`, `python -m immunization`, and `python launch.py` in a checkout; see `--help`.
+
+Light on purpose (no torch): help, completion and mistakes in the arguments are answered at once.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+
+import hydra
+import yaml
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from immunization import __version__
+from immunization.config import CONF, check_trust
+from immunization.errors import UserError
+from immunization.multirun.callback import SweepSummary
+from immunization.terminal import importing
+from immunization.training.signals import preemptible
+
+_VERBOSE = os.environ.get("HYDRA_FULL_ERROR") == "1"
+
+
+@hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")
+def main(cfg: DictConfig) -> float:
+    """One job; returns the metric named by `objective` for Hydra's sweepers, NaN where there is none."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    with importing("importing torch"):
+        from immunization.runner import run
+        from immunization.runs.folder import record_failure
+
+    job = HydraConfig.get()
+    sweep = job.mode == RunMode.MULTIRUN
+    try:
+        check_trust(cfg, job.overrides.task)
+        overrides = list(job.overrides.task)
+        result = run(cfg, job.runtime.output_dir, overrides, quiet=sweep)
+    except Exception as error:
+        if sweep:  # recorded in result.json; the other jobs go on, and the summary at the end counts it
+            said = record_failure(cfg, Path(job.runtime.output_dir), error)
+            print(f"{os.path.basename(job.runtime.output_dir)}: error: {said}", file=sys.stderr, flush=True)
+            return math.nan
+        if _VERBOSE or not isinstance(error, UserError):
+            raise
+        sys.exit(f"error: {error}")
+    value = result.metrics.get(cfg.objective)
+    if value is not None:
+        return value
+    if any(override.startswith("objective=") for override in job.overrides.task):
+        close = ", ".join(get_close_matches(str(cfg.objective), result.metrics, 5, 0.0)) or "none"
+        why = result.reasons.get(cfg.objective, f"this run has no measure of that name; the closest are: {close}")
+        said = f"error: objective={cfg.objective}: {why} (the run itself is complete)"
+        if not sweep:
+            sys.exit(said)
+        print(f"{os.path.basename(job.runtime.output_dir)}: {said}", file=sys.stderr, flush=True)
+    return math.nan
+
+
+def cli() -> None:
+    """`main` with one-line messages for a user's mistakes; HYDRA_FULL_ERROR=1 shows every traceback."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal without kappa shows another sign
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    if "--version" in sys.argv[1:]:
+        print(f"immunization {__version__}")
+        return
+    if mistake := _flag_for_option(sys.argv[1:]):
+        sys.exit(f"error: {mistake}")
+    # overrides last: Hydra's parser takes none after a flag that stands between them
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word[:1] == "~" or ("=" in word and word[:1] != "-"))
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hand exceptions to us instead of printing a trimmed traceback
+    try:
+        with preemptible():
+            if any(argument.startswith("wandb_run=") for argument in sys.argv[1:]):
+                from immunization.runner import run
+                from immunization.runs.wandb_again import again
+
+                run(*again(sys.argv[1:]), sys.argv[1:])
+            else:
+                main()
+    except KeyboardInterrupt:
+        print(f"error: {SweepSummary.interrupted()}", file=sys.stderr, flush=True)
+        sys.exit(130)
+    except (UserError, HydraException, OmegaConfBaseException, OSError, ValueError) as error:
+        if _VERBOSE or (isinstance(error, ValueError) and "group override" not in str(error)):
+            raise  # a ValueError is a fault of ours, unless it is how Hydra meets method=null
+        sys.exit(f"error: {' '.join(_explain(error).split())}")
+
+
+def _explain(error: Exception) -> str:
+    """The message of an error, with the remedy where Hydra names none."""
+    cause = error.__cause__
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
+        keys = ", ".join(str(key) for key in cause.parent_node if not str(key).startswith("_"))
+        group, _, name = str(cause.full_key).rpartition(".")
+        remedy = f"allowed here are {keys}" if keys else f"choose a {group} first"
+        having = [path.stem for path in sorted((CONF / group).glob("*.yaml")) if f"\n{name}: " in path.read_text()]
+        also = f"; {group}={' and '.join(having)} {'has' if len(having) == 1 else 'have'} it" if having else ""
+        return f"there is no key {cause.full_key}; {remedy}{also}"
+    if "'hydra/launcher/" in str(error):
+        return f"{str(error).splitlines()[0]}: pip install 'immunization[launchers]'"
+    if isinstance(error, MissingConfigException):
+        group, known = _options(str(error.missing_cfg_file).rpartition("/")[0])
+        return str(error).splitlines()[0].rstrip(".") + (f"; available for {group}: {known}" if known else "")
+    if isinstance(error, ValueError):
+        return f"{error}: give every group=... the name of an option"
+    if isinstance(error, OSError) and not isinstance(error, HydraException):
+        return f"{error}; if that is the run folder, move it with hydra.run.dir=... (hydra.sweep.dir=... for -m)"
+    return f"{error}\n{cause}" if isinstance(cause, OmegaConfBaseException) else str(error)
+
+
+def _options(group: str) -> tuple[str, str]:
+    """`group`, or the closest one above it that exists, and its options, those of --config-dir included."""
+    given = re.search(r"(?:^|\0)(?:--config-dir|-cd)[=\0]([^\0]+)", "\0".join(sys.argv[1:]))
+    folders = [CONF, *([Path(given[1])] if given else [])]
+    while group:
+        if known := {path.stem for folder in folders for path in (folder / group).glob("*.yaml")}:
+            return group, ", ".join(sorted(known))
+        group = group.rpartition("/")[0]
+    return group, ""
+
+
+def _flag_for_option(arguments: Iterable[str]) -> str | None:
+    """What to write instead of `--method x`; None where no argument is like that."""
+    for flag in (argument for argument in arguments if argument.startswith("--")):
+        key = flag[2:].partition("=")[0]
+        group, known = _options(key)
+        if known:
+            return f"{flag}: write {group}=<option> without dashes; available for {group}: {known}"
+        own = yaml.safe_load((CONF / "config.yaml").read_text())
+        if key in own or _options(key.partition(".")[0])[1]:
+            return f"{flag}: write {key}=<value> without dashes"
+    return None

@@ -1,0 +1,65 @@
+"""What `debug=one_step`, `overfit` and `profiler` change in a training: its length, its rows, and who watches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+
+from immunization.data.images import ImagePair, ImageTask
+from immunization.data.task import Origin, Split, Task, TaskPair
+
+TRACE = "trace.json"
+
+
+@dataclass(frozen=True)
+class Debug:
+    """The key `debug` of a configuration: exactly `steps` steps, on `rows` training rows of each task, profiled."""
+
+    steps: int | None = None
+    rows: int | None = None
+    profile: bool = False
+
+    @classmethod
+    def of(cls, config: DictConfig) -> Debug:
+        """That of `config`; without the key, nothing changes."""
+        return cls(**(config.get("debug") or {}))
+
+    def few(self, data: TaskPair | ImagePair) -> TaskPair | ImagePair:
+        """`data` with `rows` training rows of each task, evenly spaced, so that every class has its share."""
+        if self.rows is None:
+            return data
+        if isinstance(data, ImagePair):
+            return replace(data, tasks={role: self._few_images(task) for role, task in data.tasks.items()})
+        tasks = {role: replace(task, train=self._few_rows(task)) for role, task in data.tasks.items()}
+        return replace(data, **tasks)
+
+    def _chosen(self, available: int) -> torch.Tensor:
+        return torch.linspace(0, available - 1, min(self.rows or available, available)).round().long()
+
+    def _few_rows(self, task: Task) -> Split:
+        x, y, origin = task.train.x, task.train.y, task.train.origin
+        rows = self._chosen(len(y))
+        return Split(x[rows], y[rows], origin and Origin(origin.source, origin.rows[rows]))
+
+    def _few_images(self, task: ImageTask) -> ImageTask:
+        train = task.splits["train"]
+        rows = self._chosen(len(train))
+        few = replace(train.take(rows), identity=f"{train.identity} {rows.tolist()}")
+        return replace(task, splits=task.splits | {"train": few})
+
+    @contextmanager
+    def watching(self, folder: Path) -> Iterator[None]:
+        """With `profile`, inside is profiled by torch: a table on the screen, and trace.json in `folder`."""
+        if not self.profile:
+            yield
+            return
+        with torch.profiler.profile() as profiler:
+            yield
+        profiler.export_chrome_trace(str(folder / TRACE))
+        print(profiler.key_averages().table("self_cpu_time_total", row_limit=12, max_name_column_width=40))
+        print(f"every call: {folder / TRACE}, for chrome://tracing or https://ui.perfetto.dev", flush=True)

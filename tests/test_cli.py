@@ -1,0 +1,96 @@
+"""The command line before a run: help, version, and arguments that are written in another way than Hydra's."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from helpers.repository import ROOT
+
+from immunization import __version__, cli
+from immunization.config import CONF
+from immunization.errors import ConfigError
+from immunization.models import weights
+from immunization.runs.environment import command_of
+
+
+def said(*arguments: str, status: int = 1) -> str:
+    """What `python -m immunization <arguments>` prints in one line."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "immunization", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == status
+    return done.stdout + done.stderr
+
+
+def test_help_says_what_this_is_with_examples():
+    shown = said("--help", status=0)
+    assert shown.startswith("Model immunization: ")
+    for text in ("== Examples ==", "immunize -m method=condition_number,opt_kappa", "sweeps=seeds", "--config-dir"):
+        assert text in shown
+    assert "powered by Hydra" not in shown
+
+
+def test_version_is_that_of_this_package():
+    assert said("--version", status=0) == f"immunization {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "group"),
+    [
+        (["evaluation=[foo]"], "evaluation"),
+        (["attack=[foo]"], "attack"),
+        (["method=foo"], "method"),
+        (["experiment=paper/foo"], "experiment/paper"),
+        (["experiment=papr/foo"], "experiment"),
+        (["--method", "x"], "method"),
+        (["--method=x"], "method"),
+    ],
+)
+def test_options_are_listed_in_one_line(arguments, group):
+    options = ", ".join(sorted(path.stem for path in (CONF / group).glob("*.yaml")))
+    assert re.fullmatch(rf"error: [^\n]*; available for {group}: {options}\n", said(*arguments))
+
+
+def test_options_of_a_folder_of_ones_own_are_listed_too(tmp_path, monkeypatch):
+    (tmp_path / "method").mkdir()
+    (tmp_path / "method" / "mine.yaml").touch()
+    for given in (["--config-dir", str(tmp_path)], [f"--config-dir={tmp_path}"], ["-cd", str(tmp_path)]):
+        monkeypatch.setattr(sys, "argv", ["immunize", "tracker=none", *given, "method=x"])
+        with pytest.raises(SystemExit, match=r"available for method: .*, mine, "):
+            cli.cli()
+
+
+def test_flags_may_stand_between_overrides():
+    shown = said("dataset.primary=3", "--cfg", "job", "tracker=none", "-p", "dataset", "seed=4", status=0)
+    assert "primary: 3" in shown
+    assert said("seed=4", "--cfg", "job", "tracker=none", status=0).count("seed: 4") == 1
+
+
+def test_a_key_with_dashes_is_shown_without():
+    assert said("--seed", "3") == "error: --seed: write seed=<value> without dashes\n"
+    assert said("--optimizer.lr=3").startswith("error: --optimizer.lr=3: write optimizer.lr=<value> without dashes")
+
+
+def test_the_hub_is_tried_once_and_shortly(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    started = time.perf_counter()
+    with pytest.raises(ConfigError, match="the Hugging Face hub does not answer"):
+        weights.create("resnet10t", None, True, {})
+    assert time.perf_counter() - started < 20  # of which 60 are what its client would take
+
+
+@pytest.mark.parametrize(
+    ("program", "start"),
+    [
+        ("/venv/bin/immunize", "immunize"),
+        ("/a/immunization/__main__.py", "python -m immunization"),
+        ("/a/launch.py", "python launch.py"),
+    ],
+)
+def test_the_command_of_a_run_however_it_was_started(tmp_path, program, start):
+    (tmp_path / "environment.json").write_text(f'{{"command": "/usr/bin/python {program} seed=1"}}')
+    assert command_of(tmp_path) == f"{start} seed=1"

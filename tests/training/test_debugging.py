@@ -1,0 +1,40 @@
+"""The presets of the group debug, on a linear model and on a net."""
+
+import json
+
+import pytest
+
+from immunization import run
+from immunization.runs.tracker import history
+
+pytestmark = pytest.mark.trains
+
+ON = {
+    "linear": ("evaluation=[rir]",),
+    "net": ("dataset=digits_deep", "model=digits_net", "dtype=float32", "evaluation=[]"),
+}
+
+
+@pytest.fixture(params=ON)
+def options(request, tmp_path) -> list[str]:
+    return [*ON[request.param], "figures=false", "log_every=1", f"cache={tmp_path / 'cache'}"]
+
+
+def test_one_step(options, tmp_path):
+    result = run(["debug=one_step", *options], folder=tmp_path / "run")
+    assert result.status == "completed"
+    assert history(tmp_path / "run")["loss"]["x"] == [1]
+
+
+def test_a_few_rows_are_learned(options, tmp_path):
+    result = run(["debug=overfit", "debug.steps=25", *options], folder=tmp_path / "run")
+    loss = history(tmp_path / "run")["loss"]
+    assert loss["x"] == list(range(1, 26))
+    assert loss["y"][-1] < loss["y"][0]
+    assert {task["train"] for task in result.about["rows"].values()} == {64} or "digits_deep" not in options[0]
+
+
+def test_a_profile(options, tmp_path, capsys):
+    run(["debug=profiler", "debug.steps=2", *options], folder=tmp_path / "run")
+    assert "Self CPU" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
