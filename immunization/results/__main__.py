@@ -25,10 +25,10 @@ def main(arguments: list[str] | None = None) -> None:
         place.mkdir(parents=True, exist_ok=True)
 
     files.write(folder / "results.csv", collection.frame().to_csv(index=False))
-    for table in (table for part in parts for table in part.tables):
+    for table in (table for part in parts for table in part.every_table):
         for suffix, text in {"md": table.markdown(), "tex": table.latex(), "csv": table.csv()}.items():
             files.write(folder / f"{table.name}.{suffix}", text)
-    pictures = {plot.name: plot.png(figures) for part in parts for plot in part.plots}
+    pictures = {plot.name: plot.png(figures) for part in parts for plot in part.every_plot}
     write(folder / REPORT, collection, parts, options.title)
     if options.markdown:
         base = options.markdown.resolve().parent
@@ -48,7 +48,9 @@ def _log(options: argparse.Namespace, parts: list[Section], pictures: list[Path]
     tracker = Wandb(os.environ.get("WANDB_PROJECT", "immunization"), os.environ.get("WANDB_ENTITY"))
     paths = {"paths": [str(path) for path in options.paths]}
     tracker.start(options.output, paths, name=options.title, group="results", tags=["summary"])
-    texts = (([[cell.text for cell in row] for row in table.rows], table) for part in parts for table in part.tables)
+    texts = (
+        ([[cell.text for cell in row] for row in table.rows], table) for part in parts for table in part.every_table
+    )
     tables = {table.name: (table.header, rows) for rows, table in texts}
     tracker.report(tables, pictures, options.output / REPORT)
     tracker.close(failed=False)

@@ -17,7 +17,7 @@ from rich.text import Text
 from immunization.results.collect import Run
 from immunization.results.formatting import MEASURES, NONE, number
 from immunization.results.seed_statistics import rank_correlation, ties
-from immunization.results.settings import Setting, best, correlations
+from immunization.results.settings import KEEPS, RATIOS, Setting, best, correlations, in_convention
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,8 +37,6 @@ COUNTS["both"] = COUNTS["harmful > 1"] | COUNTS["primary ≤ 1"]
 
 ALIGNMENT = {"alignment/score": "score", "alignment/kernel": "kernel", "alignment/kappa_M": "κ(M)"}
 """What might predict the RIR that a pair of tasks allows."""
-
-RATIOS = {"ratio_harmful": "(i)", "ratio_primary": "(ii)", "rir": "RIR"}
 
 
 @dataclass
@@ -114,7 +112,7 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     # the paper's figures, to compare with, are by the authors' convention of kappa on the authors' data
     authors = group[0].first.settings.get("dataset.protocol") == "authors"
     main, other = ("authors/", "") if authors else ("", "authors/")
-    objective = main + objective if objective in RATIOS else objective
+    objective = in_convention(group, objective)
     pairs = {run.pair for setting in group for run in setting.runs}
     seeds = {run.result.seed for setting in group for run in setting.runs}
     winner = best(group, objective) if len(group) > 1 else None
@@ -298,7 +296,7 @@ def _conventions(winner: Setting | None, objective: str, pairs: bool, authors: b
         "Steps ratio: steps of a gradient descent probe with the immunized extractor over those with the baseline. "
         "RIR sees the spectrum alone; this is what an attacker meets.",
     ]
-    return notes + ([f"★: the largest mean of the objective, {objective}."] if winner else [])
+    return notes + ([f"★: the largest mean of the objective, {objective}, among {KEEPS}."] if winner else [])
 
 
 def _gaps(group: Sequence[Setting]) -> list[str]:
