@@ -121,7 +121,7 @@ def write(path: Path, collection: Collection, parts: Sequence[Section], heading:
     content = environment.get_template(REPORT).render(
         title=heading,
         lead=_lead(parts),
-        flags_page=_flags_page(path),
+        flags_page=flags_page(path),
         counts=collection.counts(),
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         sections=[(part, provenance(part.runs)) for part in parts],
@@ -141,7 +141,7 @@ def _lead(parts: Sequence[Section]) -> str | None:
     return None
 
 
-def _flags_page(path: Path) -> str | None:
+def flags_page(path: Path) -> str | None:
     """From a report to docs/flags.md, where it lies in a copy of the repository; else None: it says no local paths."""
     root = Path(__file__).resolve().parents[2]
     page, folder = root / "docs" / "flags.md", path.resolve().parent

@@ -95,6 +95,6 @@ def test_the_figure_shows_costs_before_and_after(folder):
 
 
 def test_flags_are_links_inside_of_a_copy_of_the_repository(folder, monkeypatch):
-    monkeypatch.setattr(page, "_flags_page", lambda path: "../docs/flags.md")
+    monkeypatch.setattr(page, "flags_page", lambda path: "../docs/flags.md")
     page.audit(folder)
     assert re.search(r'href="\.\./docs/flags\.md#few_seeds"', (folder / "report.html").read_text())
