@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -84,7 +85,11 @@ class Audit:
 def audit(setting: Setting, name: str, heading: str) -> Audit | None:
     """One row an attack, medians over the runs of the setting; None where nothing was attacked."""
     results = [run.result for run in setting.runs]
-    names = list(dict.fromkeys(attack for result in results for attack in attack_names(result)))
+    costs = [successes(result) for result in results]
+    names = sorted(
+        dict.fromkeys(attack for result in results for attack in attack_names(result)),
+        key=lambda attack: min((found[attack] for found in costs if attack in found), default=math.inf),
+    )  # the cheapest success first, what is held last
     if not names:
         return None
     columns = {"attack": [Cell(name) for name in names], "learned": [_learned(setting, name) for name in names]}
@@ -128,6 +133,8 @@ def _learned(setting: Setting, name: str) -> Cell:
 def _number(setting: Setting, name: str, key: str) -> Cell:
     """The median, with > where that is a run's that did not come to its end."""
     cell = Cell.of(setting.median(f"attack/{name}/{key}"))
+    if key in ("steps", "steps_baseline") and cell.value is not None:
+        cell.text = f"{cell.value:,.0f}"
     bounds = sum(name in capped(run.result) for run in setting.runs)
     if key in LOWER_BOUNDS and cell.value is not None and 2 * bounds >= len(setting.runs):
         cell.text = f"> {cell.text}"

@@ -89,7 +89,7 @@ def verdict(results: Sequence[Result]) -> list[str]:
         before = successes(result, "_baseline")
         name, cost = next(iter(found.items()))
         ratio = (
-            f"takes {cost / min(before.values()):.2g} times the operations of the cheapest attack on the baseline"
+            f"takes {cost / min(before.values()):.3g} times the operations of the cheapest attack on the baseline"
             if before
             else f"takes {cost:.2g} operations"
         )

@@ -64,6 +64,8 @@ def test_the_table_marks_successes_and_caps(folder):
     assert [rows[name]["learned"].text for name in ATTACKS] == ["○ no", "● yes ?", "● yes"]
     assert [rows[name]["learned"].strong for name in ATTACKS] == [False, True, True]
     assert [rows[name]["steps ratio"].text for name in ATTACKS] == ["> 800", "800", "800"]
+    assert [row[0].text for row in made.table.rows] == ["quick", "close", "slow"]
+    assert [row["steps, immunized"].text for row in rows.values()] == ["8,192", "8,192", "> 8,192"]
     assert rows["close"]["95 % interval"].text == "0.81 to 0.95"
     assert made.table.header[:4] == ["attack", "learned", "immunized", "95 % interval"]
     assert sum(len(note) for note in made.NOTES) < 500
