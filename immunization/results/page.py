@@ -155,7 +155,11 @@ def provenance(runs: Sequence[Run]) -> str:
     shown = [f"`{command}`" for command in list(commands)[:3]]
     more = f" and {len(commands) - 3} more" if len(commands) > 3 else ""
     where = ", ".join(folders[:3]) + (f" and {len(folders) - 3} more" if len(folders) > 3 else "")
-    return f"{len(runs)} run{'s' * (len(runs) != 1)} in {where}" + (f", made by {', '.join(shown)}{more}" if shown else "") + "."
+    return (
+        f"{len(runs)} run{'s' * (len(runs) != 1)} in {where}"
+        + (f", made by {', '.join(shown)}{more}" if shown else "")
+        + "."
+    )
 
 
 def _problems(problems: Sequence[Problem]) -> Table:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,6 +57,16 @@ class Plot:
         self.figure.savefig(path, dpi=110, facecolor="white")
         self.figure.savefig(path.with_suffix(".pdf"), facecolor="white", metadata={"CreationDate": None})
         return path
+
+
+@contextmanager
+def inked() -> Iterator[None]:
+    """Figures made within have all of their text and axes in INK."""
+    import matplotlib
+
+    names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    with matplotlib.rc_context(dict.fromkeys(names, INK)):
+        yield
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from immunization.results.plot import (
     fit_log,
     headline,
     image,
+    inked,
     legend_below,
     looks,
     panel_axes,
@@ -57,11 +58,8 @@ def draw(group: Sequence[Setting], name: str, objective: str = "rir") -> list[Pl
         "collateral": collateral,
         "alignment": alignment,
     }
-    import matplotlib
-
-    colors = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
     plots = []
-    with matplotlib.rc_context(colors):
+    with inked():
         for key, make in makers.items():
             if made := make(group, objective):
                 figure, caption = made

@@ -93,6 +93,7 @@ def test_the_figure_shows_costs_before_and_after(folder):
     assert [line.get_marker() for line in ends] == ["s", ">", ">"]
     starts = [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "o" and len(line.get_xdata()) == 1]
     assert starts == [1e6] * 3
+    assert "#000000" not in plot.svg()  # text takes the color of the page, dark or light
     assert "pair 0→1, 1 seed, n = 1 run" in plot.figure.get_suptitle()
 
 
