@@ -65,6 +65,11 @@ def reached(curve: AttackCurve, bar: float) -> int | None:
     return first(curve.test >= bar - 1e-12)
 
 
+def learned(curve: AttackCurve, bar: float) -> bool:
+    """Whether the test measure is at least `bar`, up to rounding, at the step that the validation rows choose."""
+    return curve.final >= bar - 1e-12
+
+
 def first(found: Tensor) -> int | None:
     """Index of the first True of [T] booleans; None where there is none."""
     return int(found.nonzero()[0, 0]) if found.any() else None

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from immunization.attacks.base import Attack
 from immunization.attacks.flags import flags_of
 from immunization.attacks.kept import KeptCurves
-from immunization.attacks.outcome import MARGIN, SHARE, Outcome, first, listed, never_finite, reached
+from immunization.attacks.outcome import MARGIN, SHARE, Outcome, first, learned, listed, never_finite, reached
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.evaluation.measures import Measures
 
@@ -119,6 +119,7 @@ def _worst(outcomes: list[Outcome], victim: Victim, measures: Measures) -> None:
     cheapest = min(after, key=after.__getitem__) if after else max(whole, key=lambda name: whole[name].after.final)
     measures.put("attack/worst/bar", bar)
     measures.put("attack/worst/attacks", len(whole))
+    measures.put("attack/worst/test_rows", len(victim.task.test))
     measures.put("attack/worst/successful", len(after))
     for key in ("final", "final_baseline", "gap", "area", "area_baseline", "steps", "steps_baseline", "steps_ratio"):
         if (value := measures.metrics.get(f"attack/{cheapest}/{key}")) is not None:
@@ -142,12 +143,15 @@ def _worst(outcomes: list[Outcome], victim: Victim, measures: Measures) -> None:
 
 
 def _costs(outcomes: Mapping[str, Outcome], stage: Stage, bar: float, measures: Measures) -> dict[str, float]:
-    """Operations until `bar` of the attacks that come there on a stage, also put as `attack/<name>/cost`."""
+    """Operations until `bar` of the attacks that learn the task on a stage, also put as `attack/<name>/cost`."""
     found = {}
     for name, outcome in outcomes.items():
         curve, key = outcome.curves[stage], f"attack/{name}/cost{SUFFIX[stage]}"
-        if (place := reached(curve, bar)) is None:
+        place = reached(curve, bar)
+        if place is None:
             measures.miss(f"never came to {bar:.3f}", key)
+        elif not learned(curve, bar):
+            measures.miss(f"came to {bar:.3f}, but is at {curve.final:.3f} where its validation rows say to stop", key)
         else:
             found[name] = curve.flops[place].item()
             measures.put(key, found[name])

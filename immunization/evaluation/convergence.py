@@ -39,7 +39,7 @@ class LearningCurves:
 
     Curves `probe/<role>`: held-out accuracy or R^2; `excess/<role>`: excess training loss relative to that of w = 0.
     `steps_ratio/<role>`: steps with theta_I over steps with the baseline to `share` of the way from chance to the
-    baseline's best; what is never reached counts as the last t and is flagged `capped_<role>`.
+    baseline's best, `steps_bar/<role>`; what is never reached counts as the last t and is flagged `capped_<role>`.
     `rfd/<role>`: mean of (baseline - immunized) / baseline up to the baseline's best, where the baseline is above 0.05.
     """
 
@@ -79,6 +79,7 @@ class LearningCurves:
             measures.flag(f"baseline_at_chance_{role}", reason)
             return
         threshold = chance + self.share * (best - chance)
+        measures.put(f"steps_bar/{role}", threshold)
         steps = steps_to(threshold, after, self.grid)
         if steps is None:
             steps = self.grid[-1].item()

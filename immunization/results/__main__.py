@@ -26,10 +26,10 @@ def main(arguments: list[str] | None = None) -> None:
         place.mkdir(parents=True, exist_ok=True)
 
     files.write(folder / "results.csv", collection.frame().to_csv(index=False))
-    for table in (table for part in parts for table in part.tables):
+    for table in (table for part in parts for table in part.every_table):
         for suffix, text in {"md": table.markdown(), "tex": table.latex(), "csv": table.csv()}.items():
             files.write(folder / f"{table.name}.{suffix}", text)
-    pictures = {plot.name: plot.png(figures) for part in parts for plot in part.plots}
+    pictures = {plot.name: plot.png(figures) for part in parts for plot in part.every_plot}
     write(folder / REPORT, collection, parts, options.title)
     if options.markdown:
         base = options.markdown.resolve().parent
@@ -49,7 +49,7 @@ def _log(options: argparse.Namespace, collection: Collection, parts: list[Sectio
     tracker = Wandb(os.environ.get("WANDB_PROJECT", "immunization"), os.environ.get("WANDB_ENTITY"))
     paths = {"paths": [str(path) for path in options.paths]}
     tracker.start(options.output, paths, name=options.title, group="results", tags=["summary"])
-    tables = {table.name: numbers(table) for part in parts for table in part.tables}
+    tables = {table.name: numbers(table) for part in parts for table in part.every_table}
     runs = collection.frame()
     tables["runs"] = list(runs), [[None if cell != cell else cell for cell in row] for row in runs.to_numpy(object)]
     tracker.report(tables, pictures, options.output / REPORT)

@@ -1,59 +1,148 @@
-"""The section on attacks of a report: what each attack reached, flags, and the verdict in words."""
+"""The section on attacks of a report: the verdict, who was audited, what each attack reached, and the flags."""
 
 from __future__ import annotations
 
+import hashlib
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
+
+from immunization.results.collect import Run
+from immunization.results.formatting import NONE
 from immunization.results.settings import Setting
 from immunization.results.tables import Cell, Table
-from immunization.runs.result import attack_names, verdict
+from immunization.runs.filenames import WEIGHTS
+from immunization.runs.verdict import attack_names, capped, interval, rows_tested, successes, undecided, verdict
+
+NUMBERS = {
+    "immunized": "final",
+    "baseline": "final_baseline",
+    "steps ratio": "steps_ratio",
+    "operations, immunized": "cost",
+    "operations, baseline": "cost_baseline",
+    "steps, immunized": "steps",
+    "steps, baseline": "steps_baseline",
+    "ratio by Eq. 2": "steps_ratio_predicted",
+    "area, immunized": "area",
+    "area, baseline": "area_baseline",
+}
+"""Columns and the measures in them, what decides first."""
+LOWER_BOUNDS = ("steps", "steps_ratio")
+"""Measures that an attack which ran out of steps leaves as lower bounds."""
+NOTES = (
+    "immunized, baseline: the held-out measure where the attacker's validation rows say to stop; learned: it is at the "
+    "bar; ?: the 95 % interval of so many test rows holds the bar.",
+    "Operations: until the bar, one for all attacks. Steps: until 90 % of the way from chance to the same attack's "
+    "best on the baseline; > where they did not suffice. Eq. 2: what condition numbers alone predict.",
+)
 
 
-def attacks(setting: Setting, name: str, heading: str) -> Table | None:
+@dataclass
+class Audit:
+    """The attacks on one setting, with the table of them."""
+
+    setting: Setting
+    table: Table
+    NOTES: ClassVar[tuple[str, ...]] = NOTES
+
+    @cached_property
+    def sentences(self) -> list[str]:
+        """The verdict in words; the first sentence is a summary."""
+        return verdict([run.result for run in self.setting.runs])
+
+    @property
+    def subject(self) -> str:
+        """Who was audited: method, weights, data, pair and rows."""
+        run, more = self.setting.runs[0], len(self.setting.runs) - 1
+        result, words = run.result, [f"{self.setting.label} on {run.result.dataset}, {run.result.model}"]
+        words += [weights(run)] if not more else [f"{more + 1} runs"]
+        classes = result.about.get("classes")
+        if run.pair and isinstance(classes, dict):
+            words += [f"primary class {classes.get('primary')}, harmful class {classes.get('harmful')}"]
+        rows = result.about.get("rows")
+        if isinstance(rows, dict) and isinstance(harmful := rows.get("harmful"), dict):
+            words += ["harmful rows: " + ", ".join(f"{count:,} {split}" for split, count in harmful.items())]
+        return "; ".join([*words, *([] if more else [f"seed {result.seed}"])])
+
+    @cached_property
+    def flags(self) -> dict[str, str]:
+        """Every flag of the runs with the reason of the first, and how many runs have it."""
+        reasons: dict[str, list[str]] = {}
+        for run in self.setting.runs:
+            for flag in run.result.flags:
+                reasons.setdefault(flag, []).append(run.result.reasons.get(flag, "no reason given"))
+        if len({run.result.seed for run in self.setting.runs}) < 3:
+            reasons["few_seeds"] = ["fewer than 3 seeds: nothing is known of the spread of these figures"]
+        runs = len(self.setting.runs)
+        return {
+            flag: (f"in {len(texts)} of {runs} runs: " if runs > 1 and flag != "few_seeds" else "") + texts[0]
+            for flag, texts in reasons.items()
+        }
+
+
+def audit(setting: Setting, name: str, heading: str) -> Audit | None:
     """One row an attack, medians over the runs of the setting; None where nothing was attacked."""
     results = [run.result for run in setting.runs]
-    names = list(dict.fromkeys(attack for result in results for attack in attack_names(result)))
+    costs = [successes(result) for result in results]
+    names = sorted(
+        dict.fromkeys(attack for result in results for attack in attack_names(result)),
+        key=lambda attack: min((found[attack] for found in costs if attack in found), default=math.inf),
+    )  # the cheapest success first, what is held last
     if not names:
         return None
-    columns = {
-        "baseline": "final_baseline",
-        "immunized": "final",
-        "steps, baseline": "steps_baseline",
-        "steps, immunized": "steps",
-        "steps ratio": "steps_ratio",
-        "by Eq. 2": "steps_ratio_predicted",
-        "area, baseline": "area_baseline",
-        "area, immunized": "area",
-        "operations, baseline": "cost_baseline",
-        "operations, immunized": "cost",
-    }
-    medians = {attack: [setting.median(f"attack/{attack}/{key}") for key in columns.values()] for attack in names}
-    rows = [[Cell(attack), *map(Cell.of, values)] for attack, values in medians.items()]
-    kept = [0, *(i for i in range(1, len(columns) + 1) if any(row[i].value is not None for row in rows))]
-    header = ["attack", *columns]
-    notes = [
-        *verdict(results),
-        "Held-out measure where the attacker's validation split says to stop; steps to 90 % of the way from chance to "
-        "the baseline's best under the same attack, never reached counting as all; their ratio, and what condition "
-        "numbers alone predict (Eq. 2: steps grow as kappa, for conjugate gradients as its root); area under the curve "
-        "over the logarithm of steps; operations until one bar for all attacks, 90 % of the best of the baseline.",
-        *_flags(setting),
-    ]
-    return Table(
-        name,
-        f"{heading}: attacks on {setting.label}",
-        [header[i] for i in kept],
-        [[row[i] for i in kept] for row in rows],
-        notes,
-    )
+    columns = {"attack": [Cell(name) for name in names], "learned": [_learned(setting, name) for name in names]}
+    for text, key in NUMBERS.items():
+        columns[text] = [_number(setting, name, key) for name in names]
+        if key == "final" and len(results) == 1 and (rows := rows_tested(results[0])):
+            columns["95 % interval"] = [_interval(cell, rows) for cell in columns[text]]
+    shown = {text: cells for text, cells in columns.items() if any(cell.text != NONE for cell in cells)}
+    rows = [list(row) for row in zip(*shown.values(), strict=True)]
+    made = Audit(setting, Table(name, f"{heading}: attacks on {setting.label}", list(shown), rows))
+    flags = [f"Flag {flag}: {text}." for flag, text in made.flags.items()]
+    made.table.notes += [*made.sentences, *NOTES, *flags]
+    return made
 
 
-def _flags(setting: Setting) -> list[str]:
-    """Every flag of the runs with the reason of the first, and how many runs have it."""
-    reasons: dict[str, list[str]] = {}
-    for run in setting.runs:
-        for flag in run.result.flags:
-            reasons.setdefault(flag, []).append(run.result.reasons.get(flag, "no reason given"))
-    if len({run.result.seed for run in setting.runs}) < 3:
-        reasons["few_seeds"] = ["fewer than 3 seeds: nothing is known of the spread of these figures"]
-    runs = len(setting.runs)
-    counted = {flag: f" in {len(texts)} of {runs} runs" if runs > 1 else "" for flag, texts in reasons.items()}
-    return [f"Flag {flag}{counted[flag]}: {texts[0]}." for flag, texts in reasons.items()]
+def weights(run: Run) -> str:
+    """The checkpoint that was audited, else the weights that the run left, by their name and SHA-256."""
+    place = (run.config.get("model") or {}).get("checkpoint")
+    path = Path(place).expanduser() if place else run.result.folder / WEIGHTS
+    path = path / WEIGHTS if path.is_dir() else path
+    name = f"checkpoint {path.parent.name}/{path.name}" if place else "its own weights"
+    if not path.is_file():
+        return name
+    with path.open("rb") as file:
+        return f"{name}, SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()[:12]}"
+
+
+def _learned(setting: Setting, name: str) -> Cell:
+    """Whether the attack learns the harmful task; of several runs, in how many."""
+    results = [run.result for run in setting.runs]
+    known = [result for result in results if result.metrics.get(f"attack/{name}/final") is not None]
+    if not known:
+        return Cell(NONE)
+    count = sum(name in successes(result) for result in known)
+    if len(results) > 1:
+        return Cell(f"{count} of {len(known)}", count / len(known), strong=count > 0)
+    close = " ?" if name in undecided(results[0]) else ""
+    return Cell(f"● yes{close}" if count else f"○ no{close}", count, strong=count > 0)
+
+
+def _number(setting: Setting, name: str, key: str) -> Cell:
+    """The median, with > where that is a run's that did not come to its end."""
+    cell = Cell.of(setting.median(f"attack/{name}/{key}"))
+    if key in ("steps", "steps_baseline") and cell.value is not None:
+        cell.text = f"{cell.value:,.0f}"
+    bounds = sum(name in capped(run.result) for run in setting.runs)
+    if key in LOWER_BOUNDS and cell.value is not None and 2 * bounds >= len(setting.runs):
+        cell.text = f"> {cell.text}"
+    return cell
+
+
+def _interval(cell: Cell, rows: int) -> Cell:
+    if cell.value is None:
+        return Cell(NONE)
+    low, high = interval(cell.value, rows)
+    return Cell(f"{low:.2f} to {high:.2f}", low)

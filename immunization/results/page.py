@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -13,28 +14,41 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 from rich.console import Console
 
-from immunization.results.attack_table import attacks
+from immunization.results.attack_figure import attack_costs
+from immunization.results.attack_table import Audit
+from immunization.results.attack_table import audit as audit_of
 from immunization.results.collect import Collection, Problem, Run, collect
 from immunization.results.formatting import number
-from immunization.results.settings import Setting, best, settings, title
-from immunization.results.sweep_figures import Plot, draw
-from immunization.results.tables import AUTHORS, Cell, Table, alignment, comparison, counts, objective_of
+from immunization.results.plot import Plot
+from immunization.results.settings import Setting, best, in_convention, settings, title
+from immunization.results.sweep_figures import draw
+from immunization.results.tables import AUTHORS, Cell, Table, alignment, comparison, counts
 from immunization.runs import files
 
 REPORT = "report.html"
 SCREEN = ("method", "runs", "failed", "(i)", "(ii)", "RIR", "harmful steps ratio")
-"""Columns of the table on a terminal."""
+AUDIT_SCREEN = ("attack", "learned", "immunized", "baseline", "steps ratio", "operations, immunized")
+"""Columns of the tables on a terminal."""
 MOST = 500
 """Rows of the lists of runs and problems in the report; the CSV has all."""
 
 
 @dataclass
 class Section:
-    """The runs of one group with their tables, of which the first is the comparison, and figures."""
+    """The runs of one group with tables, of which the first is the comparison, figures, and audits with theirs."""
 
     group: list[Setting]
     tables: list[Table]
     plots: list[Plot]
+    audits: list[tuple[Audit, Plot | None]]
+
+    @property
+    def every_table(self) -> list[Table]:
+        return self.tables + [made.table for made, _ in self.audits]
+
+    @property
+    def every_plot(self) -> list[Plot]:
+        return [plot for _, plot in self.audits if plot] + self.plots
 
     @property
     def runs(self) -> list[Run]:
@@ -50,9 +64,11 @@ def sections(collection: Collection, objective: str, figures: bool = True) -> li
         name = f"{i}_{re.sub(r'[^a-z0-9]+', '_', heading.lower()).strip('_')[:60]}"
         more = (counts(group, f"{name}_counts", heading), alignment(group, f"{name}_alignment", heading))
         tables = [comparison(group, name, heading, objective), *filter(None, more)]
-        under_attack = (attacks(setting, f"{name}_attacks_{j}", heading) for j, setting in enumerate(group, 1))
-        tables += filter(None, under_attack)
-        made.append(Section(group, tables, draw(group, name, objective) if figures else []))
+        audits = []
+        for j, setting in enumerate(group, 1):
+            if found := audit_of(setting, f"{name}_attacks_{j}", heading):
+                audits.append((found, attack_costs(setting, f"{name}_attacks_{j}_costs")))
+        made.append(Section(group, tables, draw(group, name, objective) if figures else [], audits))
     return made
 
 
@@ -79,7 +95,10 @@ def show(collection: Collection, parts: Sequence[Section], objective: str, conso
         for table in part.tables:
             shown = [name for name in table.header if name.removesuffix(AUTHORS) in SCREEN]
             console.print(table.rich(shown if table is part.tables[0] else table.header))
-        metric = objective_of(part.group, objective)
+        for made, _ in part.audits:
+            console.print(made.table.rich(AUDIT_SCREEN))
+            console.print(*made.sentences[:1], markup=False, highlight=False)
+        metric = in_convention(part.group, objective)
         if len(part.group) > 1 and (winner := best(part.group, metric)):
             mean = number(winner.summary(metric).mean)
             console.print(f"★ largest mean {metric}: {winner.label} ({mean})", markup=False, highlight=False)
@@ -103,6 +122,8 @@ def write(path: Path, collection: Collection, parts: Sequence[Section], heading:
     environment.filters["code"] = _code
     content = environment.get_template(REPORT).render(
         title=heading,
+        lead=_lead(parts),
+        flags_page=flags_page(path),
         counts=collection.counts(),
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         sections=[(part, provenance(part.runs)) for part in parts],
@@ -115,6 +136,20 @@ def write(path: Path, collection: Collection, parts: Sequence[Section], heading:
     files.write(path, content)
 
 
+def _lead(parts: Sequence[Section]) -> str | None:
+    """The summary of the verdict where the page is of one audit; it then stands above everything."""
+    if len(parts) == 1 and len(parts[0].group) == 1 and parts[0].audits:
+        return next(iter(parts[0].audits[0][0].sentences), None)
+    return None
+
+
+def flags_page(path: Path) -> str | None:
+    """From a report to docs/flags.md, where it lies in a copy of the repository; else None: it says no local paths."""
+    root = Path(__file__).resolve().parents[2]
+    page, folder = root / "docs" / "flags.md", path.resolve().parent
+    return os.path.relpath(page, folder) if page.is_file() and folder.is_relative_to(root) else None
+
+
 def provenance(runs: Sequence[Run]) -> str:
     """Which runs, and by which commands."""
     folders = sorted({str(run.result.folder.parent) for run in runs})
@@ -122,7 +157,11 @@ def provenance(runs: Sequence[Run]) -> str:
     shown = [f"`{command}`" for command in list(commands)[:3]]
     more = f" and {len(commands) - 3} more" if len(commands) > 3 else ""
     where = ", ".join(folders[:3]) + (f" and {len(folders) - 3} more" if len(folders) > 3 else "")
-    return f"{len(runs)} runs in {where}" + (f", made by {', '.join(shown)}{more}" if shown else "") + "."
+    return (
+        f"{len(runs)} run{'s' * (len(runs) != 1)} in {where}"
+        + (f", made by {', '.join(shown)}{more}" if shown else "")
+        + "."
+    )
 
 
 def _problems(problems: Sequence[Problem]) -> Table:
@@ -154,9 +193,11 @@ def markdown(parts: Iterable[Section], pictures: dict[str, str], command: str) -
     """The tables as one document, with the command that made each; `pictures` maps figures to their paths."""
     lines = ["# Results", "", f"Written by `{command}`; do not edit by hand.", ""]
     for part in parts:
-        lines += [*(table.markdown() for table in part.tables), f"Source: {_public(provenance(part.runs))}", ""]
+        lines += [*(table.markdown() for table in part.every_table), f"Source: {_public(provenance(part.runs))}", ""]
         lines += [
-            f"![{plot.name}]({pictures[plot.name]})\n\n{plot.caption}\n" for plot in part.plots if plot.name in pictures
+            f"![{plot.name}]({pictures[plot.name]})\n\n{plot.caption}\n"
+            for plot in part.every_plot
+            if plot.name in pictures
         ]
     return "\n".join(lines)
 

@@ -25,12 +25,15 @@ if TYPE_CHECKING:
 
 COLORS = {"primary": "#0072B2", "harmful": "#D55E00", "benign": "#009E73"}
 INK = "#222222"
+ROLE_LINES = {"primary": "-", "harmful": "--", "benign": ":"}
+"""Where several tasks share a panel, so that they can be told apart without color."""
 TERMS = {
     "loss": (INK, "-"),
     "task_loss": (COLORS["primary"], "-"),
     "r_well": (COLORS["primary"], "-."),
-    "harmful_loss": (COLORS["harmful"], "-"),
-    "r_ill": (COLORS["harmful"], "-."),
+    "harmful_loss": (COLORS["harmful"], "--"),
+    "r_ill": (COLORS["harmful"], ":"),
+    "rir": (INK, (0, (6, 1, 1, 1))),
 }
 """Color and line of the terms that the methods of the paper log; the terms of other methods take OTHERS in turn."""
 LABELS = {
@@ -40,7 +43,7 @@ LABELS = {
     "ratio_harmful": "(i) harmful κ ratio",
     "rir": "RIR",
 }
-OTHERS = ("#CC79A7", "#E69F00", "#56B4E9", "#999999")
+OTHERS = (("#CC79A7", "-"), ("#E69F00", "--"), ("#56B4E9", "-."), ("#999999", ":"))
 STYLES = {
     "immunized": {"linestyle": "-", "linewidth": 2.0},
     "baseline": {"linestyle": (0, (5, 3)), "linewidth": 1.4},
@@ -49,7 +52,7 @@ DPI = 100
 
 
 def draw(result: Result, folder: str | Path) -> list[Path]:
-    """Draw every figure that the run has curves for into `folder` and return the paths of the PNG files."""
+    """Draw every figure that the run has curves for into `folder`, as PNG and SVG; return the PNG paths."""
     folder = Path(folder)
     figures = {
         "norm_ratio": norm_ratio(result.curves),
@@ -60,12 +63,22 @@ def draw(result: Result, folder: str | Path) -> list[Path]:
     paths = []
     for name, figure in figures.items():
         if figure is not None:
-            figure.suptitle(f"{result.method} on {result.dataset} ({result.model}, seed {result.seed})", fontsize=11)
+            figure.suptitle(_headline(result), fontsize=11)
             for ax in figure.axes:
                 _ticks(ax)
+                ax.title.set_fontsize(10)
             paths.append(folder / f"{name}.png")
             figure.savefig(paths[-1], dpi=DPI)
+            figure.savefig(paths[-1].with_suffix(".svg"), metadata={"Date": None})
     return paths
+
+
+def _headline(result: Result) -> str:
+    """Method, data, model, seed, and the rows of each task where the data say how many."""
+    title = f"{result.method} on {result.dataset} ({result.model}, seed {result.seed})"
+    rows = result.about.get("rows")
+    counts = {role: sum(task.values()) for role, task in rows.items()} if isinstance(rows, dict) else {}
+    return title + (f"\nrows: {', '.join(f'{count:,} {role}' for role, count in counts.items())}" if counts else "")
 
 
 def norm_ratio(curves: Mapping[str, Curve]) -> Figure | None:
@@ -110,8 +123,12 @@ def learning_curves(result: Result) -> Figure | None:
     figure, axes = _panels(len(panels))
     for ax, role in zip(axes, panels, strict=True):
         _before_and_after(ax, result.curves, "probe", role)
-        ratio = result.metrics.get(f"steps_ratio/{role}")
-        ax.set(title=f"{role} task" + ("" if ratio is None else f": steps ratio {number(ratio)}"), xscale="log")
+        ratio, bar = (result.metrics.get(f"{name}/{role}") for name in ("steps_ratio", "steps_bar"))
+        if bar is not None:
+            ax.axhline(bar, color=INK, linewidth=1.0, linestyle=":")
+            ax.text(1, bar, "90 %", fontsize=8, va="top", transform=ax.get_yaxis_transform(), ha="right")
+        bound = "> " if f"capped_{role}" in result.flags else ""
+        ax.set(title=f"{role} task" + ("" if ratio is None else f": steps ratio {bound}{number(ratio)}"), xscale="log")
         ax.set_xlabel("steps of gradient descent")
     low, high = axes[0].get_ylim()
     axes[0].set_ylim(max(low, -0.25), min(high, 1.03))  # R^2 can start far below 0
@@ -136,9 +153,9 @@ def history(curves: Mapping[str, Curve]) -> Figure | None:
         values = []
         for name in names:
             role = next((role for role in COLORS if name.endswith(role)), None)
-            color, line = TERMS.get(name) or (COLORS[role] if role else INK if name == "rir" else next(others), "-")
+            color, line = TERMS.get(name) or ((COLORS[role], ROLE_LINES[role]) if role else next(others))
             x, y = _points(curves[name])
-            ax.plot(x, y, line, color=color, label=LABELS.get(name, name))
+            ax.plot(x, y, linestyle=line, color=color, label=LABELS.get(name, name))
             values.append(y[np.isfinite(y)])
         ax.set(title=title, xlabel="training steps")
         _log_scale(ax, np.concatenate(values))
@@ -151,20 +168,29 @@ def _roles(curves: Mapping[str, Curve], family: str) -> list[str]:
 
 
 def _panels(count: int, share: bool = True, legend_rows: int = 1) -> tuple[Figure, np.ndarray]:
-    """A figure of `count` axes side by side, with a light grid and no box; pyplot, a global state, stays out of it."""
+    """A figure of `count` axes, two side by side, with a light grid and no box; pyplot, a global state, stays out.
+
+    It is so narrow that its text can be read on a phone.
+    """
     from matplotlib.figure import Figure
 
     # fixed margins in inches: matplotlib's own layout engines take several times longer than the drawing
-    top, left, right, gap = 0.7, 0.95, 0.15, 0.25 if share else 0.7
+    columns, rows = min(count, 2), math.ceil(count / 2)
+    top, left, right, gap, across, tall = 0.9, 1.05, 0.15, 0.25 if share else 0.7, 2.75, 2.2
     bottom = 0.75 + 0.22 * legend_rows
-    width, height = 1.2 + 3.9 * count, 2.4 + top + bottom
+    between = 0.95 if share else bottom + 0.35
+    width = left + right + across * columns + gap * (columns - 1)
+    height = top + bottom + tall * rows + between * (rows - 1)
     margins = {"left": left / width, "right": 1 - right / width, "bottom": bottom / height, "top": 1 - top / height}
+    spaces = {"wspace": gap / across, "hspace": between / tall}
     figure = Figure(figsize=(width, height))
-    axes = figure.subplots(1, count, sharey=share, squeeze=False, gridspec_kw=margins | {"wspace": gap / 3.5})[0]
-    for ax in axes:
+    axes = figure.subplots(rows, columns, sharey=share, squeeze=False, gridspec_kw=margins | spaces).ravel()
+    for ax in axes[count:]:
+        ax.remove()
+    for ax in axes[:count]:
         ax.grid(alpha=0.25, linewidth=0.6)
         ax.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    return figure, axes[:count]
 
 
 def _points(curve: Curve) -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from immunization.results.formatting import MEASURES, NONE, number
-from immunization.runs.result import Result, attack_names
+from immunization.runs.result import Result
+from immunization.runs.verdict import attack_names
 
 ROLES = ("harmful", "primary", "benign")
 SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")

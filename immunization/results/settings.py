@@ -16,6 +16,16 @@ METHODS = (
 """The order of rows: the baseline, the paper's methods as in its tables, ours, then any other by name."""
 
 
+RATIOS = {"ratio_harmful": "(i)", "ratio_primary": "(ii)", "rir": "RIR"}
+
+KEEPS = (
+    "settings that immunize and keep the primary task in every sense measured: (i) > 1, Definition 3.1 in most runs, a "
+    "primary probe no slower than the baseline's (steps ratio at most 1)"
+)
+"""What a setting has to do to be marked as the best, in words."""
+ROUNDING = 1e-9
+
+
 class Setting:
     """Runs that differ in nothing but the seed and the pair of classes."""
 
@@ -74,9 +84,38 @@ def settings(collection: Collection) -> list[list[Setting]]:
 
 
 def best(group: Iterable[Setting], objective: str) -> Setting | None:
-    """The setting with the largest mean of the objective."""
-    candidates = [setting for setting in group if setting.seeds(objective)]
+    """The setting with the largest mean of the objective among those that immunize; None where none does."""
+    group = list(group)
+    objective = in_convention(group, objective)
+    candidates = [setting for setting in group if setting.seeds(objective) and immunizes(setting, objective)]
     return max(candidates, key=lambda setting: setting.summary(objective).mean, default=None)
+
+
+def in_convention(group: Sequence[Setting], objective: str) -> str:
+    """The objective by the authors' kappa where the data are prepared as theirs, as the table shows it."""
+    authors = bool(group) and group[0].first.settings.get("dataset.protocol") == "authors"
+    return f"authors/{objective}" if authors and objective in RATIOS else objective
+
+
+def immunizes(setting: Setting, objective: str = "rir") -> bool:
+    """Whether a setting does what `KEEPS` says; what no run measured is not asked for, but (i) always is.
+
+    The convention of kappa in which (i) is read is that of the objective.
+    """
+    harmful = setting.median(("authors/" if objective.startswith("authors/") else "") + "ratio_harmful")
+    steps, holds = setting.median("steps_ratio/primary"), setting.seeds("definition/immunized")
+    return (
+        harmful is not None
+        and harmful > 1 + ROUNDING
+        and (steps is None or steps <= 1 + ROUNDING)
+        and (not holds or setting.summary("definition/immunized").mean > 0.5)
+    )
+
+
+def short_labels(group: Sequence[Setting]) -> dict[Setting, str]:
+    """Labels for a legend: without the method where all settings are of one."""
+    one = len({setting.method for setting in group}) == 1
+    return {s: (s.label.removeprefix(s.method).strip() if one else "") or s.label for s in group}
 
 
 def title(group: Sequence[Setting], others: Sequence[Sequence[Setting]] = ()) -> str:

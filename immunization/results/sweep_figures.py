@@ -1,61 +1,49 @@
 """Figures over many runs: the paper's Figs. 1 to 3, the map of both lambdas, and what is traded against what.
 
-A method has the same color in every figure. What is drawn in INK takes the color of the page's text in the report, so
-that figures can be read on dark pages too.
+A method has the same color in every figure where each has one setting. Data, seeds and runs stand above each.
 """
 
 from __future__ import annotations
 
-import io
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from immunization.results.plot import (
+    INK,
+    Look,
+    Plot,
+    color_bar,
+    fit_log,
+    headline,
+    image,
+    inked,
+    legend_below,
+    looks,
+    panel_axes,
+    write_values,
+)
 from immunization.results.seed_statistics import rank_correlation
-from immunization.results.settings import METHODS, Setting, best, correlations
+from immunization.results.settings import KEEPS, Setting, best, correlations, short_labels
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.image import AxesImage
 
-INK = "#222222"
-PALETTE = ("#888888", "#E69F00", "#CC79A7", "#009E73", "#0072B2", "#D55E00", "#56B4E9", "#F0E442")
-"""Okabe and Ito's colors, safe for color-blind readers, in the order of METHODS."""
 SATURATED = 2.0
 """Heat maps of log10 RIR have their full colors from here on: RIR 100, more than the paper reports on average."""
-LINES = 8
+MOST = 8
 """A figure of curves shows at most this many settings, those with the largest objective."""
-
-
-@dataclass
-class Plot:
-    """A figure with a file name and what to read from it."""
-
-    name: str
-    caption: str
-    figure: Figure
-
-    def svg(self) -> str:
-        """An <svg> element for a page: INK is the color of the text around it, and text stays text."""
-        import matplotlib
-
-        with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": self.name}):
-            out = io.StringIO()
-            self.figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-        content = out.getvalue()
-        return content[content.index("<svg") :].replace(INK, "currentColor")
-
-    def png(self, folder: Path) -> Path:
-        """A picture on white in `folder`; returns its path."""
-        path = folder / f"{self.name}.png"
-        self.figure.savefig(path, dpi=110, facecolor="white")
-        return path
+COLUMNS = 3
+"""Heat maps side by side."""
+BANDS = 3
+"""More settings than this have no bands, which would merge."""
+_HOW = (
+    f"Median over the runs; up to {BANDS} settings have bands that hold the middle half; thin dashes: the baseline, "
+    "the raw inputs or theta_0."
+)
 
 
 def draw(group: Sequence[Setting], name: str, objective: str = "rir") -> list[Plot]:
@@ -63,28 +51,26 @@ def draw(group: Sequence[Setting], name: str, objective: str = "rir") -> list[Pl
     group = [setting for setting in group if setting.runs]
     makers: dict[str, Callable[[Sequence[Setting], str], tuple[Figure, str] | None]] = {
         "figure1": norm_ratio,
-        "figure2": pairs,
+        "figure2": pair_maps,
         "figure3": probes,
         "lambdas": lambdas,
         "pareto": pareto,
         "collateral": collateral,
         "alignment": alignment,
     }
-    import matplotlib
-
-    colors = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
     plots = []
-    with matplotlib.rc_context(colors):
+    with inked():
         for key, make in makers.items():
             if made := make(group, objective):
                 figure, caption = made
+                headline(figure, group)
                 plots.append(Plot(f"{name}_{key}", caption, figure))
     return plots
 
 
 def norm_ratio(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | None:
     """Fig. 1: distance to the optimum against steps, all methods, both tasks."""
-    figure = _curves(group, objective, "norm_ratio", ("harmful", "primary"))
+    figure = _curves(group, objective, "norm_ratio", ("primary", "harmful"))
     if figure is None:
         return None
     figure.axes[0].set_ylabel("distance to the optimum, relative")
@@ -95,14 +81,13 @@ def norm_ratio(group: Sequence[Setting], objective: str) -> tuple[Figure, str] |
             ax.set_ylim(bottom=max(ax.get_ylim()[0], 1e-16))  # below is rounding
     return figure, (
         "Fig. 1 of the paper. Distance of the probe to its optimum against steps of steepest descent (Eq. 16): on the "
-        "harmful task a slow curve is what is wanted, on the primary task a fast one. Median over the runs, "
-        "the band holds their middle half; dashed: the raw inputs or theta_0."
+        "harmful task a slow curve is what is wanted, on the primary task a fast one. " + _HOW
     )
 
 
 def probes(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | None:
     """Fig. 3: held-out measure of a probe by gradient descent against its steps."""
-    figure = _curves(group, objective, "probe", ("harmful", "primary", "benign"), xscale="log")
+    figure = _curves(group, objective, "probe", ("primary", "harmful", "benign"), xscale="log")
     if figure is None:
         return None
     accuracy = any("primary/accuracy" in run.result.metrics for setting in group for run in setting.runs)
@@ -111,13 +96,16 @@ def probes(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
     figure.axes[0].set_ylim(max(low, -0.25), min(high, 1.03))  # R^2 can start far below 0
     for ax in figure.axes:
         ax.set_xlabel("steps of gradient descent")
+        role = ax.get_title().removesuffix(" task")
+        if bars := [bar for setting in group if (bar := setting.median(f"steps_bar/{role}")) is not None]:
+            ax.axhline(np.median(bars), color=INK, linewidth=1.2, linestyle=":")
     return figure, (
         "Fig. 3 of the paper. What a linear probe reaches on held-out data after so many steps of gradient descent. "
-        "Median over the runs, the band holds their middle half; dashed: the raw inputs or theta_0."
+        "Dotted: 90 % of the way from chance to the baseline's best, where steps are counted. " + _HOW
     )
 
 
-def pairs(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | None:
+def pair_maps(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | None:
     """Fig. 2: log10 RIR of every ordered pair of classes, one map a method."""
     classes = sorted({name for setting in group for run in setting.runs for name in run.pair.split("→")}, key=_order)
     group = [setting for setting in group if len({run.pair for run in setting.runs}) > 2]
@@ -131,18 +119,14 @@ def pairs(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | None
                 cells.setdefault(pair, []).append(math.log10(value))
         rows = [[cells.get(f"{a}→{b}") for b in classes] for a in classes]
         maps.append(np.array([[np.mean(cell) if cell else math.nan for cell in row] for row in rows]))
-    figure, axes = _panels(len(group), width=3.1, height=3.0, right=1.0)
+    figure, axes = panel_axes(len(group), width=3.1, height=3.0, right=1.0)
     for ax, setting, values in zip(axes, group, maps, strict=True):
-        image = _image(ax, values, classes, classes, cmap="RdBu", vmin=-SATURATED, vmax=SATURATED)
+        drawn = image(ax, values, classes, classes, cmap="RdBu", vmin=-SATURATED, vmax=SATURATED)
+        write_values(ax, values, drawn)
         above, known = int((values > 0).sum()), int(np.isfinite(values).sum())
         ax.set(title=f"{setting.label}\nRIR > 1 in {above} of {known}", xlabel="harmful class")
         ax.set_ylabel("primary class")
-    beside = axes[0].get_position()  # the bar is as high as a panel, in the margin right of the first row
-    size = figure.get_size_inches()[0]
-    bar = figure.colorbar(
-        image, cax=figure.add_axes((1 - 0.85 / size, beside.y0, 0.15 / size, beside.height)), extend="both"
-    )
-    bar.set_label("log₁₀ RIR, mean over seeds")
+    color_bar(figure, drawn, axes[min(len(axes), COLUMNS) - 1], "log₁₀ RIR, mean over seeds", extend="both")
     return figure, (
         "Fig. 2 of the paper. RIR of every ordered pair of classes, blue above 1 and red below, in full color from 100 "
         "and 1/100 on; blank where there is no pair or no run."
@@ -169,14 +153,15 @@ def lambdas(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | No
         for panel, measure in enumerate(measures):
             mean = setting.median(measure)
             values[panel, row, column] = math.log10(mean) if mean and mean > 0 else math.nan
-    figure, axes = _panels(len(measures), width=4.4, height=3.4)
+    figure, axes = panel_axes(len(measures), width=3.2, height=2.8, right=0.9, gap=1.7)
     for ax, measure, panel in zip(axes, measures, values, strict=True):
         names = [[f"{value:.3g}" for value in level] for level in levels]
-        image = _image(ax, panel, *names, cmap="viridis", origin="lower", aspect="auto")
+        drawn = image(ax, panel, *names, cmap="viridis", origin="lower", aspect="auto")
+        write_values(ax, panel, drawn)
         ax.set(title=f"log₁₀ {measure}", xlabel="lambda_H")
-        figure.colorbar(image, ax=ax, fraction=0.05)
+        color_bar(figure, drawn, ax)
     axes[0].set_ylabel("lambda_P")
-    return figure, f"{method} over both weights, median over the runs; blank where there is no value."
+    return figure, f"{method} over both weights, log₁₀ of the median over the runs; blank where there is no value."
 
 
 def pareto(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | None:
@@ -194,26 +179,28 @@ def pareto(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
     y = np.array([setting.summary("rir").mean for setting in points])
     good = x if held_out else -x
     front = [i for i in np.argsort(-good) if y[i] >= y[good >= good[i]].max()]
-    kept = [s for s in points if s.seeds("definition/c") and s.summary("definition/c").mean > 0.5]
-    chosen = best(kept or points, objective)
+    chosen = best(points, objective)
 
-    figure, (ax,) = _panels(1, width=6.0, height=3.8, legend=True)
+    figure, (ax,) = panel_axes(1, width=4.2, height=3.2, legend_rows=len(points) + 2)
     ax.step(x[front], y[front], where="pre", color=INK, linewidth=1.0, alpha=0.5, label="front")
-    for method in dict.fromkeys(setting.method for setting in points):
-        mine = [i for i, setting in enumerate(points) if setting.method == method]
-        ax.plot(x[mine], y[mine], "o", color=_color(method, points), label=method)
+    names = short_labels(points)
+    for setting, look, *place in zip(points, looks(points).values(), x, y, strict=True):
+        ax.plot(*place, look.marker, color=look.color, label=names[setting])
     if chosen is not None:
         i = points.index(chosen)
-        ax.plot(x[i], y[i], "o", markersize=13, fillstyle="none", color=INK, label="chosen")
-    ax.set(ylabel="RIR", yscale="log", xlabel=f"{measure}, held out, head retrained")
+        ax.plot(x[i], y[i], "o", markersize=14, fillstyle="none", color=INK, label="chosen")
+    ax.axhline(1, color=INK, linewidth=0.8, linestyle=":")
+    ax.set(ylabel="RIR", xlabel=f"{measure}, held out, head retrained")
+    fit_log(ax.yaxis, [*y, 1.0])
     if not held_out:
-        ax.set(xscale="log", xlabel="steps of a fresh primary probe / baseline (left is worse)")
+        fit_log(ax.xaxis, x)
+        ax.set_xlabel("steps of a fresh primary probe / baseline (left is worse)")
         ax.invert_xaxis()
-    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    legend_below(figure, ax, columns=1)
+    mark = "Circled" if chosen else "No setting is circled, which would be"
     return figure, (
         "RIR (mean) against the primary task (median), one point a setting; no setting is better in both than one on "
-        f"the front. Circled: the largest {objective} among settings that keep the primary task "
-        "(part (c) of Definition 3.1)."
+        f"the front. {mark}: the largest {objective} among {KEEPS}."
     )
 
 
@@ -223,22 +210,20 @@ def collateral(group: Sequence[Setting], objective: str) -> tuple[Figure, str] |
     points = [setting for setting in group if all(setting.median(name) for name in roles)]
     if len(points) < 2:
         return None
-    figure, (ax,) = _panels(1, width=6.0, height=3.8, legend=True)
+    x, y = ([setting.median(name) for setting in points] for name in roles)
+    figure, (ax,) = panel_axes(1, width=4.2, height=3.2, legend_rows=len(points))
     for method in dict.fromkeys(setting.method for setting in points):
-        mine = [setting for setting in points if setting.method == method]
-        x, y = ([setting.median(name) for setting in mine] for name in roles)
-        ax.plot(x, y, "o-", color=_color(method, points), linewidth=1.0, label=method)
-        if len(mine) <= LINES:
-            for setting, *place in zip(mine, x, y, strict=True):
-                text = setting.label.removeprefix(method).strip()
-                ax.annotate(text, place, (5, 4), textcoords="offset points", fontsize=8, color=INK)
-    ax.set(xscale="log", yscale="log")
-    ax.xaxis.set_major_formatter(lambda value, position: f"{value:g}")
-    ax.xaxis.set_minor_formatter(lambda value, position: f"{value:g}" if f"{value:.0e}"[0] in "25" else "")
+        mine = [i for i, setting in enumerate(points) if setting.method == method]
+        ax.plot([x[i] for i in mine], [y[i] for i in mine], color=INK, linewidth=0.8, alpha=0.4)
+    names = short_labels(points)
+    for setting, look, *place in zip(points, looks(points).values(), x, y, strict=True):
+        ax.plot(*place, look.marker, color=look.color, label=names[setting])
     ax.axvline(1, color=INK, linewidth=0.8, alpha=0.5)
-    ax.set_xlabel("steps of a benign task's probe / baseline (left of the line is faster)")
+    fit_log(ax.xaxis, [*x, 1.0])
+    fit_log(ax.yaxis, y)
+    ax.set_xlabel("steps of a benign task's probe / baseline\n(left of the line is faster)")
     ax.set_ylabel("steps of the harmful probe / baseline")
-    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    legend_below(figure, ax, columns=1)
     return figure, (
         "What slowing the harmful task costs a benign task that no method was shown: steps of fresh probes by gradient "
         "descent over those with the baseline, median over the runs. Up and to the left is better."
@@ -251,21 +236,21 @@ def alignment(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | 
     if not outcomes:
         return None
     score = next(found for setting in group if (found := setting.pairs("alignment/score")))
-    methods = {setting.label: setting.method for setting in group}
+    drawn_as = {setting.label: look for setting, look in looks(group).items()}
     panels = {"the largest attainable": {"ceiling": outcomes.pop("ceiling")}, "reached": outcomes}
     panels = {title: series for title, series in panels.items() if any(series.values())}
-    figure, axes = _panels(len(panels), width=4.4, height=3.4, legend=True)
+    figure, axes = panel_axes(len(panels), width=3.2, height=3.0, legend_rows=2 * len(outcomes) + 2)
     for ax, (heading, series) in zip(axes, panels.items(), strict=True):
         for label, values in series.items():
             r, p = rank_correlation(score, values)
             known = [pair for pair in values if pair in score]
-            color = _color(methods[label], group) if label in methods else INK
+            look = drawn_as.get(label, Look(INK, "-", "o"))
             text = f"{label}\nr {r:.2f}, p {p:.2g}"
             x, y = ([measure[pair] for pair in known] for measure in (score, values))
-            ax.plot(x, y, "o", markersize=4, alpha=0.7, color=color, label=text)
+            ax.plot(x, y, look.marker, markersize=4, alpha=0.7, color=look.color, label=text)
         ax.set(title=f"RIR, {heading}", yscale="log", xlabel="alignment score of K_P and K_H")
     handles = [line for ax in axes for line in ax.lines]
-    axes[-1].legend(handles=handles, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    figure.legend(handles=handles, loc="lower left", ncols=2, frameon=False, fontsize=9)
     return figure, (
         "Does the alignment of both tasks predict the RIR? One point a pair of classes; a score of 1/2 stands for "
         "unrelated tasks, 1 for aligned ones. r: Spearman's rank correlation, p by permutations of the classes where "
@@ -285,27 +270,28 @@ def _curves(
     roles: Sequence[str],
     xscale: str = "linear",
 ) -> Figure | None:
-    """One panel a task, one line a setting with a band over its runs; the baseline dashed."""
-    panels = [r for r in roles if any(f"{family}/{r}" in run.result.curves for s in group for run in s.runs)]
-    if not panels:
+    """One panel a task, one line a setting, few with a band over their runs; the baseline in thin dashes."""
+    shown = [r for r in roles if any(f"{family}/{r}" in run.result.curves for s in group for run in s.runs)]
+    if not shown:
         return None
-    if len(group) > LINES:
+    if len(group) > MOST:
         scored = [setting for setting in group if setting.seeds(objective)]
-        group = sorted(scored, key=lambda setting: -setting.summary(objective).mean)[:LINES]
-    figure, axes = _panels(len(panels), width=4.4, height=3.2, legend=True)
-    for ax, role in zip(axes, panels, strict=True):
-        for setting in group:
+        group = sorted(scored, key=lambda setting: -setting.summary(objective).mean)[:MOST]
+    names = short_labels(group)
+    figure, axes = panel_axes(len(shown), width=3.2, height=2.8, legend_rows=math.ceil((len(group) + 1) / 2))
+    for ax, role in zip(axes, shown, strict=True):
+        for setting, look in looks(group).items():
             if band := _band(setting, f"{family}/{role}"):
                 x, middle, low, high = band
-                color = _color(setting.method, group, setting)
-                ax.plot(x, middle, color=color, label=setting.label)
-                if len(setting.runs) > 1:
-                    ax.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+                ax.plot(x, middle, color=look.color, linestyle=look.line, label=names[setting])
+                if len(setting.runs) > 1 and len(group) <= BANDS:
+                    edge = {"linewidth": 0.6, "linestyle": look.line, "edgecolor": look.color}
+                    ax.fill_between(x, low, high, facecolor=(look.color, 0.1), **edge)
         before = next((b for s in group if (b := _band(s, f"{family}/{role}/baseline"))), None)
         if before:
-            ax.plot(*before[:2], color=INK, linestyle=(0, (5, 3)), linewidth=1.2, label="baseline")
+            ax.plot(*before[:2], color=INK, linestyle=(0, (5, 3)), linewidth=1.0, label="baseline")
         ax.set(title=f"{role} task", xscale=xscale)
-    axes[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    legend_below(figure, axes[0])
     return figure
 
 
@@ -322,47 +308,5 @@ def _band(setting: Setting, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return np.array(curves[0]["x"], dtype=float), middle, low, high
 
 
-def _color(method: str, group: Sequence[Setting], setting: Setting | None = None) -> str:
-    """The color of a method; where several settings of it are lines of one figure, colors in turn."""
-    if setting is not None and sum(other.method == method for other in group) > 1:
-        return PALETTE[1 + list(group).index(setting) % (len(PALETTE) - 1)]
-    return PALETTE[METHODS.index(method) % len(PALETTE)] if method in METHODS else INK
-
-
 def _order(name: str) -> tuple[bool, float, str]:
     return (not name.isdecimal(), float(name) if name.isdecimal() else 0.0, name)
-
-
-def _panels(
-    count: int, width: float, height: float, legend: bool = False, right: float = 0.2, columns: int = 3
-) -> tuple[Figure, list[Axes]]:
-    """Axes of `width` x `height` inches each, at most `columns` side by side, on no background."""
-    from matplotlib.figure import Figure
-
-    left, bottom, top, gap, row_gap = 0.95, 0.75, 0.6, 0.9, 1.15
-    right = 2.6 if legend else right
-    columns = min(count, columns)
-    rows = math.ceil(count / columns)
-    total = left + columns * width + (columns - 1) * gap + right
-    tall = bottom + rows * height + (rows - 1) * row_gap + top
-    figure = Figure(figsize=(total, tall), facecolor="none")
-    axes = []
-    for i in range(count):
-        row, column = divmod(i, columns)
-        x, y = left + column * (width + gap), bottom + (rows - 1 - row) * (height + row_gap)
-        ax = figure.add_axes((x / total, y / tall, width / total, height / tall), facecolor="none")
-        ax.grid(alpha=0.2, linewidth=0.6)
-        ax.spines[["top", "right"]].set_visible(False)
-        axes.append(ax)
-    return figure, axes
-
-
-def _image(ax: Axes, values: np.ndarray, x: Sequence[str], y: Sequence[str], **options: str | float) -> AxesImage:
-    """A heat map with a name at every row and column."""
-    ax.grid(False)
-    ax.spines[:].set_visible(False)
-    image = ax.imshow(values, **options)
-    ax.set_xticks(range(len(x)), x)
-    ax.set_yticks(range(len(y)), y)
-    ax.tick_params(length=0)
-    return image

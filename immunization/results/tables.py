@@ -18,7 +18,7 @@ from rich.text import Text
 from immunization.results.collect import Run
 from immunization.results.formatting import MEASURES, NONE, number
 from immunization.results.seed_statistics import rank_correlation, ties
-from immunization.results.settings import Setting, best, correlations
+from immunization.results.settings import KEEPS, RATIOS, Setting, best, correlations, in_convention
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,7 +39,6 @@ COUNTS["both"] = COUNTS["harmful > 1"] | COUNTS["primary ≤ 1"]
 ALIGNMENT = {"alignment/score": "score", "alignment/kernel": "kernel", "alignment/kappa_M": "κ(M)"}
 """What might predict the RIR that a pair of tasks allows."""
 
-RATIOS = {"ratio_harmful": "(i)", "ratio_primary": "(ii)", "rir": "RIR"}
 AUTHORS = ", authors' κ"
 """What the name of a column ends in whose figures are by the released code's convention; all others are rank-aware."""
 
@@ -128,11 +127,6 @@ def numbers(table: Table) -> tuple[list[str], list[list[str | float | None]]]:
     return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
 
 
-def objective_of(group: Sequence[Setting], objective: str) -> str:
-    """The metric by which the settings of a table are told apart: `objective`, in the table's convention of kappa."""
-    return f"authors/{objective}" if objective in RATIOS and _by_authors(group) else objective
-
-
 def _by_authors(group: Sequence[Setting]) -> bool:
     """The paper's figures, to compare with, are by the authors' convention of kappa on the authors' data."""
     return group[0].first.settings.get("dataset.protocol") == "authors"
@@ -142,7 +136,7 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     """One row a setting: (i), (ii) and RIR beside the paper's, share of the ceiling, and what it means in practice."""
     authors = _by_authors(group)
     main, other = ("authors/", "") if authors else ("", "authors/")
-    objective = objective_of(group, objective)
+    objective = in_convention(group, objective)
     pairs = {run.pair for setting in group for run in setting.runs}
     seeds = {run.result.seed for setting in group for run in setting.runs}
     winner = best(group, objective) if len(group) > 1 else None
@@ -328,7 +322,7 @@ def _conventions(winner: Setting | None, objective: str, pairs: bool, authors: b
         "Steps ratio: steps of a gradient descent probe with the immunized extractor over those with the baseline. "
         "RIR sees the spectrum alone; this is what an attacker meets.",
     ]
-    return notes + ([f"★: the largest mean of the objective, {objective}."] if winner else [])
+    return notes + ([f"★: the largest mean of the objective, {objective}, among {KEEPS}."] if winner else [])
 
 
 def _gaps(group: Sequence[Setting]) -> list[str]:

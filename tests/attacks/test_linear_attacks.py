@@ -24,7 +24,8 @@ from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.evaluation import Comparison
 from immunization.models import Linear
-from immunization.runs.result import Result, verdict
+from immunization.runs.result import Result
+from immunization.runs.verdict import verdict
 
 pytestmark = pytest.mark.trains
 

@@ -7,10 +7,10 @@ import pytest
 from helpers.made_runs import METHODS, make_run
 
 from immunization.results.collect import collect
-from immunization.results.page import markdown, provenance, sections, summarize, write
+from immunization.results.page import markdown, provenance, sections, show, summarize, write
+from immunization.results.plot import INK
 from immunization.results.settings import settings
-from immunization.results.sweep_figures import INK, draw
-from immunization.runs.result import Result
+from immunization.results.sweep_figures import draw
 
 VOID = {"meta", "br", "img", "input", "hr", "link"}
 
@@ -106,16 +106,32 @@ def test_the_map_of_both_weights(tmp_path):
     assert values.tolist() == [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
 
 
-def test_the_chosen_point_keeps_the_primary_task(tmp_path):
-    for i, (rir, keeps) in enumerate([(100.0, 0), (10.0, 1), (5.0, 1)]):
-        folder = make_run(tmp_path / str(i), lambdas=(1.0, 10.0**i), rir=rir)
-        result = Result.read(folder)
-        result.metrics |= {"definition/c": keeps, "primary/accuracy": 0.9 + i / 100}
-        result.write(folder)
-    (group,) = settings(collect([tmp_path]))
-    plot = next(plot for plot in draw(group, "x") if plot.name == "x_pareto")
-    circle = next(line for line in plot.figure.axes[0].lines if line.get_label() == "chosen")
-    assert circle.get_ydata().tolist() == [10.0]
+CASES = {
+    "best": (10.0, {}),
+    "smaller": (5.0, {}),
+    "primary_lost": (100.0, {"definition/c": 0, "definition/immunized": 0}),
+    "primary_probe_slower": (1000.0, {"steps_ratio/primary": 1e5}),
+    "harmful_better_conditioned": (1e4, {"ratio_harmful": 0.632}),
+}
+"""RIR and what else is measured, of settings of which the first is to be marked."""
+
+
+@pytest.mark.parametrize(("cases", "marked"), [(list(CASES), True), (list(CASES)[2:], False)])
+def test_what_is_marked_best_is_best(tmp_path, cases, marked, capsys):
+    """In figure, table and the line below; nothing is, where no setting immunizes and keeps the primary task."""
+    for i, (rir, measures) in enumerate(CASES[case] for case in cases):
+        measures = {"primary/accuracy": 0.9 + i / 100} | measures
+        make_run(tmp_path / str(i), lambdas=(1.0, 10.0**i), rir=rir, measures=measures)
+    collection = collect([tmp_path])
+    (part,) = made = sections(collection, "rir")
+    plot = next(plot for plot in part.plots if plot.name.endswith("_pareto"))
+    circles = [line for line in plot.figure.axes[0].lines if line.get_label() == "chosen"]
+    assert [line.get_ydata().tolist() for line in circles] == ([[10.0]] if marked else [])
+    starred = [row[0].text for row in part.tables[0].rows if "★" in row[0].text]
+    assert starred == (["condition_number lambda_H=1 ★"] if marked else [])
+    show(collection, made, "rir")
+    assert ("★" in capsys.readouterr().out) == marked
+    assert ("No setting is circled" in plot.caption) != marked
 
 
 def test_what_slowing_the_harmful_task_costs_a_benign_one(tmp_path):
@@ -126,7 +142,8 @@ def test_what_slowing_the_harmful_task_costs_a_benign_one(tmp_path):
     plot = next(plot for plot in draw(group, "x") if plot.name == "x_collateral")
     (ax,) = plot.figure.axes
     assert ax.lines[0].get_xydata().tolist() == [[100.0, 1e5], [3.0, 1e3], [1.0, 10.0]]
-    assert [text.get_text() for text in ax.texts] == ["lambda_H=1", "lambda_H=10", "lambda_H=100"]
+    (legend,) = plot.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["lambda_H=1", "lambda_H=10", "lambda_H=100"]
 
 
 def test_alignment_against_the_ceiling_and_what_is_reached(tmp_path):

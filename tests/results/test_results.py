@@ -157,7 +157,7 @@ def test_runs_with_different_benign_classes_all_count(tmp_path):
 
 def test_settings_are_named_by_what_tells_them_apart(tmp_path):
     for i, lambdas in enumerate([(1.0, 1e5), (1.0, 1e6)]):
-        make_run(tmp_path / str(i), lambdas=lambdas, rir=float(i + 1))
+        make_run(tmp_path / str(i), lambdas=lambdas, rir=float(i + 3))
     (group,) = settings(collect([tmp_path]))
     assert [setting.label for setting in group] == [
         "condition_number lambda_H=1e5",

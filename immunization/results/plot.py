@@ -1,0 +1,186 @@
+"""What figures over many runs share: a figure with its name and caption, axes of fixed size, colors and lines."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from immunization.results.settings import METHODS, Setting
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+
+INK = "#222222"
+"""Takes the color of the page's text in the report, so that figures can be read on dark pages too."""
+PALETTE = ("#888888", "#E69F00", "#CC79A7", "#009E73", "#0072B2", "#D55E00", "#56B4E9", "#B8A800")
+"""Okabe and Ito's colors, safe for color-blind readers (yellow darkened, to be seen on white)."""
+LINES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 1)), (0, (3, 1, 1, 1)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+
+
+@dataclass
+class Plot:
+    """A figure with a file name and what to read from it."""
+
+    name: str
+    caption: str
+    figure: Figure
+
+    @property
+    def width(self) -> int:
+        """Inches, rounded up: a page does not draw it smaller than it can be read."""
+        return math.ceil(self.figure.get_size_inches()[0])
+
+    def svg(self) -> str:
+        """An <svg> element for a page: INK is the color of the text around it, and text stays text."""
+        import matplotlib
+
+        with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": self.name}):
+            out = io.StringIO()
+            self.figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+        content = out.getvalue()
+        return content[content.index("<svg") :].replace(INK, "currentColor")
+
+    def png(self, folder: Path) -> Path:
+        """A picture on white in `folder`, and the same as PDF beside it; returns the path of the first."""
+        path = folder / f"{self.name}.png"
+        self.figure.savefig(path, dpi=110, facecolor="white")
+        self.figure.savefig(path.with_suffix(".pdf"), facecolor="white", metadata={"CreationDate": None})
+        return path
+
+
+@contextmanager
+def inked() -> Iterator[None]:
+    """Figures made within have all of their text and axes in INK."""
+    import matplotlib
+
+    names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    with matplotlib.rc_context(dict.fromkeys(names, INK)):
+        yield
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a line or the points of a setting are drawn: color, line and marker all tell it from others."""
+
+    color: str
+    line: str | tuple[int, tuple[int, ...]]
+    marker: str
+
+
+def looks(group: Sequence[Setting]) -> dict[Setting, Look]:
+    """One look a setting: that of its method, or, where several settings of a method are there, looks in turn."""
+    methods = [setting.method for setting in group]
+    alone = len(set(methods)) == len(methods)
+    found = {}
+    for place, setting in enumerate(group):
+        known = setting.method in METHODS
+        i = METHODS.index(setting.method) if alone and known else place
+        color = PALETTE[i % len(PALETTE)] if known or not alone else INK
+        line = LINES[i % len(LINES)] if len(group) > 1 else "-"
+        found[setting] = Look(color, line, MARKERS[(i + i // len(PALETTE)) % len(MARKERS)])
+    return found
+
+
+def panel_axes(
+    count: int,
+    width: float,
+    height: float,
+    legend_rows: int = 0,
+    left: float = 0.95,
+    right: float = 0.2,
+    gap: float = 0.9,
+    columns: int = 3,
+) -> tuple[Figure, list[Axes]]:
+    """Axes of `width` x `height` inches each, at most `columns` side by side, on no background.
+
+    Below them is room for a legend of `legend_rows` lines, so that it does not make the figure wider.
+    """
+    from matplotlib.figure import Figure
+
+    bottom, top, row_gap = 0.75 + 0.22 * legend_rows, 0.7, 1.15
+    columns = min(count, columns)
+    rows = math.ceil(count / columns)
+    total = left + columns * width + (columns - 1) * gap + right
+    tall = bottom + rows * height + (rows - 1) * row_gap + top
+    figure = Figure(figsize=(total, tall), facecolor="none")
+    axes = []
+    for i in range(count):
+        row, column = divmod(i, columns)
+        x, y = left + column * (width + gap), bottom + (rows - 1 - row) * (height + row_gap)
+        ax = figure.add_axes((x / total, y / tall, width / total, height / tall), facecolor="none")
+        ax.grid(alpha=0.2, linewidth=0.6)
+        ax.spines[["top", "right"]].set_visible(False)
+        axes.append(ax)
+    return figure, axes
+
+
+def headline(figure: Figure, group: Sequence[Setting]) -> None:
+    """Above all panels: method where there is one, data, model, and how many seeds, pairs and runs are behind them."""
+    runs = [run for setting in group for run in setting.runs]
+    seeds, pairs = len({run.result.seed for run in runs}), len({run.pair for run in runs})
+    first, methods = runs[0].result, {setting.method for setting in group}
+    words = [f"{first.method}: {first.dataset}" if len(methods) == 1 else first.dataset, first.model]
+    words += [f"{pairs} pairs"] if pairs > 1 else [f"pair {runs[0].pair}"] * bool(runs[0].pair)
+    words += [f"{seeds} seed{'s' * (seeds != 1)}", f"n = {len(runs)} run{'s' * (len(runs) != 1)}"]
+    width, height = figure.get_size_inches()
+    place = {"x": 0.12 / width, "y": 1 - 0.08 / height, "ha": "left", "va": "top"}
+    figure.suptitle(", ".join(words), fontsize=10, **place)
+
+
+def legend_below(figure: Figure, ax: Axes, columns: int = 2) -> None:
+    """One legend for all panels, below them."""
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower left", ncols=columns, frameon=False, handlelength=3.5, fontsize=9)
+
+
+def fit_log(axis: Axis, values: Sequence[float]) -> None:
+    """A logarithmic axis for positive values, with labels inside of two decades; linear within a factor of 3."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    wide = max(values) / min(values)
+    if wide < 3:
+        return
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_minor_locator(NullLocator())
+    if wide < 100:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(lambda value, position: f"{value:g}")
+
+
+def color_bar(figure: Figure, drawn: AxesImage, ax: Axes, label: str = "", extend: str = "neither") -> None:
+    """A bar in the margin right of a heat map, as high as it."""
+    beside, width = ax.get_position(), figure.get_size_inches()[0]
+    place = (beside.x1 + 0.1 / width, beside.y0, 0.13 / width, beside.height)
+    figure.colorbar(drawn, cax=figure.add_axes(place), extend=extend).set_label(label)
+
+
+def image(ax: Axes, values: np.ndarray, x: Sequence[str], y: Sequence[str], **options: str | float) -> AxesImage:
+    """A heat map with a name at every row and column."""
+    ax.grid(False)
+    ax.spines[:].set_visible(False)
+    drawn = ax.imshow(values, **options)
+    ax.set_xticks(range(len(x)), x)
+    ax.set_yticks(range(len(y)), y)
+    ax.tick_params(length=0)
+    return drawn
+
+
+def write_values(ax: Axes, values: np.ndarray, drawn: AxesImage) -> None:
+    """The value of every cell of a heat map in it, dark on light and light on dark."""
+    for (row, column), value in np.ndenumerate(values):
+        if not math.isfinite(value):
+            continue
+        red, green, blue, _ = drawn.cmap(drawn.norm(value))
+        dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
+        ax.text(column, row, f"{value:.2g}", ha="center", va="center", fontsize=8, color="white" if dark else "black")

@@ -1,0 +1,129 @@
+"""Pages at the width of a phone, a tablet and a screen: nothing sticks out, no text is tiny."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+from helpers.made_runs import METHODS, make_run
+
+from immunization.results import page
+from immunization.results.collect import collect
+from immunization.results.page import sections, write
+from immunization.results.run_figures import DPI, draw
+from immunization.runs.result import Result
+
+SMALLEST = 7
+"""Pixels of the smallest text, exponents at axes; other text has 8 or more."""
+PHONE = 390
+"""Pixels that a phone is wide."""
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+MEASURE = """
+<script>
+const frame = document.querySelector("iframe");
+frame.onload = () => {
+  const page = frame.contentDocument, texts = [...page.querySelectorAll("body *")].filter(
+    e => [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()) && e.getClientRects().length);
+  const size = e => {
+    const svg = e.closest("svg"), scale = svg ? svg.getBoundingClientRect().width / svg.viewBox.baseVal.width : 1;
+    return parseFloat(frame.contentWindow.getComputedStyle(e).fontSize) * scale;
+  };
+  const sizes = texts.filter(e => !["SCRIPT", "STYLE", "TITLE"].includes(e.tagName)).map(size);
+  const found = {overflow: page.documentElement.scrollWidth - frame.clientWidth, smallest: Math.min(...sizes)};
+  document.body.dataset.found = JSON.stringify(found);
+};
+</script>
+"""
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """The page of a sweep, and that of an audit."""
+    folder = tmp_path_factory.mktemp("runs")
+    for i, method in enumerate(METHODS):
+        for a in range(3):
+            for b in set(range(3)) - {a}:
+                make_run(folder / "sweep" / f"{i}_{a}{b}", method, pair=(a, b), rir=10.0 ** (a - b))
+    collection = collect([folder / "sweep"])
+    write(folder / "sweep" / "report.html", collection, sections(collection, "rir"), "Sweep")
+    measures, curves = {"attack/worst/bar": 0.89, "attack/worst/test_rows": 72}, {}
+    for i in range(18):
+        name = f"attack/last_block_finetune_adamw_{i}"
+        measures |= {f"{name}/final": 0.8 + i / 100, f"{name}/final_baseline": 0.95, f"{name}/steps_ratio": 1e3}
+        measures |= {f"{name}/cost": 1e6 * (i + 1), f"{name}/cost_baseline": 1e6}
+        curves |= {f"{name}/{kind}": {"x": [1.0, 1e9], "y": [0.5, 0.9]} for kind in ("accuracy", "compute")}
+    page.audit(make_run(folder / "audit", measures=measures, curves=curves))
+    return [folder / name / "report.html" for name in ("sweep", "audit")]
+
+
+def test_figures_keep_their_letters(reports):
+    """A figure is never drawn smaller than a pixel for each unit of its own, and scrolls within its frame instead."""
+    for report in reports:
+        text = report.read_text()
+        frames = re.findall(
+            r'<figure><div><div style="min-width: min\((\d+)px, 100rem\)"><svg [^>]*viewBox="([^"]+)', text
+        )
+        assert len(frames) == text.count("<svg") > 0
+        for pixels, box in frames:
+            assert float(pixels) >= float(box.split()[2])
+        for svg in re.findall(r"<svg.*?</svg>", text, re.S):
+            sizes = [float(size) for size in re.findall(r"font(?:-size)?: ?([\d.]+)px", svg)]
+            assert sizes
+            assert min(sizes) >= SMALLEST
+    assert re.search(r"figure > div \{ overflow-x: auto; \}", text)
+
+
+def test_every_table_scrolls_within_its_frame(reports):
+    for report in reports:
+        text = report.read_text()
+        assert text.count("<table") == text.count('<div class="wide"><table')
+        assert re.search(r"\.wide \{ overflow-x: auto;", text)
+        assert 'content="width=device-width, initial-scale=1"' in text
+        assert all(float(size) >= 0.8 for size in re.findall(r"font(?:-size)?: ([\d.]+)rem", text))
+
+
+def test_pictures_of_a_run_are_as_narrow_as_a_phone_needs(tmp_path):
+    """Text of 10 points, drawn on a picture that fills a phone, has 7 pixels or more."""
+    result = Result.read(make_run(tmp_path / "run"))
+    paths = draw(result, result.folder)
+    assert paths
+    for path in paths:
+        assert path.with_suffix(".svg").is_file()
+        width = float(re.search(r'viewBox="0 0 ([\d.]+)', path.with_suffix(".svg").read_text())[1]) / 72 * DPI
+        assert 10 / 72 * DPI * PHONE / width >= SMALLEST
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome is installed")
+@pytest.mark.parametrize("width", [PHONE, 768, 1440])
+def test_pages_in_a_browser(reports, width, tmp_path):
+    for report in reports:
+        frame = (
+            f'<iframe style="width: {width}px; height: 900px; border: 0" srcdoc="{html.escape(report.read_text())}">'
+        )
+        (tmp_path / "frame.html").write_text(f"<!doctype html><body>{frame}</iframe>{MEASURE}</body>")
+        options = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--window-size=1600,1000",
+            "--virtual-time-budget=9000",
+        ]
+        done = subprocess.run(
+            [
+                BROWSER,
+                *options,
+                f"--user-data-dir={tmp_path / 'profile'}",
+                "--dump-dom",
+                f"file://{tmp_path}/frame.html",
+            ],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+        found = json.loads(html.unescape(re.search(r'data-found="([^"]+)"', done.stdout)[1]))
+        assert found["overflow"] <= 0
+        assert found["smallest"] >= SMALLEST
