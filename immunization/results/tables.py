@@ -115,6 +115,7 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     authors = group[0].first.settings.get("dataset.protocol") == "authors"
     main, other = ("authors/", "") if authors else ("", "authors/")
     objective = main + objective if objective in RATIOS else objective
+    start = "_theta0" if objective.endswith("_theta0") else ""  # against theta_0 in the place of the inputs
     pairs = {run.pair for setting in group for run in setting.runs}
     seeds = {run.result.seed for setting in group for run in setting.runs}
     winner = best(group, objective) if len(group) > 1 else None
@@ -126,11 +127,11 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
         "failed": [Cell(str(len(setting.failed)), len(setting.failed)) for setting in group],
     }
     for metric, text in RATIOS.items():
-        strong = _strong(rivals, main + metric)
-        columns[text] = [_spread(setting, main + metric, setting in strong) for setting in group]
-    columns["RIR, 95 % interval"] = [_interval(setting, main + "rir") for setting in group]
+        strong = _strong(rivals, main + metric + start)
+        columns[text] = [_spread(setting, main + metric + start, setting in strong) for setting in group]
+    columns["RIR, 95 % interval"] = [_interval(setting, f"{main}rir{start}") for setting in group]
     if len(pairs) > 1:
-        columns["RIR, median"] = [_median(setting, main + "rir") for setting in group]
+        columns["RIR, median"] = [_median(setting, f"{main}rir{start}") for setting in group]
     for metric, text in RATIOS.items():
         columns[f"paper {text}"] = [_published(paper.get(setting.method, {}).get(metric)) for setting in group]
     convention = "rank-aware" if authors else "authors'"
@@ -155,6 +156,8 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     rows = [list(row) for row in zip(*shown.values(), strict=True)]
     notes = [_sample(len(seeds), len(pairs), group), _data(group[0].first)]
     notes += _conventions(winner, objective, len(pairs) > 1, authors)
+    if start:
+        notes.append("The baseline of (i) and (ii) is theta_0 (Eq. 17), not the inputs (Eq. 15).")
     if paper and not authors:
         notes.append("The paper's figures are of its own preparation of the data, dataset.protocol=authors.")
     return Table(name, heading, list(shown), rows, notes + _gaps(group))
