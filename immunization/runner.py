@@ -101,7 +101,7 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     sources = {split: origin.source for split, origin in pair.origins.items()}
     run.keep({**model.export(), **pair.tensors}, model.metadata(), rows, sources)
 
-    comparison = Comparison(pair, model)
+    comparison = Comparison(pair, model, parts.start or None)
     with run.timed("evaluate"), waiting("measuring"):
         measures = evaluate(config, comparison)
     for name, reason in (method.flags | data_flags(config)).items():

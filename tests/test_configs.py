@@ -110,6 +110,7 @@ def test_hyper_parameters_change_values_and_add_no_key(name):
     keys = {
         "method": set(OmegaConf.load(CONF / "method" / f"{Path(name).name}.yaml")),
         "optimizer": {key for path in CONF.glob("optimizer/*.yaml") for key in OmegaConf.load(path)},
+        "model": set(OmegaConf.load(CONF / "model" / "linear.yaml")),
     }
     for group, values in OmegaConf.load(CONF / "hparams" / f"{name}.yaml").items():
         if group not in ("defaults", "scheduler"):

@@ -7,6 +7,7 @@ from immunization.evaluation.measures import Measures
 from immunization.evaluation.primary import Definition, OwnHead, PrimaryPerformance
 from immunization.evaluation.rir import RelativeRatio
 from immunization.evaluation.sampled import SampledRatio
+from immunization.evaluation.theta0 import StartRatio
 from immunization.evaluation.validity import Validity
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "PrimaryPerformance",
     "RelativeRatio",
     "SampledRatio",
+    "StartRatio",
     "Validity",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TypeVar
 
 import torch
@@ -28,11 +28,12 @@ class Comparison:
 
     Where features are X theta, or the inputs themselves (the baseline of linear models, Eq. 15), spectra come from the
     k rows of `Task.root` instead of all N, and their rank is that of the inputs. Any others are folded batch by batch
-    into one triangular factor of [F | Y] (TSQR), in float64 and in O((D + C)^2) memory.
+    into one triangular factor of [F | Y] (TSQR), in float64 and in O((D + C)^2) memory. `start`, where it was kept, is
+    the extractor's state dict at theta_0.
     """
 
-    def __init__(self, pair: TaskPair, model: Model) -> None:
-        self.pair, self.tasks, self.model = pair, pair.tasks, model
+    def __init__(self, pair: TaskPair, model: Model, start: Mapping[str, Tensor] | None = None) -> None:
+        self.pair, self.tasks, self.model, self.start = pair, pair.tasks, model, start
         self._found: dict[Hashable, object] = {}
 
     @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from immunization.theory.regularizers import (
 
 
 class ConditionNumber(Method):
-    """Minimize L(D_P) + lambda_P R_well,p(H_P) + lambda_H R_ill(H_H) (Alg. 1).
+    """Minimize L(D_P) + lambda_P R_well,p(H_P) + lambda_H R_ill(H_H) (Alg. 1); `task_weight` weighs L.
 
     `power` is the p of R_well,p = (M_p^2 - M_2^2) / 2, M_p the power mean of the rank(H_P) non-zero eigenvalues; `inf`
     is the paper's (Eq. 3), the largest eigenvalue against the mean square over all D. It has a kink wherever the
@@ -49,10 +49,12 @@ class ConditionNumber(Method):
         ridge: NonNegative = 1.0,
         balance: bool = True,
         smoothing: Fraction = 0.0,
+        task_weight: NonNegative = 1.0,
         max_accuracy_drop: NonNegative | None = None,
         patience: AtLeastOne | None = None,
     ) -> None:
         super().__init__(epochs, batch_size, patience, max_accuracy_drop)
+        self.task_weight = task_weight
         self.power, self.balance, self.smoothing = power, balance, smoothing
         self.lambda_P, self.lambda_H = lambda_P, lambda_H
         self.preconditioner_P = self.preconditioner_H = {"mode": precondition, "ridge": ridge}
@@ -78,7 +80,8 @@ class ConditionNumber(Method):
         ill = model.hessian_term(r_ill, harmful, **self.preconditioner_H)
         if self.scale_P is None:
             self._balance(model, loss, well, ill)
-        total = loss + self.lambda_P * self.scale_P * well + self.lambda_H * self.scale_H * ill
+        weight_P, weight_H = self.lambda_P * self.scale_P, self.lambda_H * self.scale_H
+        total = self.task_weight * loss + weight_P * well + weight_H * ill
         return {"loss": total, "task_loss": loss, "r_well": well, "r_ill": ill}
 
     def rank_of_r_well(self, primary: Batch) -> int:
@@ -97,14 +100,14 @@ class ConditionNumber(Method):
         logits = model(primary.x).requires_grad_()
         with torch.enable_grad():
             loss = self.pair.primary.loss(logits, primary.y, self.smoothing)
-            (residual,) = torch.autograd.grad(loss, logits)
+            (residual,) = torch.autograd.grad(self.task_weight * loss, logits)
         r_well = partial(r_well_slope, rank=self.rank_of_r_well(primary), power=self.power, weight=2 * weight_P)
         r_ill = partial(r_ill_slope, rank=self.rank_of_r_ill(harmful), weight=2 * weight_H)
         well, slope = hessian_slope(triangular_product(primary.root, theta).double(), r_well)
         ill, slope_H = hessian_slope(triangular_product(harmful.root, theta).double(), r_ill)
         correlation = primary.x.mT @ residual
         of_theta = torch.addmm((correlation @ omega).double(), theta.double(), slope.add_(slope_H)).to(theta.dtype)
-        total = loss + weight_P * well + weight_H * ill
+        total = self.task_weight * loss + weight_P * well + weight_H * ill
         with torch.enable_grad():
             total = with_gradients(total, {theta: of_theta, omega: correlation.mT @ theta})
         return {"loss": total, "task_loss": loss, "r_well": loss.new_tensor(well), "r_ill": loss.new_tensor(ill)}
@@ -129,7 +132,7 @@ class RIllOnly(Method):
     """Minimize R_ill(H_H) alone, by plain gradient descent (the paper's ablation).
 
     `normalize=True` divides it by its first value: of large Hessians it is so small (1e-12 on MNIST) that Adam's eps
-    swallows the gradient.
+    swallows the gradient. The other options are those of `ReleasedConditionNumber`, for what the paper may have run.
     """
 
     @checked("method")
@@ -138,17 +141,23 @@ class RIllOnly(Method):
         epochs: Count,
         batch_size: AtLeastTwo | None = None,
         normalize: bool = False,
+        precondition: Precondition = "none",
+        ridge: NonNegative = 1.0,
+        side: Literal["input", "output"] = "input",
+        rank: Literal["data", "full"] = "data",
         max_accuracy_drop: NonNegative | None = None,
     ) -> None:
         super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
-        self.normalize = normalize
+        self.normalize, self.full_rank = normalize, rank == "full"
+        self.preconditioner = {"mode": precondition, "ridge": ridge, "side": side}
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
         self.scale: float | None = None if self.normalize else 1.0
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
-        ill = model.hessian_term(partial(r_ill_of_features, rank=harmful.rank), harmful, "none")
+        rank = harmful.x.shape[1] if self.full_rank else harmful.rank
+        ill = model.hessian_term(partial(r_ill_of_features, rank=rank), harmful, **self.preconditioner)
         if self.scale is None:
             self.scale = 1 / ill.item()
         return {"loss": self.scale * ill, "r_ill": ill}

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from immunization.checks import AtLeastTwo, Count, NonNegative, checked
 from immunization.data.task import Task, TaskPair
+from immunization.errors import ConfigError
 from immunization.methods.base import Method
 from immunization.models.base import Batch, Model
 
@@ -26,7 +27,8 @@ class IMMA(Method):
     theta^(k+1) = theta^k - inner_lr grad_theta L(D_H, w, theta^k) runs for `inner_steps`; the upper loss is
     L(D_P, omega, theta^K) - weight * min(L(D_H, w, theta^K), cap). `mode="unroll"` differentiates through the lower
     level (the paper's); `"first_order"` takes the upper gradient at theta^K and applies it at theta (what the IMMA
-    release does). `cap=None` leaves the harmful loss unbounded.
+    release does). `cap=None` leaves the harmful loss unbounded. `heads="fixed"` leaves both as they start, `"shared"`
+    gives the attacker omega; his own starts at `head_start`, zero or standard normal.
     """
 
     alone = True
@@ -43,16 +45,26 @@ class IMMA(Method):
         weight: NonNegative = 1.0,
         cap: NonNegative | None = None,
         mode: Literal["unroll", "first_order"] = "unroll",
+        heads: Literal["trained", "fixed", "shared"] = "trained",
+        head_start: Literal["zero", "random"] = "zero",
         max_accuracy_drop: NonNegative | None = None,
     ) -> None:
         super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
         self.inner_steps, self.inner_lr, self.head_steps, self.head_lr = inner_steps, inner_lr, head_steps, head_lr
         self.weight, self.cap, self.unroll = weight, math.inf if cap is None else cap, mode == "unroll"
+        self.heads, self.head_start = heads, head_start
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
         self.attacker = nn.Linear(model.head.in_features, pair.harmful.outputs, bias=False).to(model.head.weight)
-        nn.init.zeros_(self.attacker.weight)
+        if self.head_start == "zero":
+            nn.init.zeros_(self.attacker.weight)
+        else:
+            nn.init.normal_(self.attacker.weight)
+        if self.heads == "shared":
+            if self.attacker.weight.shape != model.head.weight.shape:
+                raise ConfigError("method.heads=shared needs a harmful task with as many outputs as the primary one")
+            self.attacker = model.head
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"attacker": self.attacker.weight.data}
@@ -62,8 +74,10 @@ class IMMA(Method):
         super().load_state_dict(state)
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
-        self._fit_head(model.head, model.features(primary.x), primary.y, self.pair.primary)
-        self._fit_head(self.attacker, model.features(harmful.x), harmful.y, self.pair.harmful)
+        if self.heads != "fixed":
+            self._fit_head(model.head, model.features(primary.x), primary.y, self.pair.primary)
+        if self.heads == "trained":
+            self._fit_head(self.attacker, model.features(harmful.x), harmful.y, self.pair.harmful)
         omega, w = (_detached(head) for head in (model.head, self.attacker))
 
         def task_loss(task: Task, head: Head, theta: dict[str, Tensor], batch: Batch) -> Tensor:

@@ -1,4 +1,4 @@
-"""Direct descent on the condition numbers (the paper's Opt-kappa baseline, and a log form)."""
+"""Direct descent on the condition numbers (the paper's Opt-kappa baseline, and forms without its scale)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,38 @@ from immunization.checks import AtLeastOne, AtLeastTwo, Count, EvenPower, Fracti
 from immunization.data.task import TaskPair
 from immunization.methods.base import Method
 from immunization.methods.linear_map import fit_head, probe_of_inputs
-from immunization.models.base import Batch, Model
+from immunization.models.base import Batch, Model, Regularizer
 from immunization.theory import spectrum
-from immunization.theory.regularizers import log_condition_number, relative_log_condition_slope
+from immunization.theory.preconditioning import Precondition
+from immunization.theory.regularizers import (
+    log_authors_condition_number,
+    log_condition_number,
+    relative_log_condition_slope,
+)
 
 SMOOTH = 8
 """The power of `form="log"` where none is given."""
 
+FORMS = {
+    "raw": lambda log_p, log_h: log_p.exp() - log_h.exp(),
+    "log": lambda log_p, log_h: log_p - log_h,
+    "reciprocal_log": lambda log_p, log_h: log_p + 1 / log_h,
+    "reciprocal_loglog": lambda log_p, log_h: log_p.log() + 1 / log_h.log(),
+}
+"""The objective of log kappa(H_P) and log kappa(H_H)."""
+
 
 class OptKappa(Method):
-    """Minimize kappa(H_P) - kappa(H_H) (`form="raw"`, the paper's), or its scale-free form.
+    """Minimize kappa(H_P) - kappa(H_H) (`form="raw"`, as the paper states it), or another one of `FORMS`.
 
     `form="log"` minimizes log kappa(H_P) - log kappa(H_H), the logarithm of the RIR itself up to its sign and a
     constant, with M_p / M_-p (power means of the eigenvalues, p = `power`) in the place of kappa. A linear theta takes
     steps of its own, theta <- theta (I - rate (E_P - E_H)), E the relative gradients
     (`relative_log_condition_slope`): log kappa has a pole where theta loses rank, which steps of an optimizer run
-    into. The optimizer trains the head alone. Nets follow the plain gradient, beside L(D_P).
+    into. The optimizer trains the head alone; with `rate=None` it trains theta too, as it does in every other form.
+    The reciprocal forms reproduce the paper's numbers (docs/reproduction.md). `conditioning="authors"` takes
+    kappa(H + 1e-6 I) of all D eigenvalues, the released code's, in the place of the rank-aware one. Gradients are
+    multiplied by K^-1 as in `ReleasedConditionNumber`; `task_weight` L(D_P) is added (None: 0 for raw, else 1).
     """
 
     @checked("method")
@@ -35,20 +51,29 @@ class OptKappa(Method):
         self,
         epochs: Count,
         batch_size: AtLeastTwo | None = None,
-        form: Literal["raw", "log"] = "raw",
+        form: Literal["raw", "log", "reciprocal_log", "reciprocal_loglog"] = "raw",
+        conditioning: Literal["rank", "authors"] = "rank",
         power: EvenPower | None = None,
-        rate: Fraction = 0.1,
+        rate: Fraction | None = 0.1,
+        task_weight: NonNegative | None = None,
+        precondition: Precondition = "none",
+        ridge: NonNegative = 1.0,
+        side: Literal["input", "output"] = "input",
         max_accuracy_drop: NonNegative | None = None,
         patience: AtLeastOne | None = None,
     ) -> None:
         super().__init__(epochs, batch_size, patience, max_accuracy_drop)
-        usual = math.inf if form == "raw" else SMOOTH
+        usual = SMOOTH if form == "log" else math.inf
         self.form, self.power, self.rate = form, usual if power is None else power, rate
+        self.task_weight = float(form != "raw") if task_weight is None else task_weight
+        self.authors = conditioning == "authors"
+        self.preconditioner = {"mode": precondition, "ridge": ridge, "side": side}
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
-        self.multiplicative = self.form == "log" and model.linear_map() is not None
-        if self.form == "log" and not pair.primary.width:
+        relative = self.form == "log" and self.rate is not None and not self.authors
+        self.multiplicative = relative and model.linear_map() is not None
+        if self.form == "log" and not self.authors and not pair.primary.width:
             outside = spectrum.dimensions_outside(pair.primary.root, pair.harmful.root, *pair.tolerance)
             if outside:
                 self.undetermined = (
@@ -60,18 +85,22 @@ class OptKappa(Method):
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         if self.multiplicative:
             return self._multiply(model, primary, harmful)
-        logits, features = model.outputs(primary) if self.form == "log" else (None, None)
+        logits, features = model.outputs(primary) if self.task_weight else (None, None)
         log_p, log_h = (
-            model.hessian_term(
-                partial(log_condition_number, rank=batch.rank, power=self.power), batch, "none", features=given
-            )
+            model.hessian_term(self._log_kappa(batch), batch, **self.preconditioner, features=given)
             for batch, given in ((primary, features), (harmful, None))
         )
         terms = {"log_kappa_primary": log_p, "log_kappa_harmful": log_h}
-        if self.form == "raw":
-            return {"loss": log_p.exp() - log_h.exp(), **terms}
+        objective = FORMS[self.form](log_p, log_h)
+        if not self.task_weight:
+            return {"loss": objective, **terms}
         loss = self.pair.primary.loss(logits, primary.y)
-        return {"loss": log_p - log_h + loss, "task_loss": loss, **terms}
+        return {"loss": objective + self.task_weight * loss, "task_loss": loss, **terms}
+
+    def _log_kappa(self, batch: Batch) -> Regularizer:
+        if self.authors:
+            return log_authors_condition_number
+        return partial(log_condition_number, rank=batch.rank, power=self.power)
 
     def _multiply(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         """The step of a linear theta; terms are those before it."""
@@ -83,7 +112,7 @@ class OptKappa(Method):
         )
         theta -= self.rate * (theta.double() @ (slope_p - slope_h)).to(theta.dtype)
         return {
-            "loss": loss + (log_p - log_h).to(loss.dtype),
+            "loss": self.task_weight * loss + (log_p - log_h).to(loss.dtype),
             "task_loss": loss,
             "log_kappa_primary": log_p,
             "log_kappa_harmful": log_h,

@@ -35,12 +35,13 @@ class ReleasedConditionNumber(ConditionNumber):
         rank: Literal["data", "full"] = "full",
         balance: bool = False,
         smoothing: Fraction = 0.0,
+        task_weight: NonNegative = 1.0,
         max_accuracy_drop: NonNegative | None = None,
         patience: AtLeastOne | None = None,
     ) -> None:
         if side == "output" and precondition != "ridge":
             raise ConfigError(f"method.side=output needs method.precondition=ridge, not {precondition}")
-        shared = power, precondition, ridge, balance, smoothing, max_accuracy_drop, patience
+        shared = power, precondition, ridge, balance, smoothing, task_weight, max_accuracy_drop, patience
         super().__init__(lambda_P, lambda_H, epochs, batch_size, *shared)
         self.full_rank = rank == "full"
         self.preconditioner_P = {"mode": precondition, "ridge": ridge, "side": side}

@@ -137,6 +137,7 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     authors = _by_authors(group)
     main, other = ("authors/", "") if authors else ("", "authors/")
     objective = in_convention(group, objective)
+    start = "_theta0" if objective.endswith("_theta0") else ""  # against theta_0 in the place of the inputs
     pairs = {run.pair for setting in group for run in setting.runs}
     seeds = {run.result.seed for setting in group for run in setting.runs}
     winner = best(group, objective) if len(group) > 1 else None
@@ -149,11 +150,11 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     }
     by = AUTHORS if authors else ""
     for metric, text in RATIOS.items():
-        strong = _strong(rivals, main + metric)
-        columns[text + by] = [_spread(setting, main + metric, setting in strong) for setting in group]
-    columns[f"RIR{by}, 95 % interval"] = [_interval(setting, main + "rir") for setting in group]
+        strong = _strong(rivals, main + metric + start)
+        columns[text + by] = [_spread(setting, main + metric + start, setting in strong) for setting in group]
+    columns[f"RIR{by}, 95 % interval"] = [_interval(setting, f"{main}rir{start}") for setting in group]
     if len(pairs) > 1:
-        columns[f"RIR{by}, median"] = [_median(setting, main + "rir") for setting in group]
+        columns[f"RIR{by}, median"] = [_median(setting, f"{main}rir{start}") for setting in group]
     for metric, text in RATIOS.items():
         columns[f"paper {text}"] = [_published(paper.get(setting.method, {}).get(metric)) for setting in group]
     columns[f"RIR{', rank-aware κ' if authors else AUTHORS}"] = [_median(setting, other + "rir") for setting in group]
@@ -179,6 +180,8 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     rows = [list(row) for row in zip(*shown.values(), strict=True)]
     notes = [_sample(len(seeds), len(pairs), group), _data(group[0].first)]
     notes += _conventions(winner, objective, len(pairs) > 1, authors)
+    if start:
+        notes.append("The baseline of (i) and (ii) is theta_0 (Eq. 17), not the inputs (Eq. 15).")
     if paper and not authors:
         notes.append("The paper's figures are of its own preparation of the data, dataset.protocol=authors.")
     return Table(name, heading, list(shown), rows, notes + _gaps(group))

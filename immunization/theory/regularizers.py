@@ -7,6 +7,7 @@
 | dR_well/dH, dR_ill/dH | Thm. 4.2, Alg. 1 | `r_well_slope`, `r_ill_slope` |
 | R_well in power means, without kinks | docs/theory.md, section 2 | the same, `power` < inf |
 | log kappa(H), smooth, for Opt-kappa | docs/theory.md, section 2 | `log_condition_number` |
+| log kappa(H + 1e-6 I), the released code's | docs/theory.md, section 5 | `log_authors_condition_number` |
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from immunization.errors import DegenerateSpectrum
 from immunization.theory.eigenpairs import extreme_eigenpair
 from immunization.theory.products import gram, matrix_power
-from immunization.theory.spectrum import EPS, numerical_rank
+from immunization.theory.spectrum import AUTHORS_RIDGE, EPS, numerical_rank
 
 WIDE = 0.85
 """Rows of a feature matrix over its columns, below which the Gram of its rows takes fewer operations."""
@@ -270,6 +271,28 @@ def log_condition_number(features: Tensor, rank: int, power: float = math.inf) -
     by no more than (2/p) log k below it.
     """
     return _LogConditionNumber.apply(features, rank, power)
+
+
+def log_authors_condition_number(features: Tensor, theta: Tensor | None = None) -> Tensor:
+    """log((lambda_1 + r) / (lambda_D + r)) of H = F^T F, r = 1e-6: the released code's kappa, also of a singular H.
+
+    Gradients as in `r_well_of_features`. Features [N, D] with N < D have lambda_D = 0.
+    """
+    return _HessianRegularizer.apply(features, theta, partial(_log_authors_slope, dim=features.shape[1]))
+
+
+def _log_authors_slope(hessian: Tensor, dim: int, divided: bool = False, weight: float = 1.0) -> tuple[float, Tensor]:
+    """The value and `weight` dR/dH = v_1 v_1^T / (lambda_1 + r) - v_D v_D^T / (lambda_D + r), a Slope."""
+    _norm(hessian)
+    largest, v = extreme_eigenpair(hessian, -1)
+    slope = torch.outer(v, v * (weight / (largest + AUTHORS_RIDGE) / (largest if divided else 1)))
+    smallest = 0.0
+    if dim == len(hessian):
+        smallest, u = extreme_eigenpair(hessian, -dim)
+        smallest = max(smallest, 0.0)
+        if smallest > EPS * largest:  # a null direction is orthogonal to the features: its term is none
+            slope.sub_(torch.outer(u, u * (weight / (smallest + AUTHORS_RIDGE) / (smallest if divided else 1))))
+    return math.log((largest + AUTHORS_RIDGE) / (smallest + AUTHORS_RIDGE)), slope
 
 
 def relative_log_condition_slope(features: Tensor, rank: int, power: float) -> tuple[Tensor, Tensor]:

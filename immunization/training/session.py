@@ -70,7 +70,8 @@ def assemble(config: DictConfig) -> Parts:
     if method.epochs:  # a process's first optimizer imports torch's compiler, seconds that are not the method's
         with importing("importing torch's optimizers"):
             torch.optim.SGD([torch.zeros(1)])
-    start = copy.deepcopy(model.extractor.state_dict()) if config.get("attack") else {}
+    kept = config.get("attack") or not pair.primary.width  # of rows it is small, and a baseline of its own
+    start = copy.deepcopy(model.extractor.state_dict()) if kept else {}
     return Parts(method, model, pair, trained_on, start)
 
 
