@@ -119,8 +119,12 @@ def load(path: str | Path) -> nn.Module:
 
 
 def restore(net: nn.Module, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> nn.Module:
-    """Put exported `tensors` into `net`, a timm model of the same architecture, and fold the map in if there is one."""
-    net = net.to(getattr(torch, facts["dtype"]))
+    """Put exported `tensors` into `net`, a timm model of the same architecture, and fold the map in if there is one.
+
+    Files of versions before this rounded nothing and have no `computed_in`; what they hold takes the dtype of `net`.
+    """
+    if "computed_in" in facts:
+        net = net.to(getattr(torch, facts["dtype"]))
     if "fold" in facts:
         weight = next(net.parameters())
         size = tensors[f"{facts['fold']}.{FOLD}.weight"].shape[0]
