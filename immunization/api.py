@@ -6,6 +6,7 @@ import copy
 import json
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,14 +26,18 @@ from immunization.models.adapted import Adapted, adapted
 from immunization.models.export import exported, rounding_flag
 from immunization.models.fold import folded_map, unfold
 from immunization.models.linear import LinearMap
-from immunization.models.weights import load, restore
+from immunization.models.stored import facts_of, load
+from immunization.models.weights import restore
+from immunization.results import model_card
+from immunization.runs import files
+from immunization.runs.filenames import CONFIG_OF_NET, WEIGHTS
 from immunization.runs.result import Result
 from immunization.training.batches import PairedBatches
 from immunization.training.loaders import LoaderBatches
 from immunization.training.loop import train
 from immunization.training.optimization import optimizer_of, scheduler_of
 
-__all__ = ["audit", "immunize", "load"]
+__all__ = ["audit", "immunize", "load", "save"]
 
 
 def immunize(
@@ -83,9 +88,24 @@ def immunize(
         warnings.warn(f"immunize: {reason}", stacklevel=2)
     net = restore(net, tensors, facts)
     immunized = net.released() if isinstance(net, Adapted) else net
-    settings = OmegaConf.to_container(config.method, resolve=True)
-    immunized.immunized_by = {"method": method, "settings": settings, "seed": seed, "rounding": facts.get("rounding")}
+    immunized.immunized_by = model_card.recipe(method, config.method, seed) | {"rounding": facts.get("rounding")}
     return immunized
+
+
+def save(model: nn.Module, folder: str | Path, result: Result | None = None, **arguments: Any) -> Path:
+    """Write a net of `immunize` as immunized.safetensors, config.json and model_card.md, and return the folder.
+
+    `load` reads it. `result`, of `audit`, puts its measures into the card. `arguments` are those of timm.create_model
+    that timm itself does not remember of the net. Raises ConfigError for a net that could not be loaded again.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"save: the model must be an nn.Module, not {type(model).__name__}")
+    facts, folder = facts_of(model, arguments), Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    files.write_tensors(folder / WEIGHTS, model.state_dict(), {"immunization": json.dumps(facts)})
+    files.write(folder / CONFIG_OF_NET, json.dumps(facts, indent=2) + "\n")
+    model_card.write(folder, facts, facts["immunized_by"], result)
+    return folder
 
 
 def audit(

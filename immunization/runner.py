@@ -107,7 +107,7 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     run.result.metrics, run.result.reasons = measures.metrics, measures.reasons
     run.result.curves, run.result.flags = measures.curves, measures.flags
     if facts:
-        model_card.write(run.path, run.result, config, facts)
+        model_card.write(run.path, facts, model_card.recipe(method.name, config.method, config.seed), run.result)
     run.finish(measures.arrays)
 
 

@@ -59,9 +59,13 @@ class Adapted(nn.Module):
         return self.body
 
 
+def is_of_timm(net: nn.Module) -> bool:
+    return all(hasattr(net, name) for name in TIMM)
+
+
 def adapted(net: nn.Module, first_images: Callable[[], Tensor]) -> nn.Module:
     """`net` itself where it is of timm, else `Adapted`, which takes it apart; `first_images` gives some it can read."""
-    return net if all(hasattr(net, name) for name in TIMM) else Adapted(net, first_images())
+    return net if is_of_timm(net) else Adapted(net, first_images())
 
 
 def fold_before(net: nn.Module, path: str, layer: nn.Module) -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from immunization.data.task import Task
 from immunization.models.base import Model
+from immunization.models.weights import layer_of
 
 TOLERANCE = 1e-3
 """Largest change of an output by rounding, relative to the largest output, that passes without a word."""
@@ -31,6 +32,7 @@ def exported(model: Model, task: Task) -> tuple[dict[str, Tensor], dict[str, str
     facts["computed_in"], facts["dtype"] = facts["dtype"], facts.pop("original_dtype", facts["dtype"])
     dtype = getattr(torch, facts["dtype"])
     if "fold" in facts:
+        facts["layer"] = layer_of(tensors, facts["fold"])
         facts["rounding"] = rounding_error(model, task.train.x[:ROWS], dtype)
     tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     return tensors, {"immunization": json.dumps(facts)}
