@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,15 +38,28 @@ def facts_of(net: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
         return facts | {"stripped_by": ["replacing the classifier"]} if "fold" in facts else facts
     facts |= {"architecture": net.pretrained_cfg["architecture"], "data_config": data_config(net), "timm": True}
     facts["arguments"] = known_arguments(net) | dict(arguments)
+    if size := facts["arguments"].get("img_size"):  # which timm leaves out of a net's own data config
+        facts["data_config"]["input_size"] = (
+            facts["data_config"]["input_size"][0],
+            *([size] * 2 if isinstance(size, int) else size),
+        )
     try:
-        restore(create(facts["architecture"], None, False, facts["arguments"]), tensors, facts)
-    except (ConfigError, RuntimeError, AttributeError) as error:
+        again = restore(create(facts["architecture"], None, False, facts["arguments"]), tensors, facts)
+        if not _equal(again, copy.deepcopy(net).cpu().eval(), facts["data_config"]["input_size"]):
+            raise ConfigError("its outputs differ")
+    except (ConfigError, RuntimeError, AttributeError, AssertionError) as error:
         shown = ", ".join(f"{key}={value!r}" for key, value in facts["arguments"].items())
         raise ConfigError(
             f"save: timm.create_model({facts['architecture']!r}, {shown}) does not give this net "
             f"({' '.join(str(error).split())[:200]}); say how it was made, save(model, folder, img_size=...)"
         ) from error
     return facts
+
+
+@torch.no_grad()
+def _equal(one: nn.Module, other: nn.Module, input_size: Sequence[int]) -> bool:
+    image = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(0)).to(next(one.parameters()))
+    return torch.allclose(one(image), other(image), equal_nan=True)
 
 
 def fold_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -69,7 +82,7 @@ def known_arguments(net: nn.Module) -> dict[str, Any]:
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError):
             config = {}
     known = config.get("model_args", {"num_classes": net.num_classes})
-    return {key: value for key, value in known.items() if key != "global_pool" and (key, value) != ("in_chans", 3)}
+    return {key: value for key, value in known.items() if (key, value) != ("in_chans", 3)}
 
 
 def hub_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -77,7 +90,6 @@ def hub_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors, _ = files.read_tensors(folder / HUB_WEIGHTS)
     config = json.loads((folder / HUB_CONFIG).read_text())
     arguments = config.get("model_args", {"num_classes": config["num_classes"]})
-    arguments = {key: value for key, value in arguments.items() if key != "global_pool"}
     dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
     facts = {"architecture": config["architecture"], "arguments": arguments, "computed_in": "float64"}
     return tensors, facts | {"dtype": str(dtype).removeprefix("torch.")} | fold_of(tensors)

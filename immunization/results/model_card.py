@@ -31,7 +31,7 @@ CITATION = """\
 ```bibtex
 @inproceedings{zheng2025immunization,
   title = {Model Immunization from a Condition Number Perspective},
-  author = {Zheng, A. Y. and Bai, C. S. and Bullins, B. and Yeh, R. A.},
+  author = {Zheng, Amber Yijia and Bai, Cedar Site and Bullins, Brian and Yeh, Raymond A.},
   booktitle = {International Conference on Machine Learning},
   year = {2025},
   url = {https://arxiv.org/abs/2505.23760}
