@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from immunization.config import build, compose
 from immunization.data.images import ImagePair
-from immunization.data.loaders import Loader, rows_of_loader
+from immunization.data.loaders import LabeledBatches, Loader, rows_of_loader
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
 from immunization.evaluation import Comparison
 from immunization.methods import Method
 from immunization.methods.linear_map import fit_head, probe_of_inputs
 from immunization.models import Linear, Model, Timm
+from immunization.models.adapted import Adapted, adapted
+from immunization.models.export import exported, rounding_flag
 from immunization.models.fold import folded_map, unfold
 from immunization.models.linear import LinearMap
-from immunization.models.weights import load, restore
+from immunization.models.stored import facts_of, load
+from immunization.models.weights import restore
+from immunization.results import model_card
+from immunization.runs import files
+from immunization.runs.filenames import CONFIG_OF_NET, WEIGHTS
 from immunization.runs.result import Result
 from immunization.training.batches import PairedBatches
 from immunization.training.loaders import LoaderBatches
 from immunization.training.loop import train
 from immunization.training.optimization import optimizer_of, scheduler_of
 
-__all__ = ["audit", "immunize", "load"]
+__all__ = ["audit", "immunize", "load", "save"]
 
 
 def immunize(
@@ -44,46 +52,60 @@ def immunize(
     seed: int = 0,
     **options: Any,
 ) -> nn.Module:
-    """An immunized copy of a timm model, in eval mode; `model` stays as it is.
+    """An immunized copy of a classifier, in eval mode and of the same class and dtype; `model` stays as it is.
 
-    `method` is any of conf/method. `closed_form` and `learning_curve` put a linear map behind the features and its
-    inverse into the classifier, so that the outputs stay (the copy is in float64, since the inverse costs digits); the
-    others train the modules named by `trainable` and the classifier, in the model's own dtype. `scheduler` is any of
-    conf/scheduler. `options` are keys of the method (`epochs=100`), of the optimizer Adam as `optimizer__lr=1e-3`, or
-    of the scheduler as `scheduler__eta_min=1e-5`.
+    `model` is one of timm, or any other module whose output is that of a linear layer inside of it. `method` is any of
+    conf/method. `closed_form` and `learning_curve` put a linear map behind the features and its inverse into the
+    classifier, so that the outputs stay: both are computed in float64 and rounded once, and a UserWarning says if the
+    outputs change by more than a thousandth of the largest. The others train the modules named by `trainable` and the
+    classifier, in the model's own dtype. `scheduler` is any of conf/scheduler. `options` are keys of the method
+    (`epochs=100`), of the optimizer Adam as `optimizer__lr=1e-3`, or of the scheduler as `scheduler__eta_min=1e-5`.
 
     Both loaders are read once, and what enters the trained part is kept in memory; with `augmented=True` they are read
     in every epoch instead. Labels of `primary_loader` are outputs of the model. Raises ConfigError, DataError.
     """
     torch.manual_seed(seed)
-    chosen = [f"method={method}", "tracker=none", "optimizer=adam", f"scheduler={scheduler}"]
-    config = compose(chosen)
-    for key, value in options.items():
-        group, _, name = key.partition("__") if key.startswith(("optimizer__", "scheduler__")) else ("method", "", key)
-        keys = config[group] or {}
-        if name not in keys:
-            known = ", ".join(str(k) for k in keys if not str(k).startswith("_"))
-            raise ConfigError(f"immunize: {method} has no option {key!r}; there are {known or 'none'}")
-        OmegaConf.update(config, f"{group}.{name}", value)
-    if "precondition" in config.method and "precondition" not in options:
-        config.method.precondition = "none"
+    config = _configured(method, scheduler, options)
     solver: Method = build(config, "method")
     if solver.batch_size is None and not solver.folds:
         solver.batch_size = 64
-    weight = next(model.parameters())
-    base = _images(model, weight, "fold" if solver.folds else trainable)
-    loaders = {"primary": primary_loader, "harmful": harmful_loader}
+    loaders = _loaders(primary_loader, harmful_loader)
+    net = _copy(model, loaders)
+    base = _images(copy.deepcopy(net), next(net.parameters()), "fold" if solver.folds else trainable)
     trained, pair = base.read_loaders(loaders, solver.folds)
     solver.setup(trained, pair)
     generator = torch.Generator().manual_seed(seed)
     batches: PairedBatches | LoaderBatches = PairedBatches(pair, solver.batch_size, generator)
     if augmented and not solver.folds:
-        batches = LoaderBatches(loaders, lambda _, x, y: (base.trunk(x), y.to(weight.device)), pair.dim)
+        batches = LoaderBatches(loaders, lambda _, x, y: (base.trunk(x), y.to(base.head.weight.device)), pair.dim)
     optimizer = optimizer_of(config, trained.groups())
     steps = solver.epochs * batches.steps_per_epoch if config.scheduler else 0
     train(solver, trained, batches, optimizer, scheduler=scheduler_of(config, optimizer, steps))
     solver.finish(trained)
-    return restore(copy.deepcopy(model), trained.export(), json.loads(trained.metadata()["immunization"]))
+    tensors, header = exported(trained, pair.primary)
+    facts = json.loads(header["immunization"])
+    if reason := rounding_flag(facts):
+        warnings.warn(f"immunize: {reason}", stacklevel=2)
+    net = restore(net, tensors, facts)
+    immunized = net.released() if isinstance(net, Adapted) else net
+    immunized.immunized_by = model_card.recipe(method, config.method, seed) | {"rounding": facts.get("rounding")}
+    return immunized
+
+
+def save(model: nn.Module, folder: str | Path, result: Result | None = None, **arguments: Any) -> Path:
+    """Write a net of `immunize` as immunized.safetensors, config.json and model_card.md, and return the folder.
+
+    `load` reads it. `result`, of `audit`, puts its measures into the card. `arguments` are those of timm.create_model
+    that timm itself does not remember of the net. Raises ConfigError for a net that could not be loaded again.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"save: the model must be an nn.Module, not {type(model).__name__}")
+    facts, folder = facts_of(model, arguments), Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    files.write_tensors(folder / WEIGHTS, model.state_dict(), {"immunization": json.dumps(facts)})
+    files.write(folder / CONFIG_OF_NET, json.dumps(facts, indent=2) + "\n")
+    model_card.write(folder, facts, facts["immunized_by"], result)
+    return folder
 
 
 def audit(
@@ -98,11 +120,11 @@ def audit(
 ) -> Result:
     """Attack a model with harmful data: how much does its immunization hold?
 
-    `model` is a timm model, compared with `reference`, the same before it was immunized (None: the model without the
-    map that `immunize` folded in), or what `load` gives for a linear map, which is compared with its inputs; its
-    loaders give rows [n, D]. `attacks` are names of conf/attack (None: those of experiment=audit), `options` their keys
-    as `adam__steps=100`. Of each loader, which is read once into memory, a fifth of the rows is for test and a fifth
-    for validation. Returns the measures of experiment=audit; `result.verdict` says them in words.
+    `model` is a classifier as for `immunize`, compared with `reference`, the same before it was immunized (None: the
+    model without the map that `immunize` folded in), or what `load` gives for a linear map, which is compared with its
+    inputs; its loaders give rows [n, D]. `attacks` are names of conf/attack (None: those of experiment=audit),
+    `options` their keys as `adam__steps=100`. Of each loader, which is read once into memory, a fifth of the rows is
+    for test and a fifth for validation. Returns the measures of experiment=audit; `result.verdict` says them in words.
 
     Raises ConfigError, DataError.
     """
@@ -116,16 +138,22 @@ def audit(
         if name not in config.attack or option not in config.attack[name]:
             raise ConfigError(f"audit: no option {key!r}; write <attack>__<key>, with {', '.join(config.attack)}")
         OmegaConf.update(config, f"attack.{name}.{option}", value)
-    loaders = {"primary": primary_loader, "harmful": harmful_loader}
     audited: Model
     if isinstance(model, LinearMap):
-        pair = TaskPair("loaders", **{role: rows_of_loader(role, loader) for role, loader in loaders.items()})
+        rows = {"primary": primary_loader, "harmful": harmful_loader}
+        pair = TaskPair("loaders", **{role: rows_of_loader(role, loader) for role, loader in rows.items()})
         audited = Linear(pair.to(model.theta.device, torch.float64))
         audited.extractor = copy.deepcopy(model).double()
         fit_head(audited, probe_of_inputs(pair.primary))
     else:
-        like = next(model.parameters())
-        audited, before = (_images(net, like) for net in (model, _before(model) if reference is None else reference))
+        loaders = _loaders(primary_loader, harmful_loader)
+        net = _copy(model, loaders)
+        like = next(net.parameters())
+        if folded_map(net) is not None:
+            like = like.double()  # what the map spreads over many orders of magnitude is measured as it is
+        audited, before = (
+            _images(one, like) for one in (net, _before(net) if reference is None else _copy(reference, loaders))
+        )
         audited.compare_with(before)
         _, pair = audited.read_loaders(loaders, False, test=True)
     comparison = Comparison(pair, audited)
@@ -135,16 +163,44 @@ def audit(
     return Result(seed, "loaders", audited.name, "unmodified", "completed", **found)
 
 
-def _images(model: nn.Module, like: Tensor, trainable: str | Sequence[str] = "last") -> Timm:
-    """A copy of a timm model that reads images from a loader, in the dtype of `like`."""
+def _configured(method: str, scheduler: str, options: dict[str, Any]) -> DictConfig:
+    """The configuration of a method with options as `immunize` takes them."""
+    config = compose([f"method={method}", "tracker=none", "optimizer=adam", f"scheduler={scheduler}"])
+    for key, value in options.items():
+        group, _, name = key.partition("__") if key.startswith(("optimizer__", "scheduler__")) else ("method", "", key)
+        keys = config[group] or {}
+        if name not in keys:
+            known = ", ".join(str(k) for k in keys if not str(k).startswith("_"))
+            raise ConfigError(f"immunize: {method} has no option {key!r}; there are {known or 'none'}")
+        OmegaConf.update(config, f"{group}.{name}", value)
+    if "precondition" in config.method and "precondition" not in options:
+        config.method.precondition = "none"
+    return config
+
+
+def _loaders(primary: Loader, harmful: Loader) -> dict[str, LabeledBatches]:
+    return {"primary": LabeledBatches("primary", primary), "harmful": LabeledBatches("harmful", harmful)}
+
+
+def _copy(model: nn.Module, loaders: dict[str, LabeledBatches]) -> nn.Module:
+    """A copy of a model in timm's form. Raises ConfigError for what is no model with a linear classifier."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"the model must be an nn.Module, not {type(model).__name__}")
+    return adapted(copy.deepcopy(model), loaders["primary"].first)
+
+
+def _images(net: nn.Module, like: Tensor, trainable: str | Sequence[str] = "last") -> Timm:
+    """`net` as a model that reads images from a loader, in the dtype of `like`."""
+    if isinstance(net, Adapted) and trainable not in ("last", "fold"):
+        trainable = [f"body.{name}" for name in ([trainable] if isinstance(trainable, str) else trainable)]
     images = ImagePair("loaders", {}, cache=None).to(like.device, like.dtype)
-    return Timm(images, trainable=trainable, net=copy.deepcopy(model).to(like))
+    return Timm(images, trainable=trainable, net=net)
 
 
-def _before(model: nn.Module) -> nn.Module:
-    """The model without its folded map."""
-    if folded_map(model) is None:
+def _before(net: nn.Module) -> nn.Module:
+    """A net in timm's form without its folded map."""
+    if folded_map(net) is None:
         raise ConfigError("audit: give the model as it was before immunization, audit(..., reference=model)")
-    stripped = copy.deepcopy(model)
+    stripped = copy.deepcopy(net).double()
     unfold(stripped)
     return stripped

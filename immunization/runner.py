@@ -18,6 +18,7 @@ from immunization.config import build, check, compose, slug
 from immunization.evaluation import Comparison, Measures
 from immunization.evaluation.objective import check_objective
 from immunization.models import Model
+from immunization.models.export import exported, rounding_flag
 from immunization.results import model_card
 from immunization.results.present import present
 from immunization.runs.filenames import ATTACKS
@@ -99,13 +100,17 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     model = model.for_measurement()
     rows = {split: origin.rows for split, origin in pair.origins.items()}
     sources = {split: origin.source for split, origin in pair.origins.items()}
-    run.keep({**model.export(), **pair.tensors}, model.metadata(), rows, sources)
+    weights, header = exported(model, pair.primary)
+    facts = json.loads(header.get("immunization", "{}"))
+    run.keep({**weights, **pair.tensors}, header, rows, sources)
 
     comparison = Comparison(pair, model, parts.start or None)
     with run.timed("evaluate"), waiting("measuring"):
         measures = evaluate(config, comparison)
     for name, reason in (method.flags | data_flags(config)).items():
         measures.flag(name, reason)
+    if reason := rounding_flag(facts):
+        measures.flag("outputs_rounded", reason)
     if method.undetermined:
         measures.withhold("undetermined", method.undetermined)
     if config.get("attack"):
@@ -113,8 +118,8 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
             measures.merge(attack(config, model, comparison, parts.start, run.path / ATTACKS))
     run.result.metrics, run.result.reasons = measures.metrics, measures.reasons
     run.result.curves, run.result.flags = measures.curves, measures.flags
-    if facts := model.metadata():
-        model_card.write(run.path, run.result, config, json.loads(facts["immunization"]))
+    if facts:
+        model_card.write(run.path, facts, model_card.recipe(method.name, config.method, config.seed), run.result)
     run.finish(measures.arrays)
 
 

@@ -29,9 +29,11 @@ def test_folded_maps_keep_the_outputs(net, method):
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     immunized = immunization.immunize(net, loader(4, 0), loader(3, 1), method=method, **options)
     assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
-    images = next(iter(loader(4, 2)))[0].double()
+    images = next(iter(loader(4, 2)))[0]
     with torch.no_grad():
-        torch.testing.assert_close(immunized(images), net.double()(images), rtol=1e-6, atol=1e-6)
+        outputs, expected = immunized(images), net(images)
+        assert outputs.dtype == torch.float32  # the net's own: the map and its inverse were rounded, once
+        assert (outputs - expected).abs().max() < (1e-4 if method == "closed_form" else 1e-6) * expected.abs().max()
         assert not torch.allclose(features(immunized, images), features(net, images), rtol=0.1)
     assert not immunized.training
 
@@ -53,9 +55,9 @@ def test_rir_of_the_closed_form(net):
     immunized = immunization.immunize(net, primary, harmful, method="closed_form", ridge=1e-6)
     with torch.no_grad():
         sides = [
-            torch.cat([features(model, x.double()) for x, _ in data])
+            torch.cat([features(model, x) for x, _ in data]).double()
             for data in (harmful, primary)
-            for model in (immunized, net.double())
+            for model in (immunized, net)
         ]
     rank = min(spectrum.numerical_rank(torch.linalg.svdvals(f), tuple(f.shape), 1e-6) for f in sides)
     assert spectrum.rir(*sides, rank=rank)["rir"] > 10
@@ -92,10 +94,10 @@ def test_a_run_is_exported_and_loaded(tmp_path, method):
     assert result.status == "completed"
     assert result.metrics["primary/changed_predictions"] == 0
     model = immunization.load(tmp_path / "run")
-    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    assert model(images).shape == (2, 4)
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 4)  # float32, whatever the run computed in
     card = (tmp_path / "run/model_card.md").read_text()
-    assert card.startswith(f"# test_resnet, immunized by {method}\n")
+    assert f"\n# test_resnet, immunized by {method}\n" in card
+    assert str(tmp_path) not in card
     assert "License of its weights: not stated" in card  # timm's own holds for its weights alone
     with pytest.raises(DataError, match="cannot be read"):
         immunization.load(tmp_path)
@@ -103,7 +105,7 @@ def test_a_run_is_exported_and_loaded(tmp_path, method):
 
 def test_a_linear_run_is_loaded(tmp_path):
     immunization.run(["method=closed_form", "tracker=none", "evaluation=[]"], tmp_path)
-    assert immunization.load(tmp_path)(torch.randn(3, 64, dtype=torch.float64)).shape == (3, 64)
+    assert immunization.load(tmp_path)(torch.randn(3, 64)).shape == (3, 64)
 
 
 def test_an_audit_of_a_folded_net(net):

@@ -108,7 +108,7 @@ def test_every_knob_has_its_meaning_beside_it(path):
 @pytest.mark.parametrize("name", HPARAMS)
 def test_hyper_parameters_change_values_and_add_no_key(name):
     keys = {
-        "method": set(OmegaConf.load(CONF / "method" / f"{Path(name).name}.yaml")),
+        "method": set(compose([f"method={Path(name).name}"]).method),
         "optimizer": {key for path in CONF.glob("optimizer/*.yaml") for key in OmegaConf.load(path)},
         "model": set(OmegaConf.load(CONF / "model" / "linear.yaml")),
     }

@@ -2,21 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from immunization.data.task import Split, Task
-from immunization.errors import DataError
+from immunization.errors import ConfigError, DataError
 
-Loader = Iterable[tuple[Tensor, Tensor]]
-"""Batches of images [n, C, H, W], preprocessed for the model, or of rows [n, D], and labels [n] from 0 on."""
+Item = tuple[Tensor, ...] | Mapping[str, Tensor]
+Loader = Iterable[Item]
+"""Batches of images [n, C, H, W], preprocessed for the model, or of rows [n, D], and labels [n] from 0 on.
+
+Each is a tuple that begins with these two, or a dict that holds them under one of the names below.
+"""
+INPUTS = ("image", "images", "pixel_values", "x")
+LABELS = ("label", "labels", "y", "target")
+
+
+class LabeledBatches:
+    """(inputs, labels) of a loader, every batch checked; empty ones are left out. Raises ConfigError and DataError.
+
+    `classes`: labels must be integers.
+    """
+
+    def __init__(self, role: str, loader: Loader, classes: bool = True) -> None:
+        self.name, self.loader, self.classes = f"{role}_loader", loader, classes
+        if not isinstance(loader, Iterable):
+            raise ConfigError(f"{self.name} must give batches of inputs and labels; {type(loader).__name__} gives none")
+        self._begun: Iterator[tuple[Tensor, Tensor]] | None = None
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        batches, self._begun = self._begun or self._batches(), None
+        return batches
+
+    def first(self) -> Tensor:
+        """Inputs of the first batch, which the next pass gives again without the loader being read twice."""
+        batches = iter(self)
+        batch = next(batches, None)
+        if batch is None:
+            raise DataError(f"{self.name} gives no batches")
+        self._begun = chain([batch], batches)
+        return batch[0]
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        shape = None
+        for item in self.loader:
+            x, y = self._pair(item)
+            if x.ndim < 2 or y.shape != x.shape[:1]:
+                raise DataError(
+                    f"{self.name} gives inputs of shape {tuple(x.shape)} and labels of shape {tuple(y.shape)}; "
+                    "expected [n, ...] and [n]"
+                )
+            if not x.is_floating_point():
+                raise DataError(f"{self.name} gives inputs of {x.dtype}; preprocess them to floats as the model wants")
+            if self.classes and (y.is_floating_point() or y.is_complex()):
+                raise DataError(f"{self.name} gives labels of {y.dtype}; class labels must be integers")
+            if shape not in (None, x.shape[1:]):
+                raise DataError(
+                    f"{self.name} gives inputs of shapes {tuple(shape)} and {tuple(x.shape[1:])}; one is needed"
+                )
+            shape = x.shape[1:]
+            if len(x):
+                yield x, y
+
+    def _pair(self, item: Item) -> tuple[Tensor, Tensor]:
+        if isinstance(item, Mapping):
+            pair = [next((item[key] for key in keys if key in item), None) for keys in (INPUTS, LABELS)]
+        else:
+            pair = list(item[:2]) if isinstance(item, tuple | list) else [item]
+        if len(pair) != 2 or any(part is None for part in pair):
+            content = f" of {', '.join(map(str, item))}" if isinstance(item, Mapping) else ""
+            raise DataError(
+                f"{self.name} gives one {type(item).__name__}{content} a batch; expected (inputs, labels), or a dict "
+                f"with one of {', '.join(INPUTS)} and one of {', '.join(LABELS)}"
+            )
+        try:
+            x, y = (torch.as_tensor(part) for part in pair)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(f"{self.name} gives no tensors: {' '.join(str(error).split())}") from error
+        return x, y
 
 
 def rows_of_loader(role: str, loader: Loader) -> Task:
     """The task of a loader of rows [n, D] and labels: a fifth of the rows is for validation, another one for test."""
-    batches = [(torch.as_tensor(x).double(), torch.as_tensor(y)) for x, y, *_ in loader]
+    batches = [(x.double(), y) for x, y in LabeledBatches(role, loader, classes=False)]
     if not batches:
         raise DataError(f"{role}_loader gives no batches")
     x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))

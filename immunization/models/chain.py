@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from immunization.errors import ConfigError
+from immunization.models.adapted import Adapted
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,9 @@ class NetParts:
     def last_block(self) -> str:
         """Name of the last part of the net that has weights."""
         blocks = [unit for unit in self.units if parameters(unit[1])] or list(self.net.named_children())
+        if len(blocks) == 1:  # a net that is one unit
+            name, whole = blocks[0]
+            blocks = [(f"{name}.{child}", part) for child, part in whole.named_children()] or blocks
         return next(n for n, f in reversed(blocks) if any(p.ndim > 1 for p in parameters(f)))
 
 
@@ -124,6 +128,8 @@ def classifier_path(net: nn.Module) -> str:
 
 def data_config(net: nn.Module) -> dict[str, Any]:
     """How the net wants its images: size, interpolation, mean, std and crop, for as many channels as it reads."""
+    if isinstance(net, Adapted):
+        return net.data_config()
     from timm.data import resolve_model_data_config
 
     keys = ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")

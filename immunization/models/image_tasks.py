@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from immunization.data.images import ImagePair, ImageTask, create_loader
-from immunization.data.loaders import Loader, shuffled_parts
+from immunization.data.loaders import LabeledBatches, shuffled_parts
 from immunization.data.task import Split, Task
 from immunization.errors import ConfigError, DataError
 from immunization.models.activations import Activations, Stream, collect, free_space
@@ -202,7 +202,7 @@ def training_loaders(reader: Reader, batch_size: int) -> dict[str, DataLoader]:
 
 @torch.no_grad()
 def read_loader(
-    reader: Reader, baseline: Callable[[Tensor], Tensor], role: str, loader: Loader, folded: bool, test: bool
+    reader: Reader, baseline: Callable[[Tensor], Tensor], role: str, loader: LabeledBatches, folded: bool, test: bool
 ) -> tuple[Task, dict[str, Tensor]]:
     """One pass over a loader of images: the task as the trained part reads it, in random order, and its features.
 
@@ -210,10 +210,16 @@ def read_loader(
     them. A tenth of the rows is for validation; with `test`, a fifth, and another fifth for test.
     """
     inputs, labels, features = [], [], []
-    for images, targets, *_ in loader:
-        x = reader.trunk(images)
+    for images, targets in loader:
+        try:
+            x = reader.trunk(images)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{reader.name} cannot read inputs of shape {tuple(images.shape[1:])} from {role}_loader: "
+                f"{' '.join(str(error).split())[:200]}"
+            ) from error
         inputs.append(reader.extractor(x).cpu() if folded else x.cpu())
-        labels.append(torch.as_tensor(targets))
+        labels.append(targets)
         if not folded:
             features.append(baseline(images))
     if not labels:

@@ -25,6 +25,7 @@ class LinearMap(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.theta.dtype)
         return x @ self.theta if self.bias is None else x @ self.theta + self.bias
 
 

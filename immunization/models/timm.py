@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from immunization.compute import distributed
 from immunization.data.images import ImagePair, create_loader
-from immunization.data.loaders import Loader
+from immunization.data.loaders import LabeledBatches
 from immunization.data.task import SPLITS, Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.models.activations import Stream, fingerprint
@@ -81,11 +82,12 @@ class Timm(Model):
         else:
             net = create(name, checkpoint, pretrained, self.arguments)
             if reference is None and folded_map(net) is not None:
-                stripped = copy.deepcopy(net)
-            self.weights, self.license = checkpoint or "random weights", None
+                stripped = copy.deepcopy(net).double()  # taking the map out costs digits
+            self.weights, self.license = Path(checkpoint).name if checkpoint else "random weights", None
             if pretrained and not checkpoint:  # timm states the license of its own weights
                 self.weights = "weights of the hub"
                 self.license = (getattr(net, "pretrained_cfg", None) or {}).get("license")
+        self.original_dtype = next(net.parameters()).dtype
         self.images, self.head_decay, self.channels_last, self.amp = pair, head_decay, channels_last, amp is not None
         self.parts = take_apart(net, pair.size)
         self.head, self.net = self.parts.head, self.parts.net
@@ -201,7 +203,9 @@ class Timm(Model):
             self.before.read_tasks(data, True)  # its features take the place of this net's as the reference
         return self, pair
 
-    def read_loaders(self, loaders: Mapping[str, Loader], folded: bool, test: bool = False) -> tuple[Model, TaskPair]:
+    def read_loaders(
+        self, loaders: Mapping[str, LabeledBatches], folded: bool, test: bool = False
+    ) -> tuple[Model, TaskPair]:
         """The same for loaders by role, each of which is read once; `test`: with rows for test (see `read_loader`)."""
         before, reader, tasks = self.before or self, self._reader(), {}
         for role, loader in loaders.items():
@@ -305,5 +309,6 @@ class Timm(Model):
         """What `load` needs beside the tensors."""
         facts = {"architecture": self.architecture, "arguments": self.arguments, "data_config": self.config}
         facts |= {"weights": self.weights, "license": self.license}
+        facts |= {"original_dtype": str(self.original_dtype).removeprefix("torch.")}
         facts |= {"classes": self.head.out_features, "dtype": str(self.head.weight.dtype).removeprefix("torch.")}
         return {"immunization": json.dumps(facts)}

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from immunization.errors import ConfigError, DataError
 from immunization.models.fold import FOLD, fold_into
 from immunization.models.hub import one_try
-from immunization.models.linear import LinearMap
 from immunization.runs import files
 from immunization.runs.filenames import WEIGHTS
 
@@ -101,34 +100,23 @@ def load_weights(net: nn.Module, path: Path) -> None:
     net.load_state_dict(state, strict=False)
 
 
-def load(path: str | Path) -> nn.Module:
-    """The immunized model of a run folder (or of its immunized.safetensors), in eval mode.
-
-    A timm model for deep nets: `forward_features`, `forward_head(..., pre_logits=True)` (the immunized features) and
-    the classifier work as ever. For linear models the map theta, which takes prepared inputs [N, D_in] to features.
-    Raises DataError for a file that is not there, was not written by this project, or was altered since.
-    """
-    path = Path(path)
-    path = path / WEIGHTS if path.is_dir() else path
-    try:
-        tensors, metadata = files.read_tensors(path)
-    except DataError as error:
-        raise DataError(f"{error}; give a run folder that holds a sound {WEIGHTS}") from error
-    facts = metadata.get("immunization")
-    if facts is None:
-        if "theta" not in tensors:
-            raise DataError(f"{path} holds neither a linear map nor a net of this project")
-        return LinearMap(tensors["theta"], tensors.get("bias")).eval()
-    known = json.loads(facts)
-    return restore(create(known["architecture"], None, False, known["arguments"]), tensors, known)
-
-
 def restore(net: nn.Module, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> nn.Module:
-    """Put exported `tensors` into `net`, a timm model of the same architecture, and fold the map in if there is one."""
-    net = net.to(getattr(torch, facts["dtype"]))
+    """Put exported `tensors` into `net`, a timm model of the same architecture, and fold the map in if there is one.
+
+    Files of versions before this rounded nothing and have no `computed_in`; what they hold takes the dtype of `net`.
+    """
+    if "computed_in" in facts:
+        net = net.to(getattr(torch, facts["dtype"]))
     if "fold" in facts:
         weight = next(net.parameters())
         size = tensors[f"{facts['fold']}.{FOLD}.weight"].shape[0]
         fold_into(net, facts["fold"], size, dtype=weight.dtype, device=weight.device)
     net.load_state_dict(dict(tensors))
     return net.eval().requires_grad_(True)
+
+
+def layer_of(tensors: Mapping[str, Tensor], place: str) -> str:
+    """The layer of a folded map, in the words of who would put it into a Sequential by hand."""
+    weight, bias = tensors[f"{place}.{FOLD}.weight"], f"{place}.{FOLD}.bias" in tensors
+    kind, kernel = ("Linear", "") if weight.ndim == 2 else (f"Conv{weight.ndim - 2}d", ", 1")
+    return f"{FOLD}=nn.{kind}({weight.shape[1]}, {weight.shape[0]}{kernel}, bias={bias})"

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from immunization.results.formatting import number
 from immunization.runs import files
-from immunization.runs.filenames import MODEL_CARD
+from immunization.runs.filenames import MODEL_CARD, WEIGHTS
 from immunization.runs.result import Result
 
 STEPS = (1, 10, 100, 1000, 10_000, 100_000, 1_000_000)
@@ -25,6 +25,19 @@ MEASURES = {
     "test/rir": "RIR, held-out images",
     "authors/rir": "RIR by the paper's sampled protocol",
 }
+SOURCES = ("hfds", "hfids", "tfds", "torch", "wds")
+HUB_LICENSES = ("apache-2.0", "mit", "bsd-3-clause", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0")
+CITATION = """\
+```bibtex
+@inproceedings{zheng2025immunization,
+  title = {Model Immunization from a Condition Number Perspective},
+  author = {Zheng, Amber Yijia and Bai, Cedar Site and Bullins, Brian and Yeh, Raymond A.},
+  booktitle = {International Conference on Machine Learning},
+  year = {2025},
+  url = {https://arxiv.org/abs/2505.23760}
+}
+```
+"""
 LIMITS = """\
 - It slows gradient descent on a linear probe of the features. Whoever solves least squares directly, or whitens the
   features first, is hardly hindered.
@@ -35,49 +48,128 @@ LIMITS = """\
 """
 
 
-def write(folder: str | Path, result: Result, config: DictConfig, facts: dict[str, Any]) -> Path:
-    """Write model_card.md; `facts` are what the model stores with its weights (`Timm.metadata`)."""
-    settings = OmegaConf.to_container(config.method, resolve=True)
-    del settings["_target_"]
-    about = result.about
-    source = facts["weights"]
-    license = facts.get("license") or "not stated with them; look it up before you publish"
+def recipe(method: str, config: DictConfig, seed: int) -> dict[str, Any]:
+    """How a net was immunized: the method, its options and the seed."""
+    settings = OmegaConf.to_container(config, resolve=True)
+    return {"method": method, "settings": {k: v for k, v in settings.items() if not k.startswith("_")}, "seed": seed}
+
+
+def write(folder: str | Path, facts: dict[str, Any], made: dict[str, Any] | None, result: Result | None) -> Path:
+    """Write model_card.md, ready to be the README.md of a repository on the Hugging Face Hub.
+
+    `facts` are what the model stores with its weights (`exported`, `facts_of`), `made` is its `recipe`, `result` what
+    was measured; the latter two may not be known.
+    """
+    made, license = made or {"method": "an unknown method"}, facts.get("license")
     lines = [
-        f"# {result.model}, immunized by {result.method}",
+        *_front_matter(facts),
+        f"# {facts['architecture']}, immunized by {made['method']}",
         "",
-        f"`immunized.safetensors` holds a `{facts['architecture']}` of timm in {facts['dtype']}. Load it with",
-        "",
-        "```python",
-        "import immunization",
-        'model = immunization.load("<this folder>")',
-        "```",
-        "",
-        f"Preprocessing: `{json.dumps(facts['data_config'])}`.",
-        "",
+        *_loading(facts),
         "## Made from",
         "",
-        f"- Base model: `{facts['architecture']}`, {source}.",
-        f"- License of its weights: {license}.",
-        *(f"- {role.capitalize()} data: {name}" + _counts(about, role) for role, name in about["data"].items()),
-        "- License of the data: that of its owner; ImageNet and Stanford Cars are for non-commercial research.",
-        f"- Method: `{result.method}` with `{json.dumps(settings)}`, seed {result.seed}.",
+        f"- Base model: `{facts['architecture']}`, {facts['weights']}.",
+        f"- License of its weights: {license or 'not stated with them; look it up before you publish'}.",
+        *_data(result),
+        f"- Method: `{made['method']}`"
+        + (f" with `{json.dumps(made['settings'])}`, seed {made['seed']}." if "settings" in made else "."),
         "",
-        "## Measured",
-        "",
-        "| measure | value |",
-        "|---|---|",
-        *(f"| {text} | {_value(result, name)} |" for name, text in MEASURES.items() if name in result.metrics),
-        "",
-        *_curves(result),
+        *_measured(result, facts.get("rounding", made.get("rounding"))),
         "## Known limits",
         "",
-        LIMITS,
+        LIMITS + "".join(f"- Stripped by {act}.\n" for act in _list(facts.get("stripped_by"))),
+        *_flags(result),
+        "## Citation",
+        "",
+        CITATION,
     ]
-    if result.flags:
-        lines += ["Flags of the run:", "", *(f"- `{flag}`: {result.reasons.get(flag, '')}" for flag in result.flags)]
     path = Path(folder) / MODEL_CARD
-    files.write(path, "\n".join(lines) + "\n")
+    files.write(path, "\n".join(lines))
     return path
+
+
+def _front_matter(facts: dict[str, Any]) -> list[str]:
+    """The YAML block that the Hub reads."""
+    license = facts.get("license")
+    known = [f"license: {license}"] if license in HUB_LICENSES else ["license: other", f"license_name: {license}"]
+    library = "timm" if facts.get("timm", True) else "pytorch"
+    tags = [f"- {tag}" for tag in ("image-classification", library, "immunization", "arxiv:2505.23760")]
+    license_lines = known if license else ["license: unknown"]
+    return [
+        "---",
+        *license_lines,
+        f"library_name: {library}",
+        "pipeline_tag: image-classification",
+        "tags:",
+        *tags,
+        "---",
+    ]
+
+
+def _loading(facts: dict[str, Any]) -> list[str]:
+    """How the net is loaded, with this project and without it."""
+    name, arguments = facts["architecture"], facts.get("arguments") or {}
+    timm = facts.get("timm", True)
+    lines = [f"`{WEIGHTS}` holds a `{name}` {'of timm ' if timm else ''}in {facts['dtype']}. In its folder:", ""]
+    lines += [
+        "```python",
+        "import immunization",
+        "",
+        f'model = immunization.load("{WEIGHTS}"{"" if timm else ", net"})',
+        "```",
+    ]
+    if not timm:
+        return [*lines, "", f"`net` is a `{name}` as it was before.", ""]
+    options = "".join(f", {key}={value!r}" for key, value in arguments.items())
+    cast = "" if facts["dtype"] == "float32" else f".to(torch.{facts['dtype']})"
+    plain = [f'model = timm.create_model("{name}"{options}).eval(){cast}']
+    imports = ["import timm", *(["import torch"] if cast else []), "from safetensors.torch import load_file"]
+    if "fold" in facts:
+        imports.append("from torch import nn")
+        layers = f'OrderedDict(original=model.get_submodule("{facts["fold"]}"), {facts["layer"]}{cast})'
+        plain.append(f'model.set_submodule("{facts["fold"]}", nn.Sequential({layers}))')
+        imports.insert(0, "from collections import OrderedDict\n")
+    plain.append(f'model.load_state_dict(load_file("{WEIGHTS}"))')
+    lines += ["", "Without it, in plain timm:", "", "```python", *imports, "", *plain, "```", ""]
+    return [*lines, f"Preprocessing: `{json.dumps(facts['data_config'])}`.", ""]
+
+
+def _data(result: Result | None) -> list[str]:
+    """The data of a run, without the folders where they lay."""
+    about = result.about if result else {}
+    if "data" not in about:
+        return ["- Data: loaders of the one who made it, of which nothing else is known."]
+    named = [f"- {role.capitalize()} data: {_name(name)}{_counts(about, role)}" for role, name in about["data"].items()]
+    return [*named, "- License of the data: that of their owners; look it up before you publish."]
+
+
+def _name(data: str) -> str:
+    """What `data` is called, a source of timm and a folder: the folder's own name alone."""
+    source, _, folder = data.rpartition(" ") if data.partition("/")[0] in SOURCES else ("", "", data)
+    return f"{source} {Path(folder).name}".strip()
+
+
+def _measured(result: Result | None, rounding: float | None) -> list[str]:
+    lines = ["## Measured", ""]
+    metrics = result.metrics if result else {}
+    rows = [f"| {text} | {_value(result, name)} |" for name, text in MEASURES.items() if name in metrics]
+    if rounding is not None:
+        rows.append(
+            f"| outputs, rounded to the file's dtype: largest change, relative to the largest | {rounding:.1g} |"
+        )
+    if not rows:
+        return [*lines, "Nothing, as far as this card knows: run `immunization.audit`.", ""]
+    return [*lines, "| measure | value |", "|---|---|", *rows, "", *(_curves(result) if result else [])]
+
+
+def _flags(result: Result | None) -> list[str]:
+    if result is None or not result.flags:
+        return []
+    return ["Flags of the run:", "", *(f"- `{flag}`: {result.reasons.get(flag, '')}" for flag in result.flags), ""]
+
+
+def _list(value: str | list[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else value or []
 
 
 def _counts(about: dict[str, Any], role: str) -> str:
@@ -88,7 +180,12 @@ def _counts(about: dict[str, Any], role: str) -> str:
 
 def _value(result: Result, name: str) -> str:
     value = result.metrics[name]
-    return f"none: {result.reasons.get(name, '')}" if value is None else number(value)
+    if value is None:
+        return f"none: {result.reasons.get(name, '')}"
+    group, _, role = name.partition("/")
+    if group == "steps_ratio" and f"capped_{role}" in result.flags:
+        return f"> {number(value)} (capped: it never came there in the steps that were counted)"
+    return number(value)
 
 
 def _curves(result: Result) -> list[str]:

@@ -12,3 +12,4 @@ ROWS = "splits.safetensors"
 ARRAYS = "arrays.safetensors"
 ATTACKS = "attacks.pt"  # of an audit on its way
 MODEL_CARD = "model_card.md"
+CONFIG_OF_NET = "config.json"  # beside a net that was saved from Python

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from immunization.results import model_card
@@ -28,9 +29,10 @@ def result() -> Result:
     )
 
 
-def card(result: Result, folder: Path, **facts: str) -> str:
-    config = OmegaConf.create({"method": {"_target_": "immunization.methods.LearningCurve", "epochs": 5}})
-    return model_card.write(folder, result, config, FACTS | facts).read_text()
+def card(result: Result | None, folder: Path, **facts: str) -> str:
+    config = OmegaConf.create({"_target_": "immunization.methods.LearningCurve", "epochs": 5})
+    made = model_card.recipe("learning_curve", config, 3)
+    return model_card.write(folder, FACTS | facts, made, result).read_text()
 
 
 def test_accuracies_are_those_of_the_nearest_step(result, tmp_path):
@@ -38,6 +40,36 @@ def test_accuracies_are_those_of_the_nearest_step(result, tmp_path):
     nearest = [1, 8, 128, 1024, 8192, 8192, 8192]
     row = " | ".join(f"{step / 10_000:.3f}" for step in nearest)
     assert f"| harmful, after | {row} |" in card(result, tmp_path).splitlines()
+
+
+def test_the_front_matter_is_what_the_hub_reads(result, tmp_path):
+    for license, expected in (("mit", "mit"), ("dinov3", "other"), (None, "unknown")):
+        head = yaml.safe_load(card(result, tmp_path, license=license).split("---")[1])
+        assert head["license"] == expected
+        assert head["library_name"] == "timm"
+        assert {"immunization", "arxiv:2505.23760"} <= set(head["tags"])
+
+
+def test_folders_and_data_of_others_are_not_named(result, tmp_path):
+    result.about["data"] = {"primary": "/home/me/my data/birds", "harmful": "torch/cifar10 /data/cifar"}
+    text = card(result, tmp_path)
+    assert "- Primary data: birds, 2 classes" in text
+    assert "- Harmful data: torch/cifar10 cifar, 3 classes" in text
+    assert not any(word in text for word in ("/home", "/data", "ImageNet", "Stanford"))
+
+
+def test_what_was_capped_says_so(result, tmp_path):
+    result.metrics |= {"steps_ratio/harmful": 7280.0, "steps_ratio/primary": 1.0}
+    result.flags.append("capped_harmful")
+    text = card(result, tmp_path)
+    assert "| > 7,280 (capped: it never came there" in text
+    assert "at most 1) | 1 |" in text
+
+
+def test_a_card_without_measures(tmp_path):
+    text = card(None, tmp_path)
+    assert "run `immunization.audit`" in text
+    assert text.rstrip().endswith("```")
 
 
 def test_measures_that_do_not_exist_have_their_reason(result, tmp_path):

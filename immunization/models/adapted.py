@@ -1,0 +1,103 @@
+"""Nets of any library as nets of timm: features and classifier of whatever ends in a linear layer."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from immunization.errors import ConfigError
+from immunization.models.fold import FOLD
+
+TIMM = ("forward_features", "forward_head", "get_classifier")
+"""What a net of timm has and others have not."""
+
+
+class Adapted(nn.Module):
+    """A net in timm's form: `body` gives the features [N, D], `classifier` the outputs.
+
+    A folded map stands behind `features`; in the net itself it stands before the classifier, in one Sequential with it.
+    """
+
+    def __init__(self, net: nn.Module, images: Tensor) -> None:
+        super().__init__()
+        path = last_linear(net, images)
+        self.classifier: nn.Linear = net.get_submodule(path)
+        self.features: nn.Module = nn.Identity()
+        parent = path.rpartition(".")[0]
+        if FOLD in dict(net.get_submodule(parent).named_children()):
+            layers = {"original": nn.Identity(), FOLD: net.get_submodule(f"{parent}.{FOLD}")}
+            path, self.features = parent, nn.Sequential(OrderedDict(layers))
+        net.set_submodule(path, nn.Identity())
+        self.body, self.path = net, path
+        self.pretrained_cfg = {"architecture": type(net).__name__, "input_size": tuple(images.shape[1:])}
+
+    def get_classifier(self) -> nn.Module:
+        return self.classifier
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        x = self.features(x)
+        return x if pre_logits else self.classifier(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+    def data_config(self) -> dict[str, Any]:
+        return {"input_size": self.pretrained_cfg["input_size"]}
+
+    def released(self) -> nn.Module:
+        """The net itself again, of its own class; this one is of no use afterwards."""
+        self.body.set_submodule(self.path, self.classifier)
+        if not isinstance(self.features, nn.Identity):
+            fold_before(self.body, self.path, self.features.get_submodule(FOLD))
+        return self.body
+
+
+def is_of_timm(net: nn.Module) -> bool:
+    return all(hasattr(net, name) for name in TIMM)
+
+
+def adapted(net: nn.Module, first_images: Callable[[], Tensor]) -> nn.Module:
+    """`net` itself where it is of timm, else `Adapted`, which takes it apart; `first_images` gives some it can read."""
+    return net if is_of_timm(net) else Adapted(net, first_images())
+
+
+def fold_before(net: nn.Module, path: str, layer: nn.Module) -> None:
+    """Put `layer`, the map, before the linear classifier at `path`."""
+    net.set_submodule(path, nn.Sequential(OrderedDict({FOLD: layer, "original": net.get_submodule(path)})))
+
+
+@torch.no_grad()
+def last_linear(net: nn.Module, images: Tensor) -> str:
+    """Name of the linear layer whose output [n, classes] is the net's; raises ConfigError where there is none."""
+    outputs: dict[str, Tensor] = {}
+    hooks = [
+        module.register_forward_hook(lambda _m, _i, output, name=name: outputs.update({name: output}))
+        for name, module in net.named_modules()
+        if name and isinstance(module, nn.Linear)
+    ]
+    kind, training = type(net).__name__, net.training
+    try:
+        found = net.eval()(images[:2].to(next(net.parameters())))
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        shape = tuple(images.shape[1:])
+        raise ConfigError(
+            f"{kind} cannot read inputs of shape {shape}: {' '.join(str(error).split())[:200]}"
+        ) from error
+    finally:
+        net.train(training)
+        for hook in hooks:
+            hook.remove()
+    if not isinstance(found, Tensor) or found.ndim != 2:
+        shown = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise ConfigError(f"{kind} gives {shown}; wrap it in a module whose forward returns logits [n, classes]")
+    path = next((name for name, output in outputs.items() if torch.equal(output, found)), None)
+    if path is None:
+        raise ConfigError(f"{kind} has no linear classifier: its output is not that of an nn.Linear inside of it")
+    return path

@@ -1,0 +1,66 @@
+"""Loaders of the user's own: what they may give, and what is said of all else."""
+
+import pytest
+import torch
+
+from immunization.data.loaders import LabeledBatches
+from immunization.errors import ConfigError, DataError
+
+X, Y = torch.randn(6, 3, 4, 4), torch.arange(6)
+
+
+def read(loader):
+    x, y = zip(*LabeledBatches("primary", loader), strict=True)
+    return torch.cat(x), torch.cat(y)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        (X, Y),
+        [X, Y],
+        (X, Y, ["paths"]),
+        (X, Y.tolist()),
+        {"pixel_values": X, "labels": Y},
+        {"image": X, "label": Y, "path": "a"},
+        {"x": X, "y": Y},
+    ],
+    ids=["tuple", "list", "more", "labels_as_list", "transformers", "datasets", "x_y"],
+)
+def test_what_a_batch_may_be(item):
+    for given, expected in zip(read([item]), (X, Y), strict=True):
+        assert torch.equal(given, expected)
+
+
+def test_the_first_batch_is_read_once():
+    batches = LabeledBatches("primary", ((X + i, Y) for i in range(3)))
+    assert torch.equal(batches.first(), X)
+    assert torch.equal(batches.first(), X)
+    assert len(list(batches)) == 3
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (X, "gives one Tensor a batch; expected"),
+        ((X,), "gives one tuple a batch; expected"),
+        ({"pixel_values": X, "class": Y}, "gives one dict of pixel_values, class a batch; expected"),
+        ((X, Y[:4]), r"inputs of shape \(6, 3, 4, 4\) and labels of shape \(4,\); expected \[n, ...\] and \[n\]"),
+        ((X, torch.eye(6)), r"labels of shape \(6, 6\)"),
+        ((X, Y.float()), "labels of torch.float32; class labels must be integers"),
+        (((255 * X).byte(), Y), "inputs of torch.uint8; preprocess them to floats"),
+        ((["a.png"], ["dog"]), "gives no tensors"),
+    ],
+)
+def test_what_it_may_not_be(item, message):
+    with pytest.raises(DataError, match=f"primary_loader .*{message}" if message[0] != "g" else message):
+        read([item])
+
+
+def test_other_mistakes():
+    with pytest.raises(DataError, match="inputs of shapes"):
+        read([(X, Y), (X[..., :2], Y)])
+    with pytest.raises(DataError, match="primary_loader gives no batches"):
+        LabeledBatches("primary", []).first()
+    with pytest.raises(ConfigError, match="primary_loader must give batches of inputs and labels; int gives none"):
+        LabeledBatches("primary", 3)

@@ -1,0 +1,96 @@
+"""Nets of other libraries than timm."""
+
+import pytest
+import torch
+from helpers.images import loader
+from torch import nn
+
+import immunization
+from immunization import ConfigError
+from immunization.models.adapted import Adapted, last_linear
+from immunization.models.fold import folded_map
+
+pytestmark = pytest.mark.trains
+
+
+class Small(nn.Module):
+    """As torchvision's are: a chain, a flattening between modules, and a linear layer of another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU())
+        self.block = nn.Sequential(nn.Conv2d(8, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU())
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.top = nn.Sequential(nn.Dropout(0.2), nn.Linear(16, 4))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.top(self.pool(self.block(self.stem(images))).flatten(1))
+
+
+@pytest.fixture
+def net() -> nn.Module:
+    return Small().eval()
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    return next(iter(loader(4, 5)))[0]
+
+
+@pytest.mark.parametrize("method", ["closed_form", "learning_curve"])
+def test_a_map_before_the_classifier(net, images, method):
+    options = {"epochs": 5} if method == "learning_curve" else {"ridge": 1e-3}
+    immunized = immunization.immunize(net, loader(4, 0), loader(3, 1), method=method, **options)
+    assert type(immunized) is Small
+    assert folded_map(immunized).shape == (16, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(immunized(images), net(images), rtol=1e-3, atol=1e-3)
+    again = Adapted(immunized, images)
+    assert (again.path, again.classifier.in_features) == ("top.1", 16)
+    result = immunization.audit(
+        again.released(), loader(4, 0), loader(3, 1), attacks=["linear_probe", "undo"], undo__steps=64
+    )
+    assert result.metrics["attack/undo/steps"] == result.metrics["attack/undo/steps_baseline"]
+    assert result.metrics["primary/changed_predictions"] == 0
+
+
+@pytest.mark.parametrize("trainable", ["last", "stem"])
+def test_training_a_part(net, trainable):
+    options = {"epochs": 1, "batch_size": 32, "optimizer__lr": 1e-3}
+    primary, harmful = loader(4, 0), loader(3, 1)
+    immunized = immunization.immunize(net, primary, harmful, "condition_number", trainable=trainable, **options)
+    before = net.state_dict()
+    changed = {name for name, tensor in immunized.state_dict().items() if not torch.equal(tensor, before[name])}
+    part = "block" if trainable == "last" else trainable
+    assert f"{part}.0.weight" in changed
+    assert all(name.startswith((part, "top.1")) for name in changed)
+
+
+def test_torchvision(images):
+    models = pytest.importorskip("torchvision.models")
+    for name, path in (("resnet18", "fc"), ("mobilenet_v3_small", "classifier.3"), ("vgg11", "classifier.6")):
+        with torch.device("cpu"):
+            assert last_linear(getattr(models, name)(num_classes=3), images) == path
+
+
+class Tuple(Small):
+    def forward(self, images):
+        return (super().forward(images),)
+
+
+class Softmax(Small):
+    def forward(self, images):
+        return super().forward(images).softmax(1)
+
+
+def test_mistakes_are_named(net):
+    pairs = loader(4, 0), loader(3, 1)
+    with pytest.raises(ConfigError, match="Tuple gives a tuple; wrap it in a module whose forward returns logits"):
+        immunization.immunize(Tuple(), *pairs)
+    with pytest.raises(ConfigError, match=r"Softmax has no linear classifier: its output is not that of an nn\.Linear"):
+        immunization.immunize(Softmax(), *pairs)
+    with pytest.raises(ConfigError, match=r"Small cannot read inputs of shape \(2, 8, 8\)"):
+        immunization.immunize(net, [(torch.randn(4, 2, 8, 8), torch.arange(4))], pairs[1])
+    with pytest.raises(ConfigError, match=r"the model must be an nn\.Module, not str"):
+        immunization.immunize("resnet18", *pairs)
