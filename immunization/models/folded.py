@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from immunization.data.task import Task, TaskPair
 from immunization.models.base import Model
 from immunization.models.chain import Borrowed, NetParts, Network
-from immunization.models.fold import FOLD, Place, fold_place, folded_name, weight_of
+from immunization.models.fold import FOLD, Place, fold_into, fold_place, folded_name, weight_of
 from immunization.models.linear import Linear, LinearMap
 
 
@@ -59,6 +59,21 @@ class Folded(Linear):
 
     def image_batches(self, role: str, split: str, rows: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         return self.base.image_batches(role, split, rows)
+
+    @property
+    def stripped_by(self) -> str | None:
+        return self.place.stripped_by
+
+    @torch.no_grad()
+    def deployed(self) -> nn.Module:
+        net = self.base.deployed().double()
+        classifier = net.get_submodule(self._parts.classifier)
+        classifier.weight.copy_(self.head.weight)
+        fold_into(net, self.place.name, weight_of(self.extractor.theta.detach(), self.place))
+        return net
+
+    def deployed_before(self) -> nn.Module:
+        return (self.base.before or self.base).deployed()
 
     def export(self) -> dict[str, Tensor]:
         """The state dict of the timm model with the map at `place` (see `fold_into`), all in float64."""
