@@ -15,7 +15,7 @@ from immunization.models import Model
 from immunization.theory.condition_bound import power_of_two
 from immunization.theory.probe import Probe
 
-MAX_CONDITION = 32.0
+MAX_CONDITION = 64.0
 """Condition number of a folded map up to which bfloat16 and int8 keep the primary task (docs/deploy_precision.md)."""
 
 SLACK = 0.05
