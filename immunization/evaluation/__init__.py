@@ -3,6 +3,7 @@
 from immunization.evaluation.alignment import Alignment, Ceiling
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.convergence import LearningCurves, NormRatio
+from immunization.evaluation.deployment import Deployment
 from immunization.evaluation.measures import Measures
 from immunization.evaluation.primary import Definition, OwnHead, PrimaryPerformance
 from immunization.evaluation.rir import RelativeRatio
@@ -15,6 +16,7 @@ __all__ = [
     "Ceiling",
     "Comparison",
     "Definition",
+    "Deployment",
     "LearningCurves",
     "Measures",
     "NormRatio",

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
-from immunization.checks import Count, NonNegative, checked
+from immunization.checks import AboveOne, Count, NonNegative, checked
 from immunization.data.task import TaskPair
 from immunization.methods.base import Method
-from immunization.methods.linear_map import fit_head, linear_map, probe_of_inputs
+from immunization.methods.linear_map import bound_for, fit_head, linear_map, probe_of_inputs, rescale
 from immunization.models import Model
 from immunization.theory import spectrum
-from immunization.theory.optimal_map import Spread, optimal_map
+from immunization.theory.optimal_map import Spread, bounded_map, optimal_map
 
 
 class ClosedForm(Method):
     """theta = K_P^-1/2 Q Delta R, which attains the ceiling of RIR; see `optimal_map` for the options.
+
+    `max_condition` bounds the condition number of theta, by the least ridge that does (`bounded_map`), so that number
+    formats of few digits hold it and its inverse; "auto" is `MAX_CONDITION` for nets and no bound for linear models.
 
     `rotate=True` ends in a random rotation, drawn from torch's global generator: no spectrum sees it, but attackers
     that treat coordinates separately (Adam, column scaling) do. The primary head is set to the least squares of the
@@ -31,9 +36,11 @@ class ClosedForm(Method):
         ridge: NonNegative = 0.0,
         spread: Spread = "geometric",
         rotate: bool = True,
+        max_condition: AboveOne | Literal["auto"] | None = None,
     ) -> None:
         super().__init__()
         self.primary_ratio, self.ridge, self.spread, self.rotate = primary_ratio, ridge, spread, rotate
+        self.max_condition = max_condition
 
     @torch.no_grad()
     def setup(self, model: Model, pair: TaskPair) -> None:
@@ -41,7 +48,13 @@ class ClosedForm(Method):
         theta = linear_map(model, self.name)
         root_p, root_h = pair.primary.root, pair.harmful.root
         generator = torch.default_generator if self.rotate else None
-        theta.copy_(optimal_map(root_p, root_h, self.primary_ratio, self.ridge, self.spread, generator))
+        options = self.primary_ratio, self.ridge, self.spread, generator
+        bound = bound_for(model, self.max_condition)
+        theta.copy_(
+            optimal_map(root_p, root_h, *options) if bound is None else bounded_map(root_p, root_h, bound, *options)
+        )
+        if bound is not None:
+            rescale(theta, probe_of_inputs(pair.primary))
         if len(root_h) == 1:
             self.flags["harmful_rank_one"] = "K_H has rank 1: kappa(H_H) is 1 whatever theta is, nothing is immunized"
         elif outside := spectrum.dimensions_outside(root_p, root_h, *pair.tolerance):

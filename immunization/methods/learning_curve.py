@@ -8,19 +8,22 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from immunization.checks import AtLeastOne, Count, NonNegative, checked
+from immunization.checks import AboveOne, AtLeastOne, Count, NonNegative, checked
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.base import Method
 from immunization.methods.linear_map import (
     SLACK,
+    bound_for,
     centered_task,
     fit_head,
     generalizing_step,
     linear_map,
     probe_of_inputs,
+    rescale,
 )
 from immunization.models import Batch, Model
+from immunization.theory.condition_bound import nearest_bounded
 from immunization.theory.learning_curve import excess_curves, residuals
 from immunization.theory.probe import Probe
 
@@ -85,6 +88,10 @@ class LearningCurve(Method):
     The curves are steep in theta: at a constant rate Adam goes on oscillating, and a difference in the last bit of
     theta grows to the leading one within tens of steps. Let the rate decay to 0 (scheduler=cosine).
 
+    `max_condition` bounds the condition number of theta, so that number formats of few digits hold it and its inverse:
+    after every step theta goes to the nearest matrix within the bound (projected descent), and at the end to the scale
+    of the inputs, by a power of two. "auto" is `MAX_CONDITION` for nets and no bound for linear models.
+
     `rotate=True` ends in a random rotation drawn from torch's global generator: the curves stay, attackers that treat
     coordinates separately (Adam) lose. The primary head is set to the least squares of the inputs, whose predictions
     it keeps.
@@ -104,14 +111,17 @@ class LearningCurve(Method):
         centered: bool = False,
         patience: AtLeastOne | None = 100,
         rotate: bool = True,
+        max_condition: AboveOne | Literal["auto"] | None = None,
     ) -> None:
         super().__init__(epochs, patience=patience)
         self.lambda_P, self.lambda_H, self.benign_weight = lambda_P, lambda_H, benign_weight
         self.grid, self.targets, self.centered, self.rotate = horizons(horizon), targets, centered, rotate
+        self.max_condition = max_condition
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
         self.theta = linear_map(model, self.name)
+        self.bound = bound_for(model, self.max_condition)
         self.primary = probe_of_inputs(pair.primary)
         attacked = [pair.harmful, centered_task(pair.harmful)] if self.centered else [pair.harmful]
         self.attackers = [(task, probe_of_inputs(task)) for task in attacked]
@@ -136,6 +146,12 @@ class LearningCurve(Method):
         excess_h = torch.stack([self._excess(probe) for _, probe in self.attackers]).mean()
         loss = self.lambda_P * excess_p - self.lambda_H * excess_h + self.benign_weight * expected
         return {"loss": loss, "excess_primary": excess_p, "excess_harmful": excess_h, "excess_random": expected}
+
+    @torch.no_grad()
+    def epoch_end(self, model: Model, epoch: int) -> bool:
+        if self.bound is not None:
+            self.theta.copy_(nearest_bounded(self.theta.double(), self.bound))
+        return super().epoch_end(model, epoch)
 
     def _residuals(self, inputs: Probe) -> tuple[Tensor, Tensor]:
         """Of a probe behind theta [T, k, C], and the mean over the grid of the curve of random labels."""
@@ -209,4 +225,6 @@ class LearningCurve(Method):
         if self.rotate:
             rotation = nn.init.orthogonal_(torch.empty(self.theta.shape, dtype=torch.float64))
             self.theta.copy_(self.theta.double() @ rotation.to(self.theta.device))
+        if self.bound is not None:
+            rescale(self.theta, self.primary)
         fit_head(model, self.primary)

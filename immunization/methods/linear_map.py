@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import nn
@@ -11,7 +12,11 @@ from torch import nn
 from immunization.data.task import SPLITS, Task
 from immunization.errors import ConfigError
 from immunization.models import Model
+from immunization.theory.condition_bound import power_of_two
 from immunization.theory.probe import Probe
+
+MAX_CONDITION = 64.0
+"""Condition number of a folded map up to which bfloat16 and int8 keep the primary task (docs/deploy_precision.md)."""
 
 SLACK = 0.05
 """Share by which a simpler (earlier stopped) probe may miss the best generalization score."""
@@ -52,6 +57,22 @@ def generalizing_step(inputs: Probe, task: Task) -> float:
     left = len(task.train) - inputs.learned(steps).sum(1)
     score = (missed / left.square()).nan_to_num(math.inf)  # 0/0 where all N rows are fitted
     return steps[(score <= (1 + SLACK) * score.min()).nonzero()[0, 0]].item()
+
+
+def bound_for(model: Model, bound: float | Literal["auto"] | None) -> float | None:
+    """The largest condition number of theta: `bound`, where "auto" is `MAX_CONDITION` for a net and none otherwise."""
+    if bound == "auto":
+        return MAX_CONDITION if model.deep else None
+    return bound
+
+
+@torch.no_grad()
+def rescale(theta: nn.Parameter, inputs: Probe) -> None:
+    """Multiply theta by the power of two that gives its features the mean square of the inputs, as far as one does.
+
+    No curve and no condition number changes, and number formats with a narrow range hold the features as before.
+    """
+    theta.mul_(power_of_two((inputs.root.norm() / (inputs.root @ theta.double()).norm()).item()))
 
 
 @torch.no_grad()

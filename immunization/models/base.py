@@ -148,6 +148,19 @@ class Model(nn.Module):
         """Images [n, C, H, W] of some rows of a split (None: of all), as `network` reads them, and labels [n]."""
         raise NotImplementedError
 
+    # --- deployment ---------------------------------------------------------------------------------------------------
+
+    stripped_by: str | None = None
+    """The function of timm that throws a folded map away; None where none does, or there is no map."""
+
+    def deployed(self) -> nn.Module:
+        """A copy of a deep model as people run it: images -> primary logits."""
+        raise NotImplementedError
+
+    def deployed_before(self) -> nn.Module | None:
+        """The same before immunization; None where its weights are not kept."""
+        raise NotImplementedError
+
     # --- files --------------------------------------------------------------------------------------------------------
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,61 +15,127 @@ FOLD = "immunization"
 """How the map's layer is called in the net."""
 
 
-@torch.no_grad()
-def fold_place(net: nn.Module, input_size: Sequence[int]) -> str:
-    """Name of the last module that `forward_head(..., pre_logits=True)` runs, behind which a map changes the features.
+@dataclass(frozen=True)
+class Place:
+    """Where a map stands: behind the module `name`, over channels [N, D, H, W] (`convolution`) or the last axis.
 
-    The map then belongs to what timm calls the features. Raises ConfigError for a net without such a module.
+    `stripped_by`: the function of timm that throws this module away, and the map with it; None where none does.
     """
-    like = next(net.parameters())
-    image = torch.zeros(1, *input_size).to(like)
+
+    name: str
+    convolution: bool
+    stripped_by: str | None = None
+
+
+@torch.no_grad()
+def fold_place(net: nn.Module, input_size: Sequence[int]) -> Place:
+    """The place behind which a map is one of the features, `forward_head(..., pre_logits=True)`.
+
+    Average pooling commutes with a linear map, which so can stand inside the last block, where `reset_classifier` and
+    changes of the pooling leave it. Where layers that are not linear follow, it stands behind the last of them. Every
+    candidate is tried on a copy of the net with a random map. Raises ConfigError for a net without such a place.
+    """
+    generator = torch.Generator().manual_seed(0)
+    net = copy.deepcopy(net).cpu().double().eval()
+    images = torch.randn(2, *input_size, generator=generator, dtype=torch.float64)
+    candidates, features = _candidates(net, images)
+    theta = torch.randn(features.shape[1], features.shape[1], generator=generator, dtype=torch.float64)
+    stripped = None
+    for place in candidates:
+        trial = copy.deepcopy(net)
+        fold_into(trial, place.name, weight_of(theta, place))
+        if not _gives(trial, images, features @ theta):
+            continue
+        if not hasattr(trial, "reset_classifier"):
+            return place
+        try:
+            trial.reset_classifier(10)
+        except AttributeError:  # it reads an attribute of this module
+            continue
+        if _gives(trial.double(), images, features @ theta):
+            return place
+        stripped = stripped or Place(place.name, place.convolution, "reset_classifier")
+    if stripped is None:
+        raise ConfigError(f"{type(net).__name__}: behind no module of it a linear map is one of its features")
+    return stripped
+
+
+def _candidates(net: nn.Module, images: Tensor) -> tuple[list[Place], Tensor]:
+    """Places that have the features' width, best first, and the features [N, D].
+
+    The ends of `forward_features` come first, those in the last stage, which `features_only=True` keeps, and the
+    innermost before others; then the modules of the head from its end.
+    """
     ran: list[tuple[str, object]] = []
-    hidden = net.forward_features(image)
     hooks = [
         module.register_forward_hook(lambda _m, _i, output, name=name: ran.append((name, output)))
         for name, module in net.named_modules()
-        if name and not any(module.children())
+        if name
     ]
+    hidden = net.forward_features(images)
+    body = len(ran)
     features = net.forward_head(hidden, pre_logits=True)
     for hook in hooks:
         hook.remove()
-    for name, output in reversed(ran):
-        if isinstance(output, Tensor) and output.shape == features.shape and torch.equal(output, features):
-            return name
-    raise ConfigError(f"{type(net).__name__} runs no module last in forward_head; a map cannot be folded into it")
+    stages = getattr(net, "feature_info", None) or [{}]
+    last = f"{stages[-1].get('module')}."
+    ends = [(name, x) for name, x in reversed(ran[:body]) if isinstance(x, Tensor) and x is hidden]
+    ends.sort(key=lambda end: (not end[0].startswith(last), -end[0].count(".")))
+    head = [(name, x) for name, x in reversed(ran[body:]) if isinstance(x, Tensor) and x.numel() == features.numel()]
+    places = [
+        Place(name, convolution)
+        for name, x in (*ends, *head)
+        for convolution, axis in ((True, 1), (False, -1))
+        if x.shape[axis] == features.shape[1] and (x.ndim == 4 or not convolution)
+    ]
+    return places, features
 
 
-def fold_into(
-    net: nn.Module,
-    place: str,
-    size: int,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-) -> None:
-    """Put a linear layer of `size` features, called `immunization`, behind the module at `place`."""
-    module = net.get_submodule(place)
+def _gives(net: nn.Module, images: Tensor, expected: Tensor) -> bool:
+    """Whether the features of `net` are `expected` up to rounding."""
+    try:
+        found = net.forward_head(net.forward_features(images), pre_logits=True)
+    except TypeError:  # the net calls this module with more than a tensor
+        return False
+    return found.shape == expected.shape and bool((found - expected).norm() <= 1e-9 * expected.norm())
+
+
+def weight_of(theta: Tensor, place: Place) -> Tensor:
+    """The weight of the layer at `place` that multiplies by theta [D, D]: [D, D, 1, 1] or [D, D]."""
+    return theta.T[:, :, None, None] if place.convolution else theta.T
+
+
+def fold_into(net: nn.Module, name: str, weight: Tensor) -> None:
+    """Put a layer with `weight`, called `immunization`, behind the module `name`.
+
+    A weight [D, D, 1, 1] is that of a convolution, [D, D] that of a linear layer.
+    """
+    size, like = len(weight), {"bias": False, "dtype": weight.dtype, "device": weight.device}
+    layer = nn.Conv2d(size, size, 1, **like) if weight.ndim == 4 else nn.Linear(size, size, **like)
+    layer.weight.data.copy_(weight)
+    module = net.get_submodule(name)
     chain = nn.Sequential()
     chain.add_module("original", module)
-    chain.add_module(FOLD, nn.Linear(size, size, bias=False, dtype=dtype, device=device))
-    net.set_submodule(place, chain)
+    chain.add_module(FOLD, layer)
+    net.set_submodule(name, chain)
 
 
 @torch.no_grad()
 def unfold(net: nn.Module) -> None:
     """Take the map out of an exported timm model, in place, and its inverse out of the classifier."""
-    place = next(name for name, _ in net.named_modules() if name.endswith(f".{FOLD}")).removesuffix(f".{FOLD}")
-    chain, classifier = net.get_submodule(place), net.get_classifier()
-    classifier.weight.copy_(classifier.weight @ chain.get_submodule(FOLD).weight)
-    net.set_submodule(place, chain.get_submodule("original"))
+    name = next(name for name, _ in net.named_modules() if name.endswith(f".{FOLD}")).removesuffix(f".{FOLD}")
+    classifier = net.get_classifier()
+    classifier.weight.copy_(classifier.weight @ folded_map(net).T)
+    net.set_submodule(name, net.get_submodule(f"{name}.original"))
 
 
 def folded_map(net: nn.Module) -> Tensor | None:
     """theta [D, D] that was folded into an exported net; None where there is none."""
-    layers = (module for name, module in net.named_modules() if name.endswith(f".{FOLD}"))
+    layers = (module for name, module in net.named_modules() if name.endswith(FOLD))
     layer = next(layers, None)
-    return None if layer is None else layer.weight.T
+    return None if layer is None else layer.weight.flatten(1).T
 
 
-def folded_name(name: str, place: str) -> str:
-    """What the tensor `name` of a net is called once a map stands behind the module at `place`."""
-    return name.replace(f"{place}.", f"{place}.original.", 1) if name.startswith(f"{place}.") else name
+def folded_name(tensor: str, name: str) -> str:
+    """What the tensor `tensor` of a net is called once a map stands behind the module `name`."""
+    return tensor.replace(f"{name}.", f"{name}.original.", 1) if tensor.startswith(f"{name}.") else tensor

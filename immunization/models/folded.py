@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from immunization.data.task import Task, TaskPair
 from immunization.models.base import Model
 from immunization.models.chain import Borrowed, NetParts, Network
-from immunization.models.fold import FOLD, fold_place, folded_name
+from immunization.models.fold import FOLD, Place, fold_into, fold_place, folded_name, weight_of
 from immunization.models.linear import Linear, LinearMap
 
 
@@ -59,24 +60,42 @@ class Folded(Linear):
     def image_batches(self, role: str, split: str, rows: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         return self.base.image_batches(role, split, rows)
 
+    @property
+    def stripped_by(self) -> str | None:
+        return self.place.stripped_by
+
+    @torch.no_grad()
+    def deployed(self) -> nn.Module:
+        net = self.base.deployed().double()
+        classifier = net.get_submodule(self._parts.classifier)
+        classifier.weight.copy_(self.head.weight)
+        fold_into(net, self.place.name, weight_of(self.extractor.theta.detach(), self.place))
+        return net
+
+    def deployed_before(self) -> nn.Module:
+        return (self.base.before or self.base).deployed()
+
     def export(self) -> dict[str, Tensor]:
-        """The state dict of the timm model with the map in its pooling (see `fold_into`), all in float64."""
+        """The state dict of the timm model with the map at `place` (see `fold_into`), all in float64."""
         state = {
             name: tensor.double() if tensor.is_floating_point() else tensor
             for name, tensor in self.base.export().items()
         }
         head = {"weight": self.head.weight, "bias": self.head.bias}
         state |= {f"{self._parts.classifier}.{name}": tensor for name, tensor in head.items() if tensor is not None}
-        place = self._place()
-        state = {folded_name(name, place): tensor for name, tensor in state.items()}
-        state[f"{place}.{FOLD}.weight"] = self.extractor.theta.T
+        place = self.place
+        state = {folded_name(name, place.name): tensor for name, tensor in state.items()}
+        state[f"{place.name}.{FOLD}.weight"] = weight_of(self.extractor.theta, place)
         return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
     def metadata(self) -> dict[str, str]:
         facts = json.loads(self.base.metadata()["immunization"])
-        return {"immunization": json.dumps(facts | {"fold": self._place(), "dtype": "float64"})}
+        facts |= {"fold": self.place.name, "stripped_by": self.place.stripped_by, "dtype": "float64"}
+        return {"immunization": json.dumps(facts)}
 
-    def _place(self) -> str:
+    @cached_property
+    def place(self) -> Place:
+        """Where the exported net has the map."""
         return fold_place(self._parts.net, self._parts.config["input_size"])
 
 

@@ -298,6 +298,16 @@ class Timm(Model):
             if len(images):
                 yield images.to(self.head.weight), self.order[role][labels].to(self.head.weight.device)
 
+    # --- deployment ---------------------------------------------------------------------------------------------------
+
+    def deployed(self) -> nn.Module:
+        net = copy.deepcopy(self.net)
+        net.set_submodule(self.parts.classifier, copy.deepcopy(self.head))
+        return net
+
+    def deployed_before(self) -> nn.Module | None:
+        return None if self.before is None else self.before.deployed()
+
     # --- files --------------------------------------------------------------------------------------------------------
 
     def export(self) -> dict[str, Tensor]:

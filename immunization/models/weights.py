@@ -82,7 +82,7 @@ def load_weights(net: nn.Module, path: Path) -> None:
     facts = json.loads(metadata.get("immunization", "{}"))
     if "fold" in facts:
         dtype = getattr(torch, facts["dtype"])  # in which the map and its inverse were stored: they need the digits
-        fold_into(net.to(dtype), facts["fold"], len(state[f"{facts['fold']}.{FOLD}.weight"]), dtype=dtype)
+        fold_into(net.to(dtype), facts["fold"], state[f"{facts['fold']}.{FOLD}.weight"].to(dtype))
     own = net.state_dict()
     problems = [f"{n} is missing" for n in own.keys() - state.keys() if not n.endswith("num_batches_tracked")]
     problems += [f"{n} is unknown" for n in state.keys() - own.keys()]
@@ -108,9 +108,7 @@ def restore(net: nn.Module, tensors: Mapping[str, Tensor], facts: Mapping[str, A
     if "computed_in" in facts:
         net = net.to(getattr(torch, facts["dtype"]))
     if "fold" in facts:
-        weight = next(net.parameters())
-        size = tensors[f"{facts['fold']}.{FOLD}.weight"].shape[0]
-        fold_into(net, facts["fold"], size, dtype=weight.dtype, device=weight.device)
+        fold_into(net, facts["fold"], tensors[f"{facts['fold']}.{FOLD}.weight"].to(next(net.parameters())))
     net.load_state_dict(dict(tensors))
     return net.eval().requires_grad_(True)
 

@@ -13,6 +13,10 @@ from immunization.errors import ConfigError, DataError, DegenerateSpectrum
 from immunization.theory import spectrum
 from immunization.theory.probe import Probe
 
+LARGEST_RIDGE = 6.0
+"""log10 of a ridge at which every K is as good as a multiple of I."""
+BISECTIONS = 30
+
 Spread = Literal["geometric", "linear", "step"]
 
 
@@ -69,6 +73,34 @@ def optimal_map(
     if generator is None:
         return a
     return a @ nn.init.orthogonal_(torch.empty(a.shape, dtype=a.dtype), generator=generator).to(a)
+
+
+def bounded_map(
+    root_p: Tensor,
+    root_h: Tensor,
+    bound: float,
+    primary_ratio: float = 1.0,
+    ridge: float = 0.0,
+    spread: Spread = "geometric",
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """`optimal_map` with the least ridge, from `ridge` on, at which the condition number of A is at most `bound`.
+
+    The ridge is found by bisection of its logarithm: a larger one takes K_P, and so A, nearer to a multiple of a
+    rotation. A attains the ceiling of the regularized K, not necessarily the largest RIR that the bound allows.
+    """
+
+    def excess(candidate: float) -> float:
+        sigma = torch.linalg.svdvals(optimal_map(root_p, root_h, primary_ratio, candidate, spread))
+        return (sigma[0] / sigma[-1]).item() / bound
+
+    if excess(ridge) <= 1:
+        return optimal_map(root_p, root_h, primary_ratio, ridge, spread, generator)
+    low, high = math.log10(max(ridge, spectrum.EPS)), LARGEST_RIDGE
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if excess(10**middle) > 1 else (low, middle)
+    return optimal_map(root_p, root_h, primary_ratio, 10**high, spread, generator)
 
 
 def _spectrum(root: Tensor, ridge: float, name: str) -> tuple[float, Tensor, Tensor]:

@@ -7,7 +7,7 @@ from helpers.nets import build, open_pair
 
 from immunization.evaluation import Comparison, OwnHead
 from immunization.methods import ClosedForm
-from immunization.models.fold import fold_into, fold_place
+from immunization.models.fold import fold_into, fold_place, weight_of
 from immunization.theory import spectrum
 
 pytestmark = pytest.mark.trains
@@ -29,7 +29,7 @@ def test_folded_map_keeps_the_logits_and_exports(name, folders):
     base = net.base
     exported = timm.create_model(name, pretrained=False, **base.arguments)
     place = fold_place(exported.eval(), base.config["input_size"])
-    fold_into(exported, place, base.head.in_features)
+    fold_into(exported, place.name, weight_of(net.extractor.theta, place))
     exported.double().load_state_dict(net.export())
     images = torch.randn(3, *base.config["input_size"], dtype=torch.float64)
     with torch.no_grad():

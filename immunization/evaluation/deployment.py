@@ -1,0 +1,116 @@
+"""What number formats do to the primary task of an immunized net: whether it survives being deployed."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from immunization.checks import AtLeastOne, NonNegative, checked
+from immunization.evaluation.comparison import Comparison
+from immunization.evaluation.measures import SUFFIX, Measures
+from immunization.models.activations import take
+
+
+def _int8(net: nn.Module) -> nn.Module:
+    """On a CPU, the weights of linear layers in int8 and their inputs as they come (torch's dynamic quantization).
+
+    Convolutions stay in float32, and with them a map that is folded before the pooling.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch announces another home of this function
+        return torch.ao.quantization.quantize_dynamic(net.float().cpu(), {nn.Linear})
+
+
+FORMATS: dict[str, tuple[Callable[[nn.Module], nn.Module], torch.dtype]] = {
+    "float64": (nn.Module.double, torch.float64),
+    "float32": (nn.Module.float, torch.float32),
+    "float16": (nn.Module.half, torch.float16),
+    "bfloat16": (nn.Module.bfloat16, torch.bfloat16),
+    "int8": (_int8, torch.float32),
+}
+"""How a net comes into a format, and the dtype of its images there."""
+
+
+class Deployment:
+    """Accuracy of the whole net with its own head on primary test images, in formats that people run nets in.
+
+    `deployment/accuracy_<format>` and the same with `_baseline`, on up to `images` images, evenly taken from the split.
+    Flag `breaks_in_low_precision`: in some format it is more than `tolerance` below the baseline's in the same format.
+    Flag `fold_stripped_by_reset`: the folded map stands where timm's `reset_classifier` throws it away. Linear models
+    have nothing to deploy.
+    """
+
+    names = ("deployment/*",)
+
+    @checked("evaluation.deployment")
+    def __init__(self, images: AtLeastOne = 256, tolerance: NonNegative = 0.03) -> None:
+        self.images, self.tolerance = images, tolerance
+
+    @torch.no_grad()
+    def __call__(self, comparison: Comparison) -> Measures:
+        measures, model = Measures(), comparison.model
+        if not model.deep:
+            return measures
+        if model.stripped_by:
+            measures.flag(
+                "fold_stripped_by_reset",
+                f"timm's {model.stripped_by} throws the folded map away: no module before the pooling could hold it",
+            )
+        names = [f"deployment/accuracy_{form}{suffix}" for form in FORMATS for suffix in SUFFIX.values()]
+        if reason := comparison.no_test("primary"):
+            measures.miss(reason, *names)
+            return measures
+        nets = dict(zip(SUFFIX, (model.deployed(), model.deployed_before()), strict=True))
+        batches = self._batches(comparison)
+        for form in FORMATS:
+            self._compare(comparison, form, nets, batches, measures)
+        return measures
+
+    def _batches(self, comparison: Comparison) -> list[tuple[Tensor, Tensor]]:
+        """Images and labels of evenly spaced rows of the primary test split."""
+        model, part = comparison.model, comparison.tasks["primary"].test
+        rows = torch.linspace(0, len(part) - 1, min(self.images, len(part))).round().long()
+        if not model.reads_images:
+            return list(model.image_batches("primary", "test", rows))
+        return [(take(part.x, some), part.y[some.to(part.y.device)]) for some in rows.split(32)]
+
+    def _compare(
+        self,
+        comparison: Comparison,
+        form: str,
+        nets: dict[str, nn.Module | None],
+        batches: list[tuple[Tensor, Tensor]],
+        measures: Measures,
+    ) -> None:
+        task, found = comparison.tasks["primary"], {}
+        labels = torch.cat([labels for _, labels in batches])
+        for state, suffix in SUFFIX.items():
+            name = f"deployment/accuracy_{form}{suffix}"
+            if (net := nets[state]) is None:
+                measures.miss("the net as it was before training is not kept", name)
+                continue
+            try:
+                logits = _logits(net, form, batches).to(labels.device, task.test.x.dtype)
+            except (RuntimeError, NotImplementedError) as error:  # an operation that this machine lacks in the format
+                measures.miss(f"the net does not run in {form}: {' '.join(str(error).split())[:100]}", name)
+                continue
+            found[state] = task.measure(logits, labels).item()
+            measures.put(name, found[state])
+        if len(found) == 2 and found["before"] - found["after"] > self.tolerance + 1e-9:
+            told = f"primary accuracy in {form} is {found['after']:.3f}, before {found['before']:.3f}"
+            measures.flag("breaks_in_low_precision", "; ".join(filter(None, (_told(measures), told))))
+
+
+def _told(measures: Measures) -> str | None:
+    return measures.reasons.get("breaks_in_low_precision")
+
+
+def _logits(net: nn.Module, form: str, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+    convert, dtype = FORMATS[form]
+    converted = convert(copy.deepcopy(net)).eval()
+    device = "cpu" if form == "int8" else next(net.parameters()).device
+    return torch.cat([converted(images.to(device, dtype)).cpu() for images, _ in batches])

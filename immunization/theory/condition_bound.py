@@ -1,0 +1,32 @@
+"""Linear maps of bounded condition number, which number formats of few digits can hold together with their inverse."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+BISECTIONS = 60
+
+
+def nearest_bounded(a: Tensor, bound: float) -> Tensor:
+    """The matrix nearest to `a` [D, D] in the Frobenius norm with sigma_1 / sigma_D <= `bound`.
+
+    It has the singular vectors of `a`; the values are clipped to [floor, bound floor], where the floor makes the sum of
+    their squared changes least. `a` itself where it is within the bound.
+    """
+    u, sigma, vh = torch.linalg.svd(a)
+    if sigma[0] <= bound * sigma[-1]:
+        return a
+    low, high = sigma[-1], sigma[0] / bound
+    for _ in range(BISECTIONS):
+        floor = (low + high) / 2
+        slope = (floor - sigma).clamp(min=0).sum() - bound * (sigma - bound * floor).clamp(min=0).sum()
+        low, high = (low, floor) if slope > 0 else (floor, high)
+    return u * sigma.clamp(high, bound * high) @ vh
+
+
+def power_of_two(factor: float) -> float:
+    """The power of two nearest to `factor` on a logarithmic scale: binary formats multiply by it without rounding."""
+    return 2.0 ** round(math.log2(factor))

@@ -1,0 +1,57 @@
+"""The accuracy of immunized nets in the number formats that people run nets in."""
+
+import pytest
+import torch
+from helpers.nets import build, open_pair
+
+from immunization.evaluation import Comparison, Deployment
+from immunization.evaluation.deployment import FORMATS
+from immunization.methods import ClosedForm, LearningCurve
+from immunization.methods.linear_map import MAX_CONDITION
+
+pytestmark = pytest.mark.trains
+
+
+@pytest.fixture
+def folded(folders):
+    pair = open_pair(folders)
+    return build(pair).read_tasks(pair, True)
+
+
+def condition_of(net):
+    sigma = torch.linalg.svdvals(net.extractor.theta.detach())
+    return (sigma[0] / sigma[-1]).item()
+
+
+@pytest.mark.parametrize("method", [ClosedForm(ridge=1e-5), LearningCurve(1)], ids=lambda method: method.name)
+def test_nets_are_bounded_and_keep_every_format(folded, method):
+    net, tasks = folded
+    method.setup(net, tasks)
+    method.finish(net)
+    assert condition_of(net) <= MAX_CONDITION * (1 + 1e-6)
+    measures = Deployment()(Comparison(tasks, net))
+    assert measures.metrics.keys() == {f"deployment/accuracy_{f}{s}" for f in FORMATS for s in ("", "_baseline")}
+    exact = measures.metrics["deployment/accuracy_float64_baseline"]
+    assert measures.metrics["deployment/accuracy_float64"] == exact
+    assert exact == pytest.approx(
+        tasks.primary.measure(net.baseline_logits(tasks.primary), tasks.primary.test.y).item()
+    )
+
+
+def test_a_map_without_a_bound_is_flagged(folded):
+    net, tasks = folded
+    u, _ = torch.linalg.qr(torch.randn_like(net.extractor.theta))
+    v, _ = torch.linalg.qr(torch.randn_like(u))
+    net.extractor.theta.data = u * torch.logspace(0, -6, len(u), dtype=u.dtype) @ v
+    measures = Deployment(tolerance=0)(Comparison(tasks, net))
+    if measures.metrics["deployment/accuracy_bfloat16"] < measures.metrics["deployment/accuracy_bfloat16_baseline"]:
+        assert "breaks_in_low_precision" in measures.flags
+    assert "fold_stripped_by_reset" not in measures.flags
+
+
+def test_a_trained_net_has_no_baseline_to_deploy(folders):
+    pair = open_pair(folders)
+    net, tasks = build(pair).read_tasks(pair, False)
+    measures = Deployment(images=4)(Comparison(tasks, net))
+    assert measures.metrics["deployment/accuracy_float32"] is not None
+    assert measures.metrics["deployment/accuracy_float32_baseline"] is None
