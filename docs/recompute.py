@@ -461,6 +461,9 @@ def figures(run: Run, rng: np.random.Generator | None = None) -> Figures:
         out[f"{prefix}ratio_harmful"] = values["harmful"] / values["harmful_baseline"] if known else None
         out[f"{prefix}ratio_primary"] = values["primary"] / values["primary_baseline"] if known else None
         out[f"{prefix}rir"] = out[f"{prefix}ratio_harmful"] / out[f"{prefix}ratio_primary"] if known else None
+    if run.config["model"]["init"] == "identity":  # any other theta_0 is not in the run folder
+        ratios = [prefix + name for prefix in ("", "authors/") for name in ("rir", "ratio_harmful", "ratio_primary")]
+        out |= {f"{name}_theta0": out[name] for name in ratios}
 
     bound = ceiling(probes["primary", "_baseline"], probes["harmful", "_baseline"], run)
     out["ceiling/rir"] = bound and bound * kappa["primary_baseline"] / kappa["harmful_baseline"]
@@ -508,6 +511,8 @@ def figures(run: Run, rng: np.random.Generator | None = None) -> Figures:
         learns = can_be_tested(task) and not task.constant
         chance = 1 / task.classes if task.classes else 0.0
         out[f"steps_ratio/{role}"] = steps_ratio(curve, grid, chance, options["share"]) if learns else None
+        if learns and (best := curve["_baseline"].max()) >= chance + 0.05:
+            out[f"steps_bar/{role}"] = chance + options["share"] * (best - chance)
         out[f"rfd/{role}"] = deviation(curve[""], curve["_baseline"]) if learns else None
     return out
 

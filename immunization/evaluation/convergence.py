@@ -43,7 +43,7 @@ class LearningCurves:
     `rfd/<role>`: mean of (baseline - immunized) / baseline up to the baseline's best, where the baseline is above 0.05.
     """
 
-    names = ("steps_ratio/*", "rfd/*")
+    names = ("steps_ratio/*", "steps_bar/*", "rfd/*")
 
     @checked("evaluation.learning_curves")
     def __init__(self, octaves: AtLeastOne = 20, share: Share = 0.9) -> None:

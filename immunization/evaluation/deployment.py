@@ -58,7 +58,7 @@ class Deployment:
         if model.stripped_by:
             measures.flag(
                 "fold_stripped_by_reset",
-                f"timm's {model.stripped_by} throws the folded map away: no module before the pooling could hold it",
+                f"{model.stripped_by} throws the folded map away: no module before the pooling could hold it",
             )
         names = [f"deployment/accuracy_{form}{suffix}" for form in FORMATS for suffix in SUFFIX.values()]
         if reason := comparison.no_test("primary"):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from immunization.errors import ConfigError
-from immunization.models.fold import FOLD
+from immunization.models.fold import FOLD, Place
 
 TIMM = ("forward_features", "forward_head", "get_classifier")
 """What a net of timm has and others have not."""
@@ -21,6 +21,8 @@ class Adapted(nn.Module):
 
     A folded map stands behind `features`; in the net itself it stands before the classifier, in one Sequential with it.
     """
+
+    fold_place = Place("features", convolution=False, stripped_by="replacing the classifier")
 
     def __init__(self, net: nn.Module, images: Tensor) -> None:
         super().__init__()

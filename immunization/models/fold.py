@@ -35,6 +35,8 @@ def fold_place(net: nn.Module, input_size: Sequence[int]) -> Place:
     changes of the pooling leave it. Where layers that are not linear follow, it stands behind the last of them. Every
     candidate is tried on a copy of the net with a random map. Raises ConfigError for a net without such a place.
     """
+    if own := getattr(net, "fold_place", None):  # nets that are not timm's say where
+        return own
     generator = torch.Generator().manual_seed(0)
     net = copy.deepcopy(net).cpu().double().eval()
     images = torch.randn(2, *input_size, generator=generator, dtype=torch.float64)

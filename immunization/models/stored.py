@@ -35,7 +35,7 @@ def facts_of(net: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
     facts["dtype"] = str(next(net.parameters()).dtype).removeprefix("torch.")
     facts |= fold_of(tensors) | {"immunized_by": getattr(net, "immunized_by", None)}
     if not is_of_timm(net):
-        return facts | {"stripped_by": ["replacing the classifier"]} if "fold" in facts else facts
+        return facts | {"stripped_by": "replacing the classifier"} if "fold" in facts else facts
     facts |= {"architecture": net.pretrained_cfg["architecture"], "data_config": data_config(net), "timm": True}
     facts["arguments"] = known_arguments(net) | dict(arguments)
     if size := facts["arguments"].get("img_size"):  # which timm leaves out of a net's own data config

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from immunization.config import snake_case
 from immunization.runs.filenames import CONFIG, MODEL_CARD, WEIGHTS
-from immunization.runs.verdict import ATTACK, Result, attack_names
+from immunization.runs.result import Result
+from immunization.runs.verdict import ATTACK, attack_names
 
 if TYPE_CHECKING:
     import wandb

@@ -23,7 +23,11 @@ def condition_of(net):
     return (sigma[0] / sigma[-1]).item()
 
 
-@pytest.mark.parametrize("method", [ClosedForm(ridge=1e-5), LearningCurve(1)], ids=lambda method: method.name)
+@pytest.mark.parametrize(
+    "method",
+    [ClosedForm(ridge=1e-5, max_condition="auto"), LearningCurve(1, max_condition="auto")],
+    ids=lambda method: method.name,
+)
 def test_nets_are_bounded_and_keep_every_format(folded, method):
     net, tasks = folded
     method.setup(net, tasks)

@@ -103,7 +103,8 @@ def test_exports_with_the_map_in_the_pooling_still_load():
     tensors = net.state_dict() | {f"global_pool.flatten.{FOLD}.weight": theta.T.contiguous()}
     facts = {"fold": "global_pool.flatten", "dtype": "float64"}
     loaded = restore(create("test_resnet", None, False, {"num_classes": 4}), tensors, facts)
-    torch.testing.assert_close(features_of(loaded, images), features_of(net, images) @ theta)
+    found = features_of(loaded.double(), images)  # exports of now are in the dtype of the original net, here float32
+    torch.testing.assert_close(found, features_of(net, images) @ theta, rtol=1e-4, atol=1e-4)
 
 
 def test_what_reset_classifier_strips_is_said(folders):

@@ -272,7 +272,9 @@ def test_yaml_builds_the_tracker_and_takes_wandbs_variables(monkeypatch, environ
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    tracker = instantiate(OmegaConf.load(ROOT / "conf" / "tracker" / "wandb.yaml"))
+    config = OmegaConf.create({"entity": "${oc.env:WANDB_ENTITY,null}"})
+    config.tracker = OmegaConf.load(ROOT / "conf" / "tracker" / "wandb.yaml")
+    tracker = instantiate(config).tracker
     assert tracker.project == environment.get("WANDB_PROJECT", "immunization")
     assert tracker.entity == environment.get("WANDB_ENTITY")
 
