@@ -1,6 +1,6 @@
 """What a bound on the condition number of a folded map costs in harmful steps, and what it saves in low precision.
 
-    python benchmarks/max_condition.py experiment=resnet18_cars_small data_root=../shared/data
+    python benchmarks/max_condition.py experiment=resnet18_cars_small data_root=<folder>
 
 runs the configuration once for each bound and prints a table (docs/deploy_precision.md).
 """
