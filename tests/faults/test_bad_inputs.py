@@ -52,7 +52,7 @@ def weights(tmp: Path, kind: str) -> None:
 
 
 OPTIONS = [
-    ("method=magic", "Could not (find|load) 'method/magic'.*available in 'method': closed_form, "),
+    ("method=magic", "Could not (find|load) 'method/magic'.*available for method: closed_form, "),
     ("dataset=magic", "Could not (find|load) 'dataset/magic'"),
     ("model=magic", "Could not (find|load) 'model/magic'"),
     ("optimizer=magic", "Could not (find|load) 'optimizer/magic'"),
@@ -130,7 +130,7 @@ OPTIONS = [
     ("model=resnet18", "needs? images|needs model=linear"),
     ("hydra.run.dir=/proc/run", "/proc/run"),
     ("hydra.run.dir={tmp}/file/run", "hydra.run.dir="),
-    ("objective=magic", "objective=magic: this run has no measure of that name"),
+    ("objective=magic", "objective=magic: no chosen evaluation or attack measures that"),
 ]
 """One override after the good ones, and what is said."""
 
