@@ -22,7 +22,7 @@ class StartRatio:
     @torch.no_grad()
     def __call__(self, comparison: Comparison) -> Measures:
         measures = Measures()
-        if comparison.start is None or comparison.model.baseline_features("primary", "train") is not None:
+        if comparison.start is None or comparison.model.deep:
             return measures
         ratios: dict[str, float] = {}
         for role in ("harmful", "primary"):
