@@ -75,9 +75,13 @@ class Comparison:
     @torch.no_grad()
     def authors_condition_number(self, role: Role, state: State) -> float:
         """kappa of the training features by the released code's convention (`spectrum.authors_condition_number`)."""
-        # the root of coarse inputs leaves out directions that the released code sees
-        root = None if self.tasks[role].eps > spectrum.EPS else self._root(role, "train", state)
-        return spectrum.authors_condition_number(self.batches(role, "train", state) if root is None else root)
+
+        def compute() -> float:
+            # the root of coarse inputs leaves out directions that the released code sees
+            root = None if self.tasks[role].eps > spectrum.EPS else self._root(role, "train", state)
+            return spectrum.authors_condition_number(self.batches(role, "train", state) if root is None else root)
+
+        return self._once(("authors", role, state), compute)
 
     def no_test(self, role: Role) -> str | None:
         """Why there is no held-out measure of a task; None where there is one."""

@@ -66,8 +66,9 @@ class Deployment:
             return measures
         nets = dict(zip(SUFFIX, (model.deployed(), model.deployed_before()), strict=True))
         batches = self._batches(comparison)
-        for form in FORMATS:
-            self._compare(comparison, form, nets, batches, measures)
+        broken = [self._compare(comparison, form, nets, batches, measures) for form in FORMATS]
+        if any(broken):
+            measures.flag("breaks_in_low_precision", "; ".join(filter(None, broken)))
         return measures
 
     def _batches(self, comparison: Comparison) -> list[tuple[Tensor, Tensor]]:
@@ -85,7 +86,8 @@ class Deployment:
         nets: dict[str, nn.Module | None],
         batches: list[tuple[Tensor, Tensor]],
         measures: Measures,
-    ) -> None:
+    ) -> str | None:
+        """Measure both nets in a format; what it breaks, if it does."""
         task, found = comparison.tasks["primary"], {}
         labels = torch.cat([labels for _, labels in batches])
         for state, suffix in SUFFIX.items():
@@ -101,12 +103,8 @@ class Deployment:
             found[state] = task.measure(logits, labels).item()
             measures.put(name, found[state])
         if len(found) == 2 and found["before"] - found["after"] > self.tolerance + 1e-9:
-            told = f"primary accuracy in {form} is {found['after']:.3f}, before {found['before']:.3f}"
-            measures.flag("breaks_in_low_precision", "; ".join(filter(None, (_told(measures), told))))
-
-
-def _told(measures: Measures) -> str | None:
-    return measures.reasons.get("breaks_in_low_precision")
+            return f"primary accuracy in {form} is {found['after']:.3f}, before {found['before']:.3f}"
+        return None
 
 
 def _logits(net: nn.Module, form: str, batches: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import Measures, Role
@@ -26,12 +25,10 @@ class StartRatio:
             return measures
         ratios: dict[str, float] = {}
         for role in ("harmful", "primary"):
-            before, after = self._start(comparison, role), comparison.sigma(role, "train", "after")
-            rank = comparison.tasks[role].rank
-            kappa = spectrum.condition_number_of(torch.linalg.svdvals(before), rank)
+            after = comparison.sigma(role, "train", "after")
+            kappa, authors = self._start(comparison, role)
             ratios[f"ratio_{role}"] = spectrum.condition_number_of(after, len(after)) / kappa
-            authors = comparison.authors_condition_number(role, "after")
-            ratios[f"authors/ratio_{role}"] = authors / spectrum.authors_condition_number(before)
+            ratios[f"authors/ratio_{role}"] = comparison.authors_condition_number(role, "after") / authors
         for prefix in ("", "authors/"):
             ratios[f"{prefix}rir"] = ratios[f"{prefix}ratio_harmful"] / ratios[f"{prefix}ratio_primary"]
         for name, value in ratios.items():
@@ -39,9 +36,16 @@ class StartRatio:
         return measures
 
     @staticmethod
-    def _start(comparison: Comparison, role: Role) -> Tensor:
-        """A matrix with the Gram of theta_0's training features, in float64."""
+    def _start(comparison: Comparison, role: Role) -> tuple[float, float]:
+        """kappa of theta_0's training features, rank-aware and the authors'; of the identity, those of the inputs."""
         model, task = comparison.model, comparison.tasks[role]
         x = (task.train.x if model.linear_map() is None else task.root).double()
-        start = {name: tensor.to(x) for name, tensor in comparison.start.items()}
-        return spectrum.triangular_factor(model.training_features(x, start))[0]
+        features = model.training_features(x, {name: tensor.to(x) for name, tensor in comparison.start.items()})
+        if torch.equal(features, x):
+            sigma = comparison.sigma(role, "train", "before")
+            return spectrum.condition_number_of(sigma, len(sigma)), comparison.authors_condition_number(role, "before")
+        sigma = spectrum.singular_values(features)
+        return (
+            spectrum.condition_number_of(sigma, task.rank),
+            spectrum.authors_condition_number_of(sigma, features.shape[1]),
+        )

@@ -12,7 +12,7 @@ from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError, DataError
 from immunization.models.base import Batch, Model, Regularizer
 from immunization.runs import files
-from immunization.runs.filenames import WEIGHTS
+from immunization.runs.filenames import WEIGHTS, weights_of
 from immunization.theory.preconditioning import Precondition, preconditioned_product
 
 
@@ -32,7 +32,7 @@ class LinearMap(nn.Module):
 def stored(path: Path, dim: int, outputs: int) -> tuple[Tensor, Tensor]:
     """theta [dim, dim] and omega [outputs, dim] of a run folder or its safetensors file; raises ConfigError."""
     try:
-        tensors, _ = files.read_tensors(path / WEIGHTS if path.is_dir() else path)
+        tensors, _ = files.read_tensors(weights_of(path))
     except DataError as error:
         raise ConfigError(f"model.checkpoint={error}; give a run folder that holds a sound {WEIGHTS}") from error
     if "theta" not in tensors:

@@ -19,7 +19,7 @@ from immunization.models.fold import FOLD
 from immunization.models.linear import LinearMap
 from immunization.models.weights import create, layer_of, restore
 from immunization.runs import files
-from immunization.runs.filenames import WEIGHTS
+from immunization.runs.filenames import WEIGHTS, weights_of
 
 HUB_WEIGHTS, HUB_CONFIG = "model.safetensors", "config.json"
 
@@ -123,7 +123,7 @@ def load(path: str | Path, net: nn.Module | None = None) -> nn.Module:
     if path.is_dir() and not (path / WEIGHTS).exists() and (path / HUB_WEIGHTS).exists():
         tensors, known = hub_folder(path)
         return restore(create(known["architecture"], None, False, known["arguments"]), tensors, known)
-    path = path / WEIGHTS if path.is_dir() else path
+    path = weights_of(path)
     try:
         tensors, metadata = files.read_tensors(path)
     except DataError as error:

@@ -1,4 +1,4 @@
-"""A timm model with its weights, of the hub or of a file that is read as tensors only; immunized models from disk."""
+"""A timm model with its weights, of the hub or of a file that is read as tensors only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from immunization.errors import ConfigError, DataError
 from immunization.models.fold import FOLD, fold_into
 from immunization.models.hub import one_try
 from immunization.runs import files
-from immunization.runs.filenames import WEIGHTS
+from immunization.runs.filenames import weights_of
 
 
 def create(name: str, checkpoint: str | None, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
@@ -48,7 +48,7 @@ def create(name: str, checkpoint: str | None, pretrained: bool, arguments: dict[
 def stored_arguments(checkpoint: str | None) -> dict[str, Any]:
     """Arguments of timm.create_model that an exported net was made with; none for any other file."""
     path = Path(checkpoint or "").expanduser()
-    path = path / WEIGHTS if path.is_dir() else path
+    path = weights_of(path)
     if path.suffix != ".safetensors" or not path.is_file():
         return {}
     with safe_open(path, "pt") as file:
@@ -61,7 +61,7 @@ def load_weights(net: nn.Module, path: Path) -> None:
 
     Raises ConfigError that names the tensors in the way.
     """
-    path = path / WEIGHTS if path.is_dir() else path
+    path = weights_of(path)
     if not path.exists():
         raise ConfigError(f"model.checkpoint={path}: there is no such file")
     metadata: dict[str, str] = {}

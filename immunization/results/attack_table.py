@@ -13,7 +13,7 @@ from immunization.results.collect import Run
 from immunization.results.formatting import NONE
 from immunization.results.settings import Setting
 from immunization.results.tables import Cell, Table
-from immunization.runs.filenames import WEIGHTS
+from immunization.runs.filenames import WEIGHTS, weights_of
 from immunization.runs.verdict import attack_names, capped, interval, rows_tested, successes, undecided, verdict
 
 NUMBERS = {
@@ -109,7 +109,7 @@ def weights(run: Run) -> str:
     """The checkpoint that was audited, else the weights that the run left, by their name and SHA-256."""
     place = (run.config.get("model") or {}).get("checkpoint")
     path = Path(place).expanduser() if place else run.result.folder / WEIGHTS
-    path = path / WEIGHTS if path.is_dir() else path
+    path = weights_of(path)
     name = f"checkpoint {path.parent.name}/{path.name}" if place else "its own weights"
     if not path.is_file():
         return name

@@ -93,8 +93,12 @@ def best(group: Iterable[Setting], objective: str) -> Setting | None:
 
 def in_convention(group: Sequence[Setting], objective: str) -> str:
     """The objective by the authors' kappa where the data are prepared as theirs, as the table shows it."""
-    authors = bool(group) and group[0].first.settings.get("dataset.protocol") == "authors"
-    return f"authors/{objective}" if authors and objective in RATIOS else objective
+    return f"authors/{objective}" if by_authors(group) and objective in RATIOS else objective
+
+
+def by_authors(group: Sequence[Setting]) -> bool:
+    """Whether the data are prepared as the authors': the paper's figures, to compare with, are by their kappa."""
+    return bool(group) and group[0].first.settings.get("dataset.protocol") == "authors"
 
 
 def immunizes(setting: Setting, objective: str = "rir") -> bool:

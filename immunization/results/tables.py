@@ -18,7 +18,7 @@ from rich.text import Text
 from immunization.results.collect import Run
 from immunization.results.formatting import MEASURES, NONE, number
 from immunization.results.seed_statistics import rank_correlation, ties
-from immunization.results.settings import KEEPS, RATIOS, Setting, best, correlations, in_convention
+from immunization.results.settings import KEEPS, RATIOS, Setting, best, by_authors, correlations, in_convention
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -127,14 +127,9 @@ def numbers(table: Table) -> tuple[list[str], list[list[str | float | None]]]:
     return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
 
 
-def _by_authors(group: Sequence[Setting]) -> bool:
-    """The paper's figures, to compare with, are by the authors' convention of kappa on the authors' data."""
-    return group[0].first.settings.get("dataset.protocol") == "authors"
-
-
 def comparison(group: Sequence[Setting], name: str, heading: str, objective: str = "rir") -> Table:
     """One row a setting: (i), (ii) and RIR beside the paper's, share of the ceiling, and what it means in practice."""
-    authors = _by_authors(group)
+    authors = by_authors(group)
     main, other = ("authors/", "") if authors else ("", "authors/")
     objective = in_convention(group, objective)
     start = "_theta0" if objective.endswith("_theta0") else ""  # against theta_0 in the place of the inputs

@@ -1,5 +1,7 @@
 """Every file of a run folder by its name; result.json is `Result.file`."""
 
+from pathlib import Path
+
 CONFIG = "config.yaml"
 OVERRIDES = "overrides.yaml"
 ENVIRONMENT = "environment.json"
@@ -13,3 +15,8 @@ ARRAYS = "arrays.safetensors"
 ATTACKS = "attacks.pt"  # of an audit on its way
 MODEL_CARD = "model_card.md"
 CONFIG_OF_NET = "config.json"  # beside a net that was saved from Python
+
+
+def weights_of(checkpoint: Path) -> Path:
+    """The file of weights that a run folder, or such a file itself, stands for."""
+    return checkpoint / WEIGHTS if checkpoint.is_dir() else checkpoint

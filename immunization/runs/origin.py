@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from immunization.errors import DataError
 from immunization.runs import files
-from immunization.runs.filenames import WEIGHTS
+from immunization.runs.filenames import weights_of
 from immunization.runs.resume import different, read_config
 
 PLACES = ("root", "download", "cache", "cache_limit", "workers", "batch_size", "name")
@@ -95,7 +95,7 @@ def _reloading(model: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
     """`model` so that it takes its weights from `checkpoint`, with what it was made from as the baseline of a net."""
     model = dict(model)
     if "checkpoint" not in model:  # a net that made its own weights
-        _, metadata = files.read_tensors(checkpoint / WEIGHTS if checkpoint.is_dir() else checkpoint)
+        _, metadata = files.read_tensors(weights_of(checkpoint))
         facts = json.loads(metadata["immunization"])
         known = {"name": facts["architecture"], "arguments": facts["arguments"], "trainable": model["trainable"]}
         return {"_target_": "immunization.models.Timm", **known}

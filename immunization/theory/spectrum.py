@@ -139,12 +139,17 @@ def authors_condition_number(features: Tensor | Iterable[Tensor]) -> float:
     of the time each way, on every machine another; here it always counts, as 1e-6.
     """
     factor, _ = triangular_factor(features)
-    eigenvalues = torch.linalg.svdvals(factor).square()
+    return authors_condition_number_of(torch.linalg.svdvals(factor), factor.shape[1])
+
+
+def authors_condition_number_of(sigma: Tensor, width: int) -> float:
+    """The same from all singular values [min(N, D)], descending, of features [N, D = `width`]."""
+    eigenvalues = sigma.square()
     if not torch.isfinite(eigenvalues).all():
         raise DegenerateSpectrum("the features are too large: F^T F overflows, and has no eigenvalues")
     if not eigenvalues.sum() > 0:
         raise DegenerateSpectrum("the features are all zero: no eigenvalue of F^T F + 1e-6 I is above 1e-6")
-    smallest = eigenvalues[-1] if len(eigenvalues) == factor.shape[1] else 0.0
+    smallest = eigenvalues[-1] if len(eigenvalues) == width else 0.0
     return ((eigenvalues[0] + AUTHORS_RIDGE) / (smallest + AUTHORS_RIDGE)).item()
 
 

@@ -21,7 +21,8 @@ from immunization.data.task import TaskPair
 from immunization.errors import ConfigError, DataError, UserError
 from immunization.methods import Method, Unmodified
 from immunization.models import Model
-from immunization.runs.folder import CHECKPOINT, settings_of, unfinished
+from immunization.runs.filenames import CHECKPOINT
+from immunization.runs.folder import settings_of, unfinished
 from immunization.runs.result import Result
 from immunization.runs.tracker import Recorder
 from immunization.terminal import importing
