@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping
-from typing import Literal, TypeVar
+from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from immunization.data.task import Split, Task
-from immunization.evaluation.comparison import Comparison
+from immunization.evaluation.comparison import Comparison, Once
 from immunization.models import Model
 from immunization.models.activations import take
 from immunization.models.chain import Network
@@ -19,8 +19,6 @@ Stage = Literal["immunized", "baseline", "start"]
 """theta_I, what it is compared with (raw inputs or theta_0), and theta_0 where that is something else."""
 
 Precision = Literal["float32", "bfloat16", "int8"]
-
-Found = TypeVar("Found")
 
 GIB = 2**30
 MOST = 4
@@ -41,7 +39,7 @@ class Victim:
     def __init__(self, model: Model, comparison: Comparison, start: Mapping[str, Tensor]) -> None:
         self.model, self.comparison, self.start = model, comparison, start
         self.task: Task = comparison.tasks["harmful"]
-        self._found: dict[Hashable, object] = {}
+        self._once = Once()
         self.stages: list[Stage] = ["immunized", "baseline"]
         if self._starts_elsewhere():
             self.stages.append("start")
@@ -82,11 +80,6 @@ class Victim:
 
     def _raw(self, role: str, split: str) -> bool:
         return self.model.baseline_features(role, split) is None
-
-    def _once(self, key: Hashable, compute: Callable[[], Found]) -> Found:
-        if key not in self._found:
-            self._found[key] = compute()
-        return self._found[key]
 
     @torch.no_grad()
     def _extract(self, extractor: nn.Module, role: str, split: str) -> Tensor:

@@ -23,6 +23,15 @@ KEPT = 2**31
 Found = TypeVar("Found")
 
 
+class Once(dict[Hashable, object]):
+    """What was computed, by key: `once(key, compute)` computes a value the first time. It goes with its owner."""
+
+    def __call__(self, key: Hashable, compute: Callable[[], Found]) -> Found:
+        if key not in self:
+            self[key] = compute()
+        return self[key]
+
+
 class Comparison:
     """The features of every task before and after immunization of `model`, each spectrum computed once and kept.
 
@@ -34,7 +43,7 @@ class Comparison:
 
     def __init__(self, pair: TaskPair, model: Model, start: Mapping[str, Tensor] | None = None) -> None:
         self.pair, self.tasks, self.model, self.start = pair, pair.tasks, model, start
-        self._found: dict[Hashable, object] = {}
+        self._once = Once()
 
     @torch.no_grad()
     def features(self, role: Role, split: str, state: State) -> Tensor:
@@ -91,11 +100,6 @@ class Comparison:
         if not task.classes and bool((task.test.y == task.test.y[0]).all()):
             return f"R^2 does not exist: all test targets of the {role} task are equal"
         return None
-
-    def _once(self, key: Hashable, compute: Callable[[], Found]) -> Found:
-        if key not in self._found:
-            self._found[key] = compute()
-        return self._found[key]
 
     def _split(self, role: Role, split: str) -> Split:
         return getattr(self.tasks[role], split)

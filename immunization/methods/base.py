@@ -14,12 +14,20 @@ from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
 from immunization.models.base import Batch, Model
 from immunization.theory import spectrum
+from immunization.theory.preconditioning import Precondition
 
 CHECKS = 10
 """Scores taken within `patience` epochs."""
 
 MIN_GAIN = 1e-3
 """Smallest gain of a score that counts as one."""
+
+
+def preconditioner(mode: Precondition, ridge: float, side: str = "input") -> dict[str, Any]:
+    """The options `precondition`, `ridge` and `side` of a method, as `Model.hessian_term` takes them."""
+    if side == "output" and mode != "ridge":
+        raise ConfigError(f"method.side=output needs method.precondition=ridge, not {mode}")
+    return {"mode": mode, "ridge": ridge, "side": side}
 
 
 class Method:

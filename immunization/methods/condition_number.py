@@ -12,7 +12,7 @@ from torch import Tensor
 from immunization.checks import AtLeastOne, AtLeastTwo, Count, EvenPower, Fraction, NonNegative, checked
 from immunization.compute import distributed
 from immunization.data.task import TaskPair
-from immunization.methods.base import Method
+from immunization.methods.base import Method, preconditioner
 from immunization.models.base import Batch, Model
 from immunization.theory.preconditioning import Precondition
 from immunization.theory.products import triangular_product
@@ -57,7 +57,7 @@ class ConditionNumber(Method):
         self.task_weight = task_weight
         self.power, self.balance, self.smoothing = power, balance, smoothing
         self.lambda_P, self.lambda_H = lambda_P, lambda_H
-        self.preconditioner_P = self.preconditioner_H = {"mode": precondition, "ridge": ridge}
+        self.preconditioner_P = self.preconditioner_H = preconditioner(precondition, ridge)
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
@@ -149,7 +149,7 @@ class RIllOnly(Method):
     ) -> None:
         super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
         self.normalize, self.full_rank = normalize, rank == "full"
-        self.preconditioner = {"mode": precondition, "ridge": ridge, "side": side}
+        self.preconditioner = preconditioner(precondition, ridge, side)
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from immunization.checks import AtLeastOne, AtLeastTwo, Count, EvenPower, Fraction, NonNegative, checked
 from immunization.data.task import TaskPair
-from immunization.methods.base import Method
+from immunization.errors import ConfigError
+from immunization.methods.base import Method, preconditioner
 from immunization.methods.linear_map import fit_head, probe_of_inputs
 from immunization.models.base import Batch, Model, Regularizer
 from immunization.theory import spectrum
@@ -67,7 +68,9 @@ class OptKappa(Method):
         self.form, self.power, self.rate = form, usual if power is None else power, rate
         self.task_weight = float(form != "raw") if task_weight is None else task_weight
         self.authors = conditioning == "authors"
-        self.preconditioner = {"mode": precondition, "ridge": ridge, "side": side}
+        if precondition == "cancelled" and not self.authors:
+            raise ConfigError("method.precondition=cancelled needs method.conditioning=authors; else ridge, pinv, none")
+        self.preconditioner = preconditioner(precondition, ridge, side)
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)

@@ -6,7 +6,7 @@ import math
 from typing import Literal
 
 from immunization.checks import AtLeastOne, AtLeastTwo, Count, EvenPower, Fraction, NonNegative, checked
-from immunization.errors import ConfigError
+from immunization.methods.base import preconditioner
 from immunization.methods.condition_number import ConditionNumber
 from immunization.models.base import Batch
 from immunization.theory.preconditioning import Precondition
@@ -39,12 +39,10 @@ class ReleasedConditionNumber(ConditionNumber):
         max_accuracy_drop: NonNegative | None = None,
         patience: AtLeastOne | None = None,
     ) -> None:
-        if side == "output" and precondition != "ridge":
-            raise ConfigError(f"method.side=output needs method.precondition=ridge, not {precondition}")
         shared = power, precondition, ridge, balance, smoothing, task_weight, max_accuracy_drop, patience
         super().__init__(lambda_P, lambda_H, epochs, batch_size, *shared)
         self.full_rank = rank == "full"
-        self.preconditioner_P = {"mode": precondition, "ridge": ridge, "side": side}
+        self.preconditioner_P = preconditioner(precondition, ridge, side)
         self.preconditioner_H = {**self.preconditioner_P, "ridge": ridge if ridge_harmful is None else ridge_harmful}
 
     def rank_of_r_ill(self, harmful: Batch) -> int:

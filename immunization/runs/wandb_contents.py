@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from immunization.config import snake_case
 from immunization.runs.filenames import CONFIG, MODEL_CARD, WEIGHTS
 from immunization.runs.result import Result
-from immunization.runs.verdict import ATTACK, attack_names
+from immunization.runs.verdict import ATTACK, attack_names, successes
 
 if TYPE_CHECKING:
     import wandb
@@ -60,14 +60,14 @@ def curve_rows(result: Result) -> Iterator[dict[str, float]]:
 
 def attack_table(result: Result) -> tuple[list[str], list[list[str | float | bool | None]]]:
     """Header and a row an attack: its name, whether it learns the harmful task, and its measures as numbers."""
-    metrics, names = result.as_dict()["metrics"], attack_names(result)
+    metrics, names, learned = result.as_dict()["metrics"], attack_names(result), successes(result)
     tails = (key.removeprefix(ATTACK).partition("/") for key in metrics if key.startswith(ATTACK))
     measures = list(dict.fromkeys(measure for name, _, measure in tails if name in names))
     rows = []
     for name in names:
         values = [metrics.get(f"{ATTACK}{name}/{measure}") for measure in measures]
         found = dict(zip(measures, values, strict=True))
-        learns = None if found.get("final") is None else found.get("cost") is not None
+        learns = None if found.get("final") is None else name in learned
         rows.append([name, learns, *values])
     return ["attack", "learns", *measures], rows
 

@@ -79,6 +79,30 @@ def test_r_ill_with_the_gradients_of_the_release():
     torch.testing.assert_close(gradients[1], gradients[0] @ torch.linalg.inv(k))
 
 
+@pytest.mark.parametrize("method", [RIllOnly, OptKappa])
+def test_the_side_of_the_outputs_is_one_of_ridge_alone(method):
+    with pytest.raises(ConfigError, match=r"method\.side=output needs method\.precondition=ridge, not pinv"):
+        method(1, precondition="pinv", side="output")
+
+
+def test_k_cancels_in_the_authors_kappa_alone():
+    with pytest.raises(ConfigError, match=r"method\.precondition=cancelled needs method\.conditioning=authors"):
+        OptKappa(1, precondition="cancelled")
+    pair = make_pair()
+    model, method = Linear(pair, "random"), OptKappa(1, conditioning="authors", precondition="cancelled")
+    method.setup(model, pair)
+    primary, harmful = full_batches(pair)
+    method.step(model, primary, harmful)["loss"].backward()
+    cancelled = model.extractor.theta.grad
+    kappas = (spectrum.authors_condition_number(model.features(b.x)) for b in (primary, harmful))
+    gradients = []
+    for batch, sign, kappa in zip((primary, harmful), (1, -1), kappas, strict=True):
+        theta = model.extractor.theta.detach().clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(log_authors_condition_number(batch.x @ theta), theta)
+        gradients.append(sign * kappa * torch.linalg.solve(batch.x.T @ batch.x, gradient))
+    torch.testing.assert_close(cancelled, sum(gradients))
+
+
 @pytest.mark.parametrize("root", [True, False])
 def test_a_task_weight_of_zero_leaves_the_regularizers(root):
     pair = make_pair()
