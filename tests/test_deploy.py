@@ -52,8 +52,6 @@ def test_exports_answer_the_same(net, images, start, tmp_path, monkeypatch):
 
 @torch.no_grad()
 def test_onnx_answers_the_same(net, images, tmp_path, monkeypatch):
-    pytest.importorskip("onnxscript")
-    pytest.importorskip("onnxruntime")
     known = names(net, images, tmp_path, monkeypatch)
     exec(block("torch.onnx"), known)
     torch.testing.assert_close(torch.from_numpy(known["outputs"]), net(images), rtol=1e-4, atol=1e-5)
