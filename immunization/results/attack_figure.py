@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEARNED, HELD = "#D55E00", "#0072B2"
+INCHES_A_LETTER = 0.08
+"""Of names in letters of 9 points."""
 
 
 def attack_costs(setting: Setting, name: str) -> Plot | None:
@@ -59,7 +61,8 @@ def _budget(setting: Setting, attack: str) -> float | None:
 
 def _drawn(setting: Setting, rows: list[tuple[bool, float, str, float | None]]) -> Figure:
     """One line for each of `rows`: whether it is held, operations after, name, operations before."""
-    figure, (ax,) = panel_axes(1, width=3.4, height=0.6 + 0.22 * len(rows), legend_rows=3, left=1.9)
+    left = 0.4 + INCHES_A_LETTER * max(len(attack) for _, _, attack, _ in rows)
+    figure, (ax,) = panel_axes(1, width=3.4, height=0.6 + 0.22 * len(rows), legend_rows=3, left=left)
     for y, (held, after, _, before) in enumerate(rows):
         _row(ax, y, before, after, held)
     ax.set_yticks(range(len(rows)), [attack for _, _, attack, _ in rows], fontsize=9)
