@@ -51,11 +51,12 @@ class Plot:
         content = out.getvalue()
         return content[content.index("<svg") :].replace(INK, "currentColor")
 
-    def png(self, folder: Path) -> Path:
+    def png(self, folder: Path, pdf: bool = True) -> Path:
         """A picture on white in `folder`, and the same as PDF beside it; returns the path of the first."""
         path = folder / f"{self.name}.png"
         self.figure.savefig(path, dpi=110, facecolor="white")
-        self.figure.savefig(path.with_suffix(".pdf"), facecolor="white", metadata={"CreationDate": None})
+        if pdf:
+            self.figure.savefig(path.with_suffix(".pdf"), facecolor="white", metadata={"CreationDate": None})
         return path
 
 
