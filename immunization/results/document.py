@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from immunization.results.collect import collect
-from immunization.results.formatting import NONE
+from immunization.results.formatting import MEASURES, NONE
 from immunization.results.parts import Section
 from immunization.results.plot import Plot
 from immunization.results.settings import METHODS, RATIOS, Setting, by_authors, in_convention, settings
@@ -18,10 +18,10 @@ from immunization.results.tables import AUTHORS, Cell, Table, alignment, compari
 from immunization.runs import files
 
 NOTE = (
-    "In the tables below (i) and (ii) are κ of the harmful and of the primary Hessian over the baseline's, RIR is (i) / (ii): "
-    "mean ± standard deviation over seeds, of the mean over pairs where there are several. Bold: the best of a column and "
-    "what a paired test does not tell from it; ★: the largest RIR among settings that keep the primary task. The pages "
-    "behind the links have every column, the commands, and all figures."
+    "In the tables below (i) and (ii) are κ of the harmful and of the primary Hessian over the baseline's, and RIR is "
+    "(i) / (ii): mean ± standard deviation over seeds, of the mean over pairs where there are several. Bold: the best "
+    "of a column and what a paired test does not tell from it; ★: the largest RIR among settings that keep the primary "
+    "task. The pages behind the links have every column, the commands, and all figures."
 )
 ABOVE = (1, 2, 10, 100)
 """Pairs are counted whose RIR is above these."""
@@ -107,21 +107,28 @@ def overview(found: Sequence[Part]) -> Table:
     """Methods by data set: RIR, Definition 3.1, harmful and primary steps, and the primary measure before and after."""
     rows = []
     for part in found:
-        if not part.section.front:
-            continue
-        table = part.tables[0]
-        primary = next((name for name in table.header if name.startswith("primary ") and "→" in name), None)
-        measure = primary.removeprefix("primary ").partition(",")[0] if primary else ""
-        for setting, row in zip(part.group, table.rows, strict=True):
-            cells = dict(zip(table.header, row, strict=True))
-            change = cells.get(primary, Cell(NONE)).text
-            medians = [Cell.of(setting.median(name)) for name in ("rir", "steps_ratio/harmful", "steps_ratio/primary")]
-            medians.insert(1, cells.get("Def. 3.1 holds", Cell(NONE)))
+        for setting in part.group if part.section.front else ():
             first = Cell(part.section.title if setting is part.group[0] else "")
-            last = Cell(f"{measure} {change}" if change != NONE else NONE)
-            rows.append([first, Cell(setting.label), *medians, last])
+            rir, *steps = (
+                Cell.of(setting.median(name)) for name in ("rir", "steps_ratio/harmful", "steps_ratio/primary")
+            )
+            rows.append([first, Cell(setting.label), rir, _share(setting), *steps, _primary(setting)])
     header = ["data", "method", "RIR", "Def. 3.1 holds", "harmful steps", "primary steps", "primary, before → after"]
     return Table("overview", "", header, rows)
+
+
+def _share(setting: Setting) -> Cell:
+    holds = setting.summary("definition/immunized")
+    return Cell(f"{100 * holds.mean:.0f} %", holds.mean) if holds.n else Cell(NONE)
+
+
+def _primary(setting: Setting) -> Cell:
+    """Accuracy or R^2 before and after."""
+    for measure in ("accuracy", "r2"):
+        before, after = (setting.summary(f"primary/{measure}{when}") for when in ("_baseline", ""))
+        if before.n and after.n:
+            return Cell(f"{MEASURES[measure]} {before.mean:.3f} → {after.mean:.3f}", after.mean)
+    return Cell(NONE)
 
 
 def pair_counts(group: Sequence[Setting], name: str, heading: str) -> Table | None:

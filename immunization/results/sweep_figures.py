@@ -120,25 +120,22 @@ def pair_maps(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | 
                 cells.setdefault(pair, []).append(math.log10(value))
         rows = [[cells.get(f"{a}→{b}") for b in classes] for a in classes]
         maps.append(np.array([[np.mean(cell) if cell else math.nan for cell in row] for row in rows]))
-    figure, axes = panel_axes(len(group), width=3.1, height=3.0, right=1.0)
+    columns = min(len(group), 2 if len(group) == 4 else COLUMNS)
+    figure, axes = panel_axes(len(group), width=3.1, height=3.0, right=1.0, columns=columns)
     for ax, setting, values in zip(axes, group, maps, strict=True):
         drawn = image(ax, values, classes, classes, cmap="RdBu", vmin=-SATURATED, vmax=SATURATED)
-        write_values(ax, values, drawn)
+        write_values(ax, values, drawn, "z.1f")
         above, known = int((values > 0).sum()), int(np.isfinite(values).sum())
         count = paper.get(setting.method, {}).get("figure2")
-        theirs = "; paper, much above 1: {:.0f} of {:.0f}".format(*count) if count else ""
+        theirs = f" (paper: {count[0]:.0f})" if count else ""
         ax.set(title=f"{setting.label}\nRIR > 1 in {above} of {known}{theirs}", xlabel="harmful class")
         ax.set_ylabel("primary class")
-    color_bar(
-        figure,
-        drawn,
-        axes[min(len(axes), COLUMNS) - 1],
-        f"log₁₀ RIR{AUTHORS if by_authors(group) else ''}, mean over seeds",
-        extend="both",
-    )
+    by = AUTHORS if by_authors(group) else ""
+    color_bar(figure, drawn, axes[columns - 1], f"log₁₀ RIR{by}, mean over seeds", extend="both")
     return figure, (
         "Fig. 2 of the paper. RIR of every ordered pair of classes, blue above 1 and red below, in full color from 100 "
         "and 1/100 on; blank where there is no pair or no run."
+        + (" In brackets: of how many of the 90 pairs the paper says that RIR is much greater than 1." if paper else "")
     )
 
 

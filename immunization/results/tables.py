@@ -59,7 +59,7 @@ class Cell:
 
 @dataclass
 class Table:
-    """Rows of cells under a header; `name` is a file name. The first column is text, the others are numbers."""
+    """Rows of cells under a header; `name` is a file name. Columns without a number are set to the left."""
 
     name: str
     title: str
@@ -86,7 +86,8 @@ class Table:
 
     def pipes(self) -> str:
         """The pipe table alone."""
-        lines = [_pipes(self.header), _pipes(["---", *["---:"] * (len(self.header) - 1)])]
+        numeric = [any(row[i].value is not None for row in self.rows) for i in range(len(self.header))]
+        lines = [_pipes(self.header), _pipes("---:" if right else "---" for right in numeric)]
         lines += [_pipes(f"**{cell.text}**" if cell.strong else cell.text for cell in row) for row in self.rows]
         return "\n".join(lines)
 
