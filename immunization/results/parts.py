@@ -108,7 +108,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine of parts.yaml, in CPU seconds: what each key means stands there."""
+    """The machine on which parts.yaml was timed, in its CPU seconds; the keys are explained there."""
 
     product: float
     overhead: float
