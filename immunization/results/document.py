@@ -59,9 +59,9 @@ class Part:
     def tables(self) -> list[Table]:
         """The comparison, once more by each further objective, and what else there is to count."""
         name, title = self.section.name, self.section.title
-        further = [comparison(self.group, name, f"{title}: {by}", by) for by in self.section.objectives]
+        further = [comparison(self.group, name, f"Every measure, {by}", by) for by in self.section.objectives]
         more = (self.pairs, counts(self.group, name, title), alignment(self.group, name, title))
-        return [comparison(self.group, name, title), *further, *filter(None, more)]
+        return [comparison(self.group, name, "Every measure"), *further, *filter(None, more)]
 
     @cached_property
     def plots(self) -> list[Plot]:
@@ -93,8 +93,9 @@ def write(found: Sequence[Part], places: Places, command: str) -> None:
     """Write the first page, a page for each part, and the figures."""
     for folder in (places.page.parent, places.details, places.figures):
         folder.mkdir(parents=True, exist_ok=True)
-    head = ["# Results", f"Written by `{command}`; do not edit by hand.", LEAD, overview(found).pipes(), NOTE]
-    pages = ["\n\n".join(head) + "\n"]
+    first = overview(found)
+    lead = [LEAD, first.pipes()] if first.rows else []
+    pages = ["\n\n".join(["# Results", f"Written by `{command}`; do not edit by hand.", *lead, NOTE]) + "\n"]
     for part in found:
         pictures = {plot.name: plot.png(places.figures, pdf=False) for plot in part.plots}
         page = places.details / f"{part.section.name}.md"
