@@ -1,6 +1,7 @@
 # make run [ARGS="dataset=mnist seed=1"]   install into a virtual environment if there is none, then launch
 # make test [ARGS="-m slow"]               the same for the tests; JOBS is the number of test processes
 # make test-oldest                         what trains, on the instructions of the oldest processor
+# make results [QUICK=1]                   everything RESULTS.md is made of, then RESULTS.md; stops and goes on at any time
 # make lint, make format, make clean       VENV=<folder> and PYTHON=<interpreter> choose the environment
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,7 +13,7 @@ STAMP := $(VENV)/.installed-$(firstword $(shell cksum < pyproject.toml))
 # Before the environment is made: one made with the wrong Python would stay.
 CHECK_PYTHON := import sys; (3, 11) <= sys.version_info < (3, 14) or sys.exit("Python 3.11 to 3.13 is needed: make PYTHON=...")
 
-.PHONY: run test test-oldest lint format install clean
+.PHONY: run test test-oldest results lint format install clean
 
 run: install
 	$(VENV)/bin/python launch.py $(ARGS)
@@ -22,6 +23,9 @@ test: install
 
 test-oldest: install
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal --oldest -m "trains and not slow" $(ARGS)
+
+results: install
+	$(VENV)/bin/python -m immunization.results.make $(if $(QUICK),--quick) $(ARGS)
 
 lint: install
 	$(VENV)/bin/ruff check .

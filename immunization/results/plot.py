@@ -51,11 +51,12 @@ class Plot:
         content = out.getvalue()
         return content[content.index("<svg") :].replace(INK, "currentColor")
 
-    def png(self, folder: Path) -> Path:
+    def png(self, folder: Path, pdf: bool = True) -> Path:
         """A picture on white in `folder`, and the same as PDF beside it; returns the path of the first."""
         path = folder / f"{self.name}.png"
         self.figure.savefig(path, dpi=110, facecolor="white")
-        self.figure.savefig(path.with_suffix(".pdf"), facecolor="white", metadata={"CreationDate": None})
+        if pdf:
+            self.figure.savefig(path.with_suffix(".pdf"), facecolor="white", metadata={"CreationDate": None})
         return path
 
 
@@ -176,11 +177,13 @@ def image(ax: Axes, values: np.ndarray, x: Sequence[str], y: Sequence[str], **op
     return drawn
 
 
-def write_values(ax: Axes, values: np.ndarray, drawn: AxesImage) -> None:
+def write_values(ax: Axes, values: np.ndarray, drawn: AxesImage, form: str = ".2g") -> None:
     """The value of every cell of a heat map in it, dark on light and light on dark."""
     for (row, column), value in np.ndenumerate(values):
         if not math.isfinite(value):
             continue
         red, green, blue, _ = drawn.cmap(drawn.norm(value))
         dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
-        ax.text(column, row, f"{value:.2g}", ha="center", va="center", fontsize=8, color="white" if dark else "black")
+        ax.text(
+            column, row, format(value, form), ha="center", va="center", fontsize=8, color="white" if dark else "black"
+        )

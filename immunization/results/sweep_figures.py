@@ -27,7 +27,8 @@ from immunization.results.plot import (
     write_values,
 )
 from immunization.results.seed_statistics import rank_correlation
-from immunization.results.settings import KEEPS, Setting, best, correlations, short_labels
+from immunization.results.settings import KEEPS, Setting, best, by_authors, correlations, in_convention, short_labels
+from immunization.results.tables import AUTHORS, published
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -111,25 +112,30 @@ def pair_maps(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | 
     group = [setting for setting in group if len({run.pair for run in setting.runs}) > 2]
     if not group:
         return None
-    maps = []
+    metric, paper, maps = in_convention(group, "rir"), published(group[0].first), []
     for setting in group:
         cells: dict[str, list[float]] = {}
-        for (_, pair, _), value in setting.values("rir").items():
+        for (_, pair, _), value in setting.values(metric).items():
             if value > 0:
                 cells.setdefault(pair, []).append(math.log10(value))
         rows = [[cells.get(f"{a}→{b}") for b in classes] for a in classes]
         maps.append(np.array([[np.mean(cell) if cell else math.nan for cell in row] for row in rows]))
-    figure, axes = panel_axes(len(group), width=3.1, height=3.0, right=1.0)
+    columns = min(len(group), 2 if len(group) == 4 else COLUMNS)
+    figure, axes = panel_axes(len(group), width=3.1, height=3.0, right=1.0, columns=columns)
     for ax, setting, values in zip(axes, group, maps, strict=True):
         drawn = image(ax, values, classes, classes, cmap="RdBu", vmin=-SATURATED, vmax=SATURATED)
-        write_values(ax, values, drawn)
+        write_values(ax, values, drawn, "z.1f")
         above, known = int((values > 0).sum()), int(np.isfinite(values).sum())
-        ax.set(title=f"{setting.label}\nRIR > 1 in {above} of {known}", xlabel="harmful class")
+        count = paper.get(setting.method, {}).get("figure2")
+        theirs = f" (paper: {count[0]:.0f})" if count else ""
+        ax.set(title=f"{setting.label}\nRIR > 1 in {above} of {known}{theirs}", xlabel="harmful class")
         ax.set_ylabel("primary class")
-    color_bar(figure, drawn, axes[min(len(axes), COLUMNS) - 1], "log₁₀ RIR, mean over seeds", extend="both")
+    by = AUTHORS if by_authors(group) else ""
+    color_bar(figure, drawn, axes[columns - 1], f"log₁₀ RIR{by}, mean over seeds", extend="both")
     return figure, (
         "Fig. 2 of the paper. RIR of every ordered pair of classes, blue above 1 and red below, in full color from 100 "
         "and 1/100 on; blank where there is no pair or no run."
+        + (" In brackets: of how many of the 90 pairs the paper says that RIR is much greater than 1." if paper else "")
     )
 
 

@@ -59,7 +59,7 @@ class Cell:
 
 @dataclass
 class Table:
-    """Rows of cells under a header; `name` is a file name. The first column is text, the others are numbers."""
+    """Rows of cells under a header; `name` is a file name. Columns without a number are set to the left."""
 
     name: str
     title: str
@@ -69,27 +69,33 @@ class Table:
 
     def rich(self, columns: Sequence[str]) -> rich.table.Table:
         """For a terminal: those of `columns` that the table has."""
-        chosen = [i for i, name in enumerate(self.header) if name in columns]
+        chosen = self.only(columns)
         table = rich.table.Table(title=self.title, box=None, padding=(0, 2, 0, 0), title_justify="left")
         longest = max((len(row[0].text) for row in self.rows), default=0)
-        for i in chosen:
-            table.add_column(
-                self.header[i],
-                justify="right" if i else "left",
-                vertical="bottom",
-                overflow="fold",
-                no_wrap=i == 0 and longest <= 40,
-            )
-        for row in self.rows:
-            table.add_row(*(Text(row[i].text, "bold" if row[i].strong else "") for i in chosen))
+        for i, name in enumerate(chosen.header):
+            justify, no_wrap = "right" if i else "left", i == 0 and longest <= 40
+            table.add_column(name, justify=justify, vertical="bottom", overflow="fold", no_wrap=no_wrap)
+        for row in chosen.rows:
+            table.add_row(*(Text(cell.text, "bold" if cell.strong else "") for cell in row))
         return table
 
     def markdown(self) -> str:
         """A pipe table under a heading, and its notes."""
-        lines = [f"## {_escape_markdown(self.title)}", ""]
-        lines += [_pipes(self.header), _pipes(["---", *["---:"] * (len(self.header) - 1)])]
+        lines = [f"## {_escape_markdown(self.title)}", "", self.pipes(), ""]
+        return "\n".join([*lines, *(f"- {_escape_markdown(note)}" for note in self.notes), ""])
+
+    def pipes(self) -> str:
+        """The pipe table alone."""
+        numeric = [any(row[i].value is not None for row in self.rows) for i in range(len(self.header))]
+        lines = [_pipes(self.header), _pipes("---:" if right else "---" for right in numeric)]
         lines += [_pipes(f"**{cell.text}**" if cell.strong else cell.text for cell in row) for row in self.rows]
-        return "\n".join([*lines, "", *(f"- {_escape_markdown(note)}" for note in self.notes), ""])
+        return "\n".join(lines)
+
+    def only(self, columns: Sequence[str]) -> Table:
+        """Those of `columns` that the table has, in its own order; without the notes."""
+        chosen = [i for i, name in enumerate(self.header) if name in columns]
+        rows = [[row[i] for i in chosen] for row in self.rows]
+        return Table(self.name, self.title, [self.header[i] for i in chosen], rows)
 
     def latex(self) -> str:
         """A table environment; it needs the package booktabs."""
@@ -136,7 +142,7 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     pairs = {run.pair for setting in group for run in setting.runs}
     seeds = {run.result.seed for setting in group for run in setting.runs}
     winner = best(group, objective) if len(group) > 1 else None
-    paper = _paper().get(paper_key(group[0].first), {})
+    paper = published(group[0].first)
     rivals = [setting for setting in group if setting.method != "identity"]
     columns: dict[str, list[Cell]] = {
         "method": [Cell(setting.label + (" ★" if setting is winner else "")) for setting in group],
@@ -220,11 +226,11 @@ def alignment(group: Sequence[Setting], name: str, heading: str) -> Table | None
     return Table(name, f"{heading}: what alignment predicts", ["RIR of", "pairs", *ALIGNMENT.values()], rows, notes)
 
 
-def paper_key(run: Run) -> str:
-    """The table of paper.yaml that a run can be compared with."""
+def published(run: Run) -> dict[str, dict[str, list[float]]]:
+    """What the paper reports of a run's data and model, by method and measure; nothing where it has no such table."""
     model = str(run.settings.get("model.name", ""))
     family = next((name for name in ("resnet18", "vit") if name in model), None)
-    return f"{run.result.dataset}/{family}" if family else run.result.dataset
+    return _paper().get(f"{run.result.dataset}/{family}" if family else run.result.dataset, {})
 
 
 @cache

@@ -1,0 +1,182 @@
+"""What RESULTS.md is made of, as parts.yaml lists it: sections, their multiruns, their jobs, and what these cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from immunization.config import CONF, compose
+from immunization.errors import ConfigError, DataError
+from immunization.runs.result import Result
+from immunization.runs.resume import different, read_config, result_settings
+
+CALIBRATION = 2.0
+"""Seconds for which products are timed before a start."""
+
+
+@dataclass(frozen=True, eq=False)
+class Multirun:
+    """One `python launch.py -m`: its overrides, where the data are, its folder, and CPU seconds a job by method."""
+
+    overrides: tuple[str, ...]
+    data: tuple[str, ...]
+    folder: Path
+    seconds: dict[str, float]
+
+    @property
+    def name(self) -> str:
+        return "/".join(self.folder.parts[-2:])
+
+    @property
+    def command(self) -> str:
+        """What a reader types for the same runs, in a folder of their own."""
+        return f"python launch.py -m {' '.join(self.overrides)} launcher=joblib tracker=none"
+
+    @property
+    def arguments(self) -> list[str]:
+        """What Hydra gets: the same folders every time, so that `resume=true` finds what is there."""
+        own = [f"hydra.sweep.dir='{self.folder}'", "resume=true", "tracker=none", "figures=false"]
+        return ["-m", *self.overrides, *self.data, *own]
+
+    @cached_property
+    def jobs(self) -> list[list[str]]:
+        """The overrides of every job, in Hydra's order, which is that of the numbers of their folders."""
+        from hydra import compose as hydra_compose
+        from hydra import initialize_config_dir
+        from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+
+        parser = OverridesParser.create()
+        fixed = [o.input_line for o in parser.parse_overrides([*self.overrides]) if not o.is_sweep_override()]
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            config = hydra_compose("config", overrides=fixed, return_hydra_config=True)
+        swept = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
+        (batch,) = BasicSweeper.split_arguments(parser.parse_overrides([*swept, *self.overrides, *self.data]), None)
+        return batch
+
+    def method(self, job: Sequence[str]) -> str:
+        """The method of a job: one of those that `seconds` names."""
+        chosen = [word.removeprefix("method=") for word in job if word.startswith("method=")]
+        return chosen[0] if chosen else next(iter(self.seconds))
+
+    def missing(self, among: Sequence[int] | None = None) -> list[int]:
+        """Numbers of the jobs, of all or of these, that are not completed."""
+        folders = {int(path.name.partition("_")[0]): path for path in self.folder.glob("[0-9]*_*")}
+        numbers = range(len(self.jobs)) if among is None else among
+        return [number for number in numbers if number not in folders or not _completed(folders[number])]
+
+    def cost(self, numbers: Sequence[int], overhead: float) -> float:
+        """CPU seconds of these jobs on the machine of parts.yaml."""
+        return sum(self.seconds[self.method(self.jobs[number])] + overhead for number in numbers)
+
+    def check(self) -> None:
+        """Raise ConfigError where completed jobs are of another configuration; one of each method is looked at."""
+        missing = set(self.missing())
+        first: dict[str, int] = {}
+        for number, job in enumerate(self.jobs):
+            if number not in missing:
+                first.setdefault(self.method(job), number)
+        for number in first.values():
+            folder = next(self.folder.glob(f"{number}_*"))
+            now = OmegaConf.to_container(compose(self.jobs[number]), resolve=True)
+            if found := different(result_settings(read_config(folder)), result_settings(now)):
+                raise ConfigError(
+                    f"{folder} holds a run of another configuration ({', '.join(found)}): move {self.folder} away"
+                )
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading of RESULTS.md and a page of docs/results/; `lacking` names files that are not there."""
+
+    name: str
+    title: str
+    about: str
+    front: bool
+    objectives: tuple[str, ...]
+    figures: tuple[str, ...]
+    multiruns: tuple[Multirun, ...]
+    lacking: str | None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine on which parts.yaml was timed, in its CPU seconds; the keys are explained there."""
+
+    product: float
+    overhead: float
+    start: float
+    quick: float
+
+    def factor(self) -> float:
+        """How many times slower this one is, by the same product for two seconds on one thread."""
+        import torch
+
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        x, taken = torch.ones(784, 784, dtype=torch.float64), 0
+        x @ x  # the first one sets up
+        begun = time.process_time()
+        while (spent := time.process_time() - begun) < CALIBRATION:
+            x @ x
+            taken += 1
+        torch.set_num_threads(before)
+        return spent / taken / self.product
+
+
+def read(folder: Path, quick: bool = False, path: Path | None = None) -> tuple[Machine, list[Section]]:
+    """The list at `path` (the package's own), with run folders below `folder`; `quick`: its small form."""
+    content = yaml.safe_load((path or Path(__file__).with_name("parts.yaml")).read_text())
+    config, machine = compose(), Machine(**content["machine"])
+    sections = []
+    for name, entry in content["sections"].items():
+        data, lacking = _data(entry, config)
+        runs = {key: run for key, run in entry["multiruns"].items() if not quick or "quick" in run}
+        multiruns = [
+            Multirun(
+                _changed(run["overrides"], run["quick"] if quick else ()),
+                data,
+                folder.resolve() / name / key,
+                dict.fromkeys(run["seconds"], machine.quick) if quick else run["seconds"],
+            )
+            for key, run in runs.items()
+        ]
+        lists = {key: tuple(entry.get(key, ())) for key in ("objectives", "figures")}
+        texts = {key: entry[key].strip() for key in ("title", "about")}
+        if multiruns:
+            front = entry.get("front", False)
+            sections.append(Section(name, **texts, **lists, front=front, multiruns=tuple(multiruns), lacking=lacking))
+    return machine, sections
+
+
+def _data(entry: dict[str, Any], config: DictConfig) -> tuple[tuple[str, ...], str | None]:
+    """Overrides that say where a section's data are, in data_root or the cache, or what is absent and the remedy."""
+    root, needs = entry.get("root"), entry.get("needs", [])
+    bases = [Path(base).expanduser().resolve() for base in (config.data_root, *([config.cache] if root else []))]
+    places = [base / (root or "") for base in bases]
+    place = next((place for place in places if all((place / need).exists() for need in needs)), None)
+    if place is None:
+        absent = ", ".join(need for need in needs if not (places[0] / need).exists())
+        return (), f"no {absent} in {' or '.join(map(str, places))}: {entry['remedy']}"
+    if root:
+        return (f"dataset.root='{place}'", "dataset.download=false"), None
+    return ((f"data_root='{place}'",) if needs else ()), None
+
+
+def _changed(overrides: Sequence[str], changes: Sequence[str]) -> tuple[str, ...]:
+    """Overrides of which later ones of the same key stand in the place of earlier ones."""
+    return tuple({word.partition("=")[0]: word for word in [*overrides, *changes]}.values())
+
+
+def _completed(folder: Path) -> bool:
+    try:
+        return Result.read(folder).status == "completed"
+    except DataError:
+        return False
