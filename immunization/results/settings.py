@@ -98,7 +98,7 @@ def in_convention(group: Sequence[Setting], objective: str) -> str:
 
 def by_authors(group: Sequence[Setting]) -> bool:
     """Whether the data are prepared as the authors': the paper's figures, to compare with, are by their kappa."""
-    return bool(group) and group[0].first.settings.get("dataset.protocol") == "authors"
+    return bool(group) and group[0].first.settings.get("dataset.protocol") in ("authors", "authors_pixels")
 
 
 def immunizes(setting: Setting, objective: str = "rir") -> bool:
