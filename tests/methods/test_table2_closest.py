@@ -15,7 +15,7 @@ EXPERIMENT = "experiment=paper/table2_closest"
 @pytest.mark.parametrize(
     ("method", "chosen"),
     [
-        ("r_ill_only", {"lr": 0.63, "init": "identity", "epochs": 1, "batch_size": 64}),
+        ("r_ill_only", {"lr": 5e4, "init": "identity", "epochs": 1, "batch_size": 64, "normalize": False}),
         ("imma", {"lr": 1e-3, "init": "random", "epochs": 4, "heads": "shared"}),
         ("opt_kappa", {"lr": 3e-3, "init": "random", "epochs": 1, "form": "reciprocal_log", "task_weight": 0}),
         ("released_condition_number", {"lr": 5e-3, "bias": True, "lambda_P": 1, "lambda_H": 5e7, "epochs": 1}),
