@@ -147,7 +147,7 @@ def read(folder: Path, data: Path | None) -> Run:
 
 def images(given: Given) -> dict[str, Task]:
     """digits, mnist, fashion_mnist: pixels from 0 to 1, then one mean and standard deviation for all."""
-    options, authors, tasks = given.options, given.options["protocol"] == "authors", {}
+    options, authors, tasks = given.options, given.options["protocol"] != "one_vs_rest", {}
     of_a_task = [options[role] for role in given.roles]
     intruders = 0
     for role in given.roles:
@@ -163,7 +163,7 @@ def images(given: Given) -> dict[str, Task]:
     both = np.concatenate([tasks[role].x["train"] for role in ("primary", "harmful")])
     mean, std = both.mean(), both.std(ddof=1)
     if authors and options["_target_"].endswith(".mnist"):
-        mean, std = 0.1307, 0.3081  # the release's
+        mean, std = (0.1307, 0.3081) if options["protocol"] == "authors" else (0.0, 1.0)  # the release's, or none
     mean, std = agree("", np.array([mean]), np.array([std]), both.reshape(-1, 1), given)
     for task in tasks.values():
         task.x = {split: (x - mean) / std for split, x in task.x.items()}

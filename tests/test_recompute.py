@@ -104,6 +104,7 @@ CASES = [
     ("tables", ("dataset.normalize=none", "method=closed_form")),
     ("mnist", ("method=opt_kappa", "seed=2")),
     ("mnist", ("dataset.protocol=authors",)),
+    ("mnist", ("dataset.protocol=authors_pixels", "model.init=random")),
     ("fashion", ("dataset.benign=4", "dataset.max_samples=20")),
 ]
 HOUSE = [

@@ -21,6 +21,10 @@ from immunization.data.task import Origin, Split, Task, TaskPair
 from immunization.errors import ConfigError, DataError
 
 Protocol = Literal["one_vs_rest", "authors"]
+MNISTProtocol = Literal["one_vs_rest", "authors", "authors_pixels"]
+
+MOMENTS = {"authors": (0.1307, 0.3081), "authors_pixels": (0.0, 1.0)}
+"""Mean and standard deviation of MNIST by protocol: the release's, and those that leave pixels from 0 to 1."""
 
 FILES = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
 
@@ -86,7 +90,7 @@ def mnist(
     primary: Digit = 0,
     harmful: Digit = 1,
     benign: Digit | None = None,
-    protocol: Protocol = "one_vs_rest",
+    protocol: MNISTProtocol = "one_vs_rest",
     max_samples: AtLeastOne | None = None,
     val_fraction: Fraction = 0.1,
     root: str = "~/.cache/immunization/mnist",
@@ -100,8 +104,9 @@ def mnist(
     """
     roles = _roles(primary, harmful, benign)
     images = _torchvision_images("MNIST", root, download, val_fraction, seed)
-    release = (0.1307, 0.3081) if protocol == "authors" else None
-    return finish(_pair(name, images, roles, protocol, max_samples, seed, release), common_range)
+    moments = MOMENTS.get(protocol)
+    choice: Protocol = "authors" if moments else "one_vs_rest"
+    return finish(_pair(name, images, roles, choice, max_samples, seed, moments), common_range)
 
 
 @checked("dataset")
@@ -164,7 +169,7 @@ def _pair(
         splits = {split: part(split, *rows) for split, rows in chosen[role].items()}
         label = f"class {digit}" if authors else f"class {digit} against the rest"
         tasks[role] = Task(label, **splits, classes=2, constant=authors)
-    source = "given by the release" if moments else "of all training pixels of primary and harmful task (ddof = 1)"
+    source = "given by the protocol" if moments else "of all training pixels of primary and harmful task (ddof = 1)"
     about = {
         "data": images.about,
         "protocol": "authors: images of one class a task, equally many, labels all 0 (primary) or all 1"

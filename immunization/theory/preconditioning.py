@@ -31,6 +31,9 @@ class _PreconditionedProduct(torch.autograd.Function):
         dtype, x, upstream = upstream.dtype, x.double(), upstream.double()
         if side == "input" and len(x) < x.shape[1]:  # push-through: (X^T X + r I)^-1 X^T = X^T (X X^T + r I)^-1
             gradient = x.T @ torch.cholesky_solve(upstream, _cholesky(x @ x.T, ridge))
+        elif side == "output" and _few_rows(x, ridge):  # Woodbury: U (K + r I)^-1 = (U - U X^T (X X^T + r I)^-1 X) / r
+            inside = torch.cholesky_solve(x @ upstream.T, _cholesky(x @ x.T, ridge))
+            gradient = x.T @ torch.addmm(upstream, inside.T, x, alpha=-1).div_(ridge)
         else:
             gradient, factor = x.T @ upstream, _cholesky(x.T @ x, ridge)
             gradient = (
@@ -39,6 +42,11 @@ class _PreconditionedProduct(torch.autograd.Function):
                 else torch.cholesky_solve(gradient.T, factor).T
             )
         return None, gradient.to(dtype), None, None, None
+
+
+def _few_rows(x: Tensor, ridge: float) -> bool:
+    """Whether the Gram of the rows of x [N, D] saves most of the operations, and K + ridge I is far from singular."""
+    return 2 * len(x) < x.shape[1] and ridge > x.shape[1] * EPS * x.square().sum().item()
 
 
 def _cholesky(gram: Tensor, ridge: float) -> Tensor:

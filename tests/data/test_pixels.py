@@ -98,11 +98,14 @@ def test_mnist_files_packed_or_not(mnist_like):
     assert not torch.equal(pair.primary.test.x[0], fashion.primary.test.x[0])
 
 
-def test_mnist_of_the_authors_uses_their_moments(mnist_like):
-    pair = data.mnist(seed=0, root=str(mnist_like), download=False, protocol="authors")
-    assert pair.tensors["mean"].item() == 0.1307
-    assert pair.tensors["std"].item() == 0.3081
+@pytest.mark.parametrize(("protocol", "mean", "std"), [("authors", 0.1307, 0.3081), ("authors_pixels", 0.0, 1.0)])
+def test_mnist_of_the_authors_has_given_moments(mnist_like, protocol, mean, std):
+    pair = data.mnist(seed=0, root=str(mnist_like), download=False, protocol=protocol)
+    assert pair.tensors["mean"].item() == mean
+    assert pair.tensors["std"].item() == std
     assert pair.primary.constant
+    pixels = pair.primary.train.x * std + mean
+    assert 0 <= pixels.min() < pixels.max() <= 1 + 1e-12
 
 
 @pytest.mark.parametrize("name", IMAGE_SETS)

@@ -49,6 +49,20 @@ def test_ridge_and_pseudo_inverse_of_a_regularizer(name, rows):
         assert_close(found, inverse @ plain, rtol=1e-6, atol=1e-7 * found.abs().max().item())
 
 
+@pytest.mark.parametrize("rows", [20, 5, 3, 2])
+@pytest.mark.parametrize("ridge", [1e-4, 0.3, 100.0])
+def test_the_side_of_the_outputs_whatever_the_number_of_rows(rows, ridge):
+    """The released code's grad K^-1: few rows take a shorter way, which gives the same."""
+    x, theta, weights = gaussian(rows, 7, seed=1), gaussian(7, 7, seed=2), gaussian(rows, 7, seed=3)
+    (found,) = gradient(
+        lambda t: (preconditioning.preconditioned_product(x, t, "ridge", ridge, "output") * weights).sum(), theta
+    )
+    expected = x.T @ weights @ torch.linalg.inv(x.T @ x + ridge * torch.eye(7, dtype=x.dtype))
+    assert_close(found, expected, rtol=1e-7, atol=1e-9 * expected.abs().max().item())
+    with pytest.raises(DegenerateSpectrum, match=r"raise method\.ridge"):
+        gradient(lambda t: preconditioning.preconditioned_product(x[:2], t, "ridge", 1e-30, "output").sum(), theta)
+
+
 @pytest.mark.parametrize("name", ["r_well", "r_ill"])
 def test_pseudo_inverse_projects_the_cancelled_gradient(name):
     """Singular K: K^+ grad = Pi 2 theta (...), Pi the projector on range(K); both move H = theta^T K theta alike."""
