@@ -1,6 +1,6 @@
 """Run immunization experiments from a checkout: `python launch.py`, the same as `immunize` of an installed package."""
 
-from immunization.cli import cli
+from immunization.__main__ import start
 
 if __name__ == "__main__":
-    cli()
+    start()

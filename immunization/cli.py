@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
 import hydra
-import yaml
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -23,8 +21,8 @@ from immunization import __version__
 from immunization.config import CONF, check_trust
 from immunization.errors import UserError
 from immunization.multirun.callback import SweepSummary
-from immunization.terminal import importing
-from immunization.training.signals import preemptible
+from immunization.terminal import importing, robust_streams
+from immunization.usage import options, own
 
 _VERBOSE = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
@@ -68,9 +66,7 @@ def main(cfg: DictConfig) -> float:
 
 def cli() -> None:
     """`main` with one-line messages for a user's mistakes; HYDRA_FULL_ERROR=1 shows every traceback."""
-    for stream in (sys.stdout, sys.stderr):  # a terminal without kappa shows another sign
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
+    robust_streams()
     if "--version" in sys.argv[1:]:
         print(f"immunization {__version__}")
         return
@@ -80,14 +76,13 @@ def cli() -> None:
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word[:1] == "~" or ("=" in word and word[:1] != "-"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand exceptions to us instead of printing a trimmed traceback
     try:
-        with preemptible():
-            if any(argument.startswith("wandb_run=") for argument in sys.argv[1:]):
-                from immunization.runner import run
-                from immunization.runs.wandb_again import again
+        if any(argument.startswith("wandb_run=") for argument in sys.argv[1:]):
+            from immunization.runner import run
+            from immunization.runs.wandb_again import again
 
-                run(*again(sys.argv[1:]), sys.argv[1:])
-            else:
-                main()
+            run(*again(sys.argv[1:]), sys.argv[1:])
+        else:
+            main()
     except KeyboardInterrupt:
         print(f"error: {SweepSummary.interrupted()}", file=sys.stderr, flush=True)
         sys.exit(130)
@@ -110,8 +105,10 @@ def _explain(error: Exception) -> str:
     if "'hydra/launcher/" in str(error):
         return f"{str(error).splitlines()[0]}: pip install 'immunization[launchers]'"
     if isinstance(error, MissingConfigException):
-        group, known = _options(str(error.missing_cfg_file).rpartition("/")[0])
-        return str(error).splitlines()[0].rstrip(".") + (f"; available for {group}: {known}" if known else "")
+        group, known = options(str(error.missing_cfg_file).rpartition("/")[0])
+        return str(error).splitlines()[0].rstrip(".") + (
+            f"; available for {group}: {', '.join(known)}" if known else ""
+        )
     if isinstance(error, ValueError):
         return f"{error}: give every group=... the name of an option"
     if isinstance(error, OSError) and not isinstance(error, HydraException):
@@ -119,25 +116,13 @@ def _explain(error: Exception) -> str:
     return f"{error}\n{cause}" if isinstance(cause, OmegaConfBaseException) else str(error)
 
 
-def _options(group: str) -> tuple[str, str]:
-    """`group`, or the closest one above it that exists, and its options, those of --config-dir included."""
-    given = re.search(r"(?:^|\0)(?:--config-dir|-cd)[=\0]([^\0]+)", "\0".join(sys.argv[1:]))
-    folders = [CONF, *([Path(given[1])] if given else [])]
-    while group:
-        if known := {path.stem for folder in folders for path in (folder / group).glob("*.yaml")}:
-            return group, ", ".join(sorted(known))
-        group = group.rpartition("/")[0]
-    return group, ""
-
-
 def _flag_for_option(arguments: Iterable[str]) -> str | None:
     """What to write instead of `--method x`; None where no argument is like that."""
     for flag in (argument for argument in arguments if argument.startswith("--")):
         key = flag[2:].partition("=")[0]
-        group, known = _options(key)
+        group, known = options(key)
         if known:
-            return f"{flag}: write {group}=<option> without dashes; available for {group}: {known}"
-        own = yaml.safe_load((CONF / "config.yaml").read_text())
-        if key in own or _options(key.partition(".")[0])[1]:
+            return f"{flag}: write {group}=<option> without dashes; available for {group}: {', '.join(known)}"
+        if key in own() or options(key.partition(".")[0])[1]:
             return f"{flag}: write {key}=<value> without dashes"
     return None

@@ -101,7 +101,7 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _quiet_errors() -> Iterator[None]:
-    """launch.cli() here asks Hydra for exceptions, which the processes of later tests would show as tracebacks."""
+    """start() here asks Hydra for exceptions, which the processes of later tests would show as tracebacks."""
     yield
     os.environ.pop("HYDRA_FULL_ERROR", None)
 

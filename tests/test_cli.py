@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+import yaml
 from helpers.repository import ROOT
 
 from immunization import __version__, cli
@@ -31,6 +32,29 @@ def test_help_says_what_this_is_with_examples():
     for text in ("== Examples ==", "immunize -m method=condition_number,opt_kappa", "sweeps=seeds", "--config-dir"):
         assert text in shown
     assert "powered by Hydra" not in shown
+    assert max(map(len, shown.splitlines())) <= 120
+
+
+def test_help_lists_what_there_is_to_choose_and_no_more():
+    shown = said("--help", status=0)
+    groups = {path.name for path in CONF.iterdir() if path.is_dir()} - {"hydra", "hparams"}
+    listed = {line.split()[0]: line for line in shown.splitlines() if re.match(r"[a-z_.]+ {2,}\w", line)}
+    assert groups <= set(listed)
+    assert "hparams" not in shown
+    assert "digits*" in listed["dataset"]
+    assert "paper/table1_closest" in shown
+    assert "table1_closest/" not in shown
+    top = {
+        key for key, value in yaml.safe_load((CONF / "config.yaml").read_text()).items() if not isinstance(value, dict)
+    }
+    for key in {*top - {"defaults"}, "checkpoint.every"}:
+        assert re.search(rf"^{key}(=\S+)? {{2,}}\w", shown, re.M), key
+
+
+def test_help_lists_options_of_a_folder_of_ones_own(tmp_path):
+    (tmp_path / "method").mkdir()
+    (tmp_path / "method" / "mine.yaml").touch()
+    assert re.search(r"\bmine,", said("--help", "--config-dir", str(tmp_path), status=0))
 
 
 def test_version_is_that_of_this_package():

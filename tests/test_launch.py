@@ -15,8 +15,8 @@ from helpers.data_files import MNIST, matrices, mnist, table, with_nan, zeros
 from helpers.repository import ROOT
 from hydra.core.global_hydra import GlobalHydra
 
-import launch
 from immunization import Result, config, run
+from immunization.__main__ import start
 from immunization.results import run_figures
 from immunization.runs.tracker import history
 
@@ -39,7 +39,7 @@ def cli(tmp_path, monkeypatch, capsys) -> Cli:
         monkeypatch.setattr(sys, "argv", ["launch.py", *QUICK, f"hydra.run.dir={tmp_path / 'run'}", *overrides])
         GlobalHydra.instance().clear()
         with pytest.raises(SystemExit) as end:
-            launch.cli()
+            start()
         captured = capsys.readouterr()
         assert "Traceback" not in captured.out + captured.err
         said = captured.err if code != 1 else end.value.code  # Python prints a text and exits with 1
@@ -203,7 +203,7 @@ def test_terminals_without_greek_letters(tmp_path, cli, monkeypatch):
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(sys, "argv", ["launch.py", *QUICK, f"hydra.run.dir={tmp_path / 'run'}", "method=identity"])
-    launch.cli()
+    start()
     terminal.flush()
     assert b"RIR" in terminal.buffer.getvalue()
     assert Result.read(tmp_path / "run").status == "completed"

@@ -16,8 +16,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 import immunization
-import launch
 from immunization import run
+from immunization.__main__ import start
 from immunization.config import build, compose, slug
 from immunization.errors import ConfigError, DataError
 from immunization.results.collect import collect
@@ -182,7 +182,7 @@ def test_a_malicious_experiment_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["launch.py", *arguments, *QUICK])
     GlobalHydra.instance().clear()
     with pytest.raises(SystemExit, match=r"trusted=\['subprocess'\] stands in a configuration file"):
-        launch.cli()
+        start()
     assert not ran.exists()
 
 
@@ -198,7 +198,7 @@ def test_code_in_what_hydra_itself_builds(target, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["launch.py", *options])
     GlobalHydra.instance().clear()
     with pytest.raises(SystemExit, match="blocklisted"):
-        launch.cli()
+        start()
     assert not ran.exists()
 
 

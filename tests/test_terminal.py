@@ -1,10 +1,12 @@
-"""What a terminal shows while a run gets ready."""
+"""What a terminal shows while a run gets ready, and readers who leave early."""
 
 import gc
 import io
+import subprocess
 import sys
 
 import pytest
+from helpers.repository import ROOT
 
 from immunization.terminal import importing, waiting
 
@@ -35,3 +37,17 @@ def test_garbage_is_collected_again_after_imports_that_fail():
     with pytest.raises(ImportError), importing("nothing"):
         raise ImportError
     assert gc.isenabled()
+
+
+@pytest.mark.trains
+@pytest.mark.parametrize("flags", [["--help"], [], ["-m", "seed=0,1"]], ids=["help", "run", "multirun"])
+def test_a_reader_who_leaves_ends_nothing_and_hears_nothing(tmp_path, flags):
+    """As `immunize ... | head -1` does, and `2>&1 | head -1`."""
+    quick = ["tracker=none", "method=identity", "evaluation=[rir]", "dataset.max_samples=20", "figures=false"]
+    command = [sys.executable, str(ROOT / "launch.py"), *quick, *flags, "hydra.sweep.dir=sweep", "hydra.run.dir=run"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(60) == 0
+    assert len(list(tmp_path.glob("**/immunized.safetensors"))) == {"--help": 0, "-m": 2}.get("".join(flags[:1]), 1)
+    assert (tmp_path / "sweep" / "report.html").exists() == ("-m" in flags)

@@ -20,7 +20,7 @@ def check_objective(config: DictConfig, overrides: Iterable[str]) -> None:
     objective = str(config.objective)
     if not any(override.startswith("objective=") for override in overrides) or objective.startswith("undetermined/"):
         return
-    names = list(_names(config))
+    names = list(dict.fromkeys(_names(config)))
     if not any(fnmatchcase(objective, name) for name in names):
         close = ", ".join(get_close_matches(objective, names, 5, 0.0)) or "none"
         raise ConfigError(

@@ -39,6 +39,9 @@ from immunization.theory.spectrum import triangular_factor
 
 log = logging.getLogger(__name__)
 
+HUB = "hub"
+"""As `reference`: the pretrained weights of the Hugging Face hub."""
+
 
 class Timm(Model):
     """A net of timm: images -> trunk (frozen) -> extractor (features [N, D]) -> head (its own classifier).
@@ -50,8 +53,9 @@ class Timm(Model):
     activations, and all that is measured, are computed as without them. In Python, `net` is a timm model of the
     caller's own, which is taken apart: give a copy.
 
-    The baseline is the net as it is before training, or, for audits, another one: that of the weights in `reference`,
-    or, where a map is folded into `checkpoint`, the net without it. The trunk is then empty.
+    The baseline is the net as it is before training, or, for audits, another one: that of the weights in `reference`
+    (`hub`: the pretrained ones), or, where a map is folded into `checkpoint`, the net without it. The trunk is then
+    empty.
     """
 
     deep = True
@@ -101,7 +105,8 @@ class Timm(Model):
         self.reference: dict[tuple[str, str], Tensor] = {}
         self.order: dict[str, Tensor] = {}
         if reference is not None:
-            self.compare_with(Timm(pair, name, checkpoint=reference, arguments=self.arguments))
+            weights = None if reference == HUB else reference
+            self.compare_with(Timm(pair, name, checkpoint=weights, arguments=self.arguments))
         elif stripped is not None:
             unfold(stripped)
             self.compare_with(Timm(pair, net=stripped))

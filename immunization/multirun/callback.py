@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
@@ -17,6 +17,10 @@ from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig, OmegaConf
 
 from immunization.errors import UserError
+from immunization.runs.filenames import REFUSED
+
+if TYPE_CHECKING:
+    from immunization.results.collect import Collection
 
 
 class SweepSummary(Callback):
@@ -46,6 +50,7 @@ class SweepSummary(Callback):
                 f"error: {folder} already holds runs; resume=true goes on with that sweep, another hydra.sweep.dir=... "
                 "starts a new one"
             )
+        _forget_refusals(folder)  # of a multirun that was killed
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: object) -> None:
         """Let go of a job's configuration: a launcher keeps what jobs return until the last one has run."""
@@ -59,27 +64,37 @@ class SweepSummary(Callback):
         if folder is None or not folder.is_dir():
             return "interrupted before the run began"
         if key == "hydra.sweep.dir":
-            from immunization.results.collect import collect
-            from immunization.results.page import summarize
-
             with suppress(UserError):  # no job has begun
-                summarize(collect([folder]), folder, config.objective)
+                _summary(config)
         return f"interrupted: the same command with {key}={folder} resume=true goes on"
 
     def on_multirun_end(self, config: DictConfig, **kwargs: object) -> None:
         """Print and save the summary; Hydra turns exceptions of callbacks into warnings, exits it lets pass."""
-        from immunization.results.collect import collect
-        from immunization.results.page import summarize
-
-        folder = Path(config.hydra.sweep.dir)
         try:
-            collection = collect([folder])
-            summarize(collection, folder, config.objective)
+            collection = _summary(config)
         except Exception:
             traceback.print_exc()
+            folder = config.hydra.sweep.dir
             sys.exit(f"error: the jobs have run, but there is no summary; python -m immunization.results {folder}")
         if any(problem.kind != "repeated" for problem in collection.problems):
             sys.exit(1)
+
+
+def _summary(config: DictConfig) -> Collection:
+    """Print and save the table over all jobs; what a job refused to write over is none of them, from here on it is."""
+    from immunization.results.collect import collect
+    from immunization.results.page import summarize
+
+    folder = Path(config.hydra.sweep.dir)
+    collection = collect([folder])
+    summarize(collection, folder, config.objective)
+    _forget_refusals(folder)
+    return collection
+
+
+def _forget_refusals(folder: Path) -> None:
+    for refused in folder.rglob(REFUSED):
+        refused.unlink()
 
 
 def _validate(sweeper: Sweeper, batch: Sequence[Sequence[str]]) -> None:

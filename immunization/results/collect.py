@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from immunization.errors import DataError
 from immunization.runs.environment import command_of
-from immunization.runs.filenames import CONFIG, RUN_LOG
+from immunization.runs.filenames import CONFIG, REFUSED, RUN_LOG
 from immunization.runs.result import Result
 from immunization.runs.resume import read_config, result_settings
 
@@ -119,6 +119,9 @@ def collect(paths: Iterable[str | Path]) -> Collection:
         except DataError as error:
             kind = "unreadable" if (folder / Result.file).exists() else "unfinished"
             collection.problems.append(Problem(folder, kind, str(error)))
+            continue
+        if (refused := folder / REFUSED).exists():  # what completed here is none of this multirun's
+            collection.problems.append(Problem(folder, "failed", refused.read_text()))
             continue
         if run.result.status != "completed":
             message = run.result.error or "no reason given"

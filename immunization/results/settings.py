@@ -129,8 +129,13 @@ def title(group: Sequence[Setting], others: Sequence[Sequence[Setting]] = ()) ->
     same = [other[0].first for other in others if other[0].first.result.dataset == first.result.dataset]
     names = dict.fromkeys(["dataset.protocol"] if "dataset.protocol" in first.settings else [])
     names |= dict.fromkeys(name for name in varying([run.settings for run in same]) if _of_group(name))
-    words += [f"{name.removeprefix('dataset.')}={_value(first.settings.get(name))}" for name in names]
-    return ", ".join(words)
+    known = {name: first.settings[name] for name in names if first.settings.get(name) is not None}
+    # evaluations and attacks that only some have, by name: their keys would fill a page
+    some = sorted(name for name in names if name.startswith(("attack.", "evaluation.")) and name.endswith("._target_"))
+    apart = tuple(name.removesuffix("_target_") for name in some)
+    words += [f"{name.removeprefix('dataset.')}={_value(v)}" for name, v in known.items() if not name.startswith(apart)]
+    chosen = [name.removesuffix("._target_") for name in some if name in known]
+    return ", ".join([*words, *chosen[:3], *([f"{len(chosen) - 3} more"] if len(chosen) > 3 else [])])
 
 
 def correlations(group: Sequence[Setting]) -> dict[str, dict[tuple[str, str], float]]:

@@ -6,6 +6,7 @@ CONFIG = "config.yaml"
 OVERRIDES = "overrides.yaml"
 ENVIRONMENT = "environment.json"
 RUN_LOG = "run.log"
+REFUSED = "refused.txt"  # why a job of a multirun left what it found here as it is; until the multirun ends
 METRICS = "metrics.jsonl"
 CHECKPOINT = "checkpoint.pt"
 OLDER_CHECKPOINT = "checkpoint.safetensors"  # of the version before

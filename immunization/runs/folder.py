@@ -17,7 +17,7 @@ from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 from torch import Tensor
 
 from immunization.config import build
-from immunization.errors import ConfigError, Preempted, UserError
+from immunization.errors import ConfigError, DataError, Preempted, UserError
 from immunization.runs import environment, files
 from immunization.runs.filenames import (
     ARRAYS,
@@ -27,6 +27,7 @@ from immunization.runs.filenames import (
     MODEL_CARD,
     OLDER_CHECKPOINT,
     OVERRIDES,
+    REFUSED,
     ROWS,
     RUN_LOG,
     WEIGHTS,
@@ -52,9 +53,13 @@ def unfinished(config: DictConfig, folder: Path) -> Result:
 def record_failure(config: DictConfig, folder: Path, error: Exception) -> str:
     """Write result.json for a job that failed before it had a RunFolder, and return what to say of it in one line.
 
-    What stands in the folder already stays: it tells the same, or is a completed run that was not to be written over.
+    What stands in the folder already stays: it tells the same, or is a completed run that was not to be written over,
+    beside which refused.txt says so to the multirun.
     """
     error = _in_words(error, folder)
+    with suppress(DataError):
+        if Result.read(folder).status == "completed":
+            files.write(folder / REFUSED, str(error))
     if not (folder / Result.file).exists():
         try:
             result = unfinished(config, folder)

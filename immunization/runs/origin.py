@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from immunization.errors import DataError
+from immunization.errors import ConfigError, DataError
 from immunization.runs import files
 from immunization.runs.filenames import weights_of
 from immunization.runs.resume import different, read_config
@@ -39,9 +39,10 @@ def audited(config: DictConfig, overrides: Iterable[str]) -> DictConfig:
                 config[key] = before[key]
         if "dataset" not in chosen or _target(config, "dataset") == before["dataset"]["_target_"]:
             config.dataset = _overridden(before["dataset"], config, "dataset", chosen)
-        if "model" not in chosen or _target(config, "model") == before["model"]["_target_"]:
-            model = _reloading(before["model"], Path(config.model.checkpoint).expanduser())
+        model = _reloading(before["model"], Path(config.model.checkpoint).expanduser())
+        if "model" not in chosen or _target(config, "model") == model["_target_"]:
             config.model = _overridden(model, config, "model", {*chosen, "model.checkpoint"})
+            _check_reference(config, before)
     return config
 
 
@@ -95,12 +96,33 @@ def _reloading(model: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
     """`model` so that it takes its weights from `checkpoint`, with what it was made from as the baseline of a net."""
     model = dict(model)
     if "checkpoint" not in model:  # a net that made its own weights
-        _, metadata = files.read_tensors(weights_of(checkpoint))
-        facts = json.loads(metadata["immunization"])
+        facts = _facts(checkpoint)
         known = {"name": facts["architecture"], "arguments": facts["arguments"], "trainable": model["trainable"]}
         return {"_target_": "immunization.models.Timm", **known}
-    if model.get("trainable") == "fold":  # the map is there
+    folded = model.get("trainable") == "fold"  # the map is there, and the net without it is the baseline
+    if folded:
         model["trainable"] = "last"
-    if model.get("checkpoint") and "reference" in model and Path(model["checkpoint"]).expanduser().exists():
-        model["reference"] = model["checkpoint"]
+    if "reference" in model:
+        if model.get("checkpoint") and Path(model["checkpoint"]).expanduser().exists():
+            model["reference"] = model["checkpoint"]
+        elif model.get("pretrained") and not model.get("checkpoint") and not folded:
+            model["reference"] = "hub"
     return model
+
+
+def _check_reference(config: DictConfig, before: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an immunized net without a folded map where its baseline is not known."""
+    changed = before.get("immunize", True) and before["method"]["_target_"] != "immunization.methods.Identity"
+    if not changed or _target(config, "model") != "immunization.models.Timm" or config.model.get("reference"):
+        return
+    if "fold" not in _facts(Path(config.model.checkpoint).expanduser()):
+        raise ConfigError(
+            f"model.checkpoint={config.model.checkpoint}: its run folder does not say where the weights before "
+            "immunization are; give model=timm model.reference=<file or run folder>, or hub for the pretrained ones"
+        )
+
+
+def _facts(checkpoint: Path) -> dict[str, Any]:
+    """What stands of a net in the header of its weights."""
+    _, metadata = files.read_tensors(weights_of(checkpoint))
+    return json.loads(metadata.get("immunization", "{}"))

@@ -98,7 +98,7 @@ def completed(config: DictConfig, folder: Path) -> Result | None:
     if differing := different(result_settings(before), result_settings(now)):
         raise ConfigError(
             f"{folder} holds a completed run of another configuration ({', '.join(differing)}); another folder "
-            "(hydra.run.dir=...) starts a new one"
+            "(hydra.run.dir=..., with -m hydra.sweep.dir=...) starts a new one"
         )
     return result
 

@@ -14,8 +14,8 @@ from helpers.data_files import CSV, IMAGES, MNIST, NPZ, csv, image_pair, mnist, 
 from hydra.core.global_hydra import GlobalHydra
 from safetensors.torch import save_file
 
-import launch
 from immunization import Result
+from immunization.__main__ import start
 from immunization.results import run_figures
 from immunization.runs.filenames import CHECKPOINT
 
@@ -186,7 +186,7 @@ def refused(tmp_path, monkeypatch, capsys, count):
         monkeypatch.setattr(sys, "argv", ["launch.py", *arguments])
         GlobalHydra.instance().clear()
         with pytest.raises(SystemExit) as end:
-            launch.cli()
+            start()
         captured = capsys.readouterr()
         assert "Traceback" not in captured.out + captured.err
         assert isinstance(end.value.code, str), captured.err

@@ -20,8 +20,8 @@ from helpers.repository import ROOT
 from helpers.runs import DEEP, QUICK, outcome
 from hydra.core.global_hydra import GlobalHydra
 
-import launch
 from immunization import Result, run
+from immunization.__main__ import start
 from immunization.runs import files
 from immunization.runs.filenames import CHECKPOINT, WEIGHTS
 from immunization.runs.resume import read_config
@@ -115,7 +115,7 @@ class Multi:
     def __call__(self) -> None:
         sys.argv = ["launch.py", "-m", *self.overrides, "resume=true", f"hydra.sweep.dir={self.folder}"]
         GlobalHydra.instance().clear()
-        launch.cli()
+        start()
 
     def folders(self) -> list[Path]:
         return [path for path in self.folder.glob("*") if path.is_dir()]

@@ -143,6 +143,19 @@ def test_submitit_runs_jobs_on_this_machine(tmp_path):
 # --- Resume -----------------------------------------------------------------------------------------------------------
 
 
+def test_resume_takes_no_job_of_another_configuration_for_its_own(tmp_path):
+    folder = ("hydra.sweep.dir=runs", "hydra.sweep.subdir=${hydra.job.num}", "resume=true")
+    assert launch("-m", *QUICK, *folder, "seed=0", cwd=tmp_path).returncode == 0
+    kept = (tmp_path / "runs" / "0" / Result.file).read_bytes()
+    done = launch("-m", *QUICK, *folder, "seed=5,1", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "runs/0 holds a completed run of another configuration (seed: 0 -> 5, dataset.seed" in done.stderr
+    assert "1 completed, 1 failed" in done.stdout
+    assert (tmp_path / "runs" / "0" / Result.file).read_bytes() == kept
+    done = launch("-m", *QUICK, *folder, "seed=0,1", cwd=tmp_path)
+    assert (done.returncode, "2 completed" in done.stdout) == (0, True)
+
+
 def test_resume_of_a_single_run(tmp_path, capsys):
     first = run([*QUICK], folder=tmp_path)
     written = (tmp_path / "result.json").stat().st_mtime_ns

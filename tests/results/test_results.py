@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 from helpers.made_runs import METHODS, make_run
 from helpers.repository import ROOT
 from scipy import stats
@@ -315,3 +316,15 @@ def test_results_of_failed_runs_alone(tmp_path, capsys):
     make_run(tmp_path / "runs" / "0", status="failed", error="no data")
     command.main([str(tmp_path / "runs"), "--output", str(tmp_path / "out")])
     assert "1 failed: no data" in capsys.readouterr().out
+
+
+def test_attacks_that_only_some_runs_have_stand_in_the_title_by_name(tmp_path):
+    names = ("adam", "lbfgs", "momentum", "scaled")
+    for folder, chosen in (("plain", ()), ("audit", names)):
+        path = make_run(tmp_path / folder) / "config.yaml"
+        attacks = {name: {"_target_": f"immunization.attacks.{name}", "steps": 9} for name in chosen}
+        path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"attack": attacks}))
+    groups = settings(collect([tmp_path]))
+    titles = {title(group, groups) for group in groups}
+    plain = "digits, linear, protocol=one_vs_rest"
+    assert titles == {plain, f"{plain}, attack.adam, attack.lbfgs, attack.momentum, 1 more"}

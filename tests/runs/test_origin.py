@@ -3,9 +3,13 @@
 import shutil
 
 import pytest
+import torch
 from helpers.runs import DEEP, QUICK
 
 from immunization import run
+from immunization.errors import ConfigError
+from immunization.models import timm as nets
+from immunization.models import weights
 from immunization.runs.resume import read_config
 
 pytestmark = pytest.mark.trains
@@ -59,3 +63,33 @@ def test_a_net_is_found_again_from_its_run_folder(tmp_path):
     for name in ("rir", "kappa_harmful", "kappa_harmful_baseline"):
         assert again.metrics[name] == pytest.approx(first.metrics[name], rel=1e-3)
     assert not {"other_data", "unknown_data"} & set(again.flags)
+
+
+LAST = ("method=condition_number", "method.epochs=1", "method.batch_size=64")
+
+
+def test_the_baseline_of_a_net_from_the_hub_is_the_hubs(tmp_path, monkeypatch):
+    """Its last block was trained: nothing in the weights tells what it was before."""
+
+    def create(name, checkpoint, pretrained, arguments):
+        if checkpoint is None and pretrained:
+            torch.manual_seed(7)
+        return weights.create(name, checkpoint, False, arguments)
+
+    monkeypatch.setattr(nets, "create", create)
+    hub = ("model=timm", "model.name=test_resnet", "model.arguments={in_chans:1,num_classes:4}")
+    first = run([*DEEP, *hub, *LAST], folder=tmp_path / "run")
+    again = run([*AUDIT, f"model.checkpoint={tmp_path / 'run'}"], folder=tmp_path / "audit")
+    assert read_config(tmp_path / "audit")["model"]["reference"] == "hub"
+    for name in ("kappa_harmful", "kappa_harmful_baseline"):
+        assert again.metrics[name] == pytest.approx(first.metrics[name], rel=1e-3)
+    assert first.metrics["kappa_harmful"] != pytest.approx(first.metrics["kappa_harmful_baseline"], rel=1e-3)
+
+
+def test_a_baseline_that_nothing_names_is_asked_for(tmp_path):
+    run([*DEEP, *LAST], folder=tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"give model=timm model\.reference=<file or run folder>, or hub"):
+        run([*AUDIT, f"model.checkpoint={tmp_path / 'run'}"], folder=tmp_path / "audit")
+    run([*DEEP, "method=identity"], folder=tmp_path / "start")
+    asked = [*AUDIT, f"model.checkpoint={tmp_path / 'run'}", "model=timm", f"model.reference={tmp_path / 'start'}"]
+    assert "unchanged" not in run(asked, folder=tmp_path / "again").flags

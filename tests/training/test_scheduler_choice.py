@@ -10,7 +10,7 @@ from helpers.runs import QUICK
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 
-import launch
+from immunization.__main__ import start
 from immunization.config import CONF, compose
 from immunization.runs.tracker import history
 
@@ -84,7 +84,7 @@ def test_a_scheduler_of_ones_own_from_the_command_line(tmp_path, own, monkeypatc
     options = [*QUICK, "method.epochs=4", "optimizer.lr=1e-3", "scheduler=poly", f"hydra.run.dir={tmp_path / 'run'}"]
     monkeypatch.setattr(sys, "argv", ["launch.py", "--config-dir", str(tmp_path / "conf"), *options])
     GlobalHydra.instance().clear()
-    launch.cli()
+    start()
     assert history(tmp_path / "run")["lr"]["y"] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4], rel=1e-12)
 
 
@@ -93,6 +93,6 @@ def test_keys_of_a_scheduler_that_is_not_chosen(monkeypatch):
     GlobalHydra.instance().clear()
     message = "error: there is no key scheduler.T_max; choose a scheduler first; scheduler=cosine has it"
     with pytest.raises(SystemExit, match=f"^{re.escape(message)}$"):
-        launch.cli()
+        start()
     with pytest.raises(HydraException):
         compose(["scheduler=cosine", "scheduler.gamma=3"])
