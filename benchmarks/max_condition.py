@@ -10,23 +10,30 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
 from immunization import run
-from immunization.results.plot import INK, LINES, MARKERS, PALETTE, inked, legend_below, panel_axes
+from immunization.results.plot import INK, LINES, MARKERS, PALETTE, fit_log, inked, legend_below, panel_axes
+from immunization.runs.result import Result
 
 FORMATS = ("float32", "bfloat16", "int8")
 """float16 costs a CPU a second an image, and keeps three more bits than bfloat16."""
-COLUMNS = ("steps_ratio/harmful", "steps_ratio/primary", *(f"deployment/accuracy_{form}" for form in FORMATS))
+COLUMNS = (
+    "rir",
+    "test/rir",
+    "steps_ratio/harmful",
+    "steps_ratio/primary",
+    *(f"deployment/accuracy_{form}" for form in FORMATS),
+)
 LEAST_STEPS = 500
 """The harmful steps ratio that a default should keep."""
 LOSSES = {"bfloat16": 1, "int8": 3}
 """Points of accuracy that a default may lose in a format."""
 
-Rows = Mapping[str, Mapping[str, float | None]]
-"""Bound, as it is written -> metrics of its run."""
+Rows = Mapping[str, Result]
+"""Bound, as it is written -> its run."""
 
 
 def measure(experiment: str, overrides: Sequence[str], bounds: Sequence[str], folder: Path) -> Rows:
@@ -37,15 +44,19 @@ def measure(experiment: str, overrides: Sequence[str], bounds: Sequence[str], fo
     for bound in bounds:
         options = [f"experiment={experiment}", *overrides, f"method.max_condition={bound}", "tracker=none"]
         with redirect_stdout(sys.stderr):
-            rows[bound] = run([*options, "resume=true"], folder / experiment / bound, quiet=True).metrics
+            result = rows[bound] = run([*options, "resume=true"], folder / experiment / bound, quiet=True)
         if len(rows) == 1:
-            print(line("before", {name: rows[bound].get(f"{name}_baseline") for name in COLUMNS}))
-        print(line(bound, rows[bound]), flush=True)
+            print(line("before", {name: result.metrics.get(f"{name}_baseline") for name in COLUMNS}))
+        print(line(bound, result.metrics, result.flags), flush=True)
     return rows
 
 
-def line(name: str, metrics: Mapping[str, float | None]) -> str:
-    values = ("" if metrics.get(column) is None else f"{metrics[column]:.4g}" for column in COLUMNS)
+def line(name: str, metrics: Mapping[str, float | None], flags: Collection[str] = ()) -> str:
+    """A line of the table; > stands before a number of steps that was not reached."""
+    marks = {"steps_ratio/harmful": ">" * ("capped_harmful" in flags)}
+    values = (
+        "" if metrics.get(column) is None else f"{marks.get(column, '')}{metrics[column]:.4g}" for column in COLUMNS
+    )
     return f"| {name} | " + " | ".join(values) + " |"
 
 
@@ -55,17 +66,25 @@ def draw(tables: Mapping[str, Rows], path: Path) -> None:
         figure, axes = panel_axes(2 * len(tables), 3.6, 2.3, legend_rows=1, columns=len(tables))
         for i, (experiment, rows) in enumerate(tables.items()):
             steps, lost = axes[i], axes[i + len(tables)]
-            ratios = [metrics["steps_ratio/harmful"] for metrics in rows.values()]
+            ratios = [result.metrics["steps_ratio/harmful"] for result in rows.values()]
             steps.plot(range(len(rows)), ratios, color=INK, marker=MARKERS[0])
+            for j, result in enumerate(rows.values()):
+                if "capped_harmful" in result.flags:
+                    steps.annotate(
+                        "at least", (j, ratios[j]), (0, 6), textcoords="offset points", ha="center", fontsize=8
+                    )
             steps.axhline(LEAST_STEPS, color=INK, linestyle=":", linewidth=1)
-            steps.set(title=experiment, ylabel="harmful steps ratio", yscale="log")
+            steps.set(title=experiment, ylabel="harmful steps ratio")
+            fit_log(steps.yaxis, ratios)
             for j, form in enumerate(FORMATS):
                 name, color = f"deployment/accuracy_{form}", PALETTE[j + 1]
-                points = [100 * (metrics[f"{name}_baseline"] - metrics[name]) for metrics in rows.values()]
+                points = [100 * (r.metrics[f"{name}_baseline"] - r.metrics[name]) for r in rows.values()]
                 lost.plot(range(len(rows)), points, color=color, linestyle=LINES[j], marker=MARKERS[j], label=form)
                 if form in LOSSES:
                     lost.axhline(LOSSES[form], color=color, linestyle=":", linewidth=1)
             lost.set(ylabel="points of accuracy lost")
+            lost.set_yscale("symlog", linthresh=5)
+            lost.set_yticks([-3, 0, 1, 3, 10, 30, 100], ["-3", "0", "1", "3", "10", "30", "100"])
             for ax in (steps, lost):
                 names = ["none" if bound == "null" else bound for bound in rows]
                 ax.set_xticks(range(len(rows)), names)
