@@ -31,3 +31,15 @@ def test_benchmarks_run(name):
     command = [sys.executable, str(ROOT / "benchmarks" / name), *SMALL[name]]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert EXPECTED.get(name, "condition_number") in run.stdout
+
+
+@pytest.mark.slow
+def test_bounds_are_compared_and_drawn(tmp_path):
+    arguments = ["experiment=digits_deep", "method=learning_curve", "method.epochs=2", "--bounds=4,null"]
+    command = [sys.executable, str(ROOT / "benchmarks/max_condition.py"), *arguments, "--figure=bounds.png"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for _ in range(2):  # the second takes the runs of the first
+        run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert [line.split("|")[1].strip() for line in run.stdout.split("\n")[5:8]] == ["before", "4", "null"]
+    assert run.stderr.count("completed before") == 2
+    assert (tmp_path / "bounds.png").stat().st_size > 10_000

@@ -90,7 +90,7 @@ class LearningCurve(Method):
 
     `max_condition` bounds the condition number of theta, so that number formats of few digits hold it and its inverse:
     after every step theta goes to the nearest matrix within the bound (projected descent), and at the end to the scale
-    of the inputs, by a power of two. "auto" is `MAX_CONDITION` for nets and no bound for linear models.
+    of the inputs, by a power of two. "auto" is `MAX_CONDITION` for nets and no bound for linear models, None no bound.
 
     `rotate=True` ends in a random rotation drawn from torch's global generator: the curves stay, attackers that treat
     coordinates separately (Adam) lose. The primary head is set to the least squares of the inputs, whose predictions
@@ -111,7 +111,7 @@ class LearningCurve(Method):
         centered: bool = False,
         patience: AtLeastOne | None = 100,
         rotate: bool = True,
-        max_condition: AboveOne | Literal["auto"] | None = None,
+        max_condition: AboveOne | Literal["auto"] | None = "auto",
     ) -> None:
         super().__init__(epochs, patience=patience)
         self.lambda_P, self.lambda_H, self.benign_weight = lambda_P, lambda_H, benign_weight

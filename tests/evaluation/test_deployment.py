@@ -25,7 +25,7 @@ def condition_of(net):
 
 @pytest.mark.parametrize(
     "method",
-    [ClosedForm(ridge=1e-5, max_condition="auto"), LearningCurve(1, max_condition="auto")],
+    [ClosedForm(ridge=1e-5, max_condition="auto"), LearningCurve(1)],
     ids=lambda method: method.name,
 )
 def test_nets_are_bounded_and_keep_every_format(folded, method):
