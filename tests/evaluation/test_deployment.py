@@ -1,11 +1,12 @@
 """The accuracy of immunized nets in the number formats that people run nets in."""
 
 import pytest
+import timm
 import torch
 from helpers.nets import build, open_pair
 
 from immunization.evaluation import Comparison, Deployment
-from immunization.evaluation.deployment import FORMATS
+from immunization.evaluation.deployment import FORMATS, logits_in
 from immunization.methods import ClosedForm, LearningCurve
 from immunization.methods.linear_map import MAX_CONDITION
 
@@ -59,3 +60,17 @@ def test_a_trained_net_has_no_baseline_to_deploy(folders):
     measures = Deployment(images=4)(Comparison(tasks, net))
     assert measures.metrics["deployment/accuracy_float32"] is not None
     assert measures.metrics["deployment/accuracy_float32_baseline"] is None
+
+
+@torch.no_grad()
+def test_float16_of_a_cpu_is_that_of_a_gpu():
+    """Sums in float32, results rounded: as near to torch's own float16 as that is to float32, and it overflows, too."""
+    net, images = timm.create_model("test_resnet").eval(), torch.randn(4, 3, 64, 64)
+    batches = [(images, torch.zeros(4))]
+    half, native = logits_in(net, "float16", batches), net.half()(images.half()).float()
+    scale, exact = native.abs().max(), logits_in(net.float(), "float32", batches)
+    assert half.equal(half.half().float())
+    assert (half - exact).abs().max() < 2e-3 * scale
+    assert (half - native).abs().max() < 3e-3 * scale
+    net.get_classifier().weight.fill_(6e4)
+    assert not torch.isfinite(logits_in(net, "float16", batches)).any()
