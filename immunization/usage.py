@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from immunization.config import CONF
 
-INTERNAL = ("optimizer/table1_closest", "sweeps/wandb")
+INTERNAL = ("optimizer/table1_closest", "optimizer/table2_closest", "sweeps/wandb")
 """Groups that an experiment chooses from, or that only W&B reads."""
 
 WIDTH, COLUMN = 118, 26

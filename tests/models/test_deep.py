@@ -92,7 +92,8 @@ def test_faster_steps_train_the_same_net_and_change_no_measure(tmp_path, net, tr
     for name in kappas:
         assert result.metrics[f"{name}_baseline"] == plain.metrics[f"{name}_baseline"]
     stored = f"model.checkpoint={tmp_path / 'fast' / 'immunized.safetensors'}"
-    measured = run([*net, "immunize=false", stored], tmp_path / "measured")
+    itself = stored.replace("checkpoint", "reference")
+    measured = run([*net, "immunize=false", stored, itself], tmp_path / "measured")
     assert [measured.metrics[name] for name in kappas] == [result.metrics[name] for name in kappas]
 
 
