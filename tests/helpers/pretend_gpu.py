@@ -71,6 +71,9 @@ class GpuTensor(Tensor):
     def __repr__(self, **_) -> str:
         return f"{self.held!r} on {CUDA}"
 
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return self.held.__reduce_ex__(protocol)  # what is read again with map_location="cpu"
+
     def __deepcopy__(self, memo: dict) -> GpuTensor:
         return memo.setdefault(id(self), _like(self, self.held.clone()))
 
