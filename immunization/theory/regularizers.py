@@ -240,8 +240,8 @@ def r_ill_of_features(features: Tensor, rank: int, theta: Tensor | None = None) 
 
 
 def _log_condition_number(f: Tensor, rank: int, power: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The value of `log_condition_number`, its derivatives in log sigma_i^2 [k], sigma [k] and V [D, k]."""
-    factor = torch.linalg.qr(f, mode="r").R if f.shape[0] > f.shape[1] else f
+    """The value of `log_condition_number`, its derivatives in log sigma_i^2 [k], sigma [k] and V [D, k], on the CPU."""
+    factor = (torch.linalg.qr(f, mode="r").R if f.shape[0] > f.shape[1] else f).cpu()
     _, sigma, vh = torch.linalg.svd(factor, full_matrices=False)
     sigma, v = sigma[:rank], vh[:rank].T
     if len(sigma) < rank or not sigma[-1] > 0:
@@ -262,9 +262,10 @@ class _LogConditionNumber(torch.autograd.Function):
         f = features.detach().double()
         value, slope, sigma, v = _log_condition_number(f, rank, power)
         seen = slope.nonzero()[:, 0]
-        ctx.save_for_backward(f, v[:, seen], slope[seen] / sigma[seen] ** 2)
+        pairs = (v[:, seen], slope[seen] / sigma[seen] ** 2)
+        ctx.save_for_backward(f, *(part.to(f.device, non_blocking=True) for part in pairs))
         ctx.dtype = features.dtype
-        return value.to(features.dtype)
+        return value.to(features, non_blocking=True)
 
     @staticmethod
     @once_differentiable
@@ -313,5 +314,6 @@ def relative_log_condition_slope(features: Tensor, rank: int, power: float) -> t
     E = 2 V diag(s) V^T with s_i the derivative in log sigma_i^2, at most 1. It does not grow as sigma_k vanishes, as
     the gradient in F does, and steps F <- F exp(-rate E) never meet the pole that log kappa has there.
     """
-    value, slope, _, v = _log_condition_number(features.double(), rank, power)
+    found = _log_condition_number(features.double(), rank, power)
+    value, slope, _, v = (part.to(features.device, non_blocking=True) for part in found)
     return value, 2 * (v * slope) @ v.T
