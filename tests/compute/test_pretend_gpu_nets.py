@@ -13,9 +13,17 @@ QUICK = [
 ]
 MORE = [
     *[(f"method={name}",) for name in ("r_ill_only", "opt_kappa", "imma", "learning_curve_net", "closed_form")],
-    *[(f"model.{option}", "method=condition_number") for option in ("channels_last=true", "trainable=fold")],
-    *[(f"dataset.{option}", "method=condition_number") for option in ("cache_limit=0", "augment=true")],
-    ("method=condition_number", "method.max_accuracy_drop=0.5", "dtype=float32", "deterministic=true"),
+    ("model.trainable=fold", "method=condition_number"),
+    ("method=condition_number", "method.max_accuracy_drop=0.5", "deterministic=true"),
+]
+FOLDERS = ("dataset=image_folders", "dataset.size=32", "dataset.batch_size=16", "model=timm", "model.name=test_resnet")
+FOLDERS += ("model.pretrained=false", "+model.arguments.num_classes=4", "method=condition_number", "method.epochs=1")
+FOLDERS += ("method.batch_size=16", "tracker=none", "figures=false", "evaluation=[rir]")
+READING = [
+    ("dataset.cache_limit=0",),
+    ("dataset.augment=true",),
+    ("dataset.cache=null",),
+    ("model.channels_last=true",),
 ]
 PROBES, TUNING = ("linear_probe", "undo", "weights_int8"), ("last_block_finetune", "full_finetune_adamw", "lora")
 
@@ -24,6 +32,10 @@ PROBES, TUNING = ("linear_probe", "undo", "weights_int8"), ("last_block_finetune
 def cache(tmp_path_factory) -> str:
     """Where the net that all tests start from is kept."""
     return f"cache={tmp_path_factory.mktemp('cache')}"
+
+
+def roots(folders) -> list[str]:
+    return [f"dataset.{role}_root={folder}" for role, folder in zip(("primary", "harmful"), folders, strict=True)]
 
 
 @pytest.mark.parametrize("options", QUICK, ids=" ".join)
@@ -35,6 +47,20 @@ def test_methods(tmp_path, cache, options):
 @pytest.mark.parametrize("options", MORE, ids=" ".join)
 def test_more_methods_and_options(tmp_path, cache, options):
     agree(*run_on_both([*SHORT, cache, *options], tmp_path)[:2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", READING, ids=" ".join)
+def test_how_images_are_read(tmp_path, folders, options):
+    cache = f"dataset.cache={tmp_path / 'cache'}"
+    agree(*run_on_both([*FOLDERS, *roots(folders), cache, "dtype=float64", *options], tmp_path)[:2])
+
+
+@pytest.mark.slow
+def test_low_precision(tmp_path, folders):
+    """Which operations autocast rounds is the device's own affair: the runs are alike to bfloat16's three digits."""
+    options = ["model.amp=bfloat16", "dtype=float32", f"dataset.cache={tmp_path}"]
+    agree(*run_on_both([*FOLDERS, *roots(folders), *options], tmp_path)[:2], tolerance=0.05)
 
 
 def test_attacks(tmp_path, cache):

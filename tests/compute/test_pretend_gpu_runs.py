@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from helpers.both_devices import agree, run_on_both
+from helpers.both_devices import agree, run_on_both, waits_a_step
 from helpers.houses import write_table
 from helpers.pretend_gpu import pretended_gpu
 from helpers.runs import resumed
@@ -98,3 +98,23 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     assert "RIR" in capsys.readouterr().out
     assert OmegaConf.load(tmp_path / "environment.json").device == "cuda:0"
     assert seen["to_cpu"]
+
+
+WAITS = {
+    "method=imma": 1,
+    "method=r_ill_only": 2,
+    "method=condition_number": 3,
+    "method=condition_number method.power=inf": 3,
+    "method=condition_number method.batch_size=80": 3,
+    "method=opt_kappa": 3,
+    "method=opt_kappa method.form=log": 3,
+    "method=opt_kappa method.conditioning=authors": 3,
+    "method=learning_curve method.patience=null": 3,
+    "method=released_condition_number method.batch_size=80": 5,
+}
+
+
+@pytest.mark.parametrize("options", WAITS)
+def test_waits_a_step(tmp_path, options):
+    """One of them is the loss, which says whether the training has diverged (docs/performance.md)."""
+    assert waits_a_step([*SMALL, *options.split()], tmp_path) == WAITS[options]

@@ -33,3 +33,14 @@ def run_on_both(overrides: Sequence[str], folder: Path) -> tuple[Result, Result,
         gpu = run([*overrides, "device=cuda"], folder / "gpu", quiet=True)
     assert seen["to_cpu"], "nothing was computed on the pretended GPU"
     return cpu, gpu, seen
+
+
+def waits_a_step(overrides: Sequence[str], folder: Path) -> float:
+    """How often Python waits for the pretended GPU in an epoch of a run that logs nothing."""
+    counts = []
+    for epochs in (2, 4):
+        with pretended_gpu() as seen:
+            quiet = ["device=cuda", "log_every=1000", "evaluation=[]", f"method.epochs={epochs}"]
+            run([*overrides, *quiet], folder / str(epochs), quiet=True)
+        counts.append(seen["waits"])
+    return (counts[1] - counts[0]) / 2

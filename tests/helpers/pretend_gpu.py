@@ -84,13 +84,13 @@ def _like(given: Tensor, held: Tensor) -> GpuTensor:
     return made
 
 
-def _tensors(tree: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+def _tensors(*trees: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)]
 
 
 def _check(func, name: str, args: tuple, kwargs: dict, written: list[Tensor]) -> None:
     """Raise where CUDA would refuse an operation on these tensors, of which one at least is on the GPU."""
-    tensors = _tensors((args, kwargs))
+    tensors = _tensors(args, kwargs)
     if name in INDEXED:
         if not isinstance(args[0], GpuTensor) and any(isinstance(index, GpuTensor) for index in args[1]):
             raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
@@ -126,7 +126,7 @@ def _count(name: str, args: tuple, kwargs: dict, onto: bool, seen: Counter) -> N
 
 def _run(func, args: tuple, kwargs: dict, seen: Counter, generator: torch.Generator | None) -> object:
     """An operation where its tensors are, or where it is told to make one."""
-    device, tensors = kwargs.get("device"), _tensors((args, kwargs))
+    device, tensors = kwargs.get("device"), _tensors(args, kwargs)
     met = any(isinstance(tensor, GpuTensor) for tensor in tensors)
     onto = met if device is None else torch.device(device).type == "meta"
     if not (met or onto):
