@@ -43,7 +43,6 @@ LOW = {torch.conv2d, torch._C._nn.linear, torch.matmul, Tensor.matmul, Tensor.__
 class GpuTensor(Tensor):
     """`held`, a tensor on the CPU, as it would be on a GPU."""
 
-    held: Tensor
     device = property(lambda self: CUDA)
     is_cuda, is_meta = property(lambda self: True), property(lambda self: False)
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -96,10 +95,10 @@ def _check(func, name: str, args: tuple, kwargs: dict, written: list[Tensor]) ->
             raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
         tensors = [args[0], *args[2:3]]  # indices on the CPU are moved by CUDA itself
     others = [tensor for tensor in tensors if not isinstance(tensor, GpuTensor)]
-    mixes = torch.Tag.pointwise in func.tags or name in MIX | INDEXED or name.startswith(("_foreach", "_fused"))
-    if name == "where" and not isinstance(args[0], GpuTensor):
-        mixes = False
-    own = not name.startswith(("_foreach", "_fused")) and not all(isinstance(one, GpuTensor) for one in written)
+    lists = name.startswith(("_foreach", "_fused"))
+    mixes = torch.Tag.pointwise in func.tags or name in MIX | INDEXED or lists
+    mixes = mixes and (name != "where" or isinstance(args[0], GpuTensor))
+    own = not lists and not all(isinstance(one, GpuTensor) for one in written)
     if own or (others and not (mixes and all(tensor.dim() == 0 for tensor in others))):
         said = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
         raise RuntimeError(f"{said} ({func}; on the cpu: {', '.join(str(tuple(x.shape)) for x in others)})")
@@ -111,13 +110,11 @@ def _count(name: str, args: tuple, kwargs: dict, onto: bool, seen: Counter) -> N
     """Add to `to_cpu`, `to_gpu` (copies), `waits` and `waits: <operation>`."""
     waits = name in WAITS
     if name in COPIES:
-        target, source = args[:2] if name == "copy_" else (None, args[0])
-        onto = isinstance(target, GpuTensor) if name == "copy_" else onto
-        if isinstance(source, GpuTensor) != onto:
-            way = "to_gpu" if onto else "to_cpu"
-            seen[way] += 1
-            waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
-            name = way
+        into = isinstance(args[0], GpuTensor) if name == "copy_" else onto
+        if isinstance(args[name == "copy_"], GpuTensor) != into:
+            waits = not (kwargs.get("non_blocking") or (name == "copy_" and args[2:] and args[2]))
+            name = "to_gpu" if into else "to_cpu"
+            seen[name] += 1
     elif name in INDEXED:  # a mask is made indices by nonzero; indices on the CPU are copied
         waits = any(i is not None and (i.dtype == torch.bool or not isinstance(i, GpuTensor)) for i in args[1])
     if waits:
@@ -174,9 +171,7 @@ def _outer(value: object, aliases: object, written: dict[str, Tensor], onto: boo
 
 
 class _Operations(TorchDispatchMode):
-    def __init__(self, *where: object) -> None:
-        super().__init__()
-        self.where = where
+    where: tuple[Counter, torch.Generator]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return _run(func, args, kwargs or {}, *self.where)
@@ -233,9 +228,10 @@ class _Calls(TorchFunctionMode):
 @contextlib.contextmanager
 def pretended_gpu(devices: int = 1) -> Iterator[Counter]:
     """Inside, this machine has a GPU (or says that it has several); gives what is counted, see `_count`."""
-    seen, generator, calls = Counter(), torch.Generator(), _Calls()
+    seen, generator, calls, operations = Counter(), torch.Generator(), _Calls(), _Operations()
+    operations.where = seen, generator
     facts = {"is_available": True, "is_initialized": True, "device_count": devices, "current_device": 0}
-    facts |= {"set_device": None, "synchronize": None, "_lazy_init": None, "get_device_name": "pretended GPU"}
+    facts |= {"set_device": None, "_lazy_init": None, "get_device_name": "pretended GPU"}
     patches = {name: lambda *_, fact=fact, **__: fact for name, fact in facts.items()}
     patches |= dict.fromkeys(["manual_seed", "manual_seed_all"], generator.manual_seed)
     patches |= {"get_rng_state": lambda *_: generator.get_state()}
@@ -248,6 +244,6 @@ def pretended_gpu(devices: int = 1) -> Iterator[Counter]:
         stack.enter_context(mock.patch.object(optimizer, "_foreach_supported_types", kinds))
         for name in ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"):  # by torch's age
             stack.enter_context(mock.patch.object(optimizer.Optimizer, name, create=True))
-        stack.enter_context(_Operations(seen, generator))
+        stack.enter_context(operations)
         stack.enter_context(calls)
         yield seen
