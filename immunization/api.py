@@ -13,6 +13,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
+from immunization.compute import machine
 from immunization.config import build, compose
 from immunization.data.images import ImagePair
 from immunization.data.loaders import LabeledBatches, Loader, rows_of_loader
@@ -40,6 +41,7 @@ from immunization.training.optimization import optimizer_of, scheduler_of
 __all__ = ["audit", "immunize", "load", "save"]
 
 
+@machine.full_precision()
 def immunize(
     model: nn.Module,
     primary_loader: Loader,
@@ -108,6 +110,7 @@ def save(model: nn.Module, folder: str | Path, result: Result | None = None, **a
     return folder
 
 
+@machine.full_precision()
 def audit(
     model: nn.Module,
     primary_loader: Loader,
@@ -142,7 +145,8 @@ def audit(
     if isinstance(model, LinearMap):
         rows = {"primary": primary_loader, "harmful": harmful_loader}
         pair = TaskPair("loaders", **{role: rows_of_loader(role, loader) for role, loader in rows.items()})
-        audited = Linear(pair.to(model.theta.device, torch.float64))
+        pair = pair.to(model.theta.device, torch.float64)
+        audited = Linear(pair)
         audited.extractor = copy.deepcopy(model).double()
         fit_head(audited, probe_of_inputs(pair.primary))
     else:

@@ -12,8 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from immunization.compute import distributed, randomness
-from immunization.compute.machine import device_of
+from immunization.compute import distributed, machine, randomness
 from immunization.config import build, check, compose, slug
 from immunization.evaluation import Comparison, Measures
 from immunization.evaluation.objective import check_objective
@@ -33,6 +32,9 @@ from immunization.training.checkpoint import Checkpointer
 from immunization.training.monitor import Monitor
 from immunization.training.session import TrainingSession, assemble, follow
 from immunization.training.signals import Stop
+
+AFTERWARDS = "what was trained is kept: measure it with immunize=false device=cpu model.checkpoint=<this run's folder>"
+"""What to do where memory ends after the training."""
 
 
 def run(
@@ -58,7 +60,8 @@ def run(
         folder = Path("outputs") / slug(config.name) / datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
     folder, overrides = Path(folder), list(overrides or ())
     config = audited(config, overrides)
-    with randomness.deterministic(config.deterministic), distributed.group(config.device):
+    alike = randomness.deterministic(config.deterministic), machine.full_precision()
+    with alike[0], alike[1], distributed.group(config.device):
         if distributed.rank():
             return follow(config, folder)
         with RunFolder(config, folder, overrides) as run, Stop().listening() as stop:
@@ -80,7 +83,7 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     run.begin()
     check(config)
     check_objective(config, run.overrides)
-    device = device_of(config.device)
+    machine.device_of(config.device)  # a GPU that is not there is said so before the data are read
     with importing("starting the tracker"):
         run.track(state)
     with waiting("preparing data, model and optimizer"):
@@ -89,7 +92,7 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     run.result.about, run.result.method, run.result.model = pair.about, method.name, model.name
     log.info("%s: %s", pair.name, pair.about)
 
-    run.record(device, state)
+    run.record(parts.device, state)
     keeper = Checkpointer(run.path, settings_of(config), stop, **config.checkpoint)
     monitor = Monitor(model, parts.trained_on, run.result, run.trackers)
     session = TrainingSession(config, parts, monitor, keeper, run.recorder, state)
@@ -105,7 +108,7 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     run.keep({**weights, **pair.tensors}, header, rows, sources)
 
     comparison = Comparison(pair, model, parts.start or None)
-    with run.timed("evaluate"), waiting("measuring"):
+    with run.timed("evaluate"), waiting("measuring"), machine.gpu_memory("the measures", AFTERWARDS):
         measures = evaluate(config, comparison)
     for name, reason in (method.flags | data_flags(config)).items():
         measures.flag(name, reason)
@@ -114,7 +117,7 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     if method.undetermined:
         measures.withhold("undetermined", method.undetermined)
     if config.get("attack"):
-        with run.timed("attack"):
+        with run.timed("attack"), machine.gpu_memory("the attacks", AFTERWARDS):
             measures.merge(attack(config, model, comparison, parts.start, run.path / ATTACKS))
     run.result.metrics, run.result.reasons = measures.metrics, measures.reasons
     run.result.curves, run.result.flags = measures.curves, measures.flags

@@ -38,9 +38,9 @@ def rank() -> int:
     return distributed.get_rank() if distributed.is_initialized() else 0
 
 
-def local_rank() -> int:
-    """Which GPU of its machine belongs to this process."""
-    return int(os.environ.get("LOCAL_RANK", 0))
+def own_gpu() -> torch.device:
+    """The GPU of this process: that of its number on this machine, or the only one that a launcher lets it see."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
 @contextmanager
@@ -49,10 +49,11 @@ def group(device: str) -> Iterator[None]:
     if int(os.environ.get("WORLD_SIZE", 1)) < 2 or distributed.is_initialized():
         yield
         return
-    gpu = device != "cpu" and torch.cuda.is_available()
-    if gpu:
-        torch.cuda.set_device(local_rank())
-    distributed.init_process_group("nccl" if gpu else "gloo", timeout=PATIENCE)
+    if device != "cpu" and torch.cuda.is_available():
+        torch.cuda.set_device(own_gpu())  # first, or every process would open a context on GPU 0
+        distributed.init_process_group("nccl", timeout=PATIENCE, device_id=own_gpu())
+    else:
+        distributed.init_process_group("gloo", timeout=PATIENCE)
     before = signal.getsignal(signal.SIGTERM)
     if rank():  # the first process decides when to stop: it has the checkpoint to write
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -64,7 +65,7 @@ def group(device: str) -> Iterator[None]:
 
 
 def _device() -> torch.device:
-    return torch.device("cuda", local_rank()) if distributed.get_backend() == "nccl" else torch.device("cpu")
+    return own_gpu() if distributed.get_backend() == "nccl" else torch.device("cpu")
 
 
 def leave() -> None:

@@ -3,25 +3,68 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from threadpoolctl import ThreadpoolController
 
 from immunization.compute import distributed
 from immunization.errors import ConfigError
 
 SMALL = 256
-"""Up to this many features one thread is faster than several."""
+"""Up to this many features one thread is faster than several, and a CPU, which starts no kernels, than a GPU."""
 
 
-def device_of(choice: str) -> torch.device:
-    """The device that `auto`, `cpu` or `cuda` means here; raises ConfigError for a GPU that is not there."""
+def device_of(choice: str, dim: int | None = None) -> torch.device:
+    """The device that `auto`, `cpu` or `cuda` means here; raises ConfigError for a GPU that is not there.
+
+    `auto` is a GPU where there is one, but the CPU for a linear model of `dim` features up to `SMALL`, whose steps are
+    over on a CPU before a GPU has begun. `dim=None`: a net. Of several GPUs a process of torchrun has that of its rank,
+    and the jobs of a multirun take turns.
+    """
     if choice == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda, but torch finds no GPU here; use device=auto or device=cpu")
-    if choice == "cpu" or not torch.cuda.is_available():
+    small = choice == "auto" and dim is not None and dim <= SMALL
+    if choice == "cpu" or small or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", distributed.local_rank()) if distributed.size() > 1 else torch.device("cuda")
+    return distributed.own_gpu() if distributed.size() > 1 else torch.device("cuda", _job() % torch.cuda.device_count())
+
+
+def _job() -> int:
+    """Number of this job in its multirun, 0 outside of one."""
+    job = HydraConfig.get() if HydraConfig.initialized() else None
+    return job.job.num if job is not None and job.mode == RunMode.MULTIRUN else 0
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Inside, a GPU computes float32 in float32.
+
+    By default cuDNN rounds the factors of convolutions to TF32, 10 bits: features would then carry errors that their
+    rank tolerance, float32's eps, knows nothing of. For speed there is `model.amp=bfloat16`, in training steps alone.
+    """
+    kinds = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = [kind.allow_tf32 for kind in kinds]
+    for kind in kinds:
+        kind.allow_tf32 = False
+    try:
+        yield
+    finally:
+        for kind, allowed in zip(kinds, before, strict=True):
+            kind.allow_tf32 = allowed
+
+
+@contextmanager
+def gpu_memory(purpose: str, remedy: str) -> Iterator[None]:
+    """Inside, a GPU whose memory is used up is a ConfigError that says for what, and what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"the GPU has no memory for {purpose}; {remedy}") from error
 
 
 def set_threads(number: int) -> None:

@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+# cuBLAS reads it once in a process, at the first product on a GPU: before any run that may ask for the same bits
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 
 def seed(number: int) -> None:
     """Seed torch (every device), numpy and Python."""
@@ -57,7 +60,6 @@ def deterministic(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first matrix product meets a GPU
     cudnn = torch.backends.cudnn
     before = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
     torch.use_deterministic_algorithms(True)

@@ -100,6 +100,10 @@ class ImagePair:
     device: torch.device | str = "cpu"
     dtype: torch.dtype = torch.float32
 
+    @property
+    def dim(self) -> None:
+        """Images are no rows of features; how many a net makes of them, the net says."""
+
     def to(self, device: torch.device | str, dtype: torch.dtype) -> ImagePair:
         """The same images, to be computed with on `device` in `dtype`."""
         return replace(self, device=torch.device(device), dtype=dtype)

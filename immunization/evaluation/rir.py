@@ -77,6 +77,13 @@ class RelativeRatio:
                 f"H has rank {k} of {width}: the authors' kappa is then sigma_1^2 / 1e-6, which measures the scale of "
                 "the features and no conditioning; read the rank-aware figures",
             )
+        smallest, rounding = probe.sigma[-1].square().item(), width * spectrum.EPS * probe.sigma[0].square().item()
+        if k == width and smallest < rounding:
+            measures.flag(
+                f"ridge_rounding_{role}",
+                f"the smallest eigenvalue of H, {smallest:.1e}, is within the rounding of F^T F, {rounding:.1e}, "
+                "which decides whether the released code finds it above 1e-6 and counts it; under authors/ it counts",
+            )
         if probe.resolved < k:
             measures.flag(
                 f"noise_floor_{role}",

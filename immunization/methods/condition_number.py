@@ -110,7 +110,7 @@ class ConditionNumber(Method):
         total = self.task_weight * loss + weight_P * well + weight_H * ill
         with torch.enable_grad():
             total = with_gradients(total, {theta: of_theta, omega: correlation.mT @ theta})
-        return {"loss": total, "task_loss": loss, "r_well": loss.new_tensor(well), "r_ill": loss.new_tensor(ill)}
+        return {"loss": total, "task_loss": loss, "r_well": loss.new_full((), well), "r_ill": loss.new_full((), ill)}
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"scale_P": self.scale_P, "scale_H": self.scale_H}

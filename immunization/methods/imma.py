@@ -56,11 +56,13 @@ class IMMA(Method):
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
-        self.attacker = nn.Linear(model.head.in_features, pair.harmful.outputs, bias=False).to(model.head.weight)
+        like = model.head.weight
+        self.attacker = nn.Linear(model.head.in_features, pair.harmful.outputs, bias=False).to(like.dtype)
         if self.head_start == "zero":
             nn.init.zeros_(self.attacker.weight)
-        else:
+        else:  # drawn on the CPU, so that a seed means the same numbers on every device
             nn.init.normal_(self.attacker.weight)
+        self.attacker.to(like.device)
         if self.heads == "shared":
             if self.attacker.weight.shape != model.head.weight.shape:
                 raise ConfigError("method.heads=shared needs a harmful task with as many outputs as the primary one")

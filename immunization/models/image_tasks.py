@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from immunization.compute.machine import gpu_memory
 from immunization.data.images import ImagePair, ImageTask, create_loader
 from immunization.data.loaders import LabeledBatches, shuffled_parts
 from immunization.data.task import Split, Task
@@ -67,9 +69,9 @@ def preprocessing(config: dict[str, Any], pair: ImagePair, task: ImageTask, trai
     return config | crop
 
 
-def out_of_memory(pair: ImagePair) -> ConfigError:
-    """The error for a GPU that is too small for a batch without gradients."""
-    return ConfigError(f"the GPU has no memory for dataset.batch_size={pair.batch_size} images; lower it")
+def room_for(pair: ImagePair) -> AbstractContextManager[None]:
+    """Inside, a GPU that is too small for a batch without gradients is said to be so."""
+    return gpu_memory(f"dataset.batch_size={pair.batch_size} images", "lower it")
 
 
 def read_split(reader: Reader, role: str, split: str, folded: bool, weights: Mapping[str, str]) -> Part:
@@ -87,7 +89,9 @@ def read_split(reader: Reader, role: str, split: str, folded: bool, weights: Map
         return create_loader(pair, part, config, batch_size=size)
 
     rows = "" if part.rows is None else part.rows.tolist()
-    about = f"{config} {part.identity} {rows} {pair.dtype} {pair.device.type} {pair.on_bad_image}"
+    # before, features of a GPU were computed in TF32 (`machine.full_precision`)
+    device = "cpu" if pair.device.type == "cpu" else f"{pair.device.type}, no TF32"
+    about = f"{config} {part.identity} {rows} {pair.dtype} {device} {pair.on_bad_image}"
 
     def key(name: str) -> str:
         place = "features" if name == "features" else reader.point
@@ -109,10 +113,8 @@ def read_split(reader: Reader, role: str, split: str, folded: bool, weights: Map
         return {"inputs": inputs, "features": reader.extractor(inputs)}
 
     title = f"{role}/{split}: {len(part)} images"
-    try:
+    with room_for(pair):
         done: dict[str, Activations] = collect(loader(), compute, keys, root, title, pair.on_bad_image == "skip")
-    except torch.OutOfMemoryError as error:
-        raise out_of_memory(pair) from error
     features = done["features"]
     if features.skipped:
         log.warning("%s: %d unreadable images are left out: %s", title, len(features.skipped), features.skipped[0])

@@ -27,10 +27,10 @@ from immunization.models.fold import folded_map, unfold
 from immunization.models.folded import Folded
 from immunization.models.image_tasks import (
     Reader,
-    out_of_memory,
     preprocessing,
     read_loader,
     read_split,
+    room_for,
     task_of,
     training_loaders,
 )
@@ -261,10 +261,8 @@ class Timm(Model):
         """Features [n, D] of stored inputs, batch by batch; `shared`: this process's part of them alone."""
         parts = x.split(self.images.batch_size)
         for part in distributed.every_nth(parts) if shared else parts:
-            try:
+            with room_for(self.images):
                 features = self.extractor(part.to(self.head.weight))
-            except torch.OutOfMemoryError as error:
-                raise out_of_memory(self.images) from error
             yield features
 
     @torch.no_grad()

@@ -15,11 +15,10 @@ LANCZOS = 256
 def extreme_eigenpair(gram: Tensor, index: int) -> tuple[float, Tensor]:
     """Eigenvalue (clamped at 0) and unit eigenvector of a symmetric matrix; `index` -1 is the largest, -k the k-th.
 
-    No warm start from the pair of the step before: see docs/performance.md.
+    The matrix is on the CPU, also in the steps of a GPU: one pair takes less there than a whole decomposition on the
+    GPU, which knows no other, and both devices get the same numbers. No warm start from the pair of the step before:
+    see docs/performance.md.
     """
-    if gram.device.type != "cpu":
-        eigenvalues, eigenvectors = torch.linalg.eigh(gram)
-        return max(eigenvalues[index].item(), 0.0), eigenvectors[:, index]
     array, pair = gram.numpy(), None
     if len(gram) > LANCZOS and index in (-1, -len(gram)):
         pair = _lanczos(array) if index == -1 else _inverse_lanczos(array)

@@ -54,7 +54,7 @@ def _cholesky(gram: Tensor, ridge: float) -> Tensor:
     gram.diagonal().add_(ridge)
     factor, info = torch.linalg.cholesky_ex(gram)
     pivots = factor.diagonal().square()
-    if info or not pivots.min() > len(gram) * EPS * pivots.max():
+    if (info > 0) | ~(pivots.min() > len(gram) * EPS * pivots.max()):  # together: a GPU is waited for once
         raise DegenerateSpectrum(
             f"K + ridge I cannot be inverted: K is singular and method.ridge={ridge:g} too small; raise method.ridge, "
             "or set method.precondition=pinv"

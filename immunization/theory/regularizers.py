@@ -49,8 +49,10 @@ def r_well_slope(
     """
     if power < math.inf:
         return _power_mean_slope(hessian, rank, int(power), divided, weight)
-    norm = _norm(hessian)
-    largest, v = extreme_eigenpair(hessian, -1)
+    near = hessian.cpu()
+    norm = _norm(near)
+    largest, v = extreme_eigenpair(near, -1)
+    v = v.to(hessian.device, non_blocking=True)
     return largest**2 / 2 - norm**2 / (2 * rank), _pair_less_mean(hessian, largest, v, rank, divided, weight)
 
 
@@ -60,8 +62,10 @@ def r_ill_slope(hessian: Tensor, rank: int, divided: bool = False, weight: float
     That is Eq. 12 and 13. Arguments and errors as in `r_well_slope`; lambda_k is 0 where k exceeds the size of H.
     DegenerateSpectrum is raised where H is zero or all k eigenvalues agree.
     """
-    norm = _norm(hessian)
-    smallest, v = (0.0, hessian.new_zeros(len(hessian))) if rank > len(hessian) else extreme_eigenpair(hessian, -rank)
+    near = hessian.cpu()
+    norm = _norm(near)
+    smallest, v = (0.0, near.new_zeros(len(near))) if rank > len(near) else extreme_eigenpair(near, -rank)
+    v = v.to(hessian.device, non_blocking=True)
     d = norm**2 / (2 * rank) - smallest**2 / 2
     _check_finite_r_ill(d, norm**2, rank)
     return 1 / d, _pair_less_mean(hessian, smallest, v, rank, divided, weight / d**2)
@@ -78,13 +82,15 @@ def _pair_less_mean(h: Tensor, eigenvalue: float, v: Tensor, rank: int, divided:
 
 def _power_mean_slope(hessian: Tensor, rank: int, power: int, divided: bool, weight: float) -> tuple[float, Tensor]:
     """R_well,p(H) = M_p^2 / 2 - M_2^2 / 2 and `weight` (M_p^(2-p) H^(p-1) - H) / k: for even p without eigenvalues."""
-    norm = _norm(hessian)
-    if not norm > 0:
-        return 0.0, hessian
+    norm = torch.linalg.vector_norm(hessian)
     unit = hessian / norm  # eigenvalues of at most 1: no power overflows
     lower = matrix_power(unit, power - 2)
     upper = lower @ unit
-    mean = (torch.dot(upper.flatten(), unit.flatten()).item() / rank) ** (1 / power)  # M_p / norm
+    norm, total = torch.stack([norm, torch.dot(upper.flatten(), unit.flatten())]).tolist()  # one wait for a GPU
+    _check_finite(norm)
+    if not norm > 0:
+        return 0.0, hessian
+    mean = (total / rank) ** (1 / power)  # M_p / norm
     factor = weight / rank * mean ** (2 - power)
     if divided:
         slope = lower * factor
@@ -96,9 +102,13 @@ def _power_mean_slope(hessian: Tensor, rank: int, power: int, divided: bool, wei
 
 def _norm(hessian: Tensor) -> float:
     norm = torch.linalg.vector_norm(hessian).item()
+    _check_finite(norm)
+    return norm
+
+
+def _check_finite(norm: float) -> None:
     if not math.isfinite(norm * norm):
         raise torch.linalg.LinAlgError("the Hessian of the features holds NaN, infinite or overflowing values")
-    return norm
 
 
 def _check_finite_r_ill(denominator: float, square: float, rank: int) -> None:
@@ -191,7 +201,7 @@ class _HessianRegularizer(torch.autograd.Function):
         value, slope = slope_of(gram(f.T if wide else f), divided=wide and theta is not None)
         ctx.save_for_backward(f, theta, slope)
         ctx.wide, ctx.dtype = wide, features.dtype
-        return features.new_tensor(value)
+        return features.new_full((), value)
 
     @staticmethod
     @once_differentiable
@@ -201,7 +211,7 @@ class _HessianRegularizer(torch.autograd.Function):
             gradient = slope @ f if ctx.wide else f @ slope
         else:
             gradient = theta.double() @ f.T @ slope @ f if ctx.wide else theta.double() @ slope
-        gradient = gradient.mul_(2 * upstream.item()).to(ctx.dtype)
+        gradient = gradient.mul_(2 * upstream).to(ctx.dtype)
         return (gradient, None, None) if theta is None else (None, gradient, None)
 
 
@@ -230,8 +240,8 @@ def r_ill_of_features(features: Tensor, rank: int, theta: Tensor | None = None) 
 
 
 def _log_condition_number(f: Tensor, rank: int, power: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The value of `log_condition_number`, its derivatives in log sigma_i^2 [k], sigma [k] and V [D, k]."""
-    factor = torch.linalg.qr(f, mode="r").R if f.shape[0] > f.shape[1] else f
+    """The value of `log_condition_number`, its derivatives in log sigma_i^2 [k], sigma [k] and V [D, k], on the CPU."""
+    factor = (torch.linalg.qr(f, mode="r").R if f.shape[0] > f.shape[1] else f).cpu()
     _, sigma, vh = torch.linalg.svd(factor, full_matrices=False)
     sigma, v = sigma[:rank], vh[:rank].T
     if len(sigma) < rank or not sigma[-1] > 0:
@@ -252,9 +262,10 @@ class _LogConditionNumber(torch.autograd.Function):
         f = features.detach().double()
         value, slope, sigma, v = _log_condition_number(f, rank, power)
         seen = slope.nonzero()[:, 0]
-        ctx.save_for_backward(f, v[:, seen], slope[seen] / sigma[seen] ** 2)
+        pairs = (v[:, seen], slope[seen] / sigma[seen] ** 2)
+        ctx.save_for_backward(f, *(part.to(f.device, non_blocking=True) for part in pairs))
         ctx.dtype = features.dtype
-        return value.to(features.dtype)
+        return value.to(features, non_blocking=True)
 
     @staticmethod
     @once_differentiable
@@ -283,13 +294,15 @@ def log_authors_condition_number(features: Tensor, theta: Tensor | None = None) 
 
 def _log_authors_slope(hessian: Tensor, dim: int, divided: bool = False, weight: float = 1.0) -> tuple[float, Tensor]:
     """The value and `weight` dR/dH = v_1 v_1^T / (lambda_1 + r) - v_D v_D^T / (lambda_D + r), a Slope."""
-    _norm(hessian)
-    largest, v = extreme_eigenpair(hessian, -1)
+    near = hessian.cpu()
+    _norm(near)
+    largest, v = extreme_eigenpair(near, -1)
+    v = v.to(hessian.device, non_blocking=True)
     slope = torch.outer(v, v * (weight / (largest + AUTHORS_RIDGE) / (largest if divided else 1)))
     smallest = 0.0
     if dim == len(hessian):
-        smallest, u = extreme_eigenpair(hessian, -dim)
-        smallest = max(smallest, 0.0)
+        smallest, u = extreme_eigenpair(near, -dim)
+        u = u.to(hessian.device, non_blocking=True)
         if smallest > EPS * largest:  # a null direction is orthogonal to the features: its term is none
             slope.sub_(torch.outer(u, u * (weight / (smallest + AUTHORS_RIDGE) / (smallest if divided else 1))))
     return math.log((largest + AUTHORS_RIDGE) / (smallest + AUTHORS_RIDGE)), slope
@@ -301,5 +314,6 @@ def relative_log_condition_slope(features: Tensor, rank: int, power: float) -> t
     E = 2 V diag(s) V^T with s_i the derivative in log sigma_i^2, at most 1. It does not grow as sigma_k vanishes, as
     the gradient in F does, and steps F <- F exp(-rate E) never meet the pole that log kappa has there.
     """
-    value, slope, _, v = _log_condition_number(features.double(), rank, power)
+    found = _log_condition_number(features.double(), rank, power)
+    value, slope, _, v = (part.to(features.device, non_blocking=True) for part in found)
     return value, 2 * (v * slope) @ v.T

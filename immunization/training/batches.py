@@ -36,9 +36,9 @@ class RowPasses:
             order = torch.randperm(len(x), generator=self.generator)
             for rows in order[: len(x) - len(x) % self.batch_size].split(self.batch_size)[self.taken :]:
                 self.taken += 1
-                # stored activations stay where they are
-                inputs = x[distributed.share(rows).to(x.device)].to(y.device)
-                yield Batch(inputs, y[rows.to(y.device)], min(len(rows), task.rank))
+                # stored activations stay where they are; no copy onto a GPU makes the next step wait
+                inputs = x[distributed.share(rows).to(x.device, non_blocking=True)].to(y.device, non_blocking=True)
+                yield Batch(inputs, y[rows.to(y.device, non_blocking=True)], min(len(rows), task.rank))
         self.start, self.taken = None, 0
 
     def forever(self) -> Iterator[Batch]:

@@ -49,14 +49,16 @@ class Parts(NamedTuple):
     pair: TaskPair
     trained_on: TaskPair
     start: dict[str, Tensor]
+    device: torch.device
 
 
 def assemble(config: DictConfig) -> Parts:
     """Data, method and model of a run, from its seed; sets the threads."""
-    device = machine.device_of(config.device)
     randomness.seed(config.seed)
     machine.choose_threads(config.threads, None)
-    data = Debug.of(config).few(build(config, "dataset")).to(device, torch.float64)
+    data = Debug.of(config).few(build(config, "dataset"))
+    device = machine.device_of(config.device, data.dim)
+    data = data.to(device, torch.float64)
     method: Method = build(config, "method") if config.immunize else Unmodified()
     with distributed.main_process_first():
         model: Model = build(config, "model", pair=data.to(device, getattr(torch, config.dtype)))
@@ -73,7 +75,7 @@ def assemble(config: DictConfig) -> Parts:
             torch.optim.SGD([torch.zeros(1)])
     kept = config.get("attack") or not pair.primary.width  # of rows it is small, and a baseline of its own
     start = copy.deepcopy(model.extractor.state_dict()) if kept else {}
-    return Parts(method, model, pair, trained_on, start)
+    return Parts(method, model, pair, trained_on, start, device)
 
 
 class TrainingSession:
@@ -143,15 +145,11 @@ class TrainingSession:
                     bar.set_postfix(shown, refresh=False)
                 self.keeper(step, self.state_dict)
 
-            try:
-                with self.keeper.stop.after_steps(), self.debug.watching(self.monitor.result.folder):
-                    parts = method, self.model, self.batches, self.optimizer
-                    train(*parts, on_step, self.progress, self.scheduler, self.debug.steps)
-            except torch.OutOfMemoryError as error:
-                raise ConfigError(
-                    f"the GPU has no memory for method.batch_size={method.batch_size}; lower it, or use dtype=float32, "
-                    "fewer trained layers (model.trainable), or device=cpu"
-                ) from error
+            remedy = "lower it, or use dtype=float32, fewer trained layers (model.trainable), or device=cpu"
+            room = machine.gpu_memory(f"method.batch_size={method.batch_size}", remedy)
+            with room, self.keeper.stop.after_steps(), self.debug.watching(self.monitor.result.folder):
+                parts = method, self.model, self.batches, self.optimizer
+                train(*parts, on_step, self.progress, self.scheduler, self.debug.steps)
 
     def _stateful(self) -> dict[str, Any]:
         parts = {"method": self.method, "optimizer": self.optimizer, "batches": self.batches, "monitor": self.monitor}

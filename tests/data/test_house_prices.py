@@ -4,10 +4,10 @@ import os
 import urllib.error
 
 import numpy as np
-import pandas as pd
 import pytest
 import sklearn.datasets
 import torch
+from helpers.houses import make_table
 from helpers.pairs import fails, same
 
 from immunization import data
@@ -17,15 +17,7 @@ from immunization.errors import ConfigError, DataError
 
 @pytest.fixture
 def table():
-    """A stand-in for train.csv: its columns, 700 random rows, some fields missing."""
-    draw = np.random.default_rng(0)
-    columns = {name: draw.integers(0, 50, 700) for name in [*NUMERIC, "LotArea", "SalePrice"]}
-    columns |= {name: draw.choice(["a", "b", "NA", "None"], 700) for name in CATEGORICAL}
-    columns["MSZoning"] = np.where(np.arange(700) < 350, "RL", draw.choice(["RM", "FV"], 700))
-    columns["Utilities"] = np.full(700, "AllPub")
-    frame = pd.DataFrame(columns)
-    frame["LotFrontage"] = frame["LotFrontage"].astype(str).where(draw.random(700) > 0.1, "NA")
-    return frame
+    return make_table()
 
 
 def store(table, folder):

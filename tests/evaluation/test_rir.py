@@ -73,6 +73,15 @@ def test_rank_deficient_tasks_keep_the_rank_of_their_inputs_and_are_flagged():
     assert measures.curves["spectrum/primary/baseline"]["y"] == pytest.approx([9, 4, 1])
 
 
+def test_an_eigenvalue_that_the_released_code_counts_by_chance_is_flagged():
+    """F^T F rounds at 3 eps 1e12 = 7e-4: the eigenvalue 1e-6 may come out above the released code's 1e-6 or below."""
+    pair = TaskPair("pair", task(with_spectrum(f64([1e6, 1.0, 1e-3]), 30, 3, seed=0), gaussian(30, seed=1)),
+                    regression(10, columns=3))  # fmt: skip
+    measures = RelativeRatio()(compare(pair, eye(3)))
+    assert measures.flags == ["ridge_rounding_primary"]
+    assert "1.0e-06, is within the rounding of F^T F, 6.7e-04" in measures.reasons["ridge_rounding_primary"]
+
+
 def test_without_test_rows_the_held_out_ratios_are_null():
     measures = RelativeRatio()(compare(TaskPair("pair", regression(0), regression(10, test=0)), eye(5)))
     assert measures.metrics["test/rir"] is None

@@ -1,6 +1,10 @@
 """Training that ends where the primary accuracy has fallen too far, and what it goes back to."""
 
+import math
+from types import SimpleNamespace
+
 import pytest
+import torch
 from helpers.matrices import gaussian
 
 from immunization.data.task import Split, Task, TaskPair
@@ -56,3 +60,13 @@ def test_the_best_score_before_too_large_a_drop_is_kept(accuracies, scores, last
 def test_it_needs_validation_rows():
     with pytest.raises(ConfigError, match=r"dataset\.val_fraction above 0"):
         Scripted([0.9], []).setup(Linear(pair_of(val=0)), pair_of(val=0))
+
+
+@pytest.mark.parametrize("dead", [0.0, 1e-20])
+def test_the_score_of_a_net_leaves_dead_features_out(dead):
+    """Their singular value is 0 or noise, as rounding has it; log kappa_H - log kappa_P would be NaN or noise too."""
+    method, tasks = Method(), [SimpleNamespace(train=range(9), width=3, rank=3, eps=2.0**-52) for _ in range(2)]
+    factors = [torch.tensor([largest, 1.0, dead], dtype=torch.float64).diag() for largest in (2.0, 6.0)]
+    method.pair = SimpleNamespace(primary=tasks[0], harmful=tasks[1])
+    model = SimpleNamespace(factor=lambda task: factors[task is tasks[1]])
+    assert method.score(model) == pytest.approx(math.log(9))
