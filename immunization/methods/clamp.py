@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from immunization.checks import AtLeastOne, AtLeastTwo, Count, Fraction, NonNegative, Positive, checked
-from immunization.methods.attacker import AgainstHead, scaled
+from immunization.methods.attacker import AgainstAttacker, scaled
 from immunization.models.base import Batch, Model
 
 Loss = Callable[[Tensor], Tensor]
@@ -21,7 +21,7 @@ MOST = 0.99
 """Largest contraction factor in 1 / (1 - c)."""
 
 
-class CLAMP(AgainstHead):
+class CLAMP(AgainstAttacker):
     """Minimize lambda_P L(D_P) + long L_long + contraction L_contraction + curvature L_curvature + invert L_invert.
 
     The attacker T is a gradient step of rate `attack_lr` of the head w on D_H; he takes K = `attack_steps` of them, and
@@ -29,8 +29,8 @@ class CLAMP(AgainstHead):
 
     Of the paper, of which only notes by others were at hand: the four terms and the sum. Not in the notes, and so ours:
     every number; that T trains the head alone, by gradient descent, on features scaled to a mean squared norm of 1;
-    that he starts where he ended the step before (zero at first); the smoothness L, the largest curvature on his way;
-    the direction v, drawn anew in every step; at most 0.99 for c in B.
+    that w starts anew in every step, standard normal; the smoothness L, the largest curvature on his way;
+    v along the attacker's last step; at most 0.99 for c in B.
     """
 
     @checked("method")
@@ -65,7 +65,8 @@ class CLAMP(AgainstHead):
         def harmful_loss(w: Tensor) -> Tensor:
             return self.pair.harmful.loss(F.linear(features, w), harmful.y)
 
-        terms, self.attacker = self.terms(harmful_loss, self.attacker, torch.randn_like(self.attacker))
+        start = features.new_empty(self.pair.harmful.outputs, features.shape[1]).normal_()
+        terms = self.terms(harmful_loss, start)
         total = self.lambda_P * loss + sum(weight * terms[name] for name, weight in self.weights.items())
         return {"loss": total, "task_loss": loss, **terms}
 
@@ -73,7 +74,6 @@ class CLAMP(AgainstHead):
 def attack_terms(
     loss: Loss,
     start: Tensor,
-    direction: Tensor,
     *,
     steps: int,
     rate: float,
@@ -82,13 +82,13 @@ def attack_terms(
     cap: float,
     c_max: float,
     kappa_min: float,
-) -> tuple[dict[str, Tensor], Tensor]:
-    """The four terms, before their weights, and where the attacker ends, without a graph.
+) -> dict[str, Tensor]:
+    """The four terms, before their weights.
 
     T(w) = w - rate grad loss(w) leads from w_0 = `start` to w_K in K = `steps` steps u_t = w_t - w_(t-1).
 
         long        = max(0, loss(w_0) - loss(w_K) + ||grad loss(w_K)|| B + L/2 B^2 - margin), B = ||u_K|| / (1 - c)
-        contraction = softplus(c - c_max), c = ||T(w_K + eps v) - T(w_K)|| / eps, v = `direction` / ||direction||
+        contraction = softplus(c - c_max), c = ||T(w_K + eps v) - T(w_K)|| / eps, v = u_K / ||u_K||
         curvature   = sum_t softplus(kappa_min - kappa_t), kappa_t the second difference of loss at w_(t-1) along u_t
         invert      = -min(loss(w_0), cap)
 
@@ -99,26 +99,24 @@ def attack_terms(
         (found,) = torch.autograd.grad(loss(w), w, create_graph=True)
         return found
 
-    path = [start.detach().requires_grad_()]
+    path, tiny = [start.detach().requires_grad_()], torch.finfo(start.dtype).tiny
     for _ in range(steps):
         path.append(path[-1] - rate * gradient(path[-1]))
-    first, last = path[0], path[-1]
-    slope = gradient(last)
-    kappas = torch.stack([second_difference(loss, a, b - a, eps) for a, b in pairwise(path)])
-    moved = last + eps * direction / direction.norm()
-    c = (moved - last - rate * (gradient(moved) - slope)).norm() / eps
-    rest = (path[-1] - path[-2]).norm() / (1 - c.clamp(max=MOST))
+    ways = [b - a for a, b in pairwise(path)]
+    directions = [way / way.norm().clamp(min=tiny) for way in ways]
+    kappas = torch.stack([second_difference(loss, w, v, eps) for w, v in zip(path[:-1], directions, strict=True)])
+    first, last, slope = path[0], path[-1], gradient(path[-1])
+    c = (directions[-1] - rate * (gradient(last + eps * directions[-1]) - slope) / eps).norm()
+    rest = ways[-1].norm() / (1 - c.clamp(max=MOST))
     gain = loss(first) - loss(last) + slope.norm() * rest + kappas.max() / 2 * rest**2
-    terms = {
+    return {
         "long": F.relu(gain - margin),
         "contraction": F.softplus(c - c_max),
         "curvature": F.softplus(kappa_min - kappas).sum(),
         "invert": -loss(first).clamp(max=cap),
     }
-    return terms, last.detach()
 
 
-def second_difference(loss: Loss, w: Tensor, u: Tensor, eps: float) -> Tensor:
-    """Curvature of `loss` at `w` along `u`, from three values eps apart."""
-    shift = eps * u / u.norm().clamp(min=torch.finfo(u.dtype).tiny)
-    return (loss(w + shift) - 2 * loss(w) + loss(w - shift)) / eps**2
+def second_difference(loss: Loss, w: Tensor, v: Tensor, eps: float) -> Tensor:
+    """Curvature of `loss` at `w` along the unit `v`, from three values eps apart."""
+    return (loss(w + eps * v) - 2 * loss(w) + loss(w - eps * v)) / eps**2

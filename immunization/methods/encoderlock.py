@@ -57,7 +57,7 @@ class Encoderlock(AgainstHead):
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         parameters = {name: p for name, p in theta_of(model).items() if name in self.masks}
-        theta, omega = list(parameters.values()), list(model.head.parameters())
+        theta, omega = list(parameters.values()), [] if model.deep else list(model.head.parameters())
         starts = self.taken % self.round_steps == 0
         self.taken += 1
         if starts:
