@@ -36,7 +36,7 @@ class CLAMP(AgainstAttacker):
     @checked("method")
     def __init__(
         self,
-        epochs: Count = 60,
+        epochs: Count = 40,
         batch_size: AtLeastTwo | None = 64,
         lambda_P: NonNegative = 1.0,
         long: NonNegative = 1.0,

@@ -26,9 +26,10 @@ class Encoderlock(AgainstHead):
     layer in which these have the largest sum join the mask.
 
     Of the paper and its code: the loss, the scores, the mask, alpha = 1e3, 100 weights and 40 Adam steps at 1e-2 a
-    round. Ours: scores are of one pair of batches, not ten; the fresh head takes `head_steps` gradient steps of rate
-    `head_lr` on features scaled to a mean squared norm of 1; the primary head, fixed there, is trained along as by all
-    methods here; only weights with at least two dimensions can join, so no normalization layer moves.
+    round, and a primary head that stays as it is. Ours: scores are of one pair of batches, not ten; the fresh head
+    takes `head_steps` gradient steps of rate `head_lr` on features scaled to a mean squared norm of 1; only weights
+    with at least two dimensions can join, so no normalization layer moves; the primary head of a model of rows, which
+    starts untrained, is trained along.
     """
 
     @checked("method")

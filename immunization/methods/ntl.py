@@ -26,7 +26,7 @@ class NTL(AgainstHead):
     @checked("method")
     def __init__(
         self,
-        epochs: Count = 60,
+        epochs: Count = 40,
         batch_size: AtLeastTwo | None = 64,
         alpha: NonNegative = 0.1,
         beta: NonNegative = 0.1,

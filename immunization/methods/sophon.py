@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from immunization.checks import AtLeastOne, AtLeastTwo, Count, NonNegative, Positive, Share, checked
+from immunization.checks import AtLeastOne, AtLeastTwo, Count, Fraction, NonNegative, Positive, checked
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.attacker import AgainstAttacker, fitted_head, scaled, theta_of
@@ -44,7 +45,7 @@ class Sophon(AgainstAttacker):
         primary_steps: AtLeastOne | None = None,
         inner_steps: AtLeastOne = 5,
         inner_lr: NonNegative = 0.01,
-        held_out: Share = 0.1,
+        held_out: Fraction = 0.1,
         head_steps: Count = 20,
         head_lr: NonNegative = 1.0,
         max_accuracy_drop: NonNegative | None = None,
@@ -113,14 +114,13 @@ def log_probabilities(logits: Tensor) -> Tensor:
 
 def inverse_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     """Mean -log(1 - p_y), 1 - p_y being the sum of the other classes' probabilities."""
-    others = torch.ones_like(log_p := log_probabilities(logits), dtype=torch.bool).scatter(1, y[:, None], False)
-    return -log_p.masked_fill(~others, -torch.inf).logsumexp(1).mean()
+    return -log_probabilities(logits).scatter(1, y[:, None], -math.inf).logsumexp(1).mean()
 
 
 def divergence_from_uniform(logits: Tensor, y: Tensor) -> Tensor:
     """Mean KL(uniform || p) = -log C - mean log p; the labels do not matter."""
     log_p = log_probabilities(logits)
-    return -log_p.mean() - torch.tensor(log_p.shape[1]).log()
+    return -log_p.mean() - math.log(log_p.shape[1])
 
 
 SUPPRESSIONS = {"inverse": inverse_cross_entropy, "uniform": divergence_from_uniform}
