@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,7 +68,8 @@ class Encoderlock(AgainstHead):
         loss = self.pair.primary.loss(logits, primary.y)
         harmful_loss = self.harmful_loss(model.training_features(harmful.x), harmful)
         if starts:
-            self._grow(*(torch.autograd.grad(term, theta, retain_graph=True) for term in (harmful_loss, loss)))
+            slopes = (torch.autograd.grad(term, theta, retain_graph=True) for term in (harmful_loss, loss))
+            grow(self.masks, *slopes, self.weights)
         total = loss + torch.log1p(self.alpha * loss / harmful_loss)
         gradients = torch.autograd.grad(total, theta + omega)
         masked = {p: g * self.masks[name] for (name, p), g in zip(parameters.items(), gradients, strict=False)}
@@ -88,13 +90,18 @@ class Encoderlock(AgainstHead):
         if losses[0] < losses[1]:
             self.attacker = fresh
 
-    def _grow(self, harmful: tuple[Tensor, ...], primary: tuple[Tensor, ...]) -> None:
-        """Let the weights join that move D_H most for what they move D_P; the arguments are both gradients."""
-        best, chosen = -1.0, None
-        for mask, g_h, g_p in zip(self.masks.values(), harmful, primary, strict=True):
-            scores = (g_h.abs() / (g_p.abs() + TINY)).masked_fill(mask, 0.0).flatten()
-            top = scores.topk(min(self.weights, len(scores)))
-            if top.values.sum() > best:
-                best, chosen = top.values.sum(), (mask, top.indices)
+
+def grow(masks: Mapping[str, Tensor], harmful: Sequence[Tensor], primary: Sequence[Tensor], count: int) -> None:
+    """Let `count` weights of one layer join its mask, in place: those that move D_H most for what they move D_P.
+
+    `harmful` and `primary` are the gradients of both losses, layer by layer as in `masks`.
+    """
+    best, chosen = -1.0, None
+    for mask, g_h, g_p in zip(masks.values(), harmful, primary, strict=True):
+        scores = (g_h.abs() / (g_p.abs() + TINY)).masked_fill(mask, 0.0).flatten()
+        top = scores.topk(min(count, len(scores)))
+        if top.values.sum() > best:
+            best, chosen = top.values.sum(), (mask, top.indices)
+    if chosen is not None:
         mask, places = chosen
         mask.view(-1)[places] = True

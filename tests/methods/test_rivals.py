@@ -13,6 +13,7 @@ from immunization.errors import ConfigError
 from immunization.methods import CLAMP, NTL, Encoderlock, Method, Sophon
 from immunization.methods.attacker import fitted_head, scaled
 from immunization.methods.clamp import attack_terms
+from immunization.methods.encoderlock import grow
 from immunization.methods.ntl import mmd
 from immunization.methods.sophon import divergence_from_uniform, inverse_cross_entropy
 from immunization.models import Linear
@@ -165,18 +166,14 @@ def test_encoderlock_moves_few_weights_more_with_each_round():
 
 def test_encoderlock_takes_the_weights_that_move_the_harmful_loss_alone():
     """Largest |g_H| / |g_P|, in the layer with the largest sum."""
-    pair = make_pair(classes=2)
-    method = Encoderlock(epochs=1, weights=2)
-    method.masks = {"a": torch.zeros(2, 2, dtype=torch.bool), "b": torch.zeros(3, dtype=torch.bool)}
+    masks = {"a": torch.zeros(2, 2, dtype=torch.bool), "b": torch.zeros(3, dtype=torch.bool)}
     harmful = torch.tensor([[9.0, 1.0], [1.0, 1.0]]), torch.tensor([-4.0, 6.0, 6.0])
-    primary = torch.tensor([[3.0, 1.0], [1.0, 1.0]]), torch.tensor([1.0, 1.0, -6.0])
-    method._grow(harmful, primary)
-    assert not method.masks["a"].any()
-    assert method.masks["b"].tolist() == [True, True, False]
-    method._grow(harmful, primary)  # b has one weight left, of score 1; a has 3 and 1
-    assert method.masks["a"].sum() == 2
-    assert method.masks["a"][0, 0]
-    assert pair.harmful.classes == 2
+    primary = torch.tensor([[3.0, 1.0], [1.0, 2.0]]), torch.tensor([1.0, 1.0, -6.0])
+    grow(masks, harmful, primary, 2)
+    assert not masks["a"].any()
+    assert masks["b"].tolist() == [True, True, False]
+    grow(masks, harmful, primary, 1)  # what is left of b scores 1
+    assert masks["a"].tolist() == [[True, False], [False, False]]
 
 
 # --- NTL --------------------------------------------------------------------------------------------------------------
