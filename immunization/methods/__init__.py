@@ -1,19 +1,26 @@
 """Immunization methods: one short class each beside the shared loop in training/loop.py."""
 
 from immunization.methods.base import Method
+from immunization.methods.clamp import CLAMP
 from immunization.methods.closed_form import ClosedForm
 from immunization.methods.condition_number import ConditionNumber, RIllOnly
+from immunization.methods.encoderlock import Encoderlock
 from immunization.methods.imma import IMMA
 from immunization.methods.learning_curve import LearningCurve
 from immunization.methods.learning_curve_net import LearningCurveNet
+from immunization.methods.ntl import NTL
 from immunization.methods.opt_kappa import OptKappa
 from immunization.methods.released_condition_number import ReleasedConditionNumber
+from immunization.methods.sophon import Sophon
 from immunization.methods.unchanged import Identity, Unmodified
 
 __all__ = [
+    "CLAMP",
     "IMMA",
+    "NTL",
     "ClosedForm",
     "ConditionNumber",
+    "Encoderlock",
     "Identity",
     "LearningCurve",
     "LearningCurveNet",
@@ -21,5 +28,6 @@ __all__ = [
     "OptKappa",
     "RIllOnly",
     "ReleasedConditionNumber",
+    "Sophon",
     "Unmodified",
 ]

@@ -67,7 +67,7 @@ def assemble(config: DictConfig) -> Parts:
     if distributed.size() > 1 and (method.alone or not pair.primary.width):
         raise ConfigError(
             f"method={method.name} on {model.name} is not trained by several processes: nets whose layers are trained "
-            "are, by any method but imma; start it without torchrun"
+            "are, by methods that simulate no attacker; start it without torchrun"
         )
     trained_on = pair.to(device, model.dtype)
     if method.epochs:  # a process's first optimizer imports torch's compiler, seconds that are not the method's

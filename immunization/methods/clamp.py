@@ -1,0 +1,122 @@
+"""CLAMP (Sarker et al., CVPR 2026): what an attacker's optimizer can reach at all, differentiated through its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from immunization.checks import AtLeastOne, AtLeastTwo, Count, Fraction, NonNegative, Positive, checked
+from immunization.methods.attacker import AgainstAttacker, scaled
+from immunization.models.base import Batch, Model
+
+Loss = Callable[[Tensor], Tensor]
+"""L_H as a function of the attacker's head."""
+
+MOST = 0.99
+"""Largest contraction factor in 1 / (1 - c)."""
+
+
+class CLAMP(AgainstAttacker):
+    """Minimize lambda_P L(D_P) + long L_long + contraction L_contraction + curvature L_curvature + invert L_invert.
+
+    The attacker T is a gradient step of rate `attack_lr` of the head w on D_H; he takes K = `attack_steps` of them, and
+    the terms, those of `attack_terms`, are differentiated through.
+
+    Of the paper, of which only notes by others were at hand: the four terms and the sum. Not in the notes, and so ours:
+    every number; that T trains the head alone, by gradient descent, on features scaled to a mean squared norm of 1;
+    that w starts anew in every step, standard normal; the smoothness L, the largest curvature on his way;
+    v along the attacker's last step; at most 0.99 for c in B.
+    """
+
+    @checked("method")
+    def __init__(
+        self,
+        epochs: Count = 40,
+        batch_size: AtLeastTwo | None = 64,
+        lambda_P: NonNegative = 1.0,
+        long: NonNegative = 1.0,
+        contraction: NonNegative = 0.1,
+        curvature: NonNegative = 0.1,
+        invert: NonNegative = 1.0,
+        attack_steps: AtLeastOne = 5,
+        attack_lr: Positive = 1.0,
+        margin: NonNegative = 0.0,
+        cap: NonNegative = 5.0,
+        c_max: Fraction = 0.9,
+        kappa_min: NonNegative = 0.1,
+        eps: Positive = 0.1,
+        max_accuracy_drop: NonNegative | None = None,
+    ) -> None:
+        super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
+        self.lambda_P = lambda_P
+        self.weights = {"long": long, "contraction": contraction, "curvature": curvature, "invert": invert}
+        bounds = {"margin": margin, "cap": cap, "c_max": c_max, "kappa_min": kappa_min}
+        self.terms = partial(attack_terms, steps=attack_steps, rate=attack_lr, eps=eps, **bounds)
+
+    def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
+        logits, _ = model.outputs(primary)
+        loss, features = self.pair.primary.loss(logits, primary.y), scaled(model.training_features(harmful.x))
+
+        def harmful_loss(w: Tensor) -> Tensor:
+            return self.pair.harmful.loss(F.linear(features, w), harmful.y)
+
+        start = features.new_empty(self.pair.harmful.outputs, features.shape[1]).normal_()
+        terms = self.terms(harmful_loss, start)
+        total = self.lambda_P * loss + sum(weight * terms[name] for name, weight in self.weights.items())
+        return {"loss": total, "task_loss": loss, **terms}
+
+
+def attack_terms(
+    loss: Loss,
+    start: Tensor,
+    *,
+    steps: int,
+    rate: float,
+    eps: float,
+    margin: float,
+    cap: float,
+    c_max: float,
+    kappa_min: float,
+) -> dict[str, Tensor]:
+    """The four terms, before their weights.
+
+    T(w) = w - rate grad loss(w) leads from w_0 = `start` to w_K in K = `steps` steps u_t = w_t - w_(t-1).
+
+        long        = max(0, loss(w_0) - loss(w_K) + ||grad loss(w_K)|| B + L/2 B^2 - margin), B = ||u_K|| / (1 - c)
+        contraction = softplus(c - c_max), c = ||T(w_K + eps v) - T(w_K)|| / eps, v = u_K / ||u_K||
+        curvature   = sum_t softplus(kappa_min - kappa_t), kappa_t the second difference of loss at w_(t-1) along u_t
+        invert      = -min(loss(w_0), cap)
+
+    L is the largest kappa_t. The first bounds the loss that an attacker can still take off who goes on for ever.
+    """
+
+    def gradient(w: Tensor) -> Tensor:
+        (found,) = torch.autograd.grad(loss(w), w, create_graph=True)
+        return found
+
+    path, tiny = [start.detach().requires_grad_()], torch.finfo(start.dtype).tiny
+    for _ in range(steps):
+        path.append(path[-1] - rate * gradient(path[-1]))
+    ways = [b - a for a, b in pairwise(path)]
+    directions = [way / way.norm().clamp(min=tiny) for way in ways]
+    kappas = torch.stack([second_difference(loss, w, v, eps) for w, v in zip(path[:-1], directions, strict=True)])
+    first, last, slope = path[0], path[-1], gradient(path[-1])
+    c = (directions[-1] - rate * (gradient(last + eps * directions[-1]) - slope) / eps).norm()
+    rest = ways[-1].norm() / (1 - c.clamp(max=MOST))
+    gain = loss(first) - loss(last) + slope.norm() * rest + kappas.max() / 2 * rest**2
+    return {
+        "long": F.relu(gain - margin),
+        "contraction": F.softplus(c - c_max),
+        "curvature": F.softplus(kappa_min - kappas).sum(),
+        "invert": -loss(first).clamp(max=cap),
+    }
+
+
+def second_difference(loss: Loss, w: Tensor, v: Tensor, eps: float) -> Tensor:
+    """Curvature of `loss` at `w` along the unit `v`, from three values eps apart."""
+    return (loss(w + eps * v) - 2 * loss(w) + loss(w - eps * v)) / eps**2

@@ -1,0 +1,107 @@
+"""EncoderLock (Ding et al., NDSS 2025, arXiv 2411.12508): few weights of the encoder against probing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from immunization.checks import AtLeastOne, AtLeastTwo, Count, NonNegative, checked
+from immunization.data.task import TaskPair
+from immunization.methods.attacker import AgainstHead, fitted_head, scaled, theta_of
+from immunization.models.base import Batch, Model
+from immunization.theory.regularizers import with_gradients
+
+TINY = 1e-8
+"""Added to the gradient of L(D_P) in the score of a weight."""
+
+
+class Encoderlock(AgainstHead):
+    """Minimize L(D_P) + log(1 + alpha L(D_P) / L(D_H, w)) in few weights of theta, a mask that grows round by round.
+
+    A round is `round_steps` steps. At its start, a fresh head for D_H is trained on all training rows and is w from now
+    on where it is stronger, weights are scored by |grad L(D_H)| / (|grad L(D_P)| + 1e-8), and the `weights` best of the
+    layer in which these have the largest sum join the mask.
+
+    Of the paper and its code: the loss, the scores, the mask, alpha = 1e3, 100 weights and 40 Adam steps at 1e-2 a
+    round, and a primary head that stays as it is. Ours: scores are of one pair of batches, not ten; the fresh head
+    takes `head_steps` gradient steps of rate `head_lr` on features scaled to a mean squared norm of 1; only weights
+    with at least two dimensions can join, so no normalization layer moves; the primary head of a model of rows, which
+    starts untrained, is trained along.
+    """
+
+    @checked("method")
+    def __init__(
+        self,
+        epochs: Count = 80,
+        batch_size: AtLeastTwo | None = 64,
+        alpha: NonNegative = 1000.0,
+        weights: AtLeastOne = 100,
+        round_steps: AtLeastOne = 40,
+        head_steps: AtLeastOne = 100,
+        head_lr: NonNegative = 1.0,
+        max_accuracy_drop: NonNegative | None = None,
+    ) -> None:
+        super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
+        self.alpha, self.weights, self.round_steps = alpha, weights, round_steps
+        self.head_steps, self.head_lr = head_steps, head_lr
+
+    def setup(self, model: Model, pair: TaskPair) -> None:
+        super().setup(model, pair)
+        self.masks = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in theta_of(model).items() if p.ndim > 1}
+        self.taken = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"masks": self.masks, "taken": self.taken}
+
+    def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
+        parameters = {name: p for name, p in theta_of(model).items() if name in self.masks}
+        theta, omega = list(parameters.values()), [] if model.deep else list(model.head.parameters())
+        starts = self.taken % self.round_steps == 0
+        self.taken += 1
+        if starts:
+            self._renew_attacker(model)
+        logits, _ = model.outputs(primary)
+        loss = self.pair.primary.loss(logits, primary.y)
+        harmful_loss = self.harmful_loss(model.training_features(harmful.x), harmful)
+        if starts:
+            slopes = (torch.autograd.grad(term, theta, retain_graph=True) for term in (harmful_loss, loss))
+            grow(self.masks, *slopes, self.weights)
+        total = loss + torch.log1p(self.alpha * loss / harmful_loss)
+        gradients = torch.autograd.grad(total, theta + omega)
+        masked = {p: g * self.masks[name] for (name, p), g in zip(parameters.items(), gradients, strict=False)}
+        of_omega: dict[nn.Parameter, Tensor] = dict(zip(omega, gradients[len(theta) :], strict=True))
+        return {
+            "loss": with_gradients(total.detach(), masked | of_omega),
+            "task_loss": loss.detach(),
+            "harmful_loss": harmful_loss.detach(),
+            "weights": total.new_tensor(sum(mask.sum().item() for mask in self.masks.values())),
+        }
+
+    def _renew_attacker(self, model: Model) -> None:
+        """Train a head from zero on all training rows of D_H, and keep it if its loss is lower."""
+        task, rows = self.pair.harmful, self.pair.harmful.train
+        features = model.features(rows.x)
+        fresh = fitted_head(task, torch.zeros_like(self.attacker), features, rows.y, self.head_lr, self.head_steps)
+        losses = [task.loss(F.linear(scaled(features), head), rows.y) for head in (fresh, self.attacker)]
+        if losses[0] < losses[1]:
+            self.attacker = fresh
+
+
+def grow(masks: Mapping[str, Tensor], harmful: Sequence[Tensor], primary: Sequence[Tensor], count: int) -> None:
+    """Let `count` weights of one layer join its mask, in place: those that move D_H most for what they move D_P.
+
+    `harmful` and `primary` are the gradients of both losses, layer by layer as in `masks`.
+    """
+    best, chosen = -1.0, None
+    for mask, g_h, g_p in zip(masks.values(), harmful, primary, strict=True):
+        scores = (g_h.abs() / (g_p.abs() + TINY)).masked_fill(mask, 0.0).flatten()
+        top = scores.topk(min(count, len(scores)))
+        if top.values.sum() > best:
+            best, chosen = top.values.sum(), (mask, top.indices)
+    if chosen is not None:
+        mask, places = chosen
+        mask.view(-1)[places] = True
