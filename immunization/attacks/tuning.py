@@ -81,7 +81,7 @@ class Tuner:
     def train(self, recipe: Recipe, budget: Budget, seed: int, watch: Watch = lambda val: False) -> Course:
         """Train a copy within the budget; `seed` draws batches, the head's bias and what `adapt` adds."""
         cost = self.step_cost(recipe, seed)
-        opened = self._open(recipe, seed)
+        opened = self.open(recipe, seed)
         optimizer = OPTIMIZERS[recipe.optimizer](opened.parameters, lr=recipe.rate, weight_decay=recipe.weight_decay)
         due = budget.steps(opened.flops, cost)
         course = Course([], [], due, opened.flops)
@@ -89,7 +89,7 @@ class Tuner:
         for step, (x, y) in enumerate(self._batches(recipe.batch_size, due[-1], seed), 1):
             if stopped or len(course.val) == len(due):
                 break
-            loss = self._loss(opened, recipe, x, y)
+            loss = self.loss(opened, recipe, x, y)
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(opened.parameters, NORM)
@@ -106,13 +106,14 @@ class Tuner:
         if key not in self._costs:
             x, y = (part[: recipe.batch_size] for part in self.splits["train"])
             with torch.random.fork_rng():
-                opened = self._open(recipe, seed)
+                opened = self.open(recipe, seed)
                 with FlopCounterMode(display=False) as counter:
-                    self._loss(opened, recipe, x, y).backward()
+                    self.loss(opened, recipe, x, y).backward()
             self._costs[key] = float(counter.get_total_flops())
         return self._costs[key]
 
-    def _open(self, recipe: Recipe, seed: int) -> Opened:
+    def open(self, recipe: Recipe, seed: int) -> Opened:
+        """A fresh copy, prepared as the recipe says; nothing is trained yet."""
         x = self.splits["train"][0]
         with torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -152,7 +153,8 @@ class Tuner:
             batch, order = order[:size], order[size:]
             yield x[batch], y[batch]
 
-    def _loss(self, opened: Opened, recipe: Recipe, x: Tensor, y: Tensor) -> Tensor:
+    def loss(self, opened: Opened, recipe: Recipe, x: Tensor, y: Tensor) -> Tensor:
+        """The loss of a mini-batch in the modes that the recipe trains in, with a graph."""
         for part in opened.moving:
             part.train()
             for module in part.modules() if recipe.batchnorm == "eval" else ():

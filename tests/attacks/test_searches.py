@@ -150,7 +150,7 @@ def tuner_of(victim, stage="baseline") -> Tuner:
 def test_what_a_recipe_says_is_done(net):
     tuner, (x, _) = tuner_of(net), net.images("train")
     plain = Recipe(0.01, "sgd", 8, "full", 0.0, standardize=True)
-    opened = tuner._open(plain, 0)
+    opened = tuner.open(plain, 0)
     with torch.no_grad():
         features = (opened.network(x) - opened.shift) * opened.scale
     assert features.mean(0).abs().max() < 1e-4
@@ -159,13 +159,13 @@ def test_what_a_recipe_says_is_done(net):
     assert (deviation > 0.5).any()
     assert opened.flops > 0
     for batchnorm in ("train", "eval"):
-        opened = tuner._open(recipe := Recipe(0.01, "sgd", 8, "last", 0.0, batchnorm=batchnorm), 0)
-        tuner._loss(opened, recipe, *(part[:8] for part in tuner.splits["train"]))
+        opened = tuner.open(recipe := Recipe(0.01, "sgd", 8, "last", 0.0, batchnorm=batchnorm), 0)
+        tuner.loss(opened, recipe, *(part[:8] for part in tuner.splits["train"]))
         norms = [m for m in opened.network.last()[0].modules() if isinstance(m, nn.BatchNorm2d)]
         assert norms
         assert all(m.training == (batchnorm == "train") for m in norms)
     parts = {
-        part: len(tuner._open(Recipe(0.01, "sgd", 8, part, 0.0), 0).parameters) for part in ("head", "last", "full")
+        part: len(tuner.open(Recipe(0.01, "sgd", 8, part, 0.0), 0).parameters) for part in ("head", "last", "full")
     }
     assert parts["head"] == 2 < parts["last"] < parts["full"]
 
