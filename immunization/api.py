@@ -163,7 +163,7 @@ def audit(
     comparison = Comparison(pair, audited)
     measures = evaluate(config, comparison)
     measures.merge(attack(config, audited, comparison, audited.extractor.state_dict()))
-    found = {key: getattr(measures, key) for key in ("metrics", "reasons", "curves", "flags")}
+    found = {key: getattr(measures, key) for key in ("metrics", "reasons", "curves", "flags", "about")}
     return Result(seed, "loaders", audited.name, "unmodified", "completed", **found)
 
 

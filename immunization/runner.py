@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
@@ -20,7 +20,8 @@ from immunization.models import Model
 from immunization.models.export import exported, rounding_flag
 from immunization.results import model_card
 from immunization.results.present import present
-from immunization.runs.filenames import ATTACKS
+from immunization.runs import strict_json
+from immunization.runs.filenames import ATTACKS, settings_file
 from immunization.runs.folder import RunFolder, log, settings_of
 from immunization.runs.heartbeat import heartbeat
 from immunization.runs.origin import audited, data_flags
@@ -32,6 +33,9 @@ from immunization.training.checkpoint import Checkpointer
 from immunization.training.monitor import Monitor
 from immunization.training.session import TrainingSession, assemble, follow
 from immunization.training.signals import Stop
+
+if TYPE_CHECKING:
+    from immunization.attacks import Attack
 
 AFTERWARDS = "what was trained is kept: measure it with immunize=false device=cpu model.checkpoint=<this run's folder>"
 """What to do where memory ends after the training."""
@@ -84,11 +88,14 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     check(config)
     check_objective(config, run.overrides)
     machine.device_of(config.device)  # a GPU that is not there is said so before the data are read
+    attacks = attackers(config)  # what is wrong with their options is said before anything is loaded
     with importing("starting the tracker"):
         run.track(state)
     with waiting("preparing data, model and optimizer"):
         parts = assemble(config)
     method, model, pair = parts.method, parts.model, parts.pair
+    for one in attacks.values():
+        one.check(pair.harmful)
     run.result.about, run.result.method, run.result.model = pair.about, method.name, model.name
     log.info("%s: %s", pair.name, pair.about)
 
@@ -119,6 +126,9 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     if config.get("attack"):
         with run.timed("attack"), machine.gpu_memory("the attacks", AFTERWARDS):
             measures.merge(attack(config, model, comparison, parts.start, run.path / ATTACKS))
+    run.result.about = run.result.about | measures.about
+    for name, settings in measures.about.get("attackers", {}).items():
+        strict_json.write(run.path / settings_file(name), settings)
     run.result.metrics, run.result.reasons = measures.metrics, measures.reasons
     run.result.curves, run.result.flags = measures.curves, measures.flags
     if facts:
@@ -134,6 +144,11 @@ def evaluate(config: DictConfig, comparison: Comparison) -> Measures:
     return measures
 
 
+def attackers(config: DictConfig) -> dict[str, Attack]:
+    """Every attack of the configuration, by name."""
+    return {name: build(config, f"attack.{name}") for name in config.get("attack") or ()}
+
+
 def attack(
     config: DictConfig,
     model: Model,
@@ -147,7 +162,7 @@ def attack(
     """
     from immunization.attacks import KeptCurves, Victim, run_attacks  # not loaded by runs without attacks
 
-    attacks = {name: build(config, f"attack.{name}") for name in config.attack}
+    attacks = attackers(config)
     victim = Victim(model, comparison, start)
     kept = keep and KeptCurves(keep, OmegaConf.to_container(config.attack, resolve=True), victim)
     return run_attacks(attacks, victim, kept)

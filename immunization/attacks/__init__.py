@@ -14,6 +14,7 @@ from immunization.attacks.probes import (
     Undo,
     WhitenedProbe,
 )
+from immunization.attacks.scratch import Scratch
 from immunization.attacks.suite import run_attacks
 from immunization.attacks.victim import Inapplicable, Victim
 
@@ -32,6 +33,7 @@ __all__ = [
     "LoRA",
     "LogisticProbe",
     "Momentum",
+    "Scratch",
     "Undo",
     "Victim",
     "WhitenedProbe",

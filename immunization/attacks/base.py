@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,10 @@ class AttackCurve:
     `steps` [T] and `flops` [T] say what was spent when `val` and `test` [T], the task's measure, were reached. `excess`
     [T] is the excess training loss of a probe relative to that of w = 0, `kappa` that of the Hessian it descends.
     `diverged` are the settings that did not stay finite, `at_edge` says that the best one was the smallest or largest
-    of those tried.
+    of those tried. `epochs` are places in [T] by the passes over the training rows that they stand for.
+
+    `found` are settings that were searched for, or given again, and `finals` what they reach with each seed of the
+    attacker, of which the curve is the best on the validation split.
     """
 
     steps: Tensor
@@ -33,6 +37,9 @@ class AttackCurve:
     setting: float | None = None
     diverged: tuple[float, ...] = ()
     at_edge: bool = False
+    epochs: dict[int, int] | None = None
+    found: dict[str, Any] | None = None
+    finals: tuple[float, ...] = ()
 
     @property
     def final(self) -> float:
@@ -52,6 +59,8 @@ class Attack:
     """Theory: steps grow as kappa ** order (Eq. 2 for gradient descent has 1); None where there is no such law."""
     natural_ends = False
     """Whether nothing is to be expected beyond the ends of the settings: 0, or where the method is unstable."""
+    reference = False
+    """Whether it does not use the model's weights: no attack, but the line beyond which no defense matters."""
 
     @checked("attack.*")
     def __init__(
@@ -66,6 +75,14 @@ class Attack:
         if not settings or not settings[0] >= 0:
             raise ConfigError(f"attack: {self.setting_name}s must be a list of numbers of at least 0, not {settings}")
         self.steps, self.settings, self.samples, self.precision, self.seed = steps, settings, samples, precision, seed
+
+    @property
+    def kind(self) -> str:
+        """What settings of this attack are settings of."""
+        return type(self).__name__
+
+    def check(self, task: Task) -> None:
+        """Raise ConfigError where the harmful task lacks what the attack was asked to use."""
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
         """Attack one stage. Raises Inapplicable where the model or the data do not allow it."""
@@ -89,9 +106,8 @@ class Attack:
         `val` and `test` are [settings, T]; a row with NaN has diverged. A measure below `floor`, that of guessing,
         counts as guessing. Where every setting diverged, the curve is NaN throughout.
         """
-        diverged = ~torch.isfinite(val).all(1)
-        area = val.clamp(min=floor).mean(1)
-        area[diverged] = -torch.inf
+        area = areas(val, floor)
+        diverged = area == -torch.inf
         best = int(area.argmax())
         inside = self.natural_ends or 0 < best < len(self.settings) - 1
         return AttackCurve(
@@ -104,6 +120,11 @@ class Attack:
             at_edge=not inside and bool(area[best] > area.min()),
             **{name: value[best] if isinstance(value, Tensor) else value for name, value in facts.items()},
         )
+
+
+def areas(val: Tensor, floor: float) -> Tensor:
+    """Means [settings] of validation curves [settings, T], at least `floor` each; -inf for those that diverged."""
+    return val.clamp(min=floor).mean(1).where(torch.isfinite(val).all(1), -torch.inf)
 
 
 def step_grid(steps: int, per_octave: int = 4) -> list[int]:

@@ -19,7 +19,7 @@ from immunization.runs import files
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Of the file, to be raised whenever `AttackCurve` changes."""
 
 Curves = dict[Stage, AttackCurve]

@@ -4,138 +4,198 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Literal
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from immunization.attacks.base import Attack, AttackCurve, step_grid
+from immunization.attacks.base import Attack, AttackCurve, areas, step_grid
+from immunization.attacks.recipe import WEIGHT_DECAY, Budget, Optimizer, Part, Recipe
+from immunization.attacks.replay import read_recipes
+from immunization.attacks.search import require_optuna, search
+from immunization.attacks.tuning import Tuner
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
 from immunization.checks import AtLeastOne, AtLeastTwo, checked
+from immunization.data.task import Task
 from immunization.errors import ConfigError
 from immunization.models.chain import Network
 
-OPTIMIZERS = {"sgd": partial(torch.optim.SGD, momentum=0.9), "adamw": torch.optim.AdamW}
-
-NORM = 10.0
-"""Longest gradient that is not clipped."""
+Rates = Mapping[Optimizer, Sequence[float]]
 
 
 class FineTune(Attack):
     """A fresh linear head and a part of the net trained by cross-entropy on mini-batches, one learning rate for both.
 
-    `scope`: `full`, the whole net and the map behind it, if there is one, or `last`, its last block and the map.
-    Features are scaled to a mean square of 1 at the start, by one factor; the head starts at 0. What is trained is in
-    train mode. The clipped gradient of a mini-batch is one step.
+    `scope`: `full`, the whole net and the map behind it, if there is one, `last`, its last block and the map, or
+    `head`. Features are scaled to a mean square of 1 at the start, by one factor; the head starts at 0. What is trained
+    is in train mode. The clipped gradient of a mini-batch is one step.
+
+    The best of `rates` on the validation split is used or, with `search=N`, the best of `known_recipes` and N more
+    (`search.py`), at most as large a part as `scope`, within the operations of `steps` as they are without a search; or
+    the recipes of the file `replay`. What was searched or replayed runs with several `seeds` of the attacker.
+    `epochs` are passes over the training images at which SGRC is taken; the last of them take the place of `steps`.
     """
+
+    fixed_rates: ClassVar[Rates] = {"sgd": (0.003, 0.03, 0.3), "adamw": (1e-4, 1e-3, 0.01)}
+    """Those of conf/attack, for every optimizer."""
 
     @checked("attack.*")
     def __init__(
         self,
-        scope: Literal["full", "last"] = "full",
-        optimizer: Literal["sgd", "adamw"] = "sgd",
+        scope: Part = "full",
+        optimizer: Optimizer = "sgd",
         rates: Sequence[float] = (0.003, 0.03, 0.3),
         steps: int = 64,
+        epochs: Sequence[AtLeastOne] | None = None,
         batch_size: AtLeastTwo = 32,
+        search: AtLeastOne | None = None,
+        replay: str | None = None,
+        seeds: AtLeastOne = 3,
         samples: int | None = None,
         precision: Precision | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__(steps, rates, samples, precision, seed)
-        self.scope, self.optimizer, self.batch_size = scope, OPTIMIZERS[optimizer], batch_size
+        if search and replay:
+            raise ConfigError("attack: search looks for settings and replay has them; give one of the two")
+        self.scope, self.optimizer, self.batch_size = scope, optimizer, batch_size
+        self.epochs, self.trials, self.seeds = sorted(epochs or ()), search, seeds
+        if search:
+            require_optuna()
+        self.replayed = read_recipes(replay, self.kind, self.parts) if replay else {}
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Parts of a net that may be trained, the smallest first."""
+        parts = get_args(Part)
+        return parts[: parts.index(self.scope) + 1]
+
+    def check(self, task: Task) -> None:
+        if self.trials and not len(task.val):
+            raise ConfigError(
+                "attack: a search needs validation images of the harmful task: set dataset.val_fraction above 0"
+            )
+
+    def recipe(self, rate: float) -> Recipe:
+        """That of the fixed grid with one of its rates."""
+        return Recipe(rate, self.optimizer, self.batch_size, self.scope, WEIGHT_DECAY[self.optimizer])
+
+    def known_recipes(self) -> list[Recipe]:
+        """The grids of this attack and its relatives in conf/attack, rates of 0 apart: a search begins with them."""
+        own = [self.recipe(rate) for rate in self.settings]
+        others = [
+            replace(own[0], rate=rate, optimizer=optimizer, part=part, weight_decay=WEIGHT_DECAY[optimizer])
+            for part in self.parts
+            if part != "head"
+            for optimizer, rates in self.fixed_rates.items()
+            for rate in rates
+        ]
+        return [recipe for recipe in dict.fromkeys(own + others) if recipe.rate > 0]
+
+    def network(self, victim: Victim, stage: Stage) -> Network:
+        """The net that is trained."""
+        return victim.network(stage, self.precision)
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
         if stage == "start":
             raise Inapplicable("the start of a deep net is its baseline")
-        victim.network("baseline")  # Inapplicable where there is no net
+        self.network(victim, "baseline")  # Inapplicable where there is no net
         rows = self.rows(victim.task)
         splits = {"train": victim.images("train", None if rows is None else tuple(rows.tolist()))}
         splits |= {split: victim.images(split) for split in ("val", "test")}
         if not all(len(y) for _, y in splits.values()):
+            self.check(victim.task)
             raise Inapplicable("the harmful task needs validation and test images")
-        grid = step_grid(self.steps, per_octave=1)
-        curves = [self._train(rate, victim, stage, splits, grid) for rate in self.settings]
-        val, test = (torch.tensor([curve[i] for curve in curves], dtype=torch.float64) for i in (0, 1))
-        flops = curves[0][2] * torch.tensor(grid, dtype=torch.float64)
-        return self.choose(grid, flops, val, test, victim.task.chance)
+        tuner = Tuner(victim.task, splits, partial(self.network, victim, stage), self.adapt)
+        marks = {epochs: math.ceil(epochs * tuner.rows / self.batch_size) for epochs in self.epochs}
+        steps = max(marks.values(), default=self.steps)
+        grid = sorted({*step_grid(steps, per_octave=1), *marks.values()})
+        budget = Budget(grid, tuner.step_cost(self.recipe(self.settings[0]), self.seed))
+        curve = self._searched(tuner, budget, stage) if self.trials or self.replayed else self._fixed(tuner, budget)
+        curve.epochs = {epochs: grid.index(step) for epochs, step in marks.items()} or None
+        return curve
 
-    def adapt(self, victim: Victim, network: Network) -> tuple[list[nn.Parameter], list[nn.Module]]:
-        """Parameters of `network` to train, and what of it is in train mode meanwhile."""
-        parts = [network] if self.scope == "full" else network.last()
-        return [p for part in parts for p in part.parameters()], parts
+    def adapt(self, network: Network, part: Part) -> tuple[list[nn.Parameter], list[nn.Module]]:
+        """Parameters of a part of `network`, to be trained, and what of it is in train mode meanwhile."""
+        parts = {"head": [], "last": network.last(), "full": [network]}[part]
+        return [p for module in parts for p in module.parameters()], parts
 
-    def _train(
-        self, rate: float, victim: Victim, stage: Stage, splits: dict[str, tuple[Tensor, Tensor]], grid: list[int]
-    ) -> tuple[list[float], list[float], float]:
-        """Validation and test measures at the steps of the grid, and the operations of one step."""
-        task, (x, y) = victim.task, splits["train"]
-        with torch.random.fork_rng():
-            torch.manual_seed(self.seed)
-            network = victim.network(stage, self.precision)
-            with torch.no_grad():
-                features = network(x[: self.batch_size])
-            head = nn.Linear(features.shape[1], task.outputs).to(features)
-            nn.init.zeros_(head.weight)
-            scale = features.square().mean().rsqrt()
-            parameters, moving = self.adapt(victim, network)
-        network.requires_grad_(False)
-        parameters = [parameter.requires_grad_(True) for parameter in [*parameters, *head.parameters()]]
-        optimizer = self.optimizer(parameters, lr=rate)
-        generator = torch.Generator().manual_seed(self.seed)
+    def _fixed(self, tuner: Tuner, budget: Budget) -> AttackCurve:
+        """The best rate of the grid."""
+        courses = [tuner.train(self.recipe(rate), budget, self.seed) for rate in self.settings]
+        val, test = (_stacked([getattr(course, split) for course in courses]) for split in ("val", "test"))
+        return self.choose(budget.grid, budget.flops, val, test, tuner.task.chance)
 
-        def measure(split: str) -> float:
-            images, labels = splits[split]
-            network.eval()
-            with torch.no_grad():
-                logits = torch.cat([head(scale * network(part)) for part in images.split(256)])
-            return task.measure(logits, labels).item() if torch.isfinite(logits).all() else torch.nan
+    def _searched(self, tuner: Tuner, budget: Budget, stage: Stage) -> AttackCurve:
+        """The recipe that was found, or given, with the seed of the attacker that is best on the validation split.
 
-        val, test, flops = [], [], 0.0
-        order: list[int] = []
-        for step in range(1, self.steps + 1):
-            if len(order) < self.batch_size:
-                order += torch.randperm(len(x), generator=generator).tolist()
-            batch, order = order[: self.batch_size], order[self.batch_size :]
-            for part in moving:
-                part.train()
-            with FlopCounterMode(display=False) if step == 1 else torch.enable_grad() as counter:
-                loss = task.loss(head(scale * network(x[batch])), y[batch])
-                optimizer.zero_grad()
-                loss.backward()
-            flops = float(counter.get_total_flops()) if step == 1 else flops
-            nn.utils.clip_grad_norm_(parameters, NORM)
-            optimizer.step()
-            if step in grid:
-                val.append(measure("val"))
-                test.append(measure("test"))
-                if math.isnan(val[-1]):  # for good
-                    val, test = ([*curve, *[torch.nan] * (len(grid) - len(curve))] for curve in (val, test))
-                    break
-        return val, test, flops
+        Its steps are those of the fixed grid that cost as much.
+        """
+        if self.replayed:
+            if stage not in self.replayed:
+                raise ConfigError(f"attack: the file to replay holds no settings for the stage {stage}")
+            recipe, facts = self.replayed[stage], {}
+            courses = [tuner.train(recipe, budget, self.seed)]
+        else:
+            found = search(tuner, budget, self.known_recipes(), self.parts, self.trials, self.seed)
+            recipe, facts, courses = found.recipe, found.facts, [found.course]
+        courses += [tuner.train(recipe, budget, self.seed + i) for i in range(1, self.seeds)]
+        val, test = (_stacked([getattr(course, split) for course in courses]) for split in ("val", "test"))
+        area = areas(val, tuner.task.chance)
+        curves = [
+            AttackCurve(
+                torch.tensor(budget.grid),
+                budget.flops,
+                *scores,
+                setting=recipe.rate,
+                diverged=() if torch.isfinite(area).any() else (recipe.rate,),
+                found={"recipe": asdict(recipe), "steps": courses[0].steps[-1]} | facts,
+            )
+            for course, *scores in zip(courses, val, test, strict=True)
+        ]
+        best = curves[int(area.argmax())]
+        best.finals = tuple(curve.final for curve, finite in zip(curves, torch.isfinite(area), strict=True) if finite)
+        return best
 
 
 class LoRA(FineTune):
     """Low-rank adapters of peft on every convolution and linear layer, and a fresh head; the net stays in eval mode."""
 
+    fixed_rates: ClassVar[Rates] = {"adamw": (0.001, 0.01, 0.1), "sgd": (0.03, 0.3, 3.0)}
+
     @checked("attack.lora")
     def __init__(
         self,
         rank: AtLeastOne = 8,
-        optimizer: Literal["sgd", "adamw"] = "adamw",
+        optimizer: Optimizer = "adamw",
         rates: Sequence[float] = (0.001, 0.01, 0.1),
         steps: int = 64,
+        epochs: Sequence[AtLeastOne] | None = None,
         batch_size: AtLeastTwo = 32,
+        search: AtLeastOne | None = None,
+        replay: str | None = None,
+        seeds: AtLeastOne = 3,
         samples: int | None = None,
         precision: Precision | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__("full", optimizer, rates, steps, batch_size, samples, precision, seed)
         self.rank = rank
+        super().__init__(
+            "full", optimizer, rates, steps, epochs, batch_size, search, replay, seeds, samples, precision, seed
+        )
 
-    def adapt(self, victim: Victim, network: Network) -> tuple[list[nn.Parameter], list[nn.Module]]:
+    @property
+    def kind(self) -> str:
+        return f"LoRA of rank {self.rank}"
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return ("full",)
+
+    def adapt(self, network: Network, part: Part) -> tuple[list[nn.Parameter], list[nn.Module]]:
         try:
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError as error:
@@ -148,3 +208,7 @@ class LoRA(FineTune):
         exactly = "|".join(map(re.escape, layers))  # peft takes a list of names for their endings
         inject_adapter_in_model(LoraConfig(r=self.rank, lora_alpha=self.rank, target_modules=exactly), network)
         return [p for name, p in network.named_parameters() if "lora_" in name], []
+
+
+def _stacked(rows: list[list[float]]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from immunization.attacks.base import Attack
+from immunization.attacks import reference
+from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.flags import flags_of
 from immunization.attacks.kept import KeptCurves
 from immunization.attacks.outcome import MARGIN, SHARE, Outcome, first, learned, listed, never_finite, reached
+from immunization.attacks.replay import exported
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.evaluation.measures import Measures
 
@@ -22,28 +24,41 @@ def run_attacks(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves 
     """Run `attacks` and measure each, under `attack/<name>/`, and the worst of them, under `attack/worst/`.
 
     An attack that does not apply to the model or the data has `attack/<name>/final` alone, None with the reason.
-    Attacks that `kept` holds are not run again, and it takes every one that is done.
+    Attacks that `kept` holds are not run again, and it takes every one that is done. A reference, which uses no weights
+    of the model, is measured under `reference/<name>/` and is none of the attacks.
     """
-    measures, outcomes = Measures(), []
+    measures, outcomes, references = Measures(), [], {}
     for name, attack in attacks.items():
         try:
-            if reason := victim.comparison.no_test("harmful"):
-                raise Inapplicable(reason)
-            curves = kept.get(name) if kept else None
-            if curves is None:
-                curves = {stage: attack.run(victim, stage) for stage in victim.stages}
-                if kept:
-                    kept.put(name, curves)
+            curves = _run(name, attack, victim, kept)
         except Inapplicable as error:
-            measures.miss(str(error), f"attack/{name}/final")
+            measures.miss(str(error), f"{'reference' if attack.reference else 'attack'}/{name}/final")
+            continue
+        if settings := exported(attack.kind, curves):
+            measures.about.setdefault("attackers", {})[name] = settings
+        if attack.reference:
+            references[name] = curves["baseline"]
             continue
         outcomes.append(Outcome(name, attack, victim.task.chance, curves))
         _curves(outcomes[-1], victim.task.measure_name, measures)
         _measure(outcomes[-1], measures)
     for flag, reason in flags_of(outcomes).items():
         measures.flag(flag, reason)
-    _worst(outcomes, victim, measures)
+    bar = _worst(outcomes, victim, measures)
+    reference.measure(references, bar, victim.task.measure_name, measures)
     return measures
+
+
+def _run(name: str, attack: Attack, victim: Victim, kept: KeptCurves | None) -> dict[Stage, AttackCurve]:
+    """The curves of an attack on every stage; of a reference, which is the same for all, on the baseline's net."""
+    if reason := victim.comparison.no_test("harmful"):
+        raise Inapplicable(reason)
+    if kept and (curves := kept.get(name)) is not None:
+        return curves
+    curves = {stage: attack.run(victim, stage) for stage in (["baseline"] if attack.reference else victim.stages)}
+    if kept:
+        kept.put(name, curves)
+    return curves
 
 
 def _curves(outcome: Outcome, measure_name: str, measures: Measures) -> None:
@@ -75,9 +90,21 @@ def _measure(outcome: Outcome, measures: Measures) -> None:
         measures.put(f"{prefix}/steps{SUFFIX[stage]}", curve.steps[place].item())
         measures.put(f"{prefix}/flops{SUFFIX[stage]}", curve.flops[place].item())
     measures.put(f"{prefix}/steps_ratio", values[f"{prefix}/steps"] / values[f"{prefix}/steps_baseline"])
+    _sgrc(outcome, measures)
     if outcome.attack.order is not None:
         predicted = (outcome.after.kappa / outcome.before.kappa) ** outcome.attack.order
         measures.put(f"{prefix}/steps_ratio_predicted", predicted)
+
+
+def _sgrc(outcome: Outcome, measures: Measures) -> None:
+    """SGRC: the share of the baseline's test measure that immunization takes, after so many epochs of the attack."""
+    for epochs, place in (outcome.before.epochs or {}).items():
+        without, immunized = (curve.test[place].item() for curve in (outcome.before, outcome.after))
+        name = f"attack/{outcome.name}/sgrc_{epochs}"
+        if without > 0:
+            measures.put(name, (without - immunized) / without)
+        else:
+            measures.miss("the attack gets nothing right with the baseline", name)
 
 
 def _measure_stage(outcome: Outcome, stage: Stage, measures: Measures) -> None:
@@ -92,6 +119,9 @@ def _measure_stage(outcome: Outcome, stage: Stage, measures: Measures) -> None:
         measures.miss(reason, *(f"{prefix}/{key}{suffix}" for key in ("final", "area", "steps", "flops")))
         return
     measures.put(f"{prefix}/final{suffix}", curve.final)
+    if curve.finals:
+        measures.put(f"{prefix}/final_lowest{suffix}", min(curve.finals))
+        measures.put(f"{prefix}/final_highest{suffix}", max(curve.finals))
     measures.put(f"{prefix}/area{suffix}", curve.test.clamp(min=outcome.chance).mean().item())
     if curve.excess is None:
         return
@@ -102,10 +132,11 @@ def _measure_stage(outcome: Outcome, stage: Stage, measures: Measures) -> None:
             measures.put(f"{prefix}/steps_to_{label}{suffix}", curve.steps[place].item())
 
 
-def _worst(outcomes: list[Outcome], victim: Victim, measures: Measures) -> None:
+def _worst(outcomes: list[Outcome], victim: Victim, measures: Measures) -> float | None:
     """The attack that learns the harmful task with theta_I at the least compute, or else the one that comes closest.
 
-    One bar for all: SHARE of the way from chance to the best that any attack makes of the baseline.
+    One bar for all, which is returned: SHARE of the way from chance to the best that any attack makes of the baseline;
+    None where none learns anything from it.
     """
     chance, measure = victim.task.chance, victim.task.measure_name
     whole = {outcome.name: outcome for outcome in outcomes if not outcome.failed}
@@ -113,7 +144,7 @@ def _worst(outcomes: list[Outcome], victim: Victim, measures: Measures) -> None:
     if best < chance + MARGIN:
         names = (f"attack/worst/{key}" for key in ("final", "flops", "flops_ratio"))
         measures.miss("no attack learns the harmful task with the baseline", *names)
-        return
+        return None
     bar = chance + SHARE * (best - chance)
     after, before = (_costs(whole, stage, bar, measures) for stage in ("immunized", "baseline"))
     cheapest = min(after, key=after.__getitem__) if after else max(whole, key=lambda name: whole[name].after.final)
@@ -129,7 +160,7 @@ def _worst(outcomes: list[Outcome], victim: Victim, measures: Measures) -> None:
     if not after:
         reason = f"none of {len(whole)} attacks comes to {measure} {bar:.3f}; {cheapest} comes closest"
         measures.miss(reason, "attack/worst/flops", "attack/worst/flops_ratio")
-        return
+        return bar
     measures.put("attack/worst/flops", after[cheapest])
     if before:
         measures.put("attack/worst/flops_ratio", after[cheapest] / min(before.values()))
@@ -140,6 +171,7 @@ def _worst(outcomes: list[Outcome], victim: Victim, measures: Measures) -> None:
         f"{curve.steps[reached(curve, bar)]}, after {after[cheapest]:.2g} operations; {len(after)} of {len(whole)} "
         "attacks get there",
     )
+    return bar
 
 
 def _costs(outcomes: Mapping[str, Outcome], stage: Stage, bar: float, measures: Measures) -> dict[str, float]:

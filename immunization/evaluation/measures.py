@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -25,13 +25,17 @@ AUTHORS = ("authors/rir", "authors/ratio_harmful", "authors/ratio_primary")
 
 @dataclass
 class Measures:
-    """Flat numbers, curves, flags and arrays; whatever is missing (None) or flagged has its reason under its name."""
+    """Flat numbers, curves, flags and arrays; whatever is missing (None) or flagged has its reason under its name.
+
+    `about` is what a reader must know of how they were measured.
+    """
 
     metrics: dict[str, float | None] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     curves: dict[str, Curve] = field(default_factory=dict)
     flags: list[str] = field(default_factory=list)
     arrays: dict[str, Tensor] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
 
     def put(self, name: str, value: float) -> None:
         """Record a metric; None with a reason where it is not finite."""
@@ -70,6 +74,7 @@ class Measures:
             (self.reasons, other.reasons),
             (self.curves, other.curves),
             (self.arrays, other.arrays),
+            (self.about, other.about),
         ):
             mine.update(theirs)
         self.flags.extend(flag for flag in other.flags if flag not in self.flags)

@@ -18,6 +18,11 @@ MODEL_CARD = "model_card.md"
 CONFIG_OF_NET = "config.json"  # beside a net that was saved from Python
 
 
+def settings_file(attack: str) -> str:
+    """Settings that an attack found by searching; `replay` takes them."""
+    return f"attack_{attack}.json"
+
+
 def weights_of(checkpoint: Path) -> Path:
     """The file of weights that a run folder, or such a file itself, stands for."""
     return checkpoint / WEIGHTS if checkpoint.is_dir() else checkpoint

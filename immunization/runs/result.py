@@ -24,7 +24,8 @@ class Result:
 
     `metrics` holds flat names (`rir`, `primary/accuracy`); None is a measure that does not exist. `reasons` says why,
     for such a metric and for every flag. `curves` holds x and y by name, `seconds` the wall-clock time of `immunize`
-    and `evaluate`, `about` the preparation of the data. `folder` is the run folder; it is not part of the file.
+    and `evaluate`, `about` the preparation of the data and, under `attackers`, settings that attackers found. `folder`
+    is the run folder; it is not part of the file.
     """
 
     schema: ClassVar[int] = 1

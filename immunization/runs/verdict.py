@@ -107,6 +107,11 @@ def verdict(results: Sequence[Result]) -> list[str]:
         f"Learned means a held-out {measure} of {bar:.3f} or more where the attacker's validation rows say to stop: "
         "90 % of the way from chance to the best that any attack makes of the baseline."
     )
+    if (share := result.metrics.get("attack/worst/cost_over_scratch")) is not None:
+        lines.append(
+            f"The cheapest attack takes {share:.3g} times the operations of training the same net from random weights, "
+            "beyond which no defense matters."
+        )
     if close := undecided(result):
         which = ", ".join(close) if len(close) < 4 else f"{len(close)} of the attacks"
         lines.append(f"On {rows_tested(result)} test rows {which} cannot be told from that bar (95 % interval).")

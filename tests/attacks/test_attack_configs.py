@@ -15,7 +15,7 @@ WHOLE = OmegaConf.to_container(compose([f"attack=[{','.join(sorted(FILES))}]"]).
 
 def test_all_options_together_are_those_asked_for():
     assert sorted(WHOLE) == sorted(FILES)
-    assert len(HEIRS) == 12
+    assert len(HEIRS) == 14
 
 
 @pytest.mark.parametrize("name", HEIRS)

@@ -30,7 +30,7 @@ from immunization.runs.verdict import verdict
 pytestmark = pytest.mark.trains
 
 ATTACKS = sorted(path.stem for path in (CONF / "attack").glob("*.yaml"))
-NETS = {name for name in ATTACKS if "finetune" in name or "lora" in name}
+NETS = {name for name in ATTACKS if "finetune" in name or "lora" in name} | {"scratch", "sgrc"}
 
 
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name not in NETS])

@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from helpers.images import draw_folder
-from helpers.matrices import orthonormal
-from helpers.victims import classes, victim_of
+from helpers.victims import classes, colors_behind_a_map, victim_of
 
 from immunization.attacks import (
     FineTune,
@@ -13,7 +11,6 @@ from immunization.attacks import (
     Victim,
     run_attacks,
 )
-from immunization.data.images import image_folders
 from immunization.evaluation import Comparison
 from immunization.models import Timm
 from immunization.models.fold import folded_map
@@ -24,17 +21,7 @@ pytestmark = pytest.mark.trains
 
 @pytest.fixture(scope="module")
 def net(tmp_path_factory):
-    """A net with a map folded behind it, and images of three colors for a harmful task."""
-    root = tmp_path_factory.mktemp("images")
-    folders = [draw_folder(root / "primary", 4, 12, 4, 0), draw_folder(root / "harmful", 3, 24, 12, 2)]
-    pair = image_folders(*map(str, folders), cache=None, size=32, val_fraction=0.25).to("cpu", torch.float32)
-    torch.manual_seed(0)
-    base = Timm(pair, "test_resnet", "fold", pretrained=False, arguments={"num_classes": 4})
-    model, tasks = base.read_tasks(pair, True)
-    start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
-    sigma = torch.logspace(0, -4, tasks.dim, dtype=torch.float64)
-    model.extractor.theta.data.copy_(orthonormal(tasks.dim, tasks.dim, seed=4) * sigma)
-    return Victim(model, Comparison(tasks, model), start)
+    return colors_behind_a_map(tmp_path_factory.mktemp("images"))
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_a_resumed_run(tmp_path, monkeypatch, cut):
 def test_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["launch.py", *SHORT, "device=cuda", f"hydra.run.dir={tmp_path}"])
     with pretended_gpu() as seen:
-        launch.cli()
+        launch.start()
     assert "RIR" in capsys.readouterr().out
     assert OmegaConf.load(tmp_path / "environment.json").device == "cuda:0"
     assert seen["to_cpu"]

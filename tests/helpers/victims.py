@@ -1,13 +1,17 @@
 """Small tasks under attack."""
 
+from pathlib import Path
+
 import torch
+from helpers.images import draw_folder
 from helpers.matrices import gaussian, orthonormal
 from torch import Tensor
 
 from immunization.attacks import Victim
+from immunization.data.images import image_folders
 from immunization.data.task import Split, Task, TaskPair
 from immunization.evaluation import Comparison
-from immunization.models import Linear
+from immunization.models import Linear, Timm
 
 
 def victim_of(harmful: Task, theta: Tensor) -> Victim:
@@ -45,3 +49,16 @@ def noisy_classes(dim: int = 6, rows: int = 90, count: int = 3) -> Task:
     x, labels = gaussian(3 * rows, dim, seed=1), torch.arange(3 * rows) % count
     x = x + 1.5 * torch.eye(count, dim, dtype=torch.float64)[labels]
     return Task("noisy", *map(Split, x.split(rows), labels.split(rows)), classes=count)
+
+
+def colors_behind_a_map(root: Path, val_fraction: float = 0.25) -> Victim:
+    """A net with a map of kappa 1e8 folded behind it, and images of three colors for a harmful task."""
+    folders = [draw_folder(root / "primary", 4, 12, 4, 0), draw_folder(root / "harmful", 3, 24, 12, 2)]
+    pair = image_folders(*map(str, folders), cache=None, size=32, val_fraction=val_fraction).to("cpu", torch.float32)
+    torch.manual_seed(0)
+    base = Timm(pair, "test_resnet", "fold", pretrained=False, arguments={"num_classes": 4})
+    model, tasks = base.read_tasks(pair, True)
+    start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
+    sigma = torch.logspace(0, -4, tasks.dim, dtype=torch.float64)
+    model.extractor.theta.data.copy_(orthonormal(tasks.dim, tasks.dim, seed=4) * sigma)
+    return Victim(model, Comparison(tasks, model), start)

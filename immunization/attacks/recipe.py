@@ -1,0 +1,72 @@
+"""The settings of one fine-tuning, whether they are fixed, searched or read from a file, and what it may spend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from immunization.checks import AtLeastTwo, Fraction, NonNegative
+
+Optimizer = Literal["sgd", "adamw"]
+Part = Literal["head", "last", "full"]
+Schedule = Literal["constant", "linear", "cosine"]
+Norms = Literal["train", "eval"]
+
+OPTIMIZERS = {"sgd": partial(torch.optim.SGD, momentum=0.9), "adamw": torch.optim.AdamW}
+
+WEIGHT_DECAY: dict[Optimizer, float] = {"sgd": 0.0, "adamw": 0.01}
+"""Of the fixed grids: torch's defaults."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a fresh head and a part of a net are trained.
+
+    `schedule` is that of the rate after `warmup`, a share of all steps in which it grows from 0. `standardize`: the
+    head reads features of mean 0 and deviation 1 as they are at the start, instead of features with one factor for all.
+    `batchnorm`: the mode of BatchNorm in what is trained.
+    """
+
+    rate: NonNegative
+    optimizer: Optimizer
+    batch_size: AtLeastTwo
+    part: Part
+    weight_decay: NonNegative
+    schedule: Schedule = "constant"
+    warmup: Fraction = 0.0
+    standardize: bool = False
+    batchnorm: Norms = "train"
+
+    def rate_at(self, step: int, steps: int) -> float:
+        """The learning rate of `step`, 1 to `steps`."""
+        warm = round(self.warmup * steps)
+        if step <= warm:
+            return self.rate * step / warm
+        done = (step - 1 - warm) / (steps - warm)
+        return (
+            self.rate
+            * {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[self.schedule]
+        )
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Operations at which an attack is measured, the last of which are all it has: `grid` [T] steps of `unit` each."""
+
+    grid: Sequence[int]
+    unit: float
+
+    @property
+    def flops(self) -> Tensor:
+        """The operations [T]."""
+        return self.unit * torch.tensor(self.grid, dtype=torch.float64)
+
+    def steps(self, start: float, cost: float) -> list[int]:
+        """Steps [T] of `cost` operations that they pay for, when `start` of them are spent before the first step."""
+        return [max(0, math.floor((step * self.unit - start) / cost + 1e-9)) for step in self.grid]

@@ -1,0 +1,48 @@
+"""Lines of reference for the costs of attacks: what the harmful task costs without the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from immunization.attacks.base import AttackCurve
+from immunization.attacks.outcome import learned, never_finite, reached
+from immunization.evaluation.measures import Measures
+
+OVER = {"flops": "cost_over_scratch", "flops_baseline": "cost_over_scratch_baseline"}
+"""The cheapest success, with theta_I and with the baseline, and what it is called as a share of the reference's."""
+
+
+def measure(references: Mapping[str, AttackCurve], bar: float | None, measure_name: str, measures: Measures) -> None:
+    """Put `reference/<name>/` of every reference, and the cheapest success as a multiple of the cheapest reference.
+
+    `bar` is the test measure that counts as having learned the task, the same for all attacks; None where there is no
+    bar, as no attack learns it.
+    """
+    costs = []
+    for name, curve in references.items():
+        prefix, flops = f"reference/{name}", curve.flops.tolist()
+        measures.curves[f"{prefix}/compute"] = {"x": flops, "y": curve.test.tolist()}
+        measures.curves[f"{prefix}/{measure_name}"] = {"x": curve.steps.tolist(), "y": curve.test.tolist()}
+        measures.put(f"{prefix}/setting", curve.setting)
+        if never_finite(curve):
+            measures.miss("diverged with every setting tried", f"{prefix}/final", f"{prefix}/cost")
+            continue
+        measures.put(f"{prefix}/final", curve.final)
+        if curve.finals:
+            measures.put(f"{prefix}/final_lowest", min(curve.finals))
+            measures.put(f"{prefix}/final_highest", max(curve.finals))
+        if bar is None:
+            measures.miss("there is no bar: no attack learns the harmful task with the baseline", f"{prefix}/cost")
+        elif not learned(curve, bar):
+            measures.miss(f"never came to {bar:.3f} within {flops[-1]:.2g} operations", f"{prefix}/cost")
+        else:
+            costs.append(flops[reached(curve, bar)])
+            measures.put(f"{prefix}/cost", costs[-1])
+    for key, name in OVER.items() if references else ():
+        cost = measures.metrics.get(f"attack/worst/{key}")
+        if cost is None or not costs:
+            measures.miss(
+                "no attack learns the task" if costs else "no reference learns the task", f"attack/worst/{name}"
+            )
+        else:
+            measures.put(f"attack/worst/{name}", cost / min(costs))

@@ -1,0 +1,65 @@
+"""The same architecture from random weights: what the harmful task costs one who has no use for the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from immunization.attacks.network import FineTune
+from immunization.attacks.recipe import Optimizer, Part
+from immunization.attacks.victim import Inapplicable, Stage, Victim
+from immunization.checks import AtLeastOne, AtLeastTwo, checked
+from immunization.models.chain import Network
+
+
+class Scratch(FineTune):
+    """The same architecture from random weights, trained as `FineTune` trains the whole net.
+
+    No weights of the model are used: what it costs is the line beyond which no defense matters.
+    """
+
+    reference = True
+
+    @checked("attack.scratch")
+    def __init__(
+        self,
+        optimizer: Optimizer = "adamw",
+        rates: Sequence[float] = (1e-4, 1e-3, 0.01),
+        steps: int = 1024,
+        epochs: Sequence[AtLeastOne] | None = None,
+        batch_size: AtLeastTwo = 32,
+        search: AtLeastOne | None = None,
+        replay: str | None = None,
+        seeds: AtLeastOne = 3,
+        samples: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            "full", optimizer, rates, steps, epochs, batch_size, search, replay, seeds, samples, None, seed
+        )
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return ("full",)
+
+    def network(self, victim: Victim, stage: Stage) -> Network:
+        return redrawn(super().network(victim, stage))
+
+
+@torch.no_grad()
+def redrawn(network: Network) -> Network:
+    """`network` with every weight drawn anew, in place, as its layers and then the net itself draw them.
+
+    Raises Inapplicable for a net with weights that neither draws.
+    """
+    for parameter in network.parameters():
+        parameter.fill_(torch.nan)
+    for module in network.modules():
+        if isinstance(draw := getattr(module, "reset_parameters", None), Callable):
+            draw()
+    if isinstance(draw := getattr(network.whole.net, "init_weights", None), Callable):  # of timm
+        draw()
+    if left := [name for name, parameter in network.named_parameters() if not torch.isfinite(parameter).all()]:
+        raise Inapplicable(f"nobody knows how to draw the weights {', '.join(left)} anew")
+    return network
