@@ -16,7 +16,9 @@ Handler = Callable[[int, FrameType | None], object] | int | None
 """What `signal.getsignal` returns."""
 
 PAUSE = 0.05
-"""Seconds after which a signal that came amid an import is sent again."""
+"""Seconds after which a signal that came amid an import, or the like, is sent again."""
+
+DELICATE = f"{os.sep}pydantic{os.sep}"
 
 
 @contextmanager
@@ -81,7 +83,7 @@ class Stop:
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         wait = self.held and self.asked is None
-        if not wait and _importing(frame):  # an exception in there would not come out as it is
+        if not wait and _delicate(frame):
             threading.Timer(PAUSE, os.kill, (os.getpid(), number)).start()
             return
         self.asked = number
@@ -101,10 +103,10 @@ class Stop:
         raise Preempted(128 + number)
 
 
-def _importing(frame: FrameType | None) -> bool:
-    """Whether the main thread is importing a module."""
+def _delicate(frame: FrameType | None) -> bool:
+    """Whether an exception would come out as another one: amid an import, or while pydantic builds a check."""
     while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
+        if frame.f_code.co_filename.startswith("<frozen importlib") or DELICATE in frame.f_code.co_filename:
             return True
         frame = frame.f_back
     return False
