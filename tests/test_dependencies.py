@@ -8,6 +8,9 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+OPTIONAL = ("launchers", "lora", "search")
+"""Extras that the package imports where they are there."""
+
 FILES = [ROOT / "launch.py", *(ROOT / "immunization").rglob("*.py")]
 
 
@@ -26,7 +29,9 @@ def canonical(requirement: str) -> str:
 def test_imports_are_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    declared = {canonical(text) for text in [*project["dependencies"], *extras["lora"], *extras["launchers"]]}
+    declared = {
+        canonical(text) for text in [*project["dependencies"], *(text for name in OPTIONAL for text in extras[name])]
+    }
     modules = set().union(*map(imported, FILES)) - set(sys.stdlib_module_names) - {"immunization"}
     distributions = packages_distributions()
     missing = {name for name in modules if not declared & {canonical(text) for text in distributions.get(name, [name])}}
