@@ -231,7 +231,7 @@ def pretended_gpu(devices: int = 1) -> Iterator[Counter]:
     seen, generator, calls, operations = Counter(), torch.Generator(), _Calls(), _Operations()
     operations.where = seen, generator
     facts = {"is_available": True, "is_initialized": True, "device_count": devices, "current_device": 0}
-    facts |= {"set_device": None, "_lazy_init": None, "get_device_name": "pretended GPU"}
+    facts |= {"set_device": None, "_lazy_init": None, "synchronize": None, "get_device_name": "pretended GPU"}
     patches = {name: lambda *_, fact=fact, **__: fact for name, fact in facts.items()}
     patches |= dict.fromkeys(["manual_seed", "manual_seed_all"], generator.manual_seed)
     patches |= {"get_rng_state": lambda *_: generator.get_state()}
