@@ -323,12 +323,25 @@ def _log_authors_slope(hessian: Tensor, dim: int, divided: bool = False, weight:
     return math.log((largest + AUTHORS_RIDGE) / (smallest + AUTHORS_RIDGE)), slope
 
 
-def relative_log_condition_slope(features: Tensor, rank: int, power: float) -> tuple[Tensor, Tensor]:
+def factors_on_cpu(*features: Tensor) -> list[Tensor]:
+    """R factors on the CPU, in float64, of features [N, D] with N > D, others as they are; a GPU is waited for once."""
+    found = [f.double() for f in features]
+    found = [torch.linalg.qr(f, mode="r").R if f.shape[0] > f.shape[1] else f for f in found]
+    if found[0].device.type == "cpu":
+        return found
+    parts = torch.cat([f.flatten() for f in found]).cpu().split([f.numel() for f in found])
+    return [part.view(f.shape) for part, f in zip(parts, found, strict=True)]
+
+
+def relative_log_condition_slope(
+    features: Tensor, rank: int, power: float, device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
     """`log_condition_number` and its relative gradient E [D, D]: features F (I + X) change it by <E, X>.
 
     E = 2 V diag(s) V^T with s_i the derivative in log sigma_i^2, at most 1. It does not grow as sigma_k vanishes, as
-    the gradient in F does, and steps F <- F exp(-rate E) never meet the pole that log kappa has there.
+    the gradient in F does, and steps F <- F exp(-rate E) never meet the pole that log kappa has there. Both are on
+    `device`, by default that of the features.
     """
     found = _log_condition_number(features.double(), rank, power)
-    value, slope, _, v = (part.to(features.device, non_blocking=True) for part in found)
+    value, slope, _, v = (part.to(device or features.device, non_blocking=True) for part in found)
     return value, 2 * (v * slope) @ v.T

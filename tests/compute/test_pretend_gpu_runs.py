@@ -107,7 +107,7 @@ WAITS = {
     "method=condition_number method.power=inf": 2,
     "method=condition_number method.batch_size=80": 1,
     "method=opt_kappa": 2,
-    "method=opt_kappa method.form=log": 2,
+    "method=opt_kappa method.form=log": 1,
     "method=opt_kappa method.conditioning=authors": 2,
     "method=learning_curve method.patience=null": 2,
     "method=released_condition_number method.batch_size=80": 4,
