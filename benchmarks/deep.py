@@ -11,17 +11,12 @@ threads), which other processes disturb little.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 
 import torch
 from clock import seconds
-from torch import nn
+from nets import NetSteps, condition_number
 
-from immunization.data.images import ImagePair
-from immunization.data.task import Split, Task, TaskPair
-from immunization.methods import IMMA, ConditionNumber, LearningCurveNet, Method, OptKappa, RIllOnly
-from immunization.models import Batch, Timm
-from immunization.models.weights import create
+from immunization.methods import IMMA, LearningCurveNet, OptKappa, RIllOnly
 from immunization.theory import spectrum
 
 OPTIONS = ("channels_last", "amp")
@@ -40,46 +35,19 @@ def main() -> None:
     for name in OPTIONS:
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help="in a row of its own")
     args = parser.parse_args()
-    cuda, classes = args.device == "cuda", 80
+    cuda = args.device == "cuda"
 
-    torch.manual_seed(0)
-    images = ImagePair("random", {}, size=args.size).to(args.device, getattr(torch, args.dtype))
-    model = Timm(images, trainable=args.trainable, net=create(args.model, None, False, {"num_classes": classes}))
-    n = args.batch * args.batches
-    x = torch.cat([model.trunk(torch.randn(args.batch, 3, args.size, args.size)).cpu() for _ in range(args.batches)])
-    y = torch.arange(n, device=args.device) % classes
-    empty = Split(x[:0], y[:0])
-    tasks = [Task(role, Split(x, y), empty, empty, classes=classes, width=model.head.in_features) for role in "PH"]
-    pair = TaskPair("random", *tasks)
-    first, last = slice(args.batch), slice(-args.batch, None)
-    primary, harmful = (Batch(x[rows].to(args.device), y[rows], args.batch) for rows in (first, last))
-    # the functions take turns on one net, which none may change for the others
-    optimizer = torch.optim.SGD(model.groups(), lr=0.0, momentum=0.9, nesterov=True)
-    probe = nn.Linear(model.head.in_features, classes).to(model.head.weight)
-
-    def update(loss: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    def supervised() -> None:
-        loss = tasks[0].loss(model.head(model.extractor(primary.x)), primary.y, 0.1)
-        update(loss + tasks[1].loss(probe(model.extractor(harmful.x)), harmful.y))
-
-    def step(method: Method) -> Callable[[], None]:
-        method.setup(model, pair)
-        return lambda: update(method.step(model, primary, harmful)["loss"])
-
+    dtype = getattr(torch, args.dtype)
+    steps = NetSteps(args.model, args.trainable, args.size, args.batch, args.batches, args.device, dtype)
+    model, x, n = steps.model, steps.x, args.batch * args.batches
     methods = {
-        "condition_number": ConditionNumber(
-            1e-9, 1e-9, 1, args.batch, precondition="none", smoothing=0.1, balance=False
-        ),
+        "condition_number": condition_number(args.batch),
         "r_ill_only": RIllOnly(1, args.batch),
         "opt_kappa": OptKappa(1, args.batch, form="log"),
         "imma": IMMA(1, args.batch),
         "learning_curve_net": LearningCurveNet(1, args.batch),
     }
-    rows = {name: step(method) for name, method in methods.items()}
+    rows = {name: steps.step(method) for name, method in methods.items()}
     if chosen := [name for name in OPTIONS if getattr(args, name)]:
 
         def hasty() -> None:
@@ -89,7 +57,7 @@ def main() -> None:
 
         rows |= {"+".join(chosen): hasty}
     timing = {"repeats": args.repeats, "cuda": cuda}
-    plain, *times = seconds(supervised, *rows.values(), **timing)
+    plain, *times = seconds(steps.supervised, *rows.values(), **timing)
     print(f"{args.model}, {args.trainable}, batches of {args.batch}, {args.dtype}, {args.device}", flush=True)
     print(f"plain supervised step    {plain:8.3f} s")
     for name, value in zip(rows, times, strict=True):

@@ -105,7 +105,7 @@ def pseudo_code(pair: TaskPair, rows: int) -> Callable[[], None]:
 
 def products(pair: TaskPair, rows: int | None) -> Callable[[], None]:
     """The matrix products of a step of condition_number alone: features, Gram and gradient of both tasks."""
-    theta = torch.randn(pair.dim, pair.dim, dtype=torch.float64)
+    theta = torch.randn(pair.dim, pair.dim, dtype=torch.float64).to(pair.primary.train.x.device)
     inputs = [task.root if rows is None else task.train.x[:rows] for task in (pair.primary, pair.harmful)]
 
     def full() -> None:

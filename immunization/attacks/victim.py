@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from immunization.compute.transfer import room
 from immunization.data.task import Split, Task
 from immunization.evaluation.comparison import Comparison, Once
 from immunization.models import Model
@@ -22,7 +23,7 @@ Precision = Literal["float32", "bfloat16", "int8"]
 
 GIB = 2**30
 MOST = 4
-"""GiB of images that an attack on a net keeps in memory."""
+"""GiB of images that an attack on a net keeps in memory; on a GPU at most a quarter of what it has free."""
 
 
 class Inapplicable(Exception):
@@ -109,11 +110,13 @@ class Victim:
         chosen = torch.arange(len(part)) if rows is None else torch.tensor(rows)
         if self.model.reads_images or not len(chosen):
             return take(part.x, chosen).to(self.model.head.weight), part.y[chosen.to(part.y.device)]
-        batches = []
+        batches, most = [], room(part.y.device, MOST * GIB) / GIB
         for images, labels in self.model.image_batches("harmful", split, None if rows is None else chosen):
             size = len(chosen) * images[0].numel() * images.itemsize / GIB
-            if size > MOST:
-                raise Inapplicable(f"{len(chosen)} images take {size:.0f} GiB; lower samples to come under {MOST} GiB")
+            if size > most:
+                raise Inapplicable(
+                    f"{len(chosen)} images take {size:.2g} GiB; lower samples to come under {most:.2g} GiB"
+                )
             batches.append((images, labels))
         images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
         return images, labels

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from immunization.compute.transfer import room
 from immunization.data.task import Split, Task, TaskPair
 from immunization.evaluation.measures import Role, State
 from immunization.models.activations import take
@@ -18,7 +19,8 @@ from immunization.theory.probe import Probe
 ROWS = 256
 """Rows of a net's features that are folded into a factor at once."""
 KEPT = 2**31
-"""Bytes of one split's features up to which they are kept; larger ones are computed again for every measure."""
+"""Bytes of one split's features up to which they are kept, on a GPU at most a quarter of what it has free; larger ones
+are computed again for every measure."""
 
 Found = TypeVar("Found")
 
@@ -110,9 +112,14 @@ class Comparison:
         if state == "before":
             features = self.model.baseline_features(role, split)
             return x if features is None else features
-        if len(x) * self.tasks[role].dim * self.model.dtype.itemsize > KEPT:
+        if not self._once(("kept", role, split), lambda: self._fits(role, split)):
             return None
         return self._once(("features", role, split), lambda: self.model.features(x))
+
+    def _fits(self, role: Role, split: str) -> bool:
+        """Whether features may be kept, on a GPU of what it has free at first."""
+        part = self._split(role, split)
+        return len(part) * self.tasks[role].dim * self.model.dtype.itemsize <= room(part.y.device, KEPT)
 
     def _probe(self, role: Role, state: State) -> Probe:
         task, root = self.tasks[role], self._root(role, "train", state)

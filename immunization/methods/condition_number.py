@@ -22,6 +22,7 @@ from immunization.theory.regularizers import (
     r_ill_slope,
     r_well_of_features,
     r_well_slope,
+    scalar,
     with_gradients,
 )
 
@@ -107,10 +108,10 @@ class ConditionNumber(Method):
         ill, slope_H = hessian_slope(triangular_product(harmful.root, theta).double(), r_ill)
         correlation = primary.x.mT @ residual
         of_theta = torch.addmm((correlation @ omega).double(), theta.double(), slope.add_(slope_H)).to(theta.dtype)
-        total = self.task_weight * loss + weight_P * well + weight_H * ill
+        total = (self.task_weight * loss + weight_P * well + weight_H * ill).to(loss.dtype)
         with torch.enable_grad():
             total = with_gradients(total, {theta: of_theta, omega: correlation.mT @ theta})
-        return {"loss": total, "task_loss": loss, "r_well": loss.new_full((), well), "r_ill": loss.new_full((), ill)}
+        return {"loss": total, "task_loss": loss, "r_well": scalar(well, loss), "r_ill": scalar(ill, loss)}
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"scale_P": self.scale_P, "scale_H": self.scale_H}

@@ -17,6 +17,7 @@ from immunization.models.base import Batch, Model, Regularizer
 from immunization.theory import spectrum
 from immunization.theory.preconditioning import Precondition
 from immunization.theory.regularizers import (
+    factors_on_cpu,
     log_authors_condition_number,
     log_condition_number,
     relative_log_condition_slope,
@@ -109,9 +110,11 @@ class OptKappa(Method):
         """The step of a linear theta; terms are those before it."""
         theta = model.linear_map().data
         loss = self.pair.primary.loss(model.head(primary.x @ theta), primary.y)
-        inputs = ((batch, batch.x if batch.root is None else batch.root) for batch in (primary, harmful))
+        tasks = primary, harmful
+        factors = factors_on_cpu(*((batch.x if batch.root is None else batch.root) @ theta for batch in tasks))
         (log_p, slope_p), (log_h, slope_h) = (
-            relative_log_condition_slope(x @ theta, batch.rank, self.power) for batch, x in inputs
+            relative_log_condition_slope(factor, batch.rank, self.power, theta.device)
+            for batch, factor in zip(tasks, factors, strict=True)
         )
         theta -= self.rate * (theta.double() @ (slope_p - slope_h)).to(theta.dtype)
         return {

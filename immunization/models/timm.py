@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from immunization.compute import distributed
+from immunization.compute.transfer import onto
 from immunization.data.images import ImagePair, create_loader
 from immunization.data.loaders import LabeledBatches
 from immunization.data.task import SPLITS, Task, TaskPair
@@ -172,7 +173,7 @@ class Timm(Model):
     def trunk(self, images: Tensor) -> Tensor:
         """What enters the extractor: activations [N, ...] of images [N, C, H, W]; no graph."""
         with torch.no_grad():
-            x = images.to(self.head.weight)
+            x = onto(images, self.head.weight)
             for unit in self._trunk:
                 x = unit(x)
         return x
@@ -262,7 +263,7 @@ class Timm(Model):
         parts = x.split(self.images.batch_size)
         for part in distributed.every_nth(parts) if shared else parts:
             with room_for(self.images):
-                features = self.extractor(part.to(self.head.weight))
+                features = self.extractor(onto(part, self.head.weight))
             yield features
 
     @torch.no_grad()

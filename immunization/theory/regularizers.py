@@ -29,10 +29,14 @@ WIDE = 0.85
 """Rows of a feature matrix over its columns, below which the Gram of its rows takes fewer operations."""
 
 
+Scalar = float | Tensor
+"""A number; of a GPU, where nothing on the CPU depends on it, a tensor [] in float64, which is not waited for."""
+
+
 class Slope(Protocol):
     """R(H) and `weight` dR/dH of a symmetric H [n, n]; with `divided` the second is `weight` H^-1 dR/dH."""
 
-    def __call__(self, hessian: Tensor, *, divided: bool = False, weight: float = 1.0) -> tuple[float, Tensor]: ...
+    def __call__(self, hessian: Tensor, *, divided: bool = False, weight: float = 1.0) -> tuple[Scalar, Tensor]: ...
 
 
 # --- Of a Hessian H of rank k -----------------------------------------------------------------------------------------
@@ -40,12 +44,12 @@ class Slope(Protocol):
 
 def r_well_slope(
     hessian: Tensor, rank: int, power: float = math.inf, divided: bool = False, weight: float = 1.0
-) -> tuple[float, Tensor]:
+) -> tuple[Scalar, Tensor]:
     """R_well(H) = lambda_1^2 / 2 - ||H||_F^2 / (2k) (Eq. 3), and `weight` dR/dH = lambda_1 v_1 v_1^T - H / k.
 
     A finite `power` p puts the power mean M_p of the eigenvalues in the place of lambda_1 (`r_well`). `hessian` [n, n]
     is symmetric, float64, of rank k. `divided`: the second is `weight` H^-1 dR/dH. Raises LinAlgError where H is not
-    finite.
+    finite; on a GPU with a finite `power`, which needs nothing from the CPU, both results are then not finite.
     """
     if power < math.inf:
         return _power_mean_slope(hessian, rank, int(power), divided, weight)
@@ -80,24 +84,30 @@ def _pair_less_mean(h: Tensor, eigenvalue: float, v: Tensor, rank: int, divided:
     return (h * (-weight / rank)).addr_(v, v, alpha=weight * eigenvalue)
 
 
-def _power_mean_slope(hessian: Tensor, rank: int, power: int, divided: bool, weight: float) -> tuple[float, Tensor]:
+def _power_mean_slope(hessian: Tensor, rank: int, power: int, divided: bool, weight: float) -> tuple[Scalar, Tensor]:
     """R_well,p(H) = M_p^2 / 2 - M_2^2 / 2 and `weight` (M_p^(2-p) H^(p-1) - H) / k: for even p without eigenvalues."""
     norm = torch.linalg.vector_norm(hessian)
     unit = hessian / norm  # eigenvalues of at most 1: no power overflows
     lower = matrix_power(unit, power - 2)
     upper = lower @ unit
-    norm, total = torch.stack([norm, torch.dot(upper.flatten(), unit.flatten())]).tolist()  # one wait for a GPU
-    _check_finite(norm)
-    if not norm > 0:
-        return 0.0, hessian
+    total = torch.dot(upper.flatten(), unit.flatten())
+    on_cpu = hessian.device.type == "cpu"
+    if on_cpu:
+        norm, total = norm.item(), total.item()
+        _check_finite(norm)
+        if not norm > 0:
+            return 0.0, hessian
     mean = (total / rank) ** (1 / power)  # M_p / norm
     factor = weight / rank * mean ** (2 - power)
     if divided:
         slope = lower * factor
         slope.diagonal().sub_(weight / rank)
-    else:
+    elif on_cpu:
         slope = upper.mul_(norm * factor).sub_(unit, alpha=norm * weight / rank)
-    return norm**2 * (mean**2 - 1 / rank) / 2, slope
+    else:
+        slope = upper.mul_(norm * factor).sub_(unit * (norm * weight / rank))
+    value = norm**2 * (mean**2 - 1 / rank) / 2
+    return (value, slope) if on_cpu else (torch.where(norm > 0, value, norm), torch.where(norm > 0, slope, hessian))
 
 
 def _norm(hessian: Tensor) -> float:
@@ -122,7 +132,12 @@ def _check_finite_r_ill(denominator: float, square: float, rank: int) -> None:
         )
 
 
-def hessian_slope(features: Tensor, slope_of: Slope) -> tuple[float, Tensor]:
+def scalar(value: Scalar, like: Tensor) -> Tensor:
+    """`value` as a tensor [] of the dtype and device of `like`."""
+    return value.to(like.dtype) if isinstance(value, Tensor) else like.new_full((), value)
+
+
+def hessian_slope(features: Tensor, slope_of: Slope) -> tuple[Scalar, Tensor]:
     """R(H) and dR/dH [D, D] of H = F^T F by the smaller Gram of F [N, D], float64."""
     if len(features) < WIDE * features.shape[1]:
         value, divided = slope_of(gram(features.T), divided=True)
@@ -201,7 +216,7 @@ class _HessianRegularizer(torch.autograd.Function):
         value, slope = slope_of(gram(f.T if wide else f), divided=wide and theta is not None)
         ctx.save_for_backward(f, theta, slope)
         ctx.wide, ctx.dtype = wide, features.dtype
-        return features.new_full((), value)
+        return scalar(value, features)
 
     @staticmethod
     @once_differentiable
@@ -308,12 +323,25 @@ def _log_authors_slope(hessian: Tensor, dim: int, divided: bool = False, weight:
     return math.log((largest + AUTHORS_RIDGE) / (smallest + AUTHORS_RIDGE)), slope
 
 
-def relative_log_condition_slope(features: Tensor, rank: int, power: float) -> tuple[Tensor, Tensor]:
+def factors_on_cpu(*features: Tensor) -> list[Tensor]:
+    """R factors on the CPU, in float64, of features [N, D] with N > D, others as they are; a GPU is waited for once."""
+    found = [f.double() for f in features]
+    found = [torch.linalg.qr(f, mode="r").R if f.shape[0] > f.shape[1] else f for f in found]
+    if found[0].device.type == "cpu":
+        return found
+    parts = torch.cat([f.flatten() for f in found]).cpu().split([f.numel() for f in found])
+    return [part.view(f.shape) for part, f in zip(parts, found, strict=True)]
+
+
+def relative_log_condition_slope(
+    features: Tensor, rank: int, power: float, device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
     """`log_condition_number` and its relative gradient E [D, D]: features F (I + X) change it by <E, X>.
 
     E = 2 V diag(s) V^T with s_i the derivative in log sigma_i^2, at most 1. It does not grow as sigma_k vanishes, as
-    the gradient in F does, and steps F <- F exp(-rate E) never meet the pole that log kappa has there.
+    the gradient in F does, and steps F <- F exp(-rate E) never meet the pole that log kappa has there. Both are on
+    `device`, by default that of the features.
     """
     found = _log_condition_number(features.double(), rank, power)
-    value, slope, _, v = (part.to(features.device, non_blocking=True) for part in found)
+    value, slope, _, v = (part.to(device or features.device, non_blocking=True) for part in found)
     return value, 2 * (v * slope) @ v.T

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from immunization.compute import distributed
+from immunization.compute.transfer import gathered
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.models.base import Batch
@@ -34,10 +35,10 @@ class RowPasses:
         else:
             self.start = self.generator.get_state()
             order = torch.randperm(len(x), generator=self.generator)
-            for rows in order[: len(x) - len(x) % self.batch_size].split(self.batch_size)[self.taken :]:
+            chunks = order[: len(x) - len(x) % self.batch_size].split(self.batch_size)[self.taken :]
+            parts = gathered(x, [distributed.share(rows) for rows in chunks], y.device)
+            for rows, inputs in zip(chunks, parts, strict=True):
                 self.taken += 1
-                # stored activations stay where they are; no copy onto a GPU makes the next step wait
-                inputs = x[distributed.share(rows).to(x.device, non_blocking=True)].to(y.device, non_blocking=True)
                 yield Batch(inputs, y[rows.to(y.device, non_blocking=True)], min(len(rows), task.rank))
         self.start, self.taken = None, 0
 

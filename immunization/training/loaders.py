@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from immunization.compute import distributed, randomness
+from immunization.compute.transfer import room
 from immunization.data.task import TaskPair
 from immunization.errors import DataError
 from immunization.models.base import Batch, Model
 from immunization.training.batches import PairedBatches
+
+log = logging.getLogger(__name__)
 
 
 class LoaderPasses:
@@ -94,10 +99,24 @@ class LoaderBatches:
             one.seed, one.number, one.taken = state[role]
 
 
+def _kept(pair: TaskPair) -> TaskPair:
+    """`pair` with the training rows of both tasks on the GPU that wants them, where they fit."""
+    tasks = {"primary": pair.primary, "harmful": pair.harmful}
+    apart = {role: t for role, t in tasks.items() if t.train.y.is_cuda and not t.train.x.is_cuda}
+    size = sum(task.train.x.nbytes for task in apart.values())
+    if not apart or size > room(pair.primary.train.y.device):
+        return pair
+    log.info("%.3g GiB of training inputs are kept on the GPU", size / 2**30)
+    moved = {role: replace(t, train=replace(t.train, x=t.train.x.to(t.train.y.device))) for role, t in apart.items()}
+    return replace(pair, **moved)
+
+
 def batches_of(
     model: Model, pair: TaskPair, batch_size: int | None, generator: torch.Generator
 ) -> PairedBatches | LoaderBatches:
     """Batches of rows where they are stored, of images where they are not."""
-    if model.loaders is None or batch_size is None:
+    if batch_size is None:
         return PairedBatches(pair, batch_size, generator)
+    if model.loaders is None:
+        return PairedBatches(_kept(pair), batch_size, generator)
     return LoaderBatches(model.loaders(batch_size), model.read, pair.dim)

@@ -29,8 +29,9 @@ from immunization.terminal import importing
 from immunization.training import checkpoint
 from immunization.training.checkpoint import Checkpointer
 from immunization.training.debugging import Debug
+from immunization.training.divergence import Progress
 from immunization.training.loaders import batches_of
-from immunization.training.loop import Progress, train
+from immunization.training.loop import train
 from immunization.training.monitor import Monitor
 from immunization.training.optimization import optimizer_of, scheduler_of
 from immunization.training.signals import Stop
@@ -135,11 +136,15 @@ class TrainingSession:
 
     def _train(self, steps: int) -> None:
         every, period, method = log_interval(self.config, self.pair, steps), self.monitor.period, self.method
+
+        def logged(step: int) -> bool:
+            return step % every == 0 or step == steps or (step % period == 0 and period > 1)
+
         with tqdm(total=steps, initial=self.progress.step, desc=method.name, unit="step", disable=None) as bar:
 
             def on_step(step: int, terms: dict[str, Tensor]) -> None:
                 bar.update()
-                if step % every == 0 or step == steps or (step % period == 0 and period > 1):
+                if logged(step):
                     values = self.monitor(step, terms)
                     shown = {name: f"{values[name]:.3g}" for name in ("loss", "rir", "lr") if name in values}
                     bar.set_postfix(shown, refresh=False)
@@ -149,7 +154,7 @@ class TrainingSession:
             room = machine.gpu_memory(f"method.batch_size={method.batch_size}", remedy)
             with room, self.keeper.stop.after_steps(), self.debug.watching(self.monitor.result.folder):
                 parts = method, self.model, self.batches, self.optimizer
-                train(*parts, on_step, self.progress, self.scheduler, self.debug.steps)
+                train(*parts, on_step, self.progress, self.scheduler, self.debug.steps, logged)
 
     def _stateful(self) -> dict[str, Any]:
         parts = {"method": self.method, "optimizer": self.optimizer, "batches": self.batches, "monitor": self.monitor}

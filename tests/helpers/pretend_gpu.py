@@ -187,7 +187,7 @@ class _Calls(TorchFunctionMode):
     low: torch.dtype | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs, first = dict(kwargs or {}), args[0] if args else None
+        kwargs, first = {k: v for k, v in (kwargs or {}).items() if k != "pin_memory"}, args[0] if args else None
         if func == Tensor.data.__set__ and isinstance(args[1], GpuTensor):
             if isinstance(first, GpuTensor):
                 func(*args)
@@ -231,11 +231,11 @@ def pretended_gpu(devices: int = 1) -> Iterator[Counter]:
     seen, generator, calls, operations = Counter(), torch.Generator(), _Calls(), _Operations()
     operations.where = seen, generator
     facts = {"is_available": True, "is_initialized": True, "device_count": devices, "current_device": 0}
-    facts |= {"set_device": None, "_lazy_init": None, "get_device_name": "pretended GPU"}
+    facts |= {"set_device": None, "_lazy_init": None, "synchronize": None, "mem_get_info": (2**33, 2**33)}
+    facts |= {"get_device_name": "pretended GPU"}
     patches = {name: lambda *_, fact=fact, **__: fact for name, fact in facts.items()}
     patches |= dict.fromkeys(["manual_seed", "manual_seed_all"], generator.manual_seed)
-    patches |= {"get_rng_state": lambda *_: generator.get_state()}
-    patches |= {"get_rng_state_all": lambda: [generator.get_state()]}
+    patches |= {"get_rng_state_all": lambda: [generator.get_state()], "get_rng_state": lambda *_: generator.get_state()}
     patches |= {"set_rng_state": lambda state, *_: generator.set_state(state)}
     kinds = [*optimizer._foreach_supported_types, GpuTensor]
     with contextlib.ExitStack() as stack:

@@ -7,11 +7,13 @@ from functools import partial
 import pytest
 import torch
 from helpers.methods import make_pair
+from helpers.pretend_gpu import pretended_gpu
 from torch.testing import assert_close
 
 from immunization.errors import Diverged
 from immunization.methods import Method
 from immunization.models import Linear
+from immunization.training import divergence
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
 
@@ -36,9 +38,11 @@ class Scripted(Method):
         return epoch == self.stop
 
 
-def run_script(losses: list[float | None], stop: int | None = None) -> tuple[list[int], Linear, Callable[[], int]]:
+def run_script(
+    losses: list[float | None], stop: int | None = None, device: str = "cpu"
+) -> tuple[list[int], Linear, Callable[..., int]]:
     """The steps that will have been seen, the model, and the training itself, yet to be called."""
-    pair, seen = make_pair(), []
+    pair, seen = make_pair().to(device, torch.float64), []
     model = Linear(pair)
     batches = PairedBatches(pair, None, torch.Generator())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -66,3 +70,32 @@ def test_a_method_may_stop_early():
     seen, _, run = run_script([1.0] * 5, stop=1)
     assert run() == 2
     assert seen == [1, 2]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2.1e12, None])
+@pytest.mark.parametrize("logged", [(), (4,), (2, 4)], ids=str)
+def test_a_gpu_is_not_waited_for_to_see_that_a_training_diverges(bad, logged):
+    """The verdict comes before the next logged step, or at the end; it names the step and loss that a CPU would."""
+    with pretended_gpu():
+        seen, _, run = run_script([2.0, 1.9e12, bad, 1.0, 1.0], device="cuda")
+        with pytest.raises(Diverged, match=r"Scripted diverged at step 3 \(loss (nan|-?inf|2.1e\+12)\)"):
+            run(logged=logged.__contains__)
+    assert max(seen) == (2 if bad is None else 3 if logged else 5)
+
+
+def test_errors_after_a_bad_step_are_put_down_to_it():
+    """On a GPU, other numbers than the loss may be looked at first."""
+    with pretended_gpu():
+        _, _, run = run_script([2.0, math.nan, 1.0], device="cuda")
+        run.args[0].epoch_end = lambda model, epoch: 0 / (epoch < 1)
+        with pytest.raises(Diverged, match="step 2"):
+            run(logged=lambda step: False)
+
+
+def test_few_losses_wait_to_be_looked_at(monkeypatch):
+    monkeypatch.setattr(divergence, "UNSEEN", 2)
+    with pretended_gpu() as counts:
+        _, _, run = run_script([1.0] * 7, device="cuda")
+        counts.clear()
+        run(logged=lambda step: False)
+    assert counts["to_cpu"] == 1 + 3  # the first loss, which sets the limit, and three times two
