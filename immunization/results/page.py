@@ -186,7 +186,7 @@ def _runs(runs: Sequence[Run]) -> Table:
 
 def _code(text: str) -> Markup:
     """Escaped, with `...` as code."""
-    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text)))
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))  # Markup would escape the tags too
 
 
 def markdown(parts: Iterable[Section], pictures: dict[str, str], command: str) -> str:

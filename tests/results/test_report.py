@@ -190,3 +190,11 @@ def test_provenance_names_runs_and_commands(folder):
     for i, run in enumerate(runs):
         run.command = f"python launch.py seed={i}"
     assert re.fullmatch(r"12 runs in .*, made by `python launch.py seed=0`, .* and 9 more\.", provenance(runs))
+
+
+def test_commands_stand_as_code_and_nothing_of_them_is_markup(folder):
+    collection = collect([folder])
+    for run in collection.runs:
+        run.command = "python launch.py name=<b>"
+    write(folder / "report.html", collection, sections(collection, "rir"), "Title")
+    assert "<code>python launch.py name=&lt;b&gt;</code>" in (folder / "report.html").read_text()
