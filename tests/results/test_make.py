@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from helpers.repository import ROOT
 
+from immunization.config import compose
 from immunization.errors import ConfigError
 from immunization.results import make
 from immunization.runs.result import Result
@@ -36,8 +37,8 @@ def test_an_unknown_section_is_refused(tmp_path):
 
 
 def test_it_says_what_it_would_run_for_how_long_and_what_is_left_out(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("IMMUNIZATION_DATA_ROOT", str(tmp_path))
-    monkeypatch.setenv("IMMUNIZATION_CACHE", str(tmp_path))
+    places = [f"data_root={tmp_path}", f"cache={tmp_path}"]  # whatever the user's conf/local.yaml says
+    monkeypatch.setattr("immunization.results.parts.compose", lambda job=(): compose([*job, *places]))
     monkeypatch.setattr(make.Machine, "factor", lambda self: 2.0)
     assert make.main(["--dry-run", "--output", str(tmp_path / "runs")]) == 0
     said = capsys.readouterr().out
