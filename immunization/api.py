@@ -131,7 +131,8 @@ def audit(
 
     Raises ConfigError, DataError.
     """
-    from immunization.runner import attack, evaluate  # which loads what none of the others needs
+    from immunization.attacks import Victim, run_attacks  # these load what none of the others needs
+    from immunization.runner import attackers, evaluate
 
     torch.manual_seed(seed)
     chosen = [] if attacks is None else [f"attack=[{','.join(attacks)}]"]
@@ -162,7 +163,8 @@ def audit(
         _, pair = audited.read_loaders(loaders, False, test=True)
     comparison = Comparison(pair, audited)
     measures = evaluate(config, comparison)
-    measures.merge(attack(config, audited, comparison, audited.extractor.state_dict()))
+    victim = Victim(audited, comparison, audited.extractor.state_dict())
+    measures.merge(run_attacks(attackers(config), victim))
     found = {key: getattr(measures, key) for key in ("metrics", "reasons", "curves", "flags", "about")}
     return Result(seed, "loaders", audited.name, "unmodified", "completed", **found)
 

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
 
 from immunization.compute import distributed, machine, randomness
 from immunization.config import build, check, compose, slug
 from immunization.evaluation import Comparison, Measures
 from immunization.evaluation.objective import check_objective
-from immunization.models import Model
 from immunization.models.export import exported, rounding_flag
 from immunization.results import model_card
 from immunization.results.present import present
@@ -123,9 +121,13 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
         measures.flag("outputs_rounded", reason)
     if method.undetermined:
         measures.withhold("undetermined", method.undetermined)
-    if config.get("attack"):
+    if attacks:
+        from immunization.attacks import KeptCurves, Victim, run_attacks  # not loaded by runs without attacks
+
         with run.timed("attack"), machine.gpu_memory("the attacks", AFTERWARDS):
-            measures.merge(attack(config, model, comparison, parts.start, run.path / ATTACKS))
+            victim = Victim(model, comparison, parts.start)
+            kept = KeptCurves(run.path / ATTACKS, OmegaConf.to_container(config.attack, resolve=True), victim)
+            measures.merge(run_attacks(attacks, victim, kept))
     run.result.about = run.result.about | measures.about
     for name, settings in measures.about.get("attackers", {}).items():
         strict_json.write(run.path / settings_file(name), settings)
@@ -147,22 +149,3 @@ def evaluate(config: DictConfig, comparison: Comparison) -> Measures:
 def attackers(config: DictConfig) -> dict[str, Attack]:
     """Every attack of the configuration, by name."""
     return {name: build(config, f"attack.{name}") for name in config.get("attack") or ()}
-
-
-def attack(
-    config: DictConfig,
-    model: Model,
-    comparison: Comparison,
-    start: Mapping[str, Tensor],
-    keep: Path | None = None,
-) -> Measures:
-    """Every attack of the configuration on `model` and its baseline; `start` is the state dict of theta_0.
-
-    Attacks that are done stand in the file `keep`, and are taken from there.
-    """
-    from immunization.attacks import KeptCurves, Victim, run_attacks  # not loaded by runs without attacks
-
-    attacks = attackers(config)
-    victim = Victim(model, comparison, start)
-    kept = keep and KeptCurves(keep, OmegaConf.to_container(config.attack, resolve=True), victim)
-    return run_attacks(attacks, victim, kept)

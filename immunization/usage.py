@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 
 from immunization.config import CONF
 
-INTERNAL = ("optimizer/table1_closest", "optimizer/table2_closest", "sweeps/wandb")
-"""Groups that an experiment chooses from, or that only W&B reads."""
+NESTED = "experiment"
+"""The group whose folders hold options for users; in those of others an experiment chooses, or W&B reads."""
 
 WIDTH, COLUMN = 118, 26
 
@@ -38,8 +38,9 @@ def groups() -> str:
 
 
 def _listed(group: str, chosen: str | list[str] | None) -> str:
-    folders = [group, *(f"{group}/{path.name}" for path in sorted((CONF / group).glob("*/")))]
-    found = [f"{folder}/{name}" for folder in folders if folder not in INTERNAL for name in options(folder)[1]]
+    below = sorted((CONF / group).glob("*/")) if group == NESTED else []
+    folders = [group, *(f"{group}/{path.name}" for path in below)]
+    found = [f"{folder}/{name}" for folder in folders for name in options(folder)[1]]
     names = [name.removeprefix(f"{group}/") for name in found]
     defaults = chosen if isinstance(chosen, list) else [chosen]
     return ", ".join(f"{name}*" if name in defaults else name for name in names)

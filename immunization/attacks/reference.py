@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from immunization.attacks.base import AttackCurve
-from immunization.attacks.outcome import learned, never_finite, reached
+from immunization.attacks.outcome import learned, never_finite, put_final, reached
 from immunization.evaluation.measures import Measures
 
 OVER = {"flops": "cost_over_scratch", "flops_baseline": "cost_over_scratch_baseline"}
@@ -27,10 +27,7 @@ def measure(references: Mapping[str, AttackCurve], bar: float | None, measure_na
         if never_finite(curve):
             measures.miss("diverged with every setting tried", f"{prefix}/final", f"{prefix}/cost")
             continue
-        measures.put(f"{prefix}/final", curve.final)
-        if curve.finals:
-            measures.put(f"{prefix}/final_lowest", min(curve.finals))
-            measures.put(f"{prefix}/final_highest", max(curve.finals))
+        put_final(curve, prefix, "", measures)
         if bar is None:
             measures.miss("there is no bar: no attack learns the harmful task with the baseline", f"{prefix}/cost")
         elif not learned(curve, bar):

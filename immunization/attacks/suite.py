@@ -9,7 +9,17 @@ from immunization.attacks import reference
 from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.flags import flags_of
 from immunization.attacks.kept import KeptCurves
-from immunization.attacks.outcome import MARGIN, SHARE, Outcome, first, learned, listed, never_finite, reached
+from immunization.attacks.outcome import (
+    MARGIN,
+    SHARE,
+    Outcome,
+    first,
+    learned,
+    listed,
+    never_finite,
+    put_final,
+    reached,
+)
 from immunization.attacks.replay import exported
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.evaluation.measures import Measures
@@ -118,10 +128,7 @@ def _measure_stage(outcome: Outcome, stage: Stage, measures: Measures) -> None:
         reason = f"diverged at every {outcome.attack.setting_name} tried: {listed(curve.diverged)}"
         measures.miss(reason, *(f"{prefix}/{key}{suffix}" for key in ("final", "area", "steps", "flops")))
         return
-    measures.put(f"{prefix}/final{suffix}", curve.final)
-    if curve.finals:
-        measures.put(f"{prefix}/final_lowest{suffix}", min(curve.finals))
-        measures.put(f"{prefix}/final_highest{suffix}", max(curve.finals))
+    put_final(curve, prefix, suffix, measures)
     measures.put(f"{prefix}/area{suffix}", curve.test.clamp(min=outcome.chance).mean().item())
     if curve.excess is None:
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from immunization.data.task import Task, TaskPair
@@ -54,8 +54,3 @@ class AgainstHead(AgainstAttacker):
     def harmful_loss(self, features: Tensor, batch: Batch) -> Tensor:
         """The attacker's loss with w as it is, of `features` [N, D] before scaling."""
         return self.pair.harmful.loss(F.linear(scaled(features), self.attacker), batch.y)
-
-
-def theta_of(model: Model) -> dict[str, nn.Parameter]:
-    """The trained parameters of the extractor, by name."""
-    return {name: p for name, p in model.extractor.named_parameters() if p.requires_grad}

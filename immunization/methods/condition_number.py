@@ -117,7 +117,7 @@ class ConditionNumber(Method):
         return super().state_dict() | {"scale_P": self.scale_P, "scale_H": self.scale_H}
 
     def _balance(self, model: Model, loss: Tensor, well: Tensor, ill: Tensor) -> None:
-        theta = [p for p in model.extractor.parameters() if p.requires_grad]
+        theta = list(model.trained().values())
 
         def norm(term: Tensor) -> float:
             gradients = torch.autograd.grad(term, theta, retain_graph=True, allow_unused=True)

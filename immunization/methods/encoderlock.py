@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from immunization.checks import AtLeastOne, AtLeastTwo, Count, NonNegative, checked
 from immunization.data.task import TaskPair
-from immunization.methods.attacker import AgainstHead, fitted_head, scaled, theta_of
+from immunization.methods.attacker import AgainstHead, fitted_head, scaled
 from immunization.models.base import Batch, Model
 from immunization.theory.regularizers import with_gradients
 
@@ -51,14 +51,14 @@ class Encoderlock(AgainstHead):
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
-        self.masks = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in theta_of(model).items() if p.ndim > 1}
+        self.masks = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in model.trained().items() if p.ndim > 1}
         self.taken = 0
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"masks": self.masks, "taken": self.taken}
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
-        parameters = {name: p for name, p in theta_of(model).items() if name in self.masks}
+        parameters = {name: p for name, p in model.trained().items() if name in self.masks}
         theta, omega = list(parameters.values()), [] if model.deep else list(model.head.parameters())
         starts = self.taken % self.round_steps == 0
         self.taken += 1

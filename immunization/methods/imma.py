@@ -85,7 +85,7 @@ class IMMA(Method):
         def task_loss(task: Task, head: Head, theta: dict[str, Tensor], batch: Batch) -> Tensor:
             return task.loss(F.linear(model.training_features(batch.x, theta), *head), batch.y)
 
-        theta = {name: p for name, p in model.extractor.named_parameters() if p.requires_grad}
+        theta = model.trained()
         for _ in range(self.inner_steps):
             lower = task_loss(self.pair.harmful, w, theta, harmful)
             gradients = torch.autograd.grad(lower, list(theta.values()), create_graph=self.unroll)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from immunization.checks import AtLeastOne, AtLeastTwo, Count, Fraction, NonNegative, Positive, checked
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.attacker import AgainstAttacker, fitted_head, scaled, theta_of
+from immunization.methods.attacker import AgainstAttacker, fitted_head, scaled
 from immunization.models.base import Batch, Model
 
 CLIP = 0.5
@@ -62,7 +62,7 @@ class Sophon(AgainstAttacker):
             raise ConfigError(
                 f"method={self.name} suppresses the probabilities of classes, and '{pair.harmful.name}' is a regression"
             )
-        self.suppressor = torch.optim.Adam(theta_of(model).values(), lr=self.suppress_lr)
+        self.suppressor = torch.optim.Adam(model.trained().values(), lr=self.suppress_lr)
         self.taken, self.suppressed = 0, torch.zeros(())
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Sophon(AgainstAttacker):
 
     def _suppress(self, model: Model, harmful: Batch) -> Tensor:
         """Take the step of theta that suppression asks for; returns the mean suppression loss before it."""
-        task, parameters = self.pair.harmful, theta_of(model)
+        task, parameters = self.pair.harmful, model.trained()
         kept = len(harmful.y) - max(1, round(self.held_out * len(harmful.y)))
         x, y, held_x, held_y = harmful.x[:kept], harmful.y[:kept], harmful.x[kept:], harmful.y[kept:]
         zeros = model.head.weight.new_zeros(task.outputs, model.head.in_features)

@@ -90,6 +90,10 @@ class Model(nn.Module):
         """What the optimizer gets: the trained parameters, or groups of them."""
         return [p for p in self.parameters() if p.requires_grad]
 
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The trained parameters of the extractor, by name."""
+        return {name: p for name, p in self.extractor.named_parameters() if p.requires_grad}
+
     def linear_map(self) -> nn.Parameter | None:
         """theta [D_in, D], where it is a parameter and the features are X theta; None for any other extractor."""
         return None

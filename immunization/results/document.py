@@ -179,5 +179,4 @@ def _details(part: Part, pictures: dict[str, Path], page: Path) -> str:
 
 
 def _figures(plots: Sequence[Plot], pictures: dict[str, Path], page: Path) -> list[str]:
-    paths = {name: os.path.relpath(path, page.parent) for name, path in pictures.items()}
-    return [f"![{plot.name}]({paths[plot.name]})\n\n{plot.caption}\n" for plot in plots]
+    return [plot.markdown(os.path.relpath(pictures[plot.name], page.parent)) for plot in plots]

@@ -194,11 +194,7 @@ def markdown(parts: Iterable[Section], pictures: dict[str, str], command: str) -
     lines = ["# Results", "", f"Written by `{command}`; do not edit by hand.", ""]
     for part in parts:
         lines += [*(table.markdown() for table in part.every_table), f"Source: {_public(provenance(part.runs))}", ""]
-        lines += [
-            f"![{plot.name}]({pictures[plot.name]})\n\n{plot.caption}\n"
-            for plot in part.every_plot
-            if plot.name in pictures
-        ]
+        lines += [plot.markdown(pictures[plot.name]) for plot in part.every_plot if plot.name in pictures]
     return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from immunization.config import CONF, compose
-from immunization.errors import ConfigError, DataError
+from immunization.errors import ConfigError
 from immunization.runs.result import Result
 from immunization.runs.resume import different, read_config, result_settings
 
@@ -70,7 +70,7 @@ class Multirun:
         """Numbers of the jobs, of all or of these, that are not completed."""
         folders = {int(path.name.partition("_")[0]): path for path in self.folder.glob("[0-9]*_*")}
         numbers = range(len(self.jobs)) if among is None else among
-        return [number for number in numbers if number not in folders or not _completed(folders[number])]
+        return [number for number in numbers if number not in folders or not Result.completed_in(folders[number])]
 
     def cost(self, numbers: Sequence[int], overhead: float) -> float:
         """CPU seconds of these jobs on the machine of parts.yaml."""
@@ -173,10 +173,3 @@ def _data(entry: dict[str, Any], config: DictConfig) -> tuple[tuple[str, ...], s
 def _changed(overrides: Sequence[str], changes: Sequence[str]) -> tuple[str, ...]:
     """Overrides of which later ones of the same key stand in the place of earlier ones."""
     return tuple({word.partition("=")[0]: word for word in [*overrides, *changes]}.values())
-
-
-def _completed(folder: Path) -> bool:
-    try:
-        return Result.read(folder).status == "completed"
-    except DataError:
-        return False

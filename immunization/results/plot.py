@@ -51,6 +51,10 @@ class Plot:
         content = out.getvalue()
         return content[content.index("<svg") :].replace(INK, "currentColor")
 
+    def markdown(self, path: str) -> str:
+        """The picture at `path` with its caption below."""
+        return f"![{self.name}]({path})\n\n{self.caption}\n"
+
     def png(self, folder: Path, pdf: bool = True) -> Path:
         """A picture on white in `folder`, and the same as PDF beside it; returns the path of the first."""
         path = folder / f"{self.name}.png"

@@ -17,7 +17,7 @@ from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 from torch import Tensor
 
 from immunization.config import build
-from immunization.errors import ConfigError, DataError, Preempted, UserError
+from immunization.errors import ConfigError, Preempted, UserError
 from immunization.runs import environment, files
 from immunization.runs.filenames import (
     ARRAYS,
@@ -57,9 +57,8 @@ def record_failure(config: DictConfig, folder: Path, error: Exception) -> str:
     beside which refused.txt says so to the multirun.
     """
     error = _in_words(error, folder)
-    with suppress(DataError):
-        if Result.read(folder).status == "completed":
-            files.write(folder / REFUSED, str(error))
+    if Result.completed_in(folder):
+        files.write(folder / REFUSED, str(error))
     if not (folder / Result.file).exists():
         try:
             result = unfinished(config, folder)

@@ -98,6 +98,14 @@ class Result:
         except TypeError as error:
             raise DataError(f"{path}: {error}; it was edited, or written by another version") from error
 
+    @classmethod
+    def completed_in(cls, folder: Path) -> bool:
+        """Whether a run folder holds the sound result of a completed run."""
+        try:
+            return cls.read(folder).status == "completed"
+        except DataError:
+            return False
+
 
 def _checksum(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from immunization.config import compose
 from immunization.data.task import Task
-from immunization.methods.attacker import fitted_head, theta_of
+from immunization.methods.attacker import fitted_head
 from immunization.models import Model
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
@@ -50,7 +50,7 @@ def probed(model: Model, task: Task) -> float:
 def fine_tuned(model: Model, task: Task) -> float:
     """Accuracy after 100 mini-batches of SGD at SOPHON's own rate, 1e-4, of theta and a fresh head."""
     extractor, generator = copy.deepcopy(model.extractor), torch.Generator().manual_seed(0)
-    names = theta_of(model)
+    names = model.trained()
     theta = [p for name, p in extractor.named_parameters() if name in names]
     head = torch.zeros(task.outputs, model.head.in_features, requires_grad=True)
     optimizer = torch.optim.SGD([*theta, head], lr=1e-4, momentum=0.9)
