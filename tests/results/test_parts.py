@@ -13,7 +13,7 @@ from immunization.results import parts
 from immunization.results.parts import Machine, Multirun, Section, read
 
 COUNTS = {"digits": 1620, "house_prices": 30, "house_prices_stated": 30, "house_prices_closest": 20}
-COUNTS |= {"house_prices_released": 3, "mnist_stated": 720, "resnet18": 15, "vit_tiny": 15}
+COUNTS |= {"house_prices_released": 3, "mnist_stated": 80, "resnet18": 15, "vit_tiny": 15}
 
 
 def multirun(folder: Path, overrides: tuple[str, ...] = ("seed=0,1", "method=closed_form,r_ill_only")) -> Multirun:
