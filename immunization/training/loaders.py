@@ -100,15 +100,14 @@ class LoaderBatches:
 
 
 def _kept(pair: TaskPair) -> TaskPair:
-    """`pair` with the training rows of both tasks on the GPU that wants them, where they fit."""
-    tasks = {"primary": pair.primary, "harmful": pair.harmful}
-    apart = {role: t for role, t in tasks.items() if t.train.y.is_cuda and not t.train.x.is_cuda}
+    """`pair` with the training rows of the tasks that methods are shown on the GPU that wants them, where they fit."""
+    apart = {role: t for role, t in pair.shown.items() if t.train.y.is_cuda and not t.train.x.is_cuda}
     size = sum(task.train.x.nbytes for task in apart.values())
     if not apart or size > room(pair.primary.train.y.device):
         return pair
     log.info("%.3g GiB of training inputs are kept on the GPU", size / 2**30)
     moved = {role: replace(t, train=replace(t.train, x=t.train.x.to(t.train.y.device))) for role, t in apart.items()}
-    return replace(pair, **moved)
+    return pair.with_tasks(moved)
 
 
 def batches_of(
