@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from immunization.compute.machine import gpu_memory
-from immunization.data.images import ImagePair, ImageTask, create_loader
+from immunization.data.image_loading import create_loader
+from immunization.data.images import ImagePair, ImageTask
 from immunization.data.loaders import LabeledBatches, shuffled_parts
 from immunization.data.task import Split, Task, is_shown
 from immunization.errors import ConfigError, DataError

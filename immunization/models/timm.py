@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from immunization.compute import distributed
 from immunization.compute.transfer import onto
-from immunization.data.images import ImagePair, create_loader
+from immunization.data.image_loading import create_loader
+from immunization.data.images import ImagePair
 from immunization.data.loaders import LabeledBatches
 from immunization.data.task import SPLITS, Task, TaskPair
 from immunization.errors import ConfigError
