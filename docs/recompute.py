@@ -106,7 +106,27 @@ class Given:
 
     @property
     def roles(self) -> list[str]:
-        return [role for role in ("primary", "harmful", "benign") if f"{role}/train" in self.rows]
+        return [name.removesuffix("/train") for name in self.rows if name.endswith("/train")]
+
+    @property
+    def shown(self) -> list[str]:
+        """The roles whose training rows make the preparation: the primary and all harmful ones."""
+        return [role for role in self.roles if kind_of(role) in ("primary", "harmful")]
+
+    @property
+    def classes(self) -> dict[str, int]:
+        """Of images, the class of every task: dataset.<kind> has one, or one after the other."""
+        classes: dict[str, int] = {}
+        for kind in dict.fromkeys(map(kind_of, self.roles)):
+            given = self.options[kind]
+            for i, digit in enumerate(given if isinstance(given, list) else [given]):
+                classes[kind if i == 0 else f"{kind}_{digit}"] = digit
+        return classes
+
+
+def kind_of(role: str) -> str:
+    """`harmful` for `harmful_5`, a further harmful task."""
+    return role.partition("_")[0]
 
 
 # --- The raw data, and how they become the inputs ---------------------------------------------------------------------
@@ -148,19 +168,19 @@ def read(folder: Path, data: Path | None) -> Run:
 def images(given: Given) -> dict[str, Task]:
     """digits, mnist, fashion_mnist: pixels from 0 to 1, then one mean and standard deviation for all."""
     options, authors, tasks = given.options, given.options["protocol"] != "one_vs_rest", {}
-    of_a_task = [options[role] for role in given.roles]
+    of_a_task = list(given.classes.values())
     intruders = 0
     for role in given.roles:
         x, y = {}, {}
         for split in SPLITS:
             name = f"{role}/{split}"
             x[split], labels = (array[given.rows[name]] for array in images_of(given.sources[name], given))
-            own = labels == options[role]
+            own = labels == given.classes[role]
             intruders += int(np.sum(~own if authors else np.isin(labels, of_a_task) & ~own))
             y[split] = np.full(len(own), int(role != "primary")) if authors else own.astype(int)
         tasks[role] = Task(x, y, 2, constant=authors)
     given.checks.append(("images of another task's class", intruders, 0.0))
-    both = np.concatenate([tasks[role].x["train"] for role in ("primary", "harmful")])
+    both = np.concatenate([tasks[role].x["train"] for role in given.shown])
     mean, std = both.mean(), both.std(ddof=1)
     if authors and options["_target_"].endswith(".mnist"):
         mean, std = (0.1307, 0.3081) if options["protocol"] == "authors" else (0.0, 1.0)  # the release's, or none
@@ -271,9 +291,9 @@ def arrays_of(options: dict, data: Path | None) -> dict[str, Array]:
         path = data or Path(options["path"]).expanduser()
         return dict(np.load(path, allow_pickle=False)) if path.suffix == ".npz" else load_file(path)
     stored, order = {}, None
-    for role in ("primary", "harmful", "benign"):
-        if options[f"{role}_csv"]:
-            path = Path(options[f"{role}_csv"]).expanduser()
+    for role, file in tables_of(options).items():
+        if file:
+            path = Path(file).expanduser()
             table = columns_of(data / path.name if data else path)
             target = table.pop(options["target"])
             order = order or list(table)
@@ -283,6 +303,16 @@ def arrays_of(options: dict, data: Path | None) -> dict[str, Array]:
             except ValueError:
                 stored[f"{role}_y"] = target.astype(float)
     return stored
+
+
+def tables_of(options: dict) -> dict[str, str]:
+    """The CSV file of every role: dataset.<kind>_csv has one, or one after the other."""
+    tables = {}
+    for kind in ("primary", "harmful", "benign", "unseen"):
+        given = options.get(f"{kind}_csv") or []
+        for i, file in enumerate([given] if isinstance(given, str) else given):
+            tables[kind if i == 0 else f"{kind}_{Path(file).stem}"] = file
+    return tables
 
 
 FAMILIES = {
@@ -303,7 +333,7 @@ def moments(x: Array) -> tuple[Array, Array]:
 def standardize(tasks: dict[str, Task], given: Given) -> None:
     """Columns by the training rows of D_P and D_H together, or of each task; targets of regressions by their own."""
     normalize = given.options["normalize"]
-    both = np.concatenate([tasks[role].x["train"] for role in ("primary", "harmful")])
+    both = np.concatenate([tasks[role].x["train"] for role in given.shown])
     for role, task in tasks.items():
         if normalize != "none":
             x = both if normalize == "shared" else task.x["train"]
@@ -461,6 +491,7 @@ def figures(run: Run, rng: np.random.Generator | None = None) -> Figures:
         out[f"{prefix}ratio_harmful"] = values["harmful"] / values["harmful_baseline"] if known else None
         out[f"{prefix}ratio_primary"] = values["primary"] / values["primary_baseline"] if known else None
         out[f"{prefix}rir"] = out[f"{prefix}ratio_harmful"] / out[f"{prefix}ratio_primary"] if known else None
+    out |= of_further_tasks(run, probes, kappa)
     if run.config["model"]["init"] == "identity":  # any other theta_0 is not in the run folder
         ratios = [prefix + name for prefix in ("", "authors/") for name in ("rir", "ratio_harmful", "ratio_primary")]
         out |= {f"{name}_theta0": out[name] for name in ratios}
@@ -506,7 +537,7 @@ def figures(run: Run, rng: np.random.Generator | None = None) -> Figures:
                 weights = probe.descended(grid)
                 curve[state] = np.array([task.measure(test[role, state] @ w) for w in weights])
                 out[f"curves/probe/{name}"] = curve[state]
-            if role != "benign" and np.any(probe.least_squares()):
+            if kind_of(role) != "benign" and np.any(probe.least_squares()):
                 out[f"curves/norm_ratio/{name}"] = probe.norm_ratio(names.get("norm_ratio", {}).get("steps", 300))
         learns = can_be_tested(task) and not task.constant
         chance = 1 / task.classes if task.classes else 0.0
@@ -514,6 +545,31 @@ def figures(run: Run, rng: np.random.Generator | None = None) -> Figures:
         if learns and (best := curve["_baseline"].max()) >= chance + 0.05:
             out[f"steps_bar/{role}"] = chance + options["share"] * (best - chance)
         out[f"rfd/{role}"] = deviation(curve[""], curve["_baseline"]) if learns else None
+    harmful = [role for role in run.tasks if kind_of(role) == "harmful"]
+    for name in ("steps_ratio", "rfd") if len(harmful) > 1 else ():
+        values = [out[f"{name}/{role}"] for role in harmful]
+        out[f"worst/{name}"] = None if None in values else min(values)
+    return out
+
+
+def of_further_tasks(run: Run, probes: dict[tuple[str, str], Probe], kappa: Figures) -> Figures:
+    """kappa, ratio and RIR of every harmful task beyond the first and of the unseen ones; the worst of the former."""
+    out: Figures = {}
+    primary, first = (kappa[role] / kappa[f"{role}_baseline"] for role in ("primary", "harmful"))
+    ratios = {"harmful": first}
+    for role in run.tasks:
+        if role == "harmful" or kind_of(role) not in ("harmful", "unseen"):
+            continue
+        for state in STATES:
+            probe = probes[role, state]
+            out[f"kappa_{role}{state}"] = (probe.sigma[0] / probe.sigma[-1]) ** 2
+            out[f"curves/spectrum/{role}{state.replace('_', '/')}"] = probe.sigma**2
+        out[f"rank_{role}"] = probes[role, ""].k
+        ratios[role] = out[f"ratio_{role}"] = out[f"kappa_{role}"] / out[f"kappa_{role}_baseline"]
+        out[f"rir_{role}"] = ratios[role] / primary
+    shown = [ratio for role, ratio in ratios.items() if kind_of(role) == "harmful"]
+    if len(shown) > 1:
+        out |= {"worst/ratio_harmful": min(shown), "worst/rir": min(shown) / primary}
     return out
 
 

@@ -72,11 +72,16 @@ def check_value(key: str, value: object, hint: Hint) -> None:
     from pydantic import ValidationError
 
     if isinstance(value, Sequence) and not isinstance(value, str):
-        value = list(value)  # OmegaConf's lists are none to pydantic
+        value = _plain(value)
     try:
         _validator(hint).validate_python(value)
     except ValidationError:
         raise ConfigError(f"{key} must be {words(hint)}, not {value!r}") from None
+
+
+def _plain(value: object) -> object:
+    """Lists, also inside of others, as Python's: OmegaConf's are none to pydantic."""
+    return list(map(_plain, value)) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 def words(hint: Hint) -> str:

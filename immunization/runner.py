@@ -93,7 +93,8 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
         parts = assemble(config)
     method, model, pair = parts.method, parts.model, parts.pair
     for one in attacks.values():
-        one.check(pair.harmful)
+        for task in pair.attacked.values():
+            one.check(task)
     run.result.about, run.result.method, run.result.model = pair.about, method.name, model.name
     log.info("%s: %s", pair.name, pair.about)
 
@@ -125,9 +126,10 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
         from immunization.attacks import KeptCurves, Victim, run_attacks  # not loaded by runs without attacks
 
         with run.timed("attack"), machine.gpu_memory("the attacks", AFTERWARDS):
-            victim = Victim(model, comparison, parts.start)
-            kept = KeptCurves(run.path / ATTACKS, OmegaConf.to_container(config.attack, resolve=True), victim)
-            measures.merge(run_attacks(attacks, victim, kept))
+            for role in pair.attacked:
+                victim = Victim(model, comparison, parts.start, role)
+                kept = KeptCurves(run.path / ATTACKS, OmegaConf.to_container(config.attack, resolve=True), victim)
+                measures.merge(run_attacks(attacks, victim, kept))
     run.result.about = run.result.about | measures.about
     for name, settings in measures.about.get("attackers", {}).items():
         strict_json.write(run.path / settings_file(name), settings)

@@ -35,6 +35,7 @@ class KeptCurves:
     def __init__(self, path: Path, settings: Mapping[str, object], victim: Victim) -> None:
         self.path = path
         victim_key = _digest(_identity(victim))
+        self.prefix = "" if victim.role == "harmful" else f"{victim.role}/"
         self.keys = {name: {"settings": value, "victim": victim_key} for name, value in settings.items()}
         self.kept: dict[str, dict[str, Any]] = {}
         with suppress(DataError, KeyError, TypeError):  # none, or a damaged one, or another version's
@@ -43,7 +44,7 @@ class KeptCurves:
 
     def get(self, name: str) -> Curves | None:
         """The curves of an attack on every stage; None where it has to be run."""
-        entry = self.kept.get(name)
+        entry = self.kept.get(self.prefix + name)
         if entry is None or entry["key"] != self.keys[name]:
             return None
         log.info("attack %s: done before", name)
@@ -51,7 +52,10 @@ class KeptCurves:
 
     def put(self, name: str, curves: Curves) -> None:
         """Keep the curves of an attack that is done."""
-        self.kept[name] = {"key": self.keys[name], "curves": {stage: vars(curve) for stage, curve in curves.items()}}
+        self.kept[self.prefix + name] = {
+            "key": self.keys[name],
+            "curves": {stage: vars(curve) for stage, curve in curves.items()},
+        }
         files.write_archive(self.path, {"version": VERSION, "attacks": self.kept})
 
 

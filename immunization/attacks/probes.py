@@ -15,8 +15,6 @@ from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeC
 from immunization.attacks.victim import Precision, Stage, Victim
 from immunization.checks import AtLeastOne, checked
 
-ROLES = ("primary", "harmful")
-
 
 class LinearProbe(ProbeAttack):
     """Steepest descent with exact line search, one step size for all outputs (the paper's probe, Eq. 2 and 16)."""
@@ -256,7 +254,11 @@ class Undo(LinearProbe):
 
     def problem(self, victim: Victim, stage: Stage) -> LeastSquares:
         problem, d = super().problem(victim, stage), victim.task.dim
-        rows = sum(len(victim.comparison.tasks[role].train) for role in ROLES) if self.how == "relearn" else d
+        rows = (
+            sum(len(victim.comparison.tasks[role].train) for role in ("primary", victim.role))
+            if self.how == "relearn"
+            else d
+        )
         problem.flops += svd_flops(rows, d)
         return problem
 
@@ -269,7 +271,7 @@ class Undo(LinearProbe):
             return torch.linalg.pinv(victim.linear_map(stage, self.precision))
         pairs = [
             (victim.features(stage, "train", self.precision, role), victim.features("baseline", "train", None, role))
-            for role in ROLES
+            for role in ("primary", victim.role)
         ]
         mine, theirs = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         return torch.linalg.pinv(mine) @ theirs

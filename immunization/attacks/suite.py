@@ -22,7 +22,7 @@ from immunization.attacks.outcome import (
 )
 from immunization.attacks.replay import exported
 from immunization.attacks.victim import Inapplicable, Stage, Victim
-from immunization.evaluation.measures import Measures
+from immunization.evaluation.measures import Measures, Role
 
 SUFFIX: dict[Stage, str] = {"immunized": "", "baseline": "_baseline", "start": "_start"}
 
@@ -35,8 +35,14 @@ def run_attacks(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves 
 
     An attack that does not apply to the model or the data has `attack/<name>/final` alone, None with the reason.
     Attacks that `kept` holds are not run again, and it takes every one that is done. A reference, which uses no weights
-    of the model, is measured under `reference/<name>/` and is none of the attacks.
+    of the model, is measured under `reference/<name>/` and is none of the attacks. Where the victim's task is not
+    `harmful`, all these names carry its role, `attack_<role>/<name>/`, and so do the flags.
     """
+    measures = _of_one_task(attacks, victim, kept)
+    return measures if victim.role == "harmful" else _named(measures, victim.role)
+
+
+def _of_one_task(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves | None) -> Measures:
     measures, outcomes, references = Measures(), [], {}
     for name, attack in attacks.items():
         try:
@@ -59,9 +65,25 @@ def run_attacks(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves 
     return measures
 
 
+def _named(measures: Measures, role: Role) -> Measures:
+    """The same under the names of a further task: `attack_<role>/`, `reference_<role>/`, `<flag>_<role>`."""
+
+    def name(old: str) -> str:
+        group, slash, rest = old.partition("/")
+        return f"{group}_{role}{slash}{rest}"
+
+    return Measures(
+        {name(old): value for old, value in measures.metrics.items()},
+        {name(old): reason for old, reason in measures.reasons.items()},
+        {name(old): curve for old, curve in measures.curves.items()},
+        [name(old) for old in measures.flags],
+        about={name(old): value for old, value in measures.about.items()},
+    )
+
+
 def _run(name: str, attack: Attack, victim: Victim, kept: KeptCurves | None) -> dict[Stage, AttackCurve]:
     """The curves of an attack on every stage; of a reference, which is the same for all, on the baseline's net."""
-    if reason := victim.comparison.no_test("harmful"):
+    if reason := victim.comparison.no_test(victim.role):
         raise Inapplicable(reason)
     if kept and (curves := kept.get(name)) is not None:
         return curves

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from immunization.compute.transfer import room
 from immunization.data.task import Split, Task
 from immunization.evaluation.comparison import Comparison, Once
+from immunization.evaluation.measures import Role
 from immunization.models import Model
 from immunization.models.activations import take
 from immunization.models.chain import Network
@@ -31,22 +32,27 @@ class Inapplicable(Exception):
 
 
 class Victim:
-    """The harmful task as an attacker sees it through the extractor of each stage.
+    """The task of `role`, a harmful one, as an attacker sees it through the extractor of each stage.
 
     `start` is the extractor's state dict before immunization. Features are float64, computed once for each stage, split
     and precision of the weights; `precision=None` leaves them as they are.
     """
 
-    def __init__(self, model: Model, comparison: Comparison, start: Mapping[str, Tensor]) -> None:
-        self.model, self.comparison, self.start = model, comparison, start
-        self.task: Task = comparison.tasks["harmful"]
+    def __init__(
+        self, model: Model, comparison: Comparison, start: Mapping[str, Tensor], role: Role = "harmful"
+    ) -> None:
+        self.model, self.comparison, self.start, self.role = model, comparison, start, role
+        self.task: Task = comparison.tasks[role]
         self._once = Once()
         self.stages: list[Stage] = ["immunized", "baseline"]
         if self._starts_elsewhere():
             self.stages.append("start")
 
-    def features(self, stage: Stage, split: str, precision: Precision | None = None, role: str = "harmful") -> Tensor:
-        """Features [N, D] of one split of a task."""
+    def features(
+        self, stage: Stage, split: str, precision: Precision | None = None, role: Role | None = None
+    ) -> Tensor:
+        """Features [N, D] of one split of a task, the attacked one by default."""
+        role = role or self.role
         raw = stage == "baseline" and self._raw(role, split)  # the map is I, which every precision holds
         if raw or (precision is None and stage != "start"):
             return self.comparison.features(role, split, "after" if stage == "immunized" else "before")
@@ -72,7 +78,7 @@ class Victim:
     def _starts_elsewhere(self) -> bool:
         """Whether theta_0 differs from the baseline, where that is the inputs, and from theta_I."""
         current = self.model.extractor.state_dict()
-        if not self._raw("harmful", "train") or all(torch.equal(self.start[n].to(t), t) for n, t in current.items()):
+        if not self._raw(self.role, "train") or all(torch.equal(self.start[n].to(t), t) for n, t in current.items()):
             return False
         extractor = self.extractor("start")
         with torch.no_grad():
@@ -102,7 +108,7 @@ class Victim:
         return rounded(network, precision).to(next(network.parameters())).eval().requires_grad_(True)
 
     def images(self, split: str, rows: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
-        """Images [N, C, H, W], preprocessed for the net, and labels [N] of some rows of a split of the harmful task."""
+        """Images [N, C, H, W], preprocessed for the net, and labels [N]: some rows of a split of the attacked task."""
         return self._once(("images", split, rows), lambda: self._images(split, rows))
 
     def _images(self, split: str, rows: tuple[int, ...] | None) -> tuple[Tensor, Tensor]:
@@ -111,7 +117,7 @@ class Victim:
         if self.model.reads_images or not len(chosen):
             return take(part.x, chosen).to(self.model.head.weight), part.y[chosen.to(part.y.device)]
         batches, most = [], room(part.y.device, MOST * GIB) / GIB
-        for images, labels in self.model.image_batches("harmful", split, None if rows is None else chosen):
+        for images, labels in self.model.image_batches(self.role, split, None if rows is None else chosen):
             size = len(chosen) * images[0].numel() * images.itemsize / GIB
             if size > most:
                 raise Inapplicable(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -14,10 +16,12 @@ from torch import Tensor
 from immunization.checks import Fraction, check_training_rows, checked
 from immunization.data.csv_files import numbers, read_table, require_columns
 from immunization.data.preparation import Normalize, finish, split_rows, standardize, standardize_targets
-from immunization.data.task import SPLITS, Origin, Split, Task, TaskPair
+from immunization.data.task import SPLITS, Origin, Split, Task, TaskPair, kind_of, roles_of
 from immunization.errors import ConfigError, DataError
 
-ROLES = ("primary", "harmful", "benign")
+KINDS = ("primary", "harmful", "benign", "unseen")
+NAMES = re.compile(rf"(?P<role>({'|'.join(KINDS)})(_(?!val_|test_|[xy]$)[\w.-]+?)?)(_val|_test)?_[xy]")
+"""Names of arrays: a role, perhaps a split, and x or y."""
 Targets = Literal["auto", "regression", "classes"]
 Arrays = dict[str, Tensor]
 
@@ -27,8 +31,9 @@ def arrays(
     seed: int,
     path: str | None = None,
     primary_csv: str | None = None,
-    harmful_csv: str | None = None,
-    benign_csv: str | None = None,
+    harmful_csv: str | Sequence[str] | None = None,
+    benign_csv: str | Sequence[str] | None = None,
+    unseen_csv: str | Sequence[str] | None = None,
     target: str = "target",
     targets: Targets = "auto",
     normalize: Normalize = "shared",
@@ -42,23 +47,23 @@ def arrays(
     Raises ConfigError for an option that cannot be, DataError for a file or array that cannot be used.
     """
     check_training_rows(val_fraction, test_fraction)
-    tables = {"primary": primary_csv, "harmful": harmful_csv, "benign": benign_csv}
-    if path and any(tables.values()):
+    tables = _tables(primary=primary_csv, harmful=harmful_csv, benign=benign_csv, unseen=unseen_csv)
+    if path and tables:
         raise ConfigError("dataset.path and dataset.*_csv are both given: choose one of them")
     if path:
         source, stored = path, _read_arrays(Path(path).expanduser())
     elif primary_csv and harmful_csv:
-        source = ", ".join(filter(None, tables.values()))
-        stored = _read_tables({role: Path(file).expanduser() for role, file in tables.items() if file}, target)
+        source = ", ".join(map(str, tables.values()))
+        stored = _read_tables(tables, target)
     else:
         raise ConfigError(
             "dataset=arrays needs dataset.path (npz, safetensors), or dataset.primary_csv and dataset.harmful_csv"
         )
     generator = torch.Generator().manual_seed(seed)
     tasks, labels = {}, {}
-    for role in ROLES:
-        if role != "benign" or "benign_x" in stored:
-            tasks[role], labels[role] = _task(role, stored, source, targets, val_fraction, test_fraction, generator)
+    for role in _roles(stored):
+        tasks[role], labels[role] = _task(role, stored, source, targets, val_fraction, test_fraction, generator)
+    _refuse_shared_rows(tasks)
     about = {
         "data": source,
         "normalize": {
@@ -68,8 +73,52 @@ def arrays(
         }[normalize],
         "labels": labels,
     }
-    pair = standardize_targets(standardize(TaskPair(name, **tasks, about=about), normalize))
+    pair = standardize_targets(standardize(TaskPair.of(name, tasks, about), normalize))
     return finish(pair, common_range)
+
+
+def _tables(**given: str | Sequence[str] | None) -> dict[str, Path]:
+    """The CSV file of every role; raises ConfigError for one that two roles have."""
+    tables: dict[str, Path] = {}
+    for kind, files in given.items():
+        paths = [Path(file).expanduser() for file in ([files] if isinstance(files, str) else files or ())]
+        tables |= dict(zip(roles_of(kind, [path.stem for path in paths]), paths, strict=False))
+    by_file: dict[Path, str] = {}
+    for role, path in tables.items():
+        other = by_file.setdefault(path.resolve(), role)
+        if other != role and not {"primary", "harmful", "benign"} >= {other, role}:
+            raise ConfigError(f"dataset: {path} is both the {other} and the {role} task; give every task its own file")
+    return tables
+
+
+def _roles(stored: Arrays) -> list[str]:
+    """Roles of the tasks in `stored`, in the order in which they draw their splits: no task changes those before it.
+
+    Raises DataError for a further task without a first one of its kind.
+    """
+    found = list(dict.fromkeys(match["role"] for key in stored if (match := NAMES.fullmatch(key))))
+    usual = [role for role in KINDS if role in found or role in ("primary", "harmful")]
+    further = sorted((role for role in found if role not in KINDS), key=lambda role: KINDS.index(kind_of(role)))
+    for role in further:
+        if kind_of(role) == "primary" or kind_of(role) not in usual:
+            remedy = "there is one primary task" if kind_of(role) == "primary" else "name the first of its kind"
+            raise DataError(f"'{role}_x': {remedy} '{kind_of(role)}_x', further ones '<kind>_<name>_x'")
+    return sorted(usual + further, key=lambda role: kind_of(role) == "unseen")
+
+
+def _refuse_shared_rows(tasks: dict[str, Task]) -> None:
+    """Raise DataError where a task beyond the usual three holds a row, inputs and target, that another task holds."""
+    owner: dict[bytes, str] = {}
+    for role, task in tasks.items() if tasks.keys() - {"primary", "harmful", "benign"} else ():
+        parts = [getattr(task, name) for name in SPLITS]
+        rows = torch.cat([torch.cat([part.x, part.y[:, None].to(part.x)], 1) for part in parts]).numpy()
+        own = {row.tobytes() for row in rows}
+        for row in own & owner.keys():
+            if {role, owner[row]} - {"primary", "harmful", "benign"}:
+                raise DataError(
+                    f"the {role} task and the {owner[row]} task share rows; give every task rows of its own"
+                )
+        owner |= dict.fromkeys(own, role)
 
 
 def _task(
@@ -159,11 +208,10 @@ def _samples(stored: Arrays, prefix: str, source: str) -> tuple[Tensor, Tensor]:
 
 def _read_arrays(path: Path) -> Arrays:
     """The arrays of an npz or safetensors file whose names are known; nothing is ever unpickled."""
-    wanted = [f"{role}{split}_{kind}" for role in ROLES for split in ("", "_val", "_test") for kind in "xy"]
     if path.suffix == ".npz":
         try:
             with np.load(path, allow_pickle=False) as file:
-                return {key: torch.from_numpy(file[key]) for key in wanted if key in file}
+                return {key: torch.from_numpy(file[key]) for key in file if NAMES.fullmatch(key)}
         except (OSError, EOFError, ValueError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
             raise DataError(f"{path} cannot be read as an npz file of numbers: {error}") from error
     if path.suffix == ".safetensors":
@@ -171,7 +219,7 @@ def _read_arrays(path: Path) -> Arrays:
 
         try:
             with safe_open(path, framework="pt") as file:
-                return {key: file.get_tensor(key) for key in wanted if key in file.keys()}  # noqa: SIM118
+                return {key: file.get_tensor(key) for key in file.keys() if NAMES.fullmatch(key)}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise DataError(f"{path} cannot be read as a safetensors file: {error}") from error
     raise ConfigError(

@@ -13,10 +13,10 @@ import torch
 from immunization.checks import Fraction, check_training_rows, checked
 from immunization.data.csv_files import numbers, read_table, require_columns
 from immunization.data.preparation import (
-    both_train,
     finish,
     map_inputs,
     moments,
+    shown_train,
     split_rows,
     standardize,
     standardize_targets,
@@ -106,7 +106,7 @@ def _full(
         splits = {s: Split(x[i], targets[role][i], _origin(halves[role], i)) for s, i in rows.items()}
         tasks[role] = Task(_task_name(role), **splits)
     pair = TaskPair(name, **tasks)
-    x = both_train(pair)
+    x = shown_train(pair)
     varies = (x != x[0]).any(0)
     pair = map_inputs(pair, lambda _, x: x[:, varies])
     about = {

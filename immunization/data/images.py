@@ -30,7 +30,7 @@ from immunization.checks import (
 )
 from immunization.data.pixels import sklearn_digits
 from immunization.data.preparation import split_rows
-from immunization.data.task import SPLITS, Origin
+from immunization.data.task import SPLITS, Origin, kind_of, roles_of
 from immunization.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class ImageTask:
     """One task: `classes` are the names of its labels 0, 1, ... (empty: not known beforehand), `splits` its images.
 
     `crop` replaces the model's own crop mode. `outputs` says which output of a model's own head means which class.
+    `folders` are those of the classes, where each has one.
     """
 
     name: str
@@ -80,11 +81,12 @@ class ImageTask:
     splits: dict[str, ImageSplit]
     crop: str | None = None
     outputs: tuple[int, ...] | None = None
+    folders: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
 class ImagePair:
-    """Tasks by role (primary, harmful and perhaps benign), and how to read their images; see conf/dataset."""
+    """Tasks by role, as those of `TaskPair`, and how to read their images; see conf/dataset."""
 
     name: str
     tasks: dict[str, ImageTask]
@@ -112,11 +114,13 @@ class ImagePair:
 @checked("dataset")
 def image_folders(
     primary_root: str | None = None,
-    harmful_root: str | None = None,
-    benign_root: str | None = None,
+    harmful_root: str | Sequence[str] | None = None,
+    benign_root: str | Sequence[str] | None = None,
+    unseen_root: str | Sequence[str] | None = None,
     primary: Mapping[str, Any] | None = None,
     harmful: Mapping[str, Any] | None = None,
     benign: Mapping[str, Any] | None = None,
+    unseen: Mapping[str, Any] | None = None,
     val_fraction: Fraction = 0.1,
     test_fraction: Fraction = 0.2,
     split_seed: int = 0,
@@ -135,15 +139,23 @@ def image_folders(
     Raises ConfigError for an option that cannot be, DataError for folders that are absent, empty or do not agree.
     """
     check_training_rows(val_fraction, test_fraction)
-    sources = {"primary": (primary_root, primary), "harmful": (harmful_root, harmful), "benign": (benign_root, benign)}
-    tasks = {}
-    for role, (root, options) in sources.items():
-        if root is None and not (options or {}).get("source"):
-            if role == "benign":
+    sources = {
+        "primary": (primary_root, primary),
+        "harmful": (harmful_root, harmful),
+        "benign": (benign_root, benign),
+        "unseen": (unseen_root, unseen),
+    }
+    tasks: dict[str, ImageTask] = {}
+    for kind, (given, options) in sources.items():
+        roots = [given] if given is None or isinstance(given, str) else list(given)
+        if not any(roots) and not (options or {}).get("source"):
+            if kind in ("benign", "unseen"):
                 continue
-            raise ConfigError(f"dataset.{role}_root is not set: give the folder of the images, a folder per class")
+            raise ConfigError(f"dataset.{kind}_root is not set: give the folder of the images, a folder per class")
         fractions = {"val_fraction": val_fraction, "test_fraction": test_fraction}
-        tasks[role] = _open_task(role, root, **(options or {}), **fractions, split_seed=split_seed)
+        for role, root in zip(roles_of(kind, [Path(root or "").name for root in roots]), roots, strict=True):
+            tasks[role] = _open_task(kind, root, **(options or {}), **fractions, split_seed=split_seed)
+    _refuse_shared_classes(tasks)
     reading = {"size": size, "crop_pct": crop_pct, "batch_size": batch_size, "workers": workers}
     return ImagePair(
         name, tasks, on_bad_image, augment, **reading, cache=cache, cache_limit=cache_limit, about=_about(tasks)
@@ -171,8 +183,9 @@ class Digits(Dataset):
 @checked("dataset")
 def digits_deep(
     primary: Sequence[int] = (0, 1, 2, 3),
-    harmful: Sequence[int] = (4, 5, 6),
-    benign: Sequence[int] | None = (7, 8, 9),
+    harmful: Sequence[int] | Sequence[Sequence[int]] = (4, 5, 6),
+    benign: Sequence[int] | Sequence[Sequence[int]] | None = (7, 8, 9),
+    unseen: Sequence[int] | Sequence[Sequence[int]] | None = None,
     val_fraction: Fraction = 0.1,
     test_fraction: Fraction = 0.25,
     split_seed: int = 0,
@@ -181,12 +194,16 @@ def digits_deep(
 ) -> ImagePair:
     """scikit-learn's digits as images for a small net; conf/dataset/digits_deep.yaml describes the options."""
     check_training_rows(val_fraction, test_fraction)
-    roles = {"primary": primary, "harmful": harmful} | ({} if benign is None else {"benign": benign})
+    roles: dict[str, list[int]] = {}
+    for kind, given in {"primary": primary, "harmful": harmful, "benign": benign, "unseen": unseen}.items():
+        if given is not None:
+            groups = [list(one) for one in given] if given and isinstance(given[0], Sequence) else [list(given)]
+            roles |= dict(zip(roles_of(kind, ["-".join(map(str, one)) for one in groups]), groups, strict=True))
     for role, classes in roles.items():
         if len(classes) < 2 or len(set(classes)) < len(classes) or not set(classes) <= set(range(10)):
-            raise ConfigError(f"dataset.{role}={list(classes)}: at least two different digits of 0 to 9 are needed")
+            raise ConfigError(f"dataset.{kind_of(role)}={classes}: at least two different digits of 0 to 9 are needed")
     if sum(map(len, roles.values())) > len(set().union(*roles.values())):
-        raise ConfigError("dataset.primary, harmful and benign must have no digit in common")
+        raise ConfigError("dataset.primary, harmful, benign and unseen must have no digit in common")
     tasks = {}
     for role, classes in roles.items():
         images = Digits(classes)
@@ -194,7 +211,7 @@ def digits_deep(
         generator = torch.Generator().manual_seed(split_seed)
         parts = split_rows(images.labels[own], val_fraction, test_fraction, generator)
         splits = {
-            s: ImageSplit(images, own[i], f"digits {list(classes)} {i.tolist()}", "sklearn.datasets.load_digits()")
+            s: ImageSplit(images, own[i], f"digits {classes} {i.tolist()}", "sklearn.datasets.load_digits()")
             for s, i in parts.items()
         }
         tasks[role] = ImageTask("digits " + " ".join(map(str, classes)), tuple(map(str, classes)), splits)
@@ -202,11 +219,26 @@ def digits_deep(
 
 
 def _about(tasks: Mapping[str, ImageTask]) -> dict[str, object]:
-    return {
+    further = tasks.keys() - {"primary", "harmful", "benign"}
+    names = {"tasks": {role: task.name for role, task in tasks.items()}} if further else {}
+    return names | {
         "data": {role: task.name for role, task in tasks.items()},
         "images": {role: {s: len(split) for s, split in task.splits.items()} for role, task in tasks.items()},
         "classes": {role: len(task.classes) for role, task in tasks.items()},
     }
+
+
+def _refuse_shared_classes(tasks: Mapping[str, ImageTask]) -> None:
+    """Raise ConfigError for a class folder of a further or unseen task that another task has too."""
+    owner: dict[Path, str] = {}
+    for role, task in tasks.items():
+        for folder in task.folders:
+            other = owner.setdefault(folder, role)
+            if other != role and {other, role} - {"primary", "harmful", "benign"}:
+                raise ConfigError(
+                    f"dataset: class folder {folder} belongs to the {other} task and to the {role} task; give every "
+                    f"task classes of its own, dataset.{kind_of(role)}.classes chooses them"
+                )
 
 
 def _open_task(
@@ -218,45 +250,85 @@ def _open_task(
     source: str = "",
     train: str = "train",
     test: str = "val",
+    classes: str | Sequence[str | int] | None = None,
     crop: Crop | None = None,
     outputs: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> ImageTask:
+    """The task of one root; `role` is its kind, as the keys of the configuration have it."""
     check_value(f"dataset.{role}.crop", crop, Crop | None)
     generator = torch.Generator().manual_seed(split_seed)
     folder = None if root is None else Path(root).expanduser()
     if source:
+        if classes is not None:
+            raise ConfigError(
+                f"dataset.{role}.classes chooses among class folders, and {source} has none; set it to null"
+            )
         parts = {s: _open_source(role, source, folder, s, options or {}) for s in (train, test)}
-        classes = tuple(map(str, getattr(getattr(parts[train], "reader", None), "class_to_idx", None) or ()))
+        names = tuple(map(str, getattr(getattr(parts[train], "reader", None), "class_to_idx", None) or ()))
         identities = {s: f"{source} {folder} {s} {len(part)} {dict(options or {})}" for s, part in parts.items()}
         sources = {s: f"{source}, split {s}" for s in parts}
-        labels = None
+        labels, folders = None, ()
     else:
-        if not folder.is_dir():
-            raise DataError(f"dataset.{role}_root={root}: there is no such folder")
-        training, testing = _find(folder, train), _find(folder, test)
-        if testing is not None and training is None:
-            raise DataError(f"{folder} has {testing.name}/ but no {train}/; dataset.{role}.train names the folder")
-        classes = _class_folders(training or folder)
-        places = {train: training or folder}
-        if testing is not None:
-            places[test] = testing
-            unknown = sorted(set(_class_folders(testing)) - set(classes))
-            if unknown:
-                raise DataError(f"{testing}: class {unknown[0]} is not in {training}; the classes of both must agree")
-        parts = {s: _open_folder(place, classes) for s, place in places.items()}
+        places = _places(role, folder, train, test)
+        names = _chosen(f"dataset.{role}.classes", classes, _class_folders(places[train]))
+        parts = {s: _open_folder(place, names) for s, place in places.items()}
         identities = {s: _fingerprint(part.reader) for s, part in parts.items()}
         below = {s: Path(f"dataset.{role}_root") / place.relative_to(folder) for s, place in places.items()}
-        sources = {s: f"images below {place.as_posix()}, in natural order of their paths" for s, place in below.items()}
+        some = "" if classes is None else f", of dataset.{role}.classes alone"
+        sources = {
+            s: f"images below {place.as_posix()}{some}, in natural order of their paths" for s, place in below.items()
+        }
         labels = torch.tensor([label for _, label in parts[train].reader.samples])
+        folders = tuple((places[train] / name).resolve() for name in names)
     held_out = test in parts
     strata = torch.zeros(len(parts[train]), dtype=torch.long) if labels is None else labels
     rows = split_rows(strata, val_fraction, 0.0 if held_out else test_fraction, generator)
     splits = {s: ImageSplit(parts[train], rows[s], identities[train], sources[train]) for s in SPLITS}
     if held_out:
         splits["test"] = ImageSplit(parts[test], None, identities[test], sources[test])
-    named = None if outputs is None else _read_outputs(Path(outputs).expanduser(), classes)
-    return ImageTask(f"{source} {folder or ''}".strip(), classes, splits, crop, named)
+    named = None if outputs is None else _read_outputs(Path(outputs).expanduser(), names)
+    part = "" if classes is None else f", {len(names)} classes"
+    return ImageTask(f"{source} {folder or ''}".strip() + part, names, splits, crop, named, folders)
+
+
+def _places(role: str, folder: Path, train: str, test: str) -> dict[str, Path]:
+    """The folders of class folders of the training split and, where there is one, of that held out."""
+    if not folder.is_dir():
+        raise DataError(f"dataset.{role}_root={folder}: there is no such folder")
+    training, testing = _find(folder, train), _find(folder, test)
+    if testing is None:
+        return {train: training or folder}
+    if training is None:
+        raise DataError(f"{folder} has {testing.name}/ but no {train}/; dataset.{role}.train names the folder")
+    unknown = sorted(set(_class_folders(testing)) - set(_class_folders(training)))
+    if unknown:
+        raise DataError(f"{testing}: class {unknown[0]} is not in {training}; the classes of both must agree")
+    return {train: training, test: testing}
+
+
+def _chosen(key: str, classes: str | Sequence[str | int] | None, folders: tuple[str, ...]) -> tuple[str, ...]:
+    """Some of the class `folders`: all for None, `a:b` of their order, or a list of names and places."""
+    check_value(key, classes, str | Sequence[str | int] | None)
+    if classes is None:
+        return folders
+    if isinstance(classes, str):
+        try:
+            chosen = list(folders[slice(*(int(end) if end else None for end in classes.split(":", 1)))])
+        except ValueError:
+            chosen = []
+        if ":" not in classes or not chosen:
+            raise ConfigError(f"{key}={classes} is no class of {len(folders)}: write a range such as 0:{len(folders)}")
+    else:
+        unknown = [one for one in classes if one not in (range(len(folders)) if isinstance(one, int) else folders)]
+        if unknown:
+            raise ConfigError(
+                f"{key}: {unknown[0]} is none of the {len(folders)} class folders, nor a place below that"
+            )
+        chosen = [folders[one] if isinstance(one, int) else one for one in classes]
+    if len(chosen) < 2 or len(set(chosen)) < len(chosen):
+        raise ConfigError(f"{key}={classes}: at least two different classes are needed")
+    return tuple(sorted(chosen))
 
 
 def _find(folder: Path, split: str) -> Path | None:
@@ -280,7 +352,7 @@ def _open_folder(folder: Path, classes: tuple[str, ...]) -> Dataset:
         raise DataError(f"{folder}: {error}") from error
     present = {label for _, label in dataset.reader.samples}
     for name in _class_folders(folder):
-        if index[name] not in present:
+        if index.get(name, -1) not in (*present, -1):
             raise DataError(f"{folder / name}: the class folder is empty, it holds no image; add images or remove it")
     return dataset
 
@@ -321,65 +393,3 @@ def _read_outputs(path: Path, classes: tuple[str, ...]) -> tuple[int, ...]:
     except (OSError, KeyError, ValueError, IndexError, csv.Error) as error:
         raise DataError(f"{path}: a CSV with a column 'index' and one of class folders is needed ({error})") from error
     raise DataError(f"{path}: no column names all {len(classes)} class folders, e.g. '{classes[0]}'")
-
-
-class Readable(Dataset):
-    """The images of a split after `transform`, which timm's loaders set; what cannot be read comes as its message."""
-
-    def __init__(self, split: ImageSplit) -> None:
-        self.split, self.transform = split, None
-
-    def __len__(self) -> int:
-        return len(self.split)
-
-    def __getitem__(self, i: int) -> tuple[Tensor, int] | str:
-        from PIL import Image
-
-        dataset, rows = self.split.dataset, self.split.rows
-        row = i if rows is None else int(rows[i])
-        reader = getattr(dataset, "reader", None)
-        try:
-            if hasattr(reader, "samples"):  # timm's own data set would put another image in place of a bad one
-                stream, label = reader[row]
-                with stream, Image.open(stream) as image:
-                    image = image.convert(dataset.input_img_mode)
-            else:
-                image, label = dataset[row]
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            name = reader.filename(row, absolute=True) if hasattr(reader, "samples") else f"image {row}"
-            return f"{name}: {error}"
-        return self.transform(image), label
-
-
-class ReadableStream(torch.utils.data.IterableDataset):
-    """The same for sources that can only be read in order (wds, hfids, tfds)."""
-
-    def __init__(self, split: ImageSplit) -> None:
-        self.split, self.transform = split, None
-        if split.rows is not None:
-            self.rows = set(split.rows.tolist())
-
-    def __iter__(self):
-        for row, (image, label) in enumerate(self.split.dataset):
-            if self.split.rows is None or row in self.rows:
-                yield self.transform(image), label
-
-
-def collate(items: list[tuple[Tensor, int] | str]) -> tuple[Tensor, Tensor, list[str]]:
-    """Images [n, C, H, W], labels [n] and the messages about those that could not be read."""
-    good = [item for item in items if not isinstance(item, str)]
-    images = torch.stack([torch.as_tensor(image) for image, _ in good]) if good else torch.empty(0)
-    labels = torch.tensor([int(label) for _, label in good], dtype=torch.long)
-    return images, labels, [item for item in items if isinstance(item, str)]
-
-
-def create_loader(pair: ImagePair, split: ImageSplit, config: Mapping[str, Any], **options: Any) -> Any:
-    """timm's loader over one split with a model's data config; batches are as `collate` makes them."""
-    from timm.data import create_loader as timm_loader
-
-    streamed = isinstance(split.dataset, torch.utils.data.IterableDataset)
-    dataset = ReadableStream(split) if streamed else Readable(split)
-    defaults = {"batch_size": pair.batch_size, "num_workers": 0 if streamed else pair.workers}
-    return timm_loader(
-        dataset, **config, **(defaults | options), use_prefetcher=False, persistent_workers=False, collate_fn=collate
-    )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from math import prod
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from immunization.checks import AtLeastOne, Digit, Fraction, check_training_rows, checked
 from immunization.data.preparation import finish, split_rows
-from immunization.data.task import Origin, Split, Task, TaskPair
+from immunization.data.task import Origin, Split, Task, TaskPair, is_shown, kind_of, roles_of
 from immunization.errors import ConfigError, DataError
 
 Protocol = Literal["one_vs_rest", "authors"]
@@ -25,6 +26,9 @@ MNISTProtocol = Literal["one_vs_rest", "authors", "authors_pixels"]
 
 MOMENTS = {"authors": (0.1307, 0.3081), "authors_pixels": (0.0, 1.0)}
 """Mean and standard deviation of MNIST by protocol: the release's, and those that leave pixels from 0 to 1."""
+
+Digits = Digit | Sequence[Digit]
+"""The class of a task, or those of several."""
 
 FILES = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
 
@@ -62,8 +66,9 @@ def sklearn_digits() -> tuple[Tensor, Tensor]:
 def digits(
     seed: int,
     primary: Digit = 0,
-    harmful: Digit = 1,
-    benign: Digit | None = None,
+    harmful: Digits = 1,
+    benign: Digits | None = None,
+    unseen: Digits | None = None,
     protocol: Protocol = "one_vs_rest",
     max_samples: AtLeastOne | None = None,
     val_fraction: Fraction = 0.2,
@@ -75,7 +80,7 @@ def digits(
 
     Raises ConfigError for an option that cannot be.
     """
-    roles = _roles(primary, harmful, benign)
+    roles = _roles(primary, harmful, benign, unseen)
     check_training_rows(val_fraction, test_fraction)
     pixels, labels = sklearn_digits()
     rows = split_rows(labels, val_fraction, test_fraction, torch.Generator().manual_seed(seed))
@@ -88,8 +93,9 @@ def digits(
 def mnist(
     seed: int,
     primary: Digit = 0,
-    harmful: Digit = 1,
-    benign: Digit | None = None,
+    harmful: Digits = 1,
+    benign: Digits | None = None,
+    unseen: Digits | None = None,
     protocol: MNISTProtocol = "one_vs_rest",
     max_samples: AtLeastOne | None = None,
     val_fraction: Fraction = 0.1,
@@ -102,7 +108,7 @@ def mnist(
 
     Raises ConfigError for an option that cannot be, DataError for files that are absent or damaged.
     """
-    roles = _roles(primary, harmful, benign)
+    roles = _roles(primary, harmful, benign, unseen)
     images = _torchvision_images("MNIST", root, download, val_fraction, seed)
     moments = MOMENTS.get(protocol)
     choice: Protocol = "authors" if moments else "one_vs_rest"
@@ -113,8 +119,9 @@ def mnist(
 def fashion_mnist(
     seed: int,
     primary: Digit = 0,
-    harmful: Digit = 1,
-    benign: Digit | None = None,
+    harmful: Digits = 1,
+    benign: Digits | None = None,
+    unseen: Digits | None = None,
     protocol: Protocol = "one_vs_rest",
     max_samples: AtLeastOne | None = None,
     val_fraction: Fraction = 0.1,
@@ -124,17 +131,30 @@ def fashion_mnist(
     name: str = "fashion_mnist",
 ) -> TaskPair:
     """FashionMNIST (D = 784); the options are described in conf/dataset/fashion_mnist.yaml. Raises as `mnist` does."""
-    roles = _roles(primary, harmful, benign)
+    roles = _roles(primary, harmful, benign, unseen)
     images = _torchvision_images("FashionMNIST", root, download, val_fraction, seed)
     return finish(_pair(name, images, roles, protocol, max_samples, seed), common_range)
 
 
-def _roles(primary: int, harmful: int, benign: int | None) -> dict[str, int]:
-    """The class of each role; raises ConfigError where two roles have the same."""
-    roles = {"primary": primary, "harmful": harmful} | ({} if benign is None else {"benign": benign})
+def _roles(
+    primary: int, harmful: int | Sequence[int], benign: int | Sequence[int] | None, unseen: int | Sequence[int] | None
+) -> dict[str, int]:
+    """The class of each role; raises ConfigError where two roles have the same, or a list is empty."""
+    given = {"primary": primary, "harmful": harmful, "benign": benign, "unseen": unseen}
+    roles = {}
+    for kind, digits in given.items():
+        if digits is None:
+            continue
+        classes = list(digits) if isinstance(digits, Sequence) else [digits]
+        if not classes:
+            remedy = "at least one" if kind == "harmful" else "at least one, or null for no such task"
+            raise ConfigError(f"dataset.{kind} is an empty list: give {remedy}")
+        roles |= dict(zip(roles_of(kind, classes), classes, strict=True))
     if len(set(roles.values())) < len(roles):
-        shown = ", ".join(f"dataset.{role}={digit}" for role, digit in roles.items())
+        shown = ", ".join(f"dataset.{kind}={digits}" for kind, digits in given.items() if digits is not None)
         raise ConfigError(f"{shown}: every task needs a class of its own, choose different ones of 0 to 9")
+    if len(roles) == 10:
+        raise ConfigError("dataset: ten tasks leave no class for the images that are no task's; choose fewer")
     return roles
 
 
@@ -161,7 +181,8 @@ def _pair(
     if moments:
         mean, std = torch.tensor(moments, dtype=torch.float64)
     else:
-        std, mean = torch.std_mean(scaled(torch.cat([chosen["primary"]["train"][0], chosen["harmful"]["train"][0]])))
+        shown = [splits["train"][0] for role, splits in chosen.items() if is_shown(role)]
+        std, mean = torch.std_mean(scaled(torch.cat(shown)))
         if not std > 0:
             raise DataError(f"{images.about}: all pixels of both tasks are equal (rank 0), the files are damaged")
     tasks = {}
@@ -178,7 +199,7 @@ def _pair(
         "classes": roles,
         "normalize": f"pixels / {images.scale}, then one mean {mean:.6g} and std {std:.6g}, {source}",
     }
-    return TaskPair(name, **tasks, about=about, tensors={"mean": mean[None], "std": std[None]})
+    return replace(TaskPair.of(name, tasks, about), tensors={"mean": mean[None], "std": std[None]})
 
 
 def _choose(
@@ -187,7 +208,7 @@ def _choose(
     """Row numbers and labels by role and split.
 
     Negatives are dealt to the tasks from one shuffled deck of the images of classes that are nobody's, so no image is
-    in two tasks.
+    in two tasks. Where tasks are so many that these are too few, every task has fewer images of either kind.
     """
     chosen: dict[str, dict[str, tuple[Tensor, Tensor]]] = {role: {} for role in roles}
     for split, rows in images.rows.items():
@@ -195,11 +216,13 @@ def _choose(
         labels = images.labels[deck]
         own = {role: deck[labels == digit][:max_samples] for role, digit in roles.items()}
         rest = deck[~torch.isin(labels, torch.tensor(list(roles.values())))]
-        fewest = min(map(len, own.values()))
-        if split == "train" and not fewest:
+        if protocol == "one_vs_rest" and sum(map(len, own.values())) > len(rest):
+            own = {role: positive[: len(rest) // len(own)] for role, positive in own.items()}
+        fewest = min(len(positive) for role, positive in own.items() if kind_of(role) != "unseen")
+        if split == "train" and not all(map(len, own.values())):
             empty = next(role for role, positive in own.items() if not len(positive))
             raise DataError(
-                f"{images.about}: class {roles[empty]} (dataset.{empty}) is empty, it has no training images"
+                f"{images.about}: class {roles[empty]} (dataset.{kind_of(empty)}) is empty, it has no training images"
             )
         for role, positive in own.items():
             if protocol == "authors":

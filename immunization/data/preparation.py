@@ -42,7 +42,7 @@ def map_inputs(pair: TaskPair, transform: Callable[[str, Tensor], Tensor], **ten
         return replace(task, **{s: replace(split, x=transform(role, split.x)) for s, split in splits.items()})
 
     tasks = {role: mapped(role, task) for role, task in pair.tasks.items()}
-    return replace(pair, **tasks, tensors=pair.tensors | tensors)
+    return replace(pair.with_tasks(tasks), tensors=pair.tensors | tensors)
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,21 +54,21 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(constant, x[0], x.mean(0)), torch.where(constant, 1.0, x.std(0))
 
 
-def both_train(pair: TaskPair) -> Tensor:
-    """Training inputs of primary and harmful task, one under the other; the benign task shapes no preparation."""
-    return torch.cat([pair.primary.train.x, pair.harmful.train.x])
+def shown_train(pair: TaskPair) -> Tensor:
+    """Training inputs of primary and harmful tasks, one under the other; the others shape no preparation."""
+    return torch.cat([task.train.x for task in pair.shown.values()])
 
 
 def standardize(pair: TaskPair, normalize: Normalize) -> TaskPair:
     """Columns of the inputs to mean 0, standard deviation 1, on training rows.
 
-    `shared`: statistics of both tasks together, which keeps one coordinate system (tensors `mean`, `std`); `each`:
-    every task by its own (tensors `<role>/mean`, `<role>/std`); `none`: as they are.
+    `shared`: statistics of primary and harmful tasks together, which keeps one coordinate system (tensors `mean`,
+    `std`); `each`: every task by its own (tensors `<role>/mean`, `<role>/std`); `none`: as they are.
     """
     if normalize == "none":
         return pair
     if normalize == "shared":
-        mean, std = moments(both_train(pair))
+        mean, std = moments(shown_train(pair))
         return map_inputs(pair, lambda _, x: (x - mean) / std, mean=mean, std=std)
     own = {role: moments(task.train.x) for role, task in pair.tasks.items()}
     tensors = {f"{role}/mean": mean for role, (mean, _) in own.items()}
@@ -86,7 +86,7 @@ def standardize_targets(pair: TaskPair) -> TaskPair:
         splits = {s: replace(getattr(task, s), y=(getattr(task, s).y - mean) / std) for s in SPLITS}
         tasks[role] = replace(task, **splits)
         tensors |= {f"{role}/target_mean": mean, f"{role}/target_std": std}
-    return replace(pair, **tasks, tensors=pair.tensors | tensors)
+    return replace(pair.with_tasks(tasks), tensors=pair.tensors | tensors)
 
 
 def common_basis(primary: Task, harmful: Task) -> Tensor:
@@ -109,14 +109,17 @@ def common_basis(primary: Task, harmful: Task) -> Tensor:
 def finish(pair: TaskPair, common_range: bool) -> TaskPair:
     """The last step of every data set: check that the tasks can be learned, go to the common range, say what came out.
 
-    With `common_range` the inputs of all tasks become coordinates in `common_basis` (tensor `basis`).
+    With `common_range` the inputs of all tasks become coordinates in `common_basis` (tensor `basis`), with several
+    harmful tasks in that of the first, then of the second, and so on.
     """
     for task in pair.tasks.values():
         _check_learnable(task)
     about = {"inputs": pair.dim}
     if common_range:
-        basis = common_basis(pair.primary, pair.harmful)
-        pair = map_inputs(pair, lambda _, x: x @ basis, basis=basis)
+        for role in pair.harmful_tasks:
+            basis = common_basis(pair.primary, pair.harmful_tasks[role])
+            whole = pair.tensors["basis"] @ basis if "basis" in pair.tensors else basis
+            pair = map_inputs(pair, lambda _, x, basis=basis: x @ basis, basis=whole)
         about["common_range"] = f"inputs projected onto the {pair.dim} dimensions range(K_P) and range(K_H) share"
     about["rows"] = {role: {s: len(getattr(task, s)) for s in SPLITS} for role, task in pair.tasks.items()}
     return replace(pair, about=pair.about | about)

@@ -1,11 +1,15 @@
 """Tasks and pairs of tasks: what every data set of the project resolves to.
 
 A `Task` is one supervised problem on inputs with D features, split into train, validation and test. A `TaskPair`
-holds the primary task D_P, the harmful task D_H and, where there is one, a benign third task no method is shown.
+holds the primary task D_P, the harmful task D_H and, where there are, further harmful ones, and benign and unseen ones,
+which no method is shown. A task's role is its kind (`primary`, `harmful`, `benign`, `unseen`), and from the second task
+of a kind on `<kind>_<name>`.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -18,6 +22,24 @@ from immunization.errors import DataError
 from immunization.theory import spectrum
 
 SPLITS = ("train", "val", "test")
+
+
+def kind_of(role: str) -> str:
+    """`harmful` for `harmful_5`."""
+    return role.partition("_")[0]
+
+
+def is_shown(role: str) -> bool:
+    """Whether methods see the tasks of a role, and the preparation of the data is made from them."""
+    return kind_of(role) in ("primary", "harmful")
+
+
+def roles_of(kind: str, names: Sequence[object]) -> list[str]:
+    """The roles of the tasks of one kind, the first of which has the plain one. Names are made safe and distinct."""
+    texts = [re.sub(r"[^A-Za-z0-9.-]+", "-", str(name)).strip("-") or str(i) for i, name in enumerate(names, 1)]
+    if len(set(texts)) < len(texts) or {"val", "test"} & set(texts):  # `harmful_val_x` is a split of `harmful`
+        texts = [f"{text}-{i}" for i, text in enumerate(texts, 1)]
+    return [kind, *(f"{kind}_{text}" for text in texts[1:])]
 
 
 class Origin(NamedTuple):
@@ -167,7 +189,7 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskPair:
-    """Primary, harmful and (optionally) benign task over the same D input features.
+    """Primary, harmful and (optionally) benign task over the same D input features, and any `more` by role.
 
     `about` states the preparation in words and numbers; it goes to result.json, so that no figure is without it.
     `tensors` holds what a reader needs to recompute the inputs: `mean`, `std` and, where it was used, `basis`.
@@ -177,6 +199,7 @@ class TaskPair:
     primary: Task
     harmful: Task
     benign: Task | None = None
+    more: dict[str, Task] = field(default_factory=dict)
     about: dict[str, object] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
@@ -185,11 +208,41 @@ class TaskPair:
         if len(set(dims.values())) > 1:
             raise DataError(f"the tasks of '{self.name}' have different numbers of input features: {dims}")
 
+    @classmethod
+    def of(cls, name: str, tasks: Mapping[str, Task], about: Mapping[str, object] | None = None) -> TaskPair:
+        """The pair of tasks by role; `about` says their names where there are more than the usual three."""
+        usual = {role: task for role, task in tasks.items() if role in ("primary", "harmful", "benign")}
+        more = {role: task for role, task in tasks.items() if role not in usual}
+        names = {"tasks": {role: task.name for role, task in tasks.items()}} if more else {}
+        return cls(name, **usual, more=more, about={**(about or {}), **names})
+
+    def with_tasks(self, tasks: Mapping[str, Task]) -> TaskPair:
+        """The pair with these tasks in the place of those of the same roles."""
+        usual = {role: task for role, task in tasks.items() if role in ("primary", "harmful", "benign")}
+        more = {role: tasks.get(role, task) for role, task in self.more.items()}
+        return replace(self, **usual, more=more)
+
     @property
     def tasks(self) -> dict[str, Task]:
         """The tasks that exist, by role."""
         roles = {"primary": self.primary, "harmful": self.harmful, "benign": self.benign}
-        return {role: task for role, task in roles.items() if task is not None}
+        return {role: task for role, task in roles.items() if task is not None} | self.more
+
+    @property
+    def harmful_tasks(self) -> dict[str, Task]:
+        """The harmful tasks that methods are shown, by role; `harmful` is the first."""
+        return {role: task for role, task in self.tasks.items() if kind_of(role) == "harmful"}
+
+    @property
+    def attacked(self) -> dict[str, Task]:
+        """Tasks that immunization is to hold against, by role: the harmful and the unseen ones."""
+        unseen = {role: task for role, task in self.tasks.items() if kind_of(role) == "unseen"}
+        return self.harmful_tasks | unseen
+
+    @property
+    def shown(self) -> dict[str, Task]:
+        """The tasks that methods are shown, by role."""
+        return {"primary": self.primary} | self.harmful_tasks
 
     @property
     def origins(self) -> dict[str, Origin]:
@@ -203,10 +256,9 @@ class TaskPair:
 
     @property
     def tolerance(self) -> tuple[int, float]:
-        """Rows and epsilon that set the rank tolerance of the training inputs of D_P and D_H together."""
-        both = self.primary, self.harmful
-        return sum(len(task.train) for task in both), max(task.eps for task in both)
+        """Rows and epsilon that set the rank tolerance of the training inputs of D_P and all D_H together."""
+        shown = self.shown.values()
+        return sum(len(task.train) for task in shown), max(task.eps for task in shown)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> TaskPair:
-        moved = {role: task.to(device, dtype) for role, task in self.tasks.items()}
-        return TaskPair(self.name, **moved, about=self.about, tensors=self.tensors)
+        return self.with_tasks({role: task.to(device, dtype) for role, task in self.tasks.items()})

@@ -16,7 +16,10 @@ CHUNK = 2**22
 
 
 class NormRatio:
-    """Curves ||w_t - w*|| / ||w_0 - w*|| of both tasks by steepest descent with exact line search from 0 (Eq. 16)."""
+    """Curves ||w_t - w*|| / ||w_0 - w*|| of primary, harmful and unseen tasks (Eq. 16).
+
+    They are those of steepest descent with exact line search from 0.
+    """
 
     names = ()
 
@@ -26,7 +29,7 @@ class NormRatio:
 
     def __call__(self, comparison: Comparison) -> Measures:
         measures = Measures()
-        for role in ("primary", "harmful"):
+        for role in ("primary", *comparison.pair.attacked):
             for state in SUFFIX:
                 ratio = comparison.probe(role, state).norm_ratio(self.steps)
                 if torch.isfinite(ratio).all():  # not where w* = w_0 = 0
@@ -41,9 +44,10 @@ class LearningCurves:
     `steps_ratio/<role>`: steps with theta_I over steps with the baseline to `share` of the way from chance to the
     baseline's best, `steps_bar/<role>`; what is never reached counts as the last t and is flagged `capped_<role>`.
     `rfd/<role>`: mean of (baseline - immunized) / baseline up to the baseline's best, where the baseline is above 0.05.
+    With several harmful tasks, `worst/steps_ratio` and `worst/rfd` are the smallest of theirs.
     """
 
-    names = ("steps_ratio/*", "steps_bar/*", "rfd/*")
+    names = ("steps_ratio/*", "steps_bar/*", "rfd/*", "worst/steps_ratio", "worst/rfd")
 
     @checked("evaluation.learning_curves")
     def __init__(self, octaves: AtLeastOne = 20, share: Share = 0.9) -> None:
@@ -69,6 +73,9 @@ class LearningCurves:
             else:
                 self._steps_ratio(role, task.chance, measures, **held_out)
                 self._rfd(role, measures, **held_out)
+        harmful = comparison.pair.harmful_tasks
+        for name in ("steps_ratio", "rfd") if len(harmful) > 1 else ():
+            measures.worst(f"worst/{name}", (f"{name}/{role}" for role in harmful))
         return measures
 
     def _steps_ratio(self, role: str, chance: float, measures: Measures, after: Tensor, before: Tensor) -> None:

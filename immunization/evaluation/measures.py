@@ -11,7 +11,8 @@ from torch import Tensor
 
 from immunization.runs.result import Curve
 
-Role = Literal["primary", "harmful", "benign"]
+Role = str
+"""`primary`, `harmful`, `benign`, or that of a further task (`TaskPair.tasks`)."""
 State = Literal["after", "before"]
 SUFFIX: dict[State, str] = {"after": "", "before": "_baseline"}
 """What the name of a metric ends in; curves of the baseline end in `/baseline`."""
@@ -54,6 +55,14 @@ class Measures:
         self.reasons[name] = reason
         if name not in self.flags:
             self.flags.append(name)
+
+    def worst(self, name: str, of: Iterable[str]) -> None:
+        """Put the smallest of some metrics, e.g. of several harmful tasks, the least slowed of which counts."""
+        values = {key: self.metrics.get(key) for key in of}
+        if missing := [key for key, value in values.items() if value is None]:
+            self.miss(f"{missing[0]} is missing: {self.reasons.get(missing[0], 'not measured')}", name)
+        else:
+            self.put(name, min(values.values()))
 
     def withhold(self, flag: str, reason: str) -> None:
         """Flag condition numbers and their ratios as undetermined, and move them to `undetermined/<name>`."""

@@ -32,4 +32,4 @@ def _names(config: DictConfig) -> Iterator[str]:
     for name in config.get("evaluation") or ():
         yield from getattr(target_of(config, f"evaluation.{name}"), "names", ("*",))
     if attacks := config.get("attack"):
-        yield from (f"attack/{name}/*" for name in (*attacks, "worst"))
+        yield from (f"attack{of}/{name}/*" for name in (*attacks, "worst") for of in ("", "_unseen*", "_harmful*"))

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from immunization.errors import DegenerateSpectrum
 from immunization.evaluation.comparison import Comparison
-from immunization.evaluation.measures import AUTHORS, CONDITIONING, SUFFIX, Measures
+from immunization.evaluation.measures import AUTHORS, CONDITIONING, SUFFIX, Measures, Role
 from immunization.theory import spectrum
 
 
-def condition_ratios(comparison: Comparison, split: str = "train") -> dict[str, float]:
+def condition_ratios(comparison: Comparison, split: str = "train", harmful: Role = "harmful") -> dict[str, float]:
     """Rank-aware `rir`, `ratio_<role>`, `kappa_<role>`, `kappa_<role>_baseline` and `rank_<role>` of one split.
 
-    A kappa is infinite where sigma_k underflowed to 0, and then so is its ratio.
+    Roles are `harmful` and `primary`; the first stands for the task of the role `harmful`. A kappa is infinite where
+    sigma_k underflowed to 0, and then so is its ratio.
     """
     values: dict[str, float] = {}
-    for role in ("harmful", "primary"):
+    for name, role in {"harmful": harmful, "primary": "primary"}.items():
         for state, suffix in SUFFIX.items():
             sigma = comparison.sigma(role, split, state)
-            values[f"kappa_{role}{suffix}"] = spectrum.condition_number_of(sigma, len(sigma))
-        values[f"rank_{role}"] = len(comparison.sigma(role, split, "after"))
+            values[f"kappa_{name}{suffix}"] = spectrum.condition_number_of(sigma, len(sigma))
+        values[f"rank_{name}"] = len(comparison.sigma(role, split, "after"))
     return _ratios(values) | values
 
 
@@ -28,22 +29,39 @@ def _ratios(kappa: dict[str, float]) -> dict[str, float]:
 
 
 class RelativeRatio:
-    """RIR and its parts, rank-aware on training and test inputs, and by the released code's convention; spectra."""
+    """RIR and its parts, rank-aware on training and test inputs, and by the released code's convention; spectra.
 
-    names = (*CONDITIONING, "kappa_*_baseline", "rank_*", "test/*", *AUTHORS)
+    A further harmful or an unseen task has `ratio_<role>`, `rir_<role>` and so on of its own, on training inputs. With
+    several harmful tasks, `worst/ratio_harmful` and `worst/rir` are the smallest of them.
+    """
+
+    names = (*CONDITIONING, "kappa_*", "ratio_*", "rir_*", "rank_*", "test/*", *AUTHORS, "worst/r*")
 
     def __call__(self, comparison: Comparison) -> Measures:
         measures = Measures()
         for name, value in condition_ratios(comparison).items():
             measures.put(name, value)
+        self._further(comparison, measures)
         self._authors(comparison, measures)
         self._test(comparison, measures)
-        for role in ("primary", "harmful"):
+        for role in ("primary", *comparison.pair.attacked):
             for state in SUFFIX:
                 sigma = comparison.sigma(role, "train", state)
                 measures.curve(f"spectrum/{role}", range(1, len(sigma) + 1), sigma**2, state)
             self._flags(comparison, role, measures)
         return measures
+
+    @staticmethod
+    def _further(comparison: Comparison, measures: Measures) -> None:
+        """Every task beyond the first harmful one that immunization is to hold against, in its place."""
+        pair = comparison.pair
+        for role in list(pair.attacked)[1:]:
+            for name, value in condition_ratios(comparison, harmful=role).items():
+                if "primary" not in name:
+                    measures.put(f"rir_{role}" if name == "rir" else name.replace("harmful", role), value)
+        if len(pair.harmful_tasks) > 1:
+            measures.worst("worst/rir", ("rir" if role == "harmful" else f"rir_{role}" for role in pair.harmful_tasks))
+            measures.worst("worst/ratio_harmful", (f"ratio_{role}" for role in pair.harmful_tasks))
 
     @staticmethod
     def _authors(comparison: Comparison, measures: Measures) -> None:

@@ -41,7 +41,7 @@ class Validity:
                 "the harmful features have the spectrum of the baseline's: nothing was immunized, or (audits of nets) "
                 "model.reference is missing",
             )
-        for role in ("primary", "harmful"):
+        for role in ("primary", *comparison.pair.attacked):
             self._role(comparison, role, measures)
         if comparison.no_test("primary") is None:
             task = comparison.tasks["primary"]

@@ -3,6 +3,7 @@
 from immunization.methods.base import Method
 from immunization.methods.clamp import CLAMP
 from immunization.methods.closed_form import ClosedForm
+from immunization.methods.combined import Combined, combined
 from immunization.methods.condition_number import ConditionNumber, RIllOnly
 from immunization.methods.encoderlock import Encoderlock
 from immunization.methods.imma import IMMA
@@ -19,6 +20,7 @@ __all__ = [
     "IMMA",
     "NTL",
     "ClosedForm",
+    "Combined",
     "ConditionNumber",
     "Encoderlock",
     "Identity",
@@ -30,4 +32,5 @@ __all__ = [
     "ReleasedConditionNumber",
     "Sophon",
     "Unmodified",
+    "combined",
 ]

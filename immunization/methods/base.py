@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from immunization.errors import ConfigError
 from immunization.models.base import Batch, Model
 from immunization.theory import spectrum
 from immunization.theory.preconditioning import Precondition
+
+Combine = Literal["sum", "worst"]
+"""How a method takes several harmful tasks: the sum of what it does against each, up to a factor, or the worst one."""
 
 CHECKS = 10
 """Scores taken within `patience` epochs."""
@@ -46,6 +49,9 @@ class Method:
     folds = False
     alone = False
     """Whether a step takes gradients or features of its own, and so needs all rows of a batch in one process."""
+    several = False
+    """Whether `setup` takes all of `pair.harmful_tasks`; a method that does not is combined (`methods.combined`)."""
+    combine: Combine = "sum"
 
     @checked("method")
     def __init__(

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from immunization.checks import AtLeastOne, AtLeastTwo, Count, Fraction, NonNegative, Positive, checked
 from immunization.methods.attacker import AgainstAttacker, scaled
+from immunization.methods.base import Combine
 from immunization.models.base import Batch, Model
 
 Loss = Callable[[Tensor], Tensor]
@@ -51,8 +52,10 @@ class CLAMP(AgainstAttacker):
         kappa_min: NonNegative = 0.1,
         eps: Positive = 0.1,
         max_accuracy_drop: NonNegative | None = None,
+        combine: Combine = "sum",
     ) -> None:
         super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
+        self.combine = combine
         self.lambda_P = lambda_P
         self.weights = {"long": long, "contraction": contraction, "curvature": curvature, "invert": invert}
         bounds = {"margin": margin, "cap": cap, "c_max": c_max, "kappa_min": kappa_min}

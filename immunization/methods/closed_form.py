@@ -9,7 +9,7 @@ import torch
 from immunization.checks import AboveOne, Count, NonNegative, checked
 from immunization.data.task import TaskPair
 from immunization.methods.base import Method
-from immunization.methods.linear_map import bound_for, fit_head, linear_map, probe_of_inputs, rescale
+from immunization.methods.linear_map import bound_for, fit_head, linear_map, probe_of_inputs, rescale, sum_root
 from immunization.models import Model
 from immunization.theory import spectrum
 from immunization.theory.optimal_map import Spread, bounded_map, optimal_map
@@ -23,10 +23,11 @@ class ClosedForm(Method):
 
     `rotate=True` ends in a random rotation, drawn from torch's global generator: no spectrum sees it, but attackers
     that treat coordinates separately (Adam, column scaling) do. The primary head is set to the least squares of the
-    inputs, whose predictions it keeps.
+    inputs, whose predictions it keeps. Of several harmful tasks it takes the sum of their K_H.
     """
 
     folds = True
+    several = True
 
     @checked("method")
     def __init__(
@@ -46,7 +47,7 @@ class ClosedForm(Method):
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
         theta = linear_map(model, self.name)
-        root_p, root_h = pair.primary.root, pair.harmful.root
+        root_p, root_h = pair.primary.root, sum_root(pair.harmful_tasks)
         generator = torch.default_generator if self.rotate else None
         options = self.primary_ratio, self.ridge, self.spread, generator
         bound = bound_for(model, self.max_condition)

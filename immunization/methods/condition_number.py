@@ -12,7 +12,7 @@ from torch import Tensor
 from immunization.checks import AtLeastOne, AtLeastTwo, Count, EvenPower, Fraction, NonNegative, checked
 from immunization.compute import distributed
 from immunization.data.task import TaskPair
-from immunization.methods.base import Method, preconditioner
+from immunization.methods.base import Combine, Method, preconditioner
 from immunization.models.base import Batch, Model
 from immunization.theory.preconditioning import Precondition
 from immunization.theory.products import triangular_product
@@ -53,8 +53,10 @@ class ConditionNumber(Method):
         task_weight: NonNegative = 1.0,
         max_accuracy_drop: NonNegative | None = None,
         patience: AtLeastOne | None = None,
+        combine: Combine = "sum",
     ) -> None:
         super().__init__(epochs, batch_size, patience, max_accuracy_drop)
+        self.combine = combine
         self.task_weight = task_weight
         self.power, self.balance, self.smoothing = power, balance, smoothing
         self.lambda_P, self.lambda_H = lambda_P, lambda_H
@@ -147,8 +149,10 @@ class RIllOnly(Method):
         side: Literal["input", "output"] = "input",
         rank: Literal["data", "full"] = "data",
         max_accuracy_drop: NonNegative | None = None,
+        combine: Combine = "sum",
     ) -> None:
         super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
+        self.combine = combine
         self.normalize, self.full_rank = normalize, rank == "full"
         self.preconditioner = preconditioner(precondition, ridge, side)
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from immunization.checks import AtLeastOne, AtLeastTwo, Count, NonNegative, checked
 from immunization.data.task import TaskPair
 from immunization.methods.attacker import AgainstHead, fitted_head, scaled
+from immunization.methods.base import Combine
 from immunization.models.base import Batch, Model
 from immunization.theory.regularizers import with_gradients
 
@@ -44,8 +45,10 @@ class Encoderlock(AgainstHead):
         head_steps: AtLeastOne = 100,
         head_lr: NonNegative = 1.0,
         max_accuracy_drop: NonNegative | None = None,
+        combine: Combine = "sum",
     ) -> None:
         super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
+        self.combine = combine
         self.alpha, self.weights, self.round_steps = alpha, weights, round_steps
         self.head_steps, self.head_lr = head_steps, head_lr
 

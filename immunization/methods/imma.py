@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from immunization.checks import AtLeastTwo, Count, NonNegative, checked
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import Method
+from immunization.methods.base import Combine, Method
 from immunization.models.base import Batch, Model
 
 Head = tuple[Tensor, Tensor | None]
@@ -48,8 +48,10 @@ class IMMA(Method):
         heads: Literal["trained", "fixed", "shared"] = "trained",
         head_start: Literal["zero", "random"] = "zero",
         max_accuracy_drop: NonNegative | None = None,
+        combine: Combine = "sum",
     ) -> None:
         super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
+        self.combine = combine
         self.inner_steps, self.inner_lr, self.head_steps, self.head_lr = inner_steps, inner_lr, head_steps, head_lr
         self.weight, self.cap, self.unroll = weight, math.inf if cap is None else cap, mode == "unroll"
         self.heads, self.head_start = heads, head_start

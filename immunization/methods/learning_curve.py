@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from immunization.checks import AboveOne, AtLeastOne, Count, NonNegative, checked
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import Method
+from immunization.methods.base import Combine, Method
 from immunization.methods.linear_map import (
     SLACK,
     bound_for,
@@ -95,9 +95,13 @@ class LearningCurve(Method):
     `rotate=True` ends in a random rotation drawn from torch's global generator: the curves stay, attackers that treat
     coordinates separately (Adam) lose. The primary head is set to the least squares of the inputs, whose predictions
     it keeps.
+
+    Of several harmful tasks, excess_H is the mean over the tasks, or with `combine="worst"` that of the task which is
+    learned fastest; the held-out gap is that of the one which is learned best.
     """
 
     folds = True
+    several = True
 
     @checked("method")
     def __init__(
@@ -112,8 +116,10 @@ class LearningCurve(Method):
         patience: AtLeastOne | None = 100,
         rotate: bool = True,
         max_condition: AboveOne | Literal["auto"] | None = "auto",
+        combine: Combine = "sum",
     ) -> None:
         super().__init__(epochs, patience=patience)
+        self.combine = combine
         self.lambda_P, self.lambda_H, self.benign_weight = lambda_P, lambda_H, benign_weight
         self.grid, self.targets, self.centered, self.rotate = horizons(horizon), targets, centered, rotate
         self.max_condition = max_condition
@@ -123,7 +129,8 @@ class LearningCurve(Method):
         self.theta = linear_map(model, self.name)
         self.bound = bound_for(model, self.max_condition)
         self.primary = probe_of_inputs(pair.primary)
-        attacked = [pair.harmful, centered_task(pair.harmful)] if self.centered else [pair.harmful]
+        kinds = [lambda task: task, centered_task] if self.centered else [lambda task: task]
+        attacked = [kind(task) for task in pair.harmful_tasks.values() for kind in kinds]
         self.attackers = [(task, probe_of_inputs(task)) for task in attacked]
         self.grid = self.grid.to(self.theta.device)
         c, squares = self.primary.coefficients, self.primary.sigma.square()
@@ -136,14 +143,18 @@ class LearningCurve(Method):
         else:
             self.aim, weights = c.new_zeros(len(self.grid), *c.shape), torch.ones_like(squares)
         self.weights = (weights / (weights @ (c - self.aim[0]).square().sum(1)))[:, None]
-        if self.patience and not all(len(task.val) for task in (pair.primary, pair.harmful)):
+        if self.patience and not all(len(task.val) for task in pair.shown.values()):
             self.patience = None
             self.flags["no_early_stopping"] = "method.patience is without effect: a task has no validation rows"
 
-    def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
+    def step(self, model: Model, primary: Batch, *harmful: Batch) -> dict[str, Tensor]:
         residual, expected = self._residuals(self.primary)
         excess_p = (self.weights * (residual[: len(self.aim)] - self.aim).square()).sum((1, 2)).mean()
-        excess_h = torch.stack([self._excess(probe) for _, probe in self.attackers]).mean()
+        excesses = torch.stack([self._excess(probe) for _, probe in self.attackers])
+        if self.combine == "worst":
+            excess_h = excesses.view(len(self.pair.harmful_tasks), -1).mean(1).min()
+        else:
+            excess_h = excesses.mean()
         loss = self.lambda_P * excess_p - self.lambda_H * excess_h + self.benign_weight * expected
         return {"loss": loss, "excess_primary": excess_p, "excess_harmful": excess_h, "excess_random": expected}
 

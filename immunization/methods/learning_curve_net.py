@@ -8,7 +8,7 @@ from torch import Tensor
 
 from immunization.checks import AtLeastTwo, Count, Fraction, NonNegative, checked
 from immunization.data.task import Task, TaskPair
-from immunization.methods.base import Method
+from immunization.methods.base import Combine, Method
 from immunization.methods.learning_curve import excess_curves, horizons
 from immunization.models import Batch, Model
 
@@ -32,8 +32,10 @@ class LearningCurveNet(Method):
         benign_weight: NonNegative = 0.3,
         smoothing: Fraction = 0.1,
         max_accuracy_drop: NonNegative | None = None,
+        combine: Combine = "sum",
     ) -> None:
         super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
+        self.combine = combine
         self.weight, self.lambda_P, self.lambda_H = weight, lambda_P, lambda_H
         self.benign_weight, self.smoothing, self.grid = benign_weight, smoothing, horizons(horizon)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from immunization.data.task import SPLITS, Task
 from immunization.errors import ConfigError
 from immunization.models import Model
+from immunization.theory import spectrum
 from immunization.theory.condition_bound import power_of_two
 from immunization.theory.probe import Probe
 
@@ -37,6 +39,14 @@ def linear_map(model: Model, method: str) -> nn.Parameter:
 def probe_of_inputs(task: Task) -> Probe:
     """The probe on the training inputs: root S V^T [k, D] of K and c = U^T Y [k, C], whatever the number of rows."""
     return Probe.of(task.train.x, task.targets(task.train.y), task.eps, task.rank)
+
+
+def sum_root(tasks: Mapping[str, Task]) -> Tensor:
+    """[k, D] with the sum of the K of some tasks as its Gram matrix, as `Task.root` has that of one."""
+    roots = [task.root for task in tasks.values()]
+    if len(roots) == 1:
+        return roots[0]
+    return spectrum.compress(torch.cat(roots), eps=max(task.eps for task in tasks.values()))
 
 
 def centered_task(task: Task) -> Task:

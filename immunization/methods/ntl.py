@@ -7,6 +7,7 @@ from torch import Tensor
 
 from immunization.checks import AtLeastTwo, Count, NonNegative, checked
 from immunization.methods.attacker import AgainstHead, fitted_head
+from immunization.methods.base import Combine
 from immunization.models.base import Batch, Model
 
 KERNELS = 5
@@ -33,8 +34,10 @@ class NTL(AgainstHead):
         head_steps: Count = 1,
         head_lr: NonNegative = 0.5,
         max_accuracy_drop: NonNegative | None = None,
+        combine: Combine = "sum",
     ) -> None:
         super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
+        self.combine = combine
         self.alpha, self.beta, self.head_steps, self.head_lr = alpha, beta, head_steps, head_lr
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:

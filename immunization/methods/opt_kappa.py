@@ -11,7 +11,7 @@ from torch import Tensor
 from immunization.checks import AtLeastOne, AtLeastTwo, Count, EvenPower, Fraction, NonNegative, checked
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import Method, preconditioner
+from immunization.methods.base import Combine, Method, preconditioner
 from immunization.methods.linear_map import fit_head, probe_of_inputs
 from immunization.models.base import Batch, Model, Regularizer
 from immunization.theory import spectrum
@@ -63,8 +63,10 @@ class OptKappa(Method):
         side: Literal["input", "output"] = "input",
         max_accuracy_drop: NonNegative | None = None,
         patience: AtLeastOne | None = None,
+        combine: Combine = "sum",
     ) -> None:
         super().__init__(epochs, batch_size, patience, max_accuracy_drop)
+        self.combine = combine
         usual = SMOOTH if form == "log" else math.inf
         self.form, self.power, self.rate = form, usual if power is None else power, rate
         self.task_weight = float(form != "raw") if task_weight is None else task_weight

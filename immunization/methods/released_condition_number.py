@@ -6,7 +6,7 @@ import math
 from typing import Literal
 
 from immunization.checks import AtLeastOne, AtLeastTwo, Count, EvenPower, Fraction, NonNegative, checked
-from immunization.methods.base import preconditioner
+from immunization.methods.base import Combine, preconditioner
 from immunization.methods.condition_number import ConditionNumber
 from immunization.models.base import Batch
 from immunization.theory.preconditioning import Precondition
@@ -38,9 +38,11 @@ class ReleasedConditionNumber(ConditionNumber):
         task_weight: NonNegative = 1.0,
         max_accuracy_drop: NonNegative | None = None,
         patience: AtLeastOne | None = None,
+        combine: Combine = "sum",
     ) -> None:
         shared = power, precondition, ridge, balance, smoothing, task_weight, max_accuracy_drop, patience
         super().__init__(lambda_P, lambda_H, epochs, batch_size, *shared)
+        self.combine = combine
         self.full_rank = rank == "full"
         self.preconditioner_P = preconditioner(precondition, ridge, side)
         self.preconditioner_H = {**self.preconditioner_P, "ridge": ridge if ridge_harmful is None else ridge_harmful}

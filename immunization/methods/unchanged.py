@@ -7,6 +7,8 @@ from immunization.methods.base import Method
 class Identity(Method):
     """theta_I = theta_0; `epochs` is accepted so that sweeps can mix methods, and ignored."""
 
+    several = True
+
     @checked("method")
     def __init__(self, epochs: Count = 0) -> None:
         super().__init__()
@@ -14,3 +16,5 @@ class Identity(Method):
 
 class Unmodified(Method):
     """The model as it stands, for `immunize=false`: an audit of weights that were immunized before."""
+
+    several = True

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from immunization.data.images import ImagePair, create_loader
+from immunization.data.image_loading import create_loader
+from immunization.data.images import ImagePair
 from immunization.errors import DataError
 from immunization.models.timm import Timm
 from immunization.models.weights import create

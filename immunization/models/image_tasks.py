@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from immunization.compute.machine import gpu_memory
-from immunization.data.images import ImagePair, ImageTask, create_loader
+from immunization.data.image_loading import create_loader
+from immunization.data.images import ImagePair, ImageTask
 from immunization.data.loaders import LabeledBatches, shuffled_parts
-from immunization.data.task import Split, Task
+from immunization.data.task import Split, Task, is_shown
 from immunization.errors import ConfigError, DataError
 from immunization.models.activations import Activations, Stream, collect, free_space
 
@@ -198,7 +199,8 @@ def training_loaders(reader: Reader, batch_size: int) -> dict[str, DataLoader]:
             is_training=True,
             no_aug=not pair.augment,
         )
-        for role in ("primary", "harmful")
+        for role in pair.tasks
+        if is_shown(role)
     }
 
 

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from immunization.compute import distributed
 from immunization.compute.transfer import onto
-from immunization.data.images import ImagePair, create_loader
+from immunization.data.image_loading import create_loader
+from immunization.data.images import ImagePair
 from immunization.data.loaders import LabeledBatches
 from immunization.data.task import SPLITS, Task, TaskPair
 from immunization.errors import ConfigError
@@ -200,10 +201,10 @@ class Timm(Model):
             "preprocessing": {role: preprocessing(self.config, data, t) for role, t in self.images.tasks.items()},
             "rows": {role: {s: len(getattr(task, s)) for s in SPLITS} for role, task in tasks.items()},
         }
-        pair = TaskPair(data.name, **tasks, about=about)
+        pair = TaskPair.of(data.name, tasks, about)
         if folded:
             return self._folded(pair)
-        kept = isinstance(pair.primary.train.x, Tensor) and isinstance(pair.harmful.train.x, Tensor)
+        kept = all(isinstance(task.train.x, Tensor) for task in pair.shown.values())
         self.loaders = None if kept else partial(training_loaders, reader)
         if self.before is not None:
             self.before.read_tasks(data, True)  # its features take the place of this net's as the reference

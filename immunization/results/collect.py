@@ -21,7 +21,7 @@ from immunization.runs.resume import read_config, result_settings
 if TYPE_CHECKING:
     import pandas as pd
 
-PAIR = ("dataset.primary", "dataset.harmful", "dataset.benign", "pair")
+PAIR = ("dataset.primary", "dataset.harmful", "dataset.benign", "dataset.unseen", "pair")
 """Keys that choose the classes of the tasks: runs that differ in nothing else are averaged."""
 TRAINING = ("method.", "optimizer.", "scheduler.")
 """Prefixes of keys that say how a model is immunized: runs that differ in them stand side by side in one table."""

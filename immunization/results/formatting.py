@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 NONE = "–"  # noqa: RUF001
 """Stands where there is no value."""
 MEASURES = {"accuracy": "accuracy", "r2": "R²", "loss": "loss"}
 """What may be measured on the primary task, by its name in result.json, and how it is called."""
+
+
+ROLES = ("harmful", "primary", "benign")
+"""The usual tasks; further ones are found in what was measured."""
+
+
+def roles_in(names: Iterable[str], family: str, first: Iterable[str] = ROLES) -> list[str]:
+    """The tasks of which there is a measure or curve `<family>/<role>`: those of `first`, then the others by name."""
+    found = {name.split("/")[1] for name in names if name.startswith(f"{family}/")}
+    usual = [role for role in first if role in found]
+    return usual + sorted(found - set(usual))
 
 
 def number(value: float) -> str:

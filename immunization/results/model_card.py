@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from immunization.results.formatting import number
+from immunization.results.formatting import number, roles_in
 from immunization.runs import files
 from immunization.runs.filenames import MODEL_CARD, WEIGHTS
 from immunization.runs.result import Result
@@ -191,7 +191,7 @@ def _value(result: Result, name: str) -> str:
 def _curves(result: Result) -> list[str]:
     """A table of held-out accuracy after so many steps of gradient descent on a linear probe."""
     rows = []
-    for role in ("harmful", "primary", "benign"):
+    for role in roles_in(result.curves, "probe"):
         for suffix, when in (("/baseline", "before"), ("", "after")):
             if curve := result.curves.get(f"probe/{role}{suffix}"):
                 nearest = [min(range(len(curve["x"])), key=lambda i: abs(curve["x"][i] - t)) for t in STEPS]

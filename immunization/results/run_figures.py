@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from immunization.results.formatting import number
+from immunization.results.formatting import number, roles_in
 from immunization.runs import tracker
 from immunization.runs.result import Result
 
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
     from immunization.runs.result import Curve
 
-COLORS = {"primary": "#0072B2", "harmful": "#D55E00", "benign": "#009E73"}
+COLORS = {"primary": "#0072B2", "harmful": "#D55E00", "benign": "#009E73", "unseen": "#CC79A7"}
+"""Of the kinds of tasks; a further one has the color of its kind."""
 INK = "#222222"
-ROLE_LINES = {"primary": "-", "harmful": "--", "benign": ":"}
+ROLE_LINES = {"primary": "-", "harmful": "--", "benign": ":", "unseen": "-."}
 """Where several tasks share a panel, so that they can be told apart without color."""
 TERMS = {
     "loss": (INK, "-"),
@@ -164,7 +165,7 @@ def history(curves: Mapping[str, Curve]) -> Figure | None:
 
 
 def _roles(curves: Mapping[str, Curve], family: str) -> list[str]:
-    return [role for role in COLORS if f"{family}/{role}" in curves]
+    return roles_in(curves, family, COLORS)
 
 
 def _panels(count: int, share: bool = True, legend_rows: int = 1) -> tuple[Figure, np.ndarray]:
@@ -202,7 +203,7 @@ def _before_and_after(ax: Axes, curves: Mapping[str, Curve], family: str, role: 
     for state, style in STYLES.items():
         suffix = "/baseline" if state == "baseline" else ""
         if curve := curves.get(f"{family}/{role}{suffix}"):
-            ax.plot(*_points(curve), color=COLORS[role], **style)
+            ax.plot(*_points(curve), color=COLORS[role.partition("_")[0]], **style)
 
 
 def _with_legend(figure: Figure) -> Figure:

@@ -11,11 +11,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from immunization.results.formatting import MEASURES, NONE, number
+from immunization.results.formatting import MEASURES, NONE, number, roles_in
 from immunization.runs.result import Result
 from immunization.runs.verdict import attack_names
 
-ROLES = ("harmful", "primary", "benign")
 SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -116,15 +115,18 @@ class Sheet:
             for label, name in pairs.items():
                 grid.add_row(label, notes.cell(result, f"{name}_baseline"), notes.cell(result, name))
 
-        if roles := [role for role in ROLES if f"steps_ratio/{role}" in result.metrics]:
-            _head(grid, "", *roles)
+        roles = roles_in(result.metrics, "steps_ratio")
+        for some in (roles[i : i + 3] for i in range(0, len(roles), 3)):
+            _head(grid, "", *some)
             for label, name in {"steps of a probe / baseline": "steps_ratio", "mean deviation (RFD)": "rfd"}.items():
-                grid.add_row(label, *(notes.cell(result, f"{name}/{role}") for role in roles))
+                grid.add_row(label, *(notes.cell(result, f"{name}/{role}") for role in some))
 
-        if attacks := attack_names(result):
-            _head(grid, "attacks on the harmful task", "baseline", "immunized", "steps ratio")
+        groups = dict.fromkeys(name.partition("/")[0] for name in result.metrics if name.startswith("attack"))
+        for group in groups if (attacks := attack_names(result)) else ():
+            task = group.removeprefix("attack").removeprefix("_") or "harmful"
+            _head(grid, f"attacks on the {task} task", "baseline", "immunized", "steps ratio")
             for name in attacks:
-                keys = (f"attack/{name}/{key}" for key in ("final_baseline", "final", "steps_ratio"))
+                keys = (f"{group}/{name}/{key}" for key in ("final_baseline", "final", "steps_ratio"))
                 grid.add_row(name, *(notes.cell(result, key) for key in keys))
 
         yield Text.assemble((result.method, "bold"), f" on {result.dataset}, {result.model}, seed {result.seed}")
@@ -183,7 +185,8 @@ class Rows:
                 before = (notes.cell(result, f"primary/{name}_baseline") for result in results)
                 changes = [" → ".join(pair) for pair in zip(before, after[1], strict=True)]
                 columns.append((f"primary {text}\nbefore → after", changes))
-        columns += [metric(f"steps ratio\n{role}", f"steps_ratio/{role}") for role in ROLES]
+        roles = roles_in((name for result in results for name in result.metrics), "steps_ratio")
+        columns += [metric(f"steps ratio\n{role}", f"steps_ratio/{role}") for role in roles]
         columns.append(("seconds", [_seconds(result) for result in results]))
         columns.append(("flags", ["".join(notes.flag(result, flag) for flag in result.flags) for result in results]))
         return [column for column in columns if column and any(cell.strip(NONE) for cell in column[1])]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from immunization.results.formatting import roles_in
 from immunization.results.plot import (
     INK,
     Look,
@@ -88,7 +89,9 @@ def norm_ratio(group: Sequence[Setting], objective: str) -> tuple[Figure, str] |
 
 def probes(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | None:
     """Fig. 3: held-out measure of a probe by gradient descent against its steps."""
-    figure = _curves(group, objective, "probe", ("primary", "harmful", "benign"), xscale="log")
+    names = (name for setting in group for run in setting.runs for name in run.result.curves)
+    roles = roles_in(names, "probe", ("primary", "harmful", "benign"))
+    figure = _curves(group, objective, "probe", roles, xscale="log")
     if figure is None:
         return None
     accuracy = any("primary/accuracy" in run.result.metrics for setting in group for run in setting.runs)

@@ -16,7 +16,7 @@ import yaml
 from rich.text import Text
 
 from immunization.results.collect import Run
-from immunization.results.formatting import MEASURES, NONE, number
+from immunization.results.formatting import MEASURES, NONE, number, roles_in
 from immunization.results.seed_statistics import rank_correlation, ties
 from immunization.results.settings import KEEPS, RATIOS, Setting, best, by_authors, correlations, in_convention
 
@@ -166,7 +166,8 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
             columns[f"primary {text}, before → after"] = [_change(setting, f"primary/{measure}") for setting in group]
     accuracies = (paper.get(setting.method, {}).get("primary_accuracy") for setting in group)
     columns["paper accuracy, %"] = [_published(value) for value in accuracies]
-    for role in ("harmful", "primary", "benign"):
+    names = (name for setting in group for run in setting.runs for name in run.result.metrics)
+    for role in roles_in(names, "steps_ratio"):
         columns[f"{role} steps ratio"] = [_median(setting, f"steps_ratio/{role}") for setting in group]
     columns["seconds"] = [_seconds(setting) for setting in group]
     columns["flags"] = [Cell(", ".join(_flags(setting)) or NONE) for setting in group]

@@ -36,8 +36,8 @@ BOOKKEEPING = (
 )
 """Keys that decide where and how a run is shown or saved, but no number in its result."""
 
-RETIRED = {"method": {"side": "input", "rank": "data"}, "model": {"compile": False}}
-"""Options that are gone, at the value at which they did nothing: run folders of before have them."""
+RETIRED = {"method": {"side": "input", "rank": "data", "combine": "sum"}, "model": {"compile": False}}
+"""Options that are gone or came later, at the value at which they do nothing: some run folders lack them."""
 
 KEPT = (CHECKPOINT, OLDER_CHECKPOINT, ATTACKS)
 """Files of an unfinished run that hold work of its own."""
@@ -60,10 +60,18 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a plain configuration that decides the numbers of the run; a key that is null counts as absent."""
-    kept = {key: value for key, value in config.items() if key not in BOOKKEEPING and value is not None}
+    kept = _without_nulls({key: value for key, value in config.items() if key not in BOOKKEEPING})
     for group in RETIRED.keys() & kept.keys():
         kept[group] = {key: value for key, value in kept[group].items() if RETIRED[group].get(key, ...) != value}
     return kept
+
+
+def _without_nulls(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_nulls(value) if isinstance(value, Mapping) else value
+        for key, value in tree.items()
+        if value is not None
+    }
 
 
 def completed(config: DictConfig, folder: Path) -> Result | None:

@@ -1,4 +1,4 @@
-"""Batches of both tasks side by side, from rows that are stored."""
+"""Batches of the tasks that methods are shown, side by side, from rows that are stored."""
 
 from __future__ import annotations
 
@@ -55,35 +55,36 @@ class RowPasses:
 
 
 class PairedBatches:
-    """Batches of both tasks side by side; one epoch is one pass over D_H, D_P goes on where it was and cycles.
+    """Batches of all tasks side by side; one epoch is one pass over D_H, D_P goes on where it was and cycles.
+
+    So do further harmful tasks.
 
     Full batches carry the task's compressed root. Mini-batches are shuffled by `generator`; the incomplete last one
     of a pass is left out, since the rank of its Hessian would differ.
     """
 
     def __init__(self, pair: TaskPair, batch_size: int | None, generator: torch.Generator) -> None:
-        for key, task in (("primary", pair.primary), ("harmful", pair.harmful)):
+        for key, task in pair.shown.items():
             if batch_size is not None and batch_size > len(task.train):
                 raise ConfigError(
                     f"method.batch_size={batch_size} is above the {len(task.train)} training rows of the {key} task; "
                     "lower it, or set it to null for full batches"
                 )
         # a generator for each task, in the same state: tasks of as many rows are shuffled alike, as in the release
-        alike = torch.Generator().set_state(generator.get_state())
-        self.passes = {
-            "primary": RowPasses(pair.primary, batch_size, alike),
-            "harmful": RowPasses(pair.harmful, batch_size, generator),
-        }
-        self.primary = self.passes["primary"].forever()
+        state = generator.get_state()
+        own = {role: torch.Generator().set_state(state) for role in pair.shown} | {"harmful": generator}
+        self.passes = {role: RowPasses(task, batch_size, own[role]) for role, task in pair.shown.items()}
+        self.others = [one.forever() for role, one in self.passes.items() if role != "harmful"]
         self.steps_per_epoch = 1 if batch_size is None else len(pair.harmful.train) // batch_size
 
-    def epoch(self) -> Iterator[tuple[Batch, Batch]]:
-        """The pairs of batches of one epoch, or what is left of it after `load_state_dict`."""
+    def epoch(self) -> Iterator[tuple[Batch, ...]]:
+        """Batches (primary, harmful, further harmful ones) of one epoch, or what `load_state_dict` leaves of it."""
         for harmful in self.passes["harmful"].rest():
-            yield next(self.primary), harmful
+            primary, *further = (next(one) for one in self.others)
+            yield primary, harmful, *further
 
     def state_dict(self) -> dict[str, Any]:
-        """Where both passes stand."""
+        """Where all passes stand."""
         return {role: one.state_dict() for role, one in self.passes.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

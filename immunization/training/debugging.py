@@ -36,7 +36,7 @@ class Debug:
         if isinstance(data, ImagePair):
             return replace(data, tasks={role: self._few_images(task) for role, task in data.tasks.items()})
         tasks = {role: replace(task, train=self._few_rows(task)) for role, task in data.tasks.items()}
-        return replace(data, **tasks)
+        return data.with_tasks(tasks)
 
     def _chosen(self, available: int) -> torch.Tensor:
         return torch.linspace(0, available - 1, min(self.rows or available, available)).round().long()

@@ -54,10 +54,10 @@ class LoaderPasses:
 
 
 class LoaderBatches:
-    """Pairs of batches from two loaders; one epoch is one pass over D_H, D_P goes on where it was and cycles.
+    """Batches from a loader a task; one epoch is one pass over D_H, D_P goes on where it was and cycles.
 
-    `loaders` (`primary`, `harmful`) give (images, labels, ...); `read` maps a role and such a pair to what the
-    extractor reads and the task's labels. `width` is D.
+    So do further harmful tasks. `loaders` (`primary`, `harmful`, `harmful_<name>`) give (images, labels, ...); `read`
+    maps a role and such a pair to what the extractor reads and the task's labels. `width` is D.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LoaderBatches:
     ) -> None:
         self.passes = {role: LoaderPasses(loader) for role, loader in loaders.items()}
         self.read, self.width = read, width
-        self.primary = self._batches("primary", self.passes["primary"].forever())
+        self.others = [self._batches(role, one.forever()) for role, one in self.passes.items() if role != "harmful"]
 
     @property
     def steps_per_epoch(self) -> int:
@@ -78,10 +78,11 @@ class LoaderBatches:
         except TypeError as error:
             raise DataError(f"the harmful loader cannot say how many batches it gives: {error}") from error
 
-    def epoch(self) -> Iterator[tuple[Batch, Batch]]:
-        """The pairs of batches of one epoch, or what is left of it after `load_state_dict`."""
+    def epoch(self) -> Iterator[tuple[Batch, ...]]:
+        """Batches (primary, harmful, further harmful ones) of one epoch, or what `load_state_dict` leaves of it."""
         for harmful in self._batches("harmful", self.passes["harmful"].rest()):
-            yield next(self.primary), harmful
+            primary, *further = (next(one) for one in self.others)
+            yield primary, harmful, *further
 
     def _batches(self, role: str, items: Iterable[tuple]) -> Iterator[Batch]:
         for images, labels, *_ in items:
@@ -90,7 +91,7 @@ class LoaderBatches:
                 yield Batch(x, y, min(len(y), self.width))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where both passes stand."""
+        """Where all passes stand."""
         return {role: (one.seed, one.number, one.taken) for role, one in self.passes.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -100,15 +101,14 @@ class LoaderBatches:
 
 
 def _kept(pair: TaskPair) -> TaskPair:
-    """`pair` with the training rows of both tasks on the GPU that wants them, where they fit."""
-    tasks = {"primary": pair.primary, "harmful": pair.harmful}
-    apart = {role: t for role, t in tasks.items() if t.train.y.is_cuda and not t.train.x.is_cuda}
+    """`pair` with the training rows of the tasks that methods are shown on the GPU that wants them, where they fit."""
+    apart = {role: t for role, t in pair.shown.items() if t.train.y.is_cuda and not t.train.x.is_cuda}
     size = sum(task.train.x.nbytes for task in apart.values())
     if not apart or size > room(pair.primary.train.y.device):
         return pair
     log.info("%.3g GiB of training inputs are kept on the GPU", size / 2**30)
     moved = {role: replace(t, train=replace(t.train, x=t.train.x.to(t.train.y.device))) for role, t in apart.items()}
-    return replace(pair, **moved)
+    return pair.with_tasks(moved)
 
 
 def batches_of(

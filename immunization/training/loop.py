@@ -39,9 +39,9 @@ def train(
     told = isinstance(scheduler, ReduceLROnPlateau)
     with Watch(type(method).__name__, at) as watch:
         while at.epoch < method.epochs:
-            for primary, harmful in batches.epoch():
+            for primary, *harmful in batches.epoch():
                 try:
-                    terms = method.step(model, primary, harmful)
+                    terms = method.step(model, primary, *harmful)
                 except torch.linalg.LinAlgError:
                     watch.failed()
                 watch.see(terms["loss"], told or logged(at.step + 1))

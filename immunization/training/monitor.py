@@ -19,7 +19,7 @@ from immunization.theory import spectrum
 
 
 class Monitor:
-    """Sends the terms of a step and the condition numbers of both Hessians to every tracker.
+    """Sends the terms of a step and the condition numbers of all Hessians to every tracker.
 
     A net's condition numbers take a pass over its data, so they are renewed every `period` steps, an epoch. The last
     numbers also stay in `result.metrics`, so that a run that fails later keeps them.
@@ -27,7 +27,7 @@ class Monitor:
 
     def __init__(self, model: Model, pair: TaskPair, result: Result, trackers: Sequence[Tracker] = ()) -> None:
         self.model, self.result, self.trackers = model, result, trackers
-        self.tasks = {"primary": pair.primary, "harmful": pair.harmful}
+        self.tasks = pair.shown
         factors = {role: model.baseline_factor(role, task) for role, task in self.tasks.items()}
         self.baseline = {role: self._kappa(task, factors[role]) for role, task in self.tasks.items()}
         self.labels = {role: zlib.crc32(task.train.y.cpu().numpy()) for role, task in self.tasks.items()}

@@ -19,7 +19,7 @@ from immunization.compute import distributed, machine, randomness
 from immunization.config import build, check
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError, DataError, UserError
-from immunization.methods import Method, Unmodified
+from immunization.methods import Method, Unmodified, combined
 from immunization.models import Model
 from immunization.runs.filenames import CHECKPOINT
 from immunization.runs.folder import settings_of, unfinished
@@ -70,6 +70,7 @@ def assemble(config: DictConfig) -> Parts:
             f"method={method.name} on {model.name} is not trained by several processes: nets whose layers are trained "
             "are, by methods that simulate no attacker; start it without torchrun"
         )
+    method = combined(method, pair)
     trained_on = pair.to(device, model.dtype)
     if method.epochs:  # a process's first optimizer imports torch's compiler, seconds that are not the method's
         with importing("importing torch's optimizers"):

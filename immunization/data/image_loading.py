@@ -1,0 +1,74 @@
+"""Images as a model reads them: timm's loaders over a split, in which an image that cannot be read is named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from immunization.data.images import ImagePair, ImageSplit
+
+
+class Readable(Dataset):
+    """The images of a split after `transform`, which timm's loaders set; what cannot be read comes as its message."""
+
+    def __init__(self, split: ImageSplit) -> None:
+        self.split, self.transform = split, None
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int] | str:
+        from PIL import Image
+
+        dataset, rows = self.split.dataset, self.split.rows
+        row = i if rows is None else int(rows[i])
+        reader = getattr(dataset, "reader", None)
+        try:
+            if hasattr(reader, "samples"):  # timm's own data set would put another image in place of a bad one
+                stream, label = reader[row]
+                with stream, Image.open(stream) as image:
+                    image = image.convert(dataset.input_img_mode)
+            else:
+                image, label = dataset[row]
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            name = reader.filename(row, absolute=True) if hasattr(reader, "samples") else f"image {row}"
+            return f"{name}: {error}"
+        return self.transform(image), label
+
+
+class ReadableStream(torch.utils.data.IterableDataset):
+    """The same for sources that can only be read in order (wds, hfids, tfds)."""
+
+    def __init__(self, split: ImageSplit) -> None:
+        self.split, self.transform = split, None
+        if split.rows is not None:
+            self.rows = set(split.rows.tolist())
+
+    def __iter__(self):
+        for row, (image, label) in enumerate(self.split.dataset):
+            if self.split.rows is None or row in self.rows:
+                yield self.transform(image), label
+
+
+def collate(items: list[tuple[Tensor, int] | str]) -> tuple[Tensor, Tensor, list[str]]:
+    """Images [n, C, H, W], labels [n] and the messages about those that could not be read."""
+    good = [item for item in items if not isinstance(item, str)]
+    images = torch.stack([torch.as_tensor(image) for image, _ in good]) if good else torch.empty(0)
+    labels = torch.tensor([int(label) for _, label in good], dtype=torch.long)
+    return images, labels, [item for item in items if isinstance(item, str)]
+
+
+def create_loader(pair: ImagePair, split: ImageSplit, config: Mapping[str, Any], **options: Any) -> Any:
+    """timm's loader over one split with a model's data config; batches are as `collate` makes them."""
+    from timm.data import create_loader as timm_loader
+
+    streamed = isinstance(split.dataset, torch.utils.data.IterableDataset)
+    dataset = ReadableStream(split) if streamed else Readable(split)
+    defaults = {"batch_size": pair.batch_size, "num_workers": 0 if streamed else pair.workers}
+    return timm_loader(
+        dataset, **config, **(defaults | options), use_prefetcher=False, persistent_workers=False, collate_fn=collate
+    )
