@@ -5,6 +5,7 @@ from immunization.methods.clamp import CLAMP
 from immunization.methods.closed_form import ClosedForm
 from immunization.methods.condition_number import ConditionNumber, RIllOnly
 from immunization.methods.encoderlock import Encoderlock
+from immunization.methods.forget import Forget
 from immunization.methods.imma import IMMA
 from immunization.methods.learning_curve import LearningCurve
 from immunization.methods.learning_curve_net import LearningCurveNet
@@ -21,6 +22,7 @@ __all__ = [
     "ClosedForm",
     "ConditionNumber",
     "Encoderlock",
+    "Forget",
     "Identity",
     "LearningCurve",
     "LearningCurveNet",
