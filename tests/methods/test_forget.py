@@ -18,6 +18,7 @@ from immunization.methods import Forget, forget
 from immunization.models import Linear
 from immunization.theory.leave_one_out import leave_one_out
 from immunization.training.batches import PairedBatches
+from immunization.training.loaders import batches_of
 from immunization.training.loop import train
 
 pytestmark = pytest.mark.trains
@@ -153,6 +154,19 @@ def test_it_trains_a_net_and_nothing_else_of_it(net):
     assert all(name.startswith((model.trainable[0], "fc")) for name in changed)
     assert not any("running" in name for name in changed)
     assert seen[-1] < seen[0]
+
+
+def test_augmented_images_of_both_tasks(tmp_path):
+    """The bank holds what a pass has shown, augmented as it was."""
+    folders = [draw_folder(tmp_path / name, 4, 16, 4, seed) for seed, name in enumerate(("primary", "harmful"))]
+    model, tasks = opened(open_pair(folders, augment=True))
+    method, banks = Forget(2, 16), []
+    method.setup(model, tasks)
+    optimizer = torch.optim.Adam(model.groups(), lr=1e-4)
+    batches = batches_of(model, tasks, 16, torch.Generator())
+    train(method, model, batches, optimizer, lambda *_: banks.append(len(method.bank)))
+    rows = len(tasks.harmful.train)
+    assert banks == 2 * [min(16 * step, rows) for step in range(1, len(banks) // 2 + 1)]
 
 
 # --- Early stopping ---------------------------------------------------------------------------------------------------
