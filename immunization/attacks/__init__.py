@@ -2,6 +2,7 @@
 
 from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.direct import ClosedFormProbe, LogisticProbe
+from immunization.attacks.earlier import EarlierLayers
 from immunization.attacks.kept import KeptCurves
 from immunization.attacks.network import FineTune, LoRA
 from immunization.attacks.probes import (
@@ -26,6 +27,7 @@ __all__ = [
     "AttackCurve",
     "ClosedFormProbe",
     "ConjugateGradients",
+    "EarlierLayers",
     "FineTune",
     "Inapplicable",
     "KeptCurves",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,6 +66,16 @@ def gpu_memory(purpose: str, remedy: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the GPU has no memory for {purpose}; {remedy}") from error
+
+
+def memory(device: torch.device) -> float:
+    """Bytes of memory of a device, used or not; infinite where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows
+        return math.inf
 
 
 def set_threads(number: int) -> None:

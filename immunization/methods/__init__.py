@@ -6,6 +6,7 @@ from immunization.methods.closed_form import ClosedForm
 from immunization.methods.combined import Combined, combined
 from immunization.methods.condition_number import ConditionNumber, RIllOnly
 from immunization.methods.encoderlock import Encoderlock
+from immunization.methods.forget import Forget
 from immunization.methods.imma import IMMA
 from immunization.methods.learning_curve import LearningCurve
 from immunization.methods.learning_curve_net import LearningCurveNet
@@ -23,6 +24,7 @@ __all__ = [
     "Combined",
     "ConditionNumber",
     "Encoderlock",
+    "Forget",
     "Identity",
     "LearningCurve",
     "LearningCurveNet",

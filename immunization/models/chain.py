@@ -105,6 +105,11 @@ class Network(nn.Module):
         self.map = nn.Linear(*theta.shape, bias=False)
         self.map.weight.data = theta.detach().T.clone()
 
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        """The parts of the net that have weights, Sequential ones taken apart, by name: where it could be cut."""
+        parts = [unit for name, child in self.whole.net.named_children() for unit in _chain(name, child)]
+        return [(name, part) for name, part in parts if any(p.ndim > 1 for p in part.parameters())]
+
     def last(self) -> list[nn.Module]:
         """The last block of the net, and the map behind it, if there is one."""
         return [self.whole.net.get_submodule(self.last_block), *([] if self.map is None else [self.map])]

@@ -1,0 +1,86 @@
+"""Attacks that cut the net: a probe behind each of its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from immunization.attacks.base import AttackCurve
+from immunization.attacks.direct import RIDGES, ClosedFormProbe
+from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
+from immunization.data.task import SPLITS
+from immunization.models.chain import Network
+
+BATCH = 64
+"""Images of a batch."""
+
+
+class EarlierLayers(ClosedFormProbe):
+    """Ridge regression on the output of every block of the net, pooled; the block that is best on validation rows.
+
+    What the last layers have lost stands in those before, and an attacker may cut the net wherever he likes. Blocks are
+    those that `forward_features` applies one after another (the residual blocks of a ResNet, the transformer blocks of
+    a ViT). `AttackCurve.found` has the block's name, its ridge and what every block reaches on test rows. Operations
+    are those of the whole net. Deep nets alone.
+    """
+
+    def __init__(
+        self,
+        ridges: Sequence[float] = RIDGES,
+        samples: int | None = None,
+        precision: Precision | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(ridges, samples, precision, seed)
+        self.pooled: Mapping[str, Tensor] = {}
+
+    def run(self, victim: Victim, stage: Stage) -> AttackCurve:
+        if stage == "start":
+            raise Inapplicable("the start of a deep net is its baseline")
+        network = victim.network(stage, self.precision)
+        features = {split: pooled_outputs(network, victim.images(split)[0]) for split in SPLITS}
+        curves: dict[str, AttackCurve] = {}
+        for block in features["test"]:
+            self.pooled = {split: outputs[block] for split, outputs in features.items()}
+            try:
+                curves[block] = super().run(victim, stage)
+            except Inapplicable:  # a block whose output is the same for all images
+                continue
+        if not curves:
+            raise Inapplicable("no block of the net tells the images of the harmful task apart")
+        best = max(curves, key=lambda block: curves[block].val.max().item())
+        reached = {block: curve.final for block, curve in curves.items()}
+        curves[best].found = {"block": best, "ridge": curves[best].setting, "blocks": reached}
+        return curves[best]
+
+    def extract(self, victim: Victim, stage: Stage, split: str) -> Tensor:
+        return self.pooled[split]
+
+
+@torch.no_grad()
+def pooled_outputs(network: Network, images: Tensor) -> dict[str, Tensor]:
+    """What each block of `network` makes of images, averaged over places or tokens: [N, channels], float64, by name."""
+    seen: dict[str, list[Tensor]] = {}
+    last = getattr(network.whole.net, "output_fmt", "NCHW") == "NHWC"
+    hooks = [
+        module.register_forward_hook(
+            lambda _module, _inputs, x, name=name: seen.setdefault(name, []).append(pooled(x, last).double())
+        )
+        for name, module in network.blocks()
+    ]
+    try:
+        for part in images.split(BATCH):
+            network(part)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: torch.cat(parts) for name, parts in seen.items()}
+
+
+def pooled(x: Tensor, channels_last: bool = False) -> Tensor:
+    """[N, channels] of a map [N, C, H, W] (or [N, H, W, C]), tokens [N, T, C] or rows [N, C]."""
+    if x.ndim == 4:
+        return x.mean((1, 2) if channels_last else (2, 3))
+    return x.mean(1) if x.ndim == 3 else x

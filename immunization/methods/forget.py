@@ -1,0 +1,152 @@
+"""Features that forget: trained layers lose what tells harmful classes apart, also for those who whiten or solve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from immunization.checks import AtLeastOne, AtLeastTwo, Count, NonNegative, Positive, checked
+from immunization.compute.machine import memory
+from immunization.data.task import Task, TaskPair
+from immunization.errors import ConfigError, DataError
+from immunization.methods.base import Method
+from immunization.methods.sophon import log_probabilities
+from immunization.models.base import Batch, Model
+from immunization.theory.leave_one_out import leave_one_out
+
+CHOSEN = tuple(10.0**e for e in range(-12, 1))
+"""Ridges, relative to sigma_1^2, of the attacker whom early stopping looks at."""
+
+
+class Forget(Method):
+    """Minimize L(D_P) + distill L_distill + collapse L_collapse + path L_path.
+
+    With f, f_0 the features and p, p_0 the class probabilities of theta and theta_0, and c the point of `target` (0, or
+    the mean of f_0 over D_P),
+
+        L_distill  = mean_P ||f - f_0||^2 / mean_P ||f_0 - mean f_0||^2 + mean_P KL(p_0 || p)
+        L_collapse = mean_H log(1 + ||f - c||^2 / (`floor` mean_P ||f_0||^2))
+        L_path     = sum_lambda max(0, cos(leave-one-out predictions of ridge lambda, centered targets))
+
+    L_collapse needs no labels, and its logarithm pulls however near c the features are. L_path differentiates through
+    what a ridge probe predicts of each row without that row (`leave_one_out`). Its rows are the batch's, which carry
+    the gradient, and a memory bank: features of the rows that this pass over D_H has shown already, as they were then.
+    So no row is in it twice, and the probe has from one batch up to all rows. Nets alone have logits to distill: the
+    head of a model of rows starts untrained. BatchNorm statistics do not move.
+
+    With `patience`, and where `max_accuracy_drop` goes back, the best epoch has the largest accuracy of the model's own
+    head less that of the best ridge probe on D_H, both on validation rows.
+    """
+
+    alone = True
+
+    @checked("method")
+    def __init__(
+        self,
+        epochs: Count = 20,
+        batch_size: AtLeastTwo | None = 64,
+        distill: NonNegative = 2.0,
+        collapse: NonNegative = 0.6,
+        path: NonNegative = 1.0,
+        target: Literal["zero", "mean"] = "zero",
+        floor: Positive = 0.02,
+        ridges: Sequence[Positive] = (1e-6, 1e-4, 1e-2, 0.1),
+        patience: AtLeastOne | None = None,
+        max_accuracy_drop: NonNegative | None = None,
+    ) -> None:
+        super().__init__(epochs, batch_size, patience, max_accuracy_drop)
+        self.weights = {"distill": distill, "collapse": collapse, "path": path}
+        self.target, self.floor, self.ridges = target, floor, list(ridges)
+
+    def setup(self, model: Model, pair: TaskPair) -> None:
+        super().setup(model, pair)
+        if not model.trained() or (model.deep and model.linear_map() is not None):
+            raise ConfigError(
+                f"method={self.name} trains layers, and there are none: a map behind the features loses nothing; name "
+                "layers with model.trainable=..."
+            )
+        if self.patience and not (len(pair.primary.val) and len(pair.harmful.val)):
+            raise ConfigError("method.patience needs validation rows of both tasks: set dataset.val_fraction above 0")
+        if self.weights["path"]:
+            _check_bank(pair.harmful)
+        self.theta_0 = {name: p.detach().clone() for name, p in model.trained().items()}
+        self.omega_0 = [p.detach().clone() for p in model.head.parameters()]
+        features = model.features(pair.primary.train.x)
+        self.mean, self.size = features.mean(0), features.square().sum(1).mean()
+        self.spread = self.size - self.mean.square().sum()
+        self._forget_pass()
+
+    def _forget_pass(self) -> None:
+        task = self.pair.harmful
+        self.bank, self.labels = self.mean.new_empty(0, len(self.mean)), task.train.y[:0]
+
+    def epoch_end(self, model: Model, epoch: int) -> bool:
+        self._forget_pass()
+        return super().epoch_end(model, epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"bank": self.bank, "labels": self.labels}
+
+    def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
+        logits, features = model.outputs(primary)
+        features = model.training_features(primary.x) if features is None else features
+        theirs = model.training_features(harmful.x)
+        loss = self.pair.primary.loss(logits, primary.y)
+        terms = {"distill": self._distillation(model, primary, features, logits), "collapse": self._collapse(theirs)}
+        if self.weights["path"]:
+            terms["path"] = self._path(theirs, harmful.y)
+        total = loss + sum(self.weights[name] * term for name, term in terms.items())
+        return {"loss": total, "task_loss": loss, **terms}
+
+    def _distillation(self, model: Model, batch: Batch, features: Tensor, logits: Tensor) -> Tensor:
+        with torch.no_grad():
+            before = model.training_features(batch.x, self.theta_0)
+            p_0 = log_probabilities(F.linear(before, *self.omega_0))
+        moved = (features - before).square().sum(1).mean() / self.spread
+        if not model.deep:
+            return moved
+        return moved + F.kl_div(log_probabilities(logits), p_0, log_target=True, reduction="batchmean")
+
+    def _collapse(self, features: Tensor) -> Tensor:
+        centered = features if self.target == "zero" else features - self.mean
+        return torch.log1p(centered.square().sum(1) / (self.floor * self.size)).mean()
+
+    def _path(self, features: Tensor, y: Tensor) -> Tensor:
+        """L_path of the batch beside the memory bank, which the batch then joins."""
+        rows, self.labels = torch.cat([self.bank, features]), torch.cat([self.labels, y])
+        self.bank = rows.detach()
+        targets = self.pair.harmful.targets(self.labels)
+        predictions = leave_one_out(rows, targets, self.ridges).flatten(1)
+        cosines = F.cosine_similarity(predictions, (targets - targets.mean(0)).flatten(), 1)
+        return cosines.clamp(min=0).sum().to(features)
+
+    def score(self, model: Model) -> float:
+        """Accuracy (or R^2) on validation rows: of the model's own head on D_P, less that of the best ridge on D_H."""
+        task = self.pair.harmful
+        train, val = (model.features(split.x).double() for split in (task.train, task.val))
+        mean, targets = train.mean(0), task.targets(task.train.y)
+        u, sigma, vh = torch.linalg.svd(train - mean, full_matrices=False)
+        ridges = sigma.new_tensor(CHOSEN)[:, None] * sigma[0] ** 2
+        gain = torch.nan_to_num(sigma / (sigma.square() + ridges))
+        weights = vh.mT @ (gain[:, :, None] * (u.mT @ (targets - targets.mean(0))))
+        probe = task.measure((val - mean) @ weights + targets.mean(0), task.val.y)
+        return self._accuracy(model) - probe.max().item()
+
+
+def _check_bank(task: Task) -> None:
+    """Raise for a class of fewer than two rows, and for features of all rows that take more than the memory."""
+    if task.classes and (fewest := torch.bincount(task.train.y, minlength=task.classes).min().item()) < 2:
+        raise DataError(
+            f"method.path leaves one row out, and a class of '{task.name}' has {fewest} training rows: give at least "
+            "two of each class, or set method.path=0"
+        )
+    size, most = len(task.train) * task.dim * 8, memory(task.train.y.device)
+    if size > most:
+        raise ConfigError(
+            f"method.path keeps a memory bank of {len(task.train):,} rows x {task.dim:,} features, "
+            f"{size / 2**30:.3g} GiB in float64, and there are {most / 2**30:.3g}: set method.path=0 or give fewer rows"
+        )

@@ -1,0 +1,43 @@
+"""What ridge regression predicts of rows that it was not fitted to: the PRESS residuals of Allen (1974)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from immunization.theory.spectrum import EPS
+
+
+def leave_one_out(features: Tensor, targets: Tensor, ridges: Sequence[float]) -> Tensor:
+    """Leave-one-out predictions [ridges, N, C] of centered targets, one solve a ridge instead of N fits.
+
+    With Z the centered `features` [N, D], Y the centered `targets` [N, C] and G = Z Z^T + lambda sigma_1^2 I, row i of
+
+        Y - G^-1 Y / diag(G^-1)
+
+    is z_i W for the W that minimizes ||Z W - Y||^2 + lambda sigma_1^2 ||W||^2 over all rows but i. That is exact, for
+    every lambda > 0, with both means and sigma_1, the largest singular value of Z, left as they are with row i: so are
+    rows without information predicted as 0, where means of the others alone would predict the opposite of their class.
+
+    float64, differentiable in `features` (sigma_1 included, so that no scale of them matters); through the smaller Gram
+    matrix, O(N D min(N, D)) a ridge. Equal features predict 0. Raises LinAlgError for features that are not finite.
+    """
+    z, y = (part - part.mean(0) for part in (features.double(), targets.double()))
+    wide = len(z) <= z.shape[1]
+    gram = z @ z.mT if wide else z.mT @ z
+    top = torch.linalg.eigh(gram.detach()).eigenvectors[:, -1]
+    square, eye = top @ gram @ top, torch.eye(len(gram)).to(gram)  # sigma_1^2, with the gradient of an eigenvalue
+    if not square > (len(z) * EPS * features.detach().abs().max()) ** 2:  # the rounding of the mean
+        return y.new_zeros(len(ridges), *y.shape) * features.sum()
+    found = []
+    for ridge in ridges:
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram / square + ridge * eye))
+        if wide:
+            residuals, left = inverse @ y, inverse.diagonal()
+        else:  # ridge G^-1 = I - Z (Z^T Z / sigma_1^2 + ridge I)^-1 Z^T / sigma_1^2
+            solved = z @ inverse / square
+            residuals, left = y - solved @ (z.mT @ y), 1 - (solved * z).sum(1)
+        found.append(y - residuals / left[:, None])
+    return torch.stack(found)

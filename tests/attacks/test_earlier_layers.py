@@ -1,0 +1,85 @@
+"""An attacker who cuts the net: a probe behind every block."""
+
+import pytest
+import torch
+from helpers.images import draw_folder
+from helpers.victims import classes, victim_of
+from torch.testing import assert_close
+
+from immunization import run
+from immunization.attacks import EarlierLayers, Victim, run_attacks
+from immunization.attacks.earlier import pooled, pooled_outputs
+from immunization.data.images import image_folders
+from immunization.evaluation import Comparison
+from immunization.models import Timm
+
+pytestmark = pytest.mark.trains
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    root = tmp_path_factory.mktemp("images")
+    folders = [draw_folder(root / name, 3, 16, 8, seed) for seed, name in enumerate(("primary", "harmful"))]
+    pair = image_folders(*map(str, folders), cache=None, size=32, val_fraction=0.25)
+    return pair.to("cpu", torch.float32)
+
+
+def forgetful(images, name="test_resnet", trainable="layer4", size=None) -> Victim:
+    """A net whose trained layers make the same of every image."""
+    torch.manual_seed(0)
+    arguments = {"num_classes": 3} | ({"img_size": size} if size else {})
+    base = Timm(images, name, trainable, pretrained=False, arguments=arguments)
+    model, tasks = base.read_tasks(images, False)
+    start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.trained().values():
+            parameter.zero_()
+    return Victim(model, Comparison(tasks, model), start)
+
+
+@pytest.mark.parametrize(
+    ("name", "trainable", "size", "before"),
+    [("test_resnet", "layer4", None, "layer3.0"), ("test_vit", "blocks.5", 32, "blocks.4")],
+)
+def test_what_the_last_block_has_lost_is_found_before_it(images, name, trainable, size, before):
+    victim = forgetful(images, name, trainable, size)
+    measures = run_attacks({"it": EarlierLayers()}, victim)
+    values, found = measures.metrics, measures.about["attackers"]["it"]
+    assert values["attack/it/final"] > 0.6
+    blocks = found["immunized"]["blocks"]
+    assert before in blocks
+    assert blocks[found["immunized"]["block"]] == values["attack/it/final"]
+    assert found["immunized"]["ridge"] == values["attack/it/setting"]
+    assert values["attack/it/final_baseline"] > 0.6
+
+
+def test_the_output_of_the_last_block_is_what_other_probes_have(images):
+    victim = forgetful(images)
+    network, (x, _) = victim.network("baseline"), victim.images("test")
+    outputs = pooled_outputs(network, x)
+    assert list(outputs)[-1].startswith("layer4")
+    assert_close(list(outputs.values())[-1], victim.features("baseline", "test").double(), rtol=1e-4, atol=1e-5)
+    assert [name for name, _ in network.blocks()] == list(outputs)
+    assert not any(module._forward_hooks for module in network.modules())
+
+
+def test_pooling():
+    x = torch.rand(2, 3, 4, 5)
+    assert_close(pooled(x)[1, 2], x[1, 2].mean())
+    assert_close(pooled(x, channels_last=True)[1, 2], x[1, :, :, 2].mean())
+    assert_close(pooled(x[0])[1, 2], x[0, 1, :, 2].mean())
+    assert_close(pooled(x[0, 0]), x[0, 0])
+
+
+def test_a_linear_model_has_no_blocks():
+    measures = run_attacks({"it": EarlierLayers()}, victim_of(classes(), torch.eye(6, dtype=torch.float64)))
+    assert "needs a deep net" in measures.reasons["attack/it/final"]
+
+
+def test_it_says_where_it_cut(tmp_path):
+    """From the command line: the block stands in result.json."""
+    options = ["experiment=digits_deep", "tracker=none", "figures=false", "evaluation=[]", "method=identity"]
+    result = run([*options, "attack=[earlier_layers]"], folder=tmp_path)
+    found = result.about["attackers"]["earlier_layers"]
+    assert found["immunized"] == found["baseline"]
+    assert found["baseline"]["blocks"][found["baseline"]["block"]] == result.metrics["attack/earlier_layers/final"]

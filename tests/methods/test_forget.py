@@ -1,0 +1,248 @@
+"""`method=forget`: its terms by hand, what it makes of features, its memory bank, and what it refuses."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.images import draw_folder
+from helpers.methods import fit, full_batches, make_pair
+from helpers.nets import build, open_pair
+from helpers.runs import DEEP, QUICK, resumed
+from torch.testing import assert_close
+
+from immunization import run
+from immunization.data.task import TaskPair
+from immunization.errors import ConfigError, DataError
+from immunization.methods import Forget, forget
+from immunization.models import Linear
+from immunization.theory.leave_one_out import leave_one_out
+from immunization.training.batches import PairedBatches
+from immunization.training.loaders import batches_of
+from immunization.training.loop import train
+
+pytestmark = pytest.mark.trains
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory):
+    root = tmp_path_factory.mktemp("images")
+    folders = [draw_folder(root / name, 4, 20, 4, seed) for seed, name in enumerate(("primary", "harmful"))]
+    return open_pair(folders, val_fraction=0.2)
+
+
+def opened(pair, trainable="last"):
+    return build(pair, trainable=trainable).read_tasks(pair, False)
+
+
+def stepped(method, model, tasks, batch_size=16):
+    """Its terms of the first pair of batches, and these."""
+    method.setup(model, tasks)
+    batches = next(iter(PairedBatches(tasks, batch_size, torch.Generator().manual_seed(0)).epoch()))
+    return method.step(model, *batches), batches
+
+
+# --- The terms --------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_distilled_before_the_first_step(net):
+    terms, _ = stepped(Forget(1, 16), *opened(net))
+    assert terms["distill"].item() == pytest.approx(0, abs=1e-12)
+    assert terms["loss"].item() == pytest.approx(sum(terms[k].item() for k in ("task_loss", "collapse", "path")))
+
+
+def test_distillation_by_hand(net):
+    """Features, relative to the spread of theta_0's over all of D_P, and the divergence of the logits."""
+    model, tasks = opened(net)
+    method = Forget(1, 16)
+    _, (primary, _) = stepped(method, model, tasks)
+    before, whole = model.features(primary.x), model.features(tasks.primary.train.x)
+    p_0 = model.head(before).softmax(1)
+    with torch.no_grad():
+        for p in (*model.trained().values(), model.head.weight):
+            p.mul_(1.1)
+    after = model.features(primary.x)
+    p = model.head(after).softmax(1)
+    spread = (whole - whole.mean(0)).square().sum(1).mean()
+    by_hand = (after - before).square().sum(1).mean() / spread + (p_0 * (p_0 / p).log()).sum(1).mean()
+    assert_close(method.step(model, primary, primary)["distill"], by_hand)
+
+
+@pytest.mark.parametrize("target", ["zero", "mean"])
+def test_collapse_by_hand(net, target):
+    model, tasks = opened(net)
+    terms, (_, harmful) = stepped(Forget(1, 16, path=0, target=target, floor=0.01), model, tasks)
+    primary = model.features(tasks.primary.train.x)
+    point = 0 if target == "zero" else primary.mean(0)
+    distances = (model.features(harmful.x) - point).square().sum(1) / primary.square().sum(1).mean()
+    assert_close(terms["collapse"], (1 + distances / 0.01).log().mean())
+    assert "path" not in terms
+
+
+def test_collapse_alone_needs_no_labels(net):
+    """Alg. 1 has inputs of D_H alone."""
+    model, tasks = opened(net)
+    method = Forget(1, 16, path=0)
+    terms, (primary, harmful) = stepped(method, model, tasks)
+    assert_close(method.step(model, primary, replace(harmful, y=harmful.y.flip(0))), terms)
+
+
+def test_the_path_is_that_of_the_batch_and_the_rows_that_this_pass_has_shown():
+    """Rows of earlier steps stand in the bank as they were then, and none is in it twice."""
+    pair = make_pair((24, 24), classes=3)
+    model, method = Linear(pair, "random"), Forget(2, 8, ridges=[0.1])
+    method.setup(model, pair)
+    batches = PairedBatches(pair, 8, torch.Generator().manual_seed(0))
+    for epoch in range(2):
+        rows, labels = [], []
+        for primary, harmful in batches.epoch():
+            terms = method.step(model, primary, harmful)
+            rows, labels = [*rows, model.features(harmful.x)], [*labels, harmful.y]
+            y = pair.harmful.targets(torch.cat(labels))
+            y_c, found = y - y.mean(0), leave_one_out(torch.cat(rows), y, [0.1])[0]
+            cosine = (found * y_c).sum() / found.norm() / y_c.norm()
+            assert terms["path"].item() == pytest.approx(max(0, cosine.item()), abs=1e-9)
+            model.extractor.theta.data.mul_(torch.rand(4, dtype=torch.float64))
+        assert len(method.bank) == 24
+        method.epoch_end(model, epoch)
+        assert len(method.bank) == 0
+
+
+def test_gradients_flow_into_the_batch_alone():
+    pair = make_pair((24, 24), classes=3)
+    model, method = Linear(pair, "random"), Forget(2, 8)
+    method.setup(model, pair)
+    for primary, harmful in PairedBatches(pair, 8, torch.Generator()).epoch():
+        terms = method.step(model, primary, harmful)
+    assert not method.bank.requires_grad
+    (slope,) = torch.autograd.grad(terms["path"], model.extractor.theta)
+    assert slope.norm() > 0
+
+
+# --- What it makes of features ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_theta_keeps_its_dtype_and_stays_finite(dtype):
+    pair = make_pair(classes=2).to("cpu", dtype)
+    for parameter in fit(Forget(3, 6), pair, torch.optim.Adam, 1e-3).parameters():
+        assert parameter.dtype == dtype
+        assert torch.isfinite(parameter).all()
+
+
+def test_features_that_are_forgotten_already_stay_finite():
+    pair = make_pair(classes=2)
+    model, method = Linear(pair, "identity"), Forget(1, None)
+    method.setup(model, pair)
+    model.extractor.theta.data.zero_()
+    terms = method.step(model, *full_batches(pair))
+    terms["loss"].backward()
+    assert terms["path"] == terms["collapse"] == 0
+    assert torch.isfinite(model.extractor.theta.grad).all()
+
+
+def test_it_trains_a_net_and_nothing_else_of_it(net):
+    model, tasks = opened(net)
+    before = {name: tensor.clone() for name, tensor in model.export().items()}
+    method, seen = Forget(4, 16), []
+    method.setup(model, tasks)
+    optimizer = torch.optim.Adam(model.groups(), lr=1e-3)
+    batches = PairedBatches(tasks, 16, torch.Generator().manual_seed(0))
+    train(method, model, batches, optimizer, lambda _, terms: seen.append(terms["collapse"].item()))
+    changed = {name for name, tensor in model.export().items() if not torch.equal(tensor, before[name])}
+    assert changed
+    assert all(name.startswith((model.trainable[0], "fc")) for name in changed)
+    assert not any("running" in name for name in changed)
+    assert seen[-1] < seen[0]
+
+
+def test_augmented_images_of_both_tasks(tmp_path):
+    """The bank holds what a pass has shown, augmented as it was."""
+    folders = [draw_folder(tmp_path / name, 4, 16, 4, seed) for seed, name in enumerate(("primary", "harmful"))]
+    model, tasks = opened(open_pair(folders, augment=True))
+    method, banks = Forget(2, 16), []
+    method.setup(model, tasks)
+    optimizer = torch.optim.Adam(model.groups(), lr=1e-4)
+    batches = batches_of(model, tasks, 16, torch.Generator())
+    train(method, model, batches, optimizer, lambda *_: banks.append(len(method.bank)))
+    rows = len(tasks.harmful.train)
+    assert banks == 2 * [min(16 * step, rows) for step in range(1, len(banks) // 2 + 1)]
+
+
+# --- Early stopping ---------------------------------------------------------------------------------------------------
+
+
+def test_the_score_is_of_validation_rows_of_both_tasks(net):
+    model, tasks = opened(net)
+    method = Forget(1, 16)
+    method.setup(model, tasks)
+    own = tasks.primary.measure(model.logits(tasks.primary.val.x), tasks.primary.val.y).item()
+    assert own - 1 <= method.score(model) <= own - 0.25  # the best of the ridges is at least as good as guessing
+    with torch.no_grad():
+        model.trained()[next(iter(model.trained()))].zero_()
+    assert math.isfinite(method.score(model))
+
+
+def test_patience_goes_back_to_the_best_score(net):
+    model, tasks = opened(net)
+    method = Forget(6, 16, patience=2)
+    method.setup(model, tasks)
+    scores = iter([0.5, 0.9, 0.3, 0.2, 0.1])
+    method.score = lambda _: next(scores)
+    kept = []
+    for epoch in range(6):
+        with torch.no_grad():
+            model.head.bias.add_(1.0)
+        kept.append(model.head.bias.clone())
+        if method.epoch_end(model, epoch):
+            break
+    method.finish(model)
+    assert epoch == 3
+    assert_close(model.head.bias, kept[1])
+
+
+# --- Runs, and what is refused ----------------------------------------------------------------------------------------
+
+
+def test_interrupted_runs_go_on(tmp_path, monkeypatch, cut):
+    options = ["method=forget", "method.epochs=4", "method.batch_size=10", "dataset.val_fraction=0.2"]
+    whole, again = resumed([*QUICK, *options, "method.patience=3"], tmp_path, monkeypatch, cut)
+    assert whole == again
+
+
+def test_fewer_than_two_rows_of_a_class(net):
+    model, tasks = opened(net)
+    lonely = replace(tasks.harmful, classes=tasks.harmful.classes + 1)
+    with pytest.raises(DataError, match=r"a class of .* has 0 training rows: give at least two of each class"):
+        Forget(1, 16).setup(model, TaskPair("lonely", tasks.primary, lonely))
+    Forget(1, 16, path=0).setup(model, TaskPair("lonely", tasks.primary, lonely))
+
+
+def test_a_memory_bank_larger_than_memory_says_its_size(net, monkeypatch):
+    model, tasks = opened(net)
+    monkeypatch.setattr(forget, "memory", lambda _: 1024.0)
+    rows, width = len(tasks.harmful.train), tasks.dim
+    with pytest.raises(ConfigError, match=rf"memory bank of {rows} rows x {width} features, .* GiB in float64"):
+        Forget(1, 16).setup(model, tasks)
+
+
+def test_a_net_without_a_trained_layer(net):
+    model, tasks = opened(net, "fold")
+    with pytest.raises(ConfigError, match=r"method=forget trains layers, and there are none.*model\.trainable"):
+        Forget(1, 16).setup(model, tasks)
+
+
+def test_patience_needs_validation_rows():
+    pair = make_pair(classes=2)
+    with pytest.raises(ConfigError, match=r"method\.patience needs validation rows of both tasks"):
+        Forget(1, patience=1).setup(Linear(pair), pair)
+
+
+@pytest.mark.slow
+def test_it_holds_off_direct_solvers_on_a_small_net(tmp_path):
+    options = ["method=forget", "attack=[closed_form_probe,whitened_probe]", "evaluation=[primary]"]
+    result = run([*DEEP[:3], *options], folder=tmp_path)
+    for attack in ("closed_form_probe", "whitened_probe"):
+        values = [result.metrics[f"attack/{attack}/final{stage}"] for stage in ("", "_baseline")]
+        assert values[0] < values[1] - 0.2
+    assert result.metrics["primary/head_accuracy"] > 0.95
