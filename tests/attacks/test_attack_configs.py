@@ -22,7 +22,7 @@ def test_all_options_together_are_those_asked_for():
 
 def test_one_option_may_stand_for_several():
     """`all` is every attack by its fixed grid; `all_searched` has those that search and the line of reference, too."""
-    assert SEVERAL == {"all", "all_probes", "all_searched"}
+    assert {"all", "all_probes", "all_searched"} == SEVERAL
     fixed, searched = (set(compose([f"attack=[{name}]"]).attack) for name in ("all", "all_searched"))
     assert searched - fixed == {"scratch", "sgrc", "searched_finetune", "searched_lora"}
     assert {name for name in FILES if name.endswith(("probe", "finetune", "lora"))} <= searched <= set(FILES)
