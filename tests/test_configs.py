@@ -30,7 +30,11 @@ SETUPS = (
     "launcher",
     "sweeps",
 )  # values for other groups, no objects of their own
-OPTIONS = sorted((path.parent.name, path.stem) for path in CONF.glob("*/*.yaml") if path.parent.name not in SETUPS)
+OPTIONS = sorted(
+    (path.parent.name, path.stem)
+    for path in CONF.glob("*/*.yaml")
+    if path.parent.name not in SETUPS and not path.stem.startswith("all")  # several options in one
+)
 EXPERIMENTS = sorted(
     path.relative_to(CONF / "experiment").with_suffix("").as_posix() for path in (CONF / "experiment").rglob("*.yaml")
 )

@@ -19,7 +19,8 @@ LISTS = ("attack", "evaluation")  # groups of which a run takes several options
 def options() -> dict[str, dict[str, DictConfig]]:
     """Every class that YAML files build -> option -> what the option says before a data set changes it."""
     found = defaultdict(dict)
-    for path in sorted(path for group in COMPONENTS for path in CONF.glob(f"{group}/*.yaml")):
+    files = (path for group in COMPONENTS for path in CONF.glob(f"{group}/*.yaml"))
+    for path in sorted(path for path in files if not path.stem.startswith("all")):  # several options in one
         group, name = path.parent.name, path.stem
         if group == "method":  # composed, it would have the hyper-parameters of a data set
             node = OmegaConf.load(path)

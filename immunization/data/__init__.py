@@ -1,6 +1,7 @@
 """Data sets: each is one function that takes the keys of its YAML (conf/dataset) and returns a `TaskPair`."""
 
 from immunization.data.arrays import arrays
+from immunization.data.cifar10 import cifar10
 from immunization.data.house_prices import house_prices
 from immunization.data.images import digits_deep, image_folders
 from immunization.data.pixels import digits, fashion_mnist, mnist
@@ -12,6 +13,7 @@ __all__ = [
     "Task",
     "TaskPair",
     "arrays",
+    "cifar10",
     "digits",
     "digits_deep",
     "fashion_mnist",

@@ -1,4 +1,7 @@
-"""`python -m immunization.results PATH...`: any number of run folders as tables, figures and one report."""
+"""`python -m immunization.results PATH...`: any number of run folders as tables, figures and one report.
+
+`python -m immunization.results leaderboard PATH...`: a row a method instead, what it costs and what attackers pay.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ import shlex
 import sys
 from pathlib import Path
 
+from rich.console import Console
+
 from immunization.errors import UserError
+from immunization.results import leaderboard
 from immunization.results.collect import Collection, collect
 from immunization.results.page import REPORT, Section, markdown, sections, show, write
 from immunization.results.tables import numbers
@@ -17,9 +23,15 @@ from immunization.runs import files
 
 def main(arguments: list[str] | None = None) -> None:
     """Collect, print and write; raises UserError for a path that does not exist or holds no run."""
-    options = _parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    board = arguments[:1] == ["leaderboard"]
+    options = _parser("Leaderboard" if board else "Results").parse_args(arguments[board:])
     collection = collect(options.paths)
-    parts = sections(collection, options.objective, figures=not options.no_figures)
+    parts = (
+        leaderboard.sections(collection)
+        if board
+        else sections(collection, options.objective, figures=not options.no_figures)
+    )
     folder = options.output
     figures = options.figures or folder / "figures"
     for place in (folder, figures):
@@ -34,9 +46,18 @@ def main(arguments: list[str] | None = None) -> None:
     if options.markdown:
         base = options.markdown.resolve().parent
         relative = {name: os.path.relpath(path.resolve(), base) for name, path in pictures.items()}
-        command = shlex.join(["python", "-m", "immunization.results", *(arguments or sys.argv[1:])])
-        files.write(options.markdown, markdown(parts, relative, command))
-    show(collection, parts, options.objective)
+        command = shlex.join(["python", "-m", "immunization.results", *arguments])
+        files.write(
+            options.markdown,
+            leaderboard.between_marks(options.markdown, parts, relative, command)
+            if board
+            else markdown(parts, relative, command),
+        )
+    if board:
+        leaderboard.write_rows(collection, folder / "rows")
+        leaderboard.show(collection, parts, Console())
+    else:
+        show(collection, parts, options.objective)
     print(f"report: {folder / REPORT}")
     if options.wandb:
         _log(options, collection, parts, list(pictures.values()))
@@ -56,14 +77,19 @@ def _log(options: argparse.Namespace, collection: Collection, parts: list[Sectio
     tracker.close(failed=False)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(title: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m immunization.results", description=__doc__)
     add = parser.add_argument
     add("paths", nargs="+", type=Path, metavar="PATH", help="folders of runs or sweeps, result.json files")
     add("--output", type=Path, default=Path("outputs/results"), help="folder to write to (%(default)s)")
     add("--objective", default="rir", help="measure of the best setting, larger is better (%(default)s)")
-    add("--title", default="Results", help="heading of the report (%(default)s)")
-    add("--markdown", type=Path, metavar="FILE", help="also write all tables as one document")
+    add("--title", default=title, help="heading of the report (%(default)s)")
+    add(
+        "--markdown",
+        type=Path,
+        metavar="FILE",
+        help="also write all tables as one document; the leaderboard: between the marks in FILE",
+    )
     add("--figures", type=Path, metavar="FOLDER", help="folder for PNG figures (<output>/figures)")
     add("--no-figures", action="store_true", help="tables alone, a few seconds faster")
     add("--wandb", action="store_true", help="also log tables and figures to a summary run on W&B")

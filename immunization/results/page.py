@@ -102,6 +102,11 @@ def show(collection: Collection, parts: Sequence[Section], objective: str, conso
         if len(part.group) > 1 and (winner := best(part.group, metric)):
             mean = number(winner.summary(metric).mean)
             console.print(f"★ largest mean {metric}: {winner.label} ({mean})", markup=False, highlight=False)
+    show_left_out(collection, console)
+
+
+def show_left_out(collection: Collection, console: Console) -> None:
+    """Print how many runs there are, and which are left out of every average and why."""
     console.print()
     console.print(collection.counts(), highlight=False)
     for (kind, message), same in Counter((p.kind, p.message) for p in collection.problems).most_common(20):

@@ -8,14 +8,28 @@ from omegaconf import OmegaConf
 
 from immunization.config import CONF, build, compose
 
-FILES = {path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in (CONF / "attack").glob("*.yaml")}
+READ = {path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in (CONF / "attack").glob("*.yaml")}
+SEVERAL = {name for name, content in READ.items() if list(content) == ["defaults"]}
+FILES = {name: content for name, content in READ.items() if name not in SEVERAL}
 HEIRS = {name: content for name, content in FILES.items() if "defaults" in content}
 WHOLE = OmegaConf.to_container(compose([f"attack=[{','.join(sorted(FILES))}]"]).attack)
 
 
 def test_all_options_together_are_those_asked_for():
     assert sorted(WHOLE) == sorted(FILES)
-    assert len(HEIRS) == 14
+    assert len(HEIRS) == 15
+
+
+def test_one_option_may_stand_for_several():
+    """`all` is every attack by its fixed grid; `all_searched` has those that search and the line of reference, too."""
+    assert {"all", "all_probes", "all_searched"} == SEVERAL
+    fixed, searched = (set(compose([f"attack=[{name}]"]).attack) for name in ("all", "all_searched"))
+    assert searched - fixed == {"scratch", "sgrc", "searched_finetune", "searched_lora"}
+    assert {name for name in FILES if name.endswith(("probe", "finetune", "lora"))} <= searched <= set(FILES)
+    probes = compose(["attack=[all_probes]"]).attack
+    assert not any("finetune" in name or "lora" in name for name in probes)
+    assert compose(["attack=[all_probes,lora]", "attack.adam.steps=3"]).attack.adam.steps == 3
+    assert set(compose(["attack=[all_probes,lora]"]).attack) == {*probes, "lora"}
 
 
 @pytest.mark.parametrize("name", HEIRS)

@@ -1,0 +1,166 @@
+"""CIFAR-10 for a small net: some classes are D_P, to which the net is fitted, others D_H, and one is a benign task."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from immunization.checks import AtLeastOne, Fraction, checked
+from immunization.data.images import ImagePair, ImageSplit, ImageTask
+from immunization.data.preparation import split_rows
+from immunization.errors import ConfigError, DataError
+
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+"""In the order of the data set's labels, 0 to 9, which is that of the alphabet."""
+SIDE = 32
+PARTS = ("train", "val")
+
+
+class Cifar(Dataset):
+    """Images [N, 32, 32, 3] (uint8) with the label of each, -1 for images that are none of a task's."""
+
+    def __init__(self, pixels: np.ndarray, labels: Tensor) -> None:
+        self.pixels, self.labels = pixels, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, i: int) -> tuple[Image.Image, int]:
+        return Image.fromarray(self.pixels[i]), int(self.labels[i])
+
+
+@checked("dataset")
+def cifar10(
+    root: str = "~/.cache/immunization/cifar10",
+    download: bool = True,
+    primary: Sequence[int] = (0, 1, 2, 3, 4),
+    harmful: Sequence[int] = (5, 6, 7, 8),
+    benign: int | None = 9,
+    max_samples: AtLeastOne | None = None,
+    val_fraction: Fraction = 0.1,
+    split_seed: int = 0,
+    name: str = "cifar10",
+) -> ImagePair:
+    """CIFAR-10 of folders or of torchvision's file; conf/dataset/cifar10.yaml describes the options.
+
+    One class is no task. The benign one is to tell `benign` from the primary classes, by as many images of these
+    together; they are withheld from D_P, so that no image is in two tasks. Raises ConfigError for classes that are in
+    two tasks or do not exist, DataError for files that are absent or damaged.
+    """
+    _check_classes(primary, harmful, benign)
+    parts = _read(Path(root).expanduser(), download)
+    generator = torch.Generator().manual_seed(split_seed)
+    names = {role: tuple(CLASSES[c] for c in group) for role, group in (("primary", primary), ("harmful", harmful))}
+    if benign is not None:
+        names["benign"] = ("primary classes", CLASSES[benign])
+    tasks: dict[str, dict[str, ImageSplit]] = {role: {} for role in names}
+    for part, (pixels, classes, source) in parts.items():
+        codes = _codes(classes, primary, harmful, benign, max_samples, generator)
+        content = hashlib.sha256(pixels.tobytes() + classes.numpy().tobytes()).hexdigest()
+        for role, labels in codes.items():
+            own = torch.nonzero(labels >= 0)[:, 0]
+            images = ImageSplit(Cifar(pixels, labels), own, f"cifar10 {content} {labels[own].tolist()}", source)
+            if part == "val":
+                tasks[role]["test"] = images
+                continue
+            rows = split_rows(labels[own], val_fraction, 0.0, generator)
+            tasks[role] |= {split: images.take(rows[split]) for split in PARTS}
+    made = {r: ImageTask(f"CIFAR-10 {', '.join(names[r])}", names[r], splits) for r, splits in tasks.items()}
+    about = {
+        "data": {role: task.name for role, task in made.items()},
+        "images": {role: {s: len(split) for s, split in task.splits.items()} for role, task in made.items()},
+        "classes": {role: len(task.classes) for role, task in made.items()},
+    }
+    return ImagePair(name, made, size=SIDE, crop_pct=1.0, cache=None, about=about)
+
+
+def _check_classes(primary: Sequence[int], harmful: Sequence[int], benign: int | None) -> None:
+    chosen = [*primary, *harmful, *([] if benign is None else [benign])]
+    if min(len(primary), len(harmful)) < 2 or not set(chosen) <= set(range(10)):
+        raise ConfigError("dataset.primary and harmful need two classes or more, all of 0 to 9")
+    if len(set(chosen)) < len(chosen):
+        raise ConfigError("dataset.primary, harmful and benign must have no class in common, and none twice")
+
+
+def _codes(
+    classes: Tensor,
+    primary: Sequence[int],
+    harmful: Sequence[int],
+    benign: int | None,
+    max_samples: int | None,
+    generator: torch.Generator,
+) -> dict[str, Tensor]:
+    """For each role the label [N] of every image, -1 where it is none of the task's, at most `max_samples` a class."""
+    deck = torch.randperm(len(classes), generator=generator)
+
+    def dealt(group: Sequence[int]) -> Tensor:
+        labels = torch.full_like(classes, -1)
+        for label, number in enumerate(group):
+            labels[deck[classes[deck] == number][:max_samples]] = label
+        return labels
+
+    codes = {"primary": dealt(primary), "harmful": dealt(harmful)}
+    if benign is None:
+        return codes
+    labels = dealt([benign])
+    own = codes["primary"]
+    share = int((labels == 0).sum()) // len(primary)
+    labels[labels == 0] = 1
+    for label in range(len(primary)):
+        withheld = deck[own[deck] == label][:share]
+        if len(withheld) == int((own == label).sum()):
+            raise DataError(
+                f"CIFAR-10: class {CLASSES[primary[label]]} has too few images to lend some to the benign task"
+            )
+        labels[withheld], own[withheld] = 0, -1
+    return codes | {"benign": labels}
+
+
+def _read(root: Path, download: bool) -> dict[str, tuple[np.ndarray, Tensor, str]]:
+    """Pixels [N, 32, 32, 3], classes [N] and what they are in words, of the training images and of those for test."""
+    if (root / "train").is_dir():
+        return {part: _folder(root / part) for part in PARTS}
+    from torchvision.datasets import CIFAR10
+
+    read = {}
+    for part, kind in (("train", "training"), ("val", "test")):
+        try:
+            data = CIFAR10(root, train=part == "train", download=download)
+        except (RuntimeError, OSError) as error:
+            raise DataError(
+                f"{root} has no CIFAR-10 ({' '.join(str(error).split())}): put a folder per class into train/ and val/ "
+                "of it, or torchvision's cifar-10-batches-py, or set dataset.download=true"
+            ) from error
+        read[part] = data.data, torch.tensor(data.targets), f"torchvision's CIFAR10, {kind} images"
+    return read
+
+
+def _folder(folder: Path) -> tuple[np.ndarray, Tensor, str]:
+    """The images of <folder>/<class>/*, classes in the order of CLASSES, files in that of their names."""
+    found: Mapping[str, list[Path]] = {
+        name: sorted(path for path in (folder / name).glob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png"))
+        for name in CLASSES
+    }
+    if empty := [name for name, paths in found.items() if not paths]:
+        raise DataError(f"{folder / empty[0]} holds no images: a folder per class is expected, {', '.join(CLASSES)}")
+    pixels = [_pixels(path) for paths in found.values() for path in paths]
+    classes = torch.repeat_interleave(torch.arange(10), torch.tensor([len(paths) for paths in found.values()]))
+    return np.stack(pixels), classes, f"images below dataset.root/{folder.name}, by class and name"
+
+
+def _pixels(path: Path) -> np.ndarray:
+    try:
+        with Image.open(path) as image:
+            pixels = np.asarray(image.convert("RGB"))
+    except (OSError, UnidentifiedImageError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    if pixels.shape != (SIDE, SIDE, 3):
+        raise DataError(f"{path} is {pixels.shape[1]} x {pixels.shape[0]} pixels, CIFAR-10 has {SIDE} x {SIDE}")
+    return pixels

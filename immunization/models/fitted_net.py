@@ -1,0 +1,107 @@
+"""Small nets fitted to the primary images themselves: the deep pipeline without pretrained weights."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from immunization.checks import AtLeastOne, Count
+from immunization.data.image_loading import create_loader
+from immunization.data.images import ImagePair
+from immunization.errors import ConfigError, DataError
+from immunization.models.timm import Timm
+from immunization.models.weights import create
+from immunization.runs import files
+
+log = logging.getLogger(__name__)
+
+BATCH, BEFORE, PEAK = 64, 3e-3, 1e-2
+"""Images of a mini-batch, and Adam's rate before the schedule sets it and at its peak."""
+
+
+class FittedNet(Timm):
+    """A net of timm fitted to the training images of D_P by Adam for `fit_epochs`.
+
+    `channels` are 3 for color, 1 for grey. With `shift` images are flipped and moved by up to so many pixels while it
+    is fitted. The weights are kept in `cache`, under a hash of the images and options; the fit is deterministic.
+    """
+
+    def __init__(
+        self,
+        pair: ImagePair,
+        name: str = "test_resnet",
+        trainable: str | Sequence[str] = "layer4",
+        fit_epochs: AtLeastOne = 70,
+        shift: Count = 4,
+        channels: AtLeastOne = 3,
+        head_decay: float = 2e-5,
+        cache: str = "~/.cache/immunization/fitted",
+    ) -> None:
+        if not isinstance(pair, ImagePair) or pair.size is None:
+            raise ConfigError(f"model.name={name} is fitted to small images: dataset=cifar10 or digits_deep")
+        arguments = {"in_chans": channels, "num_classes": len(pair.tasks["primary"].classes)}
+        train = pair.tasks["primary"].splits["train"]
+        if len(train) < BATCH:
+            raise DataError(
+                f"model.name={name} is fitted in mini-batches of {BATCH}; D_P has {len(train)} training images"
+            )
+        key = f"{train.identity} {train.rows} {pair.size} {name} {fit_epochs} {shift} {channels} {torch.__version__}"
+        path = Path(cache).expanduser() / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
+        try:
+            files.read_tensors(path)
+        except DataError as error:
+            if path.exists():
+                log.warning("%s; the net is fitted again", error)
+            _fit(pair, name, arguments, fit_epochs, shift, path)
+        super().__init__(pair, name, trainable, str(path), False, head_decay, arguments)
+
+
+class DigitsNet(FittedNet):
+    """timm's `test_resnet` with one input channel, fitted to the digits of D_P as they are."""
+
+    def __init__(
+        self,
+        pair: ImagePair,
+        trainable: str | Sequence[str] = "layer4",
+        fit_epochs: AtLeastOne = 15,
+        head_decay: float = 2e-5,
+        cache: str = "~/.cache/immunization/digits_deep",
+    ) -> None:
+        super().__init__(pair, "test_resnet", trainable, fit_epochs, 0, 1, head_decay, cache)
+
+
+def _fit(pair: ImagePair, name: str, arguments: dict[str, int], epochs: int, shift: int, path: Path) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = create(name, None, False, arguments).train()
+        channels, split = arguments["in_chans"], pair.tasks["primary"].splits["train"]
+        config = {"input_size": (channels, pair.size, pair.size), "crop_pct": 1.0}
+        config |= dict.fromkeys(("mean", "std"), (0.5,) * channels)
+        x, y, _ = next(iter(create_loader(pair, split, config, batch_size=len(split))))
+        optimizer = torch.optim.Adam(net.parameters(), lr=BEFORE)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK, epochs * (len(x) // BATCH))
+        for _ in range(epochs):
+            for rows in torch.randperm(len(x))[: len(x) - len(x) % BATCH].split(BATCH):
+                optimizer.zero_grad()
+                images = _moved(x[rows], shift) if shift else x[rows]
+                F.cross_entropy(net(images), y[rows], label_smoothing=0.1).backward()
+                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_tensors(path, net.state_dict())
+
+
+def _moved(images: Tensor, shift: int) -> Tensor:
+    """Images [N, C, H, W], each mirrored or not and moved by up to `shift` pixels, edges filled by reflection."""
+    height, width = images.shape[2:]
+    mirrored = torch.rand(len(images), 1, 1, 1) < 0.5
+    padded = F.pad(torch.where(mirrored, images.flip(3), images), (shift,) * 4, mode="reflect")
+    places = torch.randint(2 * shift + 1, (len(images), 2)).tolist()
+    return torch.stack([image[:, i : i + height, j : j + width] for image, (i, j) in zip(padded, places, strict=True)])

@@ -1,0 +1,65 @@
+"""Harm resisted against price, a point a method, with labels beside the axes that cannot overlap."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from immunization.results.plot import INK, MARKERS, PALETTE, Plot, fit_log, inked, panel_axes
+
+LINE, LETTER = 0.24, 0.08
+"""Inches between two labels, and that a letter of them takes."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A method: `price` is what the primary task loses, `cost` the attacker's over the baseline's, infinite if held."""
+
+    label: str
+    price: float
+    cost: float
+
+
+def resistance(points: Sequence[Point], name: str, title: str) -> Plot:
+    """The figure; methods that no attack breaks stand on a line of their own above all others."""
+    finite = [point.cost for point in points if math.isfinite(point.cost)] or [1.0]
+    top = max(finite) * 3
+    height = max(2.6, LINE * len(points))
+    room = 0.6 + LETTER * max(len(_label(point)) for point in points)
+    with inked():
+        figure, (ax,) = panel_axes(1, width=4.2, height=height, left=0.9, right=room)
+        ranked = sorted(enumerate(points), key=lambda item: (min(item[1].cost, top), -item[1].price))
+        for rank, (place, point) in enumerate(ranked):
+            y = min(point.cost, top)
+            color, marker = PALETTE[place % len(PALETTE)], MARKERS[(place + place // len(PALETTE)) % len(MARKERS)]
+            ax.plot([point.price], [y], marker, color=color, markersize=8, markeredgecolor=INK, markeredgewidth=0.6)
+            share = (rank + 0.5) / len(ranked)
+            arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.8, "shrinkB": 4}
+            ax.annotate(
+                _label(point),
+                (point.price, y),
+                (1.06, share),
+                textcoords="axes fraction",
+                va="center",
+                fontsize=9,
+                arrowprops=arrow,
+                annotation_clip=False,
+            )
+        if len(finite) < len(points):
+            ax.axhline(top, color=INK, linewidth=0.8, linestyle=":")
+        fit_log(ax.yaxis, [min(finite) * 0.8, top if len(finite) < len(points) else max(finite) * 1.2])
+        ax.axvline(0, color=INK, linewidth=0.6, alpha=0.5)
+        ax.set(xlabel="lost on the primary task", ylabel="cost of the cheapest attack / baseline's")
+        ax.margins(x=0.1)
+        figure.suptitle(title, fontsize=10, x=0.02, ha="left", y=0.98)
+    caption = (
+        "Harm resisted against price: operations of the cheapest attack that learns the harmful task over the "
+        "baseline's, median over runs, against what the primary task loses, held out, mean. Up and left is better. "
+        "On the dotted line, if there is one, no attack learns the task in most runs."
+    )
+    return Plot(f"{name}_resistance", caption, figure)
+
+
+def _label(point: Point) -> str:
+    return point.label if math.isfinite(point.cost) else f"{point.label} (held)"

@@ -1,0 +1,137 @@
+"""The leaderboard: a row a method by giving its folder, weaker attacks apart, failures shown, the place in a page."""
+
+import json
+import math
+from itertools import pairwise
+
+import pytest
+import yaml
+from helpers.made_runs import make_run
+from matplotlib.text import Text
+
+from immunization.errors import DataError
+from immunization.results.__main__ import main
+from immunization.results.collect import collect
+from immunization.results.formatting import NONE
+from immunization.results.leaderboard import MARKS, cells, sections, tracks
+from immunization.results.leaderboard_figure import Point, resistance
+
+ATTACKS = {"probe": {"steps": 100}, "tuned": {"steps": 64, "search": 20}}
+
+
+def board_run(folder, method, costs, seed=0, attacks=ATTACKS, **changes):
+    """A run in which `costs` (attack -> operations or None) are what attacks pay; the baseline's are 100 and 200."""
+    measures = {"attack/worst/bar": 0.8, "steps_ratio/benign": 1.5, "attack/worst/cost_over_scratch": 0.25}
+    known = {name: cost for name, cost in costs.items() if cost is not None}
+    for (name, cost), before in zip(costs.items(), (100.0, 200.0), strict=False):
+        measures |= {f"attack/{name}/final": 0.9 if cost else 0.6, f"attack/{name}/cost": cost}
+        measures |= {f"attack/{name}/final_baseline": 0.95, f"attack/{name}/cost_baseline": before}
+    worst = min(known.values(), default=None)
+    measures |= {"attack/worst/flops": worst, "attack/worst/flops_ratio": worst and worst / 100}
+    measures |= {"attack_unseen/worst/bar": 0.8, "attack_unseen/worst/flops": 120.0}
+    measures |= {"attack_unseen/worst/flops_ratio": 1.2, "steps_ratio/unseen": 0.5}
+    made = make_run(folder, method, seed, measures=measures, **changes)
+    config = yaml.safe_load((made / "config.yaml").read_text())
+    (made / "config.yaml").write_text(yaml.safe_dump(config | {"attack": attacks}))
+    return made
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three seeds of a method that slows attackers down, and of one that is broken at once."""
+    for seed in range(3):
+        board_run(tmp_path / f"held_{seed}", "closed_form", {"probe": None, "tuned": None if seed else 400.0}, seed)
+        board_run(tmp_path / f"broken_{seed}", "identity", {"probe": 100.0, "tuned": 200.0 + seed}, seed)
+    return tmp_path
+
+
+def rows_of(folder):
+    return {row.setting.method: row for rows in tracks(collect([folder])) for row in rows}
+
+
+def texts(row):
+    return {key: cell.text for key, cell in cells(row).items()}
+
+
+def test_a_row_says_what_is_paid(folder):
+    broken, held = (texts(rows_of(folder)[method]) for method in ("identity", "closed_form"))
+    assert (broken["cost / baseline's"], held["cost / baseline's"]) == ("1", "held")
+    assert (broken["learned in"], held["learned in"]) == ("3 of 3", "1 of 3")
+    assert (broken["cheapest attack"], held["cheapest attack"]) == ("probe", "tuned")
+    assert broken["searched cost / baseline's"] == "1"  # (200, 201, 202) / 200, in three digits
+    assert broken["searched, before → after"] == "0.950 → 0.900"
+    assert (broken["unseen cost / baseline's"], broken["unseen probe"]) == ("1.2", "0.5")
+    assert (broken["cost / scratch's"], broken["benign probe"], broken["RIR"]) == ("0.25", "1.5", "10")
+    assert broken["primary, before → after"] == "0.950 → 0.951 ± 0.001"
+    assert rows_of(folder)["closed_form"].cost() == math.inf
+
+
+def test_weaker_attacks_stand_apart_with_the_reason(folder):
+    few = {"probe": {"steps": 10}}
+    board_run(folder / "weak", "imma", {"probe": None}, attacks=few)
+    short = ATTACKS | {"tuned": {"steps": 64, "search": 2}}
+    board_run(folder / "short", "opt_kappa", {"probe": None, "tuned": None}, attacks=short)
+    (section,) = sections(collect([folder]))
+    together, apart = section.tables
+    assert [row[0].text for row in together.rows] == ["identity", "closed_form"]
+    assert [row[0].text for row in apart.rows] == ["imma", "opt_kappa"]
+    assert "not comparable" in apart.title
+    assert apart.notes == [
+        "imma: without tuned; attack.probe.steps=10 where others have 100.",
+        "opt_kappa: attack.tuned.search=2 where others have 20.",
+    ]
+
+
+def test_failed_and_diverged_runs_are_shown(folder):
+    board_run(folder / "lost", "imma", {"probe": None, "tuned": None}, status="failed", error="imma diverged at step 3")
+    row = texts(rows_of(folder)["imma"])
+    assert (row["runs"], row["flags"]) == ("0, 1 failed", "failed: imma diverged at step 3")
+    assert row["cost / baseline's"] == NONE
+
+
+def test_one_command_writes_everything_and_a_folder_more_is_a_row_more(folder, tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text(f"Before.\n\n{MARKS[0]}\nold\n{MARKS[1]}\n\nAfter.\n")
+    mine = board_run(tmp_path.parent / f"{tmp_path.name}_mine", "mine", {"probe": 300.0, "tuned": 250.0})
+    out = tmp_path / "out"
+    main(["leaderboard", str(folder), str(mine), "--output", str(out), "--markdown", str(page)])
+    assert "mine" in capsys.readouterr().out
+    text = page.read_text()
+    assert text.startswith("Before.")
+    assert text.endswith("After.\n")
+    assert "old" not in text
+    assert "| mine | 1 | 1 |" in text
+    assert "do not edit by hand" in text
+    names = {path.name for path in out.rglob("*.*")}
+    assert {"report.html", "leaderboard_1_digits.csv", "leaderboard_1_digits.tex", "results.csv"} <= names
+    assert "leaderboard_1_digits_resistance.png" in names
+    html = (out / "report.html").read_text()
+    assert "<svg" in html
+    assert "<h1>Leaderboard</h1>" in html
+    (row,) = (json.loads(path.read_text()) for path in (out / "rows").glob("*_mine.json"))
+    assert row["attacks"]["attack.tuned.search"] == 20
+    assert row["cells"]["cost / baseline's"] == "2.5"
+    assert row["config"]["method"]["epochs"] == 3
+    assert {"code", "data", "rows_sha256", "runs", "attackers_found"} <= set(row)
+    main(["leaderboard", str(folder), "--output", str(out), "--markdown", str(page)])
+    assert "mine" not in page.read_text().partition(MARKS[0])[2].replace(str(mine), "").partition("|")[2]
+
+
+def test_a_page_without_a_place_is_refused(folder, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("no marks\n")
+    with pytest.raises(DataError, match="has no place for the leaderboard: put <!-- leaderboard -->"):
+        main(["leaderboard", str(folder), "--output", str(tmp_path / "out"), "--markdown", str(page)])
+    assert page.read_text() == "no marks\n"
+
+
+def test_labels_of_the_figure_do_not_overlap():
+    points = [Point(f"a_method_with_a_long_name_{i}", 0.001 * (i % 2), math.inf if i == 5 else 1.0) for i in range(13)]
+    figure = resistance(points, "board", "title").figure
+    figure.draw_without_rendering()
+    boxes = [Text.get_window_extent(text) for text in figure.axes[0].texts]
+    assert len(boxes) == len(points)
+    edge = figure.bbox
+    assert all(edge.x0 <= box.x0 and box.x1 <= edge.x1 for box in boxes)
+    boxes.sort(key=lambda box: box.y0)
+    assert all(low.y1 <= high.y0 for low, high in pairwise(boxes))
