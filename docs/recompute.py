@@ -356,17 +356,23 @@ def agree(prefix: str, mean: Array, std: Array, x: Array, given: Given) -> tuple
 
 
 def check_basis(basis: Array, tasks: dict[str, Task], checks: list) -> None:
-    """`basis` [D, d] must be orthonormal, inside of both tasks' ranges, and as wide as these have in common."""
-    x = [tasks[role].x["train"] for role in ("primary", "harmful")]
+    """`basis` [D, d] must be orthonormal, inside of the ranges of D_P and D_H, and as wide as these have in common."""
+    shown = [role for role in tasks if kind_of(role) in ("primary", "harmful")]
+    x = [tasks[role].x["train"] for role in shown]
     eps = max(task.eps for task in tasks.values())
-    ranks = [rank(linalg.svdvals(one), one.shape, eps) for one in (*x, np.concatenate(x))]
-    checks.append(("basis: dimensions", abs(basis.shape[1] - (ranks[0] + ranks[1] - ranks[2])), 0.0))
+    ranks = [rank(linalg.svdvals(one), one.shape, eps) for one in x]
+    if len(x) == 2:
+        common = sum(ranks) - rank(linalg.svdvals(np.concatenate(x)), np.concatenate(x).shape, eps)
+    else:  # what is orthogonal to no range's complement
+        outside = np.concatenate([linalg.svd(one)[2][k:] for one, k in zip(x, ranks, strict=True)])
+        common = len(basis) - int(np.sum(linalg.svdvals(outside) > eps**0.25)) if len(outside) else len(basis)
+    checks.append(("basis: dimensions", abs(basis.shape[1] - common), 0.0))
     off = np.abs(basis.T @ basis - np.eye(basis.shape[1])).max()
     checks.append(("basis: orthonormal", off, 30 * len(basis) * EPS))  # what LAPACK's own tests allow
-    for name, one, k in zip(("P", "H"), x, ranks, strict=False):
+    for name, one, k in zip(shown, x, ranks, strict=True):
         v = linalg.svd(one, full_matrices=False)[2][:k].T
         # vectors whose cosine is 1 within sqrt(eps) count as common: an angle of sqrt(2 sqrt(eps))
-        checks.append((f"basis: outside of range(K_{name})", linalg.norm(basis - v @ (v.T @ basis), 2), 2 * eps**0.25))
+        checks.append((f"basis: outside of range(K), {name}", linalg.norm(basis - v @ (v.T @ basis), 2), 2 * eps**0.25))
 
 
 # --- The measures -----------------------------------------------------------------------------------------------------

@@ -89,37 +89,39 @@ def standardize_targets(pair: TaskPair) -> TaskPair:
     return replace(pair.with_tasks(tasks), tensors=pair.tensors | tensors)
 
 
-def common_basis(primary: Task, harmful: Task) -> Tensor:
+def common_basis(primary: Task, harmful: Task, *further: Task) -> Tensor:
     """Orthonormal basis [D, d] of range(K_P) and range(K_H) intersected, K = X^T X of the training inputs.
 
     The principal vectors of the two ranges (SVD of V_P^T V_H) whose cosine is 1 within the square root of the inputs'
-    machine epsilon, i.e. angles under about 2e-4 for float64. Raises DataError where the ranges meet only in 0.
+    machine epsilon, i.e. angles under about 2e-4 for float64; with several harmful tasks, what is common to the first
+    two is intersected with the next. Raises DataError where the ranges meet only in 0.
     """
-    ranges = [torch.linalg.svd(task.root, full_matrices=False).Vh for task in (primary, harmful)]
-    vectors, cosines, _ = torch.linalg.svd(ranges[0] @ ranges[1].T, full_matrices=False)
-    shared = cosines > 1 - max(primary.eps, harmful.eps) ** 0.5
-    if not shared.any():
-        raise DataError(
-            f"the inputs of '{primary.name}' and '{harmful.name}' have no direction in common; "
-            "set dataset.common_range=false"
-        )
-    return ranges[0].T @ vectors[:, shared]
+    common = torch.linalg.svd(primary.root, full_matrices=False).Vh
+    for task in (harmful, *further):
+        own = torch.linalg.svd(task.root, full_matrices=False).Vh
+        vectors, cosines, _ = torch.linalg.svd(common @ own.T, full_matrices=False)
+        shared = cosines > 1 - max(primary.eps, task.eps) ** 0.5
+        if not shared.any():
+            raise DataError(
+                f"the inputs of '{primary.name}' and '{task.name}' have no direction in common; "
+                "set dataset.common_range=false"
+            )
+        basis = common.T @ vectors[:, shared]
+        common = basis.T
+    return basis
 
 
 def finish(pair: TaskPair, common_range: bool) -> TaskPair:
     """The last step of every data set: check that the tasks can be learned, go to the common range, say what came out.
 
-    With `common_range` the inputs of all tasks become coordinates in `common_basis` (tensor `basis`), with several
-    harmful tasks in that of the first, then of the second, and so on.
+    With `common_range` the inputs of all tasks become coordinates in `common_basis` (tensor `basis`).
     """
     for task in pair.tasks.values():
         _check_learnable(task)
     about = {"inputs": pair.dim}
     if common_range:
-        for role in pair.harmful_tasks:
-            basis = common_basis(pair.primary, pair.harmful_tasks[role])
-            whole = pair.tensors["basis"] @ basis if "basis" in pair.tensors else basis
-            pair = map_inputs(pair, lambda _, x, basis=basis: x @ basis, basis=whole)
+        basis = common_basis(*pair.shown.values())
+        pair = map_inputs(pair, lambda _, x: x @ basis, basis=basis)
         about["common_range"] = f"inputs projected onto the {pair.dim} dimensions range(K_P) and range(K_H) share"
     about["rows"] = {role: {s: len(getattr(task, s)) for s in SPLITS} for role, task in pair.tasks.items()}
     return replace(pair, about=pair.about | about)

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
     from immunization.runs.result import Curve
 
-COLORS = {"primary": "#0072B2", "harmful": "#D55E00", "benign": "#009E73", "unseen": "#CC79A7"}
-"""Of the kinds of tasks; a further one has the color of its kind."""
+COLORS = {"primary": "#0072B2", "harmful": "#D55E00", "benign": "#009E73"}
+"""Of the usual tasks; a further one has the color of its kind, an unseen one that of UNSEEN."""
+UNSEEN = "#CC79A7"
 INK = "#222222"
-ROLE_LINES = {"primary": "-", "harmful": "--", "benign": ":", "unseen": "-."}
+ROLE_LINES = {"primary": "-", "harmful": "--", "benign": ":"}
 """Where several tasks share a panel, so that they can be told apart without color."""
 TERMS = {
     "loss": (INK, "-"),
@@ -203,7 +204,7 @@ def _before_and_after(ax: Axes, curves: Mapping[str, Curve], family: str, role: 
     for state, style in STYLES.items():
         suffix = "/baseline" if state == "baseline" else ""
         if curve := curves.get(f"{family}/{role}{suffix}"):
-            ax.plot(*_points(curve), color=COLORS[role.partition("_")[0]], **style)
+            ax.plot(*_points(curve), color=COLORS.get(role.partition("_")[0], UNSEEN), **style)
 
 
 def _with_legend(figure: Figure) -> Figure:

@@ -1,9 +1,13 @@
 """Any number of harmful, benign and unseen tasks: their roles, what shapes the data, and what is refused."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
 from helpers.images import draw_folder
+from helpers.repository import ROOT
 
 from immunization import run
 from immunization.config import build, compose
@@ -47,6 +51,15 @@ def test_many_tasks_share_the_images_that_are_no_tasks():
     for task in pair.tasks.values():
         assert len(task.train) > 50
         assert task.train.y.double().mean() == 0.5
+
+
+def test_the_common_range_is_that_of_all_shown_tasks():
+    whole, pair = (digits(seed=0, harmful=[3, 5], unseen=8, common_range=common) for common in (False, True))
+    basis = pair.tensors["basis"]
+    assert 0 < basis.shape[1] < 64
+    for task in whole.shown.values():
+        v = torch.linalg.svd(task.root, full_matrices=False).Vh
+        assert (basis - v.T @ (v @ basis)).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -194,6 +207,7 @@ def test_unseen_digits_of_a_net():
 
 def test_every_measure_and_attack_is_taken_of_unseen_tasks(tmp_path):
     overrides = [*QUICK, "method=closed_form", "dataset.harmful=[3,5]", "dataset.unseen=8", "attack=[linear_probe]"]
+    overrides.append("dataset.common_range=true")
     overrides.append("attack.linear_probe.steps=64")
     metrics = run(overrides, folder=tmp_path / "run", quiet=True).metrics
     for role in ("harmful", "harmful_5", "unseen"):
@@ -204,3 +218,5 @@ def test_every_measure_and_attack_is_taken_of_unseen_tasks(tmp_path):
     assert metrics["worst/rir"] == min(metrics["rir"], metrics["rir_harmful_5"])
     again = run([*overrides, "resume=true"], folder=tmp_path / "run", quiet=True)
     assert again.metrics == metrics
+    command = [sys.executable, ROOT / "docs" / "recompute.py", tmp_path / "run"]
+    assert " of " in subprocess.run(command, check=True, capture_output=True, text=True).stdout
