@@ -46,9 +46,11 @@ def stepped(method, model, tasks, batch_size=16):
 
 
 def test_nothing_is_distilled_before_the_first_step(net):
-    terms, _ = stepped(Forget(1, 16), *opened(net))
+    method = Forget(1, 16)
+    terms, _ = stepped(method, *opened(net))
     assert terms["distill"].item() == pytest.approx(0, abs=1e-12)
-    assert terms["loss"].item() == pytest.approx(sum(terms[k].item() for k in ("task_loss", "collapse", "path")))
+    weighted = sum(method.weights[name] * terms[name].item() for name in ("collapse", "path"))
+    assert terms["loss"].item() == pytest.approx(terms["task_loss"].item() + weighted)
 
 
 def test_distillation_by_hand(net):
