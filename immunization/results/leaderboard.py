@@ -37,13 +37,13 @@ MARKS = "<!-- leaderboard -->", "<!-- /leaderboard -->"
 """What stands between them in a page is replaced."""
 HELD = "held"
 NOTES = {
-    "primary, before → after": "Primary: held out, the model's own head where it has one, else a retrained head; mean ± "
-    "standard deviation over seeds, of the mean over pairs. Ratios are medians over runs.",
-    "primary probe": "Probes: steps of gradient descent over those with the baseline; of primary and benign tasks 1 or "
-    "less is no loss.",
+    "primary, before → after": "Primary: held out, the model's own head where it has one, else a retrained head; mean "
+    "± standard deviation over seeds, of the mean over pairs. Ratios are medians over runs.",
+    "primary probe": "Probes: steps of gradient descent over those with the baseline; 1 or less is no loss of primary "
+    "and benign tasks.",
     "cost / baseline's": "Cost: operations of the cheapest attack that learns the harmful task over those of the "
     "cheapest with the baseline. Held: in most runs none does within its budget, which is no proof.",
-    "cost / scratch's": "Scratch: training the same net from random weights; at 1 the model is of no use to an attacker.",
+    "cost / scratch's": "Scratch: training the same net from random weights; at 1 the model is of no use.",
     "searched, before → after": "Searched: the best, held out, that attackers reach who search for their settings.",
     "unseen cost / baseline's": "Unseen: harmful data that no method was shown.",
 }
