@@ -192,6 +192,7 @@ def shrunk(name: str, data_dir: Path) -> list[str]:
         overrides.append("method.epochs=1")
     if "norm_ratio" in cfg.evaluation:
         overrides.append("evaluation.norm_ratio.steps=10")
+    overrides += [f"attack.{name}.steps=8" for name, node in (cfg.get("attack") or {}).items() if "steps" in node]
     return overrides
 
 

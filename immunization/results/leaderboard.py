@@ -36,15 +36,18 @@ SCREEN = ("method", "runs", "primary, before → after", "cheapest attack", "cos
 MARKS = "<!-- leaderboard -->", "<!-- /leaderboard -->"
 """What stands between them in a page is replaced."""
 HELD = "held"
-NOTES = (
-    "Mean ± standard deviation over seeds (of the mean over pairs) of what is measured on the primary task; ratios are "
-    "medians over runs. Primary: held out, the model's own head where it has one, else a retrained head.",
-    "Primary and benign probe: steps of gradient descent over those with the baseline, 1 or less is no loss.",
-    "Cost: operations of the cheapest attack that learns the harmful task over those of the cheapest with the "
-    "baseline, and over training from scratch; held: in most runs none does within its budget, which is no proof.",
-    "Searched: the best that attackers who search for their settings reach, held out, and their cost as above. Unseen: "
-    "the same of harmful data that no method was shown, and steps of a probe on them.",
-)
+NOTES = {
+    "primary, before → after": "Primary: held out, the model's own head where it has one, else a retrained head; mean "
+    "± standard deviation over seeds, of the mean over pairs. Ratios are medians over runs.",
+    "primary probe": "Probes: steps of gradient descent over those with the baseline; 1 or less is no loss of primary "
+    "and benign tasks.",
+    "cost / baseline's": "Cost: operations of the cheapest attack that learns the harmful task over those of the "
+    "cheapest with the baseline. Held: in most runs none does within its budget, which is no proof.",
+    "cost / scratch's": "Scratch: training the same net from random weights; at 1 the model is of no use.",
+    "searched, before → after": "Searched: the best, held out, that attackers reach who search for their settings.",
+    "unseen cost / baseline's": "Unseen: harmful data that no method was shown.",
+}
+"""What a column means, by its name."""
 
 
 @dataclass
@@ -132,7 +135,7 @@ def sections(collection: Collection) -> list[Section]:
         unequal = (
             ["The rows have different numbers of runs."] if len({len(row.results) for row in together}) > 1 else []
         )
-        tables = [table(together, name, title, [*NOTES, *unequal])]
+        tables = [table(together, name, title, unequal)]
         if apart:
             reasons = [f"{row.setting.label}: {row.apart}." for row in apart]
             tables.append(table(apart, f"{name}_apart", f"{title}: other attacks, not comparable", reasons))
@@ -180,7 +183,8 @@ def table(rows: Sequence[Row], name: str, title: str, notes: Sequence[str]) -> T
     """The leaderboard of some rows; columns that none has anything in are left out."""
     every = [cells(row) for row in rows]
     header = [key for key in every[0] if key in SCREEN or any(row[key].text != NONE for row in every)]
-    return Table(name, title, header, [[row[key] for key in header] for row in every], list(notes))
+    notes = [*notes, *(text for column, text in NOTES.items() if column in header)]
+    return Table(name, title, header, [[row[key] for key in header] for row in every], notes)
 
 
 def cells(row: Row) -> dict[str, Cell]:
@@ -238,14 +242,16 @@ def show(collection: Collection, parts: Sequence[Section], console: Console) -> 
 
 
 def between_marks(path: Path, parts: Sequence[Section], pictures: Mapping[str, str], command: str) -> str:
-    """The page at `path` with the tables between its marks; raises DataError where it has none."""
+    """The page at `path` with the tables, without flags, between its marks; raises DataError where it has none."""
     before, _, rest = path.read_text().partition(MARKS[0]) if path.is_file() else ("", "", "")
     _, found, after = rest.partition(MARKS[1])
     if not found:
         raise DataError(f"{path} has no place for the leaderboard: put {MARKS[0]} and {MARKS[1]} where it shall stand")
     lines = [MARKS[0], f"Written by `{command}`; do not edit by hand.", ""]
     for part in parts:
-        lines += [made.markdown() for made in part.tables]
+        for made in part.tables:
+            shown = made.only([name for name in made.header if name != "flags"])
+            lines += [f"### {made.title}", "", shown.pipes(), "", *(f"- {note}" for note in made.notes), ""]
         lines += [plot.markdown(pictures[plot.name]) for plot in part.plots if plot.name in pictures]
     return before + "\n".join(lines) + MARKS[1] + after
 
