@@ -151,6 +151,9 @@ def target_of(cfg: DictConfig, key: str) -> Any:
     from hydra.utils import get_object
 
     node = OmegaConf.select(cfg, key)
+    group, _, name = key.rpartition(".")
+    if group and "_target_" not in node:
+        raise ConfigError(f"{key} has options and no _target_: choose it ({group}=[...,{name}]), or leave them out")
     try:
         _check_targets(node, key, cfg.get("trusted") or ())
         return get_object(str(node.get("_target_")))

@@ -7,9 +7,10 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from immunization.config import CONF, build, compose
+from immunization.errors import ConfigError
 
 READ = {path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in (CONF / "attack").glob("*.yaml")}
-SEVERAL = {name for name, content in READ.items() if list(content) == ["defaults"]}
+SEVERAL = {name for name, content in READ.items() if "defaults" in content and "_here_" not in str(content["defaults"])}
 FILES = {name: content for name, content in READ.items() if name not in SEVERAL}
 HEIRS = {name: content for name, content in FILES.items() if "defaults" in content}
 WHOLE = OmegaConf.to_container(compose([f"attack=[{','.join(sorted(FILES))}]"]).attack)
@@ -22,8 +23,9 @@ def test_all_options_together_are_those_asked_for():
 
 def test_one_option_may_stand_for_several():
     """`all` is every attack by its fixed grid; `all_searched` has those that search and the line of reference, too."""
-    assert {"all", "all_probes", "all_searched"} == SEVERAL
+    assert {"all", "all_probes", "all_searched", "linear_track"} == SEVERAL
     fixed, searched = (set(compose([f"attack=[{name}]"]).attack) for name in ("all", "all_searched"))
+    assert compose(["attack=[all_searched]"]).attack.scratch.search == 20
     assert searched - fixed == {"scratch", "sgrc", "searched_finetune", "searched_lora"}
     assert {name for name in FILES if name.endswith(("probe", "finetune", "lora"))} <= searched <= set(FILES)
     probes = compose(["attack=[all_probes]"]).attack
@@ -54,3 +56,8 @@ def test_constructor_and_yaml_state_the_same_defaults(name):
     parameters = inspect.signature(get_object(WHOLE[name]["_target_"])).parameters.values()
     stated = {p.name: list(p.default) if isinstance(p.default, tuple) else p.default for p in parameters}
     assert {key: value for key, value in WHOLE[name].items() if key != "_target_"} == stated
+
+
+def test_options_of_an_attack_that_is_not_chosen_are_refused_by_its_name():
+    with pytest.raises(ConfigError, match=r"attack.adam has options and no _target_: choose it \(attack=\[...,adam\]"):
+        build(compose(["attack=[linear_probe]", "+attack.adam.steps=3"]), "attack.adam")
