@@ -80,6 +80,21 @@ def test_collapse_by_hand(net, target):
     assert "path" not in terms
 
 
+def test_collapse_under_the_statistics_of_the_batch(net):
+    """As in train mode, but nothing of the net moves."""
+    model, tasks = opened(net)
+    before = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
+    terms, (_, harmful) = stepped(Forget(1, 16, path=0, own_statistics=1.0), model, tasks)
+    after = model.extractor.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert not any(part.training for part in model.extractor.modules())
+    size = model.features(tasks.primary.train.x).square().sum(1).mean()
+    model.extractor.train()  # from here on, statistics move
+    distances = model.training_features(harmful.x).square().sum(1) / size
+    assert_close(terms["own_statistics"], (1 + distances / 0.02).log().mean())
+    assert not torch.isclose(terms["own_statistics"], terms["collapse"])
+
+
 def test_collapse_alone_needs_no_labels(net):
     """Alg. 1 has inputs of D_H alone."""
     model, tasks = opened(net)
