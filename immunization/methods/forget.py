@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from immunization.checks import AtLeastOne, AtLeastTwo, Count, NonNegative, Positive, checked
@@ -20,6 +21,8 @@ from immunization.theory.leave_one_out import leave_one_out
 
 CHOSEN = tuple(10.0**e for e in range(-12, 1))
 """Ridges, relative to sigma_1^2, of the attacker whom early stopping looks at."""
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class Forget(Method):
@@ -36,7 +39,8 @@ class Forget(Method):
     what a ridge probe predicts of each row without that row (`leave_one_out`). Its rows are the batch's, which carry
     the gradient, and a memory bank: features of the rows that this pass over D_H has shown already, as they were then.
     So no row is in it twice, and the probe has from one batch up to all rows. Nets alone have logits to distill: the
-    head of a model of rows starts untrained. BatchNorm statistics do not move.
+    head of a model of rows starts untrained. BatchNorm statistics do not move; since an attacker may take those of his
+    own images, `own_statistics` times L_collapse of features with the statistics of the harmful batch can be added.
 
     With `patience`, and where `max_accuracy_drop` goes back, the best epoch has the largest accuracy of the model's own
     head less that of the best ridge probe on D_H, both on validation rows.
@@ -52,6 +56,7 @@ class Forget(Method):
         distill: NonNegative = 2.0,
         collapse: NonNegative = 0.6,
         path: NonNegative = 1.0,
+        own_statistics: NonNegative = 0.0,
         target: Literal["zero", "mean"] = "zero",
         floor: Positive = 0.02,
         ridges: Sequence[Positive] = (1e-6, 1e-4, 1e-2, 0.1),
@@ -59,7 +64,7 @@ class Forget(Method):
         max_accuracy_drop: NonNegative | None = None,
     ) -> None:
         super().__init__(epochs, batch_size, patience, max_accuracy_drop)
-        self.weights = {"distill": distill, "collapse": collapse, "path": path}
+        self.weights = {"distill": distill, "collapse": collapse, "path": path, "own_statistics": own_statistics}
         self.target, self.floor, self.ridges = target, floor, list(ridges)
 
     def setup(self, model: Model, pair: TaskPair) -> None:
@@ -99,6 +104,9 @@ class Forget(Method):
         terms = {"distill": self._distillation(model, primary, features, logits), "collapse": self._collapse(theirs)}
         if self.weights["path"]:
             terms["path"] = self._path(theirs, harmful.y)
+        if self.weights["own_statistics"]:
+            with batch_statistics(model.extractor):
+                terms["own_statistics"] = self._collapse(model.training_features(harmful.x))
         total = loss + sum(self.weights[name] * term for name, term in terms.items())
         return {"loss": total, "task_loss": loss, **terms}
 
@@ -135,6 +143,20 @@ class Forget(Method):
         weights = vh.mT @ (gain[:, :, None] * (u.mT @ (targets - targets.mean(0))))
         probe = task.measure((val - mean) @ weights + targets.mean(0), task.val.y)
         return self._accuracy(model) - probe.max().item()
+
+
+@contextmanager
+def batch_statistics(module: nn.Module) -> Iterator[None]:
+    """Inside, every BatchNorm in `module` takes mean and variance from its batch, and keeps nothing of them."""
+    norms = [part for part in module.modules() if isinstance(part, NORMS)]
+    before = [(norm.training, norm.track_running_stats) for norm in norms]
+    for norm in norms:
+        norm.training, norm.track_running_stats = True, False
+    try:
+        yield
+    finally:
+        for norm, state in zip(norms, before, strict=True):
+            norm.training, norm.track_running_stats = state
 
 
 def _check_bank(task: Task) -> None:

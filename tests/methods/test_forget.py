@@ -46,11 +46,10 @@ def stepped(method, model, tasks, batch_size=16):
 
 
 def test_nothing_is_distilled_before_the_first_step(net):
-    method = Forget(1, 16)
-    terms, _ = stepped(method, *opened(net))
+    terms, _ = stepped(Forget(1, 16), *opened(net))
     assert terms["distill"].item() == pytest.approx(0, abs=1e-12)
-    weighted = sum(method.weights[name] * terms[name].item() for name in ("collapse", "path"))
-    assert terms["loss"].item() == pytest.approx(terms["task_loss"].item() + weighted)
+    weighted = terms["task_loss"] + 0.6 * terms["collapse"] + terms["path"]
+    assert terms["loss"].item() == pytest.approx(weighted.item())
 
 
 def test_distillation_by_hand(net):
@@ -79,6 +78,21 @@ def test_collapse_by_hand(net, target):
     distances = (model.features(harmful.x) - point).square().sum(1) / primary.square().sum(1).mean()
     assert_close(terms["collapse"], (1 + distances / 0.01).log().mean())
     assert "path" not in terms
+
+
+def test_collapse_under_the_statistics_of_the_batch(net):
+    """As in train mode, but nothing of the net moves."""
+    model, tasks = opened(net)
+    before = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
+    terms, (_, harmful) = stepped(Forget(1, 16, path=0, own_statistics=1.0), model, tasks)
+    after = model.extractor.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert not any(part.training for part in model.extractor.modules())
+    size = model.features(tasks.primary.train.x).square().sum(1).mean()
+    model.extractor.train()  # from here on, statistics move
+    distances = model.training_features(harmful.x).square().sum(1) / size
+    assert_close(terms["own_statistics"], (1 + distances / 0.02).log().mean())
+    assert not torch.isclose(terms["own_statistics"], terms["collapse"])
 
 
 def test_collapse_alone_needs_no_labels(net):
