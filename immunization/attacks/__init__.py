@@ -15,6 +15,7 @@ from immunization.attacks.probes import (
     Undo,
     WhitenedProbe,
 )
+from immunization.attacks.renewed import RenewedStatistics
 from immunization.attacks.scratch import Scratch
 from immunization.attacks.suite import run_attacks
 from immunization.attacks.victim import Inapplicable, Victim
@@ -35,6 +36,7 @@ __all__ = [
     "LoRA",
     "LogisticProbe",
     "Momentum",
+    "RenewedStatistics",
     "Scratch",
     "Undo",
     "Victim",

@@ -1,0 +1,59 @@
+"""An attacker who renews the statistics of BatchNorm, which are no weights and cost one pass over his images."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.optim.swa_utils import update_bn
+
+from immunization.attacks.base import AttackCurve
+from immunization.attacks.direct import RIDGES, ClosedFormProbe
+from immunization.attacks.earlier import BATCH
+from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
+from immunization.data.task import SPLITS
+
+
+class RenewedStatistics(ClosedFormProbe):
+    """Ridge regression on features of the net whose BatchNorm has mean and variance of the attacker's training images.
+
+    An immunization that stands in these statistics alone, or that only held with those of theta_0, does not hold here.
+    Operations are those of `ClosedFormProbe` and of one pass more over the training images. Deep nets with BatchNorm
+    alone.
+    """
+
+    def __init__(
+        self,
+        ridges: Sequence[float] = RIDGES,
+        samples: int | None = None,
+        precision: Precision | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(ridges, samples, precision, seed)
+        self.renewed: Mapping[str, Tensor] = {}
+
+    def run(self, victim: Victim, stage: Stage) -> AttackCurve:
+        if stage == "start":
+            raise Inapplicable("the start of a deep net is its baseline")
+        network = victim.network(stage, self.precision)
+        if not any(isinstance(module, BatchNorm) for module in network.modules()):
+            raise Inapplicable("the net has no BatchNorm whose statistics could be renewed")
+        images = {split: victim.images(split)[0] for split in SPLITS}
+        rows = self.rows(victim.task)
+        own = images["train"] if rows is None else images["train"][rows.to(images["train"].device)]
+        update_bn(
+            own.tensor_split(math.ceil(len(own) / BATCH)), network
+        )  # no batch of one image, which has no variance
+        with torch.no_grad():
+            self.renewed = {
+                split: torch.cat([network(part).double() for part in x.split(BATCH)]) for split, x in images.items()
+            }
+        curve = super().run(victim, stage)
+        curve.flops = curve.flops + victim.flops_per_row() * len(own)
+        return curve
+
+    def extract(self, victim: Victim, stage: Stage, split: str) -> Tensor:
+        return self.renewed[split]

@@ -1,0 +1,56 @@
+"""An attacker who renews BatchNorm's statistics: what stands in them alone holds nobody off."""
+
+import pytest
+import torch
+from helpers.images import draw_folder
+
+from immunization.attacks import ClosedFormProbe, RenewedStatistics, Victim, run_attacks
+from immunization.data.images import image_folders
+from immunization.evaluation import Comparison
+from immunization.models import Timm
+
+pytestmark = pytest.mark.trains
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    root = tmp_path_factory.mktemp("images")
+    folders = [draw_folder(root / name, 3, 16, 8, seed) for seed, name in enumerate(("primary", "harmful"))]
+    pair = image_folders(*map(str, folders), cache=None, size=32, val_fraction=0.25)
+    return pair.to("cpu", torch.float32)
+
+
+def victim_of(images, name, trainable, arguments) -> Victim:
+    torch.manual_seed(0)
+    model, tasks = Timm(images, name, trainable, pretrained=False, arguments={"num_classes": 3} | arguments).read_tasks(
+        images, False
+    )
+    start = {key: tensor.clone() for key, tensor in model.extractor.state_dict().items()}
+    for key, buffer in model.extractor.named_buffers():
+        if key.endswith("running_mean"):
+            buffer += 1e6  # behind it every ReLU is silent
+    return Victim(model, Comparison(tasks, model), start)
+
+
+def test_statistics_that_silence_the_net_are_renewed(images):
+    victim = victim_of(images, "test_resnet", "layer4", {})
+    before = {key: tensor.clone() for key, tensor in victim.model.state_dict().items()}
+    attacks = {"as_it_is": ClosedFormProbe(), "renewed": RenewedStatistics(), "few": RenewedStatistics(samples=2)}
+    values = run_attacks(attacks, victim).metrics
+    assert values["attack/renewed/final"] > 0.6
+    assert values["attack/as_it_is/final"] is None or values["attack/as_it_is/final"] < 0.5
+    assert values["attack/few/final"] is not None
+    assert all(torch.equal(tensor, before[key]) for key, tensor in victim.model.state_dict().items())
+
+
+def test_it_costs_a_pass_over_the_images(images):
+    victim = victim_of(images, "test_resnet", "layer4", {})
+    once, twice = (attack.run(victim, "baseline").flops.item() for attack in (ClosedFormProbe(), RenewedStatistics()))
+    assert twice == once + victim.flops_per_row() * len(victim.task.train)
+
+
+def test_a_net_without_batchnorm_has_none_to_renew(images):
+    victim = victim_of(images, "test_vit", "blocks.5", {"img_size": 32})
+    found = run_attacks({"it": RenewedStatistics()}, victim)
+    assert found.metrics["attack/it/final"] is None
+    assert "no BatchNorm" in found.reasons["attack/it/final"]
