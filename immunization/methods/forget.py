@@ -74,8 +74,10 @@ class Forget(Method):
                 f"method={self.name} trains layers, and there are none: a map behind the features loses nothing; name "
                 "layers with model.trainable=..."
             )
-        if self.patience and not (len(pair.primary.val) and len(pair.harmful.val)):
-            raise ConfigError("method.patience needs validation rows of both tasks: set dataset.val_fraction above 0")
+        scored = self.patience or self.max_accuracy_drop is not None
+        if scored and not (len(pair.primary.val) and len(pair.harmful.val)):
+            key = "patience" if self.patience else "max_accuracy_drop"
+            raise ConfigError(f"method.{key} needs validation rows of both tasks: set dataset.val_fraction above 0")
         if self.weights["path"]:
             _check_bank(pair.harmful)
         self.theta_0 = {name: p.detach().clone() for name, p in model.trained().items()}

@@ -266,10 +266,14 @@ def test_a_net_without_a_trained_layer(net):
         Forget(1, 16).setup(model, tasks)
 
 
-def test_patience_needs_validation_rows():
+@pytest.mark.parametrize("further", [{}, {"harmful_too": make_pair(classes=2).harmful}])
+@pytest.mark.parametrize("option", ["patience", "max_accuracy_drop"])
+def test_a_score_needs_validation_rows(option, further):
     pair = make_pair(classes=2)
-    with pytest.raises(ConfigError, match=r"method\.patience needs validation rows of both tasks"):
-        Forget(1, patience=1).setup(Linear(pair), pair)
+    pair = replace(pair, primary=replace(pair.primary, val=pair.primary.train), more=further)
+    method = combined(Forget(1, **{option: 1}), pair)
+    with pytest.raises(ConfigError, match=rf"method\.{option} needs validation rows of both tasks"):
+        method.setup(Linear(pair), pair)
 
 
 @pytest.mark.slow
