@@ -22,8 +22,6 @@ from immunization.theory.leave_one_out import leave_one_out
 CHOSEN = tuple(10.0**e for e in range(-12, 1))
 """Ridges, relative to sigma_1^2, of the attacker whom early stopping looks at."""
 
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
 
 class Forget(Method):
     """Minimize L(D_P) + distill L_distill + collapse L_collapse + path L_path.
@@ -144,7 +142,7 @@ class Forget(Method):
 @contextmanager
 def batch_statistics(module: nn.Module) -> Iterator[None]:
     """Inside, every BatchNorm in `module` takes mean and variance from its batch, and keeps nothing of them."""
-    norms = [part for part in module.modules() if isinstance(part, NORMS)]
+    norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
     before = [(norm.training, norm.track_running_stats) for norm in norms]
     for norm in norms:
         norm.training, norm.track_running_stats = True, False
