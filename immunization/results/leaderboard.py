@@ -1,7 +1,8 @@
 """The leaderboard: a row a method, what it costs the primary and benign tasks, and what an attacker pays.
 
-Rows stand in one table where data and model agree. Among them one has the strongest attacks; a row whose attacks differ
-from these, as fewer were run, with fewer trials or another budget, stands in a table apart, with why.
+Rows stand in one table where data and model agree. Among them one has the strongest attacks, of equal ones those of the
+most rows; a row whose attacks differ from these, as fewer were run, with fewer trials or another budget, stands in a
+table apart, with why.
 """
 
 from __future__ import annotations
@@ -185,7 +186,8 @@ def tracks(collection: Collection) -> list[list[Row]]:
         rows = [
             Row(setting) for setting in named((Setting(*runs) for runs in settings.values()), ("dataset.", ATTACKS))
         ]
-        strongest = max(rows, key=lambda row: row.strength)
+        every = [row.attacks for row in rows]
+        strongest = max(rows, key=lambda row: (row.strength, every.count(row.attacks)))
         for row in rows:
             row.apart = weaker(row.attacks, strongest.attacks)
         made.append(rows)

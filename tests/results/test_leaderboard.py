@@ -107,6 +107,14 @@ def test_weaker_attacks_stand_apart_with_the_reason(folder):
     ]
 
 
+def test_of_equally_strong_attacks_those_of_most_rows_count(folder):
+    few = ATTACKS | {"probe": {"steps": 100, "samples": 5}}
+    board_run(folder / "a_few", "identity", {"probe": 100.0}, attacks=few)
+    rows = [row for rows in tracks(collect([folder])) for row in rows]
+    apart = {row.setting.label: row.apart for row in rows if row.apart}
+    assert list(apart.values()) == ["attack.probe.samples=5 where others have None"]
+
+
 def test_failed_and_diverged_runs_are_shown(folder):
     board_run(folder / "lost", "imma", {"probe": None, "tuned": None}, status="failed", error="imma diverged at step 3")
     row = texts(rows_of(folder)["imma"])
