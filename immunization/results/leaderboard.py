@@ -326,9 +326,8 @@ def _best(row: Row) -> Cell:
         known = [name for name in row.searched if name in attack_names(result)]
         for suffix, values in (("_baseline", before), ("", after)):
             finals = [result.metrics.get(f"attack/{name}/final{suffix}") for name in known]
-            values += (
-                [max(final for final in finals if final is not None)] if any(f is not None for f in finals) else []
-            )
+            finals = [final for final in finals if final is not None]
+            values += [max(finals)] if finals else []
     if not (before and after):
         return Cell(NONE)
     return Cell(f"{statistics.median(before):.3f} → {statistics.median(after):.3f}", statistics.median(after))

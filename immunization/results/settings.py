@@ -36,8 +36,9 @@ class Setting:
         self.label = self.method
 
     def values(self, metric: str) -> dict[tuple[int, str, str], float]:
-        """The measure of every run that has it, by seed, pair of classes and benign class."""
-        keys = [(run.result.seed, run.pair, str(run.settings.get("dataset.benign"))) for run in self.runs]
+        """The measure of every run that has it, by seed, pair of classes, and benign and unseen classes."""
+        others = [str([run.settings.get(key) for key in ("dataset.benign", "dataset.unseen")]) for run in self.runs]
+        keys = [(run.result.seed, run.pair, other) for run, other in zip(self.runs, others, strict=True)]
         numbers = [run.result.metrics.get(metric) for run in self.runs]
         return {key: float(value) for key, value in zip(keys, numbers, strict=True) if value is not None}
 
