@@ -152,6 +152,8 @@ def target_of(cfg: DictConfig, key: str) -> Any:
 
     node = OmegaConf.select(cfg, key)
     group, _, name = key.rpartition(".")
+    if group and not isinstance(node, DictConfig):
+        raise ConfigError(f"{key}={node} has no _target_: to do without {name}, leave it out of {group}=[...]")
     if group and "_target_" not in node:
         raise ConfigError(f"{key} has options and no _target_: choose it ({group}=[...,{name}]), or leave them out")
     try:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from immunization.attacks.base import AttackCurve
 from immunization.attacks.direct import RIDGES, ClosedFormProbe
+from immunization.attacks.least_squares import require_held_out
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
 from immunization.data.task import SPLITS
 from immunization.models.chain import Network
@@ -40,6 +41,7 @@ class EarlierLayers(ClosedFormProbe):
         if stage == "start":
             raise Inapplicable("the start of a deep net is its baseline")
         network = victim.network(stage, self.precision)
+        require_held_out(victim.task)
         features = {split: pooled_outputs(network, victim.images(split)[0]) for split in SPLITS}
         curves: dict[str, AttackCurve] = {}
         for block in features["test"]:

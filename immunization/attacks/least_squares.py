@@ -171,9 +171,7 @@ class ProbeAttack(Attack):
     def problem(self, victim: Victim, stage: Stage) -> LeastSquares:
         """What this attacker learns from: features as he prepares them, and what they cost."""
         task = victim.task
-        for split in ("val", "test"):
-            if not len(getattr(task, split)):
-                raise Inapplicable(f"the harmful task has no {split} split: set dataset.{split}_fraction above 0")
+        require_held_out(task)
         rows = self.rows(task)
         train, val, test = (self.extract(victim, stage, split) for split in ("train", "val", "test"))
         y = task.train.y
@@ -199,3 +197,10 @@ class ProbeAttack(Attack):
     def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
         """Minimize for every setting at once; `curves.record(step, weights)` after each step, until it says True."""
         raise NotImplementedError
+
+
+def require_held_out(task: Task) -> None:
+    """Raise Inapplicable for a task without validation or test rows."""
+    for split in ("val", "test"):
+        if not len(getattr(task, split)):
+            raise Inapplicable(f"the harmful task has no {split} split: set dataset.{split}_fraction above 0")

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim.swa_utils import update_bn
 
 from immunization.attacks.base import AttackCurve
 from immunization.attacks.direct import RIDGES, ClosedFormProbe
 from immunization.attacks.earlier import BATCH
+from immunization.attacks.least_squares import require_held_out
+from immunization.attacks.tuning import NORMS
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
 from immunization.data.task import SPLITS
 
@@ -39,14 +40,14 @@ class RenewedStatistics(ClosedFormProbe):
         if stage == "start":
             raise Inapplicable("the start of a deep net is its baseline")
         network = victim.network(stage, self.precision)
-        if not any(isinstance(module, BatchNorm) for module in network.modules()):
+        if not any(isinstance(module, NORMS) for module in network.modules()):
             raise Inapplicable("the net has no BatchNorm whose statistics could be renewed")
+        require_held_out(victim.task)
         images = {split: victim.images(split)[0] for split in SPLITS}
         rows = self.rows(victim.task)
         own = images["train"] if rows is None else images["train"][rows.to(images["train"].device)]
-        update_bn(
-            own.tensor_split(math.ceil(len(own) / BATCH)), network
-        )  # no batch of one image, which has no variance
+        batches = own.tensor_split(math.ceil(len(own) / BATCH))  # none of one image, which may have no variance
+        update_bn(batches, network)
         with torch.no_grad():
             self.renewed = {
                 split: torch.cat([network(part).double() for part in x.split(BATCH)]) for split, x in images.items()

@@ -352,7 +352,7 @@ def _open_folder(folder: Path, classes: tuple[str, ...]) -> Dataset:
         raise DataError(f"{folder}: {error}") from error
     present = {label for _, label in dataset.reader.samples}
     for name in _class_folders(folder):
-        if index.get(name, -1) not in (*present, -1):
+        if name in index and index[name] not in present:
             raise DataError(f"{folder / name}: the class folder is empty, it holds no image; add images or remove it")
     return dataset
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,6 +20,9 @@ SUFFIX: dict[State, str] = {"after": "", "before": "_baseline"}
 
 CONDITIONING = ("rir", "ratio_harmful", "ratio_primary", "kappa_harmful", "kappa_primary")
 """Measures of the spectra after immunization, on training inputs."""
+
+FURTHER = re.compile(r"(rir|ratio|kappa)_(harmful|unseen)(_.+)?(?<!_baseline)|worst/(rir|ratio_harmful)")
+"""The same of further harmful and of unseen tasks, and the worst of the harmful ones."""
 
 AUTHORS = ("authors/rir", "authors/ratio_harmful", "authors/ratio_primary")
 """Ratios by the released code's convention of kappa."""
@@ -67,7 +71,8 @@ class Measures:
     def withhold(self, flag: str, reason: str) -> None:
         """Flag condition numbers and their ratios as undetermined, and move them to `undetermined/<name>`."""
         self.flag(flag, reason)
-        for name in (f"{split}{name}" for split in ("", "test/", "authors/") for name in CONDITIONING):
+        usual = [f"{split}{name}" for split in ("", "test/", "authors/") for name in CONDITIONING]
+        for name in dict.fromkeys([*usual, *filter(FURTHER.fullmatch, self.metrics)]):
             if self.metrics.get(name) is not None:
                 self.metrics[f"undetermined/{name}"] = self.metrics[name]
                 self.miss(reason, name)

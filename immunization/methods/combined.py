@@ -42,8 +42,8 @@ class Combined(Method):
         self.parts: dict[str, Method] = {}
         for role, task in pair.harmful_tasks.items():
             part = self.parts[role] = copy.deepcopy(self.whole)
-            part.patience = part.max_accuracy_drop = None
             part.setup(model, replace(pair, harmful=task, more={}))
+            part.patience = part.max_accuracy_drop = None  # this method stops, by all of their scores
         self.undetermined = next((part.undetermined for part in self.parts.values() if part.undetermined), "")
 
     def step(self, model: Model, primary: Batch, *harmful: Batch) -> dict[str, Tensor]:

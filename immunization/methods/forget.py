@@ -22,8 +22,6 @@ from immunization.theory.leave_one_out import leave_one_out
 CHOSEN = tuple(10.0**e for e in range(-12, 1))
 """Ridges, relative to sigma_1^2, of the attacker whom early stopping looks at."""
 
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
 
 class Forget(Method):
     """Minimize L(D_P) + distill L_distill + collapse L_collapse + path L_path.
@@ -74,8 +72,10 @@ class Forget(Method):
                 f"method={self.name} trains layers, and there are none: a map behind the features loses nothing; name "
                 "layers with model.trainable=..."
             )
-        if self.patience and not (len(pair.primary.val) and len(pair.harmful.val)):
-            raise ConfigError("method.patience needs validation rows of both tasks: set dataset.val_fraction above 0")
+        scored = self.patience or self.max_accuracy_drop is not None
+        if scored and not (len(pair.primary.val) and len(pair.harmful.val)):
+            key = "patience" if self.patience else "max_accuracy_drop"
+            raise ConfigError(f"method.{key} needs validation rows of both tasks: set dataset.val_fraction above 0")
         if self.weights["path"]:
             _check_bank(pair.harmful)
         self.theta_0 = {name: p.detach().clone() for name, p in model.trained().items()}
@@ -83,15 +83,7 @@ class Forget(Method):
         features = model.features(pair.primary.train.x)
         self.mean, self.size = features.mean(0), features.square().sum(1).mean()
         self.spread = self.size - self.mean.square().sum()
-        self._forget_pass()
-
-    def _forget_pass(self) -> None:
-        task = self.pair.harmful
-        self.bank, self.labels = self.mean.new_empty(0, len(self.mean)), task.train.y[:0]
-
-    def epoch_end(self, model: Model, epoch: int) -> bool:
-        self._forget_pass()
-        return super().epoch_end(model, epoch)
+        self.bank, self.labels = self.mean.new_empty(0, len(self.mean)), pair.harmful.train.y[:0]
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"bank": self.bank, "labels": self.labels}
@@ -103,7 +95,7 @@ class Forget(Method):
         loss = self.pair.primary.loss(logits, primary.y)
         terms = {"distill": self._distillation(model, primary, features, logits), "collapse": self._collapse(theirs)}
         if self.weights["path"]:
-            terms["path"] = self._path(theirs, harmful.y)
+            terms["path"] = self._path(theirs, harmful)
         if self.weights["own_statistics"]:
             with batch_statistics(model.extractor):
                 terms["own_statistics"] = self._collapse(model.training_features(harmful.x))
@@ -123,9 +115,11 @@ class Forget(Method):
         centered = features if self.target == "zero" else features - self.mean
         return torch.log1p(centered.square().sum(1) / (self.floor * self.size)).mean()
 
-    def _path(self, features: Tensor, y: Tensor) -> Tensor:
-        """L_path of the batch beside the memory bank, which the batch then joins."""
-        rows, self.labels = torch.cat([self.bank, features]), torch.cat([self.labels, y])
+    def _path(self, features: Tensor, batch: Batch) -> Tensor:
+        """L_path of the batch beside the memory bank, which the batch then joins; a new pass empties the bank first."""
+        if batch.first:
+            self.bank, self.labels = self.bank[:0], self.labels[:0]
+        rows, self.labels = torch.cat([self.bank, features]), torch.cat([self.labels, batch.y])
         self.bank = rows.detach()
         targets = self.pair.harmful.targets(self.labels)
         predictions = leave_one_out(rows, targets, self.ridges).flatten(1)
@@ -148,7 +142,7 @@ class Forget(Method):
 @contextmanager
 def batch_statistics(module: nn.Module) -> Iterator[None]:
     """Inside, every BatchNorm in `module` takes mean and variance from its batch, and keeps nothing of them."""
-    norms = [part for part in module.modules() if isinstance(part, NORMS)]
+    norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
     before = [(norm.training, norm.track_running_stats) for norm in norms]
     for norm in norms:
         norm.training, norm.track_running_stats = True, False

@@ -23,12 +23,16 @@ Regularizer = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one task. `root` [k, D], where given, is upper trapezoidal with the Gram matrix of `x` (full batches)."""
+    """Rows of one task. `root` [k, D], where given, is upper trapezoidal with the Gram matrix of `x` (full batches).
+
+    `first` says that a pass over the rows of the task begins here.
+    """
 
     x: Tensor
     y: Tensor
     rank: int
     root: Tensor | None = None
+    first: bool = False
 
 
 class Model(nn.Module):

@@ -51,7 +51,8 @@ class FittedNet(Timm):
             raise DataError(
                 f"model.name={name} is fitted in mini-batches of {BATCH}; D_P has {len(train)} training images"
             )
-        key = f"{train.identity} {train.rows} {pair.size} {name} {fit_epochs} {shift} {channels} {torch.__version__}"
+        rows = train.origin.rows.tolist()  # in full: a long tensor as text is its ends alone
+        key = f"{train.identity} {rows} {pair.size} {name} {fit_epochs} {shift} {channels} {torch.__version__}"
         path = Path(cache).expanduser() / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
         try:
             files.read_tensors(path)

@@ -82,7 +82,11 @@ def _parser(title: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("paths", nargs="+", type=Path, metavar="PATH", help="folders of runs or sweeps, result.json files")
     add("--output", type=Path, default=Path("outputs/results"), help="folder to write to (%(default)s)")
-    add("--objective", default="rir", help="measure of the best setting, larger is better (%(default)s)")
+    add(
+        "--objective",
+        default="rir",
+        help="measure of the best setting, larger is better; no part of the leaderboard (%(default)s)",
+    )
     add("--title", default=title, help="heading of the report (%(default)s)")
     add(
         "--markdown",

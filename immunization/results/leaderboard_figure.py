@@ -23,6 +23,7 @@ class Point:
 
 def resistance(points: Sequence[Point], name: str, title: str) -> Plot:
     """The figure; methods that no attack breaks stand on a line of their own above all others."""
+    held = any(math.isinf(point.cost) for point in points)
     finite = [point.cost for point in points if math.isfinite(point.cost)] or [1.0]
     top = max(finite) * 3
     height = max(2.6, LINE * len(points))
@@ -46,9 +47,9 @@ def resistance(points: Sequence[Point], name: str, title: str) -> Plot:
                 arrowprops=arrow,
                 annotation_clip=False,
             )
-        if len(finite) < len(points):
+        if held:
             ax.axhline(top, color=INK, linewidth=0.8, linestyle=":")
-        fit_log(ax.yaxis, [min(finite) * 0.8, top if len(finite) < len(points) else max(finite) * 1.2])
+        fit_log(ax.yaxis, [min(finite) * 0.8, top if held else max(finite) * 1.2])
         ax.axvline(0, color=INK, linewidth=0.6, alpha=0.5)
         ax.set(xlabel="lost on the primary task", ylabel="cost of the cheapest attack / baseline's")
         ax.margins(x=0.1)

@@ -36,8 +36,9 @@ class Setting:
         self.label = self.method
 
     def values(self, metric: str) -> dict[tuple[int, str, str], float]:
-        """The measure of every run that has it, by seed, pair of classes and benign class."""
-        keys = [(run.result.seed, run.pair, str(run.settings.get("dataset.benign"))) for run in self.runs]
+        """The measure of every run that has it, by seed, pair of classes, and benign and unseen classes."""
+        others = [str([run.settings.get(key) for key in ("dataset.benign", "dataset.unseen")]) for run in self.runs]
+        keys = [(run.result.seed, run.pair, other) for run, other in zip(self.runs, others, strict=True)]
         numbers = [run.result.metrics.get(metric) for run in self.runs]
         return {key: float(value) for key, value in zip(keys, numbers, strict=True) if value is not None}
 
@@ -79,8 +80,8 @@ def settings(collection: Collection) -> list[list[Setting]]:
     failed = (problem.run for problem in collection.problems if problem.run)
     for run, place in [*((run, 0) for run in collection.runs), *((run, 1) for run in failed)]:
         groups.setdefault(run.group, {}).setdefault(run.setting, ([], []))[place].append(run)
-    named = [_named([Setting(*runs) for runs in group.values()]) for group in groups.values()]
-    return sorted(named, key=lambda group: group[0].first.result.dataset)
+    grouped = [named([Setting(*runs) for runs in group.values()]) for group in groups.values()]
+    return sorted(grouped, key=lambda group: group[0].first.result.dataset)
 
 
 def best(group: Iterable[Setting], objective: str) -> Setting | None:
@@ -145,11 +146,15 @@ def correlations(group: Sequence[Setting]) -> dict[str, dict[tuple[str, str], fl
     return {"ceiling": ceilings} | {setting.label: setting.pairs("rir") for setting in measured} if measured else {}
 
 
-def _named(group: list[Setting]) -> list[Setting]:
-    """The settings of one group sorted by method, each labeled by its method and the keys in which settings differ."""
+def named(group: Iterable[Setting], without: tuple[str, ...] = ("dataset.",)) -> list[Setting]:
+    """The settings of one group sorted by method, each labeled by its method and the keys in which settings differ.
+
+    Keys that start as one of `without` are in no label.
+    """
+    group = list(group)
     for setting in group:
         same = [other.first.settings for other in group if other.method == setting.method]
-        names = [name for name in varying(same) if not name.startswith("dataset.") and not name.endswith("_partial_")]
+        names = [name for name in varying(same) if not name.startswith(without) and not name.endswith("_partial_")]
         setting.label = " ".join([setting.method, *(_label(name, setting.first.settings.get(name)) for name in names)])
     order = {method: place for place, method in enumerate(METHODS)}
     return sorted(group, key=lambda setting: (order.get(setting.method, len(order)), setting.method))

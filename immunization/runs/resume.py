@@ -36,7 +36,11 @@ BOOKKEEPING = (
 )
 """Keys that decide where and how a run is shown or saved, but no number in its result."""
 
-RETIRED = {"method": {"side": "input", "rank": "data", "combine": "sum"}, "model": {"compile": False}}
+RETIRED = {
+    "dataset": {"unseen": {"source": "", "train": "train", "test": "val"}},
+    "method": {"side": "input", "rank": "data", "combine": "sum"},
+    "model": {"compile": False},
+}
 """Options that are gone or came later, at the value at which they do nothing: some run folders lack them."""
 
 KEPT = (CHECKPOINT, OLDER_CHECKPOINT, ATTACKS)

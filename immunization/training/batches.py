@@ -31,7 +31,7 @@ class RowPasses:
                 raise ConfigError("method.batch_size must be set: a net is trained on batches, not on all rows at once")
             if not self.taken:
                 self.taken = 1
-                yield Batch(x, y, task.rank, task.triangle.to(x))
+                yield Batch(x, y, task.rank, task.triangle.to(x), True)
         else:
             self.start = self.generator.get_state()
             order = torch.randperm(len(x), generator=self.generator)
@@ -39,7 +39,8 @@ class RowPasses:
             parts = gathered(x, [distributed.share(rows) for rows in chunks], y.device)
             for rows, inputs in zip(chunks, parts, strict=True):
                 self.taken += 1
-                yield Batch(inputs, y[rows.to(y.device, non_blocking=True)], min(len(rows), task.rank))
+                labels, first = y[rows.to(y.device, non_blocking=True)], self.taken == 1
+                yield Batch(inputs, labels, min(len(rows), task.rank), first=first)
         self.start, self.taken = None, 0
 
     def forever(self) -> Iterator[Batch]:

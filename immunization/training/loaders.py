@@ -88,7 +88,7 @@ class LoaderBatches:
         for images, labels, *_ in items:
             if len(images):
                 x, y = self.read(role, distributed.share(images), labels)
-                yield Batch(x, y, min(len(y), self.width))
+                yield Batch(x, y, min(len(y), self.width), first=self.passes[role].taken == 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Where all passes stand."""

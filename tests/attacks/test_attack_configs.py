@@ -61,3 +61,9 @@ def test_constructor_and_yaml_state_the_same_defaults(name):
 def test_options_of_an_attack_that_is_not_chosen_are_refused_by_its_name():
     with pytest.raises(ConfigError, match=r"attack.adam has options and no _target_: choose it \(attack=\[...,adam\]"):
         build(compose(["attack=[linear_probe]", "+attack.adam.steps=3"]), "attack.adam")
+
+
+@pytest.mark.parametrize("value", ["null", "3"])
+def test_what_is_no_attack_is_refused_by_its_name(value):
+    with pytest.raises(ConfigError, match=r"has no _target_: to do without adam, leave it out of attack=\[...\]"):
+        build(compose(["attack=[adam]", f"attack.adam={value}"]), "attack.adam")

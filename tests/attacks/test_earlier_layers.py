@@ -1,5 +1,7 @@
 """An attacker who cuts the net: a probe behind every block."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.images import draw_folder
@@ -7,9 +9,10 @@ from helpers.victims import classes, victim_of
 from torch.testing import assert_close
 
 from immunization import run
-from immunization.attacks import EarlierLayers, Victim, run_attacks
+from immunization.attacks import EarlierLayers, RenewedStatistics, Victim, run_attacks
 from immunization.attacks.earlier import pooled, pooled_outputs
 from immunization.data.images import image_folders
+from immunization.data.task import Split
 from immunization.evaluation import Comparison
 from immunization.models import Timm
 
@@ -83,3 +86,11 @@ def test_it_says_where_it_cut(tmp_path):
     found = result.about["attackers"]["earlier_layers"]
     assert found["immunized"] == found["baseline"]
     assert found["baseline"]["blocks"][found["baseline"]["block"]] == result.metrics["attack/earlier_layers/final"]
+
+
+@pytest.mark.parametrize("attack", [EarlierLayers(), RenewedStatistics()])
+def test_without_validation_images_they_do_not_apply(images, attack):
+    victim = forgetful(images)
+    victim.task = replace(victim.task, val=Split(victim.task.val.x[:0], victim.task.val.y[:0]))
+    measures = run_attacks({"it": attack}, victim)
+    assert "has no val split: set dataset.val_fraction above 0" in measures.reasons["attack/it/final"]

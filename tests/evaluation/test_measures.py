@@ -78,3 +78,14 @@ def test_everything_on_digits_is_strict_json_with_a_reason_for_every_null():
     assert set(measures.flags) <= set(measures.reasons)
     assert {f"steps_ratio/{role}" for role in pair.tasks} <= set(measures.metrics)
     assert all(len(curve["x"]) == len(curve["y"]) for curve in measures.curves.values())
+
+
+def test_what_is_withheld_is_that_of_every_task_but_no_baseline():
+    names = ("rir", "ratio_harmful", "rir_harmful_5", "kappa_unseen", "worst/rir", "test/rir")
+    kept = ("kappa_harmful_baseline", "kappa_harmful_5_baseline", "steps_ratio/harmful_5", "worst/rfd", "rank_unseen")
+    measures = Measures(dict.fromkeys([*names, *kept], 2.0))
+    measures.withhold("undetermined", "why")
+    assert {name for name, value in measures.metrics.items() if value is None} == set(names)
+    assert {name for name in measures.metrics if name.startswith("undetermined/")} == {
+        f"undetermined/{name}" for name in names
+    }

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from immunization import run
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError, DataError
-from immunization.methods import Forget, forget
+from immunization.methods import Forget, combined, forget
 from immunization.models import Linear
 from immunization.theory.leave_one_out import leave_one_out
 from immunization.training.batches import PairedBatches
@@ -109,7 +109,7 @@ def test_the_path_is_that_of_the_batch_and_the_rows_that_this_pass_has_shown():
     model, method = Linear(pair, "random"), Forget(2, 8, ridges=[0.1])
     method.setup(model, pair)
     batches = PairedBatches(pair, 8, torch.Generator().manual_seed(0))
-    for epoch in range(2):
+    for _ in range(2):
         rows, labels = [], []
         for primary, harmful in batches.epoch():
             terms = method.step(model, primary, harmful)
@@ -120,8 +120,26 @@ def test_the_path_is_that_of_the_batch_and_the_rows_that_this_pass_has_shown():
             assert terms["path"].item() == pytest.approx(max(0, cosine.item()), abs=1e-9)
             model.extractor.theta.data.mul_(torch.rand(4, dtype=torch.float64))
         assert len(method.bank) == 24
+
+
+def test_no_row_is_twice_in_the_bank_of_a_harmful_task_that_cycles():
+    """Of further harmful tasks a pass may begin within an epoch, and go on after it."""
+    pair = make_pair((24, 40), classes=3)
+    others = make_pair((16, 56), classes=3)
+    pair = replace(pair, more={"harmful_short": others.primary, "harmful_long": others.harmful})
+    model, method = Linear(pair, "random"), combined(Forget(3, 8), pair)
+    method.setup(model, pair)
+    batches, seen = PairedBatches(pair, 8, torch.Generator().manual_seed(0)), {role: [] for role in pair.harmful_tasks}
+    for epoch in range(3):
+        for tasks in batches.epoch():
+            method.step(model, *tasks)
+            for batch, (role, part) in zip(tasks[1:], method.parts.items(), strict=True):
+                seen[role].append(batch.x)
+                rows = torch.cat(seen[role])[-len(part.bank) :]
+                assert len(rows) == len(rows.unique(dim=0)) <= len(pair.tasks[role].train)
+                assert_close(part.bank, model.features(rows))
         method.epoch_end(model, epoch)
-        assert len(method.bank) == 0
+    assert [len(part.bank) for part in method.parts.values()] == [40, 8, 8]
 
 
 def test_gradients_flow_into_the_batch_alone():
@@ -248,10 +266,14 @@ def test_a_net_without_a_trained_layer(net):
         Forget(1, 16).setup(model, tasks)
 
 
-def test_patience_needs_validation_rows():
+@pytest.mark.parametrize("further", [{}, {"harmful_too": make_pair(classes=2).harmful}])
+@pytest.mark.parametrize("option", ["patience", "max_accuracy_drop"])
+def test_a_score_needs_validation_rows(option, further):
     pair = make_pair(classes=2)
-    with pytest.raises(ConfigError, match=r"method\.patience needs validation rows of both tasks"):
-        Forget(1, patience=1).setup(Linear(pair), pair)
+    pair = replace(pair, primary=replace(pair.primary, val=pair.primary.train), more=further)
+    method = combined(Forget(1, **{option: 1}), pair)
+    with pytest.raises(ConfigError, match=rf"method\.{option} needs validation rows of both tasks"):
+        method.setup(Linear(pair), pair)
 
 
 @pytest.mark.slow

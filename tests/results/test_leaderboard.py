@@ -13,13 +13,13 @@ from immunization.errors import DataError
 from immunization.results.__main__ import main
 from immunization.results.collect import collect
 from immunization.results.formatting import NONE
-from immunization.results.leaderboard import MARKS, cells, sections, tracks
+from immunization.results.leaderboard import MARKS, cells, median, sections, tracks
 from immunization.results.leaderboard_figure import Point, resistance
 
 ATTACKS = {"probe": {"steps": 100}, "tuned": {"steps": 64, "search": 20}}
 
 
-def board_run(folder, method, costs, seed=0, attacks=ATTACKS, **changes):
+def board_run(folder, method, costs, seed=0, attacks=ATTACKS, more=(), **changes):
     """A run in which `costs` (attack -> operations or None) are what attacks pay; the baseline's are 100 and 200."""
     measures = {"attack/worst/bar": 0.8, "steps_ratio/benign": 1.5, "attack/worst/cost_over_scratch": 0.25}
     known = {name: cost for name, cost in costs.items() if cost is not None}
@@ -30,7 +30,7 @@ def board_run(folder, method, costs, seed=0, attacks=ATTACKS, **changes):
     measures |= {"attack/worst/flops": worst, "attack/worst/flops_ratio": worst and worst / 100}
     measures |= {"attack_unseen/worst/bar": 0.8, "attack_unseen/worst/flops": 120.0}
     measures |= {"attack_unseen/worst/flops_ratio": 1.2, "steps_ratio/unseen": 0.5}
-    made = make_run(folder, method, seed, measures=measures, **changes)
+    made = make_run(folder, method, seed, measures=measures | dict(more), **changes)
     config = yaml.safe_load((made / "config.yaml").read_text())
     (made / "config.yaml").write_text(yaml.safe_dump(config | {"attack": attacks}))
     return made
@@ -66,6 +66,40 @@ def test_a_row_says_what_is_paid(folder):
     assert rows_of(folder)["closed_form"].cost() == math.inf
 
 
+def test_held_is_said_of_more_than_half_of_the_runs(tmp_path):
+    """Of two runs, one in which an attack succeeds, nobody can say that most hold."""
+    for seed, cost in enumerate((400.0, None)):
+        more = {"attack/worst/cost_over_scratch": cost and 0.5, "attack/worst/cost_over_scratch_baseline": 0.1}
+        board_run(tmp_path / str(seed), "closed_form", {"probe": cost, "tuned": None}, seed, more=more)
+    row = texts(rows_of(tmp_path)["closed_form"])
+    assert (row["learned in"], row["cost / baseline's"], row["cost / scratch's"]) == ("1 of 2", "4", "0.5")
+    assert [median(ratios) for ratios in ([], [None], [1, 3], [1, math.inf, math.inf])] == [None, None, 2, math.inf]
+
+
+def test_of_several_harmful_tasks_the_cheapest_counts(tmp_path):
+    more = {"attack_harmful_5/worst/bar": 0.8, "attack_harmful_5/worst/flops": 150.0}
+    more |= {"attack_harmful_5/worst/flops_ratio": 1.5, "worst/rir": 3.0, "worst/steps_ratio": 2.0}
+    board_run(tmp_path / "run", "closed_form", {"probe": 400.0, "tuned": 500.0}, more=more)
+    row = texts(rows_of(tmp_path)["closed_form"])
+    assert (row["cost / baseline's"], row["RIR"], row["harmful probe"]) == ("1.5", "3", "2")
+
+
+def test_runs_that_differ_in_the_unseen_class_alone_are_all_counted(tmp_path):
+    for unseen, rir in {8: 10.0, 9: 30.0}.items():
+        made = board_run(tmp_path / str(unseen), "closed_form", {"probe": 400.0}, rir=rir)
+        config = yaml.safe_load((made / "config.yaml").read_text())
+        config["dataset"]["unseen"] = unseen
+        (made / "config.yaml").write_text(yaml.safe_dump(config))
+    assert texts(rows_of(tmp_path)["closed_form"])["RIR"] == "20"
+
+
+def test_rows_of_one_method_say_in_what_they_differ(tmp_path):
+    for lambdas in ((1.0, 1.0), (1.0, 2.0)):
+        board_run(tmp_path / str(lambdas), "condition_number", {"probe": 300.0}, lambdas=lambdas)
+    ((one, other),) = tracks(collect([tmp_path]))
+    assert [row.setting.label for row in (one, other)] == ["condition_number lambda_H=1", "condition_number lambda_H=2"]
+
+
 def test_weaker_attacks_stand_apart_with_the_reason(folder):
     few = {"probe": {"steps": 10}}
     board_run(folder / "weak", "imma", {"probe": None}, attacks=few)
@@ -80,6 +114,14 @@ def test_weaker_attacks_stand_apart_with_the_reason(folder):
         "imma: without tuned; attack.probe.steps=10 where others have 100.",
         "opt_kappa: attack.tuned.search=2 where others have 20.",
     ]
+
+
+def test_of_equally_strong_attacks_those_of_most_rows_count(folder):
+    few = ATTACKS | {"probe": {"steps": 100, "samples": 5}}
+    board_run(folder / "a_few", "identity", {"probe": 100.0}, attacks=few)
+    rows = [row for rows in tracks(collect([folder])) for row in rows]
+    apart = {row.setting.label: row.apart for row in rows if row.apart}
+    assert list(apart.values()) == ["attack.probe.samples=5 where others have None"]
 
 
 def test_failed_and_diverged_runs_are_shown(folder):

@@ -4,8 +4,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from immunization import run
+from immunization.config import compose
 from immunization.errors import ConfigError
 from immunization.runs.filenames import CONFIG
+from immunization.runs.resume import result_settings
 
 pytestmark = pytest.mark.trains
 QUICK = ["tracker=none", "figures=false", "dataset.max_samples=40", "evaluation=[rir]", "method.epochs=1"]
@@ -30,3 +32,10 @@ def test_one_that_used_them_is_another(tmp_path):
     with_older_options(tmp_path, side="output")
     with pytest.raises(ConfigError, match=r"method\.side: output -> None"):
         run([*QUICK, "resume=true"], tmp_path)
+
+
+@pytest.mark.parametrize("dataset", ["image_folders", "imagenet_cars"])
+def test_options_of_unseen_tasks_change_no_configuration_of_before(dataset):
+    config = OmegaConf.to_container(compose([f"dataset={dataset}"]), resolve=True)
+    before = {key: value for key, value in config["dataset"].items() if not key.startswith("unseen")}
+    assert result_settings(config) == result_settings(config | {"dataset": before})
