@@ -65,8 +65,8 @@ class Part:
 
     @cached_property
     def plots(self) -> list[Plot]:
-        """Every figure; none where settings differ in more than the method, which one figure cannot say."""
-        return draw(self.group, self.section.name) if len(self.groups) == 1 else []
+        """Every figure; those with a panel a method where settings differ in more than the method."""
+        return draw(self.group, self.section.name, kinds=None if len(self.groups) == 1 else ("figure2",))
 
     @cached_property
     def pairs(self) -> Table | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,8 +48,10 @@ _HOW = (
 )
 
 
-def draw(group: Sequence[Setting], name: str, objective: str = "rir") -> list[Plot]:
-    """Every figure that the runs of one group have the data for; `name` starts the file names."""
+def draw(
+    group: Sequence[Setting], name: str, objective: str = "rir", kinds: Collection[str] | None = None
+) -> list[Plot]:
+    """Every figure, or those of `kinds`, that the runs of one group have the data for; `name` starts the file names."""
     group = [setting for setting in group if setting.runs]
     makers: dict[str, Callable[[Sequence[Setting], str], tuple[Figure, str] | None]] = {
         "figure1": norm_ratio,
@@ -63,7 +65,7 @@ def draw(group: Sequence[Setting], name: str, objective: str = "rir") -> list[Pl
     plots = []
     with inked():
         for key, make in makers.items():
-            if made := make(group, objective):
+            if (kinds is None or key in kinds) and (made := make(group, objective)):
                 figure, caption = made
                 headline(figure, group)
                 plots.append(Plot(f"{name}_{key}", caption, figure))
