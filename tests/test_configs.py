@@ -33,7 +33,7 @@ SETUPS = (
 OPTIONS = sorted(
     (path.parent.name, path.stem)
     for path in CONF.glob("*/*.yaml")
-    if path.parent.name not in SETUPS and not path.stem.startswith(("all", "linear_track"))  # several options in one
+    if path.parent.name not in SETUPS and not path.stem.startswith("all")  # several options in one
 )
 EXPERIMENTS = sorted(
     path.relative_to(CONF / "experiment").with_suffix("").as_posix() for path in (CONF / "experiment").rglob("*.yaml")

@@ -23,7 +23,7 @@ def test_all_options_together_are_those_asked_for():
 
 def test_one_option_may_stand_for_several():
     """`all` is every attack by its fixed grid; `all_searched` has those that search and the line of reference, too."""
-    assert {"all", "all_probes", "all_searched", "linear_track"} == SEVERAL
+    assert {"all", "all_probes", "all_searched", "all_probes_short"} == SEVERAL
     fixed, searched = (set(compose([f"attack=[{name}]"]).attack) for name in ("all", "all_searched"))
     assert compose(["attack=[all_searched]"]).attack.scratch.search == 20
     assert searched - fixed == {"scratch", "sgrc", "searched_finetune", "searched_lora"}

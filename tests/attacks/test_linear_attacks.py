@@ -30,7 +30,8 @@ from immunization.runs.verdict import verdict
 pytestmark = pytest.mark.trains
 
 ATTACKS = sorted(path.stem for path in (CONF / "attack").glob("*.yaml") if not path.stem.startswith("all"))
-NETS = {name for name in ATTACKS if "finetune" in name or "lora" in name} | {"scratch", "sgrc"}
+NETS = {name for name in ATTACKS if "finetune" in name or "lora" in name}
+NETS |= {"scratch", "sgrc", "earlier_layers", "renewed_statistics"}
 
 
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name not in NETS])
