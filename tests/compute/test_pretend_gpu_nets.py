@@ -63,6 +63,7 @@ def test_low_precision(tmp_path, folders):
     agree(*run_on_both([*FOLDERS, *roots(folders), *options], tmp_path)[:2], tolerance=0.05)
 
 
+@pytest.mark.slow
 def test_attacks(tmp_path, cache):
     options = [f"attack.{name}.steps=2" for name in (*PROBES[:2], *TUNING)]
     options += [f"attack.{name}.rates=[0.01]" for name in TUNING]

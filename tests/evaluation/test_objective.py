@@ -25,8 +25,10 @@ def check(*overrides: str) -> None:
 )
 def test_whatever_a_run_measures_may_be_its_objective(options, tmp_path):
     result = run([*options, ALL, ATTACK], folder=tmp_path)
+    config = compose([ALL, ATTACK])
     for name in result.metrics:
-        check(ALL, ATTACK, f"objective={name}")
+        config.objective = name
+        check_objective(config, [f"objective={name}"])
 
 
 @pytest.mark.parametrize(
