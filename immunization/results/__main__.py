@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     for table in (table for part in parts for table in part.every_table):
         for suffix, text in {"md": table.markdown(), "tex": table.latex(), "csv": table.csv()}.items():
             files.write(folder / f"{table.name}.{suffix}", text)
-    pictures = {plot.name: plot.png(figures) for part in parts for plot in part.every_plot}
+    pictures = {plot.name: plot.png(figures, pdf=not options.figures) for part in parts for plot in part.every_plot}
     write(folder / REPORT, collection, parts, options.title)
     if options.markdown:
         base = options.markdown.resolve().parent

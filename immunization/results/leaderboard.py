@@ -274,9 +274,10 @@ def between_marks(path: Path, parts: Sequence[Section], pictures: Mapping[str, s
     for part in parts:
         for made in part.tables:
             shown = made.only([name for name in made.header if name != "flags"])
-            lines += [f"### {made.title}", "", shown.pipes(), "", *(f"- {note}" for note in made.notes), ""]
+            lines += [f"### {made.title}", "", shown.pipes(), ""]
         lines += [plot.markdown(pictures[plot.name]) for plot in part.plots if plot.name in pictures]
-    return before + "\n".join(lines) + MARKS[1] + after
+    notes = dict.fromkeys(note for part in parts for made in part.tables for note in made.notes)
+    return before + "\n".join([*lines, *(f"- {note}" for note in notes), ""]) + MARKS[1] + after
 
 
 def _text(run: Run, keep: Callable[[str], bool]) -> str:
