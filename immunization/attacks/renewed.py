@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
-from torch.optim.swa_utils import update_bn
+from torch import Tensor, nn
 
 from immunization.attacks.base import AttackCurve
 from immunization.attacks.direct import RIDGES, ClosedFormProbe
@@ -47,7 +46,7 @@ class RenewedStatistics(ClosedFormProbe):
         rows = self.rows(victim.task)
         own = images["train"] if rows is None else images["train"][rows.to(images["train"].device)]
         batches = own.tensor_split(math.ceil(len(own) / BATCH))  # none of one image, which may have no variance
-        update_bn(batches, network)
+        renew(network, batches)
         with torch.no_grad():
             self.renewed = {
                 split: torch.cat([network(part).double() for part in x.split(BATCH)]) for split, x in images.items()
@@ -58,3 +57,17 @@ class RenewedStatistics(ClosedFormProbe):
 
     def extract(self, victim: Victim, stage: Stage, split: str) -> Tensor:
         return self.renewed[split]
+
+
+@torch.no_grad()
+def renew(network: nn.Module, batches: Iterable[Tensor]) -> None:
+    """Give each BatchNorm the mean, over batches, of their statistics; the rest, dropout too, stays in eval mode."""
+    norms = [module for module in network.modules() if isinstance(module, NORMS)]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None
+        norm.train()
+    for batch in batches:
+        network(batch)
+    for norm in norms:
+        norm.eval()

@@ -5,6 +5,7 @@ import torch
 from helpers.images import draw_folder
 
 from immunization.attacks import ClosedFormProbe, RenewedStatistics, Victim, run_attacks
+from immunization.attacks.renewed import renew
 from immunization.data.images import image_folders
 from immunization.evaluation import Comparison
 from immunization.models import Timm
@@ -54,3 +55,16 @@ def test_a_net_without_batchnorm_has_none_to_renew(images):
     found = run_attacks({"it": RenewedStatistics()}, victim)
     assert found.metrics["attack/it/final"] is None
     assert "no BatchNorm" in found.reasons["attack/it/final"]
+
+
+def test_statistics_are_those_of_the_images_and_nothing_is_drawn():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(3)).eval()
+    x = torch.randn(40, 3, dtype=torch.float64) * 2 + 5
+    net.double()
+    before = torch.get_rng_state()
+    renew(net, x.split(20))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not net[1].training
+    torch.testing.assert_close(net[1].running_mean, x.mean(0))
+    torch.testing.assert_close(net[1].running_var, torch.stack([part.var(0) for part in x.split(20)]).mean(0))
