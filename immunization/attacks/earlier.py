@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from immunization.attacks.base import AttackCurve
-from immunization.attacks.direct import RIDGES, ClosedFormProbe
+from immunization.attacks.direct import ClosedFormProbe
 from immunization.attacks.least_squares import require_held_out
-from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
+from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.data.task import SPLITS
 from immunization.models.chain import Network
 
@@ -18,7 +18,28 @@ BATCH = 64
 """Images of a batch."""
 
 
-class EarlierLayers(ClosedFormProbe):
+class ImageProbe(ClosedFormProbe):
+    """Ridge regression on features that the attacker takes out of the net himself; a subclass sets `taken` in `run`."""
+
+    taken: Mapping[str, Tensor]
+    """Features [N, D] by split."""
+
+    def network(self, victim: Victim, stage: Stage) -> Network:
+        """The net to take them from. Raises Inapplicable."""
+        if stage == "start":
+            raise Inapplicable("the start of a deep net is its baseline")
+        return victim.network(stage, self.precision)
+
+    def images(self, victim: Victim) -> dict[str, Tensor]:
+        """What the net reads, by split. Raises Inapplicable where a split to measure on is empty."""
+        require_held_out(victim.task)
+        return {split: victim.images(split)[0] for split in SPLITS}
+
+    def extract(self, victim: Victim, stage: Stage, split: str) -> Tensor:
+        return self.taken[split]
+
+
+class EarlierLayers(ImageProbe):
     """Ridge regression on the output of every block of the net, pooled; the block that is best on validation rows.
 
     What the last layers have lost stands in those before, and an attacker may cut the net wherever he likes. Blocks are
@@ -27,25 +48,12 @@ class EarlierLayers(ClosedFormProbe):
     are those of the whole net. Deep nets alone.
     """
 
-    def __init__(
-        self,
-        ridges: Sequence[float] = RIDGES,
-        samples: int | None = None,
-        precision: Precision | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(ridges, samples, precision, seed)
-        self.pooled: Mapping[str, Tensor] = {}
-
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
-        if stage == "start":
-            raise Inapplicable("the start of a deep net is its baseline")
-        network = victim.network(stage, self.precision)
-        require_held_out(victim.task)
-        features = {split: pooled_outputs(network, victim.images(split)[0]) for split in SPLITS}
+        network = self.network(victim, stage)
+        features = {split: pooled_outputs(network, images) for split, images in self.images(victim).items()}
         curves: dict[str, AttackCurve] = {}
         for block in features["test"]:
-            self.pooled = {split: outputs[block] for split, outputs in features.items()}
+            self.taken = {split: outputs[block] for split, outputs in features.items()}
             try:
                 curves[block] = super().run(victim, stage)
             except Inapplicable:  # a block whose output is the same for all images
@@ -56,9 +64,6 @@ class EarlierLayers(ClosedFormProbe):
         reached = {block: curve.final for block, curve in curves.items()}
         curves[best].found = {"block": best, "ridge": curves[best].setting, "blocks": reached}
         return curves[best]
-
-    def extract(self, victim: Victim, stage: Stage, split: str) -> Tensor:
-        return self.pooled[split]
 
 
 @torch.no_grad()

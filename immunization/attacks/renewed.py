@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from immunization.attacks.base import AttackCurve
-from immunization.attacks.direct import RIDGES, ClosedFormProbe
-from immunization.attacks.earlier import BATCH
-from immunization.attacks.least_squares import require_held_out
+from immunization.attacks.earlier import BATCH, ImageProbe
 from immunization.attacks.tuning import NORMS
-from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
-from immunization.data.task import SPLITS
+from immunization.attacks.victim import Inapplicable, Stage, Victim
 
 
-class RenewedStatistics(ClosedFormProbe):
+class RenewedStatistics(ImageProbe):
     """Ridge regression on features of the net whose BatchNorm has mean and variance of the attacker's training images.
 
     An immunization that stands in these statistics alone, or that only held with those of theta_0, does not hold here.
@@ -25,38 +22,22 @@ class RenewedStatistics(ClosedFormProbe):
     alone.
     """
 
-    def __init__(
-        self,
-        ridges: Sequence[float] = RIDGES,
-        samples: int | None = None,
-        precision: Precision | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(ridges, samples, precision, seed)
-        self.renewed: Mapping[str, Tensor] = {}
-
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
-        if stage == "start":
-            raise Inapplicable("the start of a deep net is its baseline")
-        network = victim.network(stage, self.precision)
+        network = self.network(victim, stage)
         if not any(isinstance(module, NORMS) for module in network.modules()):
             raise Inapplicable("the net has no BatchNorm whose statistics could be renewed")
-        require_held_out(victim.task)
-        images = {split: victim.images(split)[0] for split in SPLITS}
+        images = self.images(victim)
         rows = self.rows(victim.task)
         own = images["train"] if rows is None else images["train"][rows.to(images["train"].device)]
         batches = own.tensor_split(math.ceil(len(own) / BATCH))  # none of one image, which may have no variance
         renew(network, batches)
         with torch.no_grad():
-            self.renewed = {
+            self.taken = {
                 split: torch.cat([network(part).double() for part in x.split(BATCH)]) for split, x in images.items()
             }
         curve = super().run(victim, stage)
         curve.flops = curve.flops + victim.flops_per_row() * len(own)
         return curve
-
-    def extract(self, victim: Victim, stage: Stage, split: str) -> Tensor:
-        return self.renewed[split]
 
 
 @torch.no_grad()

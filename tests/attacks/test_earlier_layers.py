@@ -4,48 +4,38 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.images import draw_folder
-from helpers.victims import classes, victim_of
+from helpers.victims import classes, colored_pair, net_victim, victim_of
 from torch.testing import assert_close
 
 from immunization import run
 from immunization.attacks import EarlierLayers, RenewedStatistics, Victim, run_attacks
 from immunization.attacks.earlier import pooled, pooled_outputs
-from immunization.data.images import image_folders
 from immunization.data.task import Split
-from immunization.evaluation import Comparison
-from immunization.models import Timm
 
 pytestmark = pytest.mark.trains
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    root = tmp_path_factory.mktemp("images")
-    folders = [draw_folder(root / name, 3, 16, 8, seed) for seed, name in enumerate(("primary", "harmful"))]
-    pair = image_folders(*map(str, folders), cache=None, size=32, val_fraction=0.25)
-    return pair.to("cpu", torch.float32)
+    return colored_pair(tmp_path_factory.mktemp("images"))
 
 
-def forgetful(images, name="test_resnet", trainable="layer4", size=None) -> Victim:
+def forget(model):
+    for parameter in model.trained().values():
+        parameter.zero_()
+
+
+def forgetful(images, name="test_resnet", trainable="layer4", **arguments) -> Victim:
     """A net whose trained layers make the same of every image."""
-    torch.manual_seed(0)
-    arguments = {"num_classes": 3} | ({"img_size": size} if size else {})
-    base = Timm(images, name, trainable, pretrained=False, arguments=arguments)
-    model, tasks = base.read_tasks(images, False)
-    start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
-    with torch.no_grad():
-        for parameter in model.trained().values():
-            parameter.zero_()
-    return Victim(model, Comparison(tasks, model), start)
+    return net_victim(images, forget, name, trainable, **arguments)
 
 
 @pytest.mark.parametrize(
-    ("name", "trainable", "size", "before"),
-    [("test_resnet", "layer4", None, "layer3.0"), ("test_vit", "blocks.5", 32, "blocks.4")],
+    ("name", "trainable", "arguments", "before"),
+    [("test_resnet", "layer4", {}, "layer3.0"), ("test_vit", "blocks.5", {"img_size": 32}, "blocks.4")],
 )
-def test_what_the_last_block_has_lost_is_found_before_it(images, name, trainable, size, before):
-    victim = forgetful(images, name, trainable, size)
+def test_what_the_last_block_has_lost_is_found_before_it(images, name, trainable, arguments, before):
+    victim = forgetful(images, name, trainable, **arguments)
     measures = run_attacks({"it": EarlierLayers()}, victim)
     values, found = measures.metrics, measures.about["attackers"]["it"]
     assert values["attack/it/final"] > 0.6

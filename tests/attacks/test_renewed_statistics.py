@@ -2,39 +2,27 @@
 
 import pytest
 import torch
-from helpers.images import draw_folder
+from helpers.victims import colored_pair, net_victim
 
-from immunization.attacks import ClosedFormProbe, RenewedStatistics, Victim, run_attacks
+from immunization.attacks import ClosedFormProbe, RenewedStatistics, run_attacks
 from immunization.attacks.renewed import renew
-from immunization.data.images import image_folders
-from immunization.evaluation import Comparison
-from immunization.models import Timm
 
 pytestmark = pytest.mark.trains
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    root = tmp_path_factory.mktemp("images")
-    folders = [draw_folder(root / name, 3, 16, 8, seed) for seed, name in enumerate(("primary", "harmful"))]
-    pair = image_folders(*map(str, folders), cache=None, size=32, val_fraction=0.25)
-    return pair.to("cpu", torch.float32)
+    return colored_pair(tmp_path_factory.mktemp("images"))
 
 
-def victim_of(images, name, trainable, arguments) -> Victim:
-    torch.manual_seed(0)
-    model, tasks = Timm(images, name, trainable, pretrained=False, arguments={"num_classes": 3} | arguments).read_tasks(
-        images, False
-    )
-    start = {key: tensor.clone() for key, tensor in model.extractor.state_dict().items()}
+def silence(model):
     for key, buffer in model.extractor.named_buffers():
         if key.endswith("running_mean"):
             buffer += 1e6  # behind it every ReLU is silent
-    return Victim(model, Comparison(tasks, model), start)
 
 
 def test_statistics_that_silence_the_net_are_renewed(images):
-    victim = victim_of(images, "test_resnet", "layer4", {})
+    victim = net_victim(images, silence, "test_resnet", "layer4")
     before = {key: tensor.clone() for key, tensor in victim.model.state_dict().items()}
     attacks = {"as_it_is": ClosedFormProbe(), "renewed": RenewedStatistics(), "few": RenewedStatistics(samples=2)}
     values = run_attacks(attacks, victim).metrics
@@ -45,13 +33,13 @@ def test_statistics_that_silence_the_net_are_renewed(images):
 
 
 def test_it_costs_a_pass_over_the_images(images):
-    victim = victim_of(images, "test_resnet", "layer4", {})
+    victim = net_victim(images, silence, "test_resnet", "layer4")
     once, twice = (attack.run(victim, "baseline").flops.item() for attack in (ClosedFormProbe(), RenewedStatistics()))
     assert twice == once + victim.flops_per_row() * len(victim.task.train)
 
 
 def test_a_net_without_batchnorm_has_none_to_renew(images):
-    victim = victim_of(images, "test_vit", "blocks.5", {"img_size": 32})
+    victim = net_victim(images, silence, "test_vit", "blocks.5", img_size=32)
     found = run_attacks({"it": RenewedStatistics()}, victim)
     assert found.metrics["attack/it/final"] is None
     assert "no BatchNorm" in found.reasons["attack/it/final"]

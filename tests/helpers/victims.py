@@ -1,5 +1,6 @@
 """Small tasks under attack."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -8,10 +9,10 @@ from helpers.matrices import gaussian, orthonormal
 from torch import Tensor
 
 from immunization.attacks import Victim
-from immunization.data.images import image_folders
+from immunization.data.images import ImagePair, image_folders
 from immunization.data.task import Split, Task, TaskPair
 from immunization.evaluation import Comparison
-from immunization.models import Linear, Timm
+from immunization.models import Linear, Model, Timm
 
 
 def victim_of(harmful: Task, theta: Tensor) -> Victim:
@@ -61,4 +62,21 @@ def colors_behind_a_map(root: Path, val_fraction: float = 0.25) -> Victim:
     start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
     sigma = torch.logspace(0, -4, tasks.dim, dtype=torch.float64)
     model.extractor.theta.data.copy_(orthonormal(tasks.dim, tasks.dim, seed=4) * sigma)
+    return Victim(model, Comparison(tasks, model), start)
+
+
+def colored_pair(root: Path) -> ImagePair:
+    """Images of three colors a task."""
+    folders = [draw_folder(root / name, 3, 16, 8, seed) for seed, name in enumerate(("primary", "harmful"))]
+    return image_folders(*map(str, folders), cache=None, size=32, val_fraction=0.25).to("cpu", torch.float32)
+
+
+def net_victim(pair: ImagePair, immunize: Callable[[Model], None], name: str, trainable: str, **arguments) -> Victim:
+    """A net of timm with random weights, which `immunize` changes in place."""
+    torch.manual_seed(0)
+    base = Timm(pair, name, trainable, pretrained=False, arguments={"num_classes": 3} | arguments)
+    model, tasks = base.read_tasks(pair, False)
+    start = {key: tensor.clone() for key, tensor in model.extractor.state_dict().items()}
+    with torch.no_grad():
+        immunize(model)
     return Victim(model, Comparison(tasks, model), start)
