@@ -42,6 +42,11 @@ def roles_of(kind: str, names: Sequence[object]) -> list[str]:
     return [kind, *(f"{kind}_{text}" for text in texts[1:])]
 
 
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Log-probabilities [N, C] of classes; one column of logits stands for two classes."""
+    return F.log_softmax(logits if logits.shape[1] > 1 else F.pad(logits, (1, 0)), 1)
+
+
 class Origin(NamedTuple):
     """Where a split was taken from: its row i is row `rows[i]` (int64 [N], counted from 0) of what `source` names."""
 

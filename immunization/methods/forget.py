@@ -12,10 +12,9 @@ from torch.nn import functional as F
 
 from immunization.checks import AtLeastOne, AtLeastTwo, Count, NonNegative, Positive, checked
 from immunization.compute.machine import memory
-from immunization.data.task import Task, TaskPair
+from immunization.data.task import Task, TaskPair, log_probabilities
 from immunization.errors import ConfigError, DataError
 from immunization.methods.base import Method
-from immunization.methods.sophon import log_probabilities
 from immunization.models.base import Batch, Model
 from immunization.theory.leave_one_out import leave_one_out
 

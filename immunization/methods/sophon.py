@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from immunization.checks import AtLeastOne, AtLeastTwo, Count, Fraction, NonNegative, Positive, checked
-from immunization.data.task import TaskPair
+from immunization.data.task import TaskPair, log_probabilities
 from immunization.errors import ConfigError
 from immunization.methods.attacker import AgainstAttacker, fitted_head, scaled
 from immunization.models.base import Batch, Model
@@ -105,11 +105,6 @@ class Sophon(AgainstAttacker):
         nn.utils.clip_grad_norm_(parameters.values(), CLIP)
         self.suppressor.step()
         return torch.stack(losses).mean()
-
-
-def log_probabilities(logits: Tensor) -> Tensor:
-    """Log-probabilities [N, C] of classes; one column of logits stands for two classes."""
-    return F.log_softmax(logits if logits.shape[1] > 1 else F.pad(logits, (1, 0)), 1)
 
 
 def inverse_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -89,19 +89,39 @@ def parts(sections: Sequence[Section]) -> list[Part]:
     return found
 
 
-def write(found: Sequence[Part], places: Places, command: str) -> None:
-    """Write the first page, a page for each part, and the figures."""
+def write(found: Sequence[Part], places: Places, command: str, titles: Sequence[str]) -> None:
+    """Write the first page, a page for each part, and the figures.
+
+    `titles` are those of all sections, in order. What the first page has of the others stays as it is: to make one
+    section again, the runs of the others need not be there.
+    """
     for folder in (places.page.parent, places.details, places.figures):
         folder.mkdir(parents=True, exist_ok=True)
-    first = overview(found)
-    lead = [LEAD, first.pipes()] if first.rows else []
-    pages = ["\n\n".join(["# Results", f"Written by `{command}`; do not edit by hand.", *lead, NOTE]) + "\n"]
+    before, *blocks = places.page.read_text().split("\n## ") if places.page.exists() else [""]
+    header, ruler, *lines = overview(found).pipes().splitlines()
+    rows = _by_title(line for line in before.splitlines() if line.startswith("|")) | _by_title(lines)
+    texts = {block.partition("\n")[0]: f"## {block}" for block in blocks}
     for part in found:
         pictures = {plot.name: plot.png(places.figures, pdf=False) for plot in part.plots}
         page = places.details / f"{part.section.name}.md"
         files.write(page, _details(part, pictures, page))
-        pages.append(_short(part, pictures, places))
-    files.write(places.page, "\n".join(pages))
+        texts[part.section.title] = _short(part, pictures, places)
+    order = [title for title in titles if title in texts]
+    table = [row for title in order for row in rows.get(title, ())]
+    lead = [LEAD, "\n".join([header, ruler, *table])] if table else []
+    first = "\n\n".join(["# Results", f"Written by `{command}`; do not edit by hand.", *lead, NOTE]) + "\n"
+    files.write(places.page, "\n".join([first, *(texts[title] for title in order)]))
+
+
+def _by_title(lines: Iterable[str]) -> dict[str, list[str]]:
+    """Rows of a pipe table by their first cell, which further rows of a section leave empty."""
+    found: dict[str, list[str]] = {}
+    rows: list[str] = []
+    for line in lines:
+        if title := line.split("|")[1].strip():
+            rows = found[title] = []
+        rows.append(line)
+    return found
 
 
 def overview(found: Sequence[Part]) -> Table:

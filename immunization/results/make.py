@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         command += " QUICK=1"
     if not (found := parts(known)):
         raise UserError("no job is completed: there is nothing to write")
-    write(found, places, command)
+    write(found, places, command, [section.title for section in known])
     print(f"written: {places.page}, {places.details}{os.sep}, {places.figures}{os.sep}")
     for run in failed:
         print(f"{len(run.missing())} of {len(run.jobs)} jobs are not completed: see {run.folder}.log", file=sys.stderr)

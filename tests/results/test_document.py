@@ -11,6 +11,7 @@ from immunization.results.formatting import NONE
 from immunization.results.parts import Multirun, Section
 
 AUTHORS = {"authors/rir": 20.0, "authors/ratio_harmful": 10.0, "authors/ratio_primary": 0.5}
+TITLES = ["Title of pairs", "Title of starts"]
 THETA0 = {"authors/rir_theta0": 30.0, "authors/ratio_harmful_theta0": 15.0, "authors/ratio_primary_theta0": 0.5}
 
 
@@ -80,7 +81,7 @@ def test_the_map_of_pairs_names_the_papers_count_and_is_by_the_authors_kappa(fou
 
 def test_the_pages(found, tmp_path):
     places = Places(tmp_path / "RESULTS.md", tmp_path / "docs" / "results", tmp_path / "docs" / "images")
-    write(found, places, "make results")
+    write(found, places, "make results", TITLES)
     page = places.page.read_text()
     assert page.startswith("# Results\n\nWritten by `make results`")
     assert page.index("| data | method | RIR |") < page.index("## Title of pairs")
@@ -97,6 +98,18 @@ def test_the_pages(found, tmp_path):
     assert "python launch.py -m method=condition_number,opt_kappa seed=0,1 launcher=joblib tracker=none" in details
     assert ": successes" in details
     assert {path.suffix for path in places.figures.iterdir()} == {".png"}
+
+
+def test_sections_whose_runs_are_not_there_stay_as_they_are(found, tmp_path):
+    places = Places(tmp_path / "RESULTS.md", tmp_path / "docs" / "results", tmp_path / "docs" / "images")
+    pairs, starts = found
+    write([pairs], places, "make results", TITLES)
+    write([starts], places, "make results", TITLES)
+    in_turn = places.page.read_text()
+    write(found, places, "make results", TITLES)
+    assert places.page.read_text() == in_turn
+    write([pairs], places, "make results", ["Title of pairs"])  # a section that is no longer one
+    assert "Title of starts" not in places.page.read_text()
 
 
 def test_settings_of_several_groups_stand_in_one_table_without_figures(tmp_path):
