@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -25,10 +26,14 @@ from tqdm import tqdm
 
 from immunization.compute import randomness
 from immunization.errors import DataError
+from immunization.runs import files
 
 log = logging.getLogger(__name__)
 
 CHUNK = 2**26
+
+UNFINISHED = ".unfinished-"
+"""What the name of an entry begins with while it is written."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +81,7 @@ class _Writer:
     def __init__(self, root: Path | None, key: str) -> None:
         self.root, self.key, self.parts, self.crc, self.shape = root, key, [], 0, None
         if root is not None:
-            root.mkdir(parents=True, exist_ok=True)
-            self.folder = Path(tempfile.mkdtemp(dir=root, prefix=".unfinished-"))
+            self.folder = Path(tempfile.mkdtemp(dir=root, prefix=f"{UNFINISHED}{key}-"))
             self.file = (self.folder / "data.bin").open("wb")
 
     def add(self, batch: Tensor) -> None:
@@ -155,13 +159,42 @@ def collect(
 ) -> dict[str, Activations]:
     """One pass over `loader`: what `compute` makes of the images, by name; entries that exist are not computed.
 
-    `keys` gives the key of each name. Raises DataError that names all unreadable images, unless they are to be skipped.
+    `keys` gives the key of each name. Of several processes that need the same entries one computes them, the others
+    wait. Raises DataError that names all unreadable images, unless they are to be skipped.
     """
     found = {name: load(root, key) for name, key in keys.items()}
-    missing = [name for name in keys if found[name] is None]
-    if not missing:
+    if all(found.values()):
         return found
-    writers = {name: _Writer(root, keys[name]) for name in missing}
+    with _alone(root, list(keys.values())):
+        found = {name: entry or load(root, keys[name]) for name, entry in found.items()}
+        missing = {name: keys[name] for name, entry in found.items() if entry is None}
+        return found | (_computed(loader, compute, missing, root, title, skip) if missing else {})
+
+
+@contextmanager
+def _alone(root: Path | None, keys: Sequence[str]) -> Iterator[None]:
+    """Keep other processes that need these entries out, and remove what a killed one left of them."""
+    if root is None:
+        yield
+        return
+    locks = root / ".locks"  # empty files, which stay: whoever waits for one that is removed holds nothing
+    locks.mkdir(parents=True, exist_ok=True)
+    with files.locked(locks / keys[0], wait=True) as held:
+        if held:
+            for left in (path for key in keys for path in root.glob(f"{UNFINISHED}{key}-*")):
+                shutil.rmtree(left, ignore_errors=True)
+        yield
+
+
+def _computed(
+    loader: Iterable[tuple[Tensor, Tensor, list[str]]],
+    compute: Callable[[Tensor], dict[str, Tensor]],
+    keys: dict[str, str],
+    root: Path | None,
+    title: str,
+    skip: bool,
+) -> dict[str, Activations]:
+    writers = {name: _Writer(root, key) for name, key in keys.items()}
     labels, bad = [], []
     try:
         with randomness.isolated_rng():  # or a run that finds the entries would go on with other random numbers
@@ -170,8 +203,8 @@ def collect(
                 if len(images) and not (bad and not skip):
                     outputs = compute(images)
                     labels.append(targets)
-                    for name in missing:
-                        writers[name].add(outputs[name])
+                    for name, writer in writers.items():
+                        writer.add(outputs[name])
         if bad and not skip:
             raise DataError(
                 f"{title}: {len(bad)} images cannot be read: {'; '.join(bad[:5])}{'; ...' if len(bad) > 5 else ''}. "
@@ -184,7 +217,7 @@ def collect(
             writer.discard()
         raise
     y = torch.cat(labels)
-    return found | {name: writer.finish(y, bad) for name, writer in writers.items()}
+    return {name: writer.finish(y, bad) for name, writer in writers.items()}
 
 
 def fingerprint(parts: Sequence[Callable[[Tensor], Tensor]]) -> str:

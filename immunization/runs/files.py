@@ -121,14 +121,15 @@ def read_archive(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, wait: bool = False) -> Iterator[bool]:
     """Hold the file at `path` against every other process; a lock dies with its process.
 
-    Raises ConfigError if it is held already. On a file system without locks nothing is held.
+    If another one holds it, `wait`, or ConfigError is raised. Yields whether it is held: on a file system without locks
+    it is not.
     """
     from filelock import FileLock, Timeout  # loads asyncio, which nobody needs who only reads results
 
-    lock = FileLock(path, blocking=False, fallback_to_soft=False)  # a soft lock would outlive a killed process
+    lock = FileLock(path, blocking=wait, fallback_to_soft=False)  # a soft lock would outlive a killed process
     try:
         lock.acquire()
     except Timeout:
@@ -139,6 +140,6 @@ def locked(path: Path) -> Iterator[None]:
     except OSError as error:
         log.warning("%s cannot be locked (%s): nothing keeps a second process out", path, error)
     try:
-        yield
+        yield lock.is_locked
     finally:
         lock.release()

@@ -1,12 +1,15 @@
 """Activations of the frozen part: kept, verified, streamed and read once."""
 
+import threading
+import time
+
 import pytest
 import torch
 from helpers.nets import build, open_pair
 
 from immunization.data.task import SPLITS
 from immunization.methods import ConditionNumber
-from immunization.models.activations import Stream, load, take
+from immunization.models.activations import UNFINISHED, Stream, collect, load, take
 from immunization.training.loaders import LoaderBatches, batches_of
 
 pytestmark = pytest.mark.trains
@@ -16,15 +19,15 @@ def test_activations_are_kept_verified_and_keyed(folders, tmp_path, caplog):
     cache = tmp_path / "cache"
     pair = open_pair(folders, cache)
     _, tasks = build(pair).read_tasks(pair, False)
-    entries = sorted(cache.iterdir())
+    entries = sorted(cache.glob("[!.]*"))
     assert len(entries) == 12  # two tasks, three splits, activations and features
     stamps = {path: (path / "data.bin").stat().st_mtime_ns for path in entries}
     _, again = build(pair).read_tasks(pair, False)
-    assert stamps == {path: (path / "data.bin").stat().st_mtime_ns for path in sorted(cache.iterdir())}
+    assert stamps == {path: (path / "data.bin").stat().st_mtime_ns for path in sorted(cache.glob("[!.]*"))}
     torch.testing.assert_close(again.primary.train.x, tasks.primary.train.x, rtol=0, atol=0)
     other = open_pair(folders, cache, crop_pct=0.5)
     build(other).read_tasks(other, False)
-    assert len(list(cache.iterdir())) == 24
+    assert len(list(cache.glob("[!.]*"))) == 24
 
     damaged = entries[0] / "data.bin"
     content = bytearray(damaged.read_bytes())
@@ -32,6 +35,33 @@ def test_activations_are_kept_verified_and_keyed(folders, tmp_path, caplog):
     damaged.write_bytes(bytes(content))
     assert load(cache, entries[0].name) is None
     assert not entries[0].exists()
+
+
+def test_of_two_who_need_the_same_one_computes_and_what_a_killed_one_left_goes(tmp_path):
+    left, others = tmp_path / f"{UNFINISHED}key-x", tmp_path / f"{UNFINISHED}other-x"
+    left.mkdir()
+    others.mkdir()
+    begun, computed = threading.Event(), []
+
+    def loader():
+        begun.set()
+        time.sleep(0.3)
+        yield torch.ones(2, 3), torch.zeros(2, dtype=torch.long), []
+
+    def compute(images):
+        computed.append(threading.current_thread())
+        return {"features": images}
+
+    def both():
+        return collect(loader(), compute, {"features": "key"}, tmp_path, "two images")
+
+    first = threading.Thread(target=both)
+    first.start()
+    assert begun.wait(60)
+    assert len(both()["features"].x) == 2
+    first.join(60)
+    assert computed == [first]
+    assert {path.name for path in tmp_path.iterdir()} == {"key", others.name, ".locks"}
 
 
 def test_tasks_hold_what_the_extractor_reads(folders):
