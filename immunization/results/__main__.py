@@ -16,6 +16,7 @@ from rich.console import Console
 from immunization.errors import UserError
 from immunization.results import leaderboard
 from immunization.results.collect import Collection, collect
+from immunization.results.leaderboard_rows import tracks
 from immunization.results.page import REPORT, Section, markdown, sections, show, write
 from immunization.results.tables import numbers
 from immunization.runs import files
@@ -27,10 +28,9 @@ def main(arguments: list[str] | None = None) -> None:
     board = arguments[:1] == ["leaderboard"]
     options = _parser("Leaderboard" if board else "Results").parse_args(arguments[board:])
     collection = collect(options.paths)
+    rows = tracks(collection) if board else []
     parts = (
-        leaderboard.sections(collection)
-        if board
-        else sections(collection, options.objective, figures=not options.no_figures)
+        leaderboard.sections(rows) if board else sections(collection, options.objective, figures=not options.no_figures)
     )
     folder = options.output
     figures = options.figures or folder / "figures"
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
             else markdown(parts, relative, command),
         )
     if board:
-        leaderboard.write_rows(collection, folder / "rows")
+        leaderboard.write_rows(rows, folder / "rows")
         leaderboard.show(collection, parts, Console())
     else:
         show(collection, parts, options.objective)

@@ -25,6 +25,8 @@ PAIR = ("dataset.primary", "dataset.harmful", "dataset.benign", "dataset.unseen"
 """Keys that choose the classes of the tasks: runs that differ in nothing else are averaged."""
 TRAINING = ("method.", "optimizer.", "scheduler.")
 """Prefixes of keys that say how a model is immunized: runs that differ in them stand side by side in one table."""
+MEASURING = ("evaluation.", "attack.")
+"""Prefixes of keys that say how it is measured."""
 _WHERE = ("dataset.root", "dataset.download")
 
 
@@ -52,6 +54,11 @@ class Run:
     def group(self) -> str:
         """What has to agree for runs to stand in one table: the data and its preparation, model and evaluation."""
         return _key(self.settings, lambda name: not name.startswith(TRAINING) and name not in PAIR)
+
+    @cached_property
+    def track(self) -> str:
+        """What has to agree for runs to be rows of one leaderboard: the data and the model."""
+        return _key(self.settings, lambda name: not name.startswith((*TRAINING, *MEASURING)) and name not in PAIR)
 
     @cached_property
     def setting(self) -> str:

@@ -56,7 +56,7 @@ def resistance(points: Sequence[Point], name: str, title: str) -> Plot:
         figure.suptitle(title, fontsize=10, x=0.02, ha="left", y=0.98)
     caption = (
         "Harm resisted against price: operations of the cheapest attack that learns the harmful task over the "
-        "baseline's, median over runs, against what the primary task loses, held out, mean. Up and left is better. "
+        "baseline's, median over runs, against what the primary task loses, held out. Up and left is better. "
         "On the dotted line, if there is one, no attack learns the task in most runs."
     )
     return Plot(f"{name}_resistance", caption, figure)

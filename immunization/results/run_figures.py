@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from immunization.data.task import kind_of
 from immunization.results.formatting import number, roles_in
 from immunization.runs import tracker
 from immunization.runs.result import Result
@@ -204,7 +205,7 @@ def _before_and_after(ax: Axes, curves: Mapping[str, Curve], family: str, role: 
     for state, style in STYLES.items():
         suffix = "/baseline" if state == "baseline" else ""
         if curve := curves.get(f"{family}/{role}{suffix}"):
-            ax.plot(*_points(curve), color=COLORS.get(role.partition("_")[0], UNSEEN), **style)
+            ax.plot(*_points(curve), color=COLORS.get(kind_of(role), UNSEEN), **style)
 
 
 def _with_legend(figure: Figure) -> Figure:

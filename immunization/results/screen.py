@@ -13,7 +13,7 @@ from rich.text import Text
 
 from immunization.results.formatting import MEASURES, NONE, number, roles_in
 from immunization.runs.result import Result
-from immunization.runs.verdict import attack_names
+from immunization.runs.verdict import attack_groups, attack_names
 
 SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -121,13 +121,13 @@ class Sheet:
             for label, name in {"steps of a probe / baseline": "steps_ratio", "mean deviation (RFD)": "rfd"}.items():
                 grid.add_row(label, *(notes.cell(result, f"{name}/{role}") for role in some))
 
-        groups = dict.fromkeys(name.partition("/")[0] for name in result.metrics if name.startswith("attack"))
-        for group in groups if (attacks := attack_names(result)) else ():
-            task = group.removeprefix("attack").removeprefix("_") or "harmful"
-            _head(grid, f"attacks on the {task} task", "baseline", "immunized", "steps ratio")
-            for name in attacks:
-                keys = (f"{group}/{name}/{key}" for key in ("final_baseline", "final", "steps_ratio"))
-                grid.add_row(name, *(notes.cell(result, key) for key in keys))
+        for group in attack_groups(result):
+            if attacks := attack_names(result, group):
+                task = group.partition("_")[2] or "harmful"
+                _head(grid, f"attacks on the {task} task", "baseline", "immunized", "steps ratio")
+                for name in attacks:
+                    keys = (f"{group}/{name}/{key}" for key in ("final_baseline", "final", "steps_ratio"))
+                    grid.add_row(name, *(notes.cell(result, key) for key in keys))
 
         yield Text.assemble((result.method, "bold"), f" on {result.dataset}, {result.model}, seed {result.seed}")
         yield Padding(grid, (0, 0, 1, 2))

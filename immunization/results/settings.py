@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from immunization.results.collect import PAIR, TRAINING, Collection, Run, varying
+from immunization.results.collect import MEASURING, PAIR, TRAINING, Collection, Run, varying
 from immunization.results.formatting import number
 from immunization.results.seed_statistics import Summary, summarize
 
@@ -76,12 +76,17 @@ class Setting:
 
 def settings(collection: Collection) -> list[list[Setting]]:
     """The runs in groups that can be compared, each group as its settings; failed runs are counted in theirs."""
+    groups = [named(group) for group in grouped(collection, lambda run: run.group)]
+    return sorted(groups, key=lambda group: group[0].first.result.dataset)
+
+
+def grouped(collection: Collection, key: Callable[[Run], str]) -> list[list[Setting]]:
+    """The settings of all runs, failed ones too, in groups of the same `key`."""
     groups: dict[str, dict[str, tuple[list[Run], list[Run]]]] = {}
     failed = (problem.run for problem in collection.problems if problem.run)
     for run, place in [*((run, 0) for run in collection.runs), *((run, 1) for run in failed)]:
-        groups.setdefault(run.group, {}).setdefault(run.setting, ([], []))[place].append(run)
-    grouped = [named([Setting(*runs) for runs in group.values()]) for group in groups.values()]
-    return sorted(grouped, key=lambda group: group[0].first.result.dataset)
+        groups.setdefault(key(run), {}).setdefault(run.setting, ([], []))[place].append(run)
+    return [[Setting(*runs) for runs in group.values()] for group in groups.values()]
 
 
 def best(group: Iterable[Setting], objective: str) -> Setting | None:
@@ -132,7 +137,7 @@ def title(group: Sequence[Setting], others: Sequence[Sequence[Setting]] = ()) ->
     names |= dict.fromkeys(name for name in varying([run.settings for run in same]) if _of_group(name))
     known = {name: first.settings[name] for name in names if first.settings.get(name) is not None}
     # evaluations and attacks that only some have, by name: their keys would fill a page
-    some = sorted(name for name in names if name.startswith(("attack.", "evaluation.")) and name.endswith("._target_"))
+    some = sorted(name for name in names if name.startswith(MEASURING) and name.endswith("._target_"))
     apart = tuple(name.removesuffix("_target_") for name in some)
     words += [f"{name.removeprefix('dataset.')}={_value(v)}" for name, v in known.items() if not name.startswith(apart)]
     chosen = [name.removesuffix("._target_") for name in some if name in known]
@@ -146,12 +151,11 @@ def correlations(group: Sequence[Setting]) -> dict[str, dict[tuple[str, str], fl
     return {"ceiling": ceilings} | {setting.label: setting.pairs("rir") for setting in measured} if measured else {}
 
 
-def named(group: Iterable[Setting], without: tuple[str, ...] = ("dataset.",)) -> list[Setting]:
+def named(group: Sequence[Setting], without: tuple[str, ...] = ("dataset.",)) -> list[Setting]:
     """The settings of one group sorted by method, each labeled by its method and the keys in which settings differ.
 
     Keys that start as one of `without` are in no label.
     """
-    group = list(group)
     for setting in group:
         same = [other.first.settings for other in group if other.method == setting.method]
         names = [name for name in varying(same) if not name.startswith(without) and not name.endswith("_partial_")]

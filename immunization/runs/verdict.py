@@ -16,24 +16,30 @@ if TYPE_CHECKING:
     from immunization.runs.result import Result
 
 ATTACK = "attack/"
-"""Starts the names of what the attacks measure."""
+"""Starts the names of what the attacks measure; `attack_<role>/` where it is not on the task `harmful`."""
 BAR = "attack/worst/bar"
 Z = 1.959964
 """Of a normal distribution, 95 % lie within so many standard deviations."""
 ROUNDING = 1e-12
 
 
-def attack_names(result: Result) -> list[str]:
-    """The attacks of a run, in their order; those that did not apply are left out."""
-    found = (key.split("/")[1] for key, value in result.metrics.items() if key.startswith(ATTACK) and value is not None)
-    return [name for name in dict.fromkeys(found) if name != "worst"]
+def attack_groups(result: Result) -> list[str]:
+    """First parts of the names of what attacks measure, one for each task that was attacked."""
+    groups = dict.fromkeys(name.partition("/")[0] for name in result.metrics)
+    return [group for group in groups if group.partition("_")[0] == "attack"]
 
 
-def successes(result: Result, stage: str = "") -> dict[str, float]:
-    """Attacks that learn the harmful task, cheapest first: name -> operations; `stage` `_baseline`: of the baseline."""
-    bar, found = result.metrics.get(BAR), {}
-    for name in attack_names(result) if bar is not None else ():
-        final, cost = (result.metrics.get(f"{ATTACK}{name}/{key}{stage}") for key in ("final", "cost"))
+def attack_names(result: Result, group: str = "attack") -> list[str]:
+    """The attacks of a run on one task, in their order; those that did not apply are left out."""
+    names = (name.split("/") for name, value in result.metrics.items() if value is not None)
+    return [attack for attack in dict.fromkeys(name[1] for name in names if name[0] == group) if attack != "worst"]
+
+
+def successes(result: Result, stage: str = "", group: str = "attack") -> dict[str, float]:
+    """Attacks that learn the task, cheapest first: name -> operations; `stage` `_baseline`: with the baseline."""
+    bar, found = result.metrics.get(f"{group}/worst/bar"), {}
+    for name in attack_names(result, group) if bar is not None else ():
+        final, cost = (result.metrics.get(f"{group}/{name}/{key}{stage}") for key in ("final", "cost"))
         if final is not None and cost is not None and final >= bar - ROUNDING:
             found[name] = cost
     return dict(sorted(found.items(), key=lambda item: item[1]))
