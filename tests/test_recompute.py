@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 
 from immunization import data, run
 from immunization.config import build, compose
-from immunization.data.images import image_folders
+from immunization.data import image_folders
 from immunization.data.task import SPLITS, Origin, Split, Task
 from immunization.errors import DataError
 from immunization.runs import files

@@ -2,8 +2,9 @@
 
 from immunization.data.arrays import arrays
 from immunization.data.cifar10 import cifar10
+from immunization.data.digits_deep import digits_deep
 from immunization.data.house_prices import house_prices
-from immunization.data.images import digits_deep, image_folders
+from immunization.data.image_folders import image_folders
 from immunization.data.pixels import digits, fashion_mnist, mnist
 from immunization.data.task import Origin, Split, Task, TaskPair
 

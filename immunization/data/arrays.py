@@ -16,10 +16,10 @@ from torch import Tensor
 from immunization.checks import Fraction, check_training_rows, checked
 from immunization.data.csv_files import numbers, read_table, require_columns
 from immunization.data.preparation import Normalize, finish, split_rows, standardize, standardize_targets
-from immunization.data.task import SPLITS, Origin, Split, Task, TaskPair, kind_of, roles_of
+from immunization.data.task import SPLITS, USUAL, Origin, Split, Task, TaskPair, first_shared, kind_of, roles_of
 from immunization.errors import ConfigError, DataError
 
-KINDS = ("primary", "harmful", "benign", "unseen")
+KINDS = (*USUAL, "unseen")
 NAMES = re.compile(rf"(?P<role>({'|'.join(KINDS)})(_(?!val_|test_|[xy]$)[\w.-]+?)?)(_val|_test)?_[xy]")
 """Names of arrays: a role, perhaps a split, and x or y."""
 Targets = Literal["auto", "regression", "classes"]
@@ -83,11 +83,11 @@ def _tables(**given: str | Sequence[str] | None) -> dict[str, Path]:
     for kind, files in given.items():
         paths = [Path(file).expanduser() for file in ([files] if isinstance(files, str) else files or ())]
         tables |= dict(zip(roles_of(kind, [path.stem for path in paths]), paths, strict=False))
-    by_file: dict[Path, str] = {}
-    for role, path in tables.items():
-        other = by_file.setdefault(path.resolve(), role)
-        if other != role and not {"primary", "harmful", "benign"} >= {other, role}:
-            raise ConfigError(f"dataset: {path} is both the {other} and the {role} task; give every task its own file")
+    if found := first_shared({role: [path.resolve()] for role, path in tables.items()}):
+        one, other, _ = found
+        raise ConfigError(
+            f"dataset: {tables[other]} is both the {one} and the {other} task; give every task its own file"
+        )
     return tables
 
 
@@ -108,17 +108,18 @@ def _roles(stored: Arrays) -> list[str]:
 
 def _refuse_shared_rows(tasks: dict[str, Task]) -> None:
     """Raise DataError where a task beyond the usual three holds a row, inputs and target, that another task holds."""
-    owner: dict[bytes, str] = {}
-    for role, task in tasks.items() if tasks.keys() - {"primary", "harmful", "benign"} else ():
-        parts = [getattr(task, name) for name in SPLITS]
-        rows = torch.cat([torch.cat([part.x, part.y[:, None].to(part.x)], 1) for part in parts]).numpy()
-        own = {row.tobytes() for row in rows}
-        for row in own & owner.keys():
-            if {role, owner[row]} - {"primary", "harmful", "benign"}:
-                raise DataError(
-                    f"the {role} task and the {owner[row]} task share rows; give every task rows of its own"
-                )
-        owner |= dict.fromkeys(own, role)
+    if tasks.keys() <= set(USUAL):
+        return
+    if found := first_shared({role: _rows(task) for role, task in tasks.items()}):
+        one, other, _ = found
+        raise DataError(f"the {other} task and the {one} task share rows; give every task rows of its own")
+
+
+def _rows(task: Task) -> set[bytes]:
+    """Inputs and target of every row."""
+    parts = [getattr(task, name) for name in SPLITS]
+    rows = torch.cat([torch.cat([part.x, part.y[:, None].to(part.x)], 1) for part in parts]).numpy()
+    return {row.tobytes() for row in rows}
 
 
 def _task(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from immunization.checks import AtLeastOne, Fraction, checked
-from immunization.data.images import ImagePair, ImageSplit, ImageTask
+from immunization.data.images import ImagePair, ImageSplit, ImageTask, Pictures, description
 from immunization.data.preparation import split_rows
 from immunization.errors import ConfigError, DataError
 
@@ -21,19 +19,6 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 """In the order of the data set's labels, 0 to 9, which is that of the alphabet."""
 SIDE = 32
 PARTS = ("train", "val")
-
-
-class Cifar(Dataset):
-    """Images [N, 32, 32, 3] (uint8) with the label of each, -1 for images that are none of a task's."""
-
-    def __init__(self, pixels: np.ndarray, labels: Tensor) -> None:
-        self.pixels, self.labels = pixels, labels
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, i: int) -> tuple[Image.Image, int]:
-        return Image.fromarray(self.pixels[i]), int(self.labels[i])
 
 
 @checked("dataset")
@@ -66,19 +51,14 @@ def cifar10(
         content = hashlib.sha256(pixels.tobytes() + classes.numpy().tobytes()).hexdigest()
         for role, labels in codes.items():
             own = torch.nonzero(labels >= 0)[:, 0]
-            images = ImageSplit(Cifar(pixels, labels), own, f"cifar10 {content} {labels[own].tolist()}", source)
+            images = ImageSplit(Pictures(pixels, labels), own, f"cifar10 {content} {labels[own].tolist()}", source)
             if part == "val":
                 tasks[role]["test"] = images
                 continue
             rows = split_rows(labels[own], val_fraction, 0.0, generator)
             tasks[role] |= {split: images.take(rows[split]) for split in PARTS}
     made = {r: ImageTask(f"CIFAR-10 {', '.join(names[r])}", names[r], splits) for r, splits in tasks.items()}
-    about = {
-        "data": {role: task.name for role, task in made.items()},
-        "images": {role: {s: len(split) for s, split in task.splits.items()} for role, task in made.items()},
-        "classes": {role: len(task.classes) for role, task in made.items()},
-    }
-    return ImagePair(name, made, size=SIDE, crop_pct=1.0, cache=None, about=about)
+    return ImagePair(name, made, size=SIDE, crop_pct=1.0, cache=None, about=description(made))
 
 
 def _check_classes(primary: Sequence[int], harmful: Sequence[int], benign: int | None) -> None:
@@ -144,7 +124,7 @@ def _read(root: Path, download: bool) -> dict[str, tuple[np.ndarray, Tensor, str
 
 def _folder(folder: Path) -> tuple[np.ndarray, Tensor, str]:
     """The images of <folder>/<class>/*, classes in the order of CLASSES, files in that of their names."""
-    found: Mapping[str, list[Path]] = {
+    found = {
         name: sorted(path for path in (folder / name).glob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png"))
         for name in CLASSES
     }
@@ -156,10 +136,12 @@ def _folder(folder: Path) -> tuple[np.ndarray, Tensor, str]:
 
 
 def _pixels(path: Path) -> np.ndarray:
+    from PIL import Image
+
     try:
         with Image.open(path) as image:
             pixels = np.asarray(image.convert("RGB"))
-    except (OSError, UnidentifiedImageError) as error:
+    except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     if pixels.shape != (SIDE, SIDE, 3):
         raise DataError(f"{path} is {pixels.shape[1]} x {pixels.shape[0]} pixels, CIFAR-10 has {SIDE} x {SIDE}")

@@ -9,7 +9,7 @@ of a kind on `<kind>_<name>`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -22,6 +22,8 @@ from immunization.errors import DataError
 from immunization.theory import spectrum
 
 SPLITS = ("train", "val", "test")
+USUAL = ("primary", "harmful", "benign")
+"""Roles of the tasks that a pair usually has."""
 
 
 def kind_of(role: str) -> str:
@@ -45,6 +47,17 @@ def roles_of(kind: str, names: Sequence[object]) -> list[str]:
 def log_probabilities(logits: Tensor) -> Tensor:
     """Log-probabilities [N, C] of classes; one column of logits stands for two classes."""
     return F.log_softmax(logits if logits.shape[1] > 1 else F.pad(logits, (1, 0)), 1)
+
+
+def first_shared(held: Mapping[str, Iterable[Hashable]]) -> tuple[str, str, Hashable] | None:
+    """Two roles, one beyond the usual ones, and something that both hold, of what tasks hold by role; None for none."""
+    owner: dict[Hashable, str] = {}
+    for role, things in held.items():
+        for thing in things:
+            other = owner.setdefault(thing, role)
+            if other != role and not {other, role} <= set(USUAL):
+                return other, role, thing
+    return None
 
 
 class Origin(NamedTuple):
@@ -216,14 +229,14 @@ class TaskPair:
     @classmethod
     def of(cls, name: str, tasks: Mapping[str, Task], about: Mapping[str, object] | None = None) -> TaskPair:
         """The pair of tasks by role; `about` says their names where there are more than the usual three."""
-        usual = {role: task for role, task in tasks.items() if role in ("primary", "harmful", "benign")}
+        usual = {role: task for role, task in tasks.items() if role in USUAL}
         more = {role: task for role, task in tasks.items() if role not in usual}
         names = {"tasks": {role: task.name for role, task in tasks.items()}} if more else {}
         return cls(name, **usual, more=more, about={**(about or {}), **names})
 
     def with_tasks(self, tasks: Mapping[str, Task]) -> TaskPair:
         """The pair with these tasks in the place of those of the same roles."""
-        usual = {role: task for role, task in tasks.items() if role in ("primary", "harmful", "benign")}
+        usual = {role: task for role, task in tasks.items() if role in USUAL}
         more = {role: tasks.get(role, task) for role, task in self.more.items()}
         return replace(self, **usual, more=more)
 

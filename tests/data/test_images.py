@@ -6,7 +6,7 @@ import pytest
 from helpers.images import draw_folder
 from helpers.nets import build, open_pair
 
-from immunization.data.images import image_folders
+from immunization.data import image_folders
 from immunization.data.task import SPLITS
 from immunization.errors import ConfigError, DataError
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from immunization.data.images import image_folders
+from immunization.data import image_folders
 from immunization.models.timm import Timm
 
 

@@ -9,7 +9,8 @@ from helpers.matrices import gaussian, orthonormal
 from torch import Tensor
 
 from immunization.attacks import Victim
-from immunization.data.images import ImagePair, image_folders
+from immunization.data import image_folders
+from immunization.data.images import ImagePair
 from immunization.data.task import Split, Task, TaskPair
 from immunization.evaluation import Comparison
 from immunization.models import Linear, Model, Timm

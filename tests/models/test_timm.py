@@ -5,7 +5,7 @@ import timm
 import torch
 from helpers.nets import build, open_pair
 
-from immunization.data.images import image_folders
+from immunization.data import image_folders
 from immunization.errors import ConfigError, DataError
 from immunization.methods import ConditionNumber
 from immunization.models.timm import Timm

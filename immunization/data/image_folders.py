@@ -1,0 +1,248 @@
+"""Image tasks from folders with one folder a class, or from any data set timm can open."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.utils.data import Dataset
+
+from immunization.checks import (
+    AtLeastOne,
+    Count,
+    Fraction,
+    NonNegative,
+    Share,
+    check_training_rows,
+    check_value,
+    checked,
+)
+from immunization.data.images import ImagePair, ImageSplit, ImageTask, description
+from immunization.data.preparation import split_rows
+from immunization.data.task import SPLITS, first_shared, kind_of, roles_of
+from immunization.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from timm.data.readers.reader import Reader
+
+Crop = Literal["center", "squash", "border"]
+SYNONYMS = {"val": ("val", "validation", "valid", "test"), "train": ("train", "training")}
+
+
+@checked("dataset")
+def image_folders(
+    primary_root: str | None = None,
+    harmful_root: str | Sequence[str] | None = None,
+    benign_root: str | Sequence[str] | None = None,
+    unseen_root: str | Sequence[str] | None = None,
+    primary: Mapping[str, Any] | None = None,
+    harmful: Mapping[str, Any] | None = None,
+    benign: Mapping[str, Any] | None = None,
+    unseen: Mapping[str, Any] | None = None,
+    val_fraction: Fraction = 0.1,
+    test_fraction: Fraction = 0.2,
+    split_seed: int = 0,
+    on_bad_image: Literal["error", "skip"] = "error",
+    augment: bool = False,
+    size: AtLeastOne | None = None,
+    crop_pct: Share | None = None,
+    batch_size: AtLeastOne = 64,
+    workers: Count = 0,
+    cache: str | None = "~/.cache/immunization/activations",
+    cache_limit: NonNegative = 20.0,
+    name: str = "image_folders",
+) -> ImagePair:
+    """Tasks from folders of images or from timm's sources; conf/dataset/image_folders.yaml describes the options.
+
+    Raises ConfigError for an option that cannot be, DataError for folders that are absent, empty or do not agree.
+    """
+    check_training_rows(val_fraction, test_fraction)
+    sources = {
+        "primary": (primary_root, primary),
+        "harmful": (harmful_root, harmful),
+        "benign": (benign_root, benign),
+        "unseen": (unseen_root, unseen),
+    }
+    tasks: dict[str, ImageTask] = {}
+    for kind, (given, options) in sources.items():
+        roots = [given] if given is None or isinstance(given, str) else list(given)
+        if not any(roots) and not (options or {}).get("source"):
+            if kind in ("benign", "unseen"):
+                continue
+            raise ConfigError(f"dataset.{kind}_root is not set: give the folder of the images, a folder per class")
+        fractions = {"val_fraction": val_fraction, "test_fraction": test_fraction}
+        for role, root in zip(roles_of(kind, [Path(root or "").name for root in roots]), roots, strict=True):
+            tasks[role] = _open_task(kind, root, **(options or {}), **fractions, split_seed=split_seed)
+    _refuse_shared_classes(tasks)
+    reading = {"size": size, "crop_pct": crop_pct, "batch_size": batch_size, "workers": workers}
+    return ImagePair(
+        name, tasks, on_bad_image, augment, **reading, cache=cache, cache_limit=cache_limit, about=description(tasks)
+    )
+
+
+def _refuse_shared_classes(tasks: Mapping[str, ImageTask]) -> None:
+    """Raise ConfigError for a class folder of a further or unseen task that another task has too."""
+    if found := first_shared({role: task.folders for role, task in tasks.items()}):
+        one, other, folder = found
+        raise ConfigError(
+            f"dataset: class folder {folder} belongs to the {one} task and to the {other} task; give every task "
+            f"classes of its own, dataset.{kind_of(other)}.classes chooses them"
+        )
+
+
+def _open_task(
+    role: str,
+    root: str | None,
+    val_fraction: float,
+    test_fraction: float,
+    split_seed: int,
+    source: str = "",
+    train: str = "train",
+    test: str = "val",
+    classes: str | Sequence[str | int] | None = None,
+    crop: Crop | None = None,
+    outputs: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> ImageTask:
+    """The task of one root; `role` is its kind, as the keys of the configuration have it."""
+    check_value(f"dataset.{role}.crop", crop, Crop | None)
+    generator = torch.Generator().manual_seed(split_seed)
+    folder = None if root is None else Path(root).expanduser()
+    if source:
+        if classes is not None:
+            raise ConfigError(
+                f"dataset.{role}.classes chooses among class folders, and {source} has none; set it to null"
+            )
+        parts = {s: _open_source(role, source, folder, s, options or {}) for s in (train, test)}
+        names = tuple(map(str, getattr(getattr(parts[train], "reader", None), "class_to_idx", None) or ()))
+        identities = {s: f"{source} {folder} {s} {len(part)} {dict(options or {})}" for s, part in parts.items()}
+        sources = {s: f"{source}, split {s}" for s in parts}
+        labels, folders = None, ()
+    else:
+        places = _places(role, folder, train, test)
+        names = _chosen(f"dataset.{role}.classes", classes, _class_folders(places[train]))
+        parts = {s: _open_folder(place, names) for s, place in places.items()}
+        identities = {s: _fingerprint(part.reader) for s, part in parts.items()}
+        below = {s: Path(f"dataset.{role}_root") / place.relative_to(folder) for s, place in places.items()}
+        some = "" if classes is None else f", of dataset.{role}.classes alone"
+        sources = {
+            s: f"images below {place.as_posix()}{some}, in natural order of their paths" for s, place in below.items()
+        }
+        labels = torch.tensor([label for _, label in parts[train].reader.samples])
+        folders = tuple((places[train] / name).resolve() for name in names)
+    held_out = test in parts
+    strata = torch.zeros(len(parts[train]), dtype=torch.long) if labels is None else labels
+    rows = split_rows(strata, val_fraction, 0.0 if held_out else test_fraction, generator)
+    splits = {s: ImageSplit(parts[train], rows[s], identities[train], sources[train]) for s in SPLITS}
+    if held_out:
+        splits["test"] = ImageSplit(parts[test], None, identities[test], sources[test])
+    named = None if outputs is None else _read_outputs(Path(outputs).expanduser(), names)
+    part = "" if classes is None else f", {len(names)} classes"
+    return ImageTask(f"{source} {folder or ''}".strip() + part, names, splits, crop, named, folders)
+
+
+def _places(role: str, folder: Path, train: str, test: str) -> dict[str, Path]:
+    """The folders of class folders of the training split and, where there is one, of that held out."""
+    if not folder.is_dir():
+        raise DataError(f"dataset.{role}_root={folder}: there is no such folder")
+    training, testing = _find(folder, train), _find(folder, test)
+    if testing is None:
+        return {train: training or folder}
+    if training is None:
+        raise DataError(f"{folder} has {testing.name}/ but no {train}/; dataset.{role}.train names the folder")
+    unknown = sorted(set(_class_folders(testing)) - set(_class_folders(training)))
+    if unknown:
+        raise DataError(f"{testing}: class {unknown[0]} is not in {training}; the classes of both must agree")
+    return {train: training, test: testing}
+
+
+def _chosen(key: str, classes: str | Sequence[str | int] | None, folders: tuple[str, ...]) -> tuple[str, ...]:
+    """Some of the class `folders`: all for None, `a:b` of their order, or a list of names and places."""
+    check_value(key, classes, str | Sequence[str | int] | None)
+    if classes is None:
+        return folders
+    if isinstance(classes, str):
+        try:
+            chosen = list(folders[slice(*(int(end) if end else None for end in classes.split(":", 1)))])
+        except ValueError:
+            chosen = []
+        if ":" not in classes or not chosen:
+            raise ConfigError(f"{key}={classes} is no class of {len(folders)}: write a range such as 0:{len(folders)}")
+    else:
+        unknown = [one for one in classes if one not in (range(len(folders)) if isinstance(one, int) else folders)]
+        if unknown:
+            raise ConfigError(
+                f"{key}: {unknown[0]} is none of the {len(folders)} class folders, nor a place below that"
+            )
+        chosen = [folders[one] if isinstance(one, int) else one for one in classes]
+    if len(chosen) < 2 or len(set(chosen)) < len(chosen):
+        raise ConfigError(f"{key}={classes}: at least two different classes are needed")
+    return tuple(sorted(chosen))
+
+
+def _find(folder: Path, split: str) -> Path | None:
+    return next((folder / name for name in (split, *SYNONYMS.get(split, ())) if (folder / name).is_dir()), None)
+
+
+def _class_folders(folder: Path) -> tuple[str, ...]:
+    classes = tuple(sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != "."))
+    if not classes:
+        raise DataError(f"{folder} holds no folders: images are expected in one folder per class")
+    return classes
+
+
+def _open_folder(folder: Path, classes: tuple[str, ...]) -> Dataset:
+    from timm.data import create_dataset
+
+    index = {name: i for i, name in enumerate(classes)}
+    try:
+        dataset = create_dataset("", root=str(folder), search_split=False, class_map=index)
+    except RuntimeError as error:
+        raise DataError(f"{folder}: {error}") from error
+    present = {label for _, label in dataset.reader.samples}
+    for name in _class_folders(folder):
+        if name in index and index[name] not in present:
+            raise DataError(f"{folder / name}: the class folder is empty, it holds no image; add images or remove it")
+    return dataset
+
+
+def _open_source(role: str, source: str, folder: Path | None, split: str, options: Mapping[str, Any]) -> Dataset:
+    from timm.data import create_dataset
+
+    try:
+        return create_dataset(source, root=folder and str(folder), split=split, search_split=False, **options)
+    except ImportError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"dataset.{role}.source={source}: {reason}; install what it needs, or use a folder"
+        ) from error
+    except (AssertionError, OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"dataset.{role}.source={source}, split {split}, cannot be opened: {reason}") from error
+
+
+def _fingerprint(reader: Reader) -> str:
+    """A hash of the names, sizes and times of the files, which stands for their content."""
+    digest = hashlib.sha256()
+    for path, label in reader.samples:
+        status = Path(path).stat()
+        digest.update(f"{path}|{label}|{status.st_size}|{status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _read_outputs(path: Path, classes: tuple[str, ...]) -> tuple[int, ...]:
+    """The output of the model's head for every class: CSV with a column `index` and one that holds the folder names."""
+    try:
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        for column in rows[0]:
+            index = {row[column]: int(row["index"]) for row in rows}
+            if set(classes) <= set(index):
+                return tuple(index[name] for name in classes)
+    except (OSError, KeyError, ValueError, IndexError, csv.Error) as error:
+        raise DataError(f"{path}: a CSV with a column 'index' and one of class folders is needed ({error})") from error
+    raise DataError(f"{path}: no column names all {len(classes)} class folders, e.g. '{classes[0]}'")
