@@ -131,8 +131,10 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
                 kept = KeptCurves(run.path / ATTACKS, OmegaConf.to_container(config.attack, resolve=True), victim)
                 measures.merge(run_attacks(attacks, victim, kept))
     run.result.about = run.result.about | measures.about
-    for name, settings in measures.about.get("attackers", {}).items():
-        strict_json.write(run.path / settings_file(name), settings)
+    for role in pair.attacked:
+        found = measures.about.get("attackers" if role == "harmful" else f"attackers_{role}", {})
+        for name, settings in found.items():
+            strict_json.write(run.path / settings_file(name, role), settings)
     run.result.metrics, run.result.reasons = measures.metrics, measures.reasons
     run.result.curves, run.result.flags = measures.curves, measures.flags
     if facts:

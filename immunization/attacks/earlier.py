@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from immunization.attacks.base import AttackCurve
 from immunization.attacks.direct import ClosedFormProbe
@@ -68,22 +69,29 @@ class EarlierLayers(ImageProbe):
 
 @torch.no_grad()
 def pooled_outputs(network: Network, images: Tensor) -> dict[str, Tensor]:
-    """What each block of `network` makes of images, averaged over places or tokens: [N, channels], float64, by name."""
-    seen: dict[str, list[Tensor]] = {}
+    """What each block of `network` makes of images, averaged over places or tokens: [N, channels], float64, by name.
+
+    Blocks come in the order in which they run, one that runs several times with its last output. Those that give
+    anything else than a tensor with a row an image are left out.
+    """
+    seen: dict[str, Tensor] = {}
     last = getattr(network.whole.net, "output_fmt", "NCHW") == "NHWC"
-    hooks = [
-        module.register_forward_hook(
-            lambda _module, _inputs, x, name=name: seen.setdefault(name, []).append(pooled(x, last).double())
-        )
-        for name, module in network.blocks()
-    ]
+
+    def keep(name: str, _module: nn.Module, _inputs: object, x: object) -> None:
+        if isinstance(x, Tensor) and x.ndim in (2, 3, 4):
+            seen[name] = pooled(x, last).double()
+
+    hooks = [module.register_forward_hook(partial(keep, name)) for name, module in network.blocks()]
+    batches: list[dict[str, Tensor]] = []
     try:
         for part in images.split(BATCH):
+            seen.clear()
             network(part)
+            batches.append({name: x for name, x in seen.items() if len(x) == len(part)})
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: torch.cat(parts) for name, parts in seen.items()}
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
 def pooled(x: Tensor, channels_last: bool = False) -> Tensor:

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from joblib import cpu_count
+
 from immunization.errors import ConfigError, UserError
 from immunization.results.document import Places, parts, write
 from immunization.results.parts import Machine, Multirun, Section, read
@@ -61,7 +63,7 @@ class Work:
     def __init__(self, machine: Machine, multiruns: Sequence[Multirun]) -> None:
         self.machine, self.multiruns = machine, list(multiruns)
         self.launcher = ["launcher=joblib"] if importlib.util.find_spec("hydra_plugins.hydra_joblib_launcher") else []
-        self.cores = _cores() if self.launcher else 1
+        self.cores = cpu_count() if self.launcher else 1
         self.left = {run: run.missing() for run in self.multiruns}
         self.slower = machine.factor() if any(self.left.values()) else 1.0
         self.all = self.cpu(self.multiruns)
@@ -136,10 +138,6 @@ def clock(seconds: float) -> str:
     if minutes < 2:
         return f"about {max(1, round(seconds))} s"
     return f"about {minutes} min" if minutes < 60 else f"about {minutes // 60} h {minutes % 60} min"
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -18,9 +18,9 @@ MODEL_CARD = "model_card.md"
 CONFIG_OF_NET = "config.json"  # beside a net that was saved from Python
 
 
-def settings_file(attack: str) -> str:
-    """Settings that an attack found by searching; `replay` takes them."""
-    return f"attack_{attack}.json"
+def settings_file(attack: str, role: str = "harmful") -> str:
+    """Settings that an attack on a task found by searching; `replay` takes them."""
+    return f"attack_{attack}.json" if role == "harmful" else f"attack_{role}_{attack}.json"
 
 
 def weights_of(checkpoint: Path) -> Path:

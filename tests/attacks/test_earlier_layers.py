@@ -1,16 +1,19 @@
 """An attacker who cuts the net: a probe behind every block."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 from helpers.victims import classes, colored_pair, net_victim, victim_of
+from torch import nn
 from torch.testing import assert_close
 
 from immunization import run
 from immunization.attacks import EarlierLayers, RenewedStatistics, Victim, run_attacks
 from immunization.attacks.earlier import pooled, pooled_outputs
 from immunization.data.task import Split
+from immunization.models.chain import Network
 
 pytestmark = pytest.mark.trains
 
@@ -56,6 +59,31 @@ def test_the_output_of_the_last_block_is_what_other_probes_have(images):
     assert not any(module._forward_hooks for module in network.modules())
 
 
+class Odd(nn.Module):
+    """Its blocks run in another order than they are defined in, one twice, and one gives a tuple."""
+
+    class Pair(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), x
+
+    def __init__(self):
+        super().__init__()
+        self.second, self.first, self.pair = nn.Linear(3, 3), nn.Linear(3, 3), self.Pair(3, 3)
+
+    def forward_features(self, x):
+        return self.second(self.second(self.pair(self.first(x))[0]))
+
+    def forward_head(self, x, pre_logits):
+        return x
+
+
+def test_blocks_come_as_they_run_and_those_without_a_tensor_are_left_out():
+    network, x = Network(Odd(), "second", (3,)), torch.rand(70, 3)
+    outputs = pooled_outputs(network, x)
+    assert list(outputs) == ["first", "second"]
+    assert_close(outputs["second"], network(x).double())
+
+
 def test_pooling():
     x = torch.rand(2, 3, 4, 5)
     assert_close(pooled(x)[1, 2], x[1, 2].mean())
@@ -70,9 +98,13 @@ def test_a_linear_model_has_no_blocks():
 
 
 def test_it_says_where_it_cut(tmp_path):
-    """From the command line: the block stands in result.json."""
+    """From the command line: the block stands in result.json, and in a file for each task that was attacked."""
     options = ["experiment=digits_deep", "tracker=none", "figures=false", "evaluation=[]", "method=identity"]
-    result = run([*options, "attack=[earlier_layers]"], folder=tmp_path)
+    tasks = ["dataset.benign=null", "dataset.unseen=[7,8]"]
+    result = run([*options, *tasks, "attack=[earlier_layers]"], folder=tmp_path)
+    for kind in ("", "_unseen"):
+        file = tmp_path / f"attack{kind}_earlier_layers.json"
+        assert json.loads(file.read_text()) == result.about[f"attackers{kind}"]["earlier_layers"]
     found = result.about["attackers"]["earlier_layers"]
     assert found["immunized"] == found["baseline"]
     assert found["baseline"]["blocks"][found["baseline"]["block"]] == result.metrics["attack/earlier_layers/final"]
