@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import victims
 from helpers.matrices import gaussian, orthonormal
 from torch import Tensor
 
@@ -23,10 +24,7 @@ from immunization.attacks import (
     WhitenedProbe,
     run_attacks,
 )
-from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError
-from immunization.evaluation import Comparison
-from immunization.models import Linear
 from immunization.runs import files
 from immunization.runs.filenames import ATTACKS
 
@@ -45,13 +43,7 @@ run(sys.argv[2:], folder=sys.argv[1])
 def victim_of(theta: Tensor, noise: float = 0.0) -> Victim:
     """A linear model with the given theta [4, 4] on a regression whose targets are off by `noise`."""
     x = orthonormal(60, 4, seed=0)
-    y = x.sum(1) + noise * gaussian(60, seed=1)
-    task = Task("known", *(Split(x, y) for _ in range(3)))
-    pair = TaskPair("known", task, task)
-    model = Linear(pair)
-    start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
-    model.extractor.theta.data.copy_(theta)
-    return Victim(model, Comparison(pair, model), start)
+    return victims.victim_of(victims.regression(x, x.sum(1) + noise * gaussian(60, seed=1)), theta)
 
 
 @pytest.fixture
