@@ -68,12 +68,13 @@ class LogisticProbe(Attack):
         if not task.classes:
             raise Inapplicable("a regression has no classes: logistic regression does not apply")
         whitening = WhitenedProbe(samples=self.samples, precision=self.precision, seed=self.seed)
-        problem = whitening.problem(victim, stage)
+        features = whitening.features(victim, stage)
+        problem = whitening.problem(victim, features)
         basis = problem.vectors / problem.sigma
         rows, y = self.rows(task), task.train.y.cpu()
-        train = whitening.extract(victim, stage, "train")
+        train = features["train"]
         rows = torch.arange(len(train)) if rows is None else rows
-        scale = problem.test.norm() / victim.features(stage, "test", self.precision).norm()
+        scale = problem.test.norm() / features["test"].norm()
         train = (train[rows.to(train.device)] * scale) @ basis
         val, test, steps = [], [], []
         for strength in self.settings:
@@ -82,8 +83,8 @@ class LogisticProbe(Attack):
                 warnings.simplefilter("ignore", ConvergenceWarning)
                 model.fit(train.cpu().numpy(), y[rows].numpy())
             for split, scores in (("val", val), ("test", test)):
-                features = getattr(problem, split) @ basis
-                scores.append([model.score(features.cpu().numpy(), getattr(task, split).y.cpu().numpy())])
+                whitened = getattr(problem, split) @ basis
+                scores.append([model.score(whitened.cpu().numpy(), getattr(task, split).y.cpu().numpy())])
             steps.append(int(model.n_iter_.max()))
         val, test = (torch.tensor(scores, dtype=torch.float64) for scores in (val, test))
         curve = self.choose([1], torch.zeros(1), val, test, task.chance)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -19,28 +18,7 @@ BATCH = 64
 """Images of a batch."""
 
 
-class ImageProbe(ClosedFormProbe):
-    """Ridge regression on features that the attacker takes out of the net himself; a subclass sets `taken` in `run`."""
-
-    taken: Mapping[str, Tensor]
-    """Features [N, D] by split."""
-
-    def network(self, victim: Victim, stage: Stage) -> Network:
-        """The net to take them from. Raises Inapplicable."""
-        if stage == "start":
-            raise Inapplicable("the start of a deep net is its baseline")
-        return victim.network(stage, self.precision)
-
-    def images(self, victim: Victim) -> dict[str, Tensor]:
-        """What the net reads, by split. Raises Inapplicable where a split to measure on is empty."""
-        require_held_out(victim.task)
-        return {split: victim.images(split)[0] for split in SPLITS}
-
-    def extract(self, victim: Victim, stage: Stage, split: str) -> Tensor:
-        return self.taken[split]
-
-
-class EarlierLayers(ImageProbe):
+class EarlierLayers(ClosedFormProbe):
     """Ridge regression on the output of every block of the net, pooled; the block that is best on validation rows.
 
     What the last layers have lost stands in those before, and an attacker may cut the net wherever he likes. Blocks are
@@ -50,13 +28,12 @@ class EarlierLayers(ImageProbe):
     """
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
-        network = self.network(victim, stage)
-        features = {split: pooled_outputs(network, images) for split, images in self.images(victim).items()}
+        network = victim.network(stage, self.precision)
+        outputs = {split: pooled_outputs(network, images) for split, images in images_of(victim).items()}
         curves: dict[str, AttackCurve] = {}
-        for block in features["test"]:
-            self.taken = {split: outputs[block] for split, outputs in features.items()}
+        for block in outputs["test"]:
             try:
-                curves[block] = super().run(victim, stage)
+                curves[block] = self.probe(victim, {split: outputs[split][block] for split in SPLITS})
             except Inapplicable:  # a block whose output is the same for all images
                 continue
         if not curves:
@@ -65,6 +42,12 @@ class EarlierLayers(ImageProbe):
         reached = {block: curve.final for block, curve in curves.items()}
         curves[best].found = {"block": best, "ridge": curves[best].setting, "blocks": reached}
         return curves[best]
+
+
+def images_of(victim: Victim) -> dict[str, Tensor]:
+    """What the net reads, by split. Raises Inapplicable where a split to measure on is empty."""
+    require_held_out(victim.task)
+    return {split: victim.images(split)[0] for split in SPLITS}
 
 
 @torch.no_grad()

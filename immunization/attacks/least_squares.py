@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from immunization.attacks.base import Attack, AttackCurve, step_grid
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
 from immunization.checks import AtLeastOne, checked
-from immunization.data.task import Task
+from immunization.data.task import SPLITS, Task
 from immunization.errors import DegenerateSpectrum
 from immunization.theory import spectrum
 from immunization.theory.probe import Probe
@@ -152,7 +152,16 @@ class ProbeAttack(Attack):
         self.scaling = scaling
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
-        problem = self.problem(victim, stage)
+        return self.probe(victim, self.features(victim, stage))
+
+    def features(self, victim: Victim, stage: Stage) -> dict[str, Tensor]:
+        """Features [N, D] by split as the attacker extracts them. Raises Inapplicable."""
+        require_held_out(victim.task)
+        return {split: victim.features(stage, split, self.precision) for split in SPLITS}
+
+    def probe(self, victim: Victim, features: Mapping[str, Tensor]) -> AttackCurve:
+        """What a head on these features reaches."""
+        problem = self.problem(victim, features)
         grid = step_grid(self.steps)
         curves = ProbeCurves(problem, grid, len(self.settings))
         self.descend(problem, curves)
@@ -168,13 +177,11 @@ class ProbeAttack(Attack):
             kappa=self.condition_number(problem),
         )
 
-    def problem(self, victim: Victim, stage: Stage) -> LeastSquares:
+    def problem(self, victim: Victim, features: Mapping[str, Tensor]) -> LeastSquares:
         """What this attacker learns from: features as he prepares them, and what they cost."""
         task = victim.task
-        require_held_out(task)
         rows = self.rows(task)
-        train, val, test = (self.extract(victim, stage, split) for split in ("train", "val", "test"))
-        y = task.train.y
+        (train, val, test), y = (features[split] for split in SPLITS), task.train.y
         if rows is not None:
             train, y = train[rows.to(train.device)], y[rows.to(y.device)]
         flops = victim.flops_per_row() * len(train)
@@ -185,10 +192,6 @@ class ProbeAttack(Attack):
             train, val, test = ((part - mean) / size for part in (train, val, test))
             flops += 4.0 * train.numel()
         return LeastSquares.of(task, train, y, val, test, flops)
-
-    def extract(self, victim: Victim, stage: Stage, split: str) -> Tensor:
-        """Features [N, D] of one split as the attacker extracts them."""
-        return victim.features(stage, split, self.precision)
 
     def condition_number(self, problem: LeastSquares) -> float:
         """kappa of the Hessian that is descended."""

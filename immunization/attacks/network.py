@@ -100,8 +100,6 @@ class FineTune(Attack):
         return victim.network(stage, self.precision)
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
-        if stage == "start":
-            raise Inapplicable("the start of a deep net is its baseline")
         self.network(victim, "baseline")  # Inapplicable where there is no net
         rows = self.rows(victim.task)
         splits = {"train": victim.images("train", None if rows is None else tuple(rows.tolist()))}

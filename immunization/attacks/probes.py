@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
@@ -52,8 +52,8 @@ class WhitenedProbe(ProbeAttack):
     ) -> None:
         super().__init__(steps, ridges, "none", samples, precision, seed)
 
-    def problem(self, victim: Victim, stage: Stage) -> LeastSquares:
-        problem = super().problem(victim, stage)
+    def problem(self, victim: Victim, features: Mapping[str, Tensor]) -> LeastSquares:
+        problem = super().problem(victim, features)
         problem.flops += decomposition_flops(problem)
         return problem
 
@@ -252,8 +252,8 @@ class Undo(LinearProbe):
         super().__init__(steps, "none", samples, precision, seed)
         self.how = how
 
-    def problem(self, victim: Victim, stage: Stage) -> LeastSquares:
-        problem, d = super().problem(victim, stage), victim.task.dim
+    def problem(self, victim: Victim, features: Mapping[str, Tensor]) -> LeastSquares:
+        problem, d = super().problem(victim, features), victim.task.dim
         rows = (
             sum(len(victim.comparison.tasks[role].train) for role in ("primary", victim.role))
             if self.how == "relearn"
@@ -262,9 +262,9 @@ class Undo(LinearProbe):
         problem.flops += svd_flops(rows, d)
         return problem
 
-    def extract(self, victim: Victim, stage: Stage, split: str) -> Tensor:
-        features = super().extract(victim, stage, split)
-        return features @ self._inverse(victim, stage)
+    def features(self, victim: Victim, stage: Stage) -> dict[str, Tensor]:
+        features, inverse = super().features(victim, stage), self._inverse(victim, stage)
+        return {split: x @ inverse for split, x in features.items()}
 
     def _inverse(self, victim: Victim, stage: Stage) -> Tensor:
         if self.how == "strip":

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from immunization.attacks.base import AttackCurve
-from immunization.attacks.earlier import BATCH, ImageProbe
+from immunization.attacks.direct import ClosedFormProbe
+from immunization.attacks.earlier import BATCH, images_of
 from immunization.attacks.tuning import NORMS
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 
 
-class RenewedStatistics(ImageProbe):
+class RenewedStatistics(ClosedFormProbe):
     """Ridge regression on features of the net whose BatchNorm has mean and variance of the attacker's training images.
 
     An immunization that stands in these statistics alone, or that only held with those of theta_0, does not hold here.
@@ -23,19 +24,19 @@ class RenewedStatistics(ImageProbe):
     """
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
-        network = self.network(victim, stage)
+        network = victim.network(stage, self.precision)
         if not any(isinstance(module, NORMS) for module in network.modules()):
             raise Inapplicable("the net has no BatchNorm whose statistics could be renewed")
-        images = self.images(victim)
+        images = images_of(victim)
         rows = self.rows(victim.task)
         own = images["train"] if rows is None else images["train"][rows.to(images["train"].device)]
         batches = own.tensor_split(math.ceil(len(own) / BATCH))  # none of one image, which may have no variance
         renew(network, batches)
         with torch.no_grad():
-            self.taken = {
+            features = {
                 split: torch.cat([network(part).double() for part in x.split(BATCH)]) for split, x in images.items()
             }
-        curve = super().run(victim, stage)
+        curve = self.probe(victim, features)
         curve.flops = curve.flops + victim.flops_per_row() * len(own)
         return curve
 
