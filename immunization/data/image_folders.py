@@ -69,7 +69,7 @@ def image_folders(
     }
     tasks: dict[str, ImageTask] = {}
     for kind, (given, options) in sources.items():
-        roots = [given] if given is None or isinstance(given, str) else list(given)
+        roots = [given] if given is None or isinstance(given, str) else list(given) or [None]
         if not any(roots) and not (options or {}).get("source"):
             if kind in ("benign", "unseen"):
                 continue

@@ -169,6 +169,8 @@ def test_several_roots(folder, primary, tmp_path):
     assert list(pair.tasks) == ["primary", "harmful", "harmful_other"]
     with pytest.raises(ConfigError, match=r"class folder .* belongs to the harmful task and to the harmful_"):
         image_folders(primary, [folder, folder], cache=None)
+    with pytest.raises(ConfigError, match=r"dataset\.harmful_root is not set"):
+        image_folders(primary, [], cache=None)
 
 
 @pytest.mark.parametrize(
