@@ -11,6 +11,9 @@ from immunization.results.plot import INK, MARKERS, PALETTE, Plot, fit_log, inke
 LINE, LETTER = 0.24, 0.08
 """Inches between two labels, and that a letter of them takes."""
 
+NARROW = 0.01
+"""Of the primary measure, to both sides of none lost, the figure shows at least so much: less is rounding."""
+
 
 @dataclass(frozen=True)
 class Point:
@@ -36,7 +39,7 @@ def resistance(points: Sequence[Point], name: str, title: str) -> Plot:
             color, marker = PALETTE[place % len(PALETTE)], MARKERS[(place + place // len(PALETTE)) % len(MARKERS)]
             ax.plot([point.price], [y], marker, color=color, markersize=8, markeredgecolor=INK, markeredgewidth=0.6)
             share = (rank + 0.5) / len(ranked)
-            arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.8, "shrinkB": 4}
+            arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.8, "shrinkB": 4, "relpos": (0, 0.5)}
             ax.annotate(
                 _label(point),
                 (point.price, y),
@@ -53,6 +56,9 @@ def resistance(points: Sequence[Point], name: str, title: str) -> Plot:
         ax.axvline(0, color=INK, linewidth=0.6, alpha=0.5)
         ax.set(xlabel="lost on the primary task", ylabel="cost of the cheapest attack / baseline's")
         ax.margins(x=0.1)
+        left, right = ax.get_xlim()
+        ax.set_xlim(min(left, -NARROW), max(right, NARROW))
+        ax.locator_params(axis="x", nbins=5)
         figure.suptitle(title, fontsize=10, x=0.02, ha="left", y=0.98)
     caption = (
         "Harm resisted against price: operations of the cheapest attack that learns the harmful task over the "
