@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from immunization.theory.together import eigendecompositions
 
 CLOSE = 1e-4
 """Relative step-weighted gap of two eigenvalues below which a derivative replaces their difference quotient."""
@@ -22,8 +26,9 @@ class _Residuals(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, factor: Tensor, coefficients: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-        eigenvalues, u = torch.linalg.eigh(factor @ factor.T)
+    def forward(
+        ctx, factor: Tensor, coefficients: Tensor, steps: Tensor, eigenvalues: Tensor, u: Tensor
+    ) -> tuple[Tensor, Tensor]:
         decay = 1 - (eigenvalues / eigenvalues[-1]).clamp(min=0)
         c = u.T @ coefficients
         ctx.save_for_backward(factor, eigenvalues[-1], u, decay, c, steps)
@@ -33,7 +38,7 @@ class _Residuals(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, of_residual: Tensor, of_expected: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, of_residual: Tensor, of_expected: Tensor) -> tuple[Tensor | None, ...]:
         factor, largest, u, decay, c, steps = ctx.saved_tensors
         gap = decay[:, None] - decay
         distance, smaller = gap.abs(), torch.minimum(decay[:, None], decay)
@@ -51,7 +56,7 @@ class _Residuals(torch.autograd.Function):
         gradient.diagonal().sub_(slopes)
         # mu = eigenvalues / largest, and the largest has the gradient u_1 u_1^T of its own
         gradient[-1, -1] -= gradient.diagonal() @ (1 - decay)
-        return 2 / largest * u @ (gradient @ (u.T @ factor)), None, None
+        return 2 / largest * u @ (gradient @ (u.T @ factor)), None, None, None, None
 
 
 def residuals(factor: Tensor, coefficients: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,13 +68,24 @@ def residuals(factor: Tensor, coefficients: Tensor, steps: Tensor) -> tuple[Tens
     [T]. Both ignore the scale of F, and H may be singular. It costs one eigendecomposition of F F^T forward and a few
     products of m x m matrices backward (docs/performance.md).
     """
-    return _Residuals.apply(factor, coefficients, steps.to(factor))
+    return residuals_of([(factor, coefficients)], steps)[0]
 
 
-def excess_curves(factor: Tensor, coefficients: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-    """||F w_t - c||^2 [T], summed over the C outputs, and its mean over random c [T]; arguments as in `residuals`.
+def residuals_of(probes: Sequence[tuple[Tensor, Tensor]], steps: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """`residuals` of several probes (F, c), whose eigendecompositions a GPU is waited for once."""
+    pairs = eigendecompositions(*(f.detach() @ f.detach().T for f, _ in probes))
+    return [_Residuals.apply(f, c, steps.to(f), *pair) for (f, c), pair in zip(probes, pairs, strict=True)]
+
+
+def excess(residual: Tensor) -> Tensor:
+    """||F w_t - c||^2 [T], summed over the C outputs.
 
     Where F has rank m it is the excess loss; elsewhere it is that plus a constant, the part of c that no w reaches.
     """
+    return residual.square().sum((1, 2))
+
+
+def excess_curves(factor: Tensor, coefficients: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+    """`excess` [T], and its mean over random c [T]; arguments as in `residuals`."""
     residual, expected = residuals(factor, coefficients, steps)
-    return residual.square().sum((1, 2)), expected
+    return excess(residual), expected

@@ -15,9 +15,10 @@ from immunization.errors import ConfigError
 from immunization.evaluation import Comparison, LearningCurves, PrimaryPerformance
 from immunization.evaluation.rir import condition_ratios
 from immunization.methods import LearningCurve
-from immunization.methods.learning_curve import excess_curves, horizons
+from immunization.methods.learning_curve import horizons
 from immunization.methods.linear_map import generalizing_step, probe_of_inputs
 from immunization.models import Linear
+from immunization.theory.learning_curve import excess_curves
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
 
