@@ -24,7 +24,7 @@ from immunization.methods.linear_map import (
 )
 from immunization.models import Batch, Model
 from immunization.theory.condition_bound import nearest_bounded
-from immunization.theory.learning_curve import excess, residuals_of
+from immunization.theory.learning_curve import excess, residuals
 from immunization.theory.probe import Probe
 
 MAX_OCTAVES = 40
@@ -172,7 +172,7 @@ class LearningCurve(Method):
     def _residuals(self, *probes: Probe) -> list[tuple[Tensor, Tensor]]:
         """Of probes behind theta, over the grid: residuals [T, k, C], and the curve of random labels [T]."""
         theta = self.theta.double()
-        return residuals_of([(probe.root @ theta, probe.coefficients) for probe in probes], self.grid)
+        return residuals([(probe.root @ theta, probe.coefficients) for probe in probes], self.grid)
 
     @torch.no_grad()
     def score(self, model: Model) -> float:

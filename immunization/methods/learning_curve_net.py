@@ -11,7 +11,7 @@ from immunization.data.task import TaskPair
 from immunization.methods.base import Combine, Method
 from immunization.methods.learning_curve import horizons
 from immunization.models import Batch, Model
-from immunization.theory.learning_curve import excess, residuals_of
+from immunization.theory.learning_curve import excess, residuals
 
 
 class LearningCurveNet(Method):
@@ -52,7 +52,7 @@ class LearningCurveNet(Method):
             (features.double(), self.pair.primary.targets(primary.y)),
             (model.training_features(harmful.x).double(), self.pair.harmful.targets(harmful.y)),
         ]
-        (left_p, random), (left_h, _) = residuals_of(probes, self.grid)
+        (left_p, random), (left_h, _) = residuals(probes, self.grid)
         excess_p, excess_h = (
             excess(left).mean() / targets.square().sum()
             for left, (_, targets) in zip((left_p, left_h), probes, strict=True)

@@ -59,20 +59,16 @@ class _Residuals(torch.autograd.Function):
         return 2 / largest * u @ (gradient @ (u.T @ factor)), None, None, None, None
 
 
-def residuals(factor: Tensor, coefficients: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-    """Residuals of the l2 probe after `steps` [T] of gradient descent, exact and differentiable in `factor`.
+def residuals(probes: Sequence[tuple[Tensor, Tensor]], steps: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Residuals of l2 probes after `steps` [T] of gradient descent, exact and differentiable in their factors.
 
-    `factor` F [m, D] and `coefficients` c [m, C] stand for features and targets of any number of rows, as H = F^T F and
-    b = F^T c do: e.g. R A and Q^T Y of features Q R behind a map A. Step size 1/lambda_1(H), w_0 = 0, no bias. Returns
-    c - F w_t [T, m, C] and the mean of its square over random c of unit length, 1/m sum_i (1 - lambda_i / lambda_1)^2t
-    [T]. Both ignore the scale of F, and H may be singular. It costs one eigendecomposition of F F^T forward and a few
-    products of m x m matrices backward (docs/performance.md).
+    Of each probe (F, c), `factor` F [m, D] and `coefficients` c [m, C] stand for features and targets of any number of
+    rows, as H = F^T F and b = F^T c do: e.g. R A and Q^T Y of features Q R behind a map A. Step size 1/lambda_1(H),
+    w_0 = 0, no bias. Returns c - F w_t [T, m, C] and the mean of its square over random c of unit length,
+    1/m sum_i (1 - lambda_i / lambda_1)^2t [T]. Both ignore the scale of F, and H may be singular. Each costs one
+    eigendecomposition of F F^T forward, for all of which a GPU is waited for once, and a few products of m x m matrices
+    backward (docs/performance.md).
     """
-    return residuals_of([(factor, coefficients)], steps)[0]
-
-
-def residuals_of(probes: Sequence[tuple[Tensor, Tensor]], steps: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """`residuals` of several probes (F, c), whose eigendecompositions a GPU is waited for once."""
     pairs = eigendecompositions(*(f.detach() @ f.detach().T for f, _ in probes))
     return [_Residuals.apply(f, c, steps.to(f), *pair) for (f, c), pair in zip(probes, pairs, strict=True)]
 
@@ -83,9 +79,3 @@ def excess(residual: Tensor) -> Tensor:
     Where F has rank m it is the excess loss; elsewhere it is that plus a constant, the part of c that no w reaches.
     """
     return residual.square().sum((1, 2))
-
-
-def excess_curves(factor: Tensor, coefficients: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-    """`excess` [T], and its mean over random c [T]; arguments as in `residuals`."""
-    residual, expected = residuals(factor, coefficients, steps)
-    return excess(residual), expected

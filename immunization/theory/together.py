@@ -22,16 +22,6 @@ class Pending(NamedTuple, Generic[T]):
         """`function` of this result, a tuple."""
         return Pending(self.wanted, lambda *near: function(*self.finish(*near)))
 
-    def after(self, check: Pending[None]) -> Pending[T]:
-        """The same once `check` has raised nothing."""
-        count = len(check.wanted)
-
-        def finish(*near: Tensor) -> T:
-            check.finish(*near[:count])
-            return self.finish(*near[count:])
-
-        return Pending(check.wanted + self.wanted, finish)
-
 
 NOTHING: Pending[None] = Pending((), lambda: None)
 
@@ -40,6 +30,20 @@ def completed(*pending: Pending[Any]) -> list[Any]:
     """All results, for which a GPU copies what they want at once; on a CPU there is nothing to copy."""
     near = _on_cpu([tensor for one in pending for tensor in one.wanted])
     return [one.finish(*(next(near) for _ in one.wanted)) for one in pending]
+
+
+def checked(found: T | Pending[T], check: Pending[None]) -> T | Pending[T]:
+    """`found` once `check` has raised nothing: later where it is pending, else at once."""
+    if not isinstance(found, Pending):
+        completed(check)
+        return found
+    count = len(check.wanted)
+
+    def finish(*near: Tensor) -> T:
+        check.finish(*near[:count])
+        return found.finish(*near[count:])
+
+    return Pending(check.wanted + found.wanted, finish)
 
 
 def _on_cpu(tensors: list[Tensor]) -> Iterator[Tensor]:

@@ -86,3 +86,9 @@ def test_waits_a_step(tmp_path, cache, method):
     """The median: epochs end in measures of all rows."""
     options = [*SHORT, cache, f"method={method}", "method.batch_size=32", "method.epochs=2"]
     assert median(waits_of_steps(options, tmp_path)) == WAITS[method]
+
+
+@pytest.mark.slow
+def test_batches_of_images_are_not_waited_for(tmp_path, folders):
+    options = ["dataset.cache_limit=0", f"dataset.cache={tmp_path / 'cache'}", "method.batch_size=4"]
+    assert median(waits_of_steps([*FOLDERS, *roots(folders), *options], tmp_path)) == WAITS["condition_number"]

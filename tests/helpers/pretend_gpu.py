@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -229,19 +228,19 @@ class _Calls(TorchFunctionMode):
 @contextlib.contextmanager
 def pretended_gpu(devices: int = 1) -> Iterator[Counter]:
     """Inside, this machine has a GPU (or says that it has several); gives what is counted, see `_count`."""
-    calls, operations = _Calls(), _Operations()
+    calls, operations, kinds = _Calls(), _Operations(), [*optimizer._foreach_supported_types, GpuTensor]
     operations.where = seen, generator = Counter(), torch.Generator()
     facts = {"is_available": True, "is_initialized": True, "device_count": devices, "current_device": 0}
     facts |= {"set_device": None, "_lazy_init": None, "synchronize": None, "get_device_name": "pretended GPU"}
-    facts |= {"mem_get_info": (2**33, 2**33), "get_device_properties": SimpleNamespace(total_memory=2**33)}
+    facts |= {"mem_get_info": (2**33, 2**33), "get_device_properties": mock.Mock(total_memory=2**33)}
     patches = {name: lambda *_, fact=fact, **__: fact for name, fact in facts.items()}
     patches |= dict.fromkeys(["manual_seed", "manual_seed_all"], generator.manual_seed)
     patches |= {"get_rng_state_all": lambda: [generator.get_state()], "get_rng_state": lambda *_: generator.get_state()}
     patches |= {"set_rng_state": lambda state, *_: generator.set_state(state)}
-    kinds = [*optimizer._foreach_supported_types, GpuTensor]
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(torch.cuda, **patches))
         stack.enter_context(mock.patch.object(torch, "autocast", calls.autocast))
+        stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda held, *_: held))
         stack.enter_context(mock.patch.object(optimizer, "_foreach_supported_types", kinds))
         for name in ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"):  # by torch's age
             stack.enter_context(mock.patch.object(optimizer.Optimizer, name, create=True))
