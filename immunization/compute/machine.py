@@ -78,6 +78,13 @@ def memory(device: torch.device) -> float:
         return math.inf
 
 
+def cores() -> int:
+    """Processor cores that this process may use: its share of those of its machine, where torchrun started several."""
+    from joblib import cpu_count  # knows what a container may use
+
+    return max(1, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
 def set_threads(number: int) -> None:
     """Threads of torch and of the BLAS that numpy and scipy bring, which does not ask torch for its number."""
     torch.set_num_threads(number)

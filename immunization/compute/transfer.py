@@ -5,12 +5,34 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from immunization.compute.machine import cores
+
 SHARE = 0.25
 """Of a GPU's free memory, what is kept there for good may take so much."""
+
+FEW_IMAGES = 256
+"""Fewer are read before processes that read them have started."""
+
+
+def reading(
+    device: torch.device, images: int, workers: int | None = None, drawn: bool = False, loaders: int = 1
+) -> dict[str, Any]:
+    """Options of a DataLoader over `images` images for a net on `device`; `loaders`: how many are read side by side.
+
+    A GPU gets batches in pinned memory, from which they are copied while it works. `workers` processes read; None: for
+    a CPU, whose cores the net takes, none, for a GPU as many as there are cores for all loaders, but none for few
+    images, or where images are `drawn` at random: every process draws numbers of its own, and the training would
+    depend on the number of cores. Processes end with their pass: those of a loader that keeps them shuffle later passes
+    by other numbers than a resumed run would, and to start them takes less than any pass.
+    """
+    if workers is None:
+        workers = 0 if device.type == "cpu" or drawn or images < FEW_IMAGES else cores() // loaders
+    return {"num_workers": workers, "pin_memory": device.type == "cuda", "persistent_workers": False}
 
 
 def room(device: torch.device, most: float = math.inf) -> float:

@@ -51,7 +51,7 @@ def image_folders(
     size: AtLeastOne | None = None,
     crop_pct: Share | None = None,
     batch_size: AtLeastOne = 64,
-    workers: Count = 0,
+    workers: Count | None = None,
     cache: str | None = "~/.cache/immunization/activations",
     cache_limit: NonNegative = 20.0,
     name: str = "image_folders",

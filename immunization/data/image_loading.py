@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from immunization.compute.transfer import reading
 from immunization.data.images import ImagePair, ImageSplit
 
 
@@ -62,13 +63,19 @@ def collate(items: list[tuple[Tensor, int] | str]) -> tuple[Tensor, Tensor, list
     return images, labels, [item for item in items if isinstance(item, str)]
 
 
-def create_loader(pair: ImagePair, split: ImageSplit, config: Mapping[str, Any], **options: Any) -> Any:
-    """timm's loader over one split with a model's data config; batches are as `collate` makes them."""
+def create_loader(
+    pair: ImagePair, split: ImageSplit, config: Mapping[str, Any], loaders: int = 1, **options: Any
+) -> Any:
+    """timm's loader over one split with a model's data config; batches are as `collate` makes them.
+
+    `loaders`: how many are read side by side, and share the cores (`transfer.reading`).
+    """
     from timm.data import create_loader as timm_loader
 
     streamed = isinstance(split.dataset, torch.utils.data.IterableDataset)
     dataset = ReadableStream(split) if streamed else Readable(split)
-    defaults = {"batch_size": pair.batch_size, "num_workers": 0 if streamed else pair.workers}
-    return timm_loader(
-        dataset, **config, **(defaults | options), use_prefetcher=False, persistent_workers=False, collate_fn=collate
-    )
+    drawn = pair.augment and options.get("is_training", False)
+    images, workers = (0, 0) if streamed else (len(split), pair.workers)  # a stream is read in order
+    how = reading(torch.device(pair.device), images, workers, drawn, loaders)
+    options = {"batch_size": pair.batch_size, **how, **options}
+    return timm_loader(dataset, **config, **options, use_prefetcher=False, collate_fn=collate)

@@ -77,7 +77,7 @@ class ImagePair:
     size: int | None = None
     crop_pct: float | None = None
     batch_size: int = 64
-    workers: int = 0
+    workers: int | None = 0
     cache: str | None = "~/.cache/immunization/activations"
     cache_limit: float = 20.0
     about: dict[str, object] = field(default_factory=dict)

@@ -25,6 +25,7 @@ from immunization.theory.regularizers import (
     scalar,
     with_gradients,
 )
+from immunization.theory.together import completed
 
 
 class ConditionNumber(Method):
@@ -77,10 +78,12 @@ class ConditionNumber(Method):
             return self._by_hand(model, primary, harmful)
         logits, features = model.outputs(primary)
         loss = self.pair.primary.loss(logits, primary.y, self.smoothing)
-        r_well = partial(r_well_of_features, rank=self.rank_of_r_well(primary), power=self.power)
-        r_ill = partial(r_ill_of_features, rank=self.rank_of_r_ill(harmful))
-        well = model.hessian_term(r_well, primary, **self.preconditioner_P, features=features)
-        ill = model.hessian_term(r_ill, harmful, **self.preconditioner_H)
+        r_well = partial(r_well_of_features.later, rank=self.rank_of_r_well(primary), power=self.power)
+        r_ill = partial(r_ill_of_features.later, rank=self.rank_of_r_ill(harmful))
+        well, ill = completed(
+            model.hessian_term(r_well, primary, **self.preconditioner_P, features=features),
+            model.hessian_term(r_ill, harmful, **self.preconditioner_H),
+        )
         if self.scale_P is None:
             self._balance(model, loss, well, ill)
         weight_P, weight_H = self.lambda_P * self.scale_P, self.lambda_H * self.scale_H
@@ -106,8 +109,10 @@ class ConditionNumber(Method):
             (residual,) = torch.autograd.grad(self.task_weight * loss, logits)
         r_well = partial(r_well_slope, rank=self.rank_of_r_well(primary), power=self.power, weight=2 * weight_P)
         r_ill = partial(r_ill_slope, rank=self.rank_of_r_ill(harmful), weight=2 * weight_H)
-        well, slope = hessian_slope(triangular_product(primary.root, theta).double(), r_well)
-        ill, slope_H = hessian_slope(triangular_product(harmful.root, theta).double(), r_ill)
+        (well, slope), (ill, slope_H) = completed(
+            hessian_slope.later(triangular_product(primary.root, theta).double(), r_well),
+            hessian_slope.later(triangular_product(harmful.root, theta).double(), r_ill),
+        )
         correlation = primary.x.mT @ residual
         of_theta = torch.addmm((correlation @ omega).double(), theta.double(), slope.add_(slope_H)).to(theta.dtype)
         total = (self.task_weight * loss + weight_P * well + weight_H * ill).to(loss.dtype)
@@ -162,7 +167,8 @@ class RIllOnly(Method):
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         rank = harmful.x.shape[1] if self.full_rank else harmful.rank
-        ill = model.hessian_term(partial(r_ill_of_features, rank=rank), harmful, **self.preconditioner)
+        r_ill = partial(r_ill_of_features.later, rank=rank)
+        (ill,) = completed(model.hessian_term(r_ill, harmful, **self.preconditioner))
         if self.scale is None:
             self.scale = 1 / ill.item()
         return {"loss": self.scale * ill, "r_ill": ill}

@@ -81,7 +81,7 @@ class Encoderlock(AgainstHead):
             "loss": with_gradients(total.detach(), masked | of_omega),
             "task_loss": loss.detach(),
             "harmful_loss": harmful_loss.detach(),
-            "weights": total.new_tensor(sum(mask.sum().item() for mask in self.masks.values())),
+            "weights": torch.stack([mask.sum() for mask in self.masks.values()]).sum().to(total),
         }
 
     def _renew_attacker(self, model: Model) -> None:

@@ -24,7 +24,7 @@ from immunization.methods.linear_map import (
 )
 from immunization.models import Batch, Model
 from immunization.theory.condition_bound import nearest_bounded
-from immunization.theory.learning_curve import excess_curves, residuals
+from immunization.theory.learning_curve import excess, residuals
 from immunization.theory.probe import Probe
 
 MAX_OCTAVES = 40
@@ -148,9 +148,14 @@ class LearningCurve(Method):
             self.flags["no_early_stopping"] = "method.patience is without effect: a task has no validation rows"
 
     def step(self, model: Model, primary: Batch, *harmful: Batch) -> dict[str, Tensor]:
-        residual, expected = self._residuals(self.primary)
+        probes = [self.primary, *(probe for _, probe in self.attackers)]
+        (residual, random), *attacked = self._residuals(*probes)
         excess_p = (self.weights * (residual[: len(self.aim)] - self.aim).square()).sum((1, 2)).mean()
-        excesses = torch.stack([self._excess(probe) for _, probe in self.attackers])
+        harmful_curves = (
+            excess(left).mean() / probe.coefficients.square().sum()  # relative to that of w = 0
+            for (left, _), probe in zip(attacked, probes[1:], strict=True)
+        )
+        excesses, expected = torch.stack(list(harmful_curves)), random.mean()
         if self.combine == "worst":
             excess_h = excesses.view(len(self.pair.harmful_tasks), -1).mean(1).min()
         else:
@@ -164,21 +169,16 @@ class LearningCurve(Method):
             self.theta.copy_(nearest_bounded(self.theta.double(), self.bound))
         return super().epoch_end(model, epoch)
 
-    def _residuals(self, inputs: Probe) -> tuple[Tensor, Tensor]:
-        """Of a probe behind theta [T, k, C], and the mean over the grid of the curve of random labels."""
-        residual, expected = residuals(inputs.root @ self.theta.double(), inputs.coefficients, self.grid)
-        return residual, expected.mean()
-
-    def _excess(self, inputs: Probe) -> Tensor:
-        """Mean over the grid of the excess loss of a probe behind theta, relative to that of w = 0."""
-        excess, _ = excess_curves(inputs.root @ self.theta.double(), inputs.coefficients, self.grid)
-        return excess.mean() / inputs.coefficients.square().sum()
+    def _residuals(self, *probes: Probe) -> list[tuple[Tensor, Tensor]]:
+        """Of probes behind theta, over the grid: residuals [T, k, C], and the curve of random labels [T]."""
+        theta = self.theta.double()
+        return residuals([(probe.root @ theta, probe.coefficients) for probe in probes], self.grid)
 
     @torch.no_grad()
     def score(self, model: Model) -> float:
         learned = max(self._held_out(task, probe) for task, probe in self.attackers)
         gap = self._held_out(self.pair.primary, self.primary) - learned
-        return gap - self.benign_weight * self._residuals(self.primary)[1].item()
+        return gap - self.benign_weight * self._residuals(self.primary)[0][1].mean().item()
 
     def _held_out(self, task: Task, inputs: Probe) -> float:
         """Measure on the validation split, mean over the grid; from 0 at chance or worse to 1."""

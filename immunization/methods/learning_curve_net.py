@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from immunization.checks import AtLeastTwo, Count, Fraction, NonNegative, checked
-from immunization.data.task import Task, TaskPair
+from immunization.data.task import TaskPair
 from immunization.methods.base import Combine, Method
-from immunization.methods.learning_curve import excess_curves, horizons
+from immunization.methods.learning_curve import horizons
 from immunization.models import Batch, Model
+from immunization.theory.learning_curve import excess, residuals
 
 
 class LearningCurveNet(Method):
@@ -47,13 +48,16 @@ class LearningCurveNet(Method):
         logits, features = model.outputs(primary)
         loss = self.pair.primary.loss(logits, primary.y, self.smoothing)
         features = model.training_features(primary.x) if features is None else features
-        excess_p, random = self._curves(self.pair.primary, features, primary.y)
-        excess_h, _ = self._curves(self.pair.harmful, model.training_features(harmful.x), harmful.y)
+        probes = [
+            (features.double(), self.pair.primary.targets(primary.y)),
+            (model.training_features(harmful.x).double(), self.pair.harmful.targets(harmful.y)),
+        ]
+        (left_p, random), (left_h, _) = residuals(probes, self.grid)
+        excess_p, excess_h = (
+            excess(left).mean() / targets.square().sum()
+            for left, (_, targets) in zip((left_p, left_h), probes, strict=True)
+        )
+        random = random.mean()
         curves = self.lambda_P * excess_p - self.lambda_H * excess_h + self.benign_weight * random
         terms = {"excess_primary": excess_p, "excess_harmful": excess_h, "excess_random": random}
         return {"loss": loss + self.weight * curves, "task_loss": loss, **terms}
-
-    def _curves(self, task: Task, features: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        targets = task.targets(y)
-        excess, random = excess_curves(features.double(), targets, self.grid)
-        return excess.mean() / targets.square().sum(), random.mean()

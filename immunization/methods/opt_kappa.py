@@ -17,11 +17,11 @@ from immunization.models.base import Batch, Model, Regularizer
 from immunization.theory import spectrum
 from immunization.theory.preconditioning import Precondition
 from immunization.theory.regularizers import (
-    factors_on_cpu,
     log_authors_condition_number,
     log_condition_number,
     relative_log_condition_slope,
 )
+from immunization.theory.together import Pending, completed
 
 SMOOTH = 8
 """The power of `form="log"` where none is given."""
@@ -92,9 +92,9 @@ class OptKappa(Method):
         if self.multiplicative:
             return self._multiply(model, primary, harmful)
         logits, features = model.outputs(primary) if self.task_weight else (None, None)
-        log_p, log_h = (
-            model.hessian_term(self._log_kappa(batch), batch, **self.preconditioner, features=given)
-            for batch, given in ((primary, features), (harmful, None))
+        log_p, log_h = completed(
+            model.hessian_term(self._log_kappa(primary), primary, **self.preconditioner, features=features),
+            model.hessian_term(self._log_kappa(harmful), harmful, **self.preconditioner),
         )
         terms = {"log_kappa_primary": log_p, "log_kappa_harmful": log_h}
         objective = FORMS[self.form](log_p, log_h)
@@ -105,19 +105,19 @@ class OptKappa(Method):
 
     def _log_kappa(self, batch: Batch) -> Regularizer:
         if self.authors:
-            return log_authors_condition_number
-        return partial(log_condition_number, rank=batch.rank, power=self.power)
+            return log_authors_condition_number.later
+        return partial(log_condition_number.later, rank=batch.rank, power=self.power)
 
     def _multiply(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         """The step of a linear theta; terms are those before it."""
         theta = model.linear_map().data
         loss = self.pair.primary.loss(model.head(primary.x @ theta), primary.y)
-        tasks = primary, harmful
-        factors = factors_on_cpu(*((batch.x if batch.root is None else batch.root) @ theta for batch in tasks))
-        (log_p, slope_p), (log_h, slope_h) = (
-            relative_log_condition_slope(factor, batch.rank, self.power, theta.device)
-            for batch, factor in zip(tasks, factors, strict=True)
-        )
+
+        def of(batch: Batch) -> Pending[tuple[Tensor, Tensor]]:
+            features = (batch.x if batch.root is None else batch.root) @ theta
+            return relative_log_condition_slope.later(features, batch.rank, self.power)
+
+        (log_p, slope_p), (log_h, slope_h) = completed(of(primary), of(harmful))
         theta -= self.rate * (theta.double() @ (slope_p - slope_h)).to(theta.dtype)
         return {
             "loss": self.task_weight * loss + (log_p - log_h).to(loss.dtype),

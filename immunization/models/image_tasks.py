@@ -190,17 +190,18 @@ def _outputs(reader: Reader, task: ImageTask, classes: int) -> Tensor:
 def training_loaders(reader: Reader, batch_size: int) -> dict[str, DataLoader]:
     """Shuffled training loaders of images by role, augmented where the data set says so."""
     pair = reader.images
+    shown = [role for role in pair.tasks if is_shown(role)]
     return {
         role: create_loader(
             pair,
             pair.tasks[role].splits["train"],
             preprocessing(reader.config, pair, pair.tasks[role], training=pair.augment),
+            loaders=len(shown),
             batch_size=batch_size,
             is_training=True,
             no_aug=not pair.augment,
         )
-        for role in pair.tasks
-        if is_shown(role)
+        for role in shown
     }
 
 

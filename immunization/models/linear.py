@@ -13,7 +13,8 @@ from immunization.errors import ConfigError, DataError
 from immunization.models.base import Batch, Model, Regularizer
 from immunization.runs import files
 from immunization.runs.filenames import WEIGHTS, weights_of
-from immunization.theory.preconditioning import Precondition, preconditioned_product
+from immunization.theory.preconditioning import Precondition, checked_product
+from immunization.theory.together import Pending, checked
 
 
 class LinearMap(nn.Module):
@@ -107,13 +108,13 @@ class Linear(Model):
         ridge: float = 1.0,
         side: str = "input",
         features: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | Pending[Tensor]:
         theta, bias = self.extractor.theta, self.extractor.bias
         x = batch.x if batch.root is None or bias is not None else batch.root
         if mode == "cancelled":
             return regularizer(x @ theta.detach(), theta=theta)
-        features = preconditioned_product(x, theta, mode, ridge, side)
-        return regularizer(features if bias is None else features + bias)
+        features, check = checked_product(x, theta, mode, ridge, side)
+        return checked(regularizer(features if bias is None else features + bias), check)
 
     def linear_map(self) -> nn.Parameter | None:
         return self.extractor.theta if self.extractor.bias is None else None

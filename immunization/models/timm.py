@@ -233,7 +233,11 @@ class Timm(Model):
 
     def read(self, role: str, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """What the extractor reads of a loader's images, and the task's own labels."""
-        return self.trunk(images), self.order[role][labels].to(self.images.device)
+        return self.trunk(images), self._own(role, labels)
+
+    def _own(self, role: str, labels: Tensor) -> Tensor:
+        """The task's own labels of a loader's, on the device of the net."""
+        return self.order[role][labels].to(self.head.weight.device, non_blocking=True)
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -301,7 +305,7 @@ class Timm(Model):
         config = preprocessing(self.config, self.images, task)
         for images, labels, _ in create_loader(self.images, task.splits[split].take(rows), config):
             if len(images):
-                yield images.to(self.head.weight), self.order[role][labels].to(self.head.weight.device)
+                yield onto(images, self.head.weight), self._own(role, labels)
 
     # --- deployment ---------------------------------------------------------------------------------------------------
 

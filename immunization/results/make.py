@@ -17,8 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from joblib import cpu_count
-
+from immunization.compute.machine import cores
 from immunization.errors import ConfigError, UserError
 from immunization.results.document import Places, parts, write
 from immunization.results.parts import Machine, Multirun, Section, read
@@ -63,7 +62,7 @@ class Work:
     def __init__(self, machine: Machine, multiruns: Sequence[Multirun]) -> None:
         self.machine, self.multiruns = machine, list(multiruns)
         self.launcher = ["launcher=joblib"] if importlib.util.find_spec("hydra_plugins.hydra_joblib_launcher") else []
-        self.cores = cpu_count() if self.launcher else 1
+        self.cores = cores() if self.launcher else 1
         self.left = {run: run.missing() for run in self.multiruns}
         self.slower = machine.factor() if any(self.left.values()) else 1.0
         self.all = self.cpu(self.multiruns)

@@ -17,14 +17,15 @@ def nearest_bounded(a: Tensor, bound: float) -> Tensor:
     their squared changes least. `a` itself where it is within the bound.
     """
     u, sigma, vh = torch.linalg.svd(a)
-    if sigma[0] <= bound * sigma[-1]:
+    near = sigma.cpu()  # where every one of the comparisons below would wait for a GPU
+    if near[0] <= bound * near[-1]:
         return a
-    low, high = sigma[-1], sigma[0] / bound
+    low, high = near[-1], near[0] / bound
     for _ in range(BISECTIONS):
         floor = (low + high) / 2
-        slope = (floor - sigma).clamp(min=0).sum() - bound * (sigma - bound * floor).clamp(min=0).sum()
+        slope = (floor - near).clamp(min=0).sum() - bound * (near - bound * floor).clamp(min=0).sum()
         low, high = (low, floor) if slope > 0 else (floor, high)
-    return u * sigma.clamp(high, bound * high) @ vh
+    return u * near.clamp(high, bound * high).to(sigma, non_blocking=True) @ vh
 
 
 def power_of_two(factor: float) -> float:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from immunization.theory.together import eigendecompositions
 
 CLOSE = 1e-4
 """Relative step-weighted gap of two eigenvalues below which a derivative replaces their difference quotient."""
@@ -22,8 +26,9 @@ class _Residuals(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, factor: Tensor, coefficients: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-        eigenvalues, u = torch.linalg.eigh(factor @ factor.T)
+    def forward(
+        ctx, factor: Tensor, coefficients: Tensor, steps: Tensor, eigenvalues: Tensor, u: Tensor
+    ) -> tuple[Tensor, Tensor]:
         decay = 1 - (eigenvalues / eigenvalues[-1]).clamp(min=0)
         c = u.T @ coefficients
         ctx.save_for_backward(factor, eigenvalues[-1], u, decay, c, steps)
@@ -33,7 +38,7 @@ class _Residuals(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, of_residual: Tensor, of_expected: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, of_residual: Tensor, of_expected: Tensor) -> tuple[Tensor | None, ...]:
         factor, largest, u, decay, c, steps = ctx.saved_tensors
         gap = decay[:, None] - decay
         distance, smaller = gap.abs(), torch.minimum(decay[:, None], decay)
@@ -51,25 +56,26 @@ class _Residuals(torch.autograd.Function):
         gradient.diagonal().sub_(slopes)
         # mu = eigenvalues / largest, and the largest has the gradient u_1 u_1^T of its own
         gradient[-1, -1] -= gradient.diagonal() @ (1 - decay)
-        return 2 / largest * u @ (gradient @ (u.T @ factor)), None, None
+        return 2 / largest * u @ (gradient @ (u.T @ factor)), None, None, None, None
 
 
-def residuals(factor: Tensor, coefficients: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-    """Residuals of the l2 probe after `steps` [T] of gradient descent, exact and differentiable in `factor`.
+def residuals(probes: Sequence[tuple[Tensor, Tensor]], steps: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Residuals of l2 probes after `steps` [T] of gradient descent, exact and differentiable in their factors.
 
-    `factor` F [m, D] and `coefficients` c [m, C] stand for features and targets of any number of rows, as H = F^T F and
-    b = F^T c do: e.g. R A and Q^T Y of features Q R behind a map A. Step size 1/lambda_1(H), w_0 = 0, no bias. Returns
-    c - F w_t [T, m, C] and the mean of its square over random c of unit length, 1/m sum_i (1 - lambda_i / lambda_1)^2t
-    [T]. Both ignore the scale of F, and H may be singular. It costs one eigendecomposition of F F^T forward and a few
-    products of m x m matrices backward (docs/performance.md).
+    Of each probe (F, c), `factor` F [m, D] and `coefficients` c [m, C] stand for features and targets of any number of
+    rows, as H = F^T F and b = F^T c do: e.g. R A and Q^T Y of features Q R behind a map A. Step size 1/lambda_1(H),
+    w_0 = 0, no bias. Returns c - F w_t [T, m, C] and the mean of its square over random c of unit length,
+    1/m sum_i (1 - lambda_i / lambda_1)^2t [T]. Both ignore the scale of F, and H may be singular. Each costs one
+    eigendecomposition of F F^T forward, for all of which a GPU is waited for once, and a few products of m x m matrices
+    backward (docs/performance.md).
     """
-    return _Residuals.apply(factor, coefficients, steps.to(factor))
+    pairs = eigendecompositions(*(f.detach() @ f.detach().T for f, _ in probes))
+    return [_Residuals.apply(f, c, steps.to(f), *pair) for (f, c), pair in zip(probes, pairs, strict=True)]
 
 
-def excess_curves(factor: Tensor, coefficients: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-    """||F w_t - c||^2 [T], summed over the C outputs, and its mean over random c [T]; arguments as in `residuals`.
+def excess(residual: Tensor) -> Tensor:
+    """||F w_t - c||^2 [T], summed over the C outputs.
 
     Where F has rank m it is the excess loss; elsewhere it is that plus a constant, the part of c that no w reaches.
     """
-    residual, expected = residuals(factor, coefficients, steps)
-    return residual.square().sum((1, 2)), expected
+    return residual.square().sum((1, 2))

@@ -28,12 +28,14 @@ def leave_one_out(features: Tensor, targets: Tensor, ridges: Sequence[float]) ->
     wide = len(z) <= z.shape[1]
     gram = z @ z.mT if wide else z.mT @ z
     top = torch.linalg.eigh(gram.detach()).eigenvectors[:, -1]
-    square, eye = top @ gram @ top, torch.eye(len(gram)).to(gram)  # sigma_1^2, with the gradient of an eigenvalue
+    square = top @ gram @ top  # sigma_1^2, with the gradient of an eigenvalue
+    eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     if not square > (len(z) * EPS * features.detach().abs().max()) ** 2:  # the rounding of the mean
         return y.new_zeros(len(ridges), *y.shape) * features.sum()
     found = []
     for ridge in ridges:
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram / square + ridge * eye))
+        # positive definite, of finite features: without the check, for which a GPU would be waited for
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky_ex(gram / square + ridge * eye).L)
         if wide:
             residuals, left = inverse @ y, inverse.diagonal()
         else:  # ridge G^-1 = I - Z (Z^T Z / sigma_1^2 + ridge I)^-1 Z^T / sigma_1^2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -10,56 +11,86 @@ from torch.autograd.function import once_differentiable
 
 from immunization.errors import DegenerateSpectrum
 from immunization.theory.spectrum import EPS
+from immunization.theory.together import NOTHING, Pending, completed
 
 Precondition = Literal["cancelled", "ridge", "pinv", "none"]
 
 
+class _Ridge:
+    """U -> (K + ridge I)^-1 X^T U, or with `side="output"` X^T U (K + ridge I)^-1, through the smaller Gram of X."""
+
+    def __init__(self, x: Tensor, ridge: float, side: str) -> None:
+        self.x, self.ridge, self.output = x.double(), ridge, side == "output"
+        self._factorize((2 if self.output else 1) * len(x) < x.shape[1])
+
+    def _factorize(self, few: bool) -> None:
+        self.few = few
+        gram = self.x @ self.x.T if few else self.x.T @ self.x
+        gram.diagonal().add_(self.ridge)
+        self.factor, info = torch.linalg.cholesky_ex(gram)
+        pivots = self.factor.diagonal().square()
+        self.singular = (info > 0) | ~(pivots.min() > len(gram) * EPS * pivots.max())
+
+    def check(self) -> Pending[None]:
+        """Raises DegenerateSpectrum where the matrix is singular up to rounding."""
+        shortcut = self.few and self.output
+
+        def finish(singular: Tensor, *square: Tensor) -> None:
+            if shortcut and not self.ridge > self.x.shape[1] * EPS * square[0].item():  # K + ridge I is near singular
+                self._factorize(False)
+                singular = self.singular
+            if singular:
+                raise DegenerateSpectrum(
+                    f"K + ridge I cannot be inverted: K is singular and method.ridge={self.ridge:g} too small; raise "
+                    "method.ridge, or set method.precondition=pinv"
+                )
+
+        return Pending((self.singular.double(), *([self.x.square().sum()] if shortcut else ())), finish)
+
+    def __call__(self, upstream: Tensor) -> Tensor:
+        x = self.x
+        if self.few and not self.output:  # push-through: (X^T X + r I)^-1 X^T = X^T (X X^T + r I)^-1
+            return x.T @ torch.cholesky_solve(upstream, self.factor)
+        if self.few:  # Woodbury: U (K + r I)^-1 = (U - U X^T (X X^T + r I)^-1 X) / r
+            inside = torch.cholesky_solve(x @ upstream.T, self.factor)
+            return x.T @ torch.addmm(upstream, inside.T, x, alpha=-1).div_(self.ridge)
+        gradient = x.T @ upstream
+        if self.output:
+            return torch.cholesky_solve(gradient.T, self.factor).T
+        return torch.cholesky_solve(gradient, self.factor)
+
+
 class _PreconditionedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, theta: Tensor, mode: Precondition, ridge: float, side: str) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.options = mode, ridge, side
+    def forward(ctx, x: Tensor, theta: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.solve = solve
         return x @ theta
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, upstream: Tensor) -> tuple[None, Tensor, None, None, None]:
-        (x,) = ctx.saved_tensors
-        mode, ridge, side = ctx.options
-        if mode == "pinv":
-            return None, torch.linalg.pinv(x) @ upstream, None, None, None
-        dtype, x, upstream = upstream.dtype, x.double(), upstream.double()
-        if side == "input" and len(x) < x.shape[1]:  # push-through: (X^T X + r I)^-1 X^T = X^T (X X^T + r I)^-1
-            gradient = x.T @ torch.cholesky_solve(upstream, _cholesky(x @ x.T, ridge))
-        elif side == "output" and _few_rows(x, ridge):  # Woodbury: U (K + r I)^-1 = (U - U X^T (X X^T + r I)^-1 X) / r
-            inside = torch.cholesky_solve(x @ upstream.T, _cholesky(x @ x.T, ridge))
-            gradient = x.T @ torch.addmm(upstream, inside.T, x, alpha=-1).div_(ridge)
-        else:
-            gradient, factor = x.T @ upstream, _cholesky(x.T @ x, ridge)
-            gradient = (
-                torch.cholesky_solve(gradient, factor)
-                if side == "input"
-                else torch.cholesky_solve(gradient.T, factor).T
-            )
-        return None, gradient.to(dtype), None, None, None
+    def backward(ctx, upstream: Tensor) -> tuple[None, Tensor, None]:
+        return None, ctx.solve(upstream), None
 
 
-def _few_rows(x: Tensor, ridge: float) -> bool:
-    """Whether the Gram of the rows of x [N, D] saves most of the operations, and K + ridge I is far from singular."""
-    return 2 * len(x) < x.shape[1] and ridge > x.shape[1] * EPS * x.square().sum().item()
-
-
-def _cholesky(gram: Tensor, ridge: float) -> Tensor:
-    """Lower factor of gram + ridge I (in place); DegenerateSpectrum where that is singular up to rounding."""
-    gram.diagonal().add_(ridge)
-    factor, info = torch.linalg.cholesky_ex(gram)
-    pivots = factor.diagonal().square()
-    if (info > 0) | ~(pivots.min() > len(gram) * EPS * pivots.max()):  # together: a GPU is waited for once
-        raise DegenerateSpectrum(
-            f"K + ridge I cannot be inverted: K is singular and method.ridge={ridge:g} too small; raise method.ridge, "
-            "or set method.precondition=pinv"
-        )
-    return factor
+def checked_product(
+    x: Tensor,
+    theta: Tensor,
+    mode: Precondition = "ridge",
+    ridge: float = 1.0,
+    side: Literal["input", "output"] = "input",
+) -> tuple[Tensor, Pending[None]]:
+    """`preconditioned_product`, and the check that its inverse exists, to be made with what else a GPU is asked."""
+    if mode == "cancelled":
+        raise ValueError("mode='cancelled' needs the regularizer's own gradient: give theta to r_*_of_features instead")
+    if mode == "pinv" and side == "output":
+        raise ValueError("side='output' is the released code's ridge solve; it has no pseudo-inverse")
+    if mode == "none":
+        return x @ theta, NOTHING
+    if mode == "pinv":
+        return _PreconditionedProduct.apply(x, theta, lambda upstream: torch.linalg.pinv(x) @ upstream), NOTHING
+    inverse = _Ridge(x, ridge, side)
+    product = _PreconditionedProduct.apply(x, theta, lambda upstream: inverse(upstream.double()).to(upstream.dtype))
+    return product, inverse.check()
 
 
 def preconditioned_product(
@@ -73,12 +104,8 @@ def preconditioned_product(
 
     `mode="ridge"`: (K + ridge I)^-1; `"pinv"`: the pseudo-inverse; `"none"`: the plain gradient. `side="input"` is the
     right one, K^-1 grad; `side="output"` (of ridge) is the released code's grad K^-1. `x` receives no gradient.
-    Backward raises DegenerateSpectrum where K + ridge I is singular.
+    Raises DegenerateSpectrum where K + ridge I is singular.
     """
-    if mode == "cancelled":
-        raise ValueError("mode='cancelled' needs the regularizer's own gradient: give theta to r_*_of_features instead")
-    if mode == "pinv" and side == "output":
-        raise ValueError("side='output' is the released code's ridge solve; it has no pseudo-inverse")
-    if mode == "none":
-        return x @ theta
-    return _PreconditionedProduct.apply(x, theta, mode, ridge, side)
+    product, check = checked_product(x, theta, mode, ridge, side)
+    completed(check)
+    return product

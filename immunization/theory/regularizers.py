@@ -24,6 +24,7 @@ from immunization.errors import DegenerateSpectrum
 from immunization.theory.eigenpairs import extreme_eigenpair
 from immunization.theory.products import gram, matrix_power
 from immunization.theory.spectrum import AUTHORS_RIDGE, EPS, numerical_rank
+from immunization.theory.together import Pending, at_once
 
 WIDE = 0.85
 """Rows of a feature matrix over its columns, below which the Gram of its rows takes fewer operations."""
@@ -36,7 +37,9 @@ Scalar = float | Tensor
 class Slope(Protocol):
     """R(H) and `weight` dR/dH of a symmetric H [n, n]; with `divided` the second is `weight` H^-1 dR/dH."""
 
-    def __call__(self, hessian: Tensor, *, divided: bool = False, weight: float = 1.0) -> tuple[Scalar, Tensor]: ...
+    def __call__(
+        self, hessian: Tensor, *, divided: bool = False, weight: float = 1.0
+    ) -> Pending[tuple[Scalar, Tensor]]: ...
 
 
 # --- Of a Hessian H of rank k -----------------------------------------------------------------------------------------
@@ -44,7 +47,7 @@ class Slope(Protocol):
 
 def r_well_slope(
     hessian: Tensor, rank: int, power: float = math.inf, divided: bool = False, weight: float = 1.0
-) -> tuple[Scalar, Tensor]:
+) -> Pending[tuple[Scalar, Tensor]]:
     """R_well(H) = lambda_1^2 / 2 - ||H||_F^2 / (2k) (Eq. 3), and `weight` dR/dH = lambda_1 v_1 v_1^T - H / k.
 
     A finite `power` p puts the power mean M_p of the eigenvalues in the place of lambda_1 (`r_well`). `hessian` [n, n]
@@ -52,27 +55,35 @@ def r_well_slope(
     finite; on a GPU with a finite `power`, which needs nothing from the CPU, both results are then not finite.
     """
     if power < math.inf:
-        return _power_mean_slope(hessian, rank, int(power), divided, weight)
-    near = hessian.cpu()
-    norm = _norm(near)
-    largest, v = extreme_eigenpair(near, -1)
-    v = v.to(hessian.device, non_blocking=True)
-    return largest**2 / 2 - norm**2 / (2 * rank), _pair_less_mean(hessian, largest, v, rank, divided, weight)
+        return Pending((), lambda: _power_mean_slope(hessian, rank, int(power), divided, weight))
+
+    def finish(near: Tensor) -> tuple[float, Tensor]:
+        norm = _norm(near)
+        largest, v = extreme_eigenpair(near, -1)
+        v = v.to(hessian.device, non_blocking=True)
+        return largest**2 / 2 - norm**2 / (2 * rank), _pair_less_mean(hessian, largest, v, rank, divided, weight)
+
+    return Pending((hessian,), finish)
 
 
-def r_ill_slope(hessian: Tensor, rank: int, divided: bool = False, weight: float = 1.0) -> tuple[float, Tensor]:
+def r_ill_slope(
+    hessian: Tensor, rank: int, divided: bool = False, weight: float = 1.0
+) -> Pending[tuple[float, Tensor]]:
     """R_ill(H) = 1/d, d = ||H||_F^2 / (2k) - lambda_k^2 / 2, and `weight` dR/dH = (lambda_k v_k v_k^T - H / k) / d^2.
 
     That is Eq. 12 and 13. Arguments and errors as in `r_well_slope`; lambda_k is 0 where k exceeds the size of H.
     DegenerateSpectrum is raised where H is zero or all k eigenvalues agree.
     """
-    near = hessian.cpu()
-    norm = _norm(near)
-    smallest, v = (0.0, near.new_zeros(len(near))) if rank > len(near) else extreme_eigenpair(near, -rank)
-    v = v.to(hessian.device, non_blocking=True)
-    d = norm**2 / (2 * rank) - smallest**2 / 2
-    _check_finite_r_ill(d, norm**2, rank)
-    return 1 / d, _pair_less_mean(hessian, smallest, v, rank, divided, weight / d**2)
+
+    def finish(near: Tensor) -> tuple[float, Tensor]:
+        norm = _norm(near)
+        smallest, v = (0.0, near.new_zeros(len(near))) if rank > len(near) else extreme_eigenpair(near, -rank)
+        v = v.to(hessian.device, non_blocking=True)
+        d = norm**2 / (2 * rank) - smallest**2 / 2
+        _check_finite_r_ill(d, norm**2, rank)
+        return 1 / d, _pair_less_mean(hessian, smallest, v, rank, divided, weight / d**2)
+
+    return Pending((hessian,), finish)
 
 
 def _pair_less_mean(h: Tensor, eigenvalue: float, v: Tensor, rank: int, divided: bool, weight: float) -> Tensor:
@@ -137,11 +148,12 @@ def scalar(value: Scalar, like: Tensor) -> Tensor:
     return value.to(like.dtype) if isinstance(value, Tensor) else like.new_full((), value)
 
 
-def hessian_slope(features: Tensor, slope_of: Slope) -> tuple[Scalar, Tensor]:
+@at_once
+def hessian_slope(features: Tensor, slope_of: Slope) -> Pending[tuple[Scalar, Tensor]]:
     """R(H) and dR/dH [D, D] of H = F^T F by the smaller Gram of F [N, D], float64."""
     if len(features) < WIDE * features.shape[1]:
-        value, divided = slope_of(gram(features.T), divided=True)
-        return value, features.T @ divided @ features
+        found = slope_of(gram(features.T), divided=True)
+        return found.then(lambda value, divided: (value, features.T @ divided @ features))
     return slope_of(gram(features))
 
 
@@ -209,54 +221,66 @@ class _HessianRegularizer(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, features: Tensor, theta: Tensor | None, slope_of: Slope) -> Tensor:
-        f = features.detach().double()
-        # the Gram that takes fewer operations: behind theta, the one of the samples needs a product more
-        wide = len(f) < f.shape[1] if theta is None else 2 * len(f) < f.shape[1]
-        value, slope = slope_of(gram(f.T if wide else f), divided=wide and theta is not None)
+    def forward(
+        ctx, features: Tensor, theta: Tensor | None, f: Tensor, wide: bool, value: Scalar, slope: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(f, theta, slope)
         ctx.wide, ctx.dtype = wide, features.dtype
         return scalar(value, features)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
         f, theta, slope = ctx.saved_tensors
         if theta is None:
             gradient = slope @ f if ctx.wide else f @ slope
         else:
             gradient = theta.double() @ f.T @ slope @ f if ctx.wide else theta.double() @ slope
         gradient = gradient.mul_(2 * upstream).to(ctx.dtype)
-        return (gradient, None, None) if theta is None else (None, gradient, None)
+        return (gradient, *[None] * 5) if theta is None else (None, gradient, *[None] * 4)
 
 
+def _of_features(features: Tensor, theta: Tensor | None, slope_of: Slope) -> Pending[Tensor]:
+    f = features.detach().double()
+    # the Gram that takes fewer operations: behind theta, the one of the samples needs a product more
+    wide = len(f) < f.shape[1] if theta is None else 2 * len(f) < f.shape[1]
+    found = slope_of(gram(f.T if wide else f), divided=wide and theta is not None)
+    return found.then(partial(_HessianRegularizer.apply, features, theta, f, wide))
+
+
+@at_once
 def r_well_of_features(
     features: Tensor, theta: Tensor | None = None, rank: int | None = None, power: float = math.inf
-) -> Tensor:
+) -> Pending[Tensor]:
     """R_well,p(F^T F) for features F [N, D] of known rank k, by default D.
 
     Gradient to `features`; or, where `theta` [D_in, D] is given, the preconditioned gradient to theta,
     K^-1 grad_theta R_well = 2 theta dR/dH (docs/theory.md, section 3), and none to the features. See `r_well_slope`.
     """
     k = features.shape[1] if rank is None else rank
-    return _HessianRegularizer.apply(features, theta, partial(r_well_slope, rank=k, power=power))
+    return _of_features(features, theta, partial(r_well_slope, rank=k, power=power))
 
 
-def r_ill_of_features(features: Tensor, rank: int, theta: Tensor | None = None) -> Tensor:
+@at_once
+def r_ill_of_features(features: Tensor, rank: int, theta: Tensor | None = None) -> Pending[Tensor]:
     """R_ill(F^T F) for features F [N, D] of known rank k; gradients as in `r_well_of_features`.
 
     `rank` may exceed the true rank, as in the released code, which takes k = D: sigma_k is then 0.
     Raises DegenerateSpectrum where the k eigenvalues are all equal.
     """
-    return _HessianRegularizer.apply(features, theta, partial(r_ill_slope, rank=rank))
+    return _of_features(features, theta, partial(r_ill_slope, rank=rank))
 
 
 # --- log kappa --------------------------------------------------------------------------------------------------------
 
 
-def _log_condition_number(f: Tensor, rank: int, power: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The value of `log_condition_number`, its derivatives in log sigma_i^2 [k], sigma [k] and V [D, k], on the CPU."""
-    factor = (torch.linalg.qr(f, mode="r").R if f.shape[0] > f.shape[1] else f).cpu()
+def _factor(f: Tensor) -> Tensor:
+    """The R factor of features [N, D] with N > D, others as they are."""
+    return torch.linalg.qr(f, mode="r").R if f.shape[0] > f.shape[1] else f
+
+
+def _log_condition_number(factor: Tensor, rank: int, power: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The value of `log_condition_number`, its derivatives in log sigma_i^2 [k], sigma [k] and V [D, k]."""
     _, sigma, vh = torch.linalg.svd(factor, full_matrices=False)
     sigma, v = sigma[:rank], vh[:rank].T
     if len(sigma) < rank or not sigma[-1] > 0:
@@ -273,75 +297,79 @@ def _log_condition_number(f: Tensor, rank: int, power: float) -> tuple[Tensor, T
 
 class _LogConditionNumber(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, features: Tensor, rank: int, power: float) -> Tensor:
-        f = features.detach().double()
-        value, slope, sigma, v = _log_condition_number(f, rank, power)
-        seen = slope.nonzero()[:, 0]
-        pairs = (v[:, seen], slope[seen] / sigma[seen] ** 2)
-        ctx.save_for_backward(f, *(part.to(f.device, non_blocking=True) for part in pairs))
+    def forward(ctx, features: Tensor, f: Tensor, value: Tensor, v: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(f, v, weights)
         ctx.dtype = features.dtype
-        return value.to(features, non_blocking=True)
+        return value.to(features, non_blocking=True, copy=True)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, upstream: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
         f, v, weights = ctx.saved_tensors
-        return (2 * upstream * ((f @ v) * weights) @ v.T).to(ctx.dtype), None, None
+        return (2 * upstream * ((f @ v) * weights) @ v.T).to(ctx.dtype), None, None, None, None
 
 
-def log_condition_number(features: Tensor, rank: int, power: float = math.inf) -> Tensor:
+@at_once
+def log_condition_number(features: Tensor, rank: int, power: float = math.inf) -> Pending[Tensor]:
     """log kappa(F^T F) = 2 (log sigma_1 - log sigma_k), differentiable in `features` [N, D] of known rank k.
 
     d sigma_i / dF = u_i v_i^T, which exists where sigma_1 and sigma_k are simple. With a finite `power` p it is
     log M_p(H) - log M_-p(H), M_p the power mean of the k non-zero eigenvalues of H: smooth, at most log kappa, and
     by no more than (2/p) log k below it.
     """
-    return _LogConditionNumber.apply(features, rank, power)
+    f = features.detach().double()
+
+    def finish(near: Tensor) -> Tensor:
+        value, slope, sigma, v = _log_condition_number(near, rank, power)
+        seen = slope.nonzero()[:, 0]
+        pairs = (part.to(f.device, non_blocking=True) for part in (v[:, seen], slope[seen] / sigma[seen] ** 2))
+        return _LogConditionNumber.apply(features, f, value, *pairs)
+
+    return Pending((_factor(f),), finish)
 
 
-def log_authors_condition_number(features: Tensor, theta: Tensor | None = None) -> Tensor:
+@at_once
+def log_authors_condition_number(features: Tensor, theta: Tensor | None = None) -> Pending[Tensor]:
     """log((lambda_1 + r) / (lambda_D + r)) of H = F^T F, r = 1e-6: the released code's kappa, also of a singular H.
 
     Gradients as in `r_well_of_features`. Features [N, D] with N < D have lambda_D = 0.
     """
-    return _HessianRegularizer.apply(features, theta, partial(_log_authors_slope, dim=features.shape[1]))
+    return _of_features(features, theta, partial(_log_authors_slope, dim=features.shape[1]))
 
 
-def _log_authors_slope(hessian: Tensor, dim: int, divided: bool = False, weight: float = 1.0) -> tuple[float, Tensor]:
+def _log_authors_slope(
+    hessian: Tensor, dim: int, divided: bool = False, weight: float = 1.0
+) -> Pending[tuple[float, Tensor]]:
     """The value and `weight` dR/dH = v_1 v_1^T / (lambda_1 + r) - v_D v_D^T / (lambda_D + r), a Slope."""
-    near = hessian.cpu()
-    _norm(near)
-    largest, v = extreme_eigenpair(near, -1)
-    v = v.to(hessian.device, non_blocking=True)
-    slope = torch.outer(v, v * (weight / (largest + AUTHORS_RIDGE) / (largest if divided else 1)))
-    smallest = 0.0
-    if dim == len(hessian):
-        smallest, u = extreme_eigenpair(near, -dim)
-        u = u.to(hessian.device, non_blocking=True)
-        if smallest > EPS * largest:  # a null direction is orthogonal to the features: its term is none
-            slope.sub_(torch.outer(u, u * (weight / (smallest + AUTHORS_RIDGE) / (smallest if divided else 1))))
-    return math.log((largest + AUTHORS_RIDGE) / (smallest + AUTHORS_RIDGE)), slope
+
+    def finish(near: Tensor) -> tuple[float, Tensor]:
+        _norm(near)
+        largest, v = extreme_eigenpair(near, -1)
+        v = v.to(hessian.device, non_blocking=True)
+        slope = torch.outer(v, v * (weight / (largest + AUTHORS_RIDGE) / (largest if divided else 1)))
+        smallest = 0.0
+        if dim == len(hessian):
+            smallest, u = extreme_eigenpair(near, -dim)
+            u = u.to(hessian.device, non_blocking=True)
+            if smallest > EPS * largest:  # a null direction is orthogonal to the features: its term is none
+                slope.sub_(torch.outer(u, u * (weight / (smallest + AUTHORS_RIDGE) / (smallest if divided else 1))))
+        return math.log((largest + AUTHORS_RIDGE) / (smallest + AUTHORS_RIDGE)), slope
+
+    return Pending((hessian,), finish)
 
 
-def factors_on_cpu(*features: Tensor) -> list[Tensor]:
-    """R factors on the CPU, in float64, of features [N, D] with N > D, others as they are; a GPU is waited for once."""
-    found = [f.double() for f in features]
-    found = [torch.linalg.qr(f, mode="r").R if f.shape[0] > f.shape[1] else f for f in found]
-    if found[0].device.type == "cpu":
-        return found
-    parts = torch.cat([f.flatten() for f in found]).cpu().split([f.numel() for f in found])
-    return [part.view(f.shape) for part, f in zip(parts, found, strict=True)]
-
-
-def relative_log_condition_slope(
-    features: Tensor, rank: int, power: float, device: torch.device | None = None
-) -> tuple[Tensor, Tensor]:
+@at_once
+def relative_log_condition_slope(features: Tensor, rank: int, power: float) -> Pending[tuple[Tensor, Tensor]]:
     """`log_condition_number` and its relative gradient E [D, D]: features F (I + X) change it by <E, X>.
 
     E = 2 V diag(s) V^T with s_i the derivative in log sigma_i^2, at most 1. It does not grow as sigma_k vanishes, as
-    the gradient in F does, and steps F <- F exp(-rate E) never meet the pole that log kappa has there. Both are on
-    `device`, by default that of the features.
+    the gradient in F does, and steps F <- F exp(-rate E) never meet the pole that log kappa has there. Both are on the
+    device of the features.
     """
-    found = _log_condition_number(features.double(), rank, power)
-    value, slope, _, v = (part.to(device or features.device, non_blocking=True) for part in found)
-    return value, 2 * (v * slope) @ v.T
+
+    def finish(near: Tensor) -> tuple[Tensor, Tensor]:
+        found = _log_condition_number(near, rank, power)
+        value, slope, _, v = (part.to(features.device, non_blocking=True) for part in found)
+        return value, 2 * (v * slope) @ v.T
+
+    return Pending((_factor(features.double()),), finish)

@@ -3,12 +3,13 @@
 import math
 from types import SimpleNamespace
 
+import joblib
 import pytest
 import torch
 from helpers.methods import make_pair
 from helpers.pretend_gpu import pretended_gpu
 
-from immunization.compute import transfer
+from immunization.compute import machine, transfer
 from immunization.data.task import Split, Task, TaskPair
 from immunization.evaluation import Comparison
 from immunization.models import Linear
@@ -96,3 +97,32 @@ def test_activations_are_kept_on_the_gpu_where_they_fit(monkeypatch, caplog, fit
         assert seen["to_gpu"]
         assert all(torch.equal(part.cpu(), wanted) for part, wanted in zip(found, expected, strict=True))
     assert ("are kept on the GPU" in caplog.text) is fits
+
+
+@pytest.mark.parametrize(
+    ("device", "how", "workers"),
+    [
+        ("cpu", {}, 0),
+        ("cuda", {}, 6),
+        ("cuda", {"loaders": 2}, 3),
+        ("cuda", {"images": transfer.FEW_IMAGES - 1}, 0),
+        ("cuda", {"drawn": True}, 0),
+        ("cuda", {"drawn": True, "workers": 2}, 2),
+        ("cuda", {"workers": 40, "loaders": 2}, 40),
+        ("cpu", {"workers": 3}, 3),
+        ("cuda", {"workers": 0}, 0),
+    ],
+)
+def test_how_images_are_read(monkeypatch, device, how, workers):
+    """A number that is given is taken; batches for a GPU alone are pinned."""
+    monkeypatch.setattr(transfer, "cores", lambda: 6)
+    found = transfer.reading(torch.device(device), **{"images": 10_000, **how})
+    assert found == {"num_workers": workers, "pin_memory": device == "cuda", "persistent_workers": False}
+
+
+def test_cores_are_shared_by_the_processes_of_torchrun(monkeypatch):
+    monkeypatch.setattr(joblib, "cpu_count", lambda: 6)
+    for processes, expected in ((None, 6), ("2", 3), ("4", 1), ("8", 1)):
+        if processes:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+        assert machine.cores() == expected

@@ -33,7 +33,7 @@ COPIES, INDEXED = {"copy_", "_to_copy"}, {"index", "index_put", "index_put_", "_
 MIX = {"fill_", "masked_fill", "masked_fill_", "where"}
 """What takes CPU tensors without dimensions beside GPU tensors, as all pointwise operations and lists of them do."""
 FLOATING = {"mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "addr"}  # of which CUDA has no integer ones
-WAITS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "bincount"}
+WAITS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "bincount", "linalg_pinv"}
 WAITS |= {"_linalg_check_errors", "_linalg_eigh", "_linalg_svd"}
 """What gives a number, a size that depends on numbers, or the flag of a decomposition: Python waits for the GPU."""
 LOW = {torch.conv2d, torch._C._nn.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, torch.bmm}
@@ -228,19 +228,19 @@ class _Calls(TorchFunctionMode):
 @contextlib.contextmanager
 def pretended_gpu(devices: int = 1) -> Iterator[Counter]:
     """Inside, this machine has a GPU (or says that it has several); gives what is counted, see `_count`."""
-    seen, generator, calls, operations = Counter(), torch.Generator(), _Calls(), _Operations()
-    operations.where = seen, generator
+    calls, operations, kinds = _Calls(), _Operations(), [*optimizer._foreach_supported_types, GpuTensor]
+    operations.where = seen, generator = Counter(), torch.Generator()
     facts = {"is_available": True, "is_initialized": True, "device_count": devices, "current_device": 0}
-    facts |= {"set_device": None, "_lazy_init": None, "synchronize": None, "mem_get_info": (2**33, 2**33)}
-    facts |= {"get_device_name": "pretended GPU"}
+    facts |= {"set_device": None, "_lazy_init": None, "synchronize": None, "get_device_name": "pretended GPU"}
+    facts |= {"mem_get_info": (2**33, 2**33), "get_device_properties": mock.Mock(total_memory=2**33)}
     patches = {name: lambda *_, fact=fact, **__: fact for name, fact in facts.items()}
     patches |= dict.fromkeys(["manual_seed", "manual_seed_all"], generator.manual_seed)
     patches |= {"get_rng_state_all": lambda: [generator.get_state()], "get_rng_state": lambda *_: generator.get_state()}
     patches |= {"set_rng_state": lambda state, *_: generator.set_state(state)}
-    kinds = [*optimizer._foreach_supported_types, GpuTensor]
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(torch.cuda, **patches))
         stack.enter_context(mock.patch.object(torch, "autocast", calls.autocast))
+        stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda held, *_: held))
         stack.enter_context(mock.patch.object(optimizer, "_foreach_supported_types", kinds))
         for name in ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"):  # by torch's age
             stack.enter_context(mock.patch.object(optimizer.Optimizer, name, create=True))

@@ -15,15 +15,21 @@ from immunization.errors import ConfigError
 from immunization.evaluation import Comparison, LearningCurves, PrimaryPerformance
 from immunization.evaluation.rir import condition_ratios
 from immunization.methods import LearningCurve
-from immunization.methods.learning_curve import excess_curves, horizons
+from immunization.methods.learning_curve import horizons
 from immunization.methods.linear_map import generalizing_step, probe_of_inputs
 from immunization.models import Linear
+from immunization.theory.learning_curve import excess, residuals
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
 
 pytestmark = pytest.mark.trains
 
 quick = settings(max_examples=15)
+
+
+def excess_curves(factor, c, steps):
+    ((residual, expected),) = residuals([(factor, c)], steps)
+    return excess(residual), expected
 
 
 def doubled(factor, c, octaves):

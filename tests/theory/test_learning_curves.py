@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from immunization.theory import spectrum
-from immunization.theory.learning_curve import excess_curves
+from immunization.theory.learning_curve import residuals
 from immunization.theory.probe import Probe
 
 quick = settings(max_examples=30)
@@ -63,7 +63,7 @@ def test_expected_curve_of_random_labels():
     u, sigma, vh = torch.linalg.svd(features, full_matrices=False)
     p = torch.eye(5, dtype=torch.float64) - features.T @ features / sigma[0] ** 2
     steps = torch.arange(1, 9)
-    _, expected = excess_curves(sigma[:, None] * vh, torch.eye(5, dtype=torch.float64), steps)
+    ((_, expected),) = residuals([(sigma[:, None] * vh, torch.eye(5, dtype=torch.float64))], steps)
     curves = [[excess(features, u[:, [i]], w) for w in gradient_descent(features, u[:, [i]], 8)] for i in range(5)]
     norms = [torch.linalg.matrix_power(p, t).square().sum().item() for t in range(1, 9)]
     assert [sum(values) for values in zip(*curves, strict=True)] == pytest.approx(norms, abs=1e-10)
