@@ -167,8 +167,33 @@ def collect(
         return found
     with _alone(root, list(keys.values())):
         found = {name: entry or load(root, keys[name]) for name, entry in found.items()}
-        missing = {name: keys[name] for name, entry in found.items() if entry is None}
-        return found | (_computed(loader, compute, missing, root, title, skip) if missing else {})
+        writers = {name: _Writer(root, keys[name]) for name, entry in found.items() if entry is None}
+        if not writers:
+            return found
+        labels, bad = [], []
+        try:
+            with randomness.isolated_rng():  # or a run that finds the entries would go on with other random numbers
+                for images, targets, messages in tqdm(loader, desc=title, unit="batch", disable=None, leave=False):
+                    bad += messages
+                    if len(images) and not (bad and not skip):
+                        outputs = compute(images)
+                        labels.append(targets)
+                        for name, writer in writers.items():
+                            writer.add(outputs[name])
+            if bad and not skip:
+                shown = "; ".join(bad[:5]) + ("; ..." if len(bad) > 5 else "")
+                raise DataError(
+                    f"{title}: {len(bad)} images cannot be read: {shown}. Repair or remove them, or set "
+                    "dataset.on_bad_image=skip"
+                )
+            if not labels:
+                raise DataError(f"{title}: no image can be read{': ' + bad[0] if bad else ''}")
+        except BaseException:
+            for writer in writers.values():
+                writer.discard()
+            raise
+        y = torch.cat(labels)
+        return found | {name: writer.finish(y, bad) for name, writer in writers.items()}
 
 
 @contextmanager
@@ -184,40 +209,6 @@ def _alone(root: Path | None, keys: Sequence[str]) -> Iterator[None]:
             for left in (path for key in keys for path in root.glob(f"{UNFINISHED}{key}-*")):
                 shutil.rmtree(left, ignore_errors=True)
         yield
-
-
-def _computed(
-    loader: Iterable[tuple[Tensor, Tensor, list[str]]],
-    compute: Callable[[Tensor], dict[str, Tensor]],
-    keys: dict[str, str],
-    root: Path | None,
-    title: str,
-    skip: bool,
-) -> dict[str, Activations]:
-    writers = {name: _Writer(root, key) for name, key in keys.items()}
-    labels, bad = [], []
-    try:
-        with randomness.isolated_rng():  # or a run that finds the entries would go on with other random numbers
-            for images, targets, messages in tqdm(loader, desc=title, unit="batch", disable=None, leave=False):
-                bad += messages
-                if len(images) and not (bad and not skip):
-                    outputs = compute(images)
-                    labels.append(targets)
-                    for name, writer in writers.items():
-                        writer.add(outputs[name])
-        if bad and not skip:
-            raise DataError(
-                f"{title}: {len(bad)} images cannot be read: {'; '.join(bad[:5])}{'; ...' if len(bad) > 5 else ''}. "
-                "Repair or remove them, or set dataset.on_bad_image=skip"
-            )
-        if not labels:
-            raise DataError(f"{title}: no image can be read{': ' + bad[0] if bad else ''}")
-    except BaseException:
-        for writer in writers.values():
-            writer.discard()
-        raise
-    y = torch.cat(labels)
-    return {name: writer.finish(y, bad) for name, writer in writers.items()}
 
 
 def fingerprint(parts: Sequence[Callable[[Tensor], Tensor]]) -> str:

@@ -13,7 +13,7 @@ from immunization.errors import ConfigError, DataError
 from immunization.models.base import Batch, Model, Regularizer
 from immunization.runs import files
 from immunization.runs.filenames import WEIGHTS, weights_of
-from immunization.theory.preconditioning import Precondition, checked_product
+from immunization.theory.preconditioning import Precondition, preconditioned_product
 from immunization.theory.together import Pending, checked
 
 
@@ -113,7 +113,7 @@ class Linear(Model):
         x = batch.x if batch.root is None or bias is not None else batch.root
         if mode == "cancelled":
             return regularizer(x @ theta.detach(), theta=theta)
-        features, check = checked_product(x, theta, mode, ridge, side)
+        features, check = preconditioned_product(x, theta, mode, ridge, side)
         return checked(regularizer(features if bias is None else features + bias), check)
 
     def linear_map(self) -> nn.Parameter | None:

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from immunization.errors import DegenerateSpectrum
 from immunization.theory.spectrum import EPS
-from immunization.theory.together import NOTHING, Pending, completed
+from immunization.theory.together import NOTHING, Pending
 
 Precondition = Literal["cancelled", "ridge", "pinv", "none"]
 
@@ -72,14 +72,20 @@ class _PreconditionedProduct(torch.autograd.Function):
         return None, ctx.solve(upstream), None
 
 
-def checked_product(
+def preconditioned_product(
     x: Tensor,
     theta: Tensor,
     mode: Precondition = "ridge",
     ridge: float = 1.0,
     side: Literal["input", "output"] = "input",
 ) -> tuple[Tensor, Pending[None]]:
-    """`preconditioned_product`, and the check that its inverse exists, to be made with what else a GPU is asked."""
+    """x @ theta, whose gradient in theta [D_in, D_out] is multiplied by the inverse of K = x^T x on the way back.
+
+    `mode="ridge"`: (K + ridge I)^-1; `"pinv"`: the pseudo-inverse; `"none"`: the plain gradient. `side="input"` is the
+    right one, K^-1 grad; `side="output"` (of ridge) is the released code's grad K^-1. `x` receives no gradient.
+    The second is a check, to be completed before the gradient is used: it raises DegenerateSpectrum where K + ridge I
+    is singular.
+    """
     if mode == "cancelled":
         raise ValueError("mode='cancelled' needs the regularizer's own gradient: give theta to r_*_of_features instead")
     if mode == "pinv" and side == "output":
@@ -91,21 +97,3 @@ def checked_product(
     inverse = _Ridge(x, ridge, side)
     product = _PreconditionedProduct.apply(x, theta, lambda upstream: inverse(upstream.double()).to(upstream.dtype))
     return product, inverse.check()
-
-
-def preconditioned_product(
-    x: Tensor,
-    theta: Tensor,
-    mode: Precondition = "ridge",
-    ridge: float = 1.0,
-    side: Literal["input", "output"] = "input",
-) -> Tensor:
-    """x @ theta, whose gradient in theta [D_in, D_out] is multiplied by the inverse of K = x^T x on the way back.
-
-    `mode="ridge"`: (K + ridge I)^-1; `"pinv"`: the pseudo-inverse; `"none"`: the plain gradient. `side="input"` is the
-    right one, K^-1 grad; `side="output"` (of ridge) is the released code's grad K^-1. `x` receives no gradient.
-    Raises DegenerateSpectrum where K + ridge I is singular.
-    """
-    product, check = checked_product(x, theta, mode, ridge, side)
-    completed(check)
-    return product
