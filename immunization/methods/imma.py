@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from immunization.checks import AtLeastTwo, Count, NonNegative, checked
 from immunization.data.task import Task, TaskPair
@@ -89,7 +91,10 @@ class IMMA(Method):
 
         theta = model.trained()
         for _ in range(self.inner_steps):
-            lower = task_loss(self.pair.harmful, w, theta, harmful)
+            with (
+                sdpa_kernel(SDPBackend.MATH) if self.unroll else nullcontext()
+            ):  # fused attention is differentiable once
+                lower = task_loss(self.pair.harmful, w, theta, harmful)
             gradients = torch.autograd.grad(lower, list(theta.values()), create_graph=self.unroll)
             theta = {name: p - self.inner_lr * g for (name, p), g in zip(theta.items(), gradients, strict=True)}
         loss_primary = task_loss(self.pair.primary, omega, theta, primary)

@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 import torch
 from helpers.methods import central_differences, full_batches, gradient, make_pair, task
+from helpers.nets import build, open_pair
 from torch import Tensor
 from torch.testing import assert_close
 
 from immunization.data.task import Task, TaskPair
 from immunization.methods import IMMA
 from immunization.models import Linear
+from immunization.training.batches import PairedBatches
 
 pytestmark = pytest.mark.trains
 
@@ -74,6 +76,33 @@ def test_imma_differentiates_through_the_attackers_steps(inner_steps):
     theta = model.extractor.theta.detach()
     assert_close(terms["loss"].item(), upper(theta))
     assert_close(gradient(terms["loss"], model), central_differences(upper, theta), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
+def test_imma_differentiates_twice_through_nets(folders, name):
+    """Heads fixed, along a random direction: central differences, also where attention is fused otherwise."""
+    images = open_pair(folders)
+    model, pair = build(images, name).read_tasks(images, False)
+    method = IMMA(epochs=1, inner_lr=0.5, heads="fixed", head_start="random")
+    method.setup(model, pair)
+    batches = next(PairedBatches(pair, 16, torch.Generator()).epoch())
+    parameters = list(model.trained().values())
+    start, way = [p.detach().clone() for p in parameters], [torch.randn_like(p) for p in parameters]
+
+    def loss(t: float) -> Tensor:
+        for p, before, step in zip(parameters, start, way, strict=True):
+            p.data.copy_(before + t * step)
+        return method.step(model, *batches)["loss"]
+
+    slopes = torch.autograd.grad(loss(0.0), parameters)
+    along = sum((slope * step).sum() for slope, step in zip(slopes, way, strict=True)).item()
+    assert along == pytest.approx((loss(1e-6) - loss(-1e-6)).item() / 2e-6, rel=1e-4)
+    first_order = IMMA(epochs=1, inner_lr=0.5, heads="fixed", mode="first_order")
+    first_order.setup(model, pair)
+    first_order.attacker = method.attacker
+    loss(0.0)
+    other = torch.autograd.grad(first_order.step(model, *batches)["loss"], parameters)
+    assert any((slope - one).norm() > 1e-3 * slope.norm() for slope, one in zip(slopes, other, strict=True))
 
 
 @pytest.mark.parametrize("scale", [1.0, 100.0])

@@ -7,7 +7,7 @@ import yaml
 from helpers.made_runs import make_run
 from omegaconf import OmegaConf
 
-from immunization.config import compose
+from immunization.config import build, compose
 from immunization.errors import ConfigError
 from immunization.results import parts
 from immunization.results.parts import Machine, Multirun, Section, read
@@ -35,7 +35,10 @@ def test_every_multirun_composes_and_has_a_cost_for_each_method(sections):
     for run in (run for section in sections for run in section.multiruns):
         assert {run.method(job) for job in run.jobs} <= set(run.seconds)
         assert run.cost(range(len(run.jobs)), 0.5) > 0.5 * len(run.jobs)
-        assert OmegaConf.to_container(compose(run.jobs[-1]), resolve=True, throw_on_missing=True)
+        for job in {run.method(job): job for job in run.jobs}.values():
+            config = compose(job)
+            assert OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+            assert build(config, "method").name == run.method(job)
 
 
 @pytest.mark.parametrize("sections", [True], indirect=True)
