@@ -144,8 +144,10 @@ def _check_finite_r_ill(denominator: float, square: float, rank: int) -> None:
 
 
 def scalar(value: Scalar, like: Tensor) -> Tensor:
-    """`value` as a tensor [] of the dtype and device of `like`."""
-    return value.to(like.dtype) if isinstance(value, Tensor) else like.new_full((), value)
+    """`value` as a tensor [] of the dtype and device of `like`; infinite where it is too large for that."""
+    if isinstance(value, Tensor):
+        return value.to(like.dtype)
+    return like.new_full((), value if abs(value) <= torch.finfo(like.dtype).max else math.copysign(math.inf, value))
 
 
 @at_once

@@ -173,3 +173,10 @@ def test_zero_features_have_no_r_ill():
 def test_features_whose_gram_overflows_are_named():
     with pytest.raises(DegenerateSpectrum, match="overflows"):
         spectrum.condition_number(torch.eye(3, dtype=torch.float64) * 1e200, conditioning="authors")
+
+
+@pytest.mark.parametrize("power", POWERS)
+def test_a_value_too_large_for_float32_is_infinite(power):
+    """And no error of its own: the training sees a loss that is not finite, and says that it diverged."""
+    features = (1e12 * gaussian(12, 5, seed=1)).float()
+    assert regularizers.r_well_of_features(features, power=power).item() == math.inf
