@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ PALETTE = ("#888888", "#E69F00", "#CC79A7", "#009E73", "#0072B2", "#D55E00", "#5
 """Okabe and Ito's colors, safe for color-blind readers (yellow darkened, to be seen on white)."""
 LINES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 1)), (0, (3, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+
+LINE, LETTER, HANDLE = 0.22, 0.075, 0.7
+"""Inches that a line of a legend takes, a letter of it, and what stands before its text."""
 
 
 @dataclass
@@ -113,7 +117,7 @@ def panel_axes(
     """
     from matplotlib.figure import Figure
 
-    bottom, top, row_gap = 0.75 + 0.22 * legend_rows, 0.7, 1.15
+    bottom, top, row_gap = 0.75 + LINE * legend_rows, 0.7, 1.15
     columns = min(count, columns)
     rows = math.ceil(count / columns)
     total = left + columns * width + (columns - 1) * gap + right
@@ -144,9 +148,23 @@ def headline(figure: Figure, group: Sequence[Setting]) -> None:
 
 
 def legend_below(figure: Figure, ax: Axes, columns: int = 2) -> None:
-    """One legend for all panels, below them."""
+    """One legend for all panels, below them; long labels take a column of the whole width and several lines."""
     handles, labels = ax.get_legend_handles_labels()
+    width, rows = figure.get_size_inches()[0], math.ceil(len(labels) / columns)
+    if HANDLE + LETTER * max(map(len, labels)) > width / columns:
+        columns, letters = 1, int((width - HANDLE) / LETTER)
+        labels = [textwrap.fill(label, letters, break_long_words=False, break_on_hyphens=False) for label in labels]
+        _raise(figure, LINE * (sum(label.count("\n") + 1 for label in labels) - rows))
     figure.legend(handles, labels, loc="lower left", ncols=columns, frameon=False, handlelength=3.5, fontsize=9)
+
+
+def _raise(figure: Figure, inches: float) -> None:
+    """Make room below everything that is drawn, which keeps its size."""
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + inches)
+    for ax in figure.axes:
+        x, y, wide, tall = ax.get_position().bounds
+        ax.set_position((x, (y * height + inches) / (height + inches), wide, tall * height / (height + inches)))
 
 
 def fit_log(axis: Axis, values: Sequence[float]) -> None:
