@@ -132,3 +132,9 @@ def test_runs_leave_no_handler_or_thread_behind(tmp_path, no_figures):
     before = list(logging.getLogger("immunization").handlers), threading.active_count()
     run(QUICK, folder=tmp_path)
     assert (list(logging.getLogger("immunization").handlers), threading.active_count()) == before
+
+
+def test_a_run_that_fails_before_it_has_its_parts_stands_under_the_name_of_its_method(tmp_path):
+    with pytest.raises(ConfigError, match=r"method\.epochs"):
+        run(["method=r_ill_only", "method.epochs=-1", "tracker=none"], folder=tmp_path)
+    assert (failed(tmp_path).method, failed(tmp_path).model) == ("r_ill_only", "linear")

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 from torch import Tensor
 
-from immunization.config import build
+from immunization.config import build, snake_case
 from immunization.errors import ConfigError, Preempted, UserError
 from immunization.runs import environment, files
 from immunization.runs.filenames import (
@@ -46,7 +46,7 @@ def settings_of(config: DictConfig) -> dict[str, Any]:
 
 def unfinished(config: DictConfig, folder: Path) -> Result:
     """The result of a run that begins: failed, until it is completed."""
-    method, model = (config[key]._target_.rpartition(".")[2] for key in ("method", "model"))
+    method, model = (snake_case(config[key]._target_.rpartition(".")[2]) for key in ("method", "model"))
     return Result(seed=config.seed, dataset=config.dataset.name, model=model, method=method, folder=folder)
 
 
