@@ -113,7 +113,7 @@ def panel_axes(
 ) -> tuple[Figure, list[Axes]]:
     """Axes of `width` x `height` inches each, at most `columns` side by side, on no background.
 
-    Below them is room for a legend of `legend_rows` lines, so that it does not make the figure wider.
+    Below them is room for a legend of `legend_rows` lines, unless `legend_below` makes it.
     """
     from matplotlib.figure import Figure
 
@@ -148,13 +148,14 @@ def headline(figure: Figure, group: Sequence[Setting]) -> None:
 
 
 def legend_below(figure: Figure, ax: Axes, columns: int = 2) -> None:
-    """One legend for all panels, below them; long labels take a column of the whole width and several lines."""
+    """One legend for all panels, in room made below them; long labels take the whole width, in several lines."""
     handles, labels = ax.get_legend_handles_labels()
     width, rows = figure.get_size_inches()[0], math.ceil(len(labels) / columns)
     if HANDLE + LETTER * max(map(len, labels)) > width / columns:
         columns, letters = 1, int((width - HANDLE) / LETTER)
         labels = [textwrap.fill(label, letters, break_long_words=False, break_on_hyphens=False) for label in labels]
-        _raise(figure, LINE * (sum(label.count("\n") + 1 for label in labels) - rows))
+        rows = sum(label.count("\n") + 1 for label in labels)
+    _raise(figure, LINE * rows)
     figure.legend(handles, labels, loc="lower left", ncols=columns, frameon=False, handlelength=3.5, fontsize=9)
 
 

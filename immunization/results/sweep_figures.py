@@ -192,7 +192,7 @@ def pareto(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
     front = [i for i in np.argsort(-good) if y[i] >= y[good >= good[i]].max()]
     chosen = best(points, objective)
 
-    figure, (ax,) = panel_axes(1, width=4.2, height=3.2, legend_rows=len(points) + 2)
+    figure, (ax,) = panel_axes(1, width=4.2, height=3.2)
     ax.step(x[front], y[front], where="pre", color=INK, linewidth=1.0, alpha=0.5, label="front")
     names = short_labels(points)
     for setting, look, *place in zip(points, looks(points).values(), x, y, strict=True):
@@ -222,7 +222,7 @@ def collateral(group: Sequence[Setting], objective: str) -> tuple[Figure, str] |
     if len(points) < 2:
         return None
     x, y = ([setting.median(name) for setting in points] for name in roles)
-    figure, (ax,) = panel_axes(1, width=4.2, height=3.2, legend_rows=len(points))
+    figure, (ax,) = panel_axes(1, width=4.2, height=3.2)
     for method in dict.fromkeys(setting.method for setting in points):
         mine = [i for i, setting in enumerate(points) if setting.method == method]
         ax.plot([x[i] for i in mine], [y[i] for i in mine], color=INK, linewidth=0.8, alpha=0.4)
@@ -289,7 +289,7 @@ def _curves(
         scored = [setting for setting in group if setting.seeds(objective)]
         group = sorted(scored, key=lambda setting: -setting.summary(objective).mean)[:MOST]
     names = short_labels(group)
-    figure, axes = panel_axes(len(shown), width=3.2, height=2.8, legend_rows=math.ceil((len(group) + 1) / 2))
+    figure, axes = panel_axes(len(shown), width=3.2, height=2.8)
     for ax, role in zip(axes, shown, strict=True):
         for setting, look in looks(group).items():
             if band := _band(setting, f"{family}/{role}"):

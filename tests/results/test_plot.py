@@ -10,7 +10,7 @@ from immunization.results.plot import legend_below, panel_axes
 @pytest.mark.parametrize("panels", [1, 3])
 def test_a_legend_is_within_the_figure_and_below_the_axes(panels, label, columns):
     count = 5
-    figure, axes = panel_axes(panels, width=3.2, height=2.8, legend_rows=-(-count // columns))
+    figure, axes = panel_axes(panels, width=3.2, height=2.8)
     for i in range(count):
         axes[0].plot([0, 1], [0, i], label=f"{label} {i}")
     before = axes[0].get_window_extent().size
