@@ -1,10 +1,11 @@
-"""The attacks that a run has done, kept in its folder: an audit that is killed goes on with the next one."""
+"""Attacks that are done: a killed audit goes on with the next one, and the baseline is attacked once for all methods."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from torch import Tensor
 from immunization.attacks.base import AttackCurve
 from immunization.attacks.victim import Stage, Victim
 from immunization.errors import DataError, DegenerateSpectrum
-from immunization.runs import files
+from immunization.models.activations import fingerprint
+from immunization.runs import environment, files
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +31,18 @@ class KeptCurves:
     """The curves of attacks that are done, in one file, which is replaced in one step after each attack.
 
     A curve is taken from there only for the very configuration of its attack (`settings`, by name), weights and data it
-    was measured with. What cannot be read is measured again.
+    was measured with. What cannot be read is measured again. `baselines` is where the curves of the baseline come from
+    that other runs have done.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, object], victim: Victim) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        settings: Mapping[str, object],
+        victim: Victim,
+        baselines: KeptBaselines | None = None,
+    ) -> None:
+        self.path, self.baselines = path, baselines
         victim_key = _digest(_identity(victim))
         self.prefix = "" if victim.role == "harmful" else f"{victim.role}/"
         self.keys = {name: {"settings": value, "victim": victim_key} for name, value in settings.items()}
@@ -57,6 +66,46 @@ class KeptCurves:
             "curves": {stage: vars(curve) for stage, curve in curves.items()},
         }
         files.write_archive(self.path, {"version": VERSION, "attacks": self.kept})
+
+
+class KeptBaselines:
+    """Curves of attacks on the baseline, or of a reference, one file each in a folder that all runs share.
+
+    Methods are compared with the same baseline, which costs as much to attack as they do. A file is named by a hash of
+    all that its curve depends on: the attack, the baseline's net, features and labels, this package and the machine's
+    arithmetic. Of several processes that need the same curve one computes it, the others wait.
+    """
+
+    def __init__(self, root: Path, settings: Mapping[str, object], victim: Victim) -> None:
+        self.root, self.settings = root, settings
+        machine = (environment.source(), *environment.arithmetic(victim.task.train.y.device))
+        about = (machine, victim.role, str(victim.model.dtype), victim.flops_per_row())
+        self.victim = f"{about} {_digest(_baseline(victim))}"
+        if victim.model.deep:
+            self.victim += fingerprint([victim.network("baseline")])
+
+    def __call__(self, name: str, attack: Callable[[], AttackCurve]) -> AttackCurve:
+        """The curve of the attack `name`, which `attack` runs where no run has done so."""
+        settings = json.dumps(self.settings[name], sort_keys=True)
+        key = hashlib.sha256(f"{VERSION} {settings} {self.victim}".encode()).hexdigest()[:32]
+        path, locks = self.root / f"{key}.pt", self.root / ".locks"
+        locks.mkdir(parents=True, exist_ok=True)
+        with files.locked(locks / key, wait=True):
+            with suppress(DataError, KeyError, TypeError):  # none, or a damaged one
+                curve = AttackCurve(**files.read_archive(path)["curve"])
+                log.info("attack %s: the baseline was attacked before, %s", name, path)
+                return curve
+            curve = attack()
+            files.write_archive(path, {"attack": name, "curve": vars(curve)})
+            return curve
+
+
+def _baseline(victim: Victim) -> Iterator[Tensor]:
+    """What attacks read of the baseline: features and labels of every task."""
+    for role, task in victim.comparison.tasks.items():
+        for split in ("train", "val", "test"):
+            yield getattr(task, split).y
+            yield victim.features("baseline", split, role=role)
 
 
 def _identity(victim: Victim) -> Iterator[Tensor]:

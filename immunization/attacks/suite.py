@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 
 from immunization.attacks import reference
 from immunization.attacks.base import Attack, AttackCurve
@@ -87,7 +88,11 @@ def _run(name: str, attack: Attack, victim: Victim, kept: KeptCurves | None) -> 
         raise Inapplicable(reason)
     if kept and (curves := kept.get(name)) is not None:
         return curves
-    curves = {stage: attack.run(victim, stage) for stage in (["baseline"] if attack.reference else victim.stages)}
+    curves = {}
+    for stage in ["baseline"] if attack.reference else victim.stages:
+        run = partial(attack.run, victim, stage)
+        shared = kept.baselines if kept and stage == "baseline" else None
+        curves[stage] = shared(name, run) if shared else run()
     if kept:
         kept.put(name, curves)
     return curves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -53,6 +54,25 @@ def command_of(folder: str | Path) -> str | None:
     name = Path(program).name
     start = {"immunize": ["immunize"], "__main__.py": ["python", "-m", "immunization"]}.get(name, ["python", name])
     return shlex.join([*start, *arguments])
+
+
+@cache
+def source() -> str:
+    """A hash of this package's modules."""
+    digest = hashlib.sha256()
+    for path in sorted((Path(__file__).resolve().parents[1]).rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def arithmetic(device: torch.device) -> tuple[str, ...]:
+    """What decides how numbers are rounded: libraries, the device and the instructions in use."""
+    return (
+        *(f"{name} {_version(name)}" for name in PACKAGES),
+        _device_name(device),
+        torch.backends.cpu.get_cpu_capability(),
+        platform.machine(),
+    )
 
 
 def _git() -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 BOOKKEEPING = (
     *(
+        "baselines",
         "cache",
         "checkpoint",
         "data_root",
