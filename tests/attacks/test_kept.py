@@ -18,6 +18,7 @@ from immunization.attacks import (
     AttackCurve,
     ClosedFormProbe,
     ConjugateGradients,
+    KeptBaselines,
     KeptCurves,
     LinearProbe,
     Victim,
@@ -59,6 +60,20 @@ def ran(monkeypatch) -> list[str]:
 
         monkeypatch.setattr(kind, "run", spied)
     return names
+
+
+@pytest.fixture
+def stages(monkeypatch) -> list[str]:
+    """The stages on which attacks are run, in order."""
+    seen: list[str] = []
+    for kind in (LinearProbe, WhitenedProbe):
+
+        def spied(self, victim, stage, taken=kind.run):
+            seen.append(stage)
+            return taken(self, victim, stage)
+
+        monkeypatch.setattr(kind, "run", spied)
+    return seen
 
 
 def content_of(folder: Path) -> dict:
@@ -152,3 +167,41 @@ def test_a_damaged_file_is_as_good_as_none(tmp_path, ran, damage):
     ran.clear()
     assert attacked(path, victim, {"gd": LinearProbe()}, {"gd": {}}) == first
     assert ran == ["LinearProbe"]
+
+
+def with_baselines(root: Path, victim: Victim, settings: Mapping[str, object] | None = None) -> dict:
+    """Measures of two attacks in a run folder of its own, which shares baselines with others below `root`."""
+    attacks = {"whitened": WhitenedProbe(steps=8), "gd": LinearProbe(steps=8)}
+    settings = settings or {name: {"_target_": name} for name in attacks}
+    path = root / f"{len(list(root.glob('*.pt')))}.pt"
+    shared = KeptBaselines(root / "baselines", settings, victim)
+    return vars(run_attacks(attacks, victim, KeptCurves(path, settings, victim, shared)))
+
+
+def test_the_baseline_is_attacked_once_for_all_maps(tmp_path, stages):
+    one, other = torch.eye(4, dtype=torch.float64), torch.diag(torch.tensor([1.0, 0.5, 0.3, 0.1], dtype=torch.float64))
+    alone = vars(run_attacks({"whitened": WhitenedProbe(steps=8), "gd": LinearProbe(steps=8)}, victim_of(other)))
+    stages.clear()
+    with_baselines(tmp_path, victim_of(one))
+    assert stages.count("baseline") == 2
+    stages.clear()
+    assert with_baselines(tmp_path, victim_of(other)) == alone
+    assert "baseline" not in stages
+    assert stages.count("immunized") == 2
+
+
+def test_a_kept_baseline_is_of_one_attack_and_one_task(tmp_path, stages):
+    theta = torch.eye(4, dtype=torch.float64)
+    with_baselines(tmp_path, victim_of(theta))
+    for victim, settings, expected in (
+        (victim_of(theta, noise=1e-9), None, 2),
+        (victim_of(theta), {"whitened": {"_target_": "whitened"}, "gd": {"_target_": "gd", "steps": 9}}, 1),
+    ):
+        stages.clear()
+        with_baselines(tmp_path, victim, settings)
+        assert stages.count("baseline") == expected
+    for path in (tmp_path / "baselines").glob("*.pt"):
+        path.write_bytes(path.read_bytes()[:-9])
+    stages.clear()
+    with_baselines(tmp_path, victim_of(theta))
+    assert stages.count("baseline") == 2
