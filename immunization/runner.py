@@ -123,7 +123,12 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     if method.undetermined:
         measures.withhold("undetermined", method.undetermined)
     if attacks:
-        from immunization.attacks import KeptBaselines, KeptCurves, Victim, run_attacks  # not loaded by runs without attacks
+        from immunization.attacks import (
+            KeptBaselines,
+            KeptCurves,
+            Victim,
+            run_attacks,
+        )  # not loaded by runs without attacks
 
         with run.timed("attack"), machine.gpu_memory("the attacks", AFTERWARDS):
             for role in pair.attacked:

@@ -90,13 +90,7 @@ class Attack:
 
     def rows(self, task: Task) -> Tensor | None:
         """The training rows that the attacker has; None for all."""
-        if self.samples is None:
-            return None
-        order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(self.seed))
-        if not task.classes:
-            return order[: self.samples].sort().values
-        y = task.train.y.cpu()[order]
-        return torch.cat([order[y == label][: self.samples] for label in range(task.classes)]).sort().values
+        return None if self.samples is None else task.few(self.samples, self.seed)
 
     def choose(
         self, grid: Sequence[int], flops: Tensor, val: Tensor, test: Tensor, floor: float, **facts: object

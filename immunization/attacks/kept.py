@@ -1,4 +1,4 @@
-"""Attacks that are done: a killed audit goes on with the next one, and the baseline is attacked once for all methods."""
+"""Attacks that are done: a killed audit goes on with the next one, the baseline is attacked once for all methods."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ def cifar10(
     max_samples: AtLeastOne | None = None,
     val_fraction: Fraction = 0.1,
     split_seed: int = 0,
+    augment: bool = False,
     name: str = "cifar10",
 ) -> ImagePair:
     """CIFAR-10 of folders or of torchvision's file; conf/dataset/cifar10.yaml describes the options.
@@ -58,7 +59,7 @@ def cifar10(
             rows = split_rows(labels[own], val_fraction, 0.0, generator)
             tasks[role] |= {split: images.take(rows[split]) for split in PARTS}
     made = {r: ImageTask(f"CIFAR-10 {', '.join(names[r])}", names[r], splits) for r, splits in tasks.items()}
-    return ImagePair(name, made, size=SIDE, crop_pct=1.0, cache=None, about=description(made))
+    return ImagePair(name, made, augment=augment, size=SIDE, crop_pct=1.0, cache=None, about=description(made))
 
 
 def _check_classes(primary: Sequence[int], harmful: Sequence[int], benign: int | None) -> None:

@@ -200,6 +200,14 @@ class Task:
         """Numerical rank k of the training inputs, which an invertible theta does not change; for a net, min(N, D)."""
         return min(len(self.train), self.width) if self.width else len(self.root)
 
+    def few(self, samples: int, seed: int) -> Tensor:
+        """At most `samples` training rows of each class (of all, for a regression), drawn by `seed`, in their order."""
+        order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
+        if not self.classes:
+            return order[:samples].sort().values
+        y = self.train.y.cpu()[order]
+        return torch.cat([order[y == label][:samples] for label in range(self.classes)]).sort().values
+
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Task:
         moved = {name: getattr(self, name).to(device, dtype) for name in SPLITS}
         return replace(self, **moved, eps=max(self.eps, torch.finfo(dtype).eps))

@@ -38,7 +38,7 @@ BOOKKEEPING = (
 """Keys that decide where and how a run is shown or saved, but no number in its result."""
 
 RETIRED = {
-    "dataset": {"unseen": {"source": "", "train": "train", "test": "val"}},
+    "dataset": {"augment": False, "unseen": {"source": "", "train": "train", "test": "val"}},
     "method": {"side": "input", "rank": "data", "combine": "sum"},
     "model": {"compile": False},
 }

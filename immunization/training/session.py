@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +18,11 @@ from tqdm import tqdm
 
 from immunization.compute import distributed, machine, randomness
 from immunization.config import build, check
-from immunization.data.task import TaskPair
+from immunization.data.task import Split, TaskPair
 from immunization.errors import ConfigError, DataError, UserError
 from immunization.methods import Method, Unmodified, combined
 from immunization.models import Model
+from immunization.models.activations import take
 from immunization.runs.filenames import CHECKPOINT
 from immunization.runs.folder import settings_of, unfinished
 from immunization.runs.result import Result
@@ -71,13 +73,30 @@ def assemble(config: DictConfig) -> Parts:
             "are, by methods that simulate no attacker; start it without torchrun"
         )
     method = combined(method, pair)
-    trained_on = pair.to(device, model.dtype)
+    trained_on = _shown(pair, model, config.harmful_samples, config.seed).to(device, model.dtype)
     if method.epochs:  # a process's first optimizer imports torch's compiler, seconds that are not the method's
         with importing("importing torch's optimizers"):
             torch.optim.SGD([torch.zeros(1)])
     kept = config.get("attack") or not pair.primary.width  # of rows it is small, and a baseline of its own
     start = copy.deepcopy(model.extractor.state_dict()) if kept else {}
     return Parts(method, model, pair, trained_on, start, device)
+
+
+def _shown(pair: TaskPair, model: Model, samples: int | None, seed: int) -> TaskPair:
+    """What a method is shown: `pair`, with `samples` training rows of each harmful class. Raises ConfigError."""
+    if samples is None:
+        return pair
+    if samples < 1:
+        raise ConfigError(f"harmful_samples={samples}: give at least 1, or null for all")
+    if model.loaders is not None:
+        raise ConfigError(
+            "harmful_samples needs activations that are kept: set dataset.augment=false, or raise dataset.cache_limit"
+        )
+    fewer = {}
+    for role, task in pair.harmful_tasks.items():
+        rows = task.few(samples, seed)
+        fewer[role] = replace(task, train=Split(take(task.train.x, rows), task.train.y[rows.to(task.train.y.device)]))
+    return pair.with_tasks(fewer)
 
 
 class TrainingSession:

@@ -1,0 +1,48 @@
+"""harmful_samples: a method is shown a few harmful rows of each class, attackers and measures have all of them."""
+
+import pytest
+import torch
+
+from immunization import run
+from immunization.config import compose
+from immunization.errors import ConfigError
+from immunization.training.session import assemble
+
+
+def parts_of(*overrides: str):
+    return assemble(compose(["tracker=none", *overrides]))
+
+
+def test_the_method_has_so_many_rows_of_each_harmful_class():
+    parts = parts_of("harmful_samples=7")
+    shown, whole = parts.trained_on.harmful.train, parts.pair.harmful.train
+    assert torch.bincount(shown.y).tolist() == [7, 7]
+    assert len(whole) > 14
+    assert {tuple(x.tolist()) for x in shown.x} <= {tuple(x.tolist()) for x in whole.x}
+    assert len(parts.trained_on.primary.train) == len(parts.pair.primary.train)
+    assert torch.equal(shown.x, parts_of("harmful_samples=7").trained_on.harmful.train.x)
+
+
+def test_further_harmful_tasks_and_nets_too():
+    parts = parts_of(
+        "experiment=digits_deep", "dataset.harmful=[[4,5],[6,7]]", "dataset.benign=null", "harmful_samples=3"
+    )
+    for task in parts.trained_on.harmful_tasks.values():
+        assert torch.bincount(task.train.y).tolist() == [3, 3]
+    assert len(parts.trained_on.harmful_tasks) == 2
+
+
+def test_it_changes_what_is_learned_and_not_what_is_measured(tmp_path):
+    options = ["tracker=none", "figures=false", "method=closed_form", "evaluation=[rir]", "attack=[closed_form_probe]"]
+    few, whole = (run([*options, f"harmful_samples={n}"], folder=tmp_path / f"{n}", quiet=True) for n in (5, "null"))
+    assert few.metrics["kappa_harmful_baseline"] == whole.metrics["kappa_harmful_baseline"]
+    assert (
+        few.metrics["attack/closed_form_probe/flops_baseline"]
+        == whole.metrics["attack/closed_form_probe/flops_baseline"]
+    )
+    assert few.metrics["rir"] < whole.metrics["rir"]
+
+
+def test_what_cannot_be():
+    with pytest.raises(ConfigError, match="harmful_samples=0: give at least 1, or null for all"):
+        parts_of("harmful_samples=0")
