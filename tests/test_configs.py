@@ -182,7 +182,7 @@ def test_a_mistyped_group_option_or_key_is_refused(override):
 
 def shrunk(name: str, data_dir: Path) -> list[str]:
     """Overrides that leave an experiment its kind and take away its size."""
-    overrides = [f"experiment={name}", "tracker=none"]
+    overrides = [f"experiment={name}", "tracker=none", "baselines=null"]
     cfg = compose(overrides)
     if "root" in cfg.dataset:
         overrides += [f"dataset.root={data_dir / cfg.dataset.name}", "dataset.download=false"]
