@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ SCREEN = ("method", "runs", "primary, before → after", "cheapest attack", "cos
 """Columns on a terminal."""
 MARKS = "<!-- leaderboard -->", "<!-- /leaderboard -->"
 """What stands between them in a page is replaced."""
+APART = ": other attacks, not comparable"
 HELD = "held"
 NOTES = {
     "primary, before → after": "Primary: held out, the model's own head where it has one, else a retrained head; "
@@ -48,9 +51,8 @@ NOTES = {
 def sections(tracks: Iterable[Sequence[Row]]) -> list[Section]:
     """One for each track: the table, one more for what stands apart, and the figure."""
     made = []
-    for i, rows in enumerate(tracks, 1):
-        run = rows[0].setting.first.result
-        title, name = f"{run.dataset}, {run.model}", f"leaderboard_{i}_{run.dataset}"
+    for title, rows in _titled(tracks):
+        name = f"leaderboard_{_file(title)}"
         together, apart = ([row for row in rows if bool(row.apart) is bool(side)] for side in (0, 1))
         unequal = (
             ["The rows have different numbers of runs."] if len({len(row.results) for row in together}) > 1 else []
@@ -58,7 +60,7 @@ def sections(tracks: Iterable[Sequence[Row]]) -> list[Section]:
         tables = [table(together, name, title, unequal)]
         if apart:
             reasons = [f"{row.setting.label}: {row.apart}." for row in apart]
-            tables.append(table(apart, f"{name}_apart", f"{title}: other attacks, not comparable", reasons))
+            tables.append(table(apart, f"{name}_apart", f"{title}{APART}", reasons))
         points = [
             Point(row.setting.label, price, cost)
             for row in together
@@ -113,10 +115,9 @@ def cells(row: Row) -> dict[str, Cell]:
 def write_rows(tracks: Iterable[Sequence[Row]], folder: Path) -> None:
     """One JSON file a row in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    for i, rows in enumerate(tracks, 1):
-        for j, row in enumerate(rows, 1):
-            name = f"{i}_{row.setting.first.result.dataset}_{j:02d}_{row.setting.method}.json"
-            strict_json.write(folder / name, record(row))
+    for title, rows in _titled(tracks):
+        for i, row in enumerate(rows, 1):
+            strict_json.write(folder / f"{_file(title)}_{i:02d}_{row.setting.method}.json", record(row))
 
 
 def record(row: Row) -> dict[str, Any]:
@@ -148,19 +149,52 @@ def show(collection: Collection, parts: Sequence[Section], console: Console) -> 
 
 
 def between_marks(path: Path, parts: Sequence[Section], pictures: Mapping[str, str], command: str) -> str:
-    """The page at `path` with the tables, without flags, between its marks; raises DataError where it has none."""
+    """The page at `path` with the tables, without flags, between its marks; raises DataError where it has none.
+
+    What stands there of other tracks stays: to make one again, the runs of the others need not be there.
+    """
     before, _, rest = path.read_text().partition(MARKS[0]) if path.is_file() else ("", "", "")
-    _, found, after = rest.partition(MARKS[1])
+    old, found, after = rest.partition(MARKS[1])
     if not found:
         raise DataError(f"{path} has no place for the leaderboard: put {MARKS[0]} and {MARKS[1]} where it shall stand")
-    lines = [MARKS[0], f"Written by `{command}`; do not edit by hand.", ""]
-    for part in parts:
-        for made in part.tables:
-            shown = made.only([name for name in made.header if name != "flags"])
-            lines += [f"### {made.title}", "", shown.pipes(), ""]
-        lines += [plot.markdown(pictures[plot.name]) for plot in part.plots if plot.name in pictures]
-    notes = dict.fromkeys(note for part in parts for made in part.tables for note in made.notes)
-    return before + "\n".join([*lines, *(f"- {note}" for note in notes), ""]) + MARKS[1] + after
+    blocks = _blocks(old) | {part.tables[0].title: _block(part, pictures) for part in parts}
+    text = "\n\n".join(blocks[title] for title in sorted(blocks))
+    legend = "\n".join(f"- {note}" for column, note in NOTES.items() if f"| {column} |" in text)
+    lead = f"Written by `{command}`, which leaves other tracks as they are; do not edit by hand."
+    return f"{before}{MARKS[0]}\n{lead}\n\n{text}\n\n{legend}\n{MARKS[1]}{after}"
+
+
+def _block(part: Section, pictures: Mapping[str, str]) -> str:
+    """One track of a page: its tables, each with its own notes, and its figure."""
+    lines = []
+    for made in part.tables:
+        shown = made.only([name for name in made.header if name != "flags"])
+        lines += [f"### {made.title}", shown.pipes(), *(note for note in made.notes if note not in NOTES.values())]
+    lines += [plot.markdown(pictures[plot.name]) for plot in part.plots if plot.name in pictures]
+    return "\n\n".join(line.strip() for line in lines)
+
+
+def _blocks(page: str) -> dict[str, str]:
+    """The tracks that stand in a page, by title; what the legend at its end says is made anew."""
+    found: dict[str, str] = {}
+    for block in re.split("^### ", re.sub(r"(^- .*\n*)+\Z", "", page, flags=re.MULTILINE), flags=re.MULTILINE)[1:]:
+        title = block.partition("\n")[0].removesuffix(APART)
+        found[title] = "\n\n".join([*([found[title]] if title in found else []), f"### {block.strip()}"])
+    return found
+
+
+def _titled(tracks: Iterable[Sequence[Row]]) -> Iterator[tuple[str, Sequence[Row]]]:
+    """Tracks by data and model, with a number from the second of the same names on (other classes, other images)."""
+    seen: Counter[str] = Counter()
+    for rows in tracks:
+        run = rows[0].setting.first.result
+        title = f"{run.dataset}, {run.model}"
+        seen[title] += 1
+        yield title + (f", {seen[title]}" if seen[title] > 1 else ""), rows
+
+
+def _file(title: str) -> str:
+    return title.replace(", ", "_")
 
 
 def _digest(path: Path) -> str | None:

@@ -165,8 +165,8 @@ def test_one_command_writes_everything_and_a_folder_more_is_a_row_more(folder, t
     assert "flags" not in text
     assert "Unseen: harmful data that no method was shown." in text
     names = {path.name for path in out.rglob("*.*")}
-    assert {"report.html", "leaderboard_1_digits.csv", "leaderboard_1_digits.tex", "results.csv"} <= names
-    assert "leaderboard_1_digits_resistance.png" in names
+    assert {"report.html", "leaderboard_digits_linear.csv", "leaderboard_digits_linear.tex", "results.csv"} <= names
+    assert "leaderboard_digits_linear_resistance.png" in names
     html = (out / "report.html").read_text()
     assert "<svg" in html
     assert "<h1>Leaderboard</h1>" in html
@@ -177,6 +177,23 @@ def test_one_command_writes_everything_and_a_folder_more_is_a_row_more(folder, t
     assert {"code", "data", "rows_sha256", "runs", "attackers_found"} <= set(row)
     main(["leaderboard", str(folder), "--output", str(out), "--markdown", str(page)])
     assert "mine" not in page.read_text().partition(MARKS[0])[2].replace(str(mine), "").partition("|")[2]
+
+
+def test_a_track_is_made_again_without_the_runs_of_the_others(folder, tmp_path):
+    page = tmp_path / "page.md"
+    other = "### another, net\n\n| method | cost / scratch's |\n| --- | ---: |\n| mine | 2 |\n\nOne is alone.\n"
+    apart = "### another, net: other attacks, not comparable\n\n| method |\n| --- |\n| weak |\n"
+    page.write_text(f"{MARKS[0]}\nold\n\n{other}\n{apart}\n- Old note.\n{MARKS[1]}\n")
+    arguments = ["leaderboard", str(folder), "--output", str(tmp_path / "out"), "--markdown", str(page)]
+    main(arguments)
+    first = page.read_text()
+    assert other.strip() in first
+    assert apart.strip() in first
+    assert "Scratch: training the same net" in first
+    assert "Old note" not in first
+    assert first.index("### another, net") < first.index("### digits, linear")
+    main(arguments)
+    assert page.read_text() == first
 
 
 def test_a_page_without_a_place_is_refused(folder, tmp_path):
