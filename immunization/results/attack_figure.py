@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from immunization.results.plot import INK, Plot, headline, inked, panel_axes
+from immunization.results.plot import INK, LINE, Plot, headline, inked, panel_axes
 from immunization.results.settings import Setting
 from immunization.runs.verdict import attack_names, successes
 
@@ -62,7 +62,7 @@ def _budget(setting: Setting, attack: str) -> float | None:
 def _drawn(setting: Setting, rows: list[tuple[bool, float, str, float | None]]) -> Figure:
     """One line for each of `rows`: whether it is held, operations after, name, operations before."""
     left = 0.4 + INCHES_A_LETTER * max(len(attack) for _, _, attack, _ in rows)
-    figure, (ax,) = panel_axes(1, width=3.4, height=0.6 + 0.22 * len(rows), legend_rows=3, left=left)
+    figure, (ax,) = panel_axes(1, width=3.4, height=0.6 + LINE * len(rows), legend_rows=3, left=left)
     for y, (held, after, _, before) in enumerate(rows):
         _row(ax, y, before, after, held)
     ax.set_yticks(range(len(rows)), [attack for _, _, attack, _ in rows], fontsize=9)

@@ -144,11 +144,13 @@ def _share(setting: Setting) -> Cell:
 
 
 def _primary(setting: Setting) -> Cell:
-    """Accuracy or R^2 before and after."""
+    """Accuracy before and after, means over seeds, or R^2, which one run can carry off, medians over runs."""
     for measure in ("accuracy", "r2"):
-        before, after = (setting.summary(f"primary/{measure}{when}") for when in ("_baseline", ""))
-        if before.n and after.n:
-            return Cell(f"{MEASURES[measure]} {before.mean:.3f} → {after.mean:.3f}", after.mean)
+        names = [f"primary/{measure}{when}" for when in ("_baseline", "")]
+        if all(setting.seeds(name) for name in names):
+            mean = measure == "accuracy"
+            before, after = (setting.summary(name).mean if mean else setting.median(name) for name in names)
+            return Cell(f"{MEASURES[measure]} {before:.3f} → {after:.3f}", after)
     return Cell(NONE)
 
 

@@ -131,7 +131,10 @@ def record(row: Row) -> dict[str, Any]:
         "config": run.config,
         "command": run.command,
         "attacks": row.attacks,
-        "attackers_found": {result.folder.name: result.about.get("attackers", {}) for result in results},
+        "attackers_found": {
+            result.folder.name: {k: found for k, found in result.about.items() if k.startswith("attackers")}
+            for result in results
+        },
         "code": json.loads(environment.read_text()) if environment.is_file() else None,
         "data": run.result.about,
         "rows_sha256": {result.folder.name: _digest(result.folder / ROWS) for result in results},

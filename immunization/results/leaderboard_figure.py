@@ -6,10 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from immunization.results.plot import INK, MARKERS, PALETTE, Plot, fit_log, inked, panel_axes
-
-LINE, LETTER = 0.24, 0.08
-"""Inches between two labels, and that a letter of them takes."""
+from immunization.results.plot import INK, LETTER, LINE, MARKERS, PALETTE, Plot, fit_log, inked, panel_axes
 
 NARROW = 0.01
 """Of the primary measure, to both sides of none lost, the figure shows at least so much: less is rounding."""

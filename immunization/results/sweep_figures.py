@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from immunization.results.collect import varying
 from immunization.results.formatting import roles_in
 from immunization.results.plot import (
     INK,
@@ -145,15 +146,17 @@ def pair_maps(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | 
 
 
 def lambdas(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | None:
-    """The objective over lambda_P and lambda_H, for the method that was run on the largest grid of them."""
+    """The objective over lambda_P and lambda_H, on the largest grid of settings that differ in nothing else."""
     axes_of = ("method.lambda_H", "method.lambda_P")
-    grids: dict[str, list[Setting]] = {}
+    others = set(varying([setting.first.settings for setting in group])) - set(axes_of)
+    grids: dict[tuple, list[Setting]] = {}
     for setting in group:
         if all(isinstance(setting.first.settings.get(name), int | float) for name in axes_of):
-            grids.setdefault(setting.method, []).append(setting)
+            alike = (setting.method, *(str(setting.first.settings.get(name)) for name in sorted(others)))
+            grids.setdefault(alike, []).append(setting)
     if not grids:
         return None
-    method, members = max(grids.items(), key=lambda item: len(item[1]))
+    (method, *_), members = max(grids.items(), key=lambda item: len(item[1]))
     levels = [sorted({setting.first.settings[name] for setting in members}) for name in axes_of]
     if min(map(len, levels)) < 2:
         return None

@@ -100,6 +100,8 @@ def test_the_map_of_both_weights(tmp_path):
     for i, lambda_p in enumerate((1.0, 10.0)):
         for j, lambda_h in enumerate((1.0, 10.0, 100.0)):
             make_run(tmp_path / f"{i}{j}", lambdas=(lambda_p, lambda_h), rir=10.0 ** (i + 2 * j))
+        config = make_run(tmp_path / f"{i}_longer", lambdas=(lambda_p, 10.0), rir=1e9) / "config.yaml"
+        config.write_text(config.read_text().replace("epochs: 3", "epochs: 9"))  # no part of the same map
     (group,) = settings(collect([tmp_path]))
     plot = next(plot for plot in draw(group, "x") if plot.name == "x_lambdas")
     values = plot.figure.axes[0].images[0].get_array()
