@@ -15,6 +15,7 @@ from torch import Tensor
 
 from immunization.attacks.base import AttackCurve
 from immunization.attacks.victim import Stage, Victim
+from immunization.data.task import SPLITS
 from immunization.errors import DataError, DegenerateSpectrum
 from immunization.models.activations import fingerprint
 from immunization.runs import environment, files
@@ -103,9 +104,10 @@ class KeptBaselines:
 def _baseline(victim: Victim) -> Iterator[Tensor]:
     """What attacks read of the baseline: features and labels of every task."""
     for role, task in victim.comparison.tasks.items():
-        for split in ("train", "val", "test"):
-            yield getattr(task, split).y
-            yield victim.features("baseline", split, role=role)
+        for split in SPLITS:
+            if len(part := getattr(task, split)):
+                yield part.y
+                yield victim.features("baseline", split, role=role)
 
 
 def _identity(victim: Victim) -> Iterator[Tensor]:
