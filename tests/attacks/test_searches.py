@@ -8,7 +8,7 @@ from helpers.victims import colors_behind_a_map
 from torch import nn
 
 from immunization import run
-from immunization.attacks import FineTune, LoRA, Scratch, run_attacks
+from immunization.attacks import FineTune, KeptBaselines, KeptCurves, LoRA, Scratch, run_attacks
 from immunization.attacks.base import areas
 from immunization.attacks.recipe import Budget, Recipe
 from immunization.attacks.scratch import redrawn
@@ -266,3 +266,31 @@ def test_a_run_that_searched_leaves_settings_that_another_run_takes(tmp_path):
     again = run([attack, *options, *scratch, f"attack.full_finetune.replay={file}"], folder=tmp_path / "again")
     known = [key for key in first.metrics if key.startswith("attack/")]
     assert [again.metrics[key] for key in known] == [first.metrics[key] for key in known]
+
+
+def test_the_baseline_and_scratch_are_trained_once_for_all_maps_behind_a_net(tmp_path, monkeypatch):
+    victim = colors_behind_a_map(tmp_path)
+    attacks = {"tune": FineTune(steps=2), "scratch": Scratch(steps=2)}
+    settings = {name: {"_target_": name} for name in attacks}
+    seen: list[str] = []
+
+    def spied(self, victim, stage, taken=FineTune.run):
+        seen.append(stage)
+        return taken(self, victim, stage)
+
+    monkeypatch.setattr(FineTune, "run", spied)
+
+    def measured(path: str) -> dict:
+        seen.clear()
+        shared = KeptBaselines(tmp_path / "baselines", settings, victim)
+        return vars(run_attacks(attacks, victim, KeptCurves(tmp_path / path, settings, victim, shared)))
+
+    measured("first.pt")
+    assert sorted(seen) == ["baseline", "baseline", "immunized"]
+    victim.model.extractor.theta.data.mul_(2)
+    second = measured("second.pt")
+    assert seen == ["immunized"]
+    assert second == vars(run_attacks(attacks, victim))
+    next(victim.model.base.net.parameters()).data.mul_(1.1)
+    measured("third.pt")
+    assert sorted(seen) == ["baseline", "baseline", "immunized"]
