@@ -1,4 +1,7 @@
-"""Spread of a measure over seeds, and whether two methods differ: means, intervals and paired tests."""
+"""Spread of a measure over seeds, and whether two methods differ: means, intervals and paired tests.
+
+scipy.stats is loaded where it is needed: it takes as long as all else at the end of a multirun of one seed.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from scipy import stats
 
 T = TypeVar("T")
 
@@ -42,6 +44,8 @@ def summarize(values: Sequence[float]) -> Summary:
         return Summary(math.nan, math.nan, math.nan, math.nan, 0)
     low = high = math.nan
     if x.size >= 3:
+        from scipy import stats
+
         interval = stats.bootstrap((x,), np.mean, method="percentile", confidence_level=LEVEL, rng=0, n_resamples=2000)
         low, high = interval.confidence_interval
     return Summary(float(x.mean()), float(x.std(ddof=1)) if x.size > 1 else math.nan, float(low), float(high), x.size)
@@ -61,6 +65,8 @@ def paired_p(a: Mapping[object, float], b: Mapping[object, float]) -> float:
     difference = x - y
     if np.ptp(difference) <= 1e-12 * np.abs(x).max():  # a test of constant differences divides by zero
         return 1.0 if abs(difference[0]) <= 1e-12 * np.abs(x).max() else 0.0
+    from scipy import stats
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         return float(stats.ttest_1samp(difference, 0.0).pvalue)
@@ -76,6 +82,8 @@ def rank_correlation(x: Mapping[tuple[str, str], float], y: Mapping[tuple[str, s
     keys = [key for key in x if key in y]
     if len(keys) < 3:
         return math.nan, math.nan
+    from scipy import stats
+
     a, b = (stats.rankdata([values[key] for key in keys]) for values in (x, y))
     a, b = ((ranks - ranks.mean()) / max(np.linalg.norm(ranks - ranks.mean()), 1e-300) for ranks in (a, b))
     rho = float(a @ b)

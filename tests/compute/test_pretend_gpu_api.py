@@ -74,6 +74,7 @@ def test_audit_of_a_linear_map(model, data):
     agree(expected, result)
 
 
+@pytest.mark.slow
 def test_audit_of_a_net_against_a_reference_elsewhere(net):
     immune = immunization.immunize(net, *images("cpu"), method="closed_form", ridge=1e-4)
     options = {**PROBES, "attacks": [*PROBES["attacks"], "full_finetune"], "full_finetune__steps": 2}
