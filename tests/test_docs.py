@@ -59,7 +59,13 @@ def test_adding_a_method_as_the_readme_says(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "my_conf" / "method" / "r_well_only.yaml").write_text(blocks("yaml")[0])
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     command = [sys.executable, ROOT / "launch.py", "--config-dir", tmp_path / "my_conf", "method=r_well_only"]
-    options = ["trusted=[my_methods]", "tracker=none", f"hydra.run.dir={tmp_path / 'run'}"]
+    options = [
+        "trusted=[my_methods]",
+        "tracker=none",
+        "figures=false",
+        "evaluation=[rir]",
+        f"hydra.run.dir={tmp_path / 'run'}",
+    ]
     subprocess.run([*command, *options], check=True, capture_output=True, cwd=tmp_path)
     assert '"method": "r_well_only"' in (tmp_path / "run" / "result.json").read_text()
 

@@ -140,6 +140,7 @@ def test_every_figure_of_house_prices_is_found_again(overrides, tmp_path, data_d
     everything_agrees(tmp_path / "run", result.metrics)
 
 
+@pytest.mark.slow
 def test_mnist_itself_is_found_again(tmp_path, data_dir):
     source = ("dataset=mnist", f"dataset.root={data_dir / 'mnist'}", "dataset.download=false", "dataset.benign=7")
     result = run([*source, *FEW, "dataset.max_samples=60", "method.epochs=3"], tmp_path / "run")
