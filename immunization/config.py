@@ -79,6 +79,8 @@ def check(cfg: DictConfig) -> None:
         "device": Literal["auto", "cpu", "cuda"],
         "dtype": Literal["float64", "float32"],
         "seed": Seed,
+        "harmful_samples": AtLeastOne | None,
+        "baselines": str | None,
         "threads": AtLeastOne | None,
         "log_every": AtLeastOne | None,
         "checkpoint.every": AtLeastOne | None,

@@ -123,20 +123,13 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     if method.undetermined:
         measures.withhold("undetermined", method.undetermined)
     if attacks:
-        from immunization.attacks import (
-            KeptBaselines,
-            KeptCurves,
-            Victim,
-            run_attacks,
-        )  # not loaded by runs without attacks
+        from immunization.attacks import KeptCurves, Victim, run_attacks  # not loaded by runs without attacks
 
         with run.timed("attack"), machine.gpu_memory("the attacks", AFTERWARDS):
             for role in pair.attacked:
                 victim = Victim(model, comparison, parts.start, role)
                 settings = OmegaConf.to_container(config.attack, resolve=True)
-                root = config.baselines and Path(config.baselines).expanduser()
-                shared = KeptBaselines(root, settings, victim) if root else None
-                kept = KeptCurves(run.path / ATTACKS, settings, victim, shared)
+                kept = KeptCurves(run.path / ATTACKS, settings, victim, config.baselines)
                 measures.merge(run_attacks(attacks, victim, kept))
     run.result.about = run.result.about | measures.about
     for role in pair.attacked:

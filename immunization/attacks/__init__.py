@@ -3,7 +3,7 @@
 from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.direct import ClosedFormProbe, LogisticProbe
 from immunization.attacks.earlier import EarlierLayers
-from immunization.attacks.kept import KeptBaselines, KeptCurves
+from immunization.attacks.kept import KeptCurves
 from immunization.attacks.network import FineTune, LoRA
 from immunization.attacks.probes import (
     LBFGS,
@@ -31,7 +31,6 @@ __all__ = [
     "EarlierLayers",
     "FineTune",
     "Inapplicable",
-    "KeptBaselines",
     "KeptCurves",
     "LinearProbe",
     "LoRA",

@@ -32,8 +32,8 @@ class KeptCurves:
     """The curves of attacks that are done, in one file, which is replaced in one step after each attack.
 
     A curve is taken from there only for the very configuration of its attack (`settings`, by name), weights and data it
-    was measured with. What cannot be read is measured again. `baselines` is where the curves of the baseline come from
-    that other runs have done.
+    was measured with. What cannot be read is measured again. Curves of the baseline are shared with other runs in the
+    folder `baselines`, where one is given.
     """
 
     def __init__(
@@ -41,9 +41,10 @@ class KeptCurves:
         path: Path,
         settings: Mapping[str, object],
         victim: Victim,
-        baselines: KeptBaselines | None = None,
+        baselines: str | Path | None = None,
     ) -> None:
-        self.path, self.baselines = path, baselines
+        self.path = path
+        self.baselines = KeptBaselines(Path(baselines).expanduser(), settings, victim) if baselines else None
         victim_key = _digest(_identity(victim))
         self.prefix = "" if victim.role == "harmful" else f"{victim.role}/"
         self.keys = {name: {"settings": value, "victim": victim_key} for name, value in settings.items()}

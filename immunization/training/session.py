@@ -86,8 +86,6 @@ def _shown(pair: TaskPair, model: Model, samples: int | None, seed: int) -> Task
     """What a method is shown: `pair`, with `samples` training rows of each harmful class. Raises ConfigError."""
     if samples is None:
         return pair
-    if samples < 1:
-        raise ConfigError(f"harmful_samples={samples}: give at least 1, or null for all")
     if model.loaders is not None:
         raise ConfigError(
             "harmful_samples needs activations that are kept: set dataset.augment=false, or raise dataset.cache_limit"

@@ -18,7 +18,6 @@ from immunization.attacks import (
     AttackCurve,
     ClosedFormProbe,
     ConjugateGradients,
-    KeptBaselines,
     KeptCurves,
     LinearProbe,
     Victim,
@@ -174,8 +173,7 @@ def with_baselines(root: Path, victim: Victim, settings: Mapping[str, object] | 
     attacks = {"whitened": WhitenedProbe(steps=8), "gd": LinearProbe(steps=8)}
     settings = settings or {name: {"_target_": name} for name in attacks}
     path = root / f"{len(list(root.glob('*.pt')))}.pt"
-    shared = KeptBaselines(root / "baselines", settings, victim)
-    return vars(run_attacks(attacks, victim, KeptCurves(path, settings, victim, shared)))
+    return vars(run_attacks(attacks, victim, KeptCurves(path, settings, victim, root / "baselines")))
 
 
 def test_the_baseline_is_attacked_once_for_all_maps(tmp_path, stages):

@@ -8,7 +8,7 @@ from helpers.victims import colors_behind_a_map
 from torch import nn
 
 from immunization import run
-from immunization.attacks import FineTune, KeptBaselines, KeptCurves, LoRA, Scratch, run_attacks
+from immunization.attacks import FineTune, KeptCurves, LoRA, Scratch, run_attacks
 from immunization.attacks.base import areas
 from immunization.attacks.recipe import Budget, Recipe
 from immunization.attacks.scratch import redrawn
@@ -282,8 +282,8 @@ def test_the_baseline_and_scratch_are_trained_once_for_all_maps_behind_a_net(tmp
 
     def measured(path: str) -> dict:
         seen.clear()
-        shared = KeptBaselines(tmp_path / "baselines", settings, victim)
-        return vars(run_attacks(attacks, victim, KeptCurves(tmp_path / path, settings, victim, shared)))
+        kept = KeptCurves(tmp_path / path, settings, victim, tmp_path / "baselines")
+        return vars(run_attacks(attacks, victim, kept))
 
     measured("first.pt")
     assert sorted(seen) == ["baseline", "baseline", "immunized"]

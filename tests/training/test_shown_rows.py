@@ -43,6 +43,7 @@ def test_it_changes_what_is_learned_and_not_what_is_measured(tmp_path):
     assert few.metrics["rir"] < whole.metrics["rir"]
 
 
-def test_what_cannot_be():
-    with pytest.raises(ConfigError, match="harmful_samples=0: give at least 1, or null for all"):
-        parts_of("harmful_samples=0")
+@pytest.mark.parametrize("samples", [0, "few"])
+def test_what_cannot_be(samples, tmp_path):
+    with pytest.raises(ConfigError, match=f"harmful_samples must be an integer of at least 1, or null, not '?{samples}"):
+        run(["tracker=none", f"harmful_samples={samples}"], folder=tmp_path, quiet=True)
