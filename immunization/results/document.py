@@ -144,14 +144,10 @@ def _share(setting: Setting) -> Cell:
 
 
 def _primary(setting: Setting) -> Cell:
-    """Accuracy before and after, means over seeds, or R^2, which one run can carry off, medians over runs."""
-    for measure in ("accuracy", "r2"):
-        names = [f"primary/{measure}{when}" for when in ("_baseline", "")]
-        if all(setting.seeds(name) for name in names):
-            mean = measure == "accuracy"
-            before, after = (setting.summary(name).mean if mean else setting.median(name) for name in names)
-            return Cell(f"{MEASURES[measure]} {before:.3f} → {after:.3f}", after)
-    return Cell(NONE)
+    """Accuracy or R^2 before and after."""
+    found = {measure: setting.change(f"primary/{measure}") for measure in ("accuracy", "r2")}
+    shown = ((measure, change) for measure, change in found.items() if change)
+    return next((Cell(f"{MEASURES[m]} {before:.3f} → {after:.3f}", after) for m, (before, after) in shown), Cell(NONE))
 
 
 def pair_counts(group: Sequence[Setting], name: str, heading: str) -> Table | None:

@@ -66,18 +66,12 @@ class Row:
     def measure(self) -> str | None:
         """What was measured before and after on the primary task: of the model's own head, else of a retrained one."""
         names = (f"primary/{head}{name}" for head in ("head_", "") for name in MEASURES)
-        values = self.setting.values
-        return next((name for name in names if values(name) and values(f"{name}_baseline")), None)
+        return next(filter(self.setting.change, names), None)
 
     @cached_property
     def primary(self) -> tuple[float, float] | None:
-        """It before and after: an accuracy's mean over seeds, the median over runs of what one run can carry off."""
-        if self.measure is None:
-            return None
-        names = f"{self.measure}_baseline", self.measure
-        if self.measure.endswith("accuracy"):
-            return tuple(self.setting.summary(name).mean for name in names)
-        return tuple(self.setting.median(name) for name in names)
+        """It before and after (`Setting.change`)."""
+        return self.setting.change(self.measure) if self.measure else None
 
     @property
     def price(self) -> float | None:

@@ -58,6 +58,13 @@ class Setting:
         values = self.values(metric).values()
         return statistics.median(values) if values else None
 
+    def change(self, measure: str) -> tuple[float, float] | None:
+        """A measure before and after: an accuracy's mean over seeds, the median over runs of what one can carry off."""
+        names = f"{measure}_baseline", measure
+        if not all(map(self.seeds, names)):
+            return None
+        return tuple(self.summary(name).mean if measure.endswith("accuracy") else self.median(name) for name in names)
+
     def pairs(self, metric: str) -> dict[tuple[str, str], float]:
         """The median over the seeds, for each pair of classes."""
         by_pair: dict[tuple[str, str], list[float]] = {}

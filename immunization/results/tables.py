@@ -285,9 +285,9 @@ def _percent(setting: Setting, metric: str) -> Cell:
     return Cell(f"{100 * summary.mean:.0f} %", summary.mean) if summary.n else Cell(NONE)
 
 
-def _change(setting: Setting, metric: str) -> Cell:
-    before, after = (setting.summary(name) for name in (f"{metric}_baseline", metric))
-    return Cell(f"{before.mean:.3f} → {after.mean:.3f}", after.mean) if before.n and after.n else Cell(NONE)
+def _change(setting: Setting, measure: str) -> Cell:
+    found = setting.change(measure)
+    return Cell("{:.3f} → {:.3f}".format(*found), found[1]) if found else Cell(NONE)
 
 
 def _seconds(setting: Setting) -> Cell:
@@ -321,7 +321,7 @@ def _conventions(winner: Setting | None, objective: str, pairs: bool, authors: b
         f"(i), (ii): κ of the harmful and of the primary Hessian over the baseline's; RIR = (i) / (ii); {convention}.",
         "Mean ± standard deviation over seeds"
         + (" of the mean over pairs" if pairs else "")
-        + ", and its 95 % bootstrap interval; steps ratios and the RIR of the other κ are medians over all runs.",
+        + ", and its 95 % bootstrap interval; steps ratios, R² and the RIR of the other κ are medians over all runs.",
         "Bold: the best mean of a column, and the means that a paired t-test (logarithms of the same seeds and pairs, "
         "Holm, 5 %) does not tell from it; the baseline identity stands outside.",
         "Steps ratio: steps of a gradient descent probe with the immunized extractor over those with the baseline. "

@@ -45,5 +45,7 @@ def test_it_changes_what_is_learned_and_not_what_is_measured(tmp_path):
 
 @pytest.mark.parametrize("samples", [0, "few"])
 def test_what_cannot_be(samples, tmp_path):
-    with pytest.raises(ConfigError, match=f"harmful_samples must be an integer of at least 1, or null, not '?{samples}"):
+    with pytest.raises(
+        ConfigError, match=f"harmful_samples must be an integer of at least 1, or null, not '?{samples}"
+    ):
         run(["tracker=none", f"harmful_samples={samples}"], folder=tmp_path, quiet=True)
