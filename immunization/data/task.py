@@ -83,6 +83,11 @@ class Split:
     def __len__(self) -> int:
         return len(self.x)
 
+    def take(self, rows: Tensor) -> Split:
+        """Some of the rows, of inputs that are stored."""
+        origin = self.origin and Origin(self.origin.source, self.origin.rows[rows.cpu()])
+        return Split(self.x[rows.to(self.x.device)], self.y[rows.to(self.y.device)], origin)
+
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Split:
         x = self.x.to(device, dtype) if len(self.x.shape) == 2 else self.x
         return Split(x, self.y.to(device, dtype if self.y.is_floating_point() else None), self.origin)

@@ -145,9 +145,10 @@ def _share(setting: Setting) -> Cell:
 
 def _primary(setting: Setting) -> Cell:
     """Accuracy or R^2 before and after."""
-    found = {measure: setting.change(f"primary/{measure}") for measure in ("accuracy", "r2")}
-    shown = ((measure, change) for measure, change in found.items() if change)
-    return next((Cell(f"{MEASURES[m]} {before:.3f} → {after:.3f}", after) for m, (before, after) in shown), Cell(NONE))
+    for measure in ("accuracy", "r2"):
+        if change := setting.change(f"primary/{measure}"):
+            return Cell("{} {:.3f} → {:.3f}".format(MEASURES[measure], *change), change[1])
+    return Cell(NONE)
 
 
 def pair_counts(group: Sequence[Setting], name: str, heading: str) -> Table | None:

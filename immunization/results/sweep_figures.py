@@ -148,11 +148,11 @@ def pair_maps(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | 
 def lambdas(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | None:
     """The objective over lambda_P and lambda_H, on the largest grid of settings that differ in nothing else."""
     axes_of = ("method.lambda_H", "method.lambda_P")
-    others = set(varying([setting.first.settings for setting in group])) - set(axes_of)
+    others = [name for name in varying(setting.first.settings for setting in group) if name not in axes_of]
     grids: dict[tuple, list[Setting]] = {}
     for setting in group:
         if all(isinstance(setting.first.settings.get(name), int | float) for name in axes_of):
-            alike = (setting.method, *(str(setting.first.settings.get(name)) for name in sorted(others)))
+            alike = (setting.method, *(str(setting.first.settings.get(name)) for name in others))
             grids.setdefault(alike, []).append(setting)
     if not grids:
         return None

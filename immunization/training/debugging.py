@@ -11,7 +11,7 @@ import torch
 from omegaconf import DictConfig
 
 from immunization.data.images import ImagePair, ImageTask
-from immunization.data.task import Origin, Split, Task, TaskPair
+from immunization.data.task import TaskPair
 
 TRACE = "trace.json"
 
@@ -35,16 +35,14 @@ class Debug:
             return data
         if isinstance(data, ImagePair):
             return replace(data, tasks={role: self._few_images(task) for role, task in data.tasks.items()})
-        tasks = {role: replace(task, train=self._few_rows(task)) for role, task in data.tasks.items()}
+        tasks = {
+            role: replace(task, train=task.train.take(self._chosen(len(task.train))))
+            for role, task in data.tasks.items()
+        }
         return data.with_tasks(tasks)
 
     def _chosen(self, available: int) -> torch.Tensor:
         return torch.linspace(0, available - 1, min(self.rows or available, available)).round().long()
-
-    def _few_rows(self, task: Task) -> Split:
-        x, y, origin = task.train.x, task.train.y, task.train.origin
-        rows = self._chosen(len(y))
-        return Split(x[rows], y[rows], origin and Origin(origin.source, origin.rows[rows]))
 
     def _few_images(self, task: ImageTask) -> ImageTask:
         train = task.splits["train"]

@@ -18,11 +18,10 @@ from tqdm import tqdm
 
 from immunization.compute import distributed, machine, randomness
 from immunization.config import build, check
-from immunization.data.task import Split, TaskPair
+from immunization.data.task import TaskPair
 from immunization.errors import ConfigError, DataError, UserError
 from immunization.methods import Method, Unmodified, combined
 from immunization.models import Model
-from immunization.models.activations import take
 from immunization.runs.filenames import CHECKPOINT
 from immunization.runs.folder import settings_of, unfinished
 from immunization.runs.result import Result
@@ -90,11 +89,10 @@ def _shown(pair: TaskPair, model: Model, samples: int | None, seed: int) -> Task
         raise ConfigError(
             "harmful_samples needs activations that are kept: set dataset.augment=false, or raise dataset.cache_limit"
         )
-    fewer = {}
-    for role, task in pair.harmful_tasks.items():
-        rows = task.few(samples, seed)
-        fewer[role] = replace(task, train=Split(take(task.train.x, rows), task.train.y[rows.to(task.train.y.device)]))
-    return pair.with_tasks(fewer)
+    tasks = pair.harmful_tasks.items()
+    return pair.with_tasks(
+        {role: replace(task, train=task.train.take(task.few(samples, seed))) for role, task in tasks}
+    )
 
 
 class TrainingSession:

@@ -153,6 +153,8 @@ def test_resume_takes_no_job_of_another_configuration_for_its_own(tmp_path):
     assert "runs/0 holds a completed run of another configuration (seed: 0 -> 5, dataset.seed" in done.stderr
     assert "1 completed, 1 failed" in done.stdout
     assert (folder / Result.file).read_bytes() == kept
+    done = launch("-m", *QUICK, *options, "seed=0,1", cwd=tmp_path)
+    assert (done.returncode, "2 completed" in done.stdout) == (0, True)
 
 
 def test_resume_of_a_single_run(tmp_path, capsys):
