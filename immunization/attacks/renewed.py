@@ -10,9 +10,13 @@ from torch import Tensor, nn
 
 from immunization.attacks.base import AttackCurve
 from immunization.attacks.direct import ClosedFormProbe
-from immunization.attacks.earlier import BATCH, images_of
+from immunization.attacks.least_squares import require_held_out
 from immunization.attacks.tuning import NORMS
 from immunization.attacks.victim import Inapplicable, Stage, Victim
+from immunization.data.task import SPLITS
+
+BATCH = 64
+"""Images of a batch."""
 
 
 class RenewedStatistics(ClosedFormProbe):
@@ -24,21 +28,33 @@ class RenewedStatistics(ClosedFormProbe):
     """
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
-        network = victim.network(stage, self.precision)
-        if not any(isinstance(module, NORMS) for module in network.modules()):
-            raise Inapplicable("the net has no BatchNorm whose statistics could be renewed")
-        images = images_of(victim)
-        rows = self.rows(victim.task)
-        own = images["train"] if rows is None else images["train"][rows.to(images["train"].device)]
-        batches = own.tensor_split(math.ceil(len(own) / BATCH))  # none of one image, which may have no variance
-        renew(network, batches)
+        network, images = victim.network(stage, self.precision), images_of(victim)
+        passes = renew_from(network, images["train"], self.rows(victim.task))
         with torch.no_grad():
             features = {
                 split: torch.cat([network(part).double() for part in x.split(BATCH)]) for split, x in images.items()
             }
         curve = self.probe(victim, features)
-        curve.flops = curve.flops + victim.flops_per_row() * len(own)
+        curve.flops = curve.flops + victim.flops_per_row() * passes
         return curve
+
+
+def images_of(victim: Victim) -> dict[str, Tensor]:
+    """What the net reads, by split. Raises Inapplicable where a split to measure on is empty."""
+    require_held_out(victim.task)
+    return {split: victim.images(split)[0] for split in SPLITS}
+
+
+def renew_from(network: nn.Module, images: Tensor, rows: Tensor | None) -> int:
+    """Give each BatchNorm the statistics of some rows of images (None: of all), and say of how many.
+
+    Raises Inapplicable for a net without BatchNorm.
+    """
+    if not any(isinstance(module, NORMS) for module in network.modules()):
+        raise Inapplicable("the net has no BatchNorm whose statistics could be renewed")
+    own = images if rows is None else images[rows.to(images.device)]
+    renew(network, own.tensor_split(math.ceil(len(own) / BATCH)))  # no batch of one image, which may have no variance
+    return len(own)
 
 
 @torch.no_grad()

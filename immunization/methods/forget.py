@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -23,7 +23,7 @@ CHOSEN = tuple(10.0**e for e in range(-12, 1))
 
 
 class Forget(Method):
-    """Minimize L(D_P) + distill L_distill + collapse L_collapse + path L_path.
+    """Minimize L(D_P) + distill L_distill + collapse L_collapse + path L_path + inner L_inner.
 
     With f, f_0 the features and p, p_0 the class probabilities of theta and theta_0, and c the point of `target` (0, or
     the mean of f_0 over D_P),
@@ -31,13 +31,16 @@ class Forget(Method):
         L_distill  = mean_P ||f - f_0||^2 / mean_P ||f_0 - mean f_0||^2 + mean_P KL(p_0 || p)
         L_collapse = mean_H log(1 + ||f - c||^2 / (`floor` mean_P ||f_0||^2))
         L_path     = sum_lambda max(0, cos(leave-one-out predictions of ridge lambda, centered targets))
+        L_inner    = mean over trained blocks but the last of mean_H log(1 + ||g||^2 / (`floor` mean_P ||g_0||^2))
 
     L_collapse needs no labels, and its logarithm pulls however near c the features are. L_path differentiates through
     what a ridge probe predicts of each row without that row (`leave_one_out`). Its rows are the batch's, which carry
     the gradient, and a memory bank: features of the rows that this pass over D_H has shown already, as they were then.
-    So no row is in it twice, and the probe has from one batch up to all rows. Nets alone have logits to distill: the
-    head of a model of rows starts untrained. BatchNorm statistics do not move; since an attacker may take those of his
-    own images, `own_statistics` times L_collapse of features with the statistics of the harmful batch can be added.
+    So no row is in it twice, and the probe has from one batch up to all rows. L_inner is for those who cut the net: g
+    is what a block gives, pooled, and without it the last block alone does all the forgetting. Nets alone have logits
+    to distill: the head of a model of rows starts untrained. BatchNorm statistics do not move; since an attacker may
+    take those of his own images, `own_statistics` times L_collapse of features with the statistics of the harmful batch
+    can be added.
 
     With `patience`, and where `max_accuracy_drop` goes back, the best epoch has the largest accuracy of the model's own
     head less that of the best ridge probe on D_H, both on validation rows.
@@ -53,6 +56,7 @@ class Forget(Method):
         distill: NonNegative = 2.0,
         collapse: NonNegative = 0.6,
         path: NonNegative = 1.0,
+        inner: NonNegative = 0.0,
         own_statistics: NonNegative = 0.0,
         target: Literal["zero", "mean"] = "zero",
         floor: Positive = 0.02,
@@ -61,7 +65,8 @@ class Forget(Method):
         max_accuracy_drop: NonNegative | None = None,
     ) -> None:
         super().__init__(epochs, batch_size, patience, max_accuracy_drop)
-        self.weights = {"distill": distill, "collapse": collapse, "path": path, "own_statistics": own_statistics}
+        self.weights = {"distill": distill, "collapse": collapse, "path": path, "inner": inner}
+        self.weights["own_statistics"] = own_statistics
         self.target, self.floor, self.ridges = target, floor, list(ridges)
 
     def setup(self, model: Model, pair: TaskPair) -> None:
@@ -82,6 +87,8 @@ class Forget(Method):
         features = model.features(pair.primary.train.x)
         self.mean, self.size = features.mean(0), features.square().sum(1).mean()
         self.spread = self.size - self.mean.square().sum()
+        if self.weights["inner"]:
+            self.sizes = self._inner_sizes(model, pair.primary.train.x)
         self.bank, self.labels = self.mean.new_empty(0, len(self.mean)), pair.harmful.train.y[:0]
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,11 +97,15 @@ class Forget(Method):
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         logits, features = model.outputs(primary)
         features = model.training_features(primary.x) if features is None else features
-        theirs = model.training_features(harmful.x)
+        with model.extractor.watched() if self.weights["inner"] else nullcontext({}) as outputs:
+            theirs = model.training_features(harmful.x)
         loss = self.pair.primary.loss(logits, primary.y)
         terms = {"distill": self._distillation(model, primary, features, logits), "collapse": self._collapse(theirs)}
         if self.weights["path"]:
             terms["path"] = self._path(theirs, harmful)
+        if self.weights["inner"]:
+            collapsed = [self._near(outputs[block].to(theirs), size) for block, size in self.sizes.items()]
+            terms["inner"] = torch.stack(collapsed).mean()
         if self.weights["own_statistics"]:
             with batch_statistics(model.extractor):
                 terms["own_statistics"] = self._collapse(model.training_features(harmful.x))
@@ -112,7 +123,27 @@ class Forget(Method):
 
     def _collapse(self, features: Tensor) -> Tensor:
         centered = features if self.target == "zero" else features - self.mean
-        return torch.log1p(centered.square().sum(1) / (self.floor * self.size)).mean()
+        return self._near(centered, self.size)
+
+    def _near(self, rows: Tensor, size: Tensor) -> Tensor:
+        """Mean over rows of log(1 + ||row||^2 / (`floor` size))."""
+        return torch.log1p(rows.square().sum(1) / (self.floor * size)).mean()
+
+    def _inner_sizes(self, model: Model, x: Tensor) -> dict[str, Tensor]:
+        """mean ||g_0||^2 over rows x, of each block with trained weights but the last, by name."""
+        chain = model.extractor
+        blocks = [n for n, b in chain.blocks() if any(p.requires_grad for p in b.parameters())] if model.deep else []
+        if len(blocks) < 2:
+            raise ConfigError(
+                "method.inner collapses what trained blocks before the last one give, and there is none: name more "
+                "with model.trainable=..., or set method.inner=0"
+            )
+        sums = dict.fromkeys(blocks[:-1], 0.0)
+        with chain.watched() as outputs:
+            for _ in model.feature_batches(x):
+                for block in sums:
+                    sums[block] = sums[block] + outputs[block].square().sum()
+        return {block: total / len(x) for block, total in sums.items()}
 
     def _path(self, features: Tensor, batch: Batch) -> Tensor:
         """L_path of the batch beside the memory bank, which the batch then joins; a new pass empties the bank first."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -66,14 +68,49 @@ def take_apart(net: nn.Module, size: int | None = None) -> NetParts:
     return NetParts(net, head, classifier, config, units_of(net, config["input_size"]))
 
 
-class Tail(nn.Module):
+class Chain(nn.Module):
+    """Blocks of `net` and its pooling, with features [N, D] at their end."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self._net = Borrowed(net)
+
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        """Its parts that have weights, Sequential ones taken apart, by name: where it could be cut."""
+        raise NotImplementedError
+
+    @contextmanager
+    def watched(self) -> Iterator[dict[str, Tensor]]:
+        """Inside, the dict has what each block gave when it last ran, averaged over places or tokens: [N, channels].
+
+        Blocks come by name, in the order in which they ran first. Those that give anything else than a tensor with a
+        row an image are left out.
+        """
+        seen: dict[str, Tensor] = {}
+        last = getattr(self._net.module, "output_fmt", "NCHW") == "NHWC"
+
+        def keep(name: str, _module: nn.Module, _inputs: object, x: object) -> None:
+            if isinstance(x, Tensor) and x.ndim in (2, 3, 4):
+                seen[name] = pooled(x, last)
+
+        hooks = [module.register_forward_hook(partial(keep, name)) for name, module in self.blocks()]
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class Tail(Chain):
     """The last units of a net and its pooling: activations -> features [N, D]. Holds the units alone, not the net."""
 
     def __init__(self, net: nn.Module, units: list[tuple[str, nn.Module]]) -> None:
-        super().__init__()
+        super().__init__(net)
         for name, unit in units:
             self.add_module(name.replace(".", "_"), unit)
-        self._net = Borrowed(net)
+
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        return _blocks(self)
 
     def forward(self, x: Tensor) -> Tensor:
         for unit in self.children():
@@ -81,12 +118,15 @@ class Tail(nn.Module):
         return self._net.module.forward_head(x, pre_logits=True)
 
 
-class Whole(nn.Module):
+class Whole(Chain):
     """A whole net without its classifier: images -> features [N, D]."""
 
     def __init__(self, net: nn.Module) -> None:
-        super().__init__()
+        super().__init__(net)
         self.net = net
+
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        return _blocks(self.net)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net.forward_head(self.net.forward_features(x), pre_logits=True)
@@ -104,11 +144,6 @@ class Network(nn.Module):
         """Put a copy of the map theta [D, D] behind the features."""
         self.map = nn.Linear(*theta.shape, bias=False)
         self.map.weight.data = theta.detach().T.clone()
-
-    def blocks(self) -> list[tuple[str, nn.Module]]:
-        """The parts of the net that have weights, Sequential ones taken apart, by name: where it could be cut."""
-        parts = [unit for name, child in self.whole.net.named_children() for unit in _chain(name, child)]
-        return [(name, part) for name, part in parts if any(p.ndim > 1 for p in part.parameters())]
 
     def last(self) -> list[nn.Module]:
         """The last block of the net, and the map behind it, if there is one."""
@@ -183,6 +218,18 @@ def units_of(net: nn.Module, input_size: Sequence[int]) -> list[tuple[str, Unit]
         pass
     log.info("%s is no chain of modules: it runs as a whole, without a cache of activations", type(net).__name__)
     return [("images", net.forward_features)]
+
+
+def pooled(x: Tensor, channels_last: bool = False) -> Tensor:
+    """[N, channels] of a map [N, C, H, W] (or [N, H, W, C]), tokens [N, T, C] or rows [N, C]."""
+    if x.ndim == 4:
+        return x.mean((1, 2) if channels_last else (2, 3))
+    return x.mean(1) if x.ndim == 3 else x
+
+
+def _blocks(net: nn.Module) -> list[tuple[str, nn.Module]]:
+    parts = [unit for name, child in net.named_children() for unit in _chain(name, child)]
+    return [(name, part) for name, part in parts if any(p.ndim > 1 for p in part.parameters())]
 
 
 def _chain(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:

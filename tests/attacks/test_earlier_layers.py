@@ -11,9 +11,9 @@ from torch.testing import assert_close
 
 from immunization import run
 from immunization.attacks import EarlierLayers, RenewedStatistics, Victim, run_attacks
-from immunization.attacks.earlier import pooled, pooled_outputs
+from immunization.attacks.earlier import pooled_outputs
 from immunization.data.task import Split
-from immunization.models.chain import Network
+from immunization.models.chain import Network, pooled
 
 pytestmark = pytest.mark.trains
 
@@ -55,8 +55,26 @@ def test_the_output_of_the_last_block_is_what_other_probes_have(images):
     outputs = pooled_outputs(network, x)
     assert list(outputs)[-1].startswith("layer4")
     assert_close(list(outputs.values())[-1], victim.features("baseline", "test").double(), rtol=1e-4, atol=1e-5)
-    assert [name for name, _ in network.blocks()] == list(outputs)
+    assert [name for name, _ in network.whole.blocks()] == list(outputs)
     assert not any(module._forward_hooks for module in network.modules())
+
+
+def test_every_block_with_the_attackers_statistics(images):
+    """Its output is what RenewedStatistics probes, at no other cost; the net of the model stays as it is."""
+    victim = forgetful(images)
+    renewed, attack = RenewedStatistics(), EarlierLayers(renewed=True)
+    state = {name: tensor.clone() for name, tensor in victim.model.net.state_dict().items()}
+    curve, at_the_end = attack.run(victim, "baseline"), renewed.run(victim, "baseline")
+    blocks = curve.found["blocks"]
+    assert blocks[list(blocks)[-1]] == pytest.approx(at_the_end.final)
+    assert blocks != EarlierLayers().run(victim, "baseline").found["blocks"]
+    assert_close(curve.flops - EarlierLayers().run(victim, "baseline").flops, passes(victim))
+    assert all(torch.equal(tensor, state[name]) for name, tensor in victim.model.net.state_dict().items())
+
+
+def passes(victim):
+    """Operations of one pass over the training images."""
+    return torch.tensor([victim.flops_per_row() * len(victim.task.train)], dtype=torch.float64)
 
 
 class Odd(nn.Module):
@@ -110,7 +128,7 @@ def test_it_says_where_it_cut(tmp_path):
     assert found["baseline"]["blocks"][found["baseline"]["block"]] == result.metrics["attack/earlier_layers/final"]
 
 
-@pytest.mark.parametrize("attack", [EarlierLayers(), RenewedStatistics()])
+@pytest.mark.parametrize("attack", [EarlierLayers(), EarlierLayers(renewed=True), RenewedStatistics()])
 def test_without_validation_images_they_do_not_apply(images, attack):
     victim = forgetful(images)
     victim.task = replace(victim.task, val=Split(victim.task.val.x[:0], victim.task.val.y[:0]))

@@ -95,6 +95,33 @@ def test_collapse_under_the_statistics_of_the_batch(net):
     assert not torch.isclose(terms["own_statistics"], terms["collapse"])
 
 
+def test_collapse_of_inner_blocks_by_hand(net):
+    """Of trained blocks before the last, pooled, relative to what theta_0 makes of D_P there."""
+    model, tasks = opened(net, ["layer2", "layer3", "layer4"])
+    terms, (_, harmful) = stepped(Forget(1, 16, path=0, inner=1.0, floor=0.01), model, tasks)
+
+    @torch.no_grad()
+    def cut(x):
+        """What the first two of the three give: [N, C], [N, C]."""
+        found = []
+        for block in list(model.extractor.children())[:2]:
+            x = block(x)
+            found.append(x.mean((2, 3)))
+        return found
+
+    collapsed = [
+        (1 + theirs.square().sum(1) / (0.01 * own.square().sum(1).mean())).log().mean()
+        for theirs, own in zip(cut(harmful.x), cut(tasks.primary.train.x), strict=True)
+    ]
+    assert_close(terms["inner"], torch.stack(collapsed).mean())
+    assert_close(terms["loss"], terms["task_loss"] + 0.6 * terms["collapse"] + terms["inner"])
+
+
+def test_inner_blocks_are_named_where_there_are_none(net):
+    with pytest.raises(ConfigError, match=r"method\.inner .* there is none: name more with model\.trainable"):
+        Forget(1, 16, inner=1.0).setup(*opened(net))
+
+
 def test_collapse_alone_needs_no_labels(net):
     """Alg. 1 has inputs of D_H alone."""
     model, tasks = opened(net)
