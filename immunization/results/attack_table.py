@@ -99,10 +99,18 @@ def audit(setting: Setting, name: str, heading: str) -> Audit | None:
             columns["95 % interval"] = [_interval(cell, rows) for cell in columns[text]]
     shown = {text: cells for text, cells in columns.items() if any(cell.text != NONE for cell in cells)}
     rows = [list(row) for row in zip(*shown.values(), strict=True)]
-    made = Audit(setting, Table(name, f"{heading}: attacks on {setting.label}", list(shown), rows))
+    made = Audit(setting, Table(name, f"{heading}: attacks on {_subject(setting)}", list(shown), rows))
     flags = [f"Flag {flag}: {text}." for flag, text in made.flags.items()]
     made.table.notes += [*made.sentences, *NOTES, *flags]
     return made
+
+
+def _subject(setting: Setting) -> str:
+    """The method, or the checkpoint that was audited as it stands."""
+    places = {(run.config.get("model") or {}).get("checkpoint") for run in setting.runs}
+    if setting.method == "unmodified" and len(places) == 1 and (place := places.pop()):
+        return f"checkpoint {Path(place).name}"
+    return setting.label
 
 
 def weights(run: Run) -> str:

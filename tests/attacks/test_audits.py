@@ -26,7 +26,7 @@ def test_a_checkpoint_is_audited_as_it_stands(tmp_path):
     for name in ("rir", "attack/linear_probe/area", "attack/worst/flops", "primary/head_accuracy"):
         assert again.metrics[name] == pytest.approx(first.metrics[name], rel=1e-9)
     page = (tmp_path / "again" / "report.html").read_text()
-    assert "attacks on unmodified" in page
+    assert "attacks on checkpoint first" in page
     assert "It does not hold: 2 of 3 attacks" in page
     assert "fewer than 3 seeds" in page
     assert "the cheapest, scaled, takes" in again.verdict[0]
