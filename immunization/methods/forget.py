@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
@@ -18,6 +19,8 @@ from immunization.methods.base import Method
 from immunization.models.base import Batch, Model
 from immunization.theory.leave_one_out import leave_one_out
 
+log = logging.getLogger(__name__)
+
 CHOSEN = tuple(10.0**e for e in range(-12, 1))
 """Ridges, relative to sigma_1^2, of the attacker whom early stopping looks at."""
 
@@ -31,7 +34,7 @@ class Forget(Method):
         L_distill  = mean_P ||f - f_0||^2 / mean_P ||f_0 - mean f_0||^2 + mean_P KL(p_0 || p)
         L_collapse = mean_H log(1 + ||f - c||^2 / (`floor` mean_P ||f_0||^2))
         L_path     = sum_lambda max(0, cos(leave-one-out predictions of ridge lambda, centered targets))
-        L_inner    = mean over trained blocks but the last of mean_H log(1 + ||g||^2 / (`floor` mean_P ||g_0||^2))
+        L_inner    = mean over trained blocks but the net's last of mean_H log(1 + ||g||^2 / (`floor` mean_P ||g_0||^2))
 
     L_collapse needs no labels, and its logarithm pulls however near c the features are. L_path differentiates through
     what a ridge probe predicts of each row without that row (`leave_one_out`). Its rows are the batch's, which carry
@@ -87,8 +90,9 @@ class Forget(Method):
         features = model.features(pair.primary.train.x)
         self.mean, self.size = features.mean(0), features.square().sum(1).mean()
         self.spread = self.size - self.mean.square().sum()
-        if self.weights["inner"]:
-            self.sizes = self._inner_sizes(model, pair.primary.train.x)
+        self.sizes = self._inner_sizes(model, pair.primary.train.x) if self.weights["inner"] else {}
+        if self.weights["inner"] and not self.sizes:
+            log.warning("method.inner has nothing to collapse: no block before the last one is trained")
         self.bank, self.labels = self.mean.new_empty(0, len(self.mean)), pair.harmful.train.y[:0]
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,13 +101,13 @@ class Forget(Method):
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         logits, features = model.outputs(primary)
         features = model.training_features(primary.x) if features is None else features
-        with model.extractor.watched() if self.weights["inner"] else nullcontext({}) as outputs:
+        with model.extractor.watched() if self.sizes else nullcontext({}) as outputs:
             theirs = model.training_features(harmful.x)
         loss = self.pair.primary.loss(logits, primary.y)
         terms = {"distill": self._distillation(model, primary, features, logits), "collapse": self._collapse(theirs)}
         if self.weights["path"]:
             terms["path"] = self._path(theirs, harmful)
-        if self.weights["inner"]:
+        if self.sizes:
             collapsed = [self._near(outputs[block].to(theirs), size) for block, size in self.sizes.items()]
             terms["inner"] = torch.stack(collapsed).mean()
         if self.weights["own_statistics"]:
@@ -130,19 +134,16 @@ class Forget(Method):
         return torch.log1p(rows.square().sum(1) / (self.floor * size)).mean()
 
     def _inner_sizes(self, model: Model, x: Tensor) -> dict[str, Tensor]:
-        """mean ||g_0||^2 over rows x, of each block with trained weights but the last, by name."""
-        chain = model.extractor
-        blocks = [n for n, b in chain.blocks() if any(p.requires_grad for p in b.parameters())] if model.deep else []
-        if len(blocks) < 2:
-            raise ConfigError(
-                "method.inner collapses what trained blocks before the last one give, and there is none: name more "
-                "with model.trainable=..., or set method.inner=0"
-            )
-        sums = dict.fromkeys(blocks[:-1], 0.0)
-        with chain.watched() as outputs:
+        """mean ||g_0||^2 over rows x, of each block with trained weights but the net's last one, by name."""
+        if not model.deep:
+            return {}
+        trained = {name for name, part in model.extractor.blocks() if any(p.requires_grad for p in part.parameters())}
+        sums: dict[str, Tensor] = {}
+        with model.extractor.watched() as outputs:
             for _ in model.feature_batches(x):
-                for block in sums:
-                    sums[block] = sums[block] + outputs[block].square().sum()
+                for block in list(outputs)[:-1]:
+                    if block in trained:
+                        sums[block] = sums.get(block, 0.0) + outputs[block].square().sum()
         return {block: total / len(x) for block, total in sums.items()}
 
     def _path(self, features: Tensor, batch: Batch) -> Tensor:

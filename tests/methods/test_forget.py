@@ -117,9 +117,10 @@ def test_collapse_of_inner_blocks_by_hand(net):
     assert_close(terms["loss"], terms["task_loss"] + 0.6 * terms["collapse"] + terms["inner"])
 
 
-def test_inner_blocks_are_named_where_there_are_none(net):
-    with pytest.raises(ConfigError, match=r"method\.inner .* there is none: name more with model\.trainable"):
-        Forget(1, 16, inner=1.0).setup(*opened(net))
+def test_without_inner_blocks_it_says_so(net, caplog):
+    terms, _ = stepped(Forget(1, 16, inner=1.0), *opened(net))
+    assert "inner" not in terms
+    assert "method.inner has nothing to collapse" in caplog.text
 
 
 def test_collapse_alone_needs_no_labels(net):
