@@ -2,7 +2,7 @@
 
 from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.direct import ClosedFormProbe, LogisticProbe
-from immunization.attacks.earlier import EarlierLayers
+from immunization.attacks.earlier import EarlierLayers, RenewedEarlierLayers
 from immunization.attacks.kept import KeptCurves
 from immunization.attacks.network import FineTune, LoRA
 from immunization.attacks.probes import (
@@ -36,6 +36,7 @@ __all__ = [
     "LoRA",
     "LogisticProbe",
     "Momentum",
+    "RenewedEarlierLayers",
     "RenewedStatistics",
     "Scratch",
     "Undo",

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from immunization.attacks.base import AttackCurve
-from immunization.attacks.direct import RIDGES, ClosedFormProbe
+from immunization.attacks.direct import ClosedFormProbe
 from immunization.attacks.renewed import BATCH, images_of, renew_from
-from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
+from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.data.task import SPLITS
 from immunization.models.chain import Network
 
@@ -20,21 +18,12 @@ class EarlierLayers(ClosedFormProbe):
 
     What the last layers have lost stands in those before, and an attacker may cut the net wherever he likes. Blocks are
     those that `forward_features` applies one after another (the residual blocks of a ResNet, the transformer blocks of
-    a ViT). `renewed`: BatchNorm first gets the statistics of his training images, as in `RenewedStatistics`.
-    `AttackCurve.found` has the block's name, its ridge and what every block reaches on test rows. Operations are those
-    of the whole net. Deep nets alone.
+    a ViT). `AttackCurve.found` has the block's name, its ridge and what every block reaches on test rows. Operations
+    are those of the whole net. Deep nets alone.
     """
 
-    def __init__(
-        self,
-        ridges: Sequence[float] = RIDGES,
-        renewed: bool = False,
-        samples: int | None = None,
-        precision: Precision | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(ridges, samples, precision, seed)
-        self.renewed = renewed
+    renewed = False
+    """Whether BatchNorm first gets the statistics of the attacker's training images."""
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
         network, images = victim.network(stage, self.precision), images_of(victim)
@@ -48,12 +37,17 @@ class EarlierLayers(ClosedFormProbe):
                 continue
         if not curves:
             raise Inapplicable("no block of the net tells the images of the harmful task apart")
-        for curve in curves.values():
-            curve.flops = curve.flops + victim.flops_per_row() * passes
-        best = max(curves, key=lambda block: curves[block].val.max().item())
+        block, best = max(curves.items(), key=lambda item: item[1].val.max().item())
         reached = {block: curve.final for block, curve in curves.items()}
-        curves[best].found = {"block": best, "ridge": curves[best].setting, "blocks": reached}
-        return curves[best]
+        best.found = {"block": block, "ridge": best.setting, "blocks": reached}
+        best.flops = best.flops + victim.flops_per_row() * passes
+        return best
+
+
+class RenewedEarlierLayers(EarlierLayers):
+    """The same behind every block of a net whose BatchNorm has the attacker's statistics, as in `RenewedStatistics`."""
+
+    renewed = True
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from immunization import run
-from immunization.attacks import EarlierLayers, RenewedStatistics, Victim, run_attacks
+from immunization.attacks import EarlierLayers, RenewedEarlierLayers, RenewedStatistics, Victim, run_attacks
 from immunization.attacks.earlier import pooled_outputs
 from immunization.data.task import Split
 from immunization.models.chain import Network, pooled
@@ -62,7 +62,7 @@ def test_the_output_of_the_last_block_is_what_other_probes_have(images):
 def test_every_block_with_the_attackers_statistics(images):
     """Its output is what RenewedStatistics probes, at no other cost; the net of the model stays as it is."""
     victim = forgetful(images)
-    renewed, attack = RenewedStatistics(), EarlierLayers(renewed=True)
+    renewed, attack = RenewedStatistics(), RenewedEarlierLayers()
     state = {name: tensor.clone() for name, tensor in victim.model.net.state_dict().items()}
     curve, at_the_end = attack.run(victim, "baseline"), renewed.run(victim, "baseline")
     blocks = curve.found["blocks"]
@@ -128,7 +128,7 @@ def test_it_says_where_it_cut(tmp_path):
     assert found["baseline"]["blocks"][found["baseline"]["block"]] == result.metrics["attack/earlier_layers/final"]
 
 
-@pytest.mark.parametrize("attack", [EarlierLayers(), EarlierLayers(renewed=True), RenewedStatistics()])
+@pytest.mark.parametrize("attack", [EarlierLayers(), RenewedEarlierLayers(), RenewedStatistics()])
 def test_without_validation_images_they_do_not_apply(images, attack):
     victim = forgetful(images)
     victim.task = replace(victim.task, val=Split(victim.task.val.x[:0], victim.task.val.y[:0]))
