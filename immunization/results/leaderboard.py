@@ -43,6 +43,8 @@ NOTES = {
     "which is no proof.",
     "cost / scratch's": "Scratch: training the same net from random weights; at 1 the model is of no use.",
     "searched, before → after": "Searched: the best, held out, that attackers reach who search for their settings.",
+    "SGRC": "SGRC: share of the held-out accuracy that immunization takes from one who fine-tunes the whole net, after "
+    "the fewest and the most epochs asked for.",
     "unseen cost / baseline's": "Unseen: harmful data that no method was shown.",
 }
 """What a column means, by its name."""
@@ -103,6 +105,7 @@ def cells(row: Row) -> dict[str, Cell]:
         "cost / scratch's": _cost(median(map(scratch_ratio, row.results))),
         "searched, before → after": _searched(row),
         "searched cost / baseline's": _cost(row.cost(only=row.searched) if row.searched else None),
+        "SGRC": _sgrc(row),
         "unseen cost / baseline's": _cost(row.cost("unseen")),
         "unseen probe": Cell.of(setting.median("steps_ratio/unseen")),
         "harmful probe": _worst(setting, "worst/steps_ratio", "steps_ratio/harmful"),
@@ -235,6 +238,17 @@ def _searched(row: Row) -> Cell:
 
     before, after = best("_baseline"), best("")
     return Cell(NONE) if before is None or after is None else Cell(f"{before:.3f} → {after:.3f}", after)
+
+
+def _sgrc(row: Row) -> Cell:
+    """SGRC at the fewest and at the most epochs, medians over runs."""
+    names = {name for result in row.results for name in result.metrics if name.startswith("attack/sgrc/sgrc_")}
+    known = [
+        value
+        for name in sorted(names, key=lambda name: int(name.rpartition("_")[2]))
+        if (value := row.setting.median(name)) is not None
+    ]
+    return Cell(" / ".join(f"{value:.3f}" for value in (known[0], known[-1])), known[-1]) if known else Cell(NONE)
 
 
 def _failures(setting: Setting) -> str:

@@ -69,6 +69,13 @@ def test_a_row_says_what_is_paid(folder):
     assert rows_of(folder)["closed_form"].cost() == math.inf
 
 
+def test_sgrc_after_the_fewest_and_the_most_epochs(tmp_path):
+    for seed, last in enumerate((0.1, 0.3)):
+        more = {"attack/sgrc/sgrc_1": 0.5, "attack/sgrc/sgrc_3": 0.4, "attack/sgrc/sgrc_10": last}
+        board_run(tmp_path / str(seed), "closed_form", {"probe": 300.0}, seed, more=more)
+    assert texts(rows_of(tmp_path)["closed_form"])["SGRC"] == "0.500 / 0.200"
+
+
 def test_held_is_said_of_more_than_half_of_the_runs(tmp_path):
     """Of two runs, one in which an attack succeeds, nobody can say that most hold."""
     for seed, cost in enumerate((400.0, None)):
