@@ -38,7 +38,7 @@ class EarlierLayers(ClosedFormProbe):
         if not curves:
             raise Inapplicable("no block of the net tells the images of the harmful task apart")
         block, best = max(curves.items(), key=lambda item: item[1].val.max().item())
-        reached = {block: curve.final for block, curve in curves.items()}
+        reached = {name: curve.final for name, curve in curves.items()}
         best.found = {"block": block, "ridge": best.setting, "blocks": reached}
         best.flops = best.flops + victim.flops_per_row() * passes
         return best
