@@ -68,8 +68,13 @@ class Forget(Method):
         max_accuracy_drop: NonNegative | None = None,
     ) -> None:
         super().__init__(epochs, batch_size, patience, max_accuracy_drop)
-        self.weights = {"distill": distill, "collapse": collapse, "path": path, "inner": inner}
-        self.weights["own_statistics"] = own_statistics
+        self.weights = {
+            "distill": distill,
+            "collapse": collapse,
+            "path": path,
+            "inner": inner,
+            "own_statistics": own_statistics,
+        }
         self.target, self.floor, self.ridges = target, floor, list(ridges)
 
     def setup(self, model: Model, pair: TaskPair) -> None:

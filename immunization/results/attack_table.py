@@ -107,15 +107,19 @@ def audit(setting: Setting, name: str, heading: str) -> Audit | None:
 
 def _subject(setting: Setting) -> str:
     """The method, or the checkpoint that was audited as it stands."""
-    places = {(run.config.get("model") or {}).get("checkpoint") for run in setting.runs}
+    places = set(map(_checkpoint, setting.runs))
     if setting.method == "unmodified" and len(places) == 1 and (place := places.pop()):
         return f"checkpoint {Path(place).name}"
     return setting.label
 
 
+def _checkpoint(run: Run) -> str | None:
+    return (run.config.get("model") or {}).get("checkpoint")
+
+
 def weights(run: Run) -> str:
     """The checkpoint that was audited, else the weights that the run left, by their name and SHA-256."""
-    place = (run.config.get("model") or {}).get("checkpoint")
+    place = _checkpoint(run)
     path = Path(place).expanduser() if place else run.result.folder / WEIGHTS
     path = weights_of(path)
     name = f"checkpoint {path.parent.name}/{path.name}" if place else "its own weights"

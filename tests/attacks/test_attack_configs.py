@@ -24,9 +24,10 @@ def test_all_options_together_are_those_asked_for():
 def test_one_option_may_stand_for_several():
     """`all` is every attack by its fixed grid; `all_searched` has those that search and the line of reference, too."""
     whole = {"all", "all_features", "all_features_short", "all_probes", "all_probes_short", "all_searched"}
-    assert whole | {"all_leaderboard"} == SEVERAL
+    assert whole | {"all_finetune", "all_leaderboard"} == SEVERAL
     fixed, searched = (set(compose([f"attack=[{name}]"]).attack) for name in ("all", "all_searched"))
     assert compose(["attack=[all_searched]"]).attack.scratch.search == 20
+    assert fixed <= searched
     assert searched - fixed == {"scratch", "sgrc", "searched_finetune", "searched_lora"}
     track, every = (compose([f"attack=[{name}]"]).attack for name in ("all_leaderboard", "all_searched"))
     assert track == {name: options for name, options in every.items() if name != "earlier_layers_renewed"}
