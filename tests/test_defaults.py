@@ -9,7 +9,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from immunization.config import CONF, compose
-from immunization.data.image_folders import _open_task
+from immunization.data.image_folders import open_task
 
 COMPONENTS = ("attack", "dataset", "evaluation", "method", "model", "tracker")  # those of torch have torch's defaults
 LISTS = ("attack", "evaluation")  # groups of which a run takes several options
@@ -51,7 +51,7 @@ def test_yaml_and_constructor_have_the_same_defaults(target, monkeypatch):
     if (
         target == "immunization.data.image_folders"
     ):  # its mappings spell out the keys that null leaves at their defaults
-        keys = inspect.signature(_open_task).parameters
+        keys = inspect.signature(open_task).parameters
         for role in ("primary", "harmful", "benign", "unseen"):
             written, _ = found["dataset/image_folders"].pop(role)
             assert written == {name: keys[name].default for name in written}

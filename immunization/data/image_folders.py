@@ -76,7 +76,7 @@ def image_folders(
             raise ConfigError(f"dataset.{kind}_root is not set: give the folder of the images, a folder per class")
         fractions = {"val_fraction": val_fraction, "test_fraction": test_fraction}
         for role, root in zip(roles_of(kind, [Path(root or "").name for root in roots]), roots, strict=True):
-            tasks[role] = _open_task(kind, root, **(options or {}), **fractions, split_seed=split_seed)
+            tasks[role] = open_task(kind, root, **(options or {}), **fractions, split_seed=split_seed)
     _refuse_shared_classes(tasks)
     reading = {"size": size, "crop_pct": crop_pct, "batch_size": batch_size, "workers": workers}
     return ImagePair(
@@ -94,7 +94,7 @@ def _refuse_shared_classes(tasks: Mapping[str, ImageTask]) -> None:
         )
 
 
-def _open_task(
+def open_task(
     role: str,
     root: str | None,
     val_fraction: float,

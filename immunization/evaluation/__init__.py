@@ -5,6 +5,7 @@ from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.convergence import LearningCurves, NormRatio
 from immunization.evaluation.deployment import Deployment
 from immunization.evaluation.measures import Measures
+from immunization.evaluation.other_classes import OtherClasses
 from immunization.evaluation.primary import Definition, OwnHead, PrimaryPerformance
 from immunization.evaluation.rir import RelativeRatio
 from immunization.evaluation.sampled import SampledRatio
@@ -20,6 +21,7 @@ __all__ = [
     "LearningCurves",
     "Measures",
     "NormRatio",
+    "OtherClasses",
     "OwnHead",
     "PrimaryPerformance",
     "RelativeRatio",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from immunization.data.images import ImagePair
+from immunization.data.images import ImagePair, ImageSplit, ImageTask
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.models.chain import Network
@@ -158,6 +158,10 @@ class Model(nn.Module):
 
     def image_batches(self, role: str, split: str, rows: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Images [n, C, H, W] of some rows of a split (None: of all), as `network` reads them, and labels [n]."""
+        raise NotImplementedError
+
+    def images_of(self, task: ImageTask, split: ImageSplit) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images [n, C, H, W] of a task of no pair, as a deep model reads them, and labels [n] as its files count."""
         raise NotImplementedError
 
     # --- deployment ---------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from immunization.data.images import ImageSplit, ImageTask
 from immunization.data.task import Task, TaskPair
 from immunization.models.base import Model
 from immunization.models.chain import Borrowed, NetParts, Network
@@ -59,6 +60,9 @@ class Folded(Linear):
 
     def image_batches(self, role: str, split: str, rows: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         return self.base.image_batches(role, split, rows)
+
+    def images_of(self, task: ImageTask, split: ImageSplit) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.base.images_of(task, split)
 
     @property
     def stripped_by(self) -> str | None:

@@ -137,7 +137,7 @@ def task_of(reader: Reader, role: str, parts: Mapping[str, Part], folded: bool) 
     classes = len(task.classes) or 1 + max(int(part.y.max()) for part in parts.values() if len(part.y))
     order, head = torch.arange(classes), None
     if role == "primary":
-        outputs = _outputs(reader, task, classes)
+        outputs = outputs_of(task, reader.outputs, reader.name, classes)
         order = torch.empty_like(outputs)
         order[outputs.argsort()] = torch.arange(classes)  # classes in the order of the head's outputs
         head = None if classes == reader.outputs else outputs.sort().values
@@ -163,13 +163,16 @@ def task_of(reader: Reader, role: str, parts: Mapping[str, Part], folded: bool) 
     return Task(task.name, **splits, classes=classes, eps=eps, width=width, head=head), order
 
 
-def _outputs(reader: Reader, task: ImageTask, classes: int) -> Tensor:
-    """The head's output [classes] that means each class of the primary task."""
-    size = reader.outputs
+def outputs_of(task: ImageTask, size: int, net: str, classes: int | None = None) -> Tensor:
+    """The output [classes] that means each class of `task` in the head of `net`, which has `size` of them.
+
+    `classes` is their number where `task` does not name them. Raises ConfigError where it is not known.
+    """
+    classes = classes or len(task.classes)
     if task.outputs is not None:
         if not set(task.outputs) <= set(range(size)) or len(set(task.outputs)) < classes:
             raise ConfigError(
-                f"dataset.primary.outputs: outputs must differ and be from 0 to {size - 1}, those of {reader.name}"
+                f"dataset.primary.outputs: outputs must differ and be from 0 to {size - 1}, those of {net}"
             )
         return torch.tensor(task.outputs)
     if size == 1000 and task.classes:
@@ -181,7 +184,7 @@ def _outputs(reader: Reader, task: ImageTask, classes: int) -> Tensor:
     if classes == size or (classes, size) == (2, 1):
         return torch.arange(classes)
     raise ConfigError(
-        f"the head of {reader.name} has {size} outputs, the primary task {task.name} {classes} classes, and their "
+        f"the head of {net} has {size} outputs, the primary task {task.name} {classes} classes, and their "
         "names are no ImageNet ids: say which output means which class with dataset.primary.outputs=<csv>, or fit "
         "a head to these classes first (model.arguments.num_classes with a checkpoint that has it)"
     )

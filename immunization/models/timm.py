@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from immunization.compute import distributed
 from immunization.compute.transfer import onto
 from immunization.data.image_loading import create_loader
-from immunization.data.images import ImagePair
+from immunization.data.images import ImagePair, ImageSplit, ImageTask
 from immunization.data.loaders import LabeledBatches
 from immunization.data.task import SPLITS, Task, TaskPair
 from immunization.errors import ConfigError
@@ -306,6 +307,12 @@ class Timm(Model):
         for images, labels, _ in create_loader(self.images, task.splits[split].take(rows), config):
             if len(images):
                 yield onto(images, self.head.weight), self._own(role, labels)
+
+    def images_of(self, task: ImageTask, split: ImageSplit) -> Iterator[tuple[Tensor, Tensor]]:
+        images = replace(self.images, crop_pct=None)  # that of the pair's own images
+        for x, labels, _ in create_loader(images, split, preprocessing(self.config, images, task)):
+            if len(x):
+                yield onto(x, self.head.weight), labels
 
     # --- deployment ---------------------------------------------------------------------------------------------------
 

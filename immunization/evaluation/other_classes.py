@@ -1,0 +1,63 @@
+"""What immunization does to the classes of a net's own head that are not in D_P."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from immunization.checks import checked
+from immunization.data.image_folders import open_task
+from immunization.errors import ConfigError, DataError
+from immunization.evaluation.comparison import Comparison
+from immunization.evaluation.measures import SUFFIX, Measures, State
+from immunization.models.image_tasks import outputs_of
+
+
+class OtherClasses:
+    """Accuracy of the net's own head on images of classes that are not in D_P, and how many it takes for one of D_P.
+
+    `other_classes/accuracy` (argmax over all outputs) and `other_classes/called_primary`, the share of these images
+    whose prediction is a class of D_P; the same with `_baseline`, where the net of before is kept, as in an audit. The
+    folder `root` has a folder of images per class; classes of D_P in it are left out. `outputs` is a CSV as that of
+    dataset.primary, `crop` likewise. Linear models have no such head, and neither has a net with no other class.
+    Raises ConfigError without `root`, DataError where all its classes are in D_P.
+    """
+
+    names = ("other_classes/*",)
+
+    @checked("evaluation.other_classes")
+    def __init__(self, root: str | None, crop: str | None = None, outputs: str | None = None) -> None:
+        if root is None:
+            raise ConfigError("evaluation.other_classes.root is not set: give a folder of images, a folder per class")
+        self.root, self.crop, self.outputs = root, crop, outputs
+
+    @torch.no_grad()
+    def __call__(self, comparison: Comparison) -> Measures:
+        measures, model = Measures(), comparison.model
+        shown = comparison.tasks["primary"].head
+        if not model.deep or shown is None:
+            return measures
+        task, shown = open_task("primary", self.root, 0.0, 0.0, 0, crop=self.crop, outputs=self.outputs), shown.cpu()
+        split, outputs = task.splits["train"], outputs_of(task, model.head.out_features, model.name)
+        truth = outputs[torch.tensor([label for _, label in split.dataset.reader.samples])]
+        rows = torch.isin(truth, shown, invert=True).nonzero()[:, 0]
+        if not len(rows):
+            raise DataError(f"evaluation.other_classes.root={self.root}: every class in it is one of the primary task")
+        measures.about["other_classes"] = {"classes": len(truth[rows].unique()), "images": len(rows)}
+        before, after = model.deployed_before(), model.deployed()
+        predictions: dict[State, list[Tensor]] = {"after": []} | ({} if before is None else {"before": []})
+        labels = []
+        for images, found in model.images_of(task, split.take(rows)):
+            labels.append(outputs[found])
+            for state, made in predictions.items():
+                net = after if state == "after" else before
+                made.append(net(images.to(next(net.parameters()))).argmax(1).cpu())
+        for state, suffix in SUFFIX.items():
+            names = [f"other_classes/{name}{suffix}" for name in ("accuracy", "called_primary")]
+            if state not in predictions:
+                measures.miss("the net as it was before training is not kept; an audit of this run has it", *names)
+                continue
+            predicted = torch.cat(predictions[state])
+            for name, hits in zip(names, (predicted == torch.cat(labels), torch.isin(predicted, shown)), strict=True):
+                measures.put(name, hits.double().mean().item())
+        return measures

@@ -1,0 +1,71 @@
+"""What the net's own head makes of classes that are not in D_P."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.nets import build, open_pair
+
+from immunization.errors import ConfigError, DataError
+from immunization.evaluation import Comparison, OtherClasses
+from immunization.methods import ClosedForm
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> str:
+    """Class folders in another order than the outputs of the head."""
+    path = tmp_path / "outputs.csv"
+    path.write_text("index,folder\n" + "".join(f"{3 - i},class{i}\n" for i in range(4)))
+    return str(path)
+
+
+@pytest.fixture
+def opened(folders, outputs):
+    """A net with four outputs, of which two are classes of D_P, and what reads it."""
+    pair = open_pair(folders, primary={"classes": "0:2", "outputs": outputs})
+    return build(pair, trainable="last"), pair
+
+
+@torch.no_grad()
+def test_accuracy_and_share_taken_for_primary(opened, folders, outputs):
+    net, pair = opened
+    model, tasks = net.read_tasks(pair, False)
+    model.head.weight.mul_(torch.tensor([[1.0], [-1.0], [2.0], [-2.0]]))  # predictions of several classes
+    measures = OtherClasses(str(folders[0] / "train"), outputs=outputs)(Comparison(tasks, model))
+    everything = open_pair(folders, primary={"outputs": outputs}, val_fraction=0)
+    other = build(everything)
+    other.read_tasks(everything, True)
+    x, y = (torch.cat(parts) for parts in zip(*other.image_batches("primary", "train"), strict=True))
+    predicted = model.deployed()(x[y < 2]).argmax(1)  # class2 and class3 are outputs 1 and 0
+    assert 0 < (predicted == y[y < 2]).double().mean() < 1
+    assert measures.metrics["other_classes/accuracy"] == (predicted == y[y < 2]).double().mean()
+    assert measures.metrics["other_classes/called_primary"] == (predicted > 1).double().mean()
+    assert measures.metrics["other_classes/accuracy_baseline"] is None
+    assert "audit" in measures.reasons["other_classes/accuracy_baseline"]
+    assert measures.about["other_classes"] == {"classes": 2, "images": 40}
+
+
+def test_a_folded_map_changes_no_prediction(opened, folders, outputs):
+    model, tasks = opened[0].read_tasks(opened[1], True)
+    method = ClosedForm(ridge=1e-5)
+    method.setup(model, tasks)
+    method.finish(model)
+    metrics = OtherClasses(str(folders[0] / "train"), outputs=outputs)(Comparison(tasks, model)).metrics
+    for name in ("accuracy", "called_primary"):
+        assert metrics[f"other_classes/{name}"] == metrics[f"other_classes/{name}_baseline"] is not None
+
+
+def test_what_cannot_be_measured_is_said(opened, folders, outputs, tmp_path):
+    model, tasks = opened[0].read_tasks(opened[1], False)
+    with pytest.raises(ConfigError, match="root is not set"):
+        OtherClasses(None)
+    only_primary = tmp_path / "two"
+    for name in ("class0", "class1"):
+        (only_primary / name).mkdir(parents=True)
+        shutil.copy(folders[0] / "train" / name / "0.png", only_primary / name)
+    with pytest.raises(DataError, match="every class in it is one of the primary task"):
+        OtherClasses(str(only_primary), outputs=outputs)(Comparison(tasks, model))
+    pair = open_pair(folders, primary={"outputs": outputs})
+    whole, every = build(pair).read_tasks(pair, False)
+    assert not OtherClasses(str(only_primary))(Comparison(every, whole)).metrics  # the head has no other class
