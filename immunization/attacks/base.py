@@ -60,7 +60,9 @@ class Attack:
     natural_ends = False
     """Whether nothing is to be expected beyond the ends of the settings: 0, or where the method is unstable."""
     reference = False
-    """Whether it does not use the model's weights: no attack, but the line beyond which no defense matters."""
+    """Whether it does not use the model's weights: no attack, but one way to do without the model."""
+    trains_all = False
+    """Whether it fine-tunes everything that a method may have trained; without such an attack nothing is called held."""
 
     @checked("attack.*")
     def __init__(

@@ -68,6 +68,10 @@ class FineTune(Attack):
         self.replayed = read_recipes(replay, self.kind, self.parts) if replay else {}
 
     @property
+    def trains_all(self) -> bool:
+        return self.scope == "full"
+
+    @property
     def parts(self) -> tuple[Part, ...]:
         """Parts of a net that may be trained, the smallest first."""
         parts = get_args(Part)
@@ -163,6 +167,7 @@ class LoRA(FineTune):
     """Low-rank adapters of peft on every convolution and linear layer, and a fresh head; the net stays in eval mode."""
 
     fixed_rates: ClassVar[Rates] = {"adamw": (0.001, 0.01, 0.1), "sgd": (0.03, 0.3, 3.0)}
+    trains_all = False
 
     @checked("attack.lora")
     def __init__(

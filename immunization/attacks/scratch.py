@@ -16,7 +16,7 @@ from immunization.models.chain import Network
 class Scratch(FineTune):
     """The same architecture from random weights, trained as `FineTune` trains the whole net.
 
-    No weights of the model are used: what it costs is the line beyond which no defense matters.
+    No weights of the model are used: what it costs is the price of one way to do without the model, not the least.
     """
 
     reference = True

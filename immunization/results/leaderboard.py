@@ -31,7 +31,8 @@ SCREEN = ("method", "runs", "primary, before → after", "cheapest attack", "cos
 MARKS = "<!-- leaderboard -->", "<!-- /leaderboard -->"
 """What stands between them in a page is replaced."""
 APART = ": other attacks, not comparable"
-HELD = "held"
+HELD, UNTRAINED = "held", "not attacked by training"
+"""No attack learns the task: one fine-tuned all that was trained, or none did."""
 NOTES = {
     "primary, before → after": "Primary: held out, the model's own head where it has one, else a retrained head; "
     "accuracy is a mean ± standard deviation over seeds, of the mean over pairs. R² and loss, which one run can carry "
@@ -40,8 +41,8 @@ NOTES = {
     "and benign tasks.",
     "cost / baseline's": "Cost: operations of the cheapest attack that learns the harmful task over those of the "
     "cheapest with the baseline; of several harmful tasks the least. Held: in most runs none does within its budget, "
-    "which is no proof.",
-    "cost / scratch's": "Scratch: training the same net from random weights; at 1 the model is of no use.",
+    "which is no proof; not attacked by training: the same, but no attack fine-tuned the whole net.",
+    "cost / scratch's": "Scratch: training the same net from random weights, one way to do without the model, and not the cheapest.",
     "searched, before → after": "Searched: the best, held out, that attackers reach who search for their settings.",
     "SGRC": "SGRC: share of the held-out accuracy that immunization takes from one who fine-tunes the whole net, after "
     "the fewest and the most epochs asked for.",
@@ -64,7 +65,7 @@ def sections(tracks: Iterable[Sequence[Row]]) -> list[Section]:
             reasons = [f"{row.setting.label}: {row.apart}." for row in apart]
             tables.append(table(apart, f"{name}_apart", f"{title}{APART}", reasons))
         points = [
-            Point(row.setting.label, price, cost)
+            Point(row.setting.label, max(price, 0.0), cost, HELD if row.fine_tuned() else UNTRAINED)
             for row in together
             if (price := row.price) is not None and (cost := row.cost()) is not None
         ]
@@ -101,12 +102,12 @@ def cells(row: Row) -> dict[str, Cell]:
         if broken
         else Cell(NONE),
         "cheapest attack": Cell(statistics.mode(best) if best else NONE),
-        "cost / baseline's": _cost(row.cost()),
-        "cost / scratch's": _cost(median(map(scratch_ratio, row.results))),
+        "cost / baseline's": _cost(row.cost(), row.fine_tuned()),
+        "cost / scratch's": _cost(median(map(scratch_ratio, row.results)), row.fine_tuned()),
         "searched, before → after": _searched(row),
-        "searched cost / baseline's": _cost(row.cost(only=row.searched) if row.searched else None),
+        "searched cost / baseline's": _cost(row.cost(only=row.searched) if row.searched else None, row.fine_tuned()),
         "SGRC": _sgrc(row),
-        "unseen cost / baseline's": _cost(row.cost("unseen")),
+        "unseen cost / baseline's": _cost(row.cost("unseen"), row.fine_tuned("unseen")),
         "unseen probe": Cell.of(setting.median("steps_ratio/unseen")),
         "harmful probe": _worst(setting, "worst/steps_ratio", "steps_ratio/harmful"),
         "RIR": _worst(setting, "worst/rir", "rir"),
@@ -221,10 +222,10 @@ def _worst(setting: Setting, *names: str) -> Cell:
     return Cell.of(next((value for name in names if (value := setting.median(name)) is not None), None))
 
 
-def _cost(ratio: float | None) -> Cell:
+def _cost(ratio: float | None, fine_tuned: bool) -> Cell:
     if ratio is None:
         return Cell(NONE)
-    return Cell(number(ratio), ratio) if math.isfinite(ratio) else Cell(HELD, 1e300)
+    return Cell(number(ratio), ratio) if math.isfinite(ratio) else Cell(HELD if fine_tuned else UNTRAINED, 1e300)
 
 
 def _searched(row: Row) -> Cell:

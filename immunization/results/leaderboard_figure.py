@@ -14,11 +14,15 @@ NARROW = 0.01
 
 @dataclass(frozen=True)
 class Point:
-    """A method: `price` is what the primary task loses, `cost` the attacker's over the baseline's, infinite if held."""
+    """A method: `price` is what the primary task loses, `cost` the attacker's over the baseline's.
+
+    The cost is infinite where no attack succeeds; `unbroken` says so in words.
+    """
 
     label: str
     price: float
     cost: float
+    unbroken: str = "held"
 
 
 def resistance(points: Sequence[Point], name: str, title: str) -> Plot:
@@ -60,10 +64,10 @@ def resistance(points: Sequence[Point], name: str, title: str) -> Plot:
     caption = (
         "Harm resisted against price: operations of the cheapest attack that learns the harmful task over the "
         "baseline's, median over runs, against what the primary task loses, held out. Up and left is better. "
-        "On the dotted line, if there is one, no attack learns the task in most runs."
+        "A gain counts as no loss. On the dotted line, if there is one, no attack learns the task in most runs."
     )
     return Plot(f"{name}_resistance", caption, figure)
 
 
 def _label(point: Point) -> str:
-    return point.label if math.isfinite(point.cost) else f"{point.label} (held)"
+    return point.label if math.isfinite(point.cost) else f"{point.label} ({point.unbroken})"

@@ -19,7 +19,7 @@ from immunization.results.collect import Collection
 from immunization.results.formatting import MEASURES
 from immunization.results.settings import Setting, grouped, named
 from immunization.runs.result import Result
-from immunization.runs.verdict import attack_groups, successes
+from immunization.runs.verdict import attack_groups, fine_tuned, successes
 
 ATTACKS = "attack."
 """Starts the keys of the configuration that say how a run is attacked."""
@@ -57,10 +57,16 @@ class Row:
 
         Of several tasks of a kind it is that of the cheapest; `only`: of these attacks alone.
         """
-        groups = dict.fromkeys(group for result in self.results for group in attack_groups(result))
-        own = [group for group in groups if kind_of(group.partition("_")[2] or "harmful") == kind]
-        costs = [median(cost_ratio(result, group, only) for result in self.results) for group in own]
+        costs = [median(cost_ratio(result, group, only) for result in self.results) for group in self._groups(kind)]
         return min((cost for cost in costs if cost is not None), default=None)
+
+    def fine_tuned(self, kind: str = "harmful") -> bool:
+        """Whether every run was attacked by one who fine-tunes all that was trained."""
+        return all(fine_tuned(result, group) for result in self.results for group in self._groups(kind))
+
+    def _groups(self, kind: str) -> list[str]:
+        groups = dict.fromkeys(group for result in self.results for group in attack_groups(result))
+        return [group for group in groups if kind_of(group.partition("_")[2] or "harmful") == kind]
 
     @cached_property
     def measure(self) -> str | None:

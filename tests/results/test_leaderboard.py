@@ -23,6 +23,7 @@ ATTACKS = {"probe": {"steps": 100}, "tuned": {"steps": 64, "search": 20}}
 def board_run(folder, method, costs, seed=0, attacks=ATTACKS, more=(), **changes):
     """A run in which `costs` (attack -> operations or None) are what attacks pay; the baseline's are 100 and 200."""
     measures = {"attack/worst/bar": 0.8, "steps_ratio/benign": 1.5, "attack/worst/cost_over_scratch": 0.25}
+    measures["attack/worst/fine_tuned"] = 1.0
     for (name, cost), before in zip(costs.items(), (100.0, 200.0), strict=False):
         measures |= {f"attack/{name}/final": 0.9 if cost else 0.6, f"attack/{name}/cost": cost}
         measures |= {f"attack/{name}/final_baseline": 0.95, f"attack/{name}/cost_baseline": before}
@@ -67,6 +68,30 @@ def test_a_row_says_what_is_paid(folder):
     assert (broken["cost / scratch's"], broken["benign probe"], broken["RIR"]) == ("0.25", "1.5", "10")
     assert broken["primary, before → after"] == "0.950 → 0.951 ± 0.001"
     assert rows_of(folder)["closed_form"].cost() == math.inf
+
+
+def test_nothing_is_held_that_nobody_fine_tuned(tmp_path):
+    """One run of three without an attack that trains the whole net is enough."""
+    for seed in range(3):
+        more = {} if seed else {"attack/worst/fine_tuned": 0.0}
+        board_run(tmp_path / str(seed), "closed_form", {"probe": None, "tuned": None}, seed, more=more)
+    row = rows_of(tmp_path)["closed_form"]
+    assert row.cost() == math.inf
+    assert texts(row)["cost / baseline's"] == "not attacked by training"
+    assert texts(row)["searched cost / baseline's"] == "not attacked by training"
+    (figure,) = (plot.figure for section in sections([[row]]) for plot in section.plots)
+    labels = [text.get_text() for text in figure.findobj(Text)]
+    assert any("(not attacked by training)" in label for label in labels)
+    assert not any("held)" in label for label in labels)
+
+
+def test_a_gain_of_the_primary_task_is_not_plotted(tmp_path):
+    more = {"primary/head_accuracy": 0.95, "primary/head_accuracy_baseline": 0.64}
+    board_run(tmp_path / "run", "closed_form", {"probe": 400.0}, more=more)
+    row = rows_of(tmp_path)["closed_form"]
+    assert row.price == pytest.approx(-0.31)
+    (plot,) = (plot for section in sections([[row]]) for plot in section.plots)
+    assert plot.figure.axes[0].lines[0].get_xdata() == [0.0]
 
 
 def test_sgrc_after_the_fewest_and_the_most_epochs(tmp_path):

@@ -29,15 +29,22 @@ def test_the_number_in_the_table_decides():
         "of the cheapest attack on the baseline."
     )
     assert "accuracy of 0.870 or more where the attacker's validation rows say to stop" in second
-    assert last == "It holds, within their budgets, against touched."
+    assert last == "Within their budgets these did not learn it: touched."
+
+
+def test_without_fine_tuning_nobody_says_that_it_holds():
+    result = audited(probe=0.5)
+    assert "No attack fine-tuned the whole net, so nobody can say that it holds." in verdict([result])
+    result.metrics["attack/worst/fine_tuned"] = 1.0
+    assert not any("fine-tuned" in line for line in verdict([result]))
 
 
 def test_few_rows_leave_it_open():
     assert undecided(audited(touched=0.853, learned=0.882)) == ["touched", "learned"]
     assert undecided(audited(rows=68_000, touched=0.853, learned=0.882)) == []
     assert undecided(audited(far=0.5, learned=0.99)) == []
-    assert "On 68 test rows touched cannot be told" in verdict([audited(touched=0.853)])[2]
-    assert "On 68 test rows 4 of the attacks" in verdict([audited(a=0.86, b=0.87, c=0.88, d=0.89)])[2]
+    assert "On 68 test rows touched cannot be told" in verdict([audited(touched=0.853)])[3]
+    assert "On 68 test rows 4 of the attacks" in " ".join(verdict([audited(a=0.86, b=0.87, c=0.88, d=0.89)]))
 
 
 def test_a_regression_has_no_binomial_interval():
