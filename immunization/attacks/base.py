@@ -62,7 +62,7 @@ class Attack:
     reference = False
     """Whether it does not use the model's weights: no attack, but one way to do without the model."""
     trains_all = False
-    """Whether it fine-tunes everything that a method may have trained; without such an attack nothing is called held."""
+    """Whether it fine-tunes all that a method may have trained; without such an attack nothing is called held."""
 
     @checked("attack.*")
     def __init__(

@@ -18,7 +18,7 @@ from immunization.errors import DataError
 from immunization.results.collect import Collection
 from immunization.results.formatting import NONE, number
 from immunization.results.leaderboard_figure import Point, resistance
-from immunization.results.leaderboard_rows import Row, median, scratch_ratio
+from immunization.results.leaderboard_rows import Row, median
 from immunization.results.page import Section, show_left_out
 from immunization.results.settings import Setting
 from immunization.results.tables import Cell, Table
@@ -42,7 +42,6 @@ NOTES = {
     "cost / baseline's": "Cost: operations of the cheapest attack that learns the harmful task over those of the "
     "cheapest with the baseline; of several harmful tasks the least. Held: in most runs none does within its budget, "
     "which is no proof; not attacked by training: the same, but no attack fine-tuned the whole net.",
-    "cost / scratch's": "Scratch: training the same net from random weights, one way to do without the model, and not the cheapest.",
     "searched, before → after": "Searched: the best, held out, that attackers reach who search for their settings.",
     "SGRC": "SGRC: share of the held-out accuracy that immunization takes from one who fine-tunes the whole net, after "
     "the fewest and the most epochs asked for.",
@@ -103,7 +102,6 @@ def cells(row: Row) -> dict[str, Cell]:
         else Cell(NONE),
         "cheapest attack": Cell(statistics.mode(best) if best else NONE),
         "cost / baseline's": _cost(row.cost(), row.fine_tuned()),
-        "cost / scratch's": _cost(median(map(scratch_ratio, row.results)), row.fine_tuned()),
         "searched, before → after": _searched(row),
         "searched cost / baseline's": _cost(row.cost(only=row.searched) if row.searched else None, row.fine_tuned()),
         "SGRC": _sgrc(row),

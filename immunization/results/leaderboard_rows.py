@@ -100,12 +100,6 @@ def cost_ratio(result: Result, group: str = "attack", only: Sequence[str] | None
     return min(after, default=math.inf) / min(before) if before else None
 
 
-def scratch_ratio(result: Result) -> float | None:
-    """The cheapest success over training from random weights, infinite where none succeeds; None for no reference."""
-    ratio, before = (result.metrics.get(f"attack/worst/cost_over_scratch{suffix}") for suffix in ("", "_baseline"))
-    return math.inf if ratio is None and before is not None else ratio
-
-
 def median(ratios: Iterable[float | None]) -> float | None:
     """Of those that are known; infinite only where more than half of them are, which `held` claims."""
     known = [ratio for ratio in ratios if ratio is not None]
