@@ -15,6 +15,7 @@ _LAZY = {
     "run": "immunization.runner",
     "save": "immunization.api",
     "Result": "immunization.runs.result",
+    "Tracker": "immunization.runs.tracker",
     "condition_number": "immunization.theory.spectrum",
     "rir": "immunization.theory.spectrum",
 }

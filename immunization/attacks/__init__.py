@@ -4,6 +4,7 @@ from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.direct import ClosedFormProbe, LogisticProbe
 from immunization.attacks.earlier import EarlierLayers, RenewedEarlierLayers
 from immunization.attacks.kept import KeptCurves
+from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeCurves, require_held_out
 from immunization.attacks.network import FineTune, LoRA
 from immunization.attacks.probes import (
     LBFGS,
@@ -18,7 +19,7 @@ from immunization.attacks.probes import (
 from immunization.attacks.renewed import RenewedStatistics
 from immunization.attacks.scratch import Scratch
 from immunization.attacks.suite import run_attacks
-from immunization.attacks.victim import Inapplicable, Victim
+from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
 
 __all__ = [
     "LBFGS",
@@ -32,15 +33,21 @@ __all__ = [
     "FineTune",
     "Inapplicable",
     "KeptCurves",
+    "LeastSquares",
     "LinearProbe",
     "LoRA",
     "LogisticProbe",
     "Momentum",
+    "Precision",
+    "ProbeAttack",
+    "ProbeCurves",
     "RenewedEarlierLayers",
     "RenewedStatistics",
     "Scratch",
+    "Stage",
     "Undo",
     "Victim",
     "WhitenedProbe",
+    "require_held_out",
     "run_attacks",
 ]

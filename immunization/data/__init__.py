@@ -6,6 +6,7 @@ from immunization.data.digits_deep import digits_deep
 from immunization.data.house_prices import house_prices
 from immunization.data.image_folders import image_folders
 from immunization.data.pixels import digits, fashion_mnist, mnist
+from immunization.data.preparation import finish, split_rows, standardize, standardize_targets
 from immunization.data.task import Origin, Split, Task, TaskPair
 
 __all__ = [
@@ -18,7 +19,11 @@ __all__ = [
     "digits",
     "digits_deep",
     "fashion_mnist",
+    "finish",
     "house_prices",
     "image_folders",
     "mnist",
+    "split_rows",
+    "standardize",
+    "standardize_targets",
 ]

@@ -1,6 +1,7 @@
 """Immunization methods: one short class each beside the shared loop in training/loop.py."""
 
-from immunization.methods.base import Method
+from immunization.methods.attacker import AgainstAttacker, AgainstHead
+from immunization.methods.base import Combine, Method
 from immunization.methods.clamp import CLAMP
 from immunization.methods.closed_form import ClosedForm
 from immunization.methods.combined import Combined, combined
@@ -20,7 +21,10 @@ __all__ = [
     "CLAMP",
     "IMMA",
     "NTL",
+    "AgainstAttacker",
+    "AgainstHead",
     "ClosedForm",
+    "Combine",
     "Combined",
     "ConditionNumber",
     "Encoderlock",

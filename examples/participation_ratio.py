@@ -1,0 +1,21 @@
+"""An evaluation: one more measure of the spectrum, one that a single eigenvalue does not decide."""
+
+from immunization.evaluation import Comparison, Measures
+
+
+class ParticipationRatio:
+    """`participation/<role>`: tr(H)^2 / ||H||^2, the number of directions that carry the features, from 1 to rank(H).
+
+    kappa hinges on the largest and the smallest eigenvalue; this one on all of them, and hardly on the smallest.
+    """
+
+    names = ("participation/*",)
+
+    def __call__(self, comparison: Comparison) -> Measures:
+        measures = Measures()
+        for role in comparison.tasks:
+            for state, suffix in (("after", ""), ("before", "_baseline")):
+                eigenvalues = comparison.sigma(role, "train", state).square()
+                ratio = eigenvalues.sum().square() / eigenvalues.square().sum()
+                measures.put(f"participation/{role}{suffix}", ratio.item())
+        return measures

@@ -1,0 +1,31 @@
+"""A method: the half of the objective that concerns the primary task."""
+
+from functools import partial
+
+from torch import Tensor
+
+from immunization.checks import AtLeastTwo, Count, NonNegative
+from immunization.methods import Method
+from immunization.models import Batch, Model
+
+
+class PrimaryOnly(Method):
+    """Minimize L(D_P) + `weight` log(k ||H_P||^2 / tr(H_P)^2), and leave the harmful task alone.
+
+    The second term is 0 where all k eigenvalues of H_P are equal. For linear models and nets.
+    """
+
+    def __init__(self, weight: NonNegative = 1.0, epochs: Count = 100, batch_size: AtLeastTwo | None = None) -> None:
+        super().__init__(epochs, batch_size)
+        self.weight = weight
+
+    def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
+        logits, features = model.outputs(primary)
+        loss = self.pair.primary.loss(logits, primary.y)
+        uneven = model.hessian_term(partial(unevenness, rank=primary.rank), primary, features=features)
+        return {"loss": loss + self.weight * uneven, "task_loss": loss, "uneven": uneven}
+
+
+def unevenness(features: Tensor, rank: int) -> Tensor:
+    """log(k ||H||^2 / tr(H)^2) of H = F^T F for features F [N, D] of rank k."""
+    return (rank * (features.mT @ features).square().sum() / features.square().sum().square()).log()
