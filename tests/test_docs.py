@@ -2,8 +2,6 @@
 
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -50,24 +48,6 @@ def test_commands_of_the_readme_compose() -> None:
     assert len(commands) >= 5
     for command in commands:
         compose([word.partition(",")[0] if "-m" in command else word for word in command if word != "-m"])
-
-
-def test_adding_a_method_as_the_readme_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = next(block for block in blocks("python") if "RWellOnly" in block)
-    (tmp_path / "my_methods.py").write_text(code)
-    (tmp_path / "my_conf" / "method").mkdir(parents=True)
-    (tmp_path / "my_conf" / "method" / "r_well_only.yaml").write_text(blocks("yaml")[0])
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    command = [sys.executable, ROOT / "launch.py", "--config-dir", tmp_path / "my_conf", "method=r_well_only"]
-    options = [
-        "trusted=[my_methods]",
-        "tracker=none",
-        "figures=false",
-        "evaluation=[rir]",
-        f"hydra.run.dir={tmp_path / 'run'}",
-    ]
-    subprocess.run([*command, *options], check=True, capture_output=True, cwd=tmp_path)
-    assert '"method": "r_well_only"' in (tmp_path / "run" / "result.json").read_text()
 
 
 def test_the_table_of_the_readme_is_what_the_default_run_prints(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
