@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,7 @@ def read_table(path: Path) -> pd.DataFrame:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
             header = next(reader, [])
-            _check_header(header, path)
+            _check_header(header, reader, path)
             for row in reader:
                 if row and len(row) != len(header):
                     raise DataError(
@@ -57,13 +57,15 @@ def read_table(path: Path) -> pd.DataFrame:
         raise DataError(f"{path} cannot be read as a CSV file in UTF-8: {error}") from error
 
 
-def _check_header(header: Sequence[str], path: Path) -> None:
+def _check_header(header: Sequence[str], rows: Iterator[Sequence[str]], path: Path) -> None:
     """Raise DataError for columns that are not separated by commas, and for one without a name."""
     separator = next((mark for mark in ";\t" if len(header) == 1 and mark in header[0]), None)
     if separator:
+        found, how = f"columns are separated by {separator!r}", f"sep={separator!r}"
+        if len(next(rows, [])) > 1:
+            found, how = f"{found} and numbers have decimal commas", f"{how}, decimal=','"
         raise DataError(
-            f"{path}: its columns are separated by {separator!r}; separate them by commas and write {POINTS}, by "
-            f"pandas.read_csv(file, sep={separator!r}, decimal=',' or '.').to_csv(file, index=False)"
+            f"{path}: its {found}; write commas and points, pandas.read_csv(file, {how}).to_csv(file, index=False)"
         )
     # pandas calls a column that it has read without a name Unnamed
     unnamed = next((i for i, name in enumerate(header, 1) if re.fullmatch(r"\s*|Unnamed: \d+", name)), None)

@@ -154,8 +154,8 @@ def _places(role: str, folder: Path, train: str, test: str) -> dict[str, Path]:
     """The folders of class folders of the training split and, where there is one, of that held out."""
     if not folder.is_dir():
         raise DataError(
-            f"dataset.{role}_root: folder {folder.absolute()} not found; it must hold a folder of images per class "
-            "(docs/install.md says where the data of each experiment are from; data_root=<folder> says where they are)"
+            f"dataset.{role}_root: folder {folder.absolute()} not found; it must hold a folder of images per class. "
+            "docs/install.md says where to get the data of an experiment; set data_root to the folder that holds them"
         )
     training, testing = _find(folder, train), _find(folder, test)
     if testing is None:

@@ -164,7 +164,10 @@ def test_row_numbers_are_no_input(tables):
 def test_other_separators_and_decimal_commas_are_named_with_the_remedy(tables):
     stored = tables(index=False, sep=";", decimal=",")
     fails(
-        DataError, "separated by ';'", "decimal points", "pandas.read_csv(file, sep=';', decimal=',' or '.')", **stored
+        DataError,
+        "separated by ';' and numbers have decimal commas",
+        "read_csv(file, sep=';', decimal=',')",
+        **stored,
     )
     fails(DataError, r"separated by '\t'", **tables(index=False, sep="\t"))
     stored = tables(index=False, decimal=",")  # between quotes
