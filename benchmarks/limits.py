@@ -276,7 +276,7 @@ def main() -> None:
     tables = {table.__name__: table for table in (house_prices, digits, direct, erasure, nets, transfer)}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("table", choices=tables)
-    parser.add_argument("--root", default="../shared/data", help="folder that holds house_prices/train.csv")
+    parser.add_argument("--root", default=compose().data_root, help="folder that holds house_prices/train.csv")
     options = parser.parse_args()
     for i, row in enumerate(tables[options.table](options.root)):
         print(f"| {' | '.join(row)} |", flush=True)

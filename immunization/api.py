@@ -185,6 +185,8 @@ def _configured(method: str, scheduler: str, options: dict[str, Any]) -> DictCon
 
 
 def _loaders(primary: Loader, harmful: Loader) -> dict[str, LabeledBatches]:
+    if primary is harmful:
+        raise ConfigError("primary_loader and harmful_loader are the same; give every task data of its own")
     return {"primary": LabeledBatches("primary", primary), "harmful": LabeledBatches("harmful", harmful)}
 
 

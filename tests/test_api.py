@@ -72,6 +72,9 @@ def test_mistakes_are_named(net):
         immunization.immunize(net, loader(4, 0), [])
     with pytest.raises(DataError, match="harmful_loader holds one class alone"):
         immunization.immunize(net, loader(4, 0), loader(1, 0))
+    both = loader(4, 0)
+    with pytest.raises(ConfigError, match="primary_loader and harmful_loader are the same"):
+        immunization.immunize(net, both, both)
 
 
 @pytest.mark.parametrize("method", ["identity", "closed_form"])

@@ -7,10 +7,12 @@ import math
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.repository import ROOT
 from hydra.errors import HydraException
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
@@ -376,3 +378,41 @@ def test_a_local_file_that_speaks_of_a_group_is_refused(conf):
     (conf / "local.yaml").write_text("tracker: {entity: me}\n")
     with pytest.raises(ConfigError, match=r"local\.yaml: tracker is none of its keys, which are .*data_root"):
         check(compose(["tracker=wandb"]))
+
+
+# --- Data -------------------------------------------------------------------------------------------------------------
+
+READING = [name for name in EXPERIMENTS if {"root", "primary_root"} & compose([f"experiment={name}"]).dataset.keys()]
+
+
+def test_files_are_looked_for_below_the_working_folder(monkeypatch):
+    monkeypatch.delenv("IMMUNIZATION_DATA_ROOT", raising=False)
+    cfg = compose(["experiment=vit_cars_small"])
+    assert cfg.data_root == "data"
+    assert cfg.model.checkpoint == "data/weights/vit_tiny_patch16_224.safetensors"
+
+
+@pytest.mark.parametrize("name", READING)
+def test_absent_data_are_one_line_with_the_key_the_path_and_the_remedy(name, monkeypatch, tmp_path):
+    monkeypatch.delenv("IMMUNIZATION_DATA_ROOT", raising=False)
+    monkeypatch.setenv("IMMUNIZATION_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)  # of the hub
+    monkeypatch.delitem(sys.modules, "timm.data.readers.reader_hfds", raising=False)
+    cfg = compose([f"experiment={name}"])
+    if "download" in cfg.dataset:
+        cfg.dataset.download = False
+    with pytest.raises((ConfigError, DataError)) as caught:
+        build(cfg, "dataset")
+    said = str(caught.value)
+    place = cfg.dataset.get("root") or cfg.dataset.primary.source or tmp_path / "data" / "imagenette224"
+    assert str(place) in said
+    assert re.search(r"dataset\.(primary_)?root", said)
+    assert re.search(r"docs/install\.md|dataset\.download=true", said)
+    assert "\n" not in said
+
+
+def test_the_page_on_installing_names_the_data_of_every_experiment():
+    page = (ROOT / "docs" / "install.md").read_text()
+    table = page[page.index("## Data") : page.index("### Nets on")]
+    assert set(EXPERIMENTS) <= set(re.findall(r"`([\w/]+)`", table))

@@ -299,8 +299,8 @@ def test_rows_lead_back_to_the_inputs(name, tmp_path):
 
 
 def test_rows_of_images_are_those_of_their_files(tmp_path):
-    root = draw_folder(tmp_path / "images", 2, 12, 3, seed=0)
-    pair = image_folders(primary_root=str(root), harmful_root=str(root / "train"), test_fraction=0.25)
+    root, other = (draw_folder(tmp_path / name, 2, 12, 3, seed=0) for name in ("images", "others"))
+    pair = image_folders(primary_root=str(root), harmful_root=str(other / "train"), test_fraction=0.25)
     listed = [f"class{label}/{i}.png" for label in range(2) for i in range(12)]  # 2.png before 10.png
     for role, source in (("primary", "dataset.primary_root/train"), ("harmful", "dataset.harmful_root")):
         splits = pair.tasks[role].splits

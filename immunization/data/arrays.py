@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +20,8 @@ from immunization.data.csv_files import numbers, read_table, require_columns
 from immunization.data.preparation import Normalize, finish, split_rows, standardize, standardize_targets
 from immunization.data.task import SPLITS, USUAL, Origin, Split, Task, TaskPair, first_shared, kind_of, roles_of
 from immunization.errors import ConfigError, DataError
+
+log = logging.getLogger(__name__)
 
 KINDS = (*USUAL, "unseen")
 NAMES = re.compile(rf"(?P<role>({'|'.join(KINDS)})(_(?!val_|test_|[xy]$)[\w.-]+?)?)(_val|_test)?_[xy]")
@@ -64,6 +68,7 @@ def arrays(
     for role in _roles(stored):
         tasks[role], labels[role] = _task(role, stored, source, targets, val_fraction, test_fraction, generator)
     _refuse_shared_rows(tasks)
+    _warn_of_two_values(tasks, targets)
     about = {
         "data": source,
         "normalize": {
@@ -107,19 +112,31 @@ def _roles(stored: Arrays) -> list[str]:
 
 
 def _refuse_shared_rows(tasks: dict[str, Task]) -> None:
-    """Raise DataError where a task beyond the usual three holds a row, inputs and target, that another task holds."""
-    if tasks.keys() <= set(USUAL):
-        return
-    if found := first_shared({role: _rows(task) for role, task in tasks.items()}):
-        one, other, _ = found
-        raise DataError(f"the {other} task and the {one} task share rows; give every task rows of its own")
+    """Raise DataError for two equal tasks, and for one beyond the usual three that shares a row with another.
+
+    The usual ones may share some: of the same inputs, two labels agree here and there.
+    """
+    rows = {role: _rows(task) for role, task in tasks.items()}
+    for one, other in combinations(rows, 2):
+        usual = {one, other} <= set(USUAL)
+        if rows[one] == rows[other] if usual else not set(rows[one]).isdisjoint(rows[other]):
+            raise DataError(f"the {other} task and the {one} task share rows; give every task rows of its own")
 
 
-def _rows(task: Task) -> set[bytes]:
-    """Inputs and target of every row."""
+def _rows(task: Task) -> list[int]:
+    """Hashes of inputs and target of every row, ascending."""
     parts = [getattr(task, name) for name in SPLITS]
-    rows = torch.cat([torch.cat([part.x, part.y[:, None].to(part.x)], 1) for part in parts]).numpy()
-    return {row.tobytes() for row in rows}
+    return sorted(hash((x.tobytes(), y)) for p in parts for x, y in zip(p.x.numpy(), p.y.tolist(), strict=True))
+
+
+def _warn_of_two_values(tasks: dict[str, Task], targets: Targets) -> None:
+    """Say in one line which tasks are regressions that look like two classes."""
+    found = [r for r, task in tasks.items() if not task.classes and len(task.train.y.unique()) == 2]
+    if found and targets == "auto":
+        log.warning(
+            "the targets of %s are floats of two values, taken as regression; for labels set dataset.targets=classes",
+            " and ".join(found),
+        )
 
 
 def _task(
@@ -212,7 +229,7 @@ def _read_arrays(path: Path) -> Arrays:
     if path.suffix == ".npz":
         try:
             with np.load(path, allow_pickle=False) as file:
-                return {key: torch.from_numpy(file[key]) for key in file if NAMES.fullmatch(key)}
+                return {key: torch.from_numpy(file[key]) for key in _known(file, path)}
         except (OSError, EOFError, ValueError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
             raise DataError(f"{path} cannot be read as an npz file of numbers: {error}") from error
     if path.suffix == ".safetensors":
@@ -220,12 +237,21 @@ def _read_arrays(path: Path) -> Arrays:
 
         try:
             with safe_open(path, framework="pt") as file:
-                return {key: file.get_tensor(key) for key in file.keys() if NAMES.fullmatch(key)}  # noqa: SIM118
+                return {key: file.get_tensor(key) for key in _known(file.keys(), path)}
         except (OSError, SafetensorError) as error:
             raise DataError(f"{path} cannot be read as a safetensors file: {error}") from error
     raise ConfigError(
         f"dataset.path={path}: must end in .npz or .safetensors (for CSV files set dataset.primary_csv ...)"
     )
+
+
+def _known(names: Iterable[str], path: Path) -> list[str]:
+    """Those of the `names` in a file that are read; raises DataError for one that is meant to be."""
+    for name in names:
+        meant = re.sub(r"[\W_]+", "_", name).lower()
+        if not NAMES.fullmatch(name) and NAMES.fullmatch(meant):
+            raise DataError(f"{path}: there is no array '{name}' to be read; rename it to '{meant}'")
+    return [name for name in names if NAMES.fullmatch(name)]
 
 
 def _read_tables(paths: dict[str, Path], target: str) -> Arrays:

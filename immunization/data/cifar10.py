@@ -115,9 +115,10 @@ def _read(root: Path, download: bool) -> dict[str, tuple[np.ndarray, Tensor, str
         try:
             data = CIFAR10(root, train=part == "train", download=download)
         except (RuntimeError, OSError) as error:
+            fetch = "" if download else ", or set dataset.download=true"
             raise DataError(
-                f"{root} has no CIFAR-10 ({' '.join(str(error).split())}): put a folder per class into train/ and val/ "
-                "of it, or torchvision's cifar-10-batches-py, or set dataset.download=true"
+                f"dataset.root={root} has no CIFAR-10 ({' '.join(str(error).split())}): put a folder per class into "
+                f"train/ and val/ of it, or torchvision's cifar-10-batches-py{fetch}"
             ) from error
         read[part] = data.data, torch.tensor(data.targets), f"torchvision's CIFAR10, {kind} images"
     return read

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,9 @@ from immunization.errors import DataError
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+POINTS = "decimal points (1.5)"
 
 
 def read_table(path: Path) -> pd.DataFrame:
@@ -30,10 +34,12 @@ def read_table(path: Path) -> pd.DataFrame:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
             header = next(reader, [])
+            _check_header(header, reader, path)
             for row in reader:
                 if row and len(row) != len(header):
                     raise DataError(
                         f"{path}, line {reader.line_num}: {len(row)} fields, the header has {len(header)}; {again}"
+                        + f", or write {POINTS} if its numbers have commas" * (len(row) > len(header))
                     )
         if len(set(header)) < len(header):
             raise DataError(f"{path}: the header names a column twice; give every column a name of its own")
@@ -49,6 +55,25 @@ def read_table(path: Path) -> pd.DataFrame:
         return pd.read_csv(path, na_filter=False, low_memory=False, encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read as a CSV file in UTF-8: {error}") from error
+
+
+def _check_header(header: Sequence[str], rows: Iterator[Sequence[str]], path: Path) -> None:
+    """Raise DataError for columns that are not separated by commas, and for one without a name."""
+    separator = next((mark for mark in ";\t" if len(header) == 1 and mark in header[0]), None)
+    if separator:
+        found, how = f"columns are separated by {separator!r}", f"sep={separator!r}"
+        if len(next(rows, [])) > 1:
+            found, how = f"{found} and numbers have decimal commas", f"{how}, decimal=','"
+        raise DataError(
+            f"{path}: its {found}; write commas and points, pandas.read_csv(file, {how}).to_csv(file, index=False)"
+        )
+    # pandas calls a column that it has read without a name Unnamed
+    unnamed = next((i for i, name in enumerate(header, 1) if re.fullmatch(r"\s*|Unnamed: \d+", name)), None)
+    if unnamed:
+        raise DataError(
+            f"{path}: column {unnamed} has no name in the header; row numbers, as DataFrame.to_csv writes them, are no "
+            "input: write the file with index=False, or give the column a name"
+        )
 
 
 def require_columns(table: pd.DataFrame, columns: Sequence[str], path: Path) -> None:
@@ -71,5 +96,8 @@ def numbers(table: pd.DataFrame, columns: Sequence[str], path: Path, missing: Se
     if len(bad):
         i, j = bad[0]
         value = table[columns[j]].iloc[i]
-        raise DataError(f"{path}, data row {table.index[i] + 1}, column {columns[j]}: '{value}' is not a finite number")
+        remedy = f"; write {POINTS}" * bool(re.fullmatch(r"\s*[+-]?\d*,\d+\s*", str(value)))
+        raise DataError(
+            f"{path}, data row {table.index[i] + 1}, column {columns[j]}: '{value}' is not a finite number{remedy}"
+        )
     return parsed

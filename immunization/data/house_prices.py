@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -187,7 +188,8 @@ def _find(root: Path, download: bool) -> Path:
     from sklearn.datasets import fetch_openml
 
     try:
-        table = fetch_openml(name="house_prices", version=1, as_frame=True).frame
+        with warnings.catch_warnings(action="ignore"):  # of every further try
+            table = fetch_openml(name="house_prices", version=1, as_frame=True).frame
         root.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         table.to_csv(partial, index=False, na_rep="NA")

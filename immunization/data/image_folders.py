@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -85,11 +86,15 @@ def image_folders(
 
 
 def _refuse_shared_classes(tasks: Mapping[str, ImageTask]) -> None:
-    """Raise ConfigError for a class folder of a further or unseen task that another task has too."""
-    if found := first_shared({role: task.folders for role, task in tasks.items()}):
-        one, other, folder = found
+    """Raise ConfigError for a class folder, or a source without any, that two tasks have."""
+    if found := first_shared({role: task.folders or [task.splits["train"].identity] for role, task in tasks.items()}):
+        one, other, shared = found
+        if not tasks[one].folders:
+            raise ConfigError(
+                f"dataset: {tasks[one].name} is both the {one} and the {other} task; give every task its own data"
+            )
         raise ConfigError(
-            f"dataset: class folder {folder} belongs to the {one} task and to the {other} task; give every task "
+            f"dataset: class folder {shared} belongs to the {one} task and to the {other} task; give every task "
             f"classes of its own, dataset.{kind_of(other)}.classes chooses them"
         )
 
@@ -148,7 +153,10 @@ def open_task(
 def _places(role: str, folder: Path, train: str, test: str) -> dict[str, Path]:
     """The folders of class folders of the training split and, where there is one, of that held out."""
     if not folder.is_dir():
-        raise DataError(f"dataset.{role}_root={folder}: there is no such folder")
+        raise DataError(
+            f"dataset.{role}_root: folder {folder.absolute()} not found; it must hold a folder of images per class. "
+            "docs/install.md says where to get the data of an experiment; set data_root to the folder that holds them"
+        )
     training, testing = _find(folder, train), _find(folder, test)
     if testing is None:
         return {train: training or folder}
@@ -213,16 +221,16 @@ def _open_folder(folder: Path, classes: tuple[str, ...]) -> Dataset:
 def _open_source(role: str, source: str, folder: Path | None, split: str, options: Mapping[str, Any]) -> Dataset:
     from timm.data import create_dataset
 
+    own = f"dataset.{role}_root=<folder> dataset.{role}.source= reads a folder instead (docs/install.md)"
     try:
-        return create_dataset(source, root=folder and str(folder), split=split, search_split=False, **options)
+        with redirect_stdout(None):  # timm prints what to install
+            return create_dataset(source, root=folder and str(folder), split=split, search_split=False, **options)
     except ImportError as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"dataset.{role}.source={source}: {reason}; install what it needs, or use a folder"
-        ) from error
+        raise ConfigError(f"dataset.{role}.source={source}: {reason}; install it with pip, or {own}") from error
     except (AssertionError, OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"dataset.{role}.source={source}, split {split}, cannot be opened: {reason}") from error
+        raise DataError(f"dataset.{role}.source={source}, split {split}, cannot be opened: {reason}; {own}") from error
 
 
 def _fingerprint(reader: Reader) -> str:

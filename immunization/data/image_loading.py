@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from immunization.compute.transfer import reading
 from immunization.data.images import ImagePair, ImageSplit
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+KINDS = {"1": "black and white", "L": "gray", "LA": "gray", "I": "16 bit"}
+"""Modes of Pillow in words; others are known by their names (CMYK, RGBA, P)."""
 
 
 class Readable(Dataset):
@@ -22,23 +30,24 @@ class Readable(Dataset):
     def __len__(self) -> int:
         return len(self.split)
 
-    def __getitem__(self, i: int) -> tuple[Tensor, int] | str:
+    def __getitem__(self, i: int) -> tuple[Tensor, int, list[str]] | str:
         from PIL import Image
 
         dataset, rows = self.split.dataset, self.split.rows
         row = i if rows is None else int(rows[i])
-        reader = getattr(dataset, "reader", None)
+        reader, kinds = getattr(dataset, "reader", None), []
         try:
             if hasattr(reader, "samples"):  # timm's own data set would put another image in place of a bad one
                 stream, label = reader[row]
                 with stream, Image.open(stream) as image:
-                    image = image.convert(dataset.input_img_mode)
+                    kinds = kinds_of(image)
+                    image = eight_bits(image).convert(dataset.input_img_mode)
             else:
                 image, label = dataset[row]
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             name = reader.filename(row, absolute=True) if hasattr(reader, "samples") else f"image {row}"
             return f"{name}: {error}"
-        return self.transform(image), label
+        return self.transform(image), label, kinds
 
 
 class ReadableStream(torch.utils.data.IterableDataset):
@@ -55,12 +64,26 @@ class ReadableStream(torch.utils.data.IterableDataset):
                 yield self.transform(image), label
 
 
-def collate(items: list[tuple[Tensor, int] | str]) -> tuple[Tensor, Tensor, list[str]]:
-    """Images [n, C, H, W], labels [n] and the messages about those that could not be read."""
+def kinds_of(image: Image) -> list[str]:
+    """What an image is beside RGB of 8 bits, in words."""
+    kinds = [] if image.mode == "RGB" else [KINDS.get(image.mode.partition(";")[0], image.mode)]
+    return kinds + ["1 x 1 pixel"] * (image.size == (1, 1))
+
+
+def eight_bits(image: Image) -> Image:
+    """The upper 8 of 16 bits, where Pillow itself would clip at 255; other images as they are."""
+    from PIL import Image
+
+    return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)) if image.mode[0] == "I" else image
+
+
+def collate(items: list[tuple[Any, ...] | str]) -> tuple[Tensor, Tensor, list[str], list[str]]:
+    """Images [n, C, H, W], labels [n], the messages about those that could not be read, and kinds of the others."""
     good = [item for item in items if not isinstance(item, str)]
-    images = torch.stack([torch.as_tensor(image) for image, _ in good]) if good else torch.empty(0)
-    labels = torch.tensor([int(label) for _, label in good], dtype=torch.long)
-    return images, labels, [item for item in items if isinstance(item, str)]
+    images = torch.stack([torch.as_tensor(item[0]) for item in good]) if good else torch.empty(0)
+    labels = torch.tensor([int(item[1]) for item in good], dtype=torch.long)
+    kinds = [kind for item in good for kind in chain(*item[2:])]
+    return images, labels, [item for item in items if isinstance(item, str)], kinds
 
 
 def create_loader(

@@ -50,12 +50,12 @@ def log_probabilities(logits: Tensor) -> Tensor:
 
 
 def first_shared(held: Mapping[str, Iterable[Hashable]]) -> tuple[str, str, Hashable] | None:
-    """Two roles, one beyond the usual ones, and something that both hold, of what tasks hold by role; None for none."""
+    """Two roles and something that both hold, of what tasks hold by role; None for none."""
     owner: dict[Hashable, str] = {}
     for role, things in held.items():
         for thing in things:
             other = owner.setdefault(thing, role)
-            if other != role and not {other, role} <= set(USUAL):
+            if other != role:
                 return other, role, thing
     return None
 

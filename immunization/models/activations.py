@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class Stream:
 
     def split(self, size: int) -> Iterator[Tensor]:
         """Batches of `size` rows, in order."""
-        for images, _, _ in self.loader(size):
+        for images, *_ in self.loader(size):
             if len(images):
                 yield self.compute(images)
 
@@ -150,7 +151,7 @@ def _checksum(entry: dict[str, Any]) -> int:
 
 @torch.no_grad()
 def collect(
-    loader: Iterable[tuple[Tensor, Tensor, list[str]]],
+    loader: Iterable[tuple[Any, ...]],
     compute: Callable[[Tensor], dict[str, Tensor]],
     keys: dict[str, str],
     root: Path | None,
@@ -158,6 +159,8 @@ def collect(
     skip: bool = False,
 ) -> dict[str, Activations]:
     """One pass over `loader`: what `compute` makes of the images, by name; entries that exist are not computed.
+
+    `loader` gives images, labels, messages about unreadable ones and perhaps kinds, which are counted in the log.
 
     `keys` gives the key of each name. Of several processes that need the same entries one computes them, the others
     wait. Raises DataError that names all unreadable images, unless they are to be skipped.
@@ -170,11 +173,14 @@ def collect(
         writers = {name: _Writer(root, keys[name]) for name, entry in found.items() if entry is None}
         if not writers:
             return found
-        labels, bad = [], []
+        labels, bad, kinds = [], [], Counter()
         try:
             with randomness.isolated_rng():  # or a run that finds the entries would go on with other random numbers
-                for images, targets, messages in tqdm(loader, desc=title, unit="batch", disable=None, leave=False):
+                for images, targets, messages, *more in tqdm(
+                    loader, desc=title, unit="batch", disable=None, leave=False
+                ):
                     bad += messages
+                    kinds.update(*more)
                     if len(images) and not (bad and not skip):
                         outputs = compute(images)
                         labels.append(targets)
@@ -188,6 +194,9 @@ def collect(
                 )
             if not labels:
                 raise DataError(f"{title}: no image can be read{': ' + bad[0] if bad else ''}")
+            if kinds:
+                among = ", ".join(f"{kind}: {count}" for kind, count in kinds.most_common())
+                log.info("%s, all read as RGB with 8 bits; among them %s", title, among)
         except BaseException:
             for writer in writers.values():
                 writer.discard()

@@ -84,7 +84,7 @@ def _fit(pair: ImagePair, name: str, arguments: dict[str, int], epochs: int, shi
         channels, split = arguments["in_chans"], pair.tasks["primary"].splits["train"]
         config = {"input_size": (channels, pair.size, pair.size), "crop_pct": 1.0}
         config |= dict.fromkeys(("mean", "std"), (0.5,) * channels)
-        x, y, _ = next(iter(create_loader(pair, split, config, batch_size=len(split))))
+        x, y, *_ = next(iter(create_loader(pair, split, config, batch_size=len(split))))
         optimizer = torch.optim.Adam(net.parameters(), lr=BEFORE)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK, epochs * (len(x) // BATCH))
         for _ in range(epochs):

@@ -304,7 +304,7 @@ class Timm(Model):
     def image_batches(self, role: str, split: str, rows: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         task = self.images.tasks[role]
         config = preprocessing(self.config, self.images, task)
-        for images, labels, _ in create_loader(self.images, task.splits[split].take(rows), config):
+        for images, labels, *_ in create_loader(self.images, task.splits[split].take(rows), config):
             if len(images):
                 yield onto(images, self.head.weight), self._own(role, labels)
 

@@ -63,7 +63,10 @@ def load_weights(net: nn.Module, path: Path) -> None:
     """
     path = weights_of(path)
     if not path.exists():
-        raise ConfigError(f"model.checkpoint={path}: there is no such file")
+        raise ConfigError(
+            f"model.checkpoint: {path.absolute()} not found; give a run folder, a file of weights, or null for those "
+            "of the Hugging Face hub (docs/install.md)"
+        )
     metadata: dict[str, str] = {}
     try:
         if path.suffix == ".safetensors":

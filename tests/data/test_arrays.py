@@ -136,3 +136,81 @@ def test_array_files_that_cannot_be_used(matrices, tmp_path):
     fails(ConfigError, "dataset.path", "dataset.primary_csv", call=data.arrays, seed=0)
     fails(ConfigError, "dataset.path", "choose one", call=data.arrays, seed=0, path="a.npz", primary_csv="b.csv")
     fails(DataError, "b.csv", call=data.arrays, seed=0, primary_csv="b.csv", harmful_csv="c.csv")
+
+
+@pytest.fixture
+def tables(matrices, tmp_path):
+    """Writes both tasks as CSV files, by options of DataFrame.to_csv, and returns how to read them."""
+
+    def write(**options):
+        files = {f"{role}_csv": str(tmp_path / f"{role}.csv") for role in ("primary", "harmful")}
+        for role in ("primary", "harmful"):
+            frame = pd.DataFrame(matrices[f"{role}_x"], columns=list("abcde")).assign(target=matrices[f"{role}_y"])
+            frame.to_csv(files[f"{role}_csv"], **options)
+        return {"call": data.arrays, "seed": 0} | files
+
+    return write
+
+
+def test_row_numbers_are_no_input(tables):
+    stored = tables()
+    fails(DataError, "primary.csv", "column 1 has no name", "index=False", **stored)
+    for role in ("primary", "harmful"):  # with what pandas calls that column when it reads it
+        pd.read_csv(stored[f"{role}_csv"]).to_csv(stored[f"{role}_csv"], index=False)
+    fails(DataError, "primary.csv", "column 1 has no name", "index=False", **stored)
+    assert data.arrays(**{key: value for key, value in tables(index=False).items() if key != "call"}).dim == 5
+
+
+def test_other_separators_and_decimal_commas_are_named_with_the_remedy(tables):
+    stored = tables(index=False, sep=";", decimal=",")
+    fails(
+        DataError,
+        "separated by ';' and numbers have decimal commas",
+        "read_csv(file, sep=';', decimal=',')",
+        **stored,
+    )
+    fails(DataError, r"separated by '\t'", **tables(index=False, sep="\t"))
+    stored = tables(index=False, decimal=",")  # between quotes
+    fails(DataError, "is not a finite number", "write decimal points", **stored)
+    for role in ("primary", "harmful"):
+        with open(stored[f"{role}_csv"]) as file:
+            text = file.read().replace('"', "")
+        with open(stored[f"{role}_csv"], "w") as file:
+            file.write(text)
+    fails(DataError, "line 2: 12 fields, the header has 6", "write decimal points", **stored)
+
+
+def test_names_that_are_nearly_right_are_refused(matrices, tmp_path):
+    renamed = {"Primary_x" if name == "primary_x" else name: value for name, value in matrices.items()}
+    fails(DataError, "m.npz", "'Primary_x'", "rename it to 'primary_x'", **save(tmp_path, renamed))
+    further = matrices | {"benign-X": matrices["primary_x"], "ids": np.arange(60)}
+    fails(DataError, "'benign-X'", "rename it to 'benign_x'", **save(tmp_path, further))
+    save_file({key: torch.from_numpy(value) for key, value in renamed.items()}, tmp_path / "m.safetensors")
+    fails(DataError, "rename it to 'primary_x'", call=data.arrays, seed=0, path=str(tmp_path / "m.safetensors"))
+
+
+def test_float_targets_of_two_values_are_said_to_be_a_regression(matrices, tmp_path, caplog):
+    labels = {"harmful_y": np.arange(80) % 2.0}
+    path = save(tmp_path, matrices | labels)["path"]
+    assert data.arrays(0, path).harmful.classes == 0
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("the targets of harmful are floats of two values, taken as regression")
+    assert "dataset.targets=classes" in line
+    caplog.clear()
+    two = matrices | labels | {"primary_y": np.arange(60) % 2.0}
+    assert data.arrays(0, save(tmp_path, two)["path"], targets="classes").harmful.classes == 2
+    assert data.arrays(0, save(tmp_path, two)["path"], targets="regression").harmful.classes == 0
+    assert not caplog.records
+
+
+def test_equal_tasks_are_refused(matrices, tables, tmp_path):
+    order = np.random.default_rng(2).permutation(60)
+    copy = {"harmful_x": matrices["primary_x"][order], "harmful_y": matrices["primary_y"][order]}
+    fails(DataError, "harmful task and the primary task share rows", **save(tmp_path, matrices | copy))
+    benign = {"benign_x": matrices["harmful_x"], "benign_y": matrices["harmful_y"]}
+    fails(DataError, "benign task and the harmful task share rows", **save(tmp_path, matrices | benign))
+    labels = {"harmful_x": matrices["primary_x"], "harmful_y": np.arange(60) % 2, "primary_y": np.arange(60) // 2 % 2}
+    assert data.arrays(0, save(tmp_path, matrices | labels)["path"]).dim == 5  # the same inputs with other labels
+    stored = tables(index=False)
+    stored["harmful_csv"] = stored["primary_csv"]
+    fails(ConfigError, "primary.csv is both the primary and the harmful task", **stored)

@@ -1,10 +1,14 @@
 """Folders of images: with and without splits, and those that are broken, empty, missing or disagree."""
 
+import logging
+import sys
 import zlib
 
+import numpy as np
 import pytest
 from helpers.images import draw_folder
 from helpers.nets import build, open_pair
+from PIL import Image
 
 from immunization.data import image_folders
 from immunization.data.task import SPLITS
@@ -41,7 +45,7 @@ def test_empty_class_folder(tmp_path):
 
 def test_folders_that_are_missing_or_disagree(tmp_path):
     folders = draw_folder(tmp_path / "p", 4, 6, 2, 0), draw_folder(tmp_path / "h", 3, 6, 2, 1)
-    with pytest.raises(DataError, match=r"dataset\.harmful_root=.*no such folder"):
+    with pytest.raises(DataError, match=r"dataset\.harmful_root: folder .*/nowhere not found; .*docs/install\.md"):
         open_pair((folders[0], tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"dataset\.primary_root is not set"):
         image_folders(None, str(folders[1]))
@@ -57,3 +61,40 @@ def test_one_folder_without_splits(tmp_path, folders):
     flat = folders[0] / "train"
     pair = open_pair((flat, folders[1]), test_fraction=0.25)
     assert [len(pair.tasks["primary"].splits[split]) for split in SPLITS] == [52, 8, 20]
+
+
+def test_equal_tasks_are_refused(folders):
+    with pytest.raises(ConfigError, match=r"class folder .* belongs to the primary task and to the harmful task"):
+        open_pair((folders[0], folders[0]))
+    with pytest.raises(ConfigError, match="to the harmful task and to the benign task"):
+        open_pair(folders, benign_root=str(folders[1]))
+    source = {"source": "torch/folder"}
+    with pytest.raises(ConfigError, match=r"torch/folder .* is both the primary and the harmful task"):
+        open_pair((folders[0] / "train",) * 2, primary=source, harmful=source)
+
+
+def test_images_of_other_kinds_are_counted_and_keep_their_content(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    folders = draw_folder(tmp_path / "p", 4, 6, 2, 0), draw_folder(tmp_path / "h", 3, 6, 2, 1)
+    place, ramp = folders[1] / "train/class0", np.arange(36 * 40).reshape(36, 40) * 45
+    Image.fromarray(ramp.astype(np.uint16)).save(place / "0.png")
+    Image.fromarray((ramp >> 8).astype(np.uint8)).save(place / "1.png")
+    Image.new("L", (1, 1)).save(place / "2.png")
+    Image.new("CMYK", (40, 36)).save(place / "3.jpg")
+    pair = open_pair(folders, val_fraction=0.0)
+    _, tasks = build(pair).read_tasks(pair, True)
+    (line,) = [record.getMessage() for record in caplog.records if "8 bits" in record.getMessage()]
+    start = "harmful/train: 19 images, all read as RGB with 8 bits; among them "
+    assert line.startswith(start)
+    assert set(line.removeprefix(start).split(", ")) == {"16 bit: 1", "gray: 2", "CMYK: 1", "1 x 1 pixel: 1"}
+    sixteen, eight = tasks.harmful.train.x[:2]
+    assert (sixteen == eight).all()
+
+
+def test_a_source_without_its_package_says_what_to_do(monkeypatch, folders, capsys):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.delitem(sys.modules, "timm.data.readers.reader_hfds", raising=False)
+    remedy = r"install it with pip, or dataset\.harmful_root=<folder> dataset\.harmful\.source= reads a folder"
+    with pytest.raises(ConfigError, match=rf"dataset\.harmful\.source=hfds/a/b: .*datasets.*; {remedy}"):
+        image_folders(str(folders[0]), harmful={"source": "hfds/a/b"})
+    assert not capsys.readouterr().out
