@@ -116,7 +116,12 @@ def _parser(title: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m immunization.results", description=__doc__)
     add = parser.add_argument
     add("paths", nargs="+", type=Path, metavar="PATH", help="folders of runs or sweeps, result.json files")
-    add("--output", type=Path, default=Path("outputs/results"), help="folder to write to (%(default)s)")
+    add(
+        "--output",
+        type=Path,
+        default=Path("outputs/results"),
+        help="folder to write to; it keeps nothing of an earlier call (%(default)s)",
+    )
     add(
         "--objective",
         default="rir",

@@ -216,7 +216,8 @@ def test_mnist_pairs_are_the_90_ordered_pairs():
 def test_every_agent_file_composes_and_runs_one_step(name, tmp_path):
     """With the arguments that W&B makes of its parameters for ${args_no_hyphens}."""
     content = yaml.safe_load((ROOT / "sweeps" / "wandb" / f"{name}.yaml").read_text())
-    assert content["program"] == "launch.py"
+    assert content["program"] == "immunize"  # it is installed: an agent needs no checkout
+    assert content["command"][:2] == ["${env}", "immunize"]
     assert "${args_no_hyphens}" in content["command"]
     assert content["method"] in ("grid", "random", "bayes")
     arguments = [part for part in content["command"] if "=" in part]
