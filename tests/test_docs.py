@@ -52,11 +52,17 @@ def test_commands_of_the_readme_compose() -> None:
         compose([word.partition(",")[0] if "-m" in command else word for word in command if word != "-m"])
 
 
-def test_adding_a_method_as_the_readme_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def own_method(tmp_path: Path) -> None:
+    """The class and the YAML of the README, in the folders that it names."""
     code = next(block for block in blocks("python") if "RWellOnly" in block)
     (tmp_path / "my_methods.py").write_text(code)
     (tmp_path / "my_conf" / "method").mkdir(parents=True)
     (tmp_path / "my_conf" / "method" / "r_well_only.yaml").write_text(blocks("yaml")[0])
+
+
+@pytest.mark.usefixtures("own_method")
+def test_adding_a_method_as_the_readme_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     command = [sys.executable, ROOT / "launch.py", "--config-dir", tmp_path / "my_conf", "method=r_well_only"]
     options = [
@@ -68,6 +74,15 @@ def test_adding_a_method_as_the_readme_says(tmp_path: Path, monkeypatch: pytest.
     ]
     subprocess.run([*command, *options], check=True, capture_output=True, cwd=tmp_path)
     assert '"method": "r_well_only"' in (tmp_path / "run" / "result.json").read_text()
+
+
+@pytest.mark.usefixtures("own_method")
+def test_the_method_of_the_readme_works_on_a_net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    own = ["method=r_well_only", "trusted=[my_methods]", f"hydra.searchpath=[file://{tmp_path / 'my_conf'}]"]
+    quick = ["method.epochs=1", "tracker=none", "figures=false", "evaluation=[rir]"]
+    result = run(["experiment=digits_deep", *own, *quick], folder=tmp_path / "run")
+    assert (result.status, result.method) == ("completed", "r_well_only")
 
 
 def test_the_table_of_the_readme_is_what_the_default_run_prints(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
