@@ -85,7 +85,7 @@ def _tidy(folder: Path, written: Iterable[Path]) -> None:
     inside = {path.relative_to(root).as_posix(): path for path in map(Path.resolve, written) if root in path.parents}
     record = root / WRITTEN
     for line in record.read_text().splitlines() if record.is_file() else []:
-        digest, name = line.split("  ", 1)
+        digest, _, name = line.partition("  ")
         old = (root / name).resolve()
         if name not in inside and root in old.parents and old.is_file() and _digest(old) == digest:
             old.unlink()
