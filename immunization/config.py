@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,12 +24,25 @@ CONF = next(path for path in (_PACKAGE.parent / "conf", _PACKAGE / "conf") if pa
 TRUSTED = ("immunization.", "torch.", "timm.")
 """Packages a `_target_` may come from; `trusted` in the configuration adds the user's own."""
 
+GLOBAL = ("experiment", "hparams", "launcher", "sweeps")
+"""Groups whose files set keys of the whole configuration."""
+
 _HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_")
 
 
 def slug(text: object, limit: int = 150) -> str:
-    """`text` as one safe file name: no separators or leading dots, at most `limit` characters."""
-    return re.sub(r"[^\w.,=+-]+", "-", str(text)).lstrip(".-")[:limit] or "run"
+    """`text` as one safe file name: no separators or leading dots, at most `limit` characters, cut ones with a hash."""
+    name = re.sub(r"[^\w.,=+-]+", "-", str(text)).lstrip(".-") or "run"
+    return name if len(name) <= limit else f"{name[: limit - 9]}-{sha256(name.encode()).hexdigest()[:8]}"
+
+
+def job_folder(multirun: str, number: int, name: str, resume: bool) -> str:
+    """The folder of a job in that of its multirun: `resume` finds it by its name, whatever number it had before."""
+    folder = f"{number}_{name}"
+    if not resume or Path(multirun, folder).exists():
+        return folder
+    known = (path.name for path in sorted(Path(multirun).glob(f"[0-9]*_{name}")))
+    return next((other for other in known if other.partition("_")[2] == name), folder)
 
 
 def snake_case(name: str) -> str:
@@ -47,6 +61,7 @@ def class_of(pair: str, place: int) -> int:
 OmegaConf.register_new_resolver("absent", lambda value: value is None, replace=True)
 OmegaConf.register_new_resolver("slug", slug, replace=True)
 OmegaConf.register_new_resolver("class_of", class_of, replace=True)
+OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
 
 
 if not (CONF / "local.yaml").is_file():  # which is optional
@@ -94,6 +109,12 @@ def check(cfg: DictConfig) -> None:
         "debug.profile": bool | None,
     }
     _check_local()
+    for group in GLOBAL:
+        if isinstance(ignored := cfg.get(group), DictConfig):
+            raise ConfigError(
+                f"{group}: a file of this group lacks the first line `# @package _global_`, without which what it sets "
+                f"({', '.join(map(str, ignored))}) has no effect; add that line"
+            )
     for key, hint in hints.items():
         check_value(key, OmegaConf.select(cfg, key), hint)
     if (lr := cfg.optimizer.get("lr")) is not None:

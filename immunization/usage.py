@@ -72,5 +72,6 @@ def _entry(name: str, text: str) -> str:
     return fill(text, WIDTH, initial_indent=f"{name:<{COLUMN - 2}}  ", subsequent_indent=" " * COLUMN)
 
 
+OmegaConf.register_new_resolver("usage_folder", lambda: str(CONF), replace=True)
 OmegaConf.register_new_resolver("usage_groups", groups, replace=True)
 OmegaConf.register_new_resolver("usage_values", values, replace=True)

@@ -55,6 +55,9 @@ def test_onnx_answers_the_same(net, images, tmp_path, monkeypatch):
     known = names(net, images, tmp_path, monkeypatch)
     exec(block("torch.onnx"), known)
     torch.testing.assert_close(torch.from_numpy(known["outputs"]), net(images), rtol=1e-4, atol=1e-5)
+    for n in (1, 3):  # any batch size
+        (few,) = known["session"].run(None, {"images": images[:n].numpy()})
+        torch.testing.assert_close(torch.from_numpy(few), net(images[:n]), rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

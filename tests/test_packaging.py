@@ -47,6 +47,9 @@ def test_wheel_holds_the_package_and_its_configuration(wheel):
     assert code | {f"immunization/{name}" for name in CONFIGS} <= shipped
     assert {name.split("/")[0] for name in shipped} == {"immunization", wheel.stem.rsplit("-", 3)[0] + ".dist-info"}
     assert "immunization/conf/local.yaml" not in shipped
+    for_agents = {f"immunization/conf/{path.relative_to(ROOT).as_posix()}" for path in ROOT.glob("sweeps/wandb/*.yaml")}
+    assert len(for_agents) == 3
+    assert for_agents <= shipped
 
 
 @pytest.fixture(scope="module")

@@ -91,7 +91,7 @@ class Model(nn.Module):
     ) -> Tensor | Pending[Tensor]:
         """`regularizer` of the batch's features, differentiable in theta with the gradient multiplied by K^-1."""
         if mode != "none":
-            raise ConfigError(f"method.precondition must be none: the matrix K of {self.name} is not defined")
+            raise ConfigError(f"method.precondition={mode} needs model=linear: {self.name} has no matrix K; use none")
         return regularizer(self.training_features(batch.x) if features is None else features)
 
     def groups(self) -> list[nn.Parameter] | list[dict[str, Any]]:

@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import shlex
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -20,6 +23,9 @@ from immunization.results.leaderboard_rows import tracks
 from immunization.results.page import REPORT, Section, markdown, sections, show, write
 from immunization.results.tables import numbers
 from immunization.runs import files
+
+WRITTEN = ".immunization_results.sha256"
+"""What this command wrote into its folder, as `sha256sum` lists files."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -37,12 +43,23 @@ def main(arguments: list[str] | None = None) -> None:
     for place in (folder, figures):
         place.mkdir(parents=True, exist_ok=True)
 
-    files.write(folder / "results.csv", collection.frame().to_csv(index=False))
+    texts = {"results.csv": collection.frame().to_csv(index=False)}
     for table in (table for part in parts for table in part.every_table):
-        for suffix, text in {"md": table.markdown(), "tex": table.latex(), "csv": table.csv()}.items():
-            files.write(folder / f"{table.name}.{suffix}", text)
+        texts |= {
+            f"{table.name}.md": table.markdown(),
+            f"{table.name}.tex": table.latex(),
+            f"{table.name}.csv": table.csv(),
+        }
+    for name, text in texts.items():
+        files.write(folder / name, text)
+    suffixes = (".png",) if options.figures else (".png", ".pdf")
     pictures = {plot.name: plot.png(figures, pdf=not options.figures) for part in parts for plot in part.every_plot}
     write(folder / REPORT, collection, parts, options.title)
+    written = [folder / name for name in (*texts, REPORT)]
+    written += [path.with_suffix(suffix) for path in pictures.values() for suffix in suffixes]
+    if board:
+        written += leaderboard.write_rows(rows, folder / "rows")
+    _tidy(folder, written)
     if options.markdown:
         base = options.markdown.resolve().parent
         relative = {name: os.path.relpath(path.resolve(), base) for name, path in pictures.items()}
@@ -54,13 +71,31 @@ def main(arguments: list[str] | None = None) -> None:
             else markdown(parts, relative, command),
         )
     if board:
-        leaderboard.write_rows(rows, folder / "rows")
         leaderboard.show(collection, parts, Console())
     else:
         show(collection, parts, options.objective)
     print(f"report: {folder / REPORT}")
     if options.wandb:
         _log(options, collection, parts, list(pictures.values()))
+
+
+def _tidy(folder: Path, written: Iterable[Path]) -> None:
+    """Remove what an earlier call wrote into `folder` and this one did not, unless somebody changed it since."""
+    root = folder.resolve()
+    inside = {path.relative_to(root).as_posix(): path for path in map(Path.resolve, written) if root in path.parents}
+    record = root / WRITTEN
+    for line in record.read_text().splitlines() if record.is_file() else []:
+        digest, _, name = line.partition("  ")
+        old = (root / name).resolve()
+        if name not in inside and root in old.parents and old.is_file() and _digest(old) == digest:
+            old.unlink()
+            with suppress(OSError):  # other files are left in its folder
+                old.parent.rmdir()
+    files.write(record, "".join(f"{_digest(path)}  {name}\n" for name, path in inside.items()))
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _log(options: argparse.Namespace, collection: Collection, parts: list[Section], pictures: list[Path]) -> None:
@@ -81,7 +116,12 @@ def _parser(title: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m immunization.results", description=__doc__)
     add = parser.add_argument
     add("paths", nargs="+", type=Path, metavar="PATH", help="folders of runs or sweeps, result.json files")
-    add("--output", type=Path, default=Path("outputs/results"), help="folder to write to (%(default)s)")
+    add(
+        "--output",
+        type=Path,
+        default=Path("outputs/results"),
+        help="folder to write to; it keeps nothing of an earlier call (%(default)s)",
+    )
     add(
         "--objective",
         default="rir",

@@ -75,9 +75,9 @@ class Problem:
     """A run folder that is left out of every average, and why."""
 
     folder: Path
-    kind: Literal["failed", "unfinished", "unreadable", "repeated"]
+    kind: Literal["failed", "interrupted", "unfinished", "unreadable", "repeated"]
     message: str
-    run: Run | None = None  # of a failed run whose configuration can be read
+    run: Run | None = None  # of a failed or interrupted run whose configuration can be read
 
 
 @dataclass
@@ -131,8 +131,10 @@ def collect(paths: Iterable[str | Path]) -> Collection:
             collection.problems.append(Problem(folder, "failed", refused.read_text()))
             continue
         if run.result.status != "completed":
-            message = run.result.error or "no reason given"
-            collection.problems.append(Problem(folder, "failed", message, run if run.config else None))
+            kind, message = "failed", run.result.error or "no reason given"
+            if run.result.interrupted:
+                kind, message = "interrupted", "resume=true goes on with it"
+            collection.problems.append(Problem(folder, kind, message, run if run.config else None))
             continue
         before = latest.get(run.identity)
         if before is not None:

@@ -86,7 +86,8 @@ def cells(row: Row) -> dict[str, Cell]:
     """One row, by the names of its columns."""
     setting, broken = row.setting, [successes(result) for result in row.results if BAR in result.metrics]
     best = [name for found in broken for name in list(found)[:1]]
-    runs = f"{len(setting.runs)}" + (f", {len(setting.failed)} failed" if setting.failed else "")
+    others = {"failed": setting.failed, "interrupted": setting.interrupted}
+    runs = ", ".join([f"{len(setting.runs)}", *(f"{len(some)} {kind}" for kind, some in others.items() if some)])
     seeds = len({result.seed for result in row.results})
     flags = {flag: None for result in row.results for flag in result.flags}
     definition = setting.summary("definition/immunized")
@@ -114,12 +115,15 @@ def cells(row: Row) -> dict[str, Cell]:
     }
 
 
-def write_rows(tracks: Iterable[Sequence[Row]], folder: Path) -> None:
-    """One JSON file a row in `folder`."""
+def write_rows(tracks: Iterable[Sequence[Row]], folder: Path) -> list[Path]:
+    """One JSON file a row in `folder`; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
+    written = []
     for title, rows in _titled(tracks):
         for i, row in enumerate(rows, 1):
-            strict_json.write(folder / f"{_file(title)}_{i:02d}_{row.setting.method}.json", record(row))
+            written.append(folder / f"{_file(title)}_{i:02d}_{row.setting.method}.json")
+            strict_json.write(written[-1], record(row))
+    return written
 
 
 def record(row: Row) -> dict[str, Any]:

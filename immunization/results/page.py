@@ -26,7 +26,7 @@ from immunization.results.tables import AUTHORS, Cell, Table, alignment, compari
 from immunization.runs import files
 
 REPORT = "report.html"
-SCREEN = ("method", "runs", "failed", "(i)", "(ii)", "RIR", "harmful steps ratio")
+SCREEN = ("method", "runs", "failed", "interrupted", "(i)", "(ii)", "RIR", "harmful steps ratio")
 AUDIT_SCREEN = ("attack", "learned", "immunized", "baseline", "steps ratio", "operations, immunized")
 """Columns of the tables on a terminal."""
 MOST = 500

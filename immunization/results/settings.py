@@ -29,9 +29,10 @@ ROUNDING = 1e-9
 class Setting:
     """Runs that differ in nothing but the seed and the pair of classes."""
 
-    def __init__(self, runs: Sequence[Run], failed: Sequence[Run] = ()) -> None:
-        self.runs, self.failed = list(runs), list(failed)
-        self.first = (self.runs or self.failed)[0]
+    def __init__(self, runs: Sequence[Run], others: Sequence[Run] = ()) -> None:
+        self.runs = list(runs)
+        self.failed, self.interrupted = ([r for r in others if r.result.interrupted is kind] for kind in (False, True))
+        self.first = [*runs, *others][0]
         self.method = self.first.result.method
         self.label = self.method
 
@@ -82,16 +83,16 @@ class Setting:
 
 
 def settings(collection: Collection) -> list[list[Setting]]:
-    """The runs in groups that can be compared, each group as its settings; failed runs are counted in theirs."""
+    """The runs in groups that can be compared, each group as its settings; failed and interrupted runs are counted."""
     groups = [named(group) for group in grouped(collection, lambda run: run.group)]
     return sorted(groups, key=lambda group: group[0].first.result.dataset)
 
 
 def grouped(collection: Collection, key: Callable[[Run], str]) -> list[list[Setting]]:
-    """The settings of all runs, failed ones too, in groups of the same `key`."""
+    """The settings of all runs, also of those that did not complete, in groups of the same `key`."""
     groups: dict[str, dict[str, tuple[list[Run], list[Run]]]] = {}
-    failed = (problem.run for problem in collection.problems if problem.run)
-    for run, place in [*((run, 0) for run in collection.runs), *((run, 1) for run in failed)]:
+    others = (problem.run for problem in collection.problems if problem.run)
+    for run, place in [*((run, 0) for run in collection.runs), *((run, 1) for run in others)]:
         groups.setdefault(key(run), {}).setdefault(run.setting, ([], []))[place].append(run)
     return [[Setting(*runs) for runs in group.values()] for group in groups.values()]
 

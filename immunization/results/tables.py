@@ -98,13 +98,16 @@ class Table:
         return Table(self.name, self.title, [self.header[i] for i in chosen], rows)
 
     def latex(self) -> str:
-        """A table environment; it needs the package booktabs."""
-        return self._frame(lambda cell: f"\\textbf{{{_tex(cell.text)}}}" if cell.strong else _tex(cell.text)).to_latex(
+        """A table environment, which needs the package booktabs, with the notes as comments above it."""
+        notes = "".join(f"% {_tex(note)}\n" for note in self.notes)
+        return notes + self._frame(
+            lambda cell: f"\\textbf{{{_tex(cell.text)}}}" if cell.strong else _tex(cell.text)
+        ).to_latex(
             index=False,
             escape=False,  # done by _tex, which knows the signs of these tables
             header=[_tex(name) for name in self.header],
             column_format="l" + "r" * (len(self.header) - 1),
-            caption=f"{_tex(self.title)}. {_tex(' '.join(self.notes))}",
+            caption=f"{_tex(self.title)}.",
         )
 
     def csv(self) -> str:
@@ -148,6 +151,7 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
         "method": [Cell(setting.label + (" ★" if setting is winner else "")) for setting in group],
         "runs": [Cell(str(len(setting.runs)), len(setting.runs)) for setting in group],
         "failed": [Cell(str(len(setting.failed)), len(setting.failed)) for setting in group],
+        "interrupted": [Cell(str(len(setting.interrupted)), len(setting.interrupted)) for setting in group],
     }
     by = AUTHORS if authors else ""
     for metric, text in RATIOS.items():

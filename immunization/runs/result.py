@@ -12,6 +12,9 @@ from immunization.errors import DataError, UserError
 from immunization.runs import strict_json
 from immunization.runs.verdict import verdict
 
+INTERRUPTED = "interrupted"
+"""The error of a run that was told to stop."""
+
 
 class Curve(TypedDict):
     x: list[float]
@@ -46,6 +49,11 @@ class Result:
     folder: Path | None = field(default=None, compare=False)
 
     @property
+    def interrupted(self) -> bool:
+        """Whether the run was told to stop, by Ctrl-C or a signal, and `resume=true` goes on with it."""
+        return self.status == "failed" and self.error == INTERRUPTED
+
+    @property
     def verdict(self) -> list[str]:
         """What the attacks of the run say of its immunization, in sentences; none where there were none."""
         return verdict([self])
@@ -57,7 +65,7 @@ class Result:
             self.error = str(error)
         else:
             stopped = isinstance(error, KeyboardInterrupt | SystemExit)
-            self.error = "interrupted" if stopped else f"{type(error).__name__}: {error}"
+            self.error = INTERRUPTED if stopped else f"{type(error).__name__}: {error}"
 
     def as_dict(self) -> dict[str, Any]:
         """The content of result.json: non-finite numbers are None, and every metric that is None has a reason."""

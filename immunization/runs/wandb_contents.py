@@ -45,6 +45,13 @@ def title(config: Mapping[str, Any], name: str, sweep: bool) -> str:
     return f"{config['method'].get('name')} {data.get('name', '')}{classes} {last}".strip()[:128]
 
 
+def job_type(config: Mapping[str, Any]) -> str:
+    """What a run does: `immunize`, `audit` of a model as it stands, or `summary` of many runs."""
+    if "method" not in config:
+        return "summary"
+    return "immunize" if config.get("immunize", True) else "audit"
+
+
 def curve_rows(result: Result) -> Iterator[dict[str, float]]:
     """The curves over steps, a row a step: `curves/step` and `curves/<name>` of every curve that has a point there."""
     rows: dict[float, dict[str, float]] = {}

@@ -72,6 +72,7 @@ class Wandb(Tracker):
                 config=config,
                 name=contents.title(config, name, bool(sweep)),
                 group=f"{group}-{sweep.name}" if sweep else group,
+                job_type=contents.job_type(config),
                 tags=tags,
                 id=self.run_id,
                 resume="allow" if self.run_id else None,

@@ -62,7 +62,7 @@ def test_ctrl_c_of_a_multirun_shows_what_is_done(tmp_path):
     process = started("-m", *jobs, until=sweep / "1" / "metrics.jsonl", cwd=tmp_path)
     said, errors = ended(process, signal.SIGINT)
     assert process.returncode == 130
-    assert "1 completed, 1 failed" in said
+    assert "1 completed, 1 interrupted" in said
     assert (sweep / "report.html").exists()
     assert errors.splitlines()[-1].endswith(f"the same command with hydra.sweep.dir={sweep} resume=true goes on")
 

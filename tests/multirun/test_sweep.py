@@ -21,7 +21,7 @@ from immunization.runs.resume import completed, read_config, result_settings
 
 pytestmark = pytest.mark.trains
 
-JOBS = ("seed=0,1", "dataset.harmful=0,1", "tags=[../../x]")
+JOBS = ("seed=0,1", "dataset.harmful=0,1", "+note=../../x")
 QUICK = ("tracker=none", "method=identity", "evaluation=[rir]", "dataset.max_samples=20")
 SWEEPS = sorted(path.stem for path in (ROOT / "sweeps").glob("*.yaml"))
 AGENTS = sorted(path.stem for path in (ROOT / "sweeps" / "wandb").glob("*.yaml"))
@@ -60,7 +60,7 @@ def compose_with_hydra(overrides: list[str]):
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
-    """Four jobs, of which two must fail because both tasks are the same digit; a tag that would leave the folder."""
+    """Four jobs, of which two must fail because both tasks are the same digit; a value that would leave the folder."""
     folder = tmp_path_factory.mktemp("sweep")
     return folder, launch("-m", *QUICK, *JOBS, f"hydra.sweep.dir={folder}", cwd=folder)
 
@@ -216,7 +216,8 @@ def test_mnist_pairs_are_the_90_ordered_pairs():
 def test_every_agent_file_composes_and_runs_one_step(name, tmp_path):
     """With the arguments that W&B makes of its parameters for ${args_no_hyphens}."""
     content = yaml.safe_load((ROOT / "sweeps" / "wandb" / f"{name}.yaml").read_text())
-    assert content["program"] == "launch.py"
+    assert content["program"] == "immunize"  # it is installed: an agent needs no checkout
+    assert content["command"][:2] == ["${env}", "immunize"]
     assert "${args_no_hyphens}" in content["command"]
     assert content["method"] in ("grid", "random", "bayes")
     arguments = [part for part in content["command"] if "=" in part]

@@ -48,9 +48,9 @@ def library(tmp_path_factory) -> Path:
 
 
 def overrides(content: dict, config: dict) -> list[str]:
-    """What an agent puts behind `launch.py`."""
+    """What an agent puts behind `immunize`."""
     command = content["command"]
-    fixed = command[command.index("${program}") + 1 :]
+    fixed = command[command.index("immunize") + 1 :]
     values = create_sweep_command_args({"args": config})["args_no_hyphens"]
     assert fixed[-1] == "${args_no_hyphens}"
     return [*fixed[:-1], *values]

@@ -173,8 +173,9 @@ def test_of_equally_strong_attacks_those_of_most_rows_count(folder):
 
 def test_failed_and_diverged_runs_are_shown(folder):
     board_run(folder / "lost", "imma", {"probe": None, "tuned": None}, status="failed", error="imma diverged at step 3")
+    board_run(folder / "stopped", "imma", {"probe": None}, seed=1, status="failed", error="interrupted")
     row = texts(rows_of(folder)["imma"])
-    assert (row["runs"], row["flags"]) == ("0, 1 failed", "failed: imma diverged at step 3")
+    assert (row["runs"], row["flags"]) == ("0, 1 failed, 1 interrupted", "failed: imma diverged at step 3")
     assert row["cost / baseline's"] == NONE
 
 
@@ -206,6 +207,7 @@ def test_one_command_writes_everything_and_a_folder_more_is_a_row_more(folder, t
     assert row["config"]["method"]["epochs"] == 3
     assert {"code", "data", "rows_sha256", "runs", "attackers_found"} <= set(row)
     main(["leaderboard", str(folder), "--output", str(out), "--markdown", str(page)])
+    assert not list((out / "rows").glob("*_mine.json"))
     assert "mine" not in page.read_text().partition(MARKS[0])[2].replace(str(mine), "").partition("|")[2]
 
 

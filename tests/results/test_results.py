@@ -1,5 +1,6 @@
 """From run folders to tables: what is collected, what is left out and named, and the statistics."""
 
+import hashlib
 import math
 import subprocess
 import sys
@@ -91,6 +92,16 @@ def test_failed_runs_are_counted_with_their_setting(sweep):
     assert column(made, "runs") == ["3", "3"]
     assert sorted(column(made, "failed")) == ["0", "1"]
     assert "1e9" not in str(made)
+
+
+def test_interrupted_runs_are_no_failures(sweep):
+    make_run(sweep / "6_x", seed=7, status="failed", error="interrupted")
+    collection = collect([sweep])
+    assert collection.counts() == "6 completed, 1 interrupted"
+    assert collection.problems[0].message == "resume=true goes on with it"
+    made = table(sweep)
+    assert "failed" not in made.header
+    assert sorted(column(made, "interrupted")) == ["0", "1"]
 
 
 def test_the_same_run_twice_counts_once(sweep):
@@ -296,6 +307,37 @@ def test_the_command_writes_tables_in_every_format(sweep, tmp_path, capsys):
     text = (tmp_path / "R.md").read_text()
     assert text.startswith("# Results\n")
     assert "opt_kappa" in text
+
+
+def test_a_second_call_leaves_nothing_of_the_first_and_all_that_is_not_its_own(sweep, tmp_path):
+    out, other = tmp_path / "out", tmp_path / "other"
+    make_run(other / "0", seed=4, protocol="authors")
+    command.main([str(other), "--output", str(tmp_path / "expected")])
+    command.main([str(sweep), "--output", str(out)])
+    table, plot = min(out.glob("1_*.md")), min((out / "figures").glob("*.png"))
+    table.write_text("edited by a reader")
+    (out / "notes.md").write_text("a reader's")
+    command.main([str(other), "--output", str(out)])
+    expected, left = ({path.relative_to(top) for path in top.rglob("*.*")} for top in (tmp_path / "expected", out))
+    assert left - expected == {Path("notes.md"), table.relative_to(out)}
+    assert not plot.exists()
+    outside = other / "0" / "result.json"
+    with (out / ".immunization_results.sha256").open("a") as record:
+        record.write(f"{hashlib.sha256(outside.read_bytes()).hexdigest()}  ../other/0/result.json\n")
+    command.main([str(other), "--output", str(out), "--no-figures"])
+    assert outside.exists()
+    assert not (out / "figures").exists()
+
+
+def test_figures_in_a_folder_of_their_own_stay(sweep, tmp_path):
+    """A page may show those of other runs beside them."""
+    figures, options = tmp_path / "images", ["--output", str(tmp_path / "out"), "--figures", str(tmp_path / "images")]
+    command.main([str(sweep), *options])
+    before = {path.name for path in figures.iterdir()}
+    make_run(tmp_path / "other" / "0", seed=4, protocol="authors")
+    command.main([str(tmp_path / "other"), *options])
+    assert before
+    assert before <= {path.name for path in figures.iterdir()}
 
 
 def test_the_command_names_a_missing_path(tmp_path):

@@ -28,8 +28,10 @@ def test_latex_escapes_everything_and_needs_no_more_than_booktabs(table):
     text = table.latex()
     assert text.isascii()
     assert text.splitlines() == [
+        r"% 50 \% of *all*.",
+        r"% $\kappa$ \textasciitilde{} 1\textasciicircum{}2 \#\$",
         r"\begin{table}",
-        r"\caption{Title\_1. 50 \% of *all*. $\kappa$ \textasciitilde{} 1\textasciicircum{}2 \#\$}",
+        r"\caption{Title\_1.}",
         r"\begin{tabular}{lrrr}",
         r"\toprule",
         r"method & RIR $\pm$ $\kappa$ & primary $\leq$ 1 & before $\to$ after \\",

@@ -9,7 +9,7 @@ from helpers.wandb_offline import kept, summary, values
 from immunization import run
 from immunization.results.tables import Cell, Table, numbers
 from immunization.runs.result import Result
-from immunization.runs.wandb_contents import attack_table, curve_rows, model_artifact, title
+from immunization.runs.wandb_contents import attack_table, curve_rows, job_type, model_artifact, title
 from immunization.runs.wandb_tracker import Wandb
 
 pytestmark = pytest.mark.trains
@@ -31,7 +31,13 @@ def history(folder: Path) -> list[dict]:
 def test_the_name_says_method_data_and_seed_and_the_method_can_be_grouped_by(audited):
     (started,) = kept(audited, "run")
     assert (started.display_name, started.run_group) == ("closed_form digits 0-1 seed 0", "digits")
+    assert started.job_type == "immunize"
     assert values(started.config.update)["method"]["name"] == "closed_form"
+
+
+def test_the_job_type_says_what_a_run_does():
+    assert job_type({"method": {}, "immunize": False}) == "audit"
+    assert job_type({"paths": ["a"]}) == "summary"
 
 
 def test_a_job_is_named_by_its_folder():
