@@ -27,7 +27,6 @@ TRAINING = ("method.", "optimizer.", "scheduler.")
 """Prefixes of keys that say how a model is immunized: runs that differ in them stand side by side in one table."""
 MEASURING = ("evaluation.", "attack.")
 """Prefixes of keys that say how it is measured."""
-_WHERE = ("dataset.root", "dataset.download")
 
 
 @dataclass
@@ -42,7 +41,7 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """Flat names and values of the configuration, without seeds, places of files and bookkeeping."""
         flat = flatten(result_settings(self.config))
-        return {name: value for name, value in flat.items() if name not in _WHERE and name.split(".")[-1] != "seed"}
+        return {name: value for name, value in flat.items() if name.split(".")[-1] != "seed"}
 
     @cached_property
     def pair(self) -> str:

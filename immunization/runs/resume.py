@@ -37,6 +37,9 @@ BOOKKEEPING = (
 )
 """Keys that decide where and how a run is shown or saved, but no number in its result."""
 
+WHERE = ("root", "download")
+"""Keys of `dataset` that say where its files lie, and not which they are."""
+
 RETIRED = {
     "dataset": {"augment": False, "unseen": {"source": "", "train": "train", "test": "val"}},
     "method": {"side": "input", "rank": "data", "combine": "sum"},
@@ -66,6 +69,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a plain configuration that decides the numbers of the run; a key that is null counts as absent."""
     kept = _without_nulls({key: value for key, value in config.items() if key not in BOOKKEEPING})
+    if isinstance(dataset := kept.get("dataset"), dict):
+        kept["dataset"] = {key: value for key, value in dataset.items() if key not in WHERE}
     for group in RETIRED.keys() & kept.keys():
         kept[group] = {key: value for key, value in kept[group].items() if RETIRED[group].get(key, ...) != value}
     return kept

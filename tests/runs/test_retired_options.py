@@ -39,3 +39,11 @@ def test_options_of_unseen_tasks_change_no_configuration_of_before(dataset):
     config = OmegaConf.to_container(compose([f"dataset={dataset}"]), resolve=True)
     before = {key: value for key, value in config["dataset"].items() if not key.startswith("unseen")}
     assert result_settings(config) == result_settings(config | {"dataset": before})
+
+
+def test_where_the_files_lie_makes_no_other_run():
+    here, there = (
+        OmegaConf.to_container(compose(["dataset=house_prices", *options]), resolve=True)
+        for options in (["dataset.root=here"], ["dataset.root=there", "dataset.download=false"])
+    )
+    assert result_settings(here) == result_settings(there)
