@@ -21,7 +21,6 @@ from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
 from immunization.evaluation import Comparison
 from immunization.methods import Method
-from immunization.methods.linear_map import fit_head, probe_of_inputs
 from immunization.models import Linear, Model, Timm
 from immunization.models.adapted import Adapted, adapted
 from immunization.models.export import exported, rounding_flag
@@ -149,7 +148,6 @@ def audit(
         pair = pair.to(model.theta.device, torch.float64)
         audited = Linear(pair)
         audited.extractor = copy.deepcopy(model).double()
-        fit_head(audited, probe_of_inputs(pair.primary))
     else:
         loaders = _loaders(primary_loader, harmful_loader)
         net = _copy(model, loaders)
@@ -162,6 +160,8 @@ def audit(
         audited.compare_with(before)
         _, pair = audited.read_loaders(loaders, False, test=True)
     comparison = Comparison(pair, audited)
+    if isinstance(model, LinearMap):  # which comes without a head
+        audited.set_head(comparison.probe("primary", "after").optimum().T)
     measures = evaluate(config, comparison)
     victim = Victim(audited, comparison, audited.extractor.state_dict())
     measures.merge(run_attacks(attackers(config), victim))

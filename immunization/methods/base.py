@@ -107,7 +107,7 @@ class Method:
 
     def score(self, model: Model) -> float:
         """What early stopping maximizes: log RIR, up to a constant, on the training inputs."""
-        kappa_p, kappa_h = (_kappa(model, task) for task in (self.pair.primary, self.pair.harmful))
+        kappa_p, kappa_h = (task.condition_number(model.factor(task)) for task in (self.pair.primary, self.pair.harmful))
         return math.log(kappa_h) - math.log(kappa_p)
 
     def state_dict(self) -> dict[str, Any]:
@@ -126,13 +126,6 @@ class Method:
         """Called once after the last step, before the evaluation."""
         if self.best[2]:
             model.load_state_dict(self.best[2])
-
-
-def _kappa(model: Model, task: Task) -> float:
-    """Of a net's features by their own rank: of a dead one's singular value, rounding would decide (0, or 1e-20)."""
-    sigma = torch.linalg.svdvals(model.factor(task))
-    own = spectrum.numerical_rank(sigma, (len(task.train), task.width), task.eps) if task.width else task.rank
-    return spectrum.condition_number_of(sigma, min(own, task.rank))
 
 
 def _copy(model: Model) -> dict[str, Tensor]:
