@@ -131,16 +131,17 @@ def audit(
     Raises ConfigError, DataError.
     """
     from immunization.attacks import Victim, run_attacks  # these load what none of the others needs
-    from immunization.runner import attackers, evaluate
+    from immunization.runner import chosen, evaluate
 
     torch.manual_seed(seed)
-    chosen = [] if attacks is None else [f"attack=[{','.join(attacks)}]"]
-    config = compose(["experiment=audit", "tracker=none", *chosen])
+    overrides = [] if attacks is None else [f"attack=[{','.join(attacks)}]"]
+    config = compose(["experiment=audit", "tracker=none", *overrides])
     for key, value in options.items():
         name, _, option = key.partition("__")
         if name not in config.attack or option not in config.attack[name]:
             raise ConfigError(f"audit: no option {key!r}; write <attack>__<key>, with {', '.join(config.attack)}")
         OmegaConf.update(config, f"attack.{name}.{option}", value)
+    evaluations, attackers = chosen(config, "evaluation"), chosen(config, "attack")
     audited: Model
     if isinstance(model, LinearMap):
         rows = {"primary": primary_loader, "harmful": harmful_loader}
@@ -162,9 +163,9 @@ def audit(
     comparison = Comparison(pair, audited)
     if isinstance(model, LinearMap):  # which comes without a head
         audited.set_head(comparison.probe("primary", "after").optimum().T)
-    measures = evaluate(config, comparison)
+    measures = evaluate(evaluations, comparison)
     victim = Victim(audited, comparison, audited.extractor.state_dict())
-    measures.merge(run_attacks(attackers(config), victim))
+    measures.merge(run_attacks(attackers, victim))
     found = {key: getattr(measures, key) for key in ("metrics", "reasons", "curves", "flags", "about")}
     return Result(seed, "loaders", audited.name, "unmodified", "completed", **found)
 

@@ -144,5 +144,7 @@ def test_mistakes_of_an_audit_are_named(net):
         immunization.audit(net, loader(4, 1), loader(3, 2))
     with pytest.raises(ConfigError, match="no option 'adam__rate'"):
         immunization.audit(net, loader(4, 1), loader(3, 2), net, attacks=["adam"], adam__rate=1)
+    with pytest.raises(ConfigError, match=r"\.steps must be an integer of at least 1"):
+        immunization.audit(net, [], [], net, attacks=["adam"], adam__steps=0)  # before anything is read
     with pytest.raises(DataError, match="harmful_loader gives no batches"):
         immunization.audit(net, loader(4, 1), [], net, attacks=["adam"])
