@@ -5,7 +5,7 @@ import math
 import pytest
 import timm
 import torch
-from helpers.images import draw_folder, loader
+from helpers.images import loader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -59,12 +59,6 @@ MAPS = {
     "rank_one": torch.outer(torch.arange(1.0, DIM + 1), torch.arange(DIM) % 3 - 1.0),
     "half": (torch.arange(DIM) % 2).double().diag(),
 }
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("images")
-    return draw_folder(root / "p", 4, 24, 6, 0), draw_folder(root / "h", 3, 24, 6, 1)
 
 
 @pytest.fixture
