@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -32,8 +32,7 @@ from immunization.training.monitor import Monitor
 from immunization.training.session import TrainingSession, assemble, follow
 from immunization.training.signals import Stop
 
-if TYPE_CHECKING:
-    from immunization.attacks import Attack
+Evaluation = Callable[[Comparison], Measures]
 
 AFTERWARDS = "what was trained is kept: measure it with immunize=false device=cpu model.checkpoint=<this run's folder>"
 """What to do where memory ends after the training."""
@@ -86,7 +85,8 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     check(config)
     check_objective(config, run.overrides)
     machine.device_of(config.device)  # a GPU that is not there is said so before the data are read
-    attacks = attackers(config)  # what is wrong with their options is said before anything is loaded
+    # what is wrong with their options is said before anything is loaded
+    evaluations, attacks = chosen(config, "evaluation"), chosen(config, "attack")
     with importing("starting the tracker"):
         run.track(state)
     with waiting("preparing data, model and optimizer"):
@@ -115,7 +115,7 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
 
     comparison = Comparison(pair, model, parts.start or None)
     with run.timed("evaluate"), waiting("measuring"), machine.gpu_memory("the measures", AFTERWARDS):
-        measures = evaluate(config, comparison)
+        measures = evaluate(evaluations, comparison)
     for name, reason in (method.flags | data_flags(config)).items():
         measures.flag(name, reason)
     if reason := rounding_flag(facts):
@@ -143,14 +143,14 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     run.finish(measures.arrays)
 
 
-def evaluate(config: DictConfig, comparison: Comparison) -> Measures:
-    """Every evaluation of the configuration; the baseline of a linear model is the raw inputs (Eq. 15)."""
+def evaluate(evaluations: Mapping[str, Evaluation], comparison: Comparison) -> Measures:
+    """What all evaluations measure; the baseline of a linear model is the raw inputs (Eq. 15)."""
     measures = Measures()
-    for name in config.get("evaluation") or ():
-        measures.merge(build(config, f"evaluation.{name}")(comparison))
+    for evaluation in evaluations.values():
+        measures.merge(evaluation(comparison))
     return measures
 
 
-def attackers(config: DictConfig) -> dict[str, Attack]:
-    """Every attack of the configuration, by name."""
-    return {name: build(config, f"attack.{name}") for name in config.get("attack") or ()}
+def chosen(config: DictConfig, group: Literal["evaluation", "attack"]) -> dict[str, Any]:
+    """Every evaluation, or attack, of the configuration, by name."""
+    return {name: build(config, f"{group}.{name}") for name in config.get(group) or ()}

@@ -1,5 +1,7 @@
 """Immunization in Python, and immunized models back from disk."""
 
+import warnings
+
 import pytest
 import timm
 import torch
@@ -106,6 +108,50 @@ def test_a_run_is_exported_and_loaded(tmp_path, method):
         immunization.load(tmp_path)
 
 
+def warned(*arguments, **options) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        immunization.immunize(*arguments, **options)
+    assert all(warning.filename == __file__ for warning in caught)
+    return [str(warning.message) for warning in caught]
+
+
+def test_immunize_warns_where_harm_became_easier(net):
+    """Without a weight on the harmful task, what makes the primary one fast makes it fast, too."""
+    options = {"epochs": 50, "optimizer__lr": 1e-2}
+    reasons = warned(net, loader(4, 0), loader(3, 1), lambda_H=0.0, **options)
+    assert any("on the training rows, a fresh probe learns the harmful task in 0." in reason for reason in reasons)
+    reasons = warned(net, loader(4, 0), loader(3, 1), lambda_H=10.0, **options)
+    assert not any("a fresh probe" in reason for reason in reasons)
+
+
+def test_immunize_warns_of_a_head_at_chance(net):
+    images, labels = loader(4, 0).dataset.tensors
+    with torch.no_grad():
+        found = torch.nn.functional.one_hot(labels).float()
+        net.fc.weight[:] = torch.linalg.lstsq(features(net, images), found, driver="gelsd").solution.T
+        net.fc.bias.zero_()
+    assert warned(net, loader(4, 0), loader(3, 1), "identity") == []
+    net.fc.weight.data = net.fc.weight[[1, 2, 3, 0]].detach()  # outputs that mean other classes
+    (reason,) = warned(net, loader(4, 0), loader(3, 1), "identity")
+    assert "the model's own head comes to accuracy 0.0" in reason
+
+
+def test_harm_that_became_easier_is_said_before_everything(tmp_path, folders):
+    """A run on the features of random weights, whose RIR is above 1."""
+    roots = [f"dataset.{role}_root={folder}" for role, folder in zip(("primary", "harmful"), folders, strict=True)]
+    data = ["dataset=image_folders", "dataset.cache=null", "dataset.size=32", *roots]
+    model = ["model=timm", "model.name=test_resnet", "model.pretrained=false", "model.arguments={num_classes: 4}"]
+    method = ["method=learning_curve", "method.lambda_H=0", "method.benign_weight=0", "method.epochs=50"]
+    options = ["optimizer.lr=1e-2", "tracker=none", "figures=false"]
+    result = immunization.run([*data, *model, *method, *options], tmp_path)
+    assert result.metrics["rir"] > 1
+    assert result.metrics["steps_ratio/harmful"] < 0.5
+    assert {"harmful_faster", "head_at_chance"} <= set(result.flags)
+    assert result.verdict == [f"Worse than before: {result.reasons['harmful_faster']}."]
+    assert f"**Do not use this model: {result.reasons['harmful_faster']}.**" in (tmp_path / "model_card.md").read_text()
+
+
 def test_a_linear_run_is_loaded(tmp_path):
     immunization.run(["method=closed_form", "tracker=none", "evaluation=[]"], tmp_path)
     assert immunization.load(tmp_path)(torch.randn(3, 64)).shape == (3, 64)
@@ -147,5 +193,7 @@ def test_mistakes_of_an_audit_are_named(net):
         immunization.audit(net, loader(4, 1), loader(3, 2))
     with pytest.raises(ConfigError, match="no option 'adam__rate'"):
         immunization.audit(net, loader(4, 1), loader(3, 2), net, attacks=["adam"], adam__rate=1)
+    with pytest.raises(ConfigError, match=r"\.steps must be an integer of at least 1"):
+        immunization.audit(net, [], [], net, attacks=["adam"], adam__steps=0)  # before anything is read
     with pytest.raises(DataError, match="harmful_loader gives no batches"):
         immunization.audit(net, loader(4, 1), [], net, attacks=["adam"])

@@ -118,6 +118,19 @@ def test_mistakes_leave_a_failed_result(overrides, error, message, tmp_path):
     assert message in failed(tmp_path).error
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["evaluation=[norm_ratio]", "evaluation.norm_ratio.steps=0"],
+        ["attack=[linear_probe]", "attack.linear_probe.steps=0"],
+    ],
+)
+def test_options_of_what_comes_after_the_training_are_checked_before_it(wrong, tmp_path):
+    with pytest.raises(ConfigError, match=r"\.steps must be an integer of at least 1, not 0"):
+        run([*QUICK, *wrong], folder=tmp_path)
+    assert failed(tmp_path).metrics == {}
+
+
 def test_a_run_after_a_failed_one_in_the_same_folder_starts_afresh(tmp_path, no_figures):
     with pytest.raises(Diverged):
         run([*QUICK, "optimizer=sgd", "optimizer.lr=1e300"], folder=tmp_path)

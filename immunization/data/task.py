@@ -205,6 +205,15 @@ class Task:
         """Numerical rank k of the training inputs, which an invertible theta does not change; for a net, min(N, D)."""
         return min(len(self.train), self.width) if self.width else len(self.root)
 
+    def condition_number(self, factor: Tensor) -> float:
+        """kappa of the training features with the Gram matrix of `factor` [m, D]; raises DegenerateSpectrum.
+
+        A net's features count by their own rank: of a dead one's singular value, rounding would decide (0, or 1e-20).
+        """
+        sigma = torch.linalg.svdvals(factor)
+        own = spectrum.numerical_rank(sigma, (len(self.train), self.width), self.eps) if self.width else self.rank
+        return spectrum.condition_number_of(sigma, min(own, self.rank))
+
     def few(self, samples: int, seed: int) -> Tensor:
         """At most `samples` training rows of each class (of all, for a regression), drawn by `seed`, in their order."""
         order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))

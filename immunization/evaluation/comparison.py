@@ -74,7 +74,8 @@ class Comparison:
     @torch.no_grad()
     def probe(self, role: Role, state: State) -> Probe:
         """The probe of the training split; its rank is that of the inputs where the map is linear."""
-        return self._once(("probe", role, state), lambda: self._probe(role, state))
+        with spectrum.features_of(f"{role} task, {'baseline' if state == 'before' else 'model'}"):
+            return self._once(("probe", role, state), lambda: self._probe(role, state))
 
     @torch.no_grad()
     def sigma(self, role: Role, split: str, state: State) -> Tensor:

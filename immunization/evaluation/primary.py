@@ -43,11 +43,22 @@ class PrimaryPerformance:
         return measures
 
 
+def head_at_chance(accuracy: float, chance: float) -> str | None:
+    """Why a model that its own head gives this accuracy before immunization is none to immunize; None where it is."""
+    if accuracy >= chance + 0.05:
+        return None
+    return (
+        f"before immunization the model's own head comes to accuracy {accuracy:.3f} on the primary task, chance is "
+        f"{chance:.3f}: it was not trained on this task, or its outputs mean other classes; there is nothing to keep"
+    )
+
+
 class OwnHead:
     """Held-out accuracy and loss of the net's own primary head, before and after, and the predictions that changed.
 
     `primary/head_accuracy`, `primary/head_loss` (cross-entropy), the same with `_baseline`, and
-    `primary/changed_predictions`, a number of test images. Linear models have no such head.
+    `primary/changed_predictions`, a number of test images. Flag `head_at_chance`: before, it is below chance +
+    0.05. Linear models have no such head.
     """
 
     names = ("primary/head_*", "primary/changed_predictions")
@@ -66,6 +77,8 @@ class OwnHead:
         for state, suffix in SUFFIX.items():
             measures.put(f"primary/head_accuracy{suffix}", task.measure(logits[state], task.test.y).item())
             measures.put(f"primary/head_loss{suffix}", task.loss(logits[state], task.test.y).item())
+        if reason := head_at_chance(measures.metrics["primary/head_accuracy_baseline"], task.chance):
+            measures.flag("head_at_chance", reason)
         decisions = [x.argmax(1) if x.shape[1] > 1 else x[:, 0] > 0 for x in logits.values()]
         measures.put("primary/changed_predictions", (decisions[0] != decisions[1]).sum().item())
         return measures

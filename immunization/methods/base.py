@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from immunization.checks import AtLeastOne, AtLeastTwo, Count, NonNegative, checked
 from immunization.config import snake_case
-from immunization.data.task import Task, TaskPair
+from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
 from immunization.models.base import Batch, Model
-from immunization.theory import spectrum
 from immunization.theory.preconditioning import Precondition
 
 Combine = Literal["sum", "worst"]
@@ -107,8 +105,9 @@ class Method:
 
     def score(self, model: Model) -> float:
         """What early stopping maximizes: log RIR, up to a constant, on the training inputs."""
-        kappa_p, kappa_h = (_kappa(model, task) for task in (self.pair.primary, self.pair.harmful))
-        return math.log(kappa_h) - math.log(kappa_p)
+        tasks = self.pair.harmful, self.pair.primary
+        harmful, primary = (math.log(task.condition_number(model.factor(task))) for task in tasks)
+        return harmful - primary
 
     def state_dict(self) -> dict[str, Any]:
         """What training changes in the method: nested dicts, lists and tuples of tensors and plain values.
@@ -126,13 +125,6 @@ class Method:
         """Called once after the last step, before the evaluation."""
         if self.best[2]:
             model.load_state_dict(self.best[2])
-
-
-def _kappa(model: Model, task: Task) -> float:
-    """Of a net's features by their own rank: of a dead one's singular value, rounding would decide (0, or 1e-20)."""
-    sigma = torch.linalg.svdvals(model.factor(task))
-    own = spectrum.numerical_rank(sigma, (len(task.train), task.width), task.eps) if task.width else task.rank
-    return spectrum.condition_number_of(sigma, min(own, task.rank))
 
 
 def _copy(model: Model) -> dict[str, Tensor]:

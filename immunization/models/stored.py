@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from immunization.data.images import ImagePair
+from immunization.data.task import TaskPair
 from immunization.errors import ConfigError, DataError
 from immunization.models.adapted import fold_before, is_of_timm
+from immunization.models.base import Model
 from immunization.models.chain import data_config
 from immunization.models.fold import FOLD
 from immunization.models.linear import LinearMap
@@ -108,6 +111,23 @@ def into(net: nn.Module, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
         raise ConfigError(
             f"load: the weights are of a {facts['architecture']} and do not fit the {type(net).__name__} that was given"
         ) from error
+
+
+def restored(pair: TaskPair | ImagePair, model: Callable[..., Model], checkpoint: str) -> Model:
+    """What `model(pair=pair)` makes, a model that takes no checkpoint itself, with the weights of a run of it.
+
+    `checkpoint` is the run folder or its weights. Raises ConfigError for weights that are not the model's state dict.
+    """
+    made = model(pair=pair)
+    try:
+        tensors, _ = files.read_tensors(weights_of(Path(checkpoint).expanduser()))
+        made.load_state_dict({name: tensors[name] for name in made.state_dict()})
+    except (DataError, KeyError, RuntimeError) as error:
+        raise ConfigError(
+            f"model.checkpoint={checkpoint} does not hold the state dict of {type(made).__name__} "
+            f"({' '.join(str(error).split())[:200]}); a model with an `export` of its own needs a key `checkpoint`"
+        ) from error
+    return made
 
 
 def load(path: str | Path, net: nn.Module | None = None) -> nn.Module:

@@ -12,6 +12,7 @@ from immunization.results.formatting import number, roles_in
 from immunization.runs import files
 from immunization.runs.filenames import MODEL_CARD, WEIGHTS
 from immunization.runs.result import Result
+from immunization.runs.verdict import EASIER
 
 STEPS = (1, 10, 100, 1000, 10_000, 100_000, 1_000_000)
 MEASURES = {
@@ -65,6 +66,7 @@ def write(folder: str | Path, facts: dict[str, Any], made: dict[str, Any] | None
         *_front_matter(facts),
         f"# {facts['architecture']}, immunized by {made['method']}",
         "",
+        *_warnings(result),
         *_loading(facts),
         "## Made from",
         "",
@@ -86,6 +88,12 @@ def write(folder: str | Path, facts: dict[str, Any], made: dict[str, Any] | None
     path = Path(folder) / MODEL_CARD
     files.write(path, "\n".join(lines))
     return path
+
+
+def _warnings(result: Result | None) -> list[str]:
+    """What a reader has to know before anything else."""
+    flags = [flag for flag in (EASIER, "head_at_chance") if result and flag in result.flags]
+    return [line for flag in flags for line in (f"**Do not use this model: {result.reasons[flag]}.**", "")]
 
 
 def _front_matter(facts: dict[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from immunization.results.formatting import MEASURES, NONE, number, roles_in
 from immunization.runs.result import Result
-from immunization.runs.verdict import attack_groups, attack_names
+from immunization.runs.verdict import EASIER, attack_groups, attack_names
 
 SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -130,8 +130,11 @@ class Sheet:
                     grid.add_row(name, *(notes.cell(result, key) for key in keys))
 
         yield Text.assemble((result.method, "bold"), f" on {result.dataset}, {result.model}, seed {result.seed}")
+        easier = EASIER in result.flags  # the first sentence then comes before every figure
+        for sentence in result.verdict[:easier]:
+            yield Padding(Text(sentence, "bold red"), (0, 0, 1, 2))
         yield Padding(grid, (0, 0, 1, 2))
-        for sentence in result.verdict:
+        for sentence in result.verdict[easier:]:
             yield Padding(Text(sentence), (0, 0, 1, 2))
         yield Padding(_facts(result, notes), (0, 0, 0, 2))
         yield Padding(notes, (1 if notes.texts else 0, 0, 0, 2))

@@ -95,10 +95,11 @@ def _overridden(before: Mapping[str, Any], config: DictConfig, group: str, chose
 def _reloading(model: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
     """`model` so that it takes its weights from `checkpoint`, with what it was made from as the baseline of a net."""
     model = dict(model)
-    if "checkpoint" not in model:  # a net that made its own weights
-        facts = _facts(checkpoint)
-        known = {"name": facts["architecture"], "arguments": facts["arguments"], "trainable": model["trainable"]}
-        return {"_target_": "immunization.models.Timm", **known}
+    if "checkpoint" not in model:  # one that makes its own weights: a net of timm, or a model that we do not know
+        if "architecture" not in (facts := _facts(checkpoint)):
+            return {"_target_": "immunization.models.stored.restored", "model": {**model, "_partial_": True}}
+        known = {"name": facts["architecture"], "arguments": facts["arguments"]}
+        return {"_target_": "immunization.models.Timm", **known, "trainable": model.get("trainable", "last")}
     folded = model.get("trainable") == "fold"  # the map is there, and the net without it is the baseline
     if folded:
         model["trainable"] = "last"

@@ -55,7 +55,7 @@ class Result:
 
     @property
     def verdict(self) -> list[str]:
-        """What the attacks of the run say of its immunization, in sentences; none where there were none."""
+        """What the run says of its immunization, in sentences: that harm became easier, and what attacks found."""
         return verdict([self])
 
     def fail(self, error: BaseException) -> None:

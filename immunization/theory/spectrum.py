@@ -8,6 +8,7 @@ from F or its triangular factor, never from eigenvalues of H, which would lose h
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import scipy.linalg
@@ -18,6 +19,15 @@ from immunization.errors import DegenerateSpectrum
 
 EPS = torch.finfo(torch.float64).eps
 AUTHORS_RIDGE = 1e-6
+
+
+@contextmanager
+def features_of(owner: str) -> Iterator[None]:
+    """Inside, a DegenerateSpectrum says whose features it is about."""
+    try:
+        yield
+    except DegenerateSpectrum as error:
+        raise DegenerateSpectrum(f"{owner}: {error}; check the weights and the data") from error
 
 
 def _as_batches(features: Tensor | Iterable[Tensor]) -> Iterable[Tensor]:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from immunization.data.task import Task, TaskPair
+from immunization.data.task import TaskPair
 from immunization.errors import Diverged
 from immunization.models import Model
 from immunization.runs.result import Result
 from immunization.runs.tracker import Tracker
-from immunization.theory import spectrum
+from immunization.theory.spectrum import features_of
 
 
 class Monitor:
@@ -29,13 +29,16 @@ class Monitor:
         self.model, self.result, self.trackers = model, result, trackers
         self.tasks = pair.shown
         factors = {role: model.baseline_factor(role, task) for role, task in self.tasks.items()}
-        self.baseline = {role: self._kappa(task, factors[role]) for role, task in self.tasks.items()}
+        self.baseline = self._kappas(factors, "baseline")
         self.labels = {role: zlib.crc32(task.train.y.cpu().numpy()) for role, task in self.tasks.items()}
         self.kappa, self.period = self.baseline, 1
 
-    @staticmethod
-    def _kappa(task: Task, factor: Tensor) -> float:
-        return spectrum.condition_number_of(torch.linalg.svdvals(factor), task.rank)
+    def _kappas(self, factors: Mapping[str, Tensor], state: str) -> dict[str, float]:
+        kappas = {}
+        for role, factor in factors.items():
+            with features_of(f"{role} task, {state}"):
+                kappas[role] = self.tasks[role].condition_number(factor)
+        return kappas
 
     def state_dict(self) -> dict[str, Any]:
         return {"baseline": self.baseline, "labels": self.labels, "kappa": self.kappa, "metrics": self.result.metrics}
@@ -54,7 +57,7 @@ class Monitor:
             factors = {role: self.model.factor(task) for role, task in self.tasks.items()}
             if not all(torch.isfinite(factor.square().sum()) for factor in factors.values()):
                 raise Diverged(f"theta overflows at step {step}; lower optimizer.lr or the weights in method.*")
-            self.kappa = {role: self._kappa(task, factors[role]) for role, task in self.tasks.items()}
+            self.kappa = self._kappas(factors, f"model at step {step}")
         ratio = {role: kappa / self.baseline[role] for role, kappa in self.kappa.items()}
         values = {
             **{name: term.item() for name, term in terms.items()},

@@ -1,6 +1,7 @@
 """Learning curves and norm ratios against probes trained step by step."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from immunization.evaluation import (
     LearningCurves,
     NormRatio,
 )
-from immunization.evaluation.convergence import held_out_curve, relative_deviation, steps_to
+from immunization.evaluation.convergence import faster, held_out_curve, relative_deviation, steps_to
 
 pytestmark = pytest.mark.trains
 
@@ -95,6 +96,26 @@ def test_a_probe_that_never_learns_counts_as_the_last_step_and_is_flagged():
     assert measures.metrics["steps_ratio/harmful"] == 2**20 / first
     assert {"capped_harmful", "capped_primary"} <= set(measures.flags)
     assert not LearningCurves()(two_directions(eye(2))).flags
+
+
+def test_a_harmful_task_that_is_learned_sooner_is_flagged():
+    x = gaussian(200, 2, seed=0) * f64([1.0, 0.01])
+    harmful, primary = (task(x, (x[:, place] > 0).long(), test=100, classes=2) for place in (1, 0))
+    pair = TaskPair("pair", primary, harmful)
+    measures = LearningCurves()(compare(pair, torch.diag(f64([1.0, 100.0]))))
+    assert measures.metrics["steps_ratio/harmful"] < 0.1
+    assert measures.flags == ["harmful_faster"]
+    assert f"the harmful task in {measures.metrics['steps_ratio/harmful']:.3g} of" in measures.reasons["harmful_faster"]
+    rotation = torch.linalg.qr(gaussian(2, 2, seed=1)).Q  # the same curves, up to rounding
+    assert "harmful_faster" not in LearningCurves()(compare(pair, rotation)).flags
+
+
+def test_one_step_of_the_grid_is_within_rounding():
+    grid = sorted(set(LearningCurves().grid.tolist()))
+    pairs = itertools.pairwise(grid)
+    assert not any(faster({"harmful": a / b}) for a, b in pairs if a >= 4)
+    assert all(faster({"harmful": a / b}) for a, b in zip(grid, grid[2:], strict=False))
+    assert "the unseen task in 0.5 of" in faster({"harmful": None, "unseen": 0.5})
 
 
 def test_labels_that_cannot_be_learned_give_null_and_a_flag():

@@ -8,11 +8,14 @@ import pytest
 import torch
 from helpers.comparisons import classification, compare, eye, f64, pair_of, regression
 from helpers.matrices import gaussian
+from helpers.nets import build, open_pair
 
 from immunization import evaluation
 from immunization.data.task import Split, TaskPair
 from immunization.evaluation import (
+    Comparison,
     Definition,
+    OwnHead,
     PrimaryPerformance,
 )
 
@@ -36,6 +39,17 @@ def test_the_trained_head_is_measured_where_there_is_one():
     comparison.model.set_head(eye(5)[:3])
     expected = (primary.test.x[:, :3].argmax(1) == primary.test.y).double().mean().item()
     assert PrimaryPerformance()(comparison).metrics["primary/head_accuracy"] == expected
+
+
+def test_a_net_whose_own_head_is_at_chance_is_flagged(folders):
+    model, tasks = build(open_pair(folders)).read_tasks(open_pair(folders), True)
+    untrained = OwnHead()(Comparison(tasks, model))
+    assert untrained.metrics["primary/head_accuracy_baseline"] < 0.3
+    assert untrained.flags == ["head_at_chance"]
+    assert "chance is 0.250: it was not trained on this task" in untrained.reasons["head_at_chance"]
+    comparison = Comparison(tasks, model)
+    model.head.omega.data = comparison.probe("primary", "before").optimum().T
+    assert OwnHead()(comparison).flags == []
 
 
 def test_without_a_held_out_measure_the_primary_ones_are_null():

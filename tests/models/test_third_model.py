@@ -128,6 +128,29 @@ def test_a_model_that_is_not_trained_is_audited(tmp_path):
     assert "attack/linear_probe/final_start" not in result.metrics
 
 
+def audit_of(folder):
+    config = compose([*QUICK, "experiment=audit", "attack=[linear_probe]", f"model.checkpoint={folder}"])
+    config.trusted = [__name__]
+    return config
+
+
+def test_an_audit_of_its_run_folder_has_its_weights(tmp_path):
+    options = ("method=learning_curve_net", "method.epochs=3", "seed=2")
+    first = run(config_of(TwoLayers, *options), folder=tmp_path / "run")
+    again = run(audit_of(tmp_path / "run"), folder=tmp_path / "audit")
+    assert (again.model, again.seed, again.method) == ("twolayers", 2, "unmodified")
+    for name in ("kappa_harmful", "kappa_harmful_baseline", "rir"):
+        assert again.metrics[name] == pytest.approx(first.metrics[name], rel=1e-9)
+    repeated = run(audit_of(tmp_path / "audit"), folder=tmp_path / "again")
+    assert repeated.metrics["attack/linear_probe/steps"] == again.metrics["attack/linear_probe/steps"]
+
+
+def test_an_audit_names_weights_that_it_cannot_put_back(tmp_path):
+    run(config_of(Scaling, "method=identity"), folder=tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"the state dict of Scaling .*; a model with an `export` of its own needs"):
+        run(audit_of(tmp_path / "run"), folder=tmp_path / "audit")
+
+
 def test_it_goes_on_from_a_checkpoint_and_is_loaded(tmp_path, monkeypatch):
     options = ("method=learning_curve_net", "method.epochs=4", "method.batch_size=60", "checkpoint.every=1")
     whole = run(config_of(Scaling, *options), folder=tmp_path / "whole")

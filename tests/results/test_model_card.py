@@ -66,6 +66,16 @@ def test_what_was_capped_says_so(result, tmp_path):
     assert "at most 1) | 1 |" in text
 
 
+def test_what_makes_a_model_useless_comes_first(result, tmp_path):
+    result.flags += ["harmful_faster", "head_at_chance"]
+    result.reasons |= {"harmful_faster": "harm became easier", "head_at_chance": "its head is at 0.25"}
+    lines = card(result, tmp_path).splitlines()
+    title = lines.index("# resnet18, immunized by learning_curve")
+    after = [line for line in lines[title + 1 :] if line]
+    assert after[:2] == [f"**Do not use this model: {result.reasons[flag]}.**" for flag in result.flags[1:]]
+    assert "- `harmful_faster`: harm became easier" in lines
+
+
 def test_a_card_without_measures(tmp_path):
     text = card(None, tmp_path)
     assert "run `immunization.audit`" in text

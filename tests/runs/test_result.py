@@ -201,6 +201,12 @@ def test_the_sheet_of_one_run_shows_every_measure_and_why_one_is_missing(tmp_pat
     assert str(tmp_path) in text
 
 
+def test_harm_that_became_easier_stands_before_every_figure():
+    reasons = {"harmful_faster": "a fresh probe learns the harmful task in 0.125 of the steps"}
+    text = printed(result(flags=["harmful_faster"], reasons=reasons))
+    assert text.index("Worse than before: a fresh probe") < text.index("RIR = (i) / (ii)")
+
+
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_tables_fit_the_width(width, tmp_path):
     runs = [result(method=name, folder=tmp_path / name) for name in ("identity", "condition_number", "imma")]
