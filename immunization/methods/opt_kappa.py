@@ -21,7 +21,6 @@ from immunization.theory.regularizers import (
     log_condition_number,
     relative_log_condition_slope,
 )
-from immunization.theory.together import Pending, completed
 
 SMOOTH = 8
 """The power of `form="log"` where none is given."""
@@ -92,10 +91,8 @@ class OptKappa(Method):
         if self.multiplicative:
             return self._multiply(model, primary, harmful)
         logits, features = model.outputs(primary) if self.task_weight else (None, None)
-        log_p, log_h = completed(
-            model.hessian_term(self._log_kappa(primary), primary, **self.preconditioner, features=features),
-            model.hessian_term(self._log_kappa(harmful), harmful, **self.preconditioner),
-        )
+        log_p = model.hessian_term(self._log_kappa(primary), primary, **self.preconditioner, features=features)
+        log_h = model.hessian_term(self._log_kappa(harmful), harmful, **self.preconditioner)
         terms = {"log_kappa_primary": log_p, "log_kappa_harmful": log_h}
         objective = FORMS[self.form](log_p, log_h)
         if not self.task_weight:
@@ -105,19 +102,19 @@ class OptKappa(Method):
 
     def _log_kappa(self, batch: Batch) -> Regularizer:
         if self.authors:
-            return log_authors_condition_number.later
-        return partial(log_condition_number.later, rank=batch.rank, power=self.power)
+            return log_authors_condition_number
+        return partial(log_condition_number, rank=batch.rank, power=self.power)
 
     def _multiply(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         """The step of a linear theta; terms are those before it."""
         theta = model.linear_map().data
         loss = self.pair.primary.loss(model.head(primary.x @ theta), primary.y)
 
-        def of(batch: Batch) -> Pending[tuple[Tensor, Tensor]]:
+        def of(batch: Batch) -> tuple[Tensor, Tensor]:
             features = (batch.x if batch.root is None else batch.root) @ theta
-            return relative_log_condition_slope.later(features, batch.rank, self.power)
+            return relative_log_condition_slope(features, batch.rank, self.power)
 
-        (log_p, slope_p), (log_h, slope_h) = completed(of(primary), of(harmful))
+        (log_p, slope_p), (log_h, slope_h) = of(primary), of(harmful)
         theta -= self.rate * (theta.double() @ (slope_p - slope_h)).to(theta.dtype)
         return {
             "loss": self.task_weight * loss + (log_p - log_h).to(loss.dtype),

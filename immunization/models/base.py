@@ -16,13 +16,9 @@ from immunization.errors import ConfigError
 from immunization.models.chain import Network
 from immunization.theory import spectrum
 from immunization.theory.preconditioning import Precondition
-from immunization.theory.together import Pending
 
-Regularizer = Callable[..., Tensor | Pending[Tensor]]
-"""A scalar of features [N, D]; a second argument `theta` asks for the gradient preconditioned by cancellation.
-
-One that is pending (`r_well_of_features.later`) is `completed` with the others of a step: a GPU is waited for once.
-"""
+Regularizer = Callable[..., Tensor]
+"""A scalar of features [N, D]; a second argument `theta` asks for the gradient preconditioned by cancellation."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,7 @@ class Model(nn.Module):
         ridge: float = 1.0,
         side: str = "input",
         features: Tensor | None = None,
-    ) -> Tensor | Pending[Tensor]:
+    ) -> Tensor:
         """`regularizer` of the batch's features, differentiable in theta with the gradient multiplied by K^-1."""
         if mode != "none":
             raise ConfigError(f"method.precondition={mode} needs model=linear: {self.name} has no matrix K; use none")

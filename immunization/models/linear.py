@@ -14,7 +14,6 @@ from immunization.models.base import Batch, Model, Regularizer
 from immunization.runs import files
 from immunization.runs.filenames import WEIGHTS, weights_of
 from immunization.theory.preconditioning import Precondition, preconditioned_product
-from immunization.theory.together import Pending, checked
 
 
 class LinearMap(nn.Module):
@@ -108,13 +107,13 @@ class Linear(Model):
         ridge: float = 1.0,
         side: str = "input",
         features: Tensor | None = None,
-    ) -> Tensor | Pending[Tensor]:
+    ) -> Tensor:
         theta, bias = self.extractor.theta, self.extractor.bias
         x = batch.x if batch.root is None or bias is not None else batch.root
         if mode == "cancelled":
             return regularizer(x @ theta.detach(), theta=theta)
-        features, check = preconditioned_product(x, theta, mode, ridge, side)
-        return checked(regularizer(features if bias is None else features + bias), check)
+        features = preconditioned_product(x, theta, mode, ridge, side)
+        return regularizer(features if bias is None else features + bias)
 
     def linear_map(self) -> nn.Parameter | None:
         return self.extractor.theta if self.extractor.bias is None else None

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from immunization.theory.together import eigendecompositions
-
 CLOSE = 1e-4
 """Relative step-weighted gap of two eigenvalues below which a derivative replaces their difference quotient."""
 
@@ -66,11 +64,10 @@ def residuals(probes: Sequence[tuple[Tensor, Tensor]], steps: Tensor) -> list[tu
     rows, as H = F^T F and b = F^T c do: e.g. R A and Q^T Y of features Q R behind a map A. Step size 1/lambda_1(H),
     w_0 = 0, no bias. Returns c - F w_t [T, m, C] and the mean of its square over random c of unit length,
     1/m sum_i (1 - lambda_i / lambda_1)^2t [T]. Both ignore the scale of F, and H may be singular. Each costs one
-    eigendecomposition of F F^T forward, for all of which a GPU is waited for once, and a few products of m x m matrices
+    eigendecomposition of F F^T forward, and a few products of m x m matrices
     backward (docs/performance.md).
     """
-    pairs = eigendecompositions(*(f.detach() @ f.detach().T for f, _ in probes))
-    return [_Residuals.apply(f, c, steps.to(f), *pair) for (f, c), pair in zip(probes, pairs, strict=True)]
+    return [_Residuals.apply(f, c, steps.to(f), *torch.linalg.eigh(f.detach() @ f.detach().T)) for f, c in probes]
 
 
 def excess(residual: Tensor) -> Tensor:

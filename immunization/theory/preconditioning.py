@@ -11,7 +11,6 @@ from torch.autograd.function import once_differentiable
 
 from immunization.errors import DegenerateSpectrum
 from immunization.theory.spectrum import EPS
-from immunization.theory.together import NOTHING, Pending
 
 Precondition = Literal["cancelled", "ridge", "pinv", "none"]
 
@@ -22,6 +21,14 @@ class _Ridge:
     def __init__(self, x: Tensor, ridge: float, side: str) -> None:
         self.x, self.ridge, self.output = x.double(), ridge, side == "output"
         self._factorize((2 if self.output else 1) * len(x) < x.shape[1])
+        shortcut = self.few and self.output
+        if shortcut and not ridge > x.shape[1] * EPS * self.x.square().sum().item():  # K + ridge I is near singular
+            self._factorize(False)
+        if self.singular:
+            raise DegenerateSpectrum(
+                f"K + ridge I cannot be inverted: K is singular and method.ridge={ridge:g} too small; raise "
+                "method.ridge, or set method.precondition=pinv"
+            )
 
     def _factorize(self, few: bool) -> None:
         self.few = few
@@ -30,22 +37,6 @@ class _Ridge:
         self.factor, info = torch.linalg.cholesky_ex(gram)
         pivots = self.factor.diagonal().square()
         self.singular = (info > 0) | ~(pivots.min() > len(gram) * EPS * pivots.max())
-
-    def check(self) -> Pending[None]:
-        """Raises DegenerateSpectrum where the matrix is singular up to rounding."""
-        shortcut = self.few and self.output
-
-        def finish(singular: Tensor, *square: Tensor) -> None:
-            if shortcut and not self.ridge > self.x.shape[1] * EPS * square[0].item():  # K + ridge I is near singular
-                self._factorize(False)
-                singular = self.singular
-            if singular:
-                raise DegenerateSpectrum(
-                    f"K + ridge I cannot be inverted: K is singular and method.ridge={self.ridge:g} too small; raise "
-                    "method.ridge, or set method.precondition=pinv"
-                )
-
-        return Pending((self.singular.double(), *([self.x.square().sum()] if shortcut else ())), finish)
 
     def __call__(self, upstream: Tensor) -> Tensor:
         x = self.x
@@ -78,22 +69,20 @@ def preconditioned_product(
     mode: Precondition = "ridge",
     ridge: float = 1.0,
     side: Literal["input", "output"] = "input",
-) -> tuple[Tensor, Pending[None]]:
+) -> Tensor:
     """x @ theta, whose gradient in theta [D_in, D_out] is multiplied by the inverse of K = x^T x on the way back.
 
     `mode="ridge"`: (K + ridge I)^-1; `"pinv"`: the pseudo-inverse; `"none"`: the plain gradient. `side="input"` is the
     right one, K^-1 grad; `side="output"` (of ridge) is the released code's grad K^-1. `x` receives no gradient.
-    The second is a check, to be completed before the gradient is used: it raises DegenerateSpectrum where K + ridge I
-    is singular.
+    Raises DegenerateSpectrum where K + ridge I is singular up to rounding.
     """
     if mode == "cancelled":
         raise ValueError("mode='cancelled' needs the regularizer's own gradient: give theta to r_*_of_features instead")
     if mode == "pinv" and side == "output":
         raise ValueError("side='output' is the released code's ridge solve; it has no pseudo-inverse")
     if mode == "none":
-        return x @ theta, NOTHING
+        return x @ theta
     if mode == "pinv":
-        return _PreconditionedProduct.apply(x, theta, lambda upstream: torch.linalg.pinv(x) @ upstream), NOTHING
+        return _PreconditionedProduct.apply(x, theta, lambda upstream: torch.linalg.pinv(x) @ upstream)
     inverse = _Ridge(x, ridge, side)
-    product = _PreconditionedProduct.apply(x, theta, lambda upstream: inverse(upstream.double()).to(upstream.dtype))
-    return product, inverse.check()
+    return _PreconditionedProduct.apply(x, theta, lambda upstream: inverse(upstream.double()).to(upstream.dtype))

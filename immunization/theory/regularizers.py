@@ -23,8 +23,7 @@ from torch.autograd.function import once_differentiable
 from immunization.errors import DegenerateSpectrum
 from immunization.theory.eigenpairs import extreme_eigenpair
 from immunization.theory.products import gram, matrix_power
-from immunization.theory.spectrum import AUTHORS_RIDGE, EPS, numerical_rank
-from immunization.theory.together import Pending, at_once
+from immunization.theory.spectrum import AUTHORS_RIDGE, EPS
 
 WIDE = 0.85
 """Rows of a feature matrix over its columns, below which the Gram of its rows takes fewer operations."""
@@ -37,9 +36,7 @@ Scalar = float | Tensor
 class Slope(Protocol):
     """R(H) and `weight` dR/dH of a symmetric H [n, n]; with `divided` the second is `weight` H^-1 dR/dH."""
 
-    def __call__(
-        self, hessian: Tensor, *, divided: bool = False, weight: float = 1.0
-    ) -> Pending[tuple[Scalar, Tensor]]: ...
+    def __call__(self, hessian: Tensor, *, divided: bool = False, weight: float = 1.0) -> tuple[Scalar, Tensor]: ...
 
 
 # --- Of a Hessian H of rank k -----------------------------------------------------------------------------------------
@@ -47,7 +44,7 @@ class Slope(Protocol):
 
 def r_well_slope(
     hessian: Tensor, rank: int, power: float = math.inf, divided: bool = False, weight: float = 1.0
-) -> Pending[tuple[Scalar, Tensor]]:
+) -> tuple[Scalar, Tensor]:
     """R_well(H) = lambda_1^2 / 2 - ||H||_F^2 / (2k) (Eq. 3), and `weight` dR/dH = lambda_1 v_1 v_1^T - H / k.
 
     A finite `power` p puts the power mean M_p of the eigenvalues in the place of lambda_1 (`r_well`). `hessian` [n, n]
@@ -55,35 +52,26 @@ def r_well_slope(
     finite; on a GPU with a finite `power`, which needs nothing from the CPU, both results are then not finite.
     """
     if power < math.inf:
-        return Pending((), lambda: _power_mean_slope(hessian, rank, int(power), divided, weight))
-
-    def finish(near: Tensor) -> tuple[float, Tensor]:
-        norm = _norm(near)
-        largest, v = extreme_eigenpair(near, -1)
-        v = v.to(hessian.device, non_blocking=True)
-        return largest**2 / 2 - norm**2 / (2 * rank), _pair_less_mean(hessian, largest, v, rank, divided, weight)
-
-    return Pending((hessian,), finish)
+        return _power_mean_slope(hessian, rank, int(power), divided, weight)
+    near = hessian.cpu()
+    norm = _norm(near)
+    largest, v = extreme_eigenpair(near, -1)
+    v = v.to(hessian.device)
+    return largest**2 / 2 - norm**2 / (2 * rank), _pair_less_mean(hessian, largest, v, rank, divided, weight)
 
 
-def r_ill_slope(
-    hessian: Tensor, rank: int, divided: bool = False, weight: float = 1.0
-) -> Pending[tuple[float, Tensor]]:
+def r_ill_slope(hessian: Tensor, rank: int, divided: bool = False, weight: float = 1.0) -> tuple[float, Tensor]:
     """R_ill(H) = 1/d, d = ||H||_F^2 / (2k) - lambda_k^2 / 2, and `weight` dR/dH = (lambda_k v_k v_k^T - H / k) / d^2.
 
     That is Eq. 12 and 13. Arguments and errors as in `r_well_slope`; lambda_k is 0 where k exceeds the size of H.
     DegenerateSpectrum is raised where H is zero or all k eigenvalues agree.
     """
-
-    def finish(near: Tensor) -> tuple[float, Tensor]:
-        norm = _norm(near)
-        smallest, v = (0.0, near.new_zeros(len(near))) if rank > len(near) else extreme_eigenpair(near, -rank)
-        v = v.to(hessian.device, non_blocking=True)
-        d = norm**2 / (2 * rank) - smallest**2 / 2
-        _check_finite_r_ill(d, norm**2, rank)
-        return 1 / d, _pair_less_mean(hessian, smallest, v, rank, divided, weight / d**2)
-
-    return Pending((hessian,), finish)
+    near = hessian.cpu()
+    norm = _norm(near)
+    smallest, v = (0.0, near.new_zeros(len(near))) if rank > len(near) else extreme_eigenpair(near, -rank)
+    d = norm**2 / (2 * rank) - smallest**2 / 2
+    _check_finite_r_ill(d, norm**2, rank)
+    return 1 / d, _pair_less_mean(hessian, smallest, v.to(hessian.device), rank, divided, weight / d**2)
 
 
 def _pair_less_mean(h: Tensor, eigenvalue: float, v: Tensor, rank: int, divided: bool, weight: float) -> Tensor:
@@ -150,49 +138,12 @@ def scalar(value: Scalar, like: Tensor) -> Tensor:
     return like.new_full((), value if abs(value) <= torch.finfo(like.dtype).max else math.copysign(math.inf, value))
 
 
-@at_once
-def hessian_slope(features: Tensor, slope_of: Slope) -> Pending[tuple[Scalar, Tensor]]:
+def hessian_slope(features: Tensor, slope_of: Slope) -> tuple[Scalar, Tensor]:
     """R(H) and dR/dH [D, D] of H = F^T F by the smaller Gram of F [N, D], float64."""
     if len(features) < WIDE * features.shape[1]:
-        found = slope_of(gram(features.T), divided=True)
-        return found.then(lambda value, divided: (value, features.T @ divided @ features))
+        value, divided = slope_of(gram(features.T), divided=True)
+        return value, features.T @ divided @ features
     return slope_of(gram(features))
-
-
-# --- Of any matrix S (paper, Sec. 4.1) --------------------------------------------------------------------------------
-
-
-def r_well(s: Tensor, rank: int | None = None, power: float = math.inf) -> Tensor:
-    """R_well(S) = ||S||_2^2 / 2 - ||S||_F^2 / (2k), k = min(S.shape) (Eq. 3), with gradient sigma_1 u_1 v_1^T - S / k.
-
-    That gradient jumps where the largest singular values meet. A finite `power` p gives R_well,p(S) = M_p^2 / 2 -
-    M_2^2 / 2 with the power means M_p = (1/k sum_i sigma_i^p)^(1/p), i = 1..k = `rank`, and the gradient
-    U diag(M_p^(2-p) sigma^(p-1) / k - sigma / k) V^T.
-    """
-    u, sigma, vh = torch.linalg.svd(s.detach(), full_matrices=False)
-    k, slope = min(s.shape) if rank is None else rank, torch.zeros_like(sigma)
-    if power == math.inf:
-        mean = slope[0] = sigma[0]
-    else:
-        mean = sigma[0] * (sigma[:k] / sigma[0]).pow(power).mean() ** (1 / power)  # shares of 1: no power overflows
-        slope[:k] = mean * (sigma[:k] / mean).pow(power - 1) / k
-    gradient = u * (slope - sigma / k) @ vh
-    return with_gradients(mean**2 / 2 - sigma.square().sum() / (2 * k), {s: gradient})
-
-
-def r_ill(s: Tensor, rank: int | None = None) -> Tensor:
-    """R_ill(S) = 1 / (||S||_F^2 / (2k) - sigma_k^2 / 2), k = `rank` (default: the numerical rank of S) (Eq. 12).
-
-    Gradient (sigma_k u_k v_k^T - S / k) / denominator^2 (Eq. 13). Raises DegenerateSpectrum where all k singular values
-    agree.
-    """
-    u, sigma, vh = torch.linalg.svd(s.detach(), full_matrices=False)
-    k = (numerical_rank(sigma, tuple(s.shape)) or 1) if rank is None else rank
-    smallest, square = sigma[k - 1], sigma.square().sum()
-    d = square / (2 * k) - smallest**2 / 2
-    _check_finite_r_ill(d.item(), square.item(), k)
-    gradient = (smallest * torch.outer(u[:, k - 1], vh[k - 1]) - s.detach() / k) / d**2
-    return with_gradients(1 / d, {s: gradient})
 
 
 # --- Of features F, differentiated to F or to theta -------------------------------------------------------------------
@@ -242,18 +193,17 @@ class _HessianRegularizer(torch.autograd.Function):
         return (gradient, *[None] * 5) if theta is None else (None, gradient, *[None] * 4)
 
 
-def _of_features(features: Tensor, theta: Tensor | None, slope_of: Slope) -> Pending[Tensor]:
+def _of_features(features: Tensor, theta: Tensor | None, slope_of: Slope) -> Tensor:
     f = features.detach().double()
     # the Gram that takes fewer operations: behind theta, the one of the samples needs a product more
     wide = len(f) < f.shape[1] if theta is None else 2 * len(f) < f.shape[1]
     found = slope_of(gram(f.T if wide else f), divided=wide and theta is not None)
-    return found.then(partial(_HessianRegularizer.apply, features, theta, f, wide))
+    return _HessianRegularizer.apply(features, theta, f, wide, *found)
 
 
-@at_once
 def r_well_of_features(
     features: Tensor, theta: Tensor | None = None, rank: int | None = None, power: float = math.inf
-) -> Pending[Tensor]:
+) -> Tensor:
     """R_well,p(F^T F) for features F [N, D] of known rank k, by default D.
 
     Gradient to `features`; or, where `theta` [D_in, D] is given, the preconditioned gradient to theta,
@@ -263,8 +213,7 @@ def r_well_of_features(
     return _of_features(features, theta, partial(r_well_slope, rank=k, power=power))
 
 
-@at_once
-def r_ill_of_features(features: Tensor, rank: int, theta: Tensor | None = None) -> Pending[Tensor]:
+def r_ill_of_features(features: Tensor, rank: int, theta: Tensor | None = None) -> Tensor:
     """R_ill(F^T F) for features F [N, D] of known rank k; gradients as in `r_well_of_features`.
 
     `rank` may exceed the true rank, as in the released code, which takes k = D: sigma_k is then 0.
@@ -311,8 +260,7 @@ class _LogConditionNumber(torch.autograd.Function):
         return (2 * upstream * ((f @ v) * weights) @ v.T).to(ctx.dtype), None, None, None, None
 
 
-@at_once
-def log_condition_number(features: Tensor, rank: int, power: float = math.inf) -> Pending[Tensor]:
+def log_condition_number(features: Tensor, rank: int, power: float = math.inf) -> Tensor:
     """log kappa(F^T F) = 2 (log sigma_1 - log sigma_k), differentiable in `features` [N, D] of known rank k.
 
     d sigma_i / dF = u_i v_i^T, which exists where sigma_1 and sigma_k are simple. With a finite `power` p it is
@@ -320,18 +268,13 @@ def log_condition_number(features: Tensor, rank: int, power: float = math.inf) -
     by no more than (2/p) log k below it.
     """
     f = features.detach().double()
-
-    def finish(near: Tensor) -> Tensor:
-        value, slope, sigma, v = _log_condition_number(near, rank, power)
-        seen = slope.nonzero()[:, 0]
-        pairs = (part.to(f.device, non_blocking=True) for part in (v[:, seen], slope[seen] / sigma[seen] ** 2))
-        return _LogConditionNumber.apply(features, f, value, *pairs)
-
-    return Pending((_factor(f),), finish)
+    value, slope, sigma, v = _log_condition_number(_factor(f).cpu(), rank, power)
+    seen = slope.nonzero()[:, 0]
+    pairs = (part.to(f.device) for part in (v[:, seen], slope[seen] / sigma[seen] ** 2))
+    return _LogConditionNumber.apply(features, f, value, *pairs)
 
 
-@at_once
-def log_authors_condition_number(features: Tensor, theta: Tensor | None = None) -> Pending[Tensor]:
+def log_authors_condition_number(features: Tensor, theta: Tensor | None = None) -> Tensor:
     """log((lambda_1 + r) / (lambda_D + r)) of H = F^T F, r = 1e-6: the released code's kappa, also of a singular H.
 
     Gradients as in `r_well_of_features`. Features [N, D] with N < D have lambda_D = 0.
@@ -339,39 +282,29 @@ def log_authors_condition_number(features: Tensor, theta: Tensor | None = None) 
     return _of_features(features, theta, partial(_log_authors_slope, dim=features.shape[1]))
 
 
-def _log_authors_slope(
-    hessian: Tensor, dim: int, divided: bool = False, weight: float = 1.0
-) -> Pending[tuple[float, Tensor]]:
+def _log_authors_slope(hessian: Tensor, dim: int, divided: bool = False, weight: float = 1.0) -> tuple[float, Tensor]:
     """The value and `weight` dR/dH = v_1 v_1^T / (lambda_1 + r) - v_D v_D^T / (lambda_D + r), a Slope."""
-
-    def finish(near: Tensor) -> tuple[float, Tensor]:
-        _norm(near)
-        largest, v = extreme_eigenpair(near, -1)
-        v = v.to(hessian.device, non_blocking=True)
-        slope = torch.outer(v, v * (weight / (largest + AUTHORS_RIDGE) / (largest if divided else 1)))
-        smallest = 0.0
-        if dim == len(hessian):
-            smallest, u = extreme_eigenpair(near, -dim)
-            u = u.to(hessian.device, non_blocking=True)
-            if smallest > EPS * largest:  # a null direction is orthogonal to the features: its term is none
-                slope.sub_(torch.outer(u, u * (weight / (smallest + AUTHORS_RIDGE) / (smallest if divided else 1))))
-        return math.log((largest + AUTHORS_RIDGE) / (smallest + AUTHORS_RIDGE)), slope
-
-    return Pending((hessian,), finish)
+    near = hessian.cpu()
+    _norm(near)
+    largest, v = extreme_eigenpair(near, -1)
+    v = v.to(hessian.device)
+    slope = torch.outer(v, v * (weight / (largest + AUTHORS_RIDGE) / (largest if divided else 1)))
+    smallest = 0.0
+    if dim == len(hessian):
+        smallest, u = extreme_eigenpair(near, -dim)
+        u = u.to(hessian.device)
+        if smallest > EPS * largest:  # a null direction is orthogonal to the features: its term is none
+            slope.sub_(torch.outer(u, u * (weight / (smallest + AUTHORS_RIDGE) / (smallest if divided else 1))))
+    return math.log((largest + AUTHORS_RIDGE) / (smallest + AUTHORS_RIDGE)), slope
 
 
-@at_once
-def relative_log_condition_slope(features: Tensor, rank: int, power: float) -> Pending[tuple[Tensor, Tensor]]:
+def relative_log_condition_slope(features: Tensor, rank: int, power: float) -> tuple[Tensor, Tensor]:
     """`log_condition_number` and its relative gradient E [D, D]: features F (I + X) change it by <E, X>.
 
     E = 2 V diag(s) V^T with s_i the derivative in log sigma_i^2, at most 1. It does not grow as sigma_k vanishes, as
     the gradient in F does, and steps F <- F exp(-rate E) never meet the pole that log kappa has there. Both are on the
     device of the features.
     """
-
-    def finish(near: Tensor) -> tuple[Tensor, Tensor]:
-        found = _log_condition_number(near, rank, power)
-        value, slope, _, v = (part.to(features.device, non_blocking=True) for part in found)
-        return value, 2 * (v * slope) @ v.T
-
-    return Pending((_factor(features.double()),), finish)
+    found = _log_condition_number(_factor(features.double()).cpu(), rank, power)
+    value, slope, _, v = (part.to(features.device) for part in found)
+    return value, 2 * (v * slope) @ v.T

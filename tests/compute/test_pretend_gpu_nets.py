@@ -1,9 +1,7 @@
 """Runs of a small net on a pretended GPU: the results are the CPU's."""
 
-from statistics import median
-
 import pytest
-from helpers.both_devices import agree, run_on_both, waits_of_steps
+from helpers.both_devices import agree, run_on_both
 
 pytestmark = pytest.mark.trains
 
@@ -71,21 +69,3 @@ def test_attacks(tmp_path, cache):
     )
     agree(cpu, gpu)
     assert all(gpu.metrics[f"attack/{name}/final"] is not None for name in (*PROBES, *TUNING))
-
-
-WAITS = dict.fromkeys(("imma", "clamp", "ntl", "sophon", "encoderlock"), 0)
-WAITS |= dict.fromkeys(("condition_number", "r_ill_only", "opt_kappa", "learning_curve_net"), 1) | {"forget": 2}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", WAITS)
-def test_waits_a_step(tmp_path, cache, method):
-    """The median: epochs end in measures of all rows."""
-    options = [*SHORT, cache, f"method={method}", "method.batch_size=32", "method.epochs=2"]
-    assert median(waits_of_steps(options, tmp_path)) == WAITS[method]
-
-
-@pytest.mark.slow
-def test_batches_of_images_are_not_waited_for(tmp_path, folders):
-    options = ["dataset.cache_limit=0", f"dataset.cache={tmp_path / 'cache'}", "method.batch_size=4"]
-    assert median(waits_of_steps([*FOLDERS, *roots(folders), *options], tmp_path)) == WAITS["condition_number"]

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.both_devices import agree, run_on_both, waits_of_steps
+from helpers.both_devices import agree, run_on_both
 from helpers.houses import write_table
 from helpers.pretend_gpu import pretended_gpu
 from helpers.runs import resumed
@@ -107,33 +107,3 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     assert "RIR" in capsys.readouterr().out
     assert OmegaConf.load(tmp_path / "environment.json").device == "cuda:0"
     assert seen["to_cpu"]
-
-
-WAITS = {
-    "method=imma": 0,
-    "method=r_ill_only": 1,
-    "method=condition_number": 1,
-    "method=condition_number method.power=inf": 1,
-    "method=condition_number method.power=inf model.bias=true method.precondition=none": 1,
-    "method=condition_number method.batch_size=20": 1,
-    "method=condition_number method.precondition=ridge": 1,
-    "method=opt_kappa": 1,
-    "method=opt_kappa method.form=reciprocal_log": 1,
-    "method=opt_kappa method.form=log": 1,
-    "method=opt_kappa method.conditioning=authors": 1,
-    "method=learning_curve method.patience=null": 1,
-    "method=learning_curve method.patience=null method.centered=true": 1,
-    "method=learning_curve method.patience=null dataset.harmful=[3,5]": 1,
-    "method=released_condition_number method.batch_size=20": 1,
-    "method=released_condition_number method.batch_size=20 method.side=input": 1,
-    # exceptions, which docs/performance.md explains
-    "method=condition_number method.precondition=pinv": 3,
-    "method=condition_number dataset.harmful=[3,5]": 2,
-    "method=learning_curve method.patience=null method.max_condition=2": 3,
-}
-
-
-@pytest.mark.parametrize("options", WAITS)
-def test_waits_a_step(tmp_path, options):
-    """The loss is none of them: whether the training has diverged is seen where it is logged (docs/performance.md)."""
-    assert set(waits_of_steps([*SMALL, *options.split(), "method.epochs=4"], tmp_path)) == {WAITS[options]}

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from helpers.pretend_gpu import pretended_gpu
-from torch import Tensor
 
 from immunization import Result, run
-from immunization.training.divergence import Watch
 
 TOLERANCE = 1e-8
 """Relative; here and there the CPU takes routines that a GPU has not, which round otherwise (BLAS's syrk and trmm)."""
@@ -37,20 +33,3 @@ def run_on_both(overrides: Sequence[str], folder: Path) -> tuple[Result, Result,
         gpu = run([*overrides, "device=cuda"], folder / "gpu", quiet=True)
     assert seen["to_cpu"], "nothing was computed on the pretended GPU"
     return cpu, gpu, seen
-
-
-def waits_of_steps(overrides: Sequence[str], folder: Path) -> list[int]:
-    """How often Python waits for the pretended GPU from the loss of a step to the next, in a run that logs nothing.
-
-    The first step is left out: its loss is looked at, and weights are balanced.
-    """
-    counts, see = [], Watch.see
-    with pretended_gpu() as seen:
-
-        def counted(watch: Watch, loss: Tensor, look: bool) -> None:
-            counts.append(seen["waits"])
-            see(watch, loss, look)
-
-        with mock.patch.object(Watch, "see", counted):
-            run([*overrides, "device=cuda", "log_every=1000", "evaluation=[]"], folder, quiet=True)
-    return [after - before for before, after in pairwise(counts[1:])]

@@ -88,6 +88,21 @@ def test_condition_number_is_algorithm_1(mode, side, rank, rows, classes, compre
     assert_close(head, grad(lambda w: pair.primary.loss(primary.x @ theta @ w.T, primary.y))(omega))
 
 
+@pytest.mark.parametrize("power", [math.inf, 10])
+def test_the_step_of_large_models_is_that_of_autograd(power):
+    """Full batches of more than 256 features are differentiated by hand, rows without their root by autograd."""
+    pair = make_pair((300, 280), columns=260, classes=2)
+    model = Linear(pair, "random")
+    method = ConditionNumber(0.2, 0.5, epochs=1, power=power, balance=False)
+    method.setup(model, pair)
+    full = full_batches(pair)
+    by_hand, terms = method.step(model, *full), method.step(model, *(Batch(b.x, b.y, b.rank) for b in full))
+    assert_close(by_hand, terms)
+    for leaf in (model.extractor.theta, model.head.weight):
+        found, expected = (torch.autograd.grad(t["loss"], leaf, retain_graph=True)[0] for t in (by_hand, terms))
+        assert_close(found, expected, rtol=1e-6, atol=1e-9 * expected.abs().max().item())
+
+
 def test_label_smoothing_is_that_of_the_primary_loss():
     pair = make_pair(classes=3)
     model, method = Linear(pair, "random"), ConditionNumber(0.0, 0.0, epochs=1, smoothing=0.3, balance=False)

@@ -9,7 +9,6 @@ from torch.testing import assert_close
 from immunization.errors import DegenerateSpectrum
 from immunization.theory import regularizers
 from immunization.theory.preconditioning import preconditioned_product
-from immunization.theory.together import completed
 
 
 def each_regularizer(rank):
@@ -34,12 +33,6 @@ def test_cancelled_gradient_is_the_inverse_of_k_times_autograds(name, rows):
     assert_close(found, torch.linalg.solve(k, plain), rtol=1e-6, atol=1e-7 * found.abs().max().item())
 
 
-def product_of(*arguments, **options):
-    product, check = preconditioned_product(*arguments, **options)
-    completed(check)
-    return product
-
-
 @pytest.mark.parametrize("name", ["r_well", "r_ill"])
 @pytest.mark.parametrize("rows", [20, 4])
 def test_ridge_and_pseudo_inverse_of_a_regularizer(name, rows):
@@ -53,7 +46,7 @@ def test_ridge_and_pseudo_inverse_of_a_regularizer(name, rows):
         "pinv": torch.linalg.pinv(k, hermitian=True),
     }
     for mode, inverse in inverses.items():
-        (found,) = gradient(lambda t, m=mode: exact(product_of(x, t, m, ridge=0.3)), theta)
+        (found,) = gradient(lambda t, m=mode: exact(preconditioned_product(x, t, m, ridge=0.3)), theta)
         assert_close(found, inverse @ plain, rtol=1e-6, atol=1e-7 * found.abs().max().item())
 
 
@@ -62,11 +55,11 @@ def test_ridge_and_pseudo_inverse_of_a_regularizer(name, rows):
 def test_the_side_of_the_outputs_whatever_the_number_of_rows(rows, ridge):
     """The released code's grad K^-1: few rows take a shorter way, which gives the same."""
     x, theta, weights = gaussian(rows, 7, seed=1), gaussian(7, 7, seed=2), gaussian(rows, 7, seed=3)
-    (found,) = gradient(lambda t: (product_of(x, t, "ridge", ridge, "output") * weights).sum(), theta)
+    (found,) = gradient(lambda t: (preconditioned_product(x, t, "ridge", ridge, "output") * weights).sum(), theta)
     expected = x.T @ weights @ torch.linalg.inv(x.T @ x + ridge * torch.eye(7, dtype=x.dtype))
     assert_close(found, expected, rtol=1e-7, atol=1e-9 * expected.abs().max().item())
     with pytest.raises(DegenerateSpectrum, match=r"raise method\.ridge"):
-        gradient(lambda t: product_of(x[:2], t, "ridge", 1e-30, "output").sum(), theta)
+        gradient(lambda t: preconditioned_product(x[:2], t, "ridge", 1e-30, "output").sum(), theta)
 
 
 @pytest.mark.parametrize("name", ["r_well", "r_ill"])
@@ -75,7 +68,7 @@ def test_pseudo_inverse_projects_the_cancelled_gradient(name):
     x, theta = gaussian(4, 6, seed=1), gaussian(6, 6, seed=2)
     exact, _ = each_regularizer(4)[name]
     (cancelled,) = gradient(lambda t: exact(x @ t, t), theta)
-    (projected,) = gradient(lambda t: exact(product_of(x, t, "pinv")), theta)
+    (projected,) = gradient(lambda t: exact(preconditioned_product(x, t, "pinv")), theta)
     assert_close(projected, torch.linalg.pinv(x) @ x @ cancelled)
     assert_close(x @ projected, x @ cancelled)
 
@@ -94,7 +87,7 @@ def test_preconditioned_product_of_any_upstream(rows):
     }
     for (mode, side), gradient_expected in expected.items():
         leaf = theta.clone().requires_grad_()
-        product = product_of(x, leaf, mode, ridge=2.0, side=side)
+        product = preconditioned_product(x, leaf, mode, ridge=2.0, side=side)
         assert_close(product, x @ theta)
         product.backward(upstream)
         assert_close(leaf.grad, gradient_expected)
@@ -103,7 +96,7 @@ def test_preconditioned_product_of_any_upstream(rows):
 @pytest.mark.parametrize(("mode", "side"), [("cancelled", "input"), ("pinv", "output")])
 def test_preconditioners_that_do_not_exist_are_refused(mode, side):
     with pytest.raises(ValueError, match=mode if mode == "cancelled" else side):
-        product_of(gaussian(5, 3, seed=1), gaussian(3, 3, seed=2), mode, side=side)
+        preconditioned_product(gaussian(5, 3, seed=1), gaussian(3, 3, seed=2), mode, side=side)
 
 
 @pytest.mark.parametrize("rows", [20, 4], ids=["K", "push-through"])
@@ -111,4 +104,4 @@ def test_singular_k_without_ridge_is_named(rows):
     x = gaussian(rows, 2, seed=1) @ gaussian(2, 5, seed=2)
     theta = gaussian(5, 5, seed=3).requires_grad_()
     with pytest.raises(DegenerateSpectrum, match=r"K is singular and method\.ridge=0 too small"):
-        product_of(x, theta, "ridge", ridge=0.0)
+        preconditioned_product(x, theta, "ridge", ridge=0.0)

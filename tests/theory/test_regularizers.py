@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.autograd import gradient, log_kappa_by_autograd, r_ill_by_autograd, r_well_by_autograd
 from helpers.matrices import gaussian, orthonormal, seeds, spectra, with_spectrum
+from helpers.regularizers import r_ill, r_well
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
@@ -25,10 +26,10 @@ def test_gradients_against_finite_differences(shape):
     s = gaussian(*shape, seed=5).requires_grad_()
     rank = min(shape)
     for power in POWERS:
-        assert gradcheck(lambda x, p=power: regularizers.r_well(x, rank, p), s)
+        assert gradcheck(lambda x, p=power: r_well(x, rank, p), s)
         assert gradcheck(lambda x, p=power: regularizers.r_well_of_features(x, rank=rank, power=p), s)
         assert gradcheck(lambda x, p=power: regularizers.log_condition_number(x, rank, p), s)
-    assert gradcheck(regularizers.r_ill, s)
+    assert gradcheck(r_ill, s)
     assert gradcheck(regularizers.r_well_of_features, s)
     assert gradcheck(lambda x: regularizers.r_ill_of_features(x, rank), s)
 
@@ -39,14 +40,14 @@ def test_gradients_against_autograd(sigma, seed, shape):
     """General S and H = F^T F, full and deficient rank: the closed forms agree with autograd through svdvals."""
     s, k = with_spectrum(sigma, *shape, seed), len(sigma)
     pairs = [
-        (regularizers.r_well, r_well_by_autograd),
-        (lambda x: regularizers.r_ill(x, k), lambda x: r_ill_by_autograd(x, k)),
+        (r_well, r_well_by_autograd),
+        (lambda x: r_ill(x, k), lambda x: r_ill_by_autograd(x, k)),
         (regularizers.r_well_of_features, lambda x: r_well_by_autograd(x.T @ x)),
         (lambda x: regularizers.r_ill_of_features(x, k), lambda x: r_ill_by_autograd(x.T @ x, k)),
     ]
     for p in POWERS:
         pairs += [
-            (lambda x, p=p: regularizers.r_well(x, k, p), lambda x, p=p: r_well_by_autograd(x, k, p)),
+            (lambda x, p=p: r_well(x, k, p), lambda x, p=p: r_well_by_autograd(x, k, p)),
             (
                 lambda x, p=p: regularizers.r_well_of_features(x, rank=k, power=p),
                 lambda x, p=p: r_well_by_autograd(x.T @ x, k, p),
@@ -93,15 +94,15 @@ def test_a_triangular_root_is_multiplied_as_any_matrix(shape):
 
 def test_upstream_gradient_scales_the_regularizers():
     s = gaussian(7, 4, seed=2)
-    for function in (regularizers.r_well, regularizers.r_ill, regularizers.r_well_of_features):
+    for function in (r_well, r_ill, regularizers.r_well_of_features):
         (plain,), (tripled,) = gradient(function, s), gradient(lambda x, f=function: 3 * f(x), s)
         assert_close(tripled, 3 * plain)
 
 
 def test_rank_of_r_ill_is_found_where_it_is_not_given():
     s = with_spectrum(torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64), 8, 6, seed=0)
-    assert_close(regularizers.r_ill(s), regularizers.r_ill(s, 3))
-    assert_close(regularizers.r_ill(s).item(), 1 / (14 / 6 - 1 / 2))
+    assert_close(r_ill(s), r_ill(s, 3))
+    assert_close(r_ill(s).item(), 1 / (14 / 6 - 1 / 2))
 
 
 def test_features_keep_their_dtype():
@@ -139,7 +140,7 @@ def test_flat_spectrum_has_no_r_ill(columns):
     whitened = with_spectrum(torch.ones(columns, dtype=torch.float64), 2 * columns, columns, seed=columns)
     for flat in (torch.eye(columns, dtype=torch.float64), orthonormal(columns, columns, seed=0), whitened, whitened.T):
         with pytest.raises(DegenerateSpectrum, match="R_ill is infinite"):
-            regularizers.r_ill(flat)
+            r_ill(flat)
         with pytest.raises(DegenerateSpectrum, match="R_ill is infinite"):
             regularizers.r_ill_of_features(1e-3 * flat, columns)
 
@@ -153,7 +154,7 @@ def test_nearly_flat_spectrum_is_not_refused():
 def test_r_ill_of_zero_and_of_rank_one():
     for s in (torch.zeros(4, 3, dtype=torch.float64), torch.ones(4, 3, dtype=torch.float64)):
         with pytest.raises(DegenerateSpectrum):
-            regularizers.r_ill(s)
+            r_ill(s)
 
 
 def test_log_condition_number_needs_its_rank():
@@ -165,7 +166,7 @@ def test_log_condition_number_needs_its_rank():
 
 def test_zero_features_have_no_r_ill():
     zero = torch.zeros(5, 3, dtype=torch.float64)
-    for function in (regularizers.r_ill, lambda f: regularizers.r_ill_of_features(f, 3)):
+    for function in (r_ill, lambda f: regularizers.r_ill_of_features(f, 3)):
         with pytest.raises(DegenerateSpectrum, match="rank 0"):
             function(zero)
 

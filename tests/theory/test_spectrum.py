@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.matrices import gaussian, orthonormal, seeds, spectra, with_spectrum
+from helpers.regularizers import r_ill, r_well
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
@@ -191,8 +192,8 @@ def test_non_finite_features_have_no_spectrum(value):
     with pytest.raises(DegenerateSpectrum, match="NaN or infinite"):
         spectrum.condition_number(features)
     functions = (
-        regularizers.r_well,
-        lambda x: regularizers.r_ill(x, 3),
+        r_well,
+        lambda x: r_ill(x, 3),
         regularizers.r_well_of_features,
         lambda x: regularizers.r_ill_of_features(x, 3),
         lambda x: regularizers.r_ill_of_features(x, 7),

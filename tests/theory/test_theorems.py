@@ -9,12 +9,13 @@ import math
 import pytest
 import torch
 from helpers.matrices import gaussian, orthonormal, seeds, spectra, with_spectrum
+from helpers.regularizers import r_ill, r_well
 from helpers.spectra import ceiling, denominator_of, kappa, random_fractions, random_spectra, ratio, tensor
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from immunization.theory import regularizers, spectrum
+from immunization.theory import spectrum
 
 quick = settings(max_examples=30)
 fraction = st.floats(0.01, 1.0)  # of the largest admissible step
@@ -80,7 +81,7 @@ def test_aligned_singular_vectors_can_be_immunized():
 @given(sigma=spectra(), seed=seeds)
 def test_theorem_a1_1_and_2(sigma, seed):
     """(1) R_well(S) >= 0, and 0 only at kappa = 1. (2) log kappa(S) <= p R_well(S) / sigma_p^2 at full rank."""
-    value = regularizers.r_well(with_spectrum(sigma, 10, len(sigma), seed)).item()
+    value = r_well(with_spectrum(sigma, 10, len(sigma), seed)).item()
     assert value > 0
     assert math.log(sigma[0] / sigma[-1]) <= len(sigma) * value / sigma[-1].item() ** 2 * (1 + 1e-9)
 
@@ -89,8 +90,8 @@ def test_theorem_a1_1_and_2(sigma, seed):
 @given(scale=st.floats(1e-3, 1e3), size=st.integers(1, 8), seed=seeds)
 def test_theorem_a1_1_at_kappa_one(scale, size, seed):
     """Full rank is needed: diag(1, 0), whose kappa by the pseudo-inverse is 1, has R_well = 1/4."""
-    assert regularizers.r_well(torch.diag(tensor(1.0, 0.0))).item() == 0.25
-    assert regularizers.r_well(scale * orthonormal(9, size, seed)).item() == pytest.approx(0, abs=1e-14 * scale**2)
+    assert r_well(torch.diag(tensor(1.0, 0.0))).item() == 0.25
+    assert r_well(scale * orthonormal(9, size, seed)).item() == pytest.approx(0, abs=1e-14 * scale**2)
 
 
 def after_descent(function, s, eta):
@@ -118,7 +119,7 @@ def test_theorem_a1_3_and_4(sigma, share, seed):
     """(3) With sigma_1 simple the gradient is sigma_1 u_1 v_1^T - S/p: descent moves singular values only,
     sigma_1 (1 - eta (1 - 1/p)) and sigma_i (1 + eta/p). (4) It lowers kappa for every step up to `a1_bound`."""
     p, eta = len(sigma), share * a1_bound(sigma).item()
-    moved = after_descent(regularizers.r_well, with_spectrum(sigma, 10, p, seed), eta)
+    moved = after_descent(r_well, with_spectrum(sigma, 10, p, seed), eta)
     expected = torch.cat([sigma[:1] * (1 - eta * (1 - 1 / p)), sigma[1:] * (1 + eta / p)])
     assert_close(torch.linalg.svdvals(moved), expected.sort(descending=True).values, rtol=1e-8, atol=1e-10)
     assert ratio(expected) < ratio(sigma)
@@ -130,7 +131,7 @@ def test_theorem_a1_4_on_many_spectra(size):
     assert (a1_bound(sigma) >= 1 - sigma[:, 1] / sigma[:, 0] - 1e-12).all()
     eta = (random_fractions(size) * a1_bound(sigma))[:, None]
     moved = torch.cat([sigma[:, :1] * (1 - eta * (1 - 1 / size)), sigma[:, 1:] * (1 + eta / size)], dim=1)
-    assert_is_the_step(regularizers.r_well, sigma, eta, moved)
+    assert_is_the_step(r_well, sigma, eta, moved)
     distinct = a1_bound(sigma) > 1e-9
     assert (ratio(moved) < ratio(sigma))[distinct].all()
 
@@ -148,15 +149,15 @@ def test_power_means_are_ordered_and_vanish_at_kappa_one(sigma, seed, p, factor)
     """0 <= R_p <= R_q <= R_inf <= R_p + (1 - k^(-2/p)) sigma_1^2 / 2 over the same k = rank; 0 where all agree."""
     k = len(sigma)
     s = with_spectrum(sigma, k + 3, k + 1, seed)
-    lower, higher, limit = (regularizers.r_well(s, k, q).item() for q in (p, p * factor, math.inf))
+    lower, higher, limit = (r_well(s, k, q).item() for q in (p, p * factor, math.inf))
     top = sigma.max().item() ** 2
     assert -1e-12 * top <= lower <= higher + 1e-12 * top
     assert higher <= limit + 1e-12 * top
     assert limit - lower <= (1 - k ** (-2 / p)) * top / 2 + 1e-12 * top
     assert lower == pytest.approx((power_mean(sigma, p) ** 2 / 2 - sigma.square().mean() / 2).item(), abs=1e-12 * top)
     flat = with_spectrum(torch.full_like(sigma, 3.0), k + 3, k + 1, seed)
-    assert regularizers.r_well(flat, k, p).item() == pytest.approx(0, abs=1e-12)
-    assert regularizers.r_well(s, k, 2).item() == pytest.approx(0, abs=1e-12 * top)
+    assert r_well(flat, k, p).item() == pytest.approx(0, abs=1e-12)
+    assert r_well(s, k, 2).item() == pytest.approx(0, abs=1e-12 * top)
 
 
 @quick
@@ -164,7 +165,7 @@ def test_power_means_are_ordered_and_vanish_at_kappa_one(sigma, seed, p, factor)
 def test_a_small_power_mean_certifies_a_small_kappa(sigma, seed, p):
     """log kappa(S) <= sqrt(2 k R_p) sigma_1 / sigma_k^2."""
     k = len(sigma)
-    value = regularizers.r_well(with_spectrum(sigma, k + 2, k, seed), k, p).clamp(min=0)
+    value = r_well(with_spectrum(sigma, k + 2, k, seed), k, p).clamp(min=0)
     rounding = 1e-7 * sigma.max() ** 2 / sigma.min() ** 2  # of the difference of two squares, under a root
     bound = (2 * k * value).sqrt() * sigma.max() / sigma.min() ** 2 + rounding
     assert math.log(sigma.max() / sigma.min()) <= bound
@@ -179,7 +180,7 @@ def test_steps_on_power_means_lower_kappa(sigma, seed, p, share):
     slope = (mean * (sigma / mean).pow(p - 1) - sigma) / k
     assert slope[0] > 0 > slope[-1]
     s = with_spectrum(sigma, k + 2, k, seed).requires_grad_()
-    (gradient,) = torch.autograd.grad(regularizers.r_well(s, k, p), s)
+    (gradient,) = torch.autograd.grad(r_well(s, k, p), s)
     gaps, speeds = sigma[:-1] - sigma[1:], slope[:-1] - slope[1:]
     closing = speeds > 0
     eta = share * (gaps[closing] / speeds[closing]).min().item() if closing.any() else share
@@ -192,11 +193,11 @@ def test_theorem_4_1_1_is_false():
     """It says that R_ill = 0 iff kappa is infinite. But diag(1, e) has R_ill -> 4 as e -> 0 and kappa -> infinity, and
     R_ill(c diag(2, 1)) -> 0 at kappa = 2 as c grows: R_ill can be lowered by inflating the features alone."""
     for e in (1e-2, 1e-4, 1e-8):
-        assert regularizers.r_ill(torch.diag(tensor(1.0, e)), rank=2).item() == pytest.approx(4, rel=2 * e**2 + 1e-12)
-    base = regularizers.r_ill(torch.diag(tensor(2.0, 1.0))).item()
+        assert r_ill(torch.diag(tensor(1.0, e)), rank=2).item() == pytest.approx(4, rel=2 * e**2 + 1e-12)
+    base = r_ill(torch.diag(tensor(2.0, 1.0))).item()
     for c in (1e2, 1e4, 1e6):
         inflated = c * torch.diag(tensor(2.0, 1.0))
-        assert regularizers.r_ill(inflated).item() == pytest.approx(base / c**2)
+        assert r_ill(inflated).item() == pytest.approx(base / c**2)
         assert spectrum.condition_number(inflated) == pytest.approx(4)  # of F^T F: kappa(S) = 2
 
 
@@ -205,7 +206,7 @@ def test_theorem_4_1_1_is_false():
 def test_theorem_4_1_1_corrected(sigma, seed):
     """2k/(k-1) <= sigma_1^2 (1 - kappa^-2) R_ill <= 2k: R_ill tends to 0 only as sigma_1 tends to infinity."""
     k = len(sigma)
-    value = regularizers.r_ill(with_spectrum(sigma, 10, 9, seed), rank=k).item()
+    value = r_ill(with_spectrum(sigma, 10, 9, seed), rank=k).item()
     scaled = value * sigma[0].item() ** 2 * (1 - (sigma[-1] / sigma[0]).item() ** 2)
     assert 2 * k / (k - 1) * (1 - 1e-8) <= scaled <= 2 * k * (1 + 1e-8)
 
@@ -214,7 +215,7 @@ def test_theorem_4_1_1_corrected(sigma, seed):
 @given(sigma=spectra(), seed=seeds)
 def test_theorem_4_1_2(sigma, seed):
     """1 / log kappa <= sigma_1^2 R_ill holds, and certifies no kappa above e^(1/2), however large kappa is."""
-    bound = 1 / (sigma[0].item() ** 2 * regularizers.r_ill(with_spectrum(sigma, 10, 9, seed), rank=len(sigma)).item())
+    bound = 1 / (sigma[0].item() ** 2 * r_ill(with_spectrum(sigma, 10, 9, seed), rank=len(sigma)).item())
     assert bound * (1 - 1e-8) <= math.log(sigma[0] / sigma[-1])
     assert bound <= 0.5
 
@@ -224,7 +225,7 @@ def test_theorem_4_1_2_on_many_spectra(size):
     sigma = random_spectra(size)
     bound = denominator_of(sigma) / sigma[:, 0] ** 2
     for row, expected in zip(sigma[::5000], bound[::5000], strict=True):
-        assert_close(1 / (row[0] ** 2 * regularizers.r_ill(torch.diag(row), rank=size)), expected, rtol=1e-7, atol=0)
+        assert_close(1 / (row[0] ** 2 * r_ill(torch.diag(row), rank=size)), expected, rtol=1e-7, atol=0)
     assert (bound <= (sigma[:, 0] / sigma[:, -1]).log() * (1 + 1e-9)).all()
     assert (bound <= 0.5).all()
 
@@ -235,9 +236,9 @@ def test_theorem_4_1_3_and_4(sigma, share, seed):
     """(3) Eq. 13: descent moves singular values only, sigma_k (1 - eta c (1 - 1/k)) and sigma_i (1 + eta c / k) with
     c = R_ill^2. (4) It raises kappa for every step below k / ((k - 1) c)."""
     k, s = len(sigma), with_spectrum(sigma, 10, 9, seed)
-    c = regularizers.r_ill(s, rank=k).item() ** 2
+    c = r_ill(s, rank=k).item() ** 2
     x = share * k / (k - 1)  # eta c
-    moved = after_descent(lambda m: regularizers.r_ill(m, rank=k), s, x / c)
+    moved = after_descent(lambda m: r_ill(m, rank=k), s, x / c)
     expected = torch.cat([sigma[:-1] * (1 + x / k), sigma[-1:] * (1 - x * (1 - 1 / k))])
     assert_close(torch.linalg.svdvals(moved)[:k], expected, rtol=1e-8, atol=1e-9 * sigma[0].item())
     assert ratio(expected) > ratio(sigma)
@@ -248,5 +249,5 @@ def test_theorem_4_1_4_on_many_spectra(size):
     sigma, x = random_spectra(size), (random_fractions(size) * size / (size - 1))[:, None]
     moved = torch.cat([sigma[:, :-1] * (1 + x / size), sigma[:, -1:] * (1 - x * (1 - 1 / size))], dim=1)
     eta = x * denominator_of(sigma)[:, None] ** 2
-    assert_is_the_step(lambda s: regularizers.r_ill(s, rank=size), sigma, eta, moved)
+    assert_is_the_step(lambda s: r_ill(s, rank=size), sigma, eta, moved)
     assert (ratio(moved) > ratio(sigma)).all()
