@@ -72,6 +72,9 @@ def test_mistakes_are_named(net):
         immunization.immunize(net, loader(4, 0), [])
     with pytest.raises(DataError, match="harmful_loader holds one class alone"):
         immunization.immunize(net, loader(4, 0), loader(1, 0))
+    for function in (immunization.immunize, immunization.audit):
+        with pytest.raises(ConfigError, match=r"seed must be an integer of at least 0 and below 2\^32, not 4294967296"):
+            function(net, loader(4, 0), loader(3, 1), seed=2**32)
 
 
 @pytest.mark.parametrize("method", ["identity", "closed_form"])
