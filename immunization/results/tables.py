@@ -17,7 +17,7 @@ from rich.text import Text
 
 from immunization.results.collect import Run
 from immunization.results.formatting import MEASURES, NONE, number, roles_in
-from immunization.results.seed_statistics import rank_correlation, ties
+from immunization.results.seed_statistics import ENOUGH, rank_correlation, ties
 from immunization.results.settings import KEEPS, RATIOS, Setting, best, by_authors, correlations, in_convention
 
 if TYPE_CHECKING:
@@ -248,16 +248,15 @@ def _successes(setting: Setting, tests: Mapping[str, Callable[[float], bool]]) -
 
 
 def _strong(group: Sequence[Setting], metric: str) -> set[Setting]:
-    """The best of a column, and those that do not differ significantly from it."""
-    values = {setting: setting.values(metric) for setting in group}
-    means = {setting: setting.summary(metric).mean for setting in group if values[setting]}
-    if len(means) < 2:
+    """The best of a column, and those that paired tests do not tell from it."""
+    values = {setting: setting.values(metric) for setting in group if setting.values(metric)}
+    if len(values) < 2:
         return set()
-    top = (min if metric.endswith("ratio_primary") else max)(means, key=means.__getitem__)
-    return ties({setting: values[setting] for setting in means}, top)
+    largest = not metric.endswith("ratio_primary")
+    return ties(values, sorted(values, key=lambda setting: setting.summary(metric).mean, reverse=largest))
 
 
-def _spread(setting: Setting, metric: str, strong: bool) -> Cell:
+def _spread(setting: Setting, metric: str, strong: bool = False) -> Cell:
     summary = setting.summary(metric)
     if not summary.n:
         return Cell(NONE)
@@ -266,10 +265,12 @@ def _spread(setting: Setting, metric: str, strong: bool) -> Cell:
 
 
 def _interval(setting: Setting, metric: str) -> Cell:
+    """Of a ratio, which is never below 0."""
     summary = setting.summary(metric)
     if math.isnan(summary.low):
         return Cell(NONE)
-    return Cell(f"{number(summary.low)} to {number(summary.high)}", summary.low)
+    low = max(summary.low, 0.0)
+    return Cell(f"{number(low)} to {number(summary.high)}", low)
 
 
 def _median(setting: Setting, metric: str) -> Cell:
@@ -321,9 +322,9 @@ def _conventions(winner: Setting | None, objective: str, pairs: bool, authors: b
         f"(i), (ii): κ of the harmful and of the primary Hessian over the baseline's; RIR = (i) / (ii); {convention}.",
         "Mean ± standard deviation over seeds"
         + (" of the mean over pairs" if pairs else "")
-        + ", and its 95 % bootstrap interval; steps ratios, R² and the RIR of the other κ are medians over all runs.",
-        "Bold: the best mean of a column, and the means that a paired t-test (logarithms of the same seeds and pairs, "
-        "Holm, 5 %) does not tell from it; the baseline identity stands outside.",
+        + ", and Student's 95 % interval of it; steps ratios, R² and the RIR of the other κ are medians over all runs.",
+        f"Bold: the best mean of a column; from {ENOUGH} seeds on, also the next ones down to the first that a paired "
+        "t-test (logarithms of the same seeds and pairs, Holm, 5 %) tells from it. The baseline identity is left out.",
         "Steps ratio: steps of a gradient descent probe with the immunized extractor over those with the baseline. "
         "RIR sees the spectrum alone; this is what an attacker meets.",
     ]
