@@ -145,9 +145,13 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
 
 def evaluate(config: DictConfig, comparison: Comparison) -> Measures:
     """Every evaluation of the configuration; the baseline of a linear model is the raw inputs (Eq. 15)."""
-    measures = Measures()
+    measures, own = Measures(), []
     for name in config.get("evaluation") or ():
-        measures.merge(build(config, f"evaluation.{name}")(comparison))
+        found = build(config, f"evaluation.{name}")(comparison)
+        measures.merge(found)
+        own += [] if config.evaluation[name]._target_.startswith("immunization.") else found.metrics
+    if own:
+        measures.about["own_measures"] = own
     return measures
 
 

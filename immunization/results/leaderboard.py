@@ -19,7 +19,7 @@ from immunization.results.collect import Collection
 from immunization.results.formatting import NONE, number
 from immunization.results.leaderboard_figure import Point, resistance
 from immunization.results.leaderboard_rows import Row, median, scratch_ratio
-from immunization.results.page import Section, show_left_out
+from immunization.results.page import Section, number_settings, show_left_out
 from immunization.results.settings import Setting
 from immunization.results.tables import Cell, Table
 from immunization.runs import strict_json
@@ -148,9 +148,14 @@ def record(row: Row) -> dict[str, Any]:
 
 def show(collection: Collection, parts: Sequence[Section], console: Console) -> None:
     """Print the tables with some of their columns, and what was left out."""
-    for made in (made for part in parts for made in part.tables):
-        console.print()
-        console.print(made.rich(SCREEN))
+    shown = dict.fromkeys(name for part in parts for made in part.tables for name in made.header if name in SCREEN)
+    for part in parts:
+        names = number_settings(part.group, console)
+        for made in part.tables:
+            console.print()
+            console.print(made.only(SCREEN).renamed(names))
+    legend = (NOTES[name] for name in shown if name in NOTES)
+    console.print("", *legend, sep="\n", markup=False, highlight=False)
     show_left_out(collection, console)
 
 

@@ -178,6 +178,48 @@ def test_the_sweep_summary_prints_and_writes(folder, capsys):
     assert (folder / "results.csv").exists()
 
 
+def grid(folder, **arguments) -> None:
+    """Two methods, one of them with three settings."""
+    for i in range(3):
+        make_run(folder / str(i), lambdas=(1e-3, 10.0**i), rir=10.0 + i, **arguments)
+    make_run(folder / "3", "opt_kappa", **arguments)
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_terminal_has_whole_numbers_settings_on_lines_of_their_own_and_a_legend(
+    tmp_path, capsys, monkeypatch, width
+):
+    monkeypatch.setenv("COLUMNS", str(width))
+    for seed in range(3):
+        grid(tmp_path / str(seed), seed=seed, measures={"steps_ratio/harmful": 1680.0 * 3**seed})
+    collection = collect([tmp_path])
+    show(collection, sections(collection, "rir", figures=False), "rir")
+    lines = capsys.readouterr().out.splitlines()
+    assert 60 < max(map(len, lines)) <= width
+    for i in range(3):
+        assert f"{i + 2} condition_number lambda_H={10**i}" in lines
+    assert any(line.split()[:3] == ["1", "opt_kappa", "3"] for line in lines)
+    assert any(line.startswith("4 condition_number ★ ") and line.endswith(" 5,040  ") for line in lines)
+    text = " ".join(line.strip() for line in lines)
+    assert "(i), (ii): κ of the harmful and of the primary Hessian over the baseline's; RIR = (i) / (ii)" in text
+    assert "both: of the first two" in text
+
+
+def test_the_objective_and_measures_of_ones_own_are_in_the_table(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for seed in range(2):
+        measures = {"mine/score": 0.25 + seed / 2, "test/rir": 123.0 + 2 * seed, "mine/other": 77.0}
+        grid(tmp_path / str(seed), seed=seed, measures=measures, about={"own_measures": ["mine/score"]})
+    collection = collect([tmp_path])
+    made = sections(collection, "test/rir", figures=False)
+    show(collection, made, "test/rir")
+    printed = capsys.readouterr().out
+    assert "124 ± 1.4" in printed
+    assert "0.5 ± 0.35" in printed
+    assert "77" not in printed
+    assert {"test/rir", "mine/score"} <= set(made[0].tables[0].header)
+
+
 def test_documents_hold_no_places_of_this_machine(folder):
     collection = collect([folder])
     for run in collection.runs:
