@@ -20,6 +20,7 @@ from immunization.results.formatting import NONE, number
 from immunization.results.leaderboard_figure import Point, resistance
 from immunization.results.leaderboard_rows import Row, median, scratch_ratio
 from immunization.results.page import Section, number_settings, show_left_out
+from immunization.results.plot import looks
 from immunization.results.settings import Setting
 from immunization.results.tables import Cell, Table
 from immunization.runs import strict_json
@@ -63,8 +64,9 @@ def sections(tracks: Iterable[Sequence[Row]]) -> list[Section]:
         if apart:
             reasons = [f"{row.setting.label}: {row.apart}." for row in apart]
             tables.append(table(apart, f"{name}_apart", f"{title}{APART}", reasons))
+        look = looks([row.setting for row in rows])
         points = [
-            Point(row.setting.label, price, cost)
+            Point(row.setting.label, price, cost, look[row.setting])
             for row in together
             if (price := row.price) is not None and (cost := row.cost()) is not None
         ]

@@ -11,10 +11,10 @@ from immunization.results.seed_statistics import ROUNDING, Summary, summarize
 
 METHODS = (
     *("identity", "r_ill_only", "imma", "opt_kappa", "condition_number", "closed_form", "learning_curve"),
-    "released_condition_number",
+    *("released_condition_number", "clamp", "encoderlock", "forget", "learning_curve_net", "ntl", "sophon"),
+    "unmodified",
 )
-"""The order of rows: the baseline, the paper's methods as in its tables, ours, then any other by name."""
-
+"""The order of rows and colors: the baseline, the paper's methods as in its tables, the others; then any by name."""
 
 RATIOS = {"ratio_harmful": "(i)", "ratio_primary": "(ii)", "rir": "RIR"}
 

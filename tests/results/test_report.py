@@ -3,6 +3,7 @@
 import re
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 from helpers.made_runs import METHODS, make_run
 
@@ -134,6 +135,39 @@ def test_what_is_marked_best_is_best(tmp_path, cases, marked, capsys):
     show(collection, made, "rir")
     assert ("★" in capsys.readouterr().out) == marked
     assert ("No setting is circled" in plot.caption) != marked
+
+
+def pareto(folder, accuracies=(0.9, 0.9, 0.9), steps=(1.0, 1.0, 1.0), rirs=(10.0, 100.0, 1000.0)):
+    """The figure of three settings, held out .95 with the baseline; None where there is none."""
+    for i, (accuracy, step, rir) in enumerate(zip(accuracies, steps, rirs, strict=True)):
+        measures = {"primary/accuracy": accuracy, "steps_ratio/primary": step}
+        make_run(folder / str(i), lambdas=(1.0, 10.0**i), rir=rir, measures=measures)
+    (group,) = settings(collect([folder]))
+    return next((plot for plot in draw(group, "x", kinds=("pareto",))), None)
+
+
+@pytest.mark.parametrize(
+    ("varied", "x"),
+    [
+        ({"accuracies": (0.95, 0.85, 0.75)}, [0.0, 0.1, 0.2]),
+        ({"steps": (0.5, 2.0, 8.0)}, [0.5, 2.0, 8.0]),
+        ({"accuracies": (0.95, 0.949, 0.948), "steps": (0.5, 2.0, 8.0)}, [0.5, 2.0, 8.0]),  # too close to tell
+    ],
+    ids=["loss", "steps", "both"],
+)
+def test_up_and_left_is_better_in_the_figure_of_what_is_traded(tmp_path, varied, x):
+    plot = pareto(tmp_path, **varied)
+    (ax,) = plot.figure.axes
+    points = {line.get_label(): line.get_xydata()[0] for line in ax.lines if line.get_label().startswith("lambda")}
+    assert np.array(list(points.values())) == pytest.approx(np.array([x, [10.0, 100.0, 1000.0]]).T)
+    assert ax.get_xlim()[0] < ax.get_xlim()[1]
+    assert ax.get_ylim()[0] < ax.get_ylim()[1]
+    assert "up and left is better" in plot.caption
+
+
+@pytest.mark.parametrize("varied", [{}, {"accuracies": (0.9, 0.8, 0.7), "rirs": (10.0, 10.0, 10.0)}], ids=["x", "y"])
+def test_where_one_axis_does_not_vary_there_is_no_figure(tmp_path, varied):
+    assert pareto(tmp_path, **varied) is None
 
 
 def test_what_slowing_the_harmful_task_costs_a_benign_one(tmp_path):
