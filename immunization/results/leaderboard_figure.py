@@ -34,15 +34,8 @@ def resistance(points: Sequence[Point], name: str, title: str) -> Plot:
         ranked = sorted(points, key=lambda point: (min(point.cost, top), -point.price))
         for rank, point in enumerate(ranked):
             y, color = min(point.cost, top), point.look.color
-            ax.plot(
-                [point.price],
-                [y],
-                point.look.marker,
-                color=color,
-                markersize=8,
-                markeredgecolor=INK,
-                markeredgewidth=0.6,
-            )
+            edge = {"markeredgecolor": INK, "markeredgewidth": 0.6}
+            ax.plot([point.price], [y], point.look.marker, color=color, markersize=8, **edge)
             share = (rank + 0.5) / len(ranked)
             arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.8, "shrinkB": 4, "relpos": (0, 0.5)}
             ax.annotate(
