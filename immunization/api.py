@@ -14,6 +14,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
+from immunization.checks import Seed, check_value
 from immunization.compute import machine
 from immunization.config import build, compose
 from immunization.data.images import ImagePair
@@ -72,6 +73,7 @@ def immunize(
     Both loaders are read once, and what enters the trained part is kept in memory; with `augmented=True` they are read
     in every epoch instead. Labels of `primary_loader` are outputs of the model. Raises ConfigError, DataError.
     """
+    check_value("seed", seed, Seed)
     torch.manual_seed(seed)
     config = _configured(method, scheduler, options)
     solver: Method = build(config, "method")
@@ -142,6 +144,7 @@ def audit(
     from immunization.attacks import Victim, run_attacks  # these load what none of the others needs
     from immunization.runner import chosen, evaluate
 
+    check_value("seed", seed, Seed)
     torch.manual_seed(seed)
     overrides = [] if attacks is None else [f"attack=[{','.join(attacks)}]"]
     config = compose(["experiment=audit", "tracker=none", *overrides])

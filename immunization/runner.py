@@ -145,9 +145,13 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
 
 def evaluate(evaluations: Mapping[str, Evaluation], comparison: Comparison) -> Measures:
     """What all evaluations measure; the baseline of a linear model is the raw inputs (Eq. 15)."""
-    measures = Measures()
+    measures, own = Measures(), []
     for evaluation in evaluations.values():
-        measures.merge(evaluation(comparison))
+        found = evaluation(comparison)
+        measures.merge(found)
+        own += [] if type(evaluation).__module__.startswith("immunization.") else found.metrics
+    if own:
+        measures.about["own_measures"] = own
     return measures
 
 

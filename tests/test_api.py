@@ -77,6 +77,9 @@ def test_mistakes_are_named(net):
     both = loader(4, 0)
     with pytest.raises(ConfigError, match="primary_loader and harmful_loader are the same"):
         immunization.immunize(net, both, both)
+    for function in (immunization.immunize, immunization.audit):
+        with pytest.raises(ConfigError, match=r"seed must be an integer of at least 0 and below 2\^32, not 4294967296"):
+            function(net, loader(4, 0), loader(3, 1), seed=2**32)
 
 
 @pytest.mark.parametrize("method", ["identity", "closed_form"])

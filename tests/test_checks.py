@@ -33,7 +33,7 @@ def build(
     [
         {"epochs": 0, "rates": [0, 0.5], "mode": "log", "rows": None},
         {"epochs": 2, "rates": OmegaConf.create([1, 2.0]), "rows": 1, "scale": 1e-9, "share": 1, "smoothing": 0},
-        {"epochs": 2, "power": math.inf, "seed": 2**63 - 1},
+        {"epochs": 2, "power": math.inf, "seed": 2**32 - 1},
         {"epochs": 2, "power": 64.0},
     ],
 )
@@ -61,7 +61,7 @@ def test_what_is_in_range_passes(arguments):
             {"power": math.nan},
             "method.power must be an even number from 2 to 64 (larger ones underflow), or inf, not nan",
         ),
-        ({"seed": 2**63}, f"method.seed must be an integer of at least 0 and below 2^63, not {2**63}"),
+        ({"seed": 2**32}, f"method.seed must be an integer of at least 0 and below 2^32, not {2**32}"),
     ],
 )
 def test_what_is_not_is_named_with_its_key_and_range(arguments, message):

@@ -237,6 +237,7 @@ def test_the_debug_group_makes_any_run_small(tmp_path, no_figures):
         ("dtype=float16", "dtype must be one of float64, float32, not 'float16'"),
         ("seed=-1", "seed must be an integer of at least 0"),
         ("seed=1.5", "seed must be an integer of at least 0"),
+        ("seed=4294967296", "seed must be an integer of at least 0 and below 2^32, not 4294967296"),
         ("threads=0", "threads must be an integer of at least 1, or null"),
         ("log_every=0", "log_every must be an integer of at least 1, or null"),
         ("tags=text", "tags must be a list"),

@@ -8,8 +8,10 @@ import pytest
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
+from immunization.checks import check_arguments
 from immunization.config import CONF, compose
 from immunization.data.image_folders import open_task
+from immunization.errors import ConfigError
 
 COMPONENTS = ("attack", "dataset", "evaluation", "method", "model", "tracker")  # those of torch have torch's defaults
 LISTS = ("attack", "evaluation")  # groups of which a run takes several options
@@ -56,3 +58,15 @@ def test_yaml_and_constructor_have_the_same_defaults(target, monkeypatch):
             written, _ = found["dataset/image_folders"].pop(role)
             assert written == {name: keys[name].default for name in written}
     assert {} in found.values(), found
+
+
+def test_no_component_takes_a_seed_that_repeats_another():
+    """Torch reads 32 bits of it: 2^32 would be 0 once more."""
+    built = {target: get_object(target) for target in options()}
+    seeds = [(target, key) for target, made in built.items() for key in inspect.signature(made).parameters]
+    seeds = [(target, key) for target, key in seeds if key.endswith("seed")]
+    assert len({target.split(".")[1] for target, _ in seeds}) == 3  # data, attacks, evaluations
+    for target, key in seeds:
+        check_arguments(built[target], {key: 2**32 - 1}, "group")
+        with pytest.raises(ConfigError, match=rf"group\.{key} must be an integer of at least 0 and below 2\^32"):
+            check_arguments(built[target], {key: 2**32}, "group")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from immunization.attacks.victim import Precision, Stage, Victim
-from immunization.checks import AtLeastOne, checked
+from immunization.checks import AtLeastOne, Seed, checked
 from immunization.data.task import Task
 from immunization.errors import ConfigError
 
@@ -71,7 +71,7 @@ class Attack:
         settings: Sequence[float],
         samples: AtLeastOne | None = None,
         precision: Precision | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
     ) -> None:
         settings = sorted(settings)
         if not settings or not settings[0] >= 0:

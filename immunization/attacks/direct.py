@@ -11,6 +11,7 @@ from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeCurves
 from immunization.attacks.probes import WhitenedProbe, decomposition_flops
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
+from immunization.checks import Seed
 
 RIDGES = (0, *(float(f"1e{e}") for e in (*range(-20, -12, 2), *range(-12, 1))))
 """Relative to lambda_1: every decade where float64 resolves them, every other one below."""
@@ -31,7 +32,7 @@ class ClosedFormProbe(ProbeAttack):
         ridges: Sequence[float] = RIDGES,
         samples: int | None = None,
         precision: Precision | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
     ) -> None:
         super().__init__(1, ridges, "none", samples, precision, seed)
 
@@ -56,7 +57,7 @@ class LogisticProbe(Attack):
         steps: int = 200,
         samples: int | None = None,
         precision: Precision | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
     ) -> None:
         super().__init__(steps, strengths, samples, precision, seed)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from immunization.attacks.base import Attack, AttackCurve, step_grid
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
-from immunization.checks import AtLeastOne, checked
+from immunization.checks import AtLeastOne, Seed, checked
 from immunization.data.task import SPLITS, Task
 from immunization.errors import DegenerateSpectrum
 from immunization.theory import spectrum
@@ -146,7 +146,7 @@ class ProbeAttack(Attack):
         scaling: Scaling = "none",
         samples: AtLeastOne | None = None,
         precision: Precision | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
     ) -> None:
         super().__init__(steps, settings, samples, precision, seed)
         self.scaling = scaling

@@ -18,7 +18,7 @@ from immunization.attacks.replay import read_recipes
 from immunization.attacks.search import require_optuna, search
 from immunization.attacks.tuning import Tuner
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
-from immunization.checks import AtLeastOne, AtLeastTwo, checked
+from immunization.checks import AtLeastOne, AtLeastTwo, Seed, checked
 from immunization.data.task import Task
 from immunization.errors import ConfigError
 from immunization.models.chain import Network
@@ -56,7 +56,7 @@ class FineTune(Attack):
         seeds: AtLeastOne = 3,
         samples: int | None = None,
         precision: Precision | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
     ) -> None:
         super().__init__(steps, rates, samples, precision, seed)
         if search and replay:
@@ -183,7 +183,7 @@ class LoRA(FineTune):
         seeds: AtLeastOne = 3,
         samples: int | None = None,
         precision: Precision | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
     ) -> None:
         self.rank = rank
         super().__init__(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeCurves, Scaling
 from immunization.attacks.victim import Precision, Stage, Victim
-from immunization.checks import AtLeastOne, checked
+from immunization.checks import AtLeastOne, Seed, checked
 
 
 class LinearProbe(ProbeAttack):
@@ -25,7 +25,7 @@ class LinearProbe(ProbeAttack):
         scaling: Scaling = "none",
         samples: int | None = None,
         precision: Precision | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
     ) -> None:
         super().__init__(steps, [1.0], scaling, samples, precision, seed)
 
@@ -48,7 +48,7 @@ class WhitenedProbe(ProbeAttack):
         ridges: Sequence[float] = (0, 1e-14, 1e-12, 1e-10, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2),
         samples: int | None = None,
         precision: Precision | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
     ) -> None:
         super().__init__(steps, ridges, "none", samples, precision, seed)
 
@@ -79,7 +79,7 @@ class TorchProbe(ProbeAttack):
         scaling: Scaling,
         samples: int | None,
         precision: Precision | None,
-        seed: int,
+        seed: Seed,
     ) -> None:
         super().__init__(steps, rates, scaling, samples, precision, seed)
         self.optimizer = optimizer
@@ -120,7 +120,7 @@ class Momentum(TorchProbe):
         scaling: Scaling = "none",
         samples: int | None = None,
         precision: Precision | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
     ) -> None:
         make = partial(torch.optim.SGD, momentum=momentum)
         super().__init__(make, rates, steps, scaling, samples, precision, seed)
@@ -146,7 +146,7 @@ class Adam(TorchProbe):
         scaling: Scaling = "none",
         samples: int | None = None,
         precision: Precision | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
     ) -> None:
         super().__init__(torch.optim.Adam, rates, steps, scaling, samples, precision, seed)
 
@@ -164,7 +164,7 @@ class AdamW(TorchProbe):
         scaling: Scaling = "none",
         samples: int | None = None,
         precision: Precision | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
     ) -> None:
         make = partial(torch.optim.AdamW, weight_decay=weight_decay)
         super().__init__(make, rates, steps, scaling, samples, precision, seed)
@@ -183,7 +183,7 @@ class LBFGS(ProbeAttack):
         scaling: Scaling = "none",
         samples: int | None = None,
         precision: Precision | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
     ) -> None:
         super().__init__(steps, [1.0], scaling, samples, precision, seed)
         self.memory = memory
@@ -222,7 +222,7 @@ class ConjugateGradients(ProbeAttack):
         scaling: Scaling = "none",
         samples: int | None = None,
         precision: Precision | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
     ) -> None:
         super().__init__(steps, [1.0], scaling, samples, precision, seed)
 
@@ -261,7 +261,7 @@ class Undo(LinearProbe):
         steps: int = 8192,
         samples: int | None = None,
         precision: Precision | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
     ) -> None:
         super().__init__(steps, "none", samples, precision, seed)
         self.how = how

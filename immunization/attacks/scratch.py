@@ -9,7 +9,7 @@ import torch
 from immunization.attacks.network import FineTune
 from immunization.attacks.recipe import Optimizer, Part
 from immunization.attacks.victim import Inapplicable, Stage, Victim
-from immunization.checks import AtLeastOne, AtLeastTwo, checked
+from immunization.checks import AtLeastOne, AtLeastTwo, Seed, checked
 from immunization.models.chain import Network
 
 
@@ -33,7 +33,7 @@ class Scratch(FineTune):
         replay: str | None = None,
         seeds: AtLeastOne = 3,
         samples: int | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
     ) -> None:
         super().__init__(
             "full", optimizer, rates, steps, epochs, batch_size, search, replay, seeds, samples, None, seed

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from immunization.checks import Fraction, check_training_rows, checked
+from immunization.checks import Fraction, Seed, check_training_rows, checked
 from immunization.data.csv_files import numbers, read_table, require_columns
 from immunization.data.preparation import Normalize, finish, split_rows, standardize, standardize_targets
 from immunization.data.task import SPLITS, USUAL, Origin, Split, Task, TaskPair, first_shared, kind_of, roles_of
@@ -32,7 +32,7 @@ Arrays = dict[str, Tensor]
 
 @checked("dataset")
 def arrays(
-    seed: int,
+    seed: Seed,
     path: str | None = None,
     primary_csv: str | None = None,
     harmful_csv: str | Sequence[str] | None = None,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from immunization.checks import AtLeastOne, Fraction, checked
+from immunization.checks import AtLeastOne, Fraction, Seed, checked
 from immunization.data.images import ImagePair, ImageSplit, ImageTask, Pictures, description
 from immunization.data.preparation import split_rows
 from immunization.errors import ConfigError, DataError
@@ -30,7 +30,7 @@ def cifar10(
     benign: int | None = 9,
     max_samples: AtLeastOne | None = None,
     val_fraction: Fraction = 0.1,
-    split_seed: int = 0,
+    split_seed: Seed = 0,
     augment: bool = False,
     name: str = "cifar10",
 ) -> ImagePair:

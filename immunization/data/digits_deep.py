@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from immunization.checks import AtLeastOne, Fraction, check_training_rows, checked
+from immunization.checks import AtLeastOne, Fraction, Seed, check_training_rows, checked
 from immunization.data.images import ImagePair, ImageSplit, ImageTask, Pictures, description
 from immunization.data.pixels import sklearn_digits
 from immunization.data.preparation import split_rows
@@ -23,7 +23,7 @@ def digits_deep(
     unseen: Sequence[int] | Sequence[Sequence[int]] | None = None,
     val_fraction: Fraction = 0.1,
     test_fraction: Fraction = 0.25,
-    split_seed: int = 0,
+    split_seed: Seed = 0,
     size: AtLeastOne = 32,
     name: str = "digits_deep",
 ) -> ImagePair:

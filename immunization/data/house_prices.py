@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from immunization.checks import Fraction, check_training_rows, checked
+from immunization.checks import Fraction, Seed, check_training_rows, checked
 from immunization.data.csv_files import numbers, read_table, require_columns
 from immunization.data.preparation import (
     finish,
@@ -47,7 +47,7 @@ MISSING = ("", "NA", "None")
 
 @checked("dataset")
 def house_prices(
-    seed: int,
+    seed: Seed,
     root: str = "~/.cache/immunization/house_prices",
     download: bool = True,
     protocol: Literal["full", "authors"] = "full",

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from immunization.checks import AtLeastOne, Digit, Fraction, check_training_rows, checked
+from immunization.checks import AtLeastOne, Digit, Fraction, Seed, check_training_rows, checked
 from immunization.data.preparation import finish, split_rows
 from immunization.data.task import Origin, Split, Task, TaskPair, is_shown, kind_of, roles_of
 from immunization.errors import ConfigError, DataError
@@ -64,7 +64,7 @@ def sklearn_digits() -> tuple[Tensor, Tensor]:
 
 @checked("dataset")
 def digits(
-    seed: int,
+    seed: Seed,
     primary: Digit = 0,
     harmful: Digits = 1,
     benign: Digits | None = None,
@@ -91,7 +91,7 @@ def digits(
 
 @checked("dataset")
 def mnist(
-    seed: int,
+    seed: Seed,
     primary: Digit = 0,
     harmful: Digits = 1,
     benign: Digits | None = None,
@@ -117,7 +117,7 @@ def mnist(
 
 @checked("dataset")
 def fashion_mnist(
-    seed: int,
+    seed: Seed,
     primary: Digit = 0,
     harmful: Digits = 1,
     benign: Digits | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from immunization.checks import AtLeastOne, AtLeastTwo, checked
+from immunization.checks import AtLeastOne, AtLeastTwo, Seed, checked
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import AUTHORS, SUFFIX, Measures
 from immunization.theory import spectrum
@@ -22,7 +22,7 @@ class SampledRatio:
     names = AUTHORS
 
     @checked("evaluation.sampled")
-    def __init__(self, groups: AtLeastOne = 20, samples: AtLeastTwo = 100, seed: int = 0) -> None:
+    def __init__(self, groups: AtLeastOne = 20, samples: AtLeastTwo = 100, seed: Seed = 0) -> None:
         self.groups, self.samples, self.seed = groups, samples, seed
 
     @torch.no_grad()

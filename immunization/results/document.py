@@ -12,6 +12,7 @@ from immunization.results.collect import collect
 from immunization.results.formatting import MEASURES, NONE
 from immunization.results.parts import Section
 from immunization.results.plot import Plot
+from immunization.results.seed_statistics import ENOUGH
 from immunization.results.settings import METHODS, RATIOS, Setting, by_authors, in_convention, settings
 from immunization.results.sweep_figures import draw
 from immunization.results.tables import AUTHORS, Cell, Table, alignment, comparison, counts, published
@@ -20,8 +21,8 @@ from immunization.runs import files
 NOTE = (
     "In the tables below (i) and (ii) are κ of the harmful and of the primary Hessian over the baseline's, and RIR is "
     "(i) / (ii): mean ± standard deviation over seeds, of the mean over pairs where there are several. Bold: the best "
-    "of a column and what a paired test does not tell from it; ★: the largest RIR among settings that keep the primary "
-    "task. The pages behind the links have every column, the commands, and all figures."
+    f"of a column and, from {ENOUGH} seeds on, what a paired test does not tell from it; ★: the largest RIR among "
+    "settings that keep the primary task. The pages behind the links have every column, the commands, and all figures."
 )
 ABOVE = (1, 2, 10, 100)
 """Pairs are counted whose RIR is above these."""

@@ -19,7 +19,8 @@ from immunization.results.collect import Collection
 from immunization.results.formatting import NONE, number
 from immunization.results.leaderboard_figure import Point, resistance
 from immunization.results.leaderboard_rows import Row, median
-from immunization.results.page import Section, show_left_out
+from immunization.results.page import Section, number_settings, show_left_out
+from immunization.results.plot import looks
 from immunization.results.settings import Setting
 from immunization.results.tables import Cell, Table
 from immunization.runs import strict_json
@@ -63,8 +64,9 @@ def sections(tracks: Iterable[Sequence[Row]]) -> list[Section]:
         if apart:
             reasons = [f"{row.setting.label}: {row.apart}." for row in apart]
             tables.append(table(apart, f"{name}_apart", f"{title}{APART}", reasons))
+        look = looks([row.setting for row in rows])
         points = [
-            Point(row.setting.label, max(price, 0.0), cost, HELD if row.fine_tuned() else UNTRAINED)
+            Point(row.setting.label, max(price, 0.0), cost, look[row.setting], HELD if row.fine_tuned() else UNTRAINED)
             for row in together
             if (price := row.price) is not None and (cost := row.cost()) is not None
         ]
@@ -151,9 +153,14 @@ def record(row: Row) -> dict[str, Any]:
 
 def show(collection: Collection, parts: Sequence[Section], console: Console) -> None:
     """Print the tables with some of their columns, and what was left out."""
-    for made in (made for part in parts for made in part.tables):
-        console.print()
-        console.print(made.rich(SCREEN))
+    shown = dict.fromkeys(name for part in parts for made in part.tables for name in made.header if name in SCREEN)
+    for part in parts:
+        names = number_settings(part.group, console)
+        for made in part.tables:
+            console.print()
+            console.print(made.only(SCREEN).renamed(names))
+    legend = (NOTES[name] for name in shown if name in NOTES)
+    console.print("", *legend, sep="\n", markup=False, highlight=False)
     show_left_out(collection, console)
 
 

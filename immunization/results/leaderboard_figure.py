@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from immunization.results.plot import INK, LETTER, LINE, MARKERS, PALETTE, Plot, fit_log, inked, panel_axes
+from immunization.results.plot import INK, LETTER, LINE, Look, Plot, fit_log, inked, panel_axes
 
 NARROW = 0.01
 """Of the primary measure, to both sides of none lost, the figure shows at least so much: less is rounding."""
@@ -22,6 +22,7 @@ class Point:
     label: str
     price: float
     cost: float
+    look: Look
     unbroken: str = "held"
 
 
@@ -34,11 +35,11 @@ def resistance(points: Sequence[Point], name: str, title: str) -> Plot:
     room = 0.6 + LETTER * max(len(_label(point)) for point in points)
     with inked():
         figure, (ax,) = panel_axes(1, width=4.2, height=height, left=0.9, right=room)
-        ranked = sorted(enumerate(points), key=lambda item: (min(item[1].cost, top), -item[1].price))
-        for rank, (place, point) in enumerate(ranked):
-            y = min(point.cost, top)
-            color, marker = PALETTE[place % len(PALETTE)], MARKERS[(place + place // len(PALETTE)) % len(MARKERS)]
-            ax.plot([point.price], [y], marker, color=color, markersize=8, markeredgecolor=INK, markeredgewidth=0.6)
+        ranked = sorted(points, key=lambda point: (min(point.cost, top), -point.price))
+        for rank, point in enumerate(ranked):
+            y, color = min(point.cost, top), point.look.color
+            edge = {"markeredgecolor": INK, "markeredgewidth": 0.6}
+            ax.plot([point.price], [y], point.look.marker, color=color, markersize=8, **edge)
             share = (rank + 0.5) / len(ranked)
             arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.8, "shrinkB": 4, "relpos": (0, 0.5)}
             ax.annotate(

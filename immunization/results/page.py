@@ -20,15 +20,15 @@ from immunization.results.attack_table import audit as audit_of
 from immunization.results.collect import Collection, Problem, Run, collect
 from immunization.results.formatting import number
 from immunization.results.plot import Plot
-from immunization.results.settings import Setting, best, in_convention, settings, title
+from immunization.results.settings import RATIOS, Setting, best, by_authors, in_convention, settings, title
 from immunization.results.sweep_figures import draw
-from immunization.results.tables import AUTHORS, Cell, Table, alignment, comparison, counts
+from immunization.results.tables import AUTHORS, Cell, Table, alignment, comparison, counts, meanings
 from immunization.runs import files
 
 REPORT = "report.html"
-SCREEN = ("method", "runs", "failed", "interrupted", "(i)", "(ii)", "RIR", "harmful steps ratio")
+SCREEN = ("method", "runs", "failed", "interrupted", "harmful steps ratio")
 AUDIT_SCREEN = ("attack", "learned", "immunized", "baseline", "steps ratio", "operations, immunized")
-"""Columns of the tables on a terminal."""
+"""Columns of the tables on a terminal, which has (i), (ii), RIR, the objective and measures of one's own too."""
 MOST = 500
 """Rows of the lists of runs and problems in the report; the CSV has all."""
 
@@ -89,20 +89,37 @@ def audit(folder: Path) -> None:
 
 def show(collection: Collection, parts: Sequence[Section], objective: str, console: Console | None = None) -> None:
     """Print the tables, the best setting of each, and what was left out."""
-    console = console or Console()
+    console, legend = console or Console(), {}
     for part in parts:
-        console.print()
-        for table in part.tables:
-            shown = [name for name in table.header if name.removesuffix(AUTHORS) in SCREEN]
-            console.print(table.rich(shown if table is part.tables[0] else table.header))
-        for made, _ in part.audits:
-            console.print(made.table.rich(AUDIT_SCREEN))
-            console.print(*made.sentences[:1], markup=False, highlight=False)
         metric = in_convention(part.group, objective)
+        own = [name for run in part.runs for name in run.result.own_measures]
+        authors, (first, *others) = by_authors(part.group), part.tables
+        columns = [name + AUTHORS * authors for name in RATIOS.values()]
+        names = number_settings(part.group, console)
+        for table in (first.only([*SCREEN, *columns, metric, *own]), *others):
+            console.print()
+            console.print(table.renamed(names))
+        legend |= dict.fromkeys([*meanings(authors), *(note for table in others for note in table.notes)])
+        for made, _ in part.audits:
+            console.print()
+            console.print(made.table.only(AUDIT_SCREEN))
+            console.print(*made.sentences[:1], markup=False, highlight=False)
+            legend |= dict.fromkeys(made.NOTES)
         if len(part.group) > 1 and (winner := best(part.group, metric)):
             mean = number(winner.summary(metric).mean)
             console.print(f"★ largest mean {metric}: {winner.label} ({mean})", markup=False, highlight=False)
+    console.print("", *legend, sep="\n", markup=False, highlight=False)
     show_left_out(collection, console)
+
+
+def number_settings(group: Sequence[Setting], console: Console) -> dict[str, str]:
+    """Short names by label: method and number, with a line for each that says its keys; none where methods will do."""
+    if all(setting.label == setting.method for setting in group):
+        return {}
+    console.print()
+    for i, setting in enumerate(group, 1):
+        console.print(f"{i} {setting.label}", markup=False, highlight=False)
+    return {setting.label: f"{i} {setting.method}" for i, setting in enumerate(group, 1)}
 
 
 def show_left_out(collection: Collection, console: Console) -> None:

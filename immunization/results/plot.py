@@ -6,8 +6,10 @@ import io
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
+from colorsys import hls_to_rgb
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +25,11 @@ if TYPE_CHECKING:
 
 INK = "#222222"
 """Takes the color of the page's text in the report, so that figures can be read on dark pages too."""
-PALETTE = ("#888888", "#E69F00", "#CC79A7", "#009E73", "#0072B2", "#D55E00", "#56B4E9", "#B8A800")
-"""Okabe and Ito's colors, safe for color-blind readers (yellow darkened, to be seen on white)."""
+PALETTE = (
+    *("#888888", "#E69F00", "#CC79A7", "#009E73", "#0072B2", "#D55E00", "#56B4E9"),
+    *("#AABB66", "#BB0033", "#2244BB", "#990077", "#9988FF", "#883355", "#226633", "#994400"),
+)
+"""Of METHODS: Okabe and Ito's colors and, as far from these and each other as color-blind readers see, eight more."""
 LINES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 1)), (0, (3, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
@@ -88,17 +93,25 @@ class Look:
 
 
 def looks(group: Sequence[Setting]) -> dict[Setting, Look]:
-    """One look a setting: that of its method, or, where several settings of a method are there, looks in turn."""
-    methods = [setting.method for setting in group]
-    alone = len(set(methods)) == len(methods)
-    found = {}
-    for place, setting in enumerate(group):
-        known = setting.method in METHODS
-        i = METHODS.index(setting.method) if alone and known else place
-        color = PALETTE[i % len(PALETTE)] if known or not alone else INK
-        line = LINES[i % len(LINES)] if len(group) > 1 else "-"
-        found[setting] = Look(color, line, MARKERS[(i + i // len(PALETTE)) % len(MARKERS)])
-    return found
+    """One look a setting: the color of its method, in shades from dark to light where a method has several settings."""
+    members: dict[str, list[Setting]] = {}
+    for setting in group:
+        members.setdefault(setting.method, []).append(setting)
+    return {setting: _look(name, i, len(own)) for name, own in members.items() for i, setting in enumerate(own)}
+
+
+def _look(method: str, place: int, count: int) -> Look:
+    """That of setting `place` of `count` of a method; one's own methods have colors that follow from their names."""
+    if method in METHODS:
+        i = METHODS.index(method)
+        color = bytes.fromhex(PALETTE[i][1:])
+    else:
+        i, hue, dark, *_ = sha256(method.encode()).digest()
+        color = [round(255 * part) for part in hls_to_rgb(hue / 256, 0.35 + dark / 1024, 0.6)]
+    share = 0.9 * place / (count - 1) - 0.4 if count > 1 else 0.0  # of white, or below 0 of black
+    shade = (round(c + abs(share) * (255 * (share > 0) - c)) for c in color)
+    i += place + i // len(MARKERS)
+    return Look(f"#{bytes(shade).hex()}".upper(), LINES[i % len(LINES)], MARKERS[i % len(MARKERS)])
 
 
 def panel_axes(

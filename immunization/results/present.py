@@ -24,11 +24,12 @@ def present(config: DictConfig, result: Result, trackers: Sequence[Tracker], qui
 
     `quiet` prints one line instead of the table, and draws figures only with `figures=true`.
     """
+    objective = config.get("objective", "rir")
     with _harmless("the table cannot be printed"):  # first: the rest takes seconds
         if quiet:
-            print(line(result), flush=True)
+            print(line(result, objective), flush=True)
         else:
-            show(result)
+            show(result, objective)
             sys.stdout.flush()
     pictures: list[Path] = []
     with _harmless("the figures cannot be drawn"), waiting("drawing the figures"):

@@ -1,11 +1,9 @@
-"""Runs on the terminal, within its width: one run as a sheet, many runs as the rows of a table."""
+"""One run on the terminal, within its width, and in one line."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.padding import Padding
 from rich.table import Table
@@ -18,14 +16,12 @@ from immunization.runs.verdict import EASIER, attack_groups, attack_names
 SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def show(results: Result | Iterable[Result], console: Console | None = None) -> None:
-    """Print one run as a sheet, or many as rows of a table, with reasons and flags as footnotes."""
-    results = [results] if isinstance(results, Result) else list(results)
-    view = Sheet(results[0]) if len(results) == 1 else Rows(results)
-    (console or Console()).print(view, highlight=False)
+def show(result: Result, objective: str = "rir", console: Console | None = None) -> None:
+    """Print a run as a sheet, with what it is to maximize, and reasons and flags as footnotes."""
+    (console or Console()).print(Sheet(result, objective), highlight=False)
 
 
-def line(result: Result) -> str:
+def line(result: Result, objective: str = "rir") -> str:
     """A completed run in one line, for the jobs of a sweep."""
     name = result.folder.name if result.folder else result.method
     notes = Footnotes()
@@ -36,6 +32,7 @@ def line(result: Result) -> str:
         "ratio_primary": "(ii)",
         "steps_ratio/harmful": "harmful steps",
     }
+    labels = {objective: objective} | labels
     values = [f"{label} {notes.cell(result, key)}" for key, label in labels.items() if key in result.metrics]
     return f"{name}: {', '.join([*values, f'{_seconds(result)} s'])}"
 
@@ -83,13 +80,13 @@ class Footnotes:
 class Sheet:
     """One run, key by key: condition numbers side by side by split and convention, then what they mean in practice."""
 
-    def __init__(self, result: Result) -> None:
-        self.result = result
+    def __init__(self, result: Result, objective: str) -> None:
+        self.result, self.objective = result, objective
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         result, notes = self.result, Footnotes()
         grid = Table.grid(padding=(0, 2))
-        grid.add_column(max_width=32)
+        grid.add_column(max_width=32, overflow="fold")
         for _ in range(3):
             grid.add_column(justify="right")
 
@@ -121,6 +118,14 @@ class Sheet:
             for label, name in {"steps of a probe / baseline": "steps_ratio", "mean deviation (RFD)": "rfd"}.items():
                 grid.add_row(label, *(notes.cell(result, f"{name}/{role}") for role in some))
 
+        asked = [self.objective] if self.objective in {*result.metrics} - {*ratios.values()} else []
+        own = [name for name in result.own_measures if name not in asked]
+        for head, names in {"objective": asked, "measures of your own": own}.items():
+            if names:
+                _head(grid, head)
+            for name in names:
+                grid.add_row(name, notes.cell(result, name))
+
         for group in attack_groups(result):
             if attacks := attack_names(result, group):
                 task = group.partition("_")[2] or "harmful"
@@ -138,61 +143,6 @@ class Sheet:
             yield Padding(Text(sentence), (0, 0, 1, 2))
         yield Padding(_facts(result, notes), (0, 0, 0, 2))
         yield Padding(notes, (1 if notes.texts else 0, 0, 0, 2))
-
-
-class Rows:
-    """Many runs, one a row; columns that do not fit the width go to a further table below, rows keep their number."""
-
-    def __init__(self, results: Sequence[Result]) -> None:
-        self.results = results
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        notes = Footnotes()
-        first, *columns = self._columns(notes)
-        room = options.max_width
-        while columns:
-            chunk, width = [first], _width(first)
-            while columns and (len(chunk) == 1 or width + _width(columns[0]) <= room):
-                width += _width(columns[0])
-                chunk.append(columns.pop(0))
-            table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-            for position, (header, _) in enumerate(chunk):
-                table.add_column(header, justify="left" if position == 0 else "right", vertical="bottom", no_wrap=True)
-            for row in zip(*(cells for _, cells in chunk), strict=True):
-                table.add_row(*map(Text, row))
-            yield Padding(table, (0, 0, 1, 0))
-        yield notes
-        yield _list({str(i): _short(run.folder) for i, run in enumerate(self.results, 1) if run.folder})
-
-    def _columns(self, notes: Footnotes) -> list[tuple[str, list[str]]]:
-        """Header and cells; columns in which nothing was measured are left out."""
-        results = self.results
-
-        def metric(header: str, name: str) -> tuple[str, list[str]] | None:
-            if not any(name in result.metrics for result in results):
-                return None
-            return header, [notes.cell(result, name) for result in results]
-
-        columns = [
-            ("run", [f"{i} {label}" for i, label in enumerate(_labels(results, notes), 1)]),
-            metric("(i)", "ratio_harmful"),
-            metric("(ii)", "ratio_primary"),
-            metric("RIR", "rir"),
-            metric("RIR\nheld out", "test/rir"),
-            metric("RIR\nauthors' κ", "authors/rir"),
-            ("ceiling\nlog share", [notes.share(result) for result in results]),
-            ("Def. 3.1", [notes.verdict(result) for result in results]),
-        ]
-        for name, text in MEASURES.items():
-            if after := metric("", f"primary/{name}"):
-                before = (notes.cell(result, f"primary/{name}_baseline") for result in results)
-                changes = [" → ".join(pair) for pair in zip(before, after[1], strict=True)]
-                columns.append((f"primary {text}\nbefore → after", changes))
-        roles = roles_in((name for result in results for name in result.metrics), "steps_ratio")
-        columns += [metric(f"steps ratio\n{role}", f"steps_ratio/{role}") for role in roles]
-        columns.append(("seconds", [_seconds(result) for result in results]))
-        columns.append(("flags", ["".join(notes.flag(result, flag) for flag in result.flags) for result in results]))
-        return [column for column in columns if column and any(cell.strip(NONE) for cell in column[1])]
 
 
 def _list(items: dict[str, str]) -> Table:
@@ -223,25 +173,8 @@ def _facts(result: Result, notes: Footnotes) -> Table:
     return facts
 
 
-def _labels(results: Sequence[Result], notes: Footnotes) -> list[str]:
-    """The method, whatever else tells the runs apart, and a failure."""
-    keys = [key for key in ("dataset", "model", "seed") if len({getattr(result, key) for result in results}) > 1]
-    labels = []
-    for result in results:
-        parts = [result.method, *(f"seed {result.seed}" if key == "seed" else getattr(result, key) for key in keys)]
-        if result.status != "completed":
-            parts.append(result.status + notes.mark(result.error))
-        labels.append(" ".join(parts))
-    return labels
-
-
 def _seconds(result: Result) -> str:
     return number(sum(result.seconds.values())) if result.seconds else NONE
-
-
-def _width(column: tuple[str, list[str]]) -> int:
-    header, cells = column
-    return max(map(cell_len, [*header.split("\n"), *cells])) + 2
 
 
 def _short(folder: Path) -> str:

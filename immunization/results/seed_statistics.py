@@ -1,14 +1,14 @@
 """Spread of a measure over seeds, and whether two methods differ: means, intervals and paired tests.
 
-scipy.stats is loaded where it is needed: it takes as long as all else at the end of a multirun of one seed.
+scipy is loaded where it is needed: scipy.stats takes as long as all else at the end of a multirun of one seed.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TypeVar
 
 import numpy as np
@@ -18,13 +18,19 @@ T = TypeVar("T")
 LEVEL = 0.95
 """Confidence of the intervals; tests are significant below 1 - LEVEL."""
 
+ENOUGH = 5
+"""Seeds that a paired test needs: with fewer, it tells hardly any two methods apart."""
+
+ROUNDING = 1e-9
+"""Values that agree but for such a share are the same."""
+
 PERMUTATIONS = 9999
 """Random permutations behind a p-value, which is at least the reciprocal of their number."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Mean, standard deviation (n - 1; NaN for one value), bootstrap interval of the mean and number of values."""
+    """Mean, standard deviation (n - 1; NaN for one value), interval of the mean and number of values."""
 
     mean: float
     std: float
@@ -36,40 +42,41 @@ class Summary:
 def summarize(values: Sequence[float]) -> Summary:
     """`values` [n] (one a seed) as a Summary; NaN without values.
 
-    The interval is the percentile bootstrap's; it needs three values and is NaN below. It is narrow for few of them:
-    of 5 values it covers the mean of a normal distribution in about 80 % of all cases.
+    The interval is Student's, which supposes a normal distribution; it needs three values and is NaN below.
     """
     x = np.asarray(values, dtype=float)
-    if x.size == 0:
-        return Summary(math.nan, math.nan, math.nan, math.nan, 0)
-    low = high = math.nan
+    if x.size < 2:
+        return Summary(float(x[0]) if x.size else math.nan, math.nan, math.nan, math.nan, x.size)
+    mean, std, half = float(x.mean()), float(x.std(ddof=1)), math.nan
+    std = std if std > ROUNDING * abs(mean) else 0.0
     if x.size >= 3:
-        from scipy import stats
+        from scipy.special import stdtrit
 
-        interval = stats.bootstrap((x,), np.mean, method="percentile", confidence_level=LEVEL, rng=0, n_resamples=2000)
-        low, high = interval.confidence_interval
-    return Summary(float(x.mean()), float(x.std(ddof=1)) if x.size > 1 else math.nan, float(low), float(high), x.size)
+        half = float(stdtrit(x.size - 1, (1 + LEVEL) / 2)) * std / math.sqrt(x.size)
+    return Summary(mean, std, mean - half, mean + half, x.size)
 
 
-def paired_p(a: Mapping[object, float], b: Mapping[object, float]) -> float:
+def paired_p(a: Mapping[tuple, float], b: Mapping[tuple, float]) -> float:
     """Two-sided p-value of a paired t-test of `a` against `b` on the keys (seed, pair of classes) that both have.
 
-    Of positive measures the logarithms are compared, because ratios spread by factors. NaN below three common keys.
+    Of positive measures the logarithms are compared, because ratios spread by factors. It is 1 for values that only
+    rounding tells apart, and NaN for others of fewer than ENOUGH seeds.
     """
     keys = [key for key in a if key in b]
     x, y = (np.array([values[key] for key in keys], dtype=float) for values in (a, b))
-    if len(keys) < 3:
+    if keys and np.allclose(x, y, rtol=ROUNDING, atol=0):
+        return 1.0
+    if len({key[0] for key in keys}) < ENOUGH:
         return math.nan
     if min(x.min(), y.min()) > 0:
         x, y = np.log(x), np.log(y)
-    difference = x - y
-    if np.ptp(difference) <= 1e-12 * np.abs(x).max():  # a test of constant differences divides by zero
-        return 1.0 if abs(difference[0]) <= 1e-12 * np.abs(x).max() else 0.0
-    from scipy import stats
+    difference = summarize(x - y)
+    if not difference.std:  # they differ by one and the same number, or factor
+        return 0.0
+    from scipy.special import stdtr
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        return float(stats.ttest_1samp(difference, 0.0).pvalue)
+    t = difference.mean / difference.std * math.sqrt(difference.n)
+    return 2 * float(stdtr(difference.n - 1, -abs(t)))
 
 
 def rank_correlation(x: Mapping[tuple[str, str], float], y: Mapping[tuple[str, str], float]) -> tuple[float, float]:
@@ -98,16 +105,15 @@ def rank_correlation(x: Mapping[tuple[str, str], float], y: Mapping[tuple[str, s
     return rho, float((1 + (np.abs(others) >= abs(rho) - 1e-12).sum()) / (1 + PERMUTATIONS))
 
 
-def ties(values: Mapping[T, Mapping[object, float]], best: T) -> set[T]:
-    """The names whose values do not differ significantly from those of `best`, itself included.
+def ties(values: Mapping[T, Mapping[tuple, float]], ranked: Sequence[T]) -> set[T]:
+    """The first of `ranked`, best first, and those behind it up to the first that is told from it.
 
-    Paired t-tests against `best`, corrected for their number by Holm's method.
+    Paired t-tests against the first, corrected for their number by Holm's method; what cannot be tested is told from it
+    too. None behind one that is worse than the best can be as good as the best: its values only spread more.
     """
-    p = {name: paired_p(values[best], values[name]) for name in values if name != best}
-    tested = sorted((name for name in p if not math.isnan(p[name])), key=p.__getitem__)
-    different: set[T] = set()
-    for rank, name in enumerate(tested):
-        if p[name] > (1 - LEVEL) / (len(tested) - rank):
-            break
-        different.add(name)
-    return {best} | (set(tested) - different)
+    best, *others = ranked
+    p = {name: paired_p(values[best], values[name]) for name in others}
+    tested = sorted((name for name in others if not math.isnan(p[name])), key=p.__getitem__)
+    significant = takewhile(lambda i: p[tested[i]] <= (1 - LEVEL) / (len(tested) - i), range(len(tested)))
+    alike = set(tested[len(list(significant)) :])
+    return {best, *takewhile(alike.__contains__, others)}

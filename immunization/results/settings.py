@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 from immunization.results.collect import MEASURING, PAIR, TRAINING, Collection, Run, varying
 from immunization.results.formatting import number
-from immunization.results.seed_statistics import Summary, summarize
+from immunization.results.seed_statistics import ROUNDING, Summary, summarize
 
 METHODS = (
     *("identity", "r_ill_only", "imma", "opt_kappa", "condition_number", "closed_form", "learning_curve"),
-    "released_condition_number",
+    *("released_condition_number", "clamp", "encoderlock", "forget", "learning_curve_net", "ntl", "sophon"),
+    "unmodified",
 )
-"""The order of rows: the baseline, the paper's methods as in its tables, ours, then any other by name."""
-
+"""The order of rows and colors: the baseline, the paper's methods as in its tables, the others; then any by name."""
 
 RATIOS = {"ratio_harmful": "(i)", "ratio_primary": "(ii)", "rir": "RIR"}
 
@@ -23,7 +23,6 @@ KEEPS = (
     "primary probe no slower than the baseline's (steps ratio at most 1)"
 )
 """What a setting has to do to be marked as the best, in words."""
-ROUNDING = 1e-9
 
 
 class Setting:

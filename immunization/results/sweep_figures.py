@@ -1,6 +1,6 @@
 """Figures over many runs: the paper's Figs. 1 to 3, the map of both lambdas, and what is traded against what.
 
-A method has the same color in every figure where each has one setting. Data, seeds and runs stand above each.
+A method has the same color in every figure, its settings shades of it. Data, seeds and runs stand above each.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import numpy as np
 
 from immunization.results.collect import varying
 from immunization.results.formatting import roles_in
+from immunization.results.leaderboard_figure import NARROW
+from immunization.results.leaderboard_rows import Row
 from immunization.results.plot import (
     INK,
     Look,
@@ -41,6 +43,8 @@ MOST = 8
 """A figure of curves shows at most this many settings, those with the largest objective."""
 COLUMNS = 3
 """Heat maps side by side."""
+ALIKE = 1.01
+"""Ratios that differ by no more than this factor are one value to a figure."""
 BANDS = 3
 """More settings than this have no bands, which would merge."""
 _HOW = (
@@ -179,42 +183,44 @@ def lambdas(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | No
 
 
 def pareto(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | None:
-    """RIR against the primary task, one point a setting, with the front and the point a user would choose.
+    """RIR against what the primary task pays, one point a setting, with the front and the point a user would choose.
 
     An invertible linear map cannot change what a retrained head reaches in the end; then the steps it takes are shown.
+    None where either is the same for all settings.
     """
-    points = [setting for setting in group if setting.seeds("rir") and setting.summary("rir").mean > 0]
-    held_out = next((name for name in ("primary/accuracy", "primary/r2") if _spread(points, name) > 1e-6), None)
-    measure = held_out or "steps_ratio/primary"
-    points = [setting for setting in points if setting.median(measure)]
-    if len(points) < 2:
+    reach = {setting: setting.summary("rir").mean for setting in group if setting.seeds("rir")}
+    lost = {setting: price for setting in reach if (price := Row(setting).price) is not None}
+    slower = {setting: steps for setting in reach if (steps := setting.median("steps_ratio/primary"))}
+    by_loss = bool(lost) and max(lost.values()) - min(lost.values()) >= NARROW
+    price = lost if by_loss else slower
+    points = [setting for setting in price if reach[setting] > 0]
+    x, y = (np.array([values[setting] for setting in points]) for values in (price, reach))
+    if len(points) < 2 or y.max() <= ALIKE * y.min() or (not by_loss and x.max() <= ALIKE * x.min()):
         return None
-    x = np.array([setting.median(measure) for setting in points])
-    y = np.array([setting.summary("rir").mean for setting in points])
-    good = x if held_out else -x
-    front = [i for i in np.argsort(-good) if y[i] >= y[good >= good[i]].max()]
+    front = [i for i in np.argsort(x) if y[i] >= y[x <= x[i]].max()]
+    edge = np.append(x[front], x.max()), np.append(y[front], y.max())  # paying more never makes the best worse
     chosen = best(points, objective)
 
     figure, (ax,) = panel_axes(1, width=4.2, height=3.2)
-    ax.step(x[front], y[front], where="pre", color=INK, linewidth=1.0, alpha=0.5, label="front")
-    names = short_labels(points)
-    for setting, look, *place in zip(points, looks(points).values(), x, y, strict=True):
-        ax.plot(*place, look.marker, color=look.color, label=names[setting])
+    ax.step(*edge, where="post", color=INK, linewidth=1.0, alpha=0.5, label="front")
+    names, look = short_labels(points), looks(group)
+    for setting, *place in zip(points, x, y, strict=True):
+        ax.plot(*place, look[setting].marker, color=look[setting].color, label=names[setting])
     if chosen is not None:
         i = points.index(chosen)
         ax.plot(x[i], y[i], "o", markersize=14, fillstyle="none", color=INK, label="chosen")
     ax.axhline(1, color=INK, linewidth=0.8, linestyle=":")
-    ax.set(ylabel="RIR", xlabel=f"{measure}, held out, head retrained")
+    ax.axvline(0 if by_loss else 1, color=INK, linewidth=0.8, linestyle=":")
+    ax.set(ylabel="RIR", xlabel="lost on the primary task, held out")
     fit_log(ax.yaxis, [*y, 1.0])
-    if not held_out:
-        fit_log(ax.xaxis, x)
-        ax.set_xlabel("steps of a fresh primary probe / baseline (left is worse)")
-        ax.invert_xaxis()
+    if not by_loss:
+        fit_log(ax.xaxis, [*x, 1.0])
+        ax.set_xlabel("steps of a fresh primary probe / baseline")
     legend_below(figure, ax, columns=1)
     mark = "Circled" if chosen else "No setting is circled, which would be"
     return figure, (
-        "RIR (mean) against the primary task (median), one point a setting; no setting is better in both than one on "
-        f"the front. {mark}: the largest {objective} among {KEEPS}."
+        "RIR (mean) against what the primary task pays, one point a setting; up and left is better, and no setting is "
+        f"better in both than one on the front. {mark}: the largest {objective} among {KEEPS}."
     )
 
 
@@ -229,9 +235,9 @@ def collateral(group: Sequence[Setting], objective: str) -> tuple[Figure, str] |
     for method in dict.fromkeys(setting.method for setting in points):
         mine = [i for i, setting in enumerate(points) if setting.method == method]
         ax.plot([x[i] for i in mine], [y[i] for i in mine], color=INK, linewidth=0.8, alpha=0.4)
-    names = short_labels(points)
-    for setting, look, *place in zip(points, looks(points).values(), x, y, strict=True):
-        ax.plot(*place, look.marker, color=look.color, label=names[setting])
+    names, look = short_labels(points), looks(group)
+    for setting, *place in zip(points, x, y, strict=True):
+        ax.plot(*place, look[setting].marker, color=look[setting].color, label=names[setting])
     ax.axvline(1, color=INK, linewidth=0.8, alpha=0.5)
     fit_log(ax.xaxis, [*x, 1.0])
     fit_log(ax.yaxis, y)
@@ -272,11 +278,6 @@ def alignment(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | 
     )
 
 
-def _spread(group: Sequence[Setting], metric: str) -> float:
-    values = [value for setting in group if (value := setting.median(metric)) is not None]
-    return max(values) - min(values) if values else 0.0
-
-
 def _curves(
     group: Sequence[Setting],
     objective: str,
@@ -288,19 +289,21 @@ def _curves(
     shown = [r for r in roles if any(f"{family}/{r}" in run.result.curves for s in group for run in s.runs)]
     if not shown:
         return None
+    look = looks(group)
     if len(group) > MOST:
         scored = [setting for setting in group if setting.seeds(objective)]
         group = sorted(scored, key=lambda setting: -setting.summary(objective).mean)[:MOST]
     names = short_labels(group)
     figure, axes = panel_axes(len(shown), width=3.2, height=2.8)
     for ax, role in zip(axes, shown, strict=True):
-        for setting, look in looks(group).items():
+        for setting in group:
             if band := _band(setting, f"{family}/{role}"):
                 x, middle, low, high = band
-                ax.plot(x, middle, color=look.color, linestyle=look.line, label=names[setting])
+                color, line = look[setting].color, look[setting].line
+                ax.plot(x, middle, color=color, linestyle=line, label=names[setting])
                 if len(setting.runs) > 1 and len(group) <= BANDS:
-                    edge = {"linewidth": 0.6, "linestyle": look.line, "edgecolor": look.color}
-                    ax.fill_between(x, low, high, facecolor=(look.color, 0.1), **edge)
+                    edge = {"linewidth": 0.6, "linestyle": line, "edgecolor": color}
+                    ax.fill_between(x, low, high, facecolor=(color, 0.1), **edge)
         before = next((b for s in group if (b := _band(s, f"{family}/{role}/baseline"))), None)
         if before:
             ax.plot(*before[:2], color=INK, linestyle=(0, (5, 3)), linewidth=1.0, label="baseline")

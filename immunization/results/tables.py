@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import rich.table
 import yaml
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from immunization.results.collect import Run
 from immunization.results.formatting import MEASURES, NONE, number, roles_in
-from immunization.results.seed_statistics import rank_correlation, ties
+from immunization.results.seed_statistics import ENOUGH, rank_correlation, ties
 from immunization.results.settings import KEEPS, RATIOS, Setting, best, by_authors, correlations, in_convention
 
 if TYPE_CHECKING:
@@ -38,6 +41,9 @@ COUNTS["both"] = COUNTS["harmful > 1"] | COUNTS["primary ≤ 1"]
 
 ALIGNMENT = {"alignment/score": "score", "alignment/kernel": "kernel", "alignment/kappa_M": "κ(M)"}
 """What might predict the RIR that a pair of tasks allows."""
+
+GAP = 2
+"""Blanks between columns on a terminal."""
 
 AUTHORS = ", authors' κ"
 """What the name of a column ends in whose figures are by the released code's convention; all others are rank-aware."""
@@ -67,17 +73,25 @@ class Table:
     rows: list[list[Cell]]
     notes: list[str] = field(default_factory=list)
 
-    def rich(self, columns: Sequence[str]) -> rich.table.Table:
-        """For a terminal: those of `columns` that the table has."""
-        chosen = self.only(columns)
-        table = rich.table.Table(title=self.title, box=None, padding=(0, 2, 0, 0), title_justify="left")
-        longest = max((len(row[0].text) for row in self.rows), default=0)
-        for i, name in enumerate(chosen.header):
-            justify, no_wrap = "right" if i else "left", i == 0 and longest <= 40
-            table.add_column(name, justify=justify, vertical="bottom", overflow="fold", no_wrap=no_wrap)
-        for row in chosen.rows:
-            table.add_row(*(Text(cell.text, "bold" if cell.strong else "") for cell in row))
-        return table
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """On a terminal: no number is broken; columns that do not fit the width stand in further tables below."""
+        texts = ([cell.text for cell in row] for row in self.rows)
+        columns = [[_narrow(name, cells), *cells] for name, *cells in zip(self.header, *texts, strict=True)]
+        widths = [max(cell_len(line) for text in column for line in text.split("\n")) + GAP for column in columns]
+        yield Text(self.title, "italic")
+        start = 1
+        while start < len(columns):
+            stop = start + 1
+            while stop < len(columns) and widths[0] + sum(widths[start : stop + 1]) <= options.max_width:
+                stop += 1
+            table = rich.table.Table(box=None, padding=(0, GAP, 0, 0))
+            for i in (places := [0, *range(start, stop)]):
+                side = "right" if i else "left"
+                table.add_column(Text(columns[i][0]), justify=side, vertical="bottom", overflow="fold", no_wrap=i > 0)
+            for k, row in enumerate(self.rows, 1):
+                table.add_row(*(Text(columns[i][k], "bold" if row[i].strong else "") for i in places))
+            yield from (Text(), table) if start > 1 else (table,)
+            start = stop
 
     def markdown(self) -> str:
         """A pipe table under a heading, and its notes."""
@@ -96,6 +110,14 @@ class Table:
         chosen = [i for i, name in enumerate(self.header) if name in columns]
         rows = [[row[i] for i in chosen] for row in self.rows]
         return Table(self.name, self.title, [self.header[i] for i in chosen], rows)
+
+    def renamed(self, names: Mapping[str, str]) -> Table:
+        """With other names of some rows."""
+        rows = []
+        for first, *others in self.rows:
+            name, star, _ = first.text.partition(" ★")
+            rows.append([Cell(names.get(name, name) + star), *others])
+        return replace(self, rows=rows)
 
     def latex(self) -> str:
         """A table environment, which needs the package booktabs, with the notes as comments above it."""
@@ -141,6 +163,7 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     authors = by_authors(group)
     main, other = ("authors/", "") if authors else ("", "authors/")
     objective = in_convention(group, objective)
+    own = (name for setting in group for run in setting.runs for name in run.result.own_measures)
     start = "_theta0" if objective.endswith("_theta0") else ""  # against theta_0 in the place of the inputs
     pairs = {run.pair for setting in group for run in setting.runs}
     seeds = {run.result.seed for setting in group for run in setting.runs}
@@ -157,6 +180,10 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     for metric, text in RATIOS.items():
         strong = _strong(rivals, main + metric + start)
         columns[text + by] = [_spread(setting, main + metric + start, setting in strong) for setting in group]
+    further = [name for name in dict.fromkeys([objective, *own]) if name not in {main + m + start for m in RATIOS}]
+    for metric in further:
+        strong = _strong(rivals, metric) if metric == objective else ()
+        columns[metric] = [_spread(setting, metric, setting in strong) for setting in group]
     columns[f"RIR{by}, 95 % interval"] = [_interval(setting, f"{main}rir{start}") for setting in group]
     if len(pairs) > 1:
         columns[f"RIR{by}, median"] = [_median(setting, f"{main}rir{start}") for setting in group]
@@ -179,7 +206,7 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     shown = {
         key: cells
         for key, cells in columns.items()
-        if key in ("method", "runs", "flags")
+        if key in ("method", "runs", "flags", *further)
         or any(cell.value for cell in cells)
         or key.removesuffix(AUTHORS) in RATIOS.values()
     }
@@ -190,7 +217,7 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
         notes.append("The baseline of (i) and (ii) is theta_0 (Eq. 17), not the inputs (Eq. 15).")
     if paper and not authors:
         notes.append("The paper's figures are of its own preparation of the data, dataset.protocol=authors.")
-    return Table(name, heading, list(shown), rows, notes + _gaps(group))
+    return Table(name, heading, list(shown), rows, notes + _gaps(group, further))
 
 
 def counts(group: Sequence[Setting], name: str, heading: str) -> Table | None:
@@ -252,16 +279,15 @@ def _successes(setting: Setting, tests: Mapping[str, Callable[[float], bool]]) -
 
 
 def _strong(group: Sequence[Setting], metric: str) -> set[Setting]:
-    """The best of a column, and those that do not differ significantly from it."""
-    values = {setting: setting.values(metric) for setting in group}
-    means = {setting: setting.summary(metric).mean for setting in group if values[setting]}
-    if len(means) < 2:
+    """The best of a column, and those that paired tests do not tell from it."""
+    values = {setting: setting.values(metric) for setting in group if setting.values(metric)}
+    if len(values) < 2:
         return set()
-    top = (min if metric.endswith("ratio_primary") else max)(means, key=means.__getitem__)
-    return ties({setting: values[setting] for setting in means}, top)
+    largest = not metric.endswith("ratio_primary")
+    return ties(values, sorted(values, key=lambda setting: setting.summary(metric).mean, reverse=largest))
 
 
-def _spread(setting: Setting, metric: str, strong: bool) -> Cell:
+def _spread(setting: Setting, metric: str, strong: bool = False) -> Cell:
     summary = setting.summary(metric)
     if not summary.n:
         return Cell(NONE)
@@ -270,10 +296,12 @@ def _spread(setting: Setting, metric: str, strong: bool) -> Cell:
 
 
 def _interval(setting: Setting, metric: str) -> Cell:
+    """Of a ratio, which is never below 0."""
     summary = setting.summary(metric)
     if math.isnan(summary.low):
         return Cell(NONE)
-    return Cell(f"{number(summary.low)} to {number(summary.high)}", summary.low)
+    low = max(summary.low, 0.0)
+    return Cell(f"{number(low)} to {number(summary.high)}", low)
 
 
 def _median(setting: Setting, metric: str) -> Cell:
@@ -319,29 +347,42 @@ def _data(run: Run) -> str:
     return f"Data: {'; '.join(facts) or 'not described'}."
 
 
-def _conventions(winner: Setting | None, objective: str, pairs: bool, authors: bool) -> list[str]:
+def meanings(authors: bool) -> list[str]:
+    """What the columns of a comparison are, with kappa by the authors' convention or rank-aware."""
     convention = "the released code's κ, smallest eigenvalue above 1e-6 of H + 1e-6 I" if authors else "rank-aware κ"
-    notes = [
+    return [
         f"(i), (ii): κ of the harmful and of the primary Hessian over the baseline's; RIR = (i) / (ii); {convention}.",
-        "Mean ± standard deviation over seeds"
-        + (" of the mean over pairs" if pairs else "")
-        + ", and its 95 % bootstrap interval; steps ratios, R² and the RIR of the other κ are medians over all runs.",
-        "Bold: the best mean of a column, and the means that a paired t-test (logarithms of the same seeds and pairs, "
-        "Holm, 5 %) does not tell from it; the baseline identity stands outside.",
         "Steps ratio: steps of a gradient descent probe with the immunized extractor over those with the baseline. "
         "RIR sees the spectrum alone; this is what an attacker meets.",
+    ]
+
+
+def _conventions(winner: Setting | None, objective: str, pairs: bool, authors: bool) -> list[str]:
+    notes = [
+        *meanings(authors),
+        "Mean ± standard deviation over seeds"
+        + (" of the mean over pairs" if pairs else "")
+        + ", and Student's 95 % interval of it; steps ratios, R² and the RIR of the other κ are medians over all runs.",
+        f"Bold: the best mean of a column; from {ENOUGH} seeds on, also the next ones down to the first that a paired "
+        "t-test (logarithms of the same seeds and pairs, Holm, 5 %) tells from it. The baseline identity is left out.",
     ]
     return notes + ([f"★: the largest mean of the objective, {objective}, among {KEEPS}."] if winner else [])
 
 
-def _gaps(group: Sequence[Setting]) -> list[str]:
+def _gaps(group: Sequence[Setting], further: Iterable[str]) -> list[str]:
     """Which averages are over fewer runs than there are, and why."""
     gaps: dict[str, list[str]] = {}
-    for metric, text in {**RATIOS, "ceiling/attained": "ceiling", "definition/immunized": "Def. 3.1"}.items():
+    texts = RATIOS | {"ceiling/attained": "ceiling", "definition/immunized": "Def. 3.1"}
+    for metric, text in ({name: name for name in further} | texts).items():
         for setting in group:
             if reason := setting.reason(metric):
                 gaps.setdefault(f"No value of {text} in {reason}", []).append(setting.label)
     return [f"{text} ({', '.join(labels)})." for text, labels in gaps.items()]
+
+
+def _narrow(name: str, cells: Iterable[str]) -> str:
+    """A header in lines no longer than its words or the cells below it."""
+    return textwrap.fill(name, max(map(len, [*name.split(), *cells])), break_on_hyphens=False)
 
 
 def _pipes(cells: Iterable[str]) -> str:

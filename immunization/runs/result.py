@@ -27,8 +27,8 @@ class Result:
 
     `metrics` holds flat names (`rir`, `primary/accuracy`); None is a measure that does not exist. `reasons` says why,
     for such a metric and for every flag. `curves` holds x and y by name, `seconds` the wall-clock time of `immunize`
-    and `evaluate`, `about` the preparation of the data and, under `attackers`, settings that attackers found. `folder`
-    is the run folder; it is not part of the file.
+    and `evaluate`, `about` the preparation of the data and, under `attackers`, settings that attackers found, under
+    `own_measures` the metrics of the user's own evaluations. `folder` is the run folder; it is not part of the file.
     """
 
     schema: ClassVar[int] = 1
@@ -57,6 +57,11 @@ class Result:
     def verdict(self) -> list[str]:
         """What the run says of its immunization, in sentences: that harm became easier, and what attacks found."""
         return verdict([self])
+
+    @property
+    def own_measures(self) -> list[str]:
+        """Metrics of evaluations that are not of this package, which tables show as they are called."""
+        return self.about.get("own_measures", [])
 
     def fail(self, error: BaseException) -> None:
         """Mark the run as failed by `error`; measures taken before are kept."""

@@ -6,6 +6,7 @@ from helpers.runs import DEEP, QUICK
 from immunization import run
 from immunization.config import compose
 from immunization.errors import ConfigError
+from immunization.evaluation import Measures
 from immunization.evaluation.objective import check_objective
 
 pytestmark = pytest.mark.trains
@@ -47,3 +48,22 @@ def test_an_evaluation_that_does_not_say_its_names_may_measure_anything(monkeypa
 
 def test_an_objective_of_a_file_is_left_to_the_end_of_the_run():
     check("evaluation=[primary]")
+
+
+class Dimensions:
+    """An evaluation that is not of the package."""
+
+    def __call__(self, comparison):
+        measures = Measures()
+        measures.put("mine/dimensions", comparison.pair.dim)
+        return measures
+
+
+def test_measures_of_ones_own_evaluation_are_on_the_screen_and_told_from_the_others(tmp_path, capsys):
+    config = compose([*QUICK, "method=identity"])
+    config.evaluation = {**config.evaluation, "dimensions": {"_target_": f"{__name__}.Dimensions"}}
+    config.trusted = [__name__]
+    result = run(config, folder=tmp_path)
+    assert result.own_measures == ["mine/dimensions"]
+    assert ["mine/dimensions", "64"] in [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert run([*QUICK, "method=identity"], folder=tmp_path / "usual").own_measures == []

@@ -16,6 +16,7 @@ from immunization.results.formatting import NONE
 from immunization.results.leaderboard import MARKS, cells, sections
 from immunization.results.leaderboard_figure import Point, resistance
 from immunization.results.leaderboard_rows import median, tracks
+from immunization.results.plot import INK, Look
 
 ATTACKS = {"probe": {"steps": 100}, "tuned": {"steps": 64, "search": 20}}
 
@@ -237,7 +238,8 @@ def test_a_page_without_a_place_is_refused(folder, tmp_path):
 
 
 def test_labels_of_the_figure_do_not_overlap():
-    points = [Point(f"a_method_with_a_long_name_{i}", 0.001 * (i % 2), math.inf if i == 5 else 1.0) for i in range(13)]
+    places = [(0.001 * (i % 2), math.inf if i == 5 else 1.0) for i in range(13)]
+    points = [Point(f"a_method_with_a_long_name_{i}", *at, Look(INK, "-", "o")) for i, at in enumerate(places)]
     figure = resistance(points, "board", "title").figure
     figure.draw_without_rendering()
     boxes = [Text.get_window_extent(text) for text in figure.axes[0].texts]

@@ -3,6 +3,7 @@
 import re
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 from helpers.made_runs import METHODS, make_run
 
@@ -136,6 +137,39 @@ def test_what_is_marked_best_is_best(tmp_path, cases, marked, capsys):
     assert ("No setting is circled" in plot.caption) != marked
 
 
+def pareto(folder, accuracies=(0.9, 0.9, 0.9), steps=(1.0, 1.0, 1.0), rirs=(10.0, 100.0, 1000.0)):
+    """The figure of three settings, held out .95 with the baseline; None where there is none."""
+    for i, (accuracy, step, rir) in enumerate(zip(accuracies, steps, rirs, strict=True)):
+        measures = {"primary/accuracy": accuracy, "steps_ratio/primary": step}
+        make_run(folder / str(i), lambdas=(1.0, 10.0**i), rir=rir, measures=measures)
+    (group,) = settings(collect([folder]))
+    return next((plot for plot in draw(group, "x", kinds=("pareto",))), None)
+
+
+@pytest.mark.parametrize(
+    ("varied", "x"),
+    [
+        ({"accuracies": (0.95, 0.85, 0.75)}, [0.0, 0.1, 0.2]),
+        ({"steps": (0.5, 2.0, 8.0)}, [0.5, 2.0, 8.0]),
+        ({"accuracies": (0.95, 0.949, 0.948), "steps": (0.5, 2.0, 8.0)}, [0.5, 2.0, 8.0]),  # too close to tell
+    ],
+    ids=["loss", "steps", "both"],
+)
+def test_up_and_left_is_better_in_the_figure_of_what_is_traded(tmp_path, varied, x):
+    plot = pareto(tmp_path, **varied)
+    (ax,) = plot.figure.axes
+    points = {line.get_label(): line.get_xydata()[0] for line in ax.lines if line.get_label().startswith("lambda")}
+    assert np.array(list(points.values())) == pytest.approx(np.array([x, [10.0, 100.0, 1000.0]]).T)
+    assert ax.get_xlim()[0] < ax.get_xlim()[1]
+    assert ax.get_ylim()[0] < ax.get_ylim()[1]
+    assert "up and left is better" in plot.caption
+
+
+@pytest.mark.parametrize("varied", [{}, {"accuracies": (0.9, 0.8, 0.7), "rirs": (10.0, 10.0, 10.0)}], ids=["x", "y"])
+def test_where_one_axis_does_not_vary_there_is_no_figure(tmp_path, varied):
+    assert pareto(tmp_path, **varied) is None
+
+
 def test_what_slowing_the_harmful_task_costs_a_benign_one(tmp_path):
     for i, (harmful, benign) in enumerate([(1e5, 100.0), (1e3, 3.0), (10.0, 1.0)]):
         measures = {"steps_ratio/harmful": harmful, "steps_ratio/benign": benign}
@@ -176,6 +210,48 @@ def test_the_sweep_summary_prints_and_writes(folder, capsys):
     assert "12 completed, 1 failed" in printed
     assert "★" in printed
     assert (folder / "results.csv").exists()
+
+
+def grid(folder, **arguments) -> None:
+    """Two methods, one of them with three settings."""
+    for i in range(3):
+        make_run(folder / str(i), lambdas=(1e-3, 10.0**i), rir=10.0 + i, **arguments)
+    make_run(folder / "3", "opt_kappa", **arguments)
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_terminal_has_whole_numbers_settings_on_lines_of_their_own_and_a_legend(
+    tmp_path, capsys, monkeypatch, width
+):
+    monkeypatch.setenv("COLUMNS", str(width))
+    for seed in range(3):
+        grid(tmp_path / str(seed), seed=seed, measures={"steps_ratio/harmful": 1680.0 * 3**seed})
+    collection = collect([tmp_path])
+    show(collection, sections(collection, "rir", figures=False), "rir")
+    lines = capsys.readouterr().out.splitlines()
+    assert 60 < max(map(len, lines)) <= width
+    for i in range(3):
+        assert f"{i + 2} condition_number lambda_H={10**i}" in lines
+    assert any(line.split()[:3] == ["1", "opt_kappa", "3"] for line in lines)
+    assert any(line.startswith("4 condition_number ★ ") and line.endswith(" 5,040  ") for line in lines)
+    text = " ".join(line.strip() for line in lines)
+    assert "(i), (ii): κ of the harmful and of the primary Hessian over the baseline's; RIR = (i) / (ii)" in text
+    assert "both: of the first two" in text
+
+
+def test_the_objective_and_measures_of_ones_own_are_in_the_table(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for seed in range(2):
+        measures = {"mine/score": 0.25 + seed / 2, "test/rir": 123.0 + 2 * seed, "mine/other": 77.0}
+        grid(tmp_path / str(seed), seed=seed, measures=measures, about={"own_measures": ["mine/score"]})
+    collection = collect([tmp_path])
+    made = sections(collection, "test/rir", figures=False)
+    show(collection, made, "test/rir")
+    printed = capsys.readouterr().out
+    assert "124 ± 1.4" in printed
+    assert "0.5 ± 0.35" in printed
+    assert "77" not in printed
+    assert {"test/rir", "mine/score"} <= set(made[0].tables[0].header)
 
 
 def test_documents_hold_no_places_of_this_machine(folder):

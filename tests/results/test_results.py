@@ -211,20 +211,29 @@ def test_summary_of_values():
     summary = summarize(x)
     assert summary.mean == pytest.approx(np.mean(x))
     assert summary.std == pytest.approx(np.std(x, ddof=1))
-    assert min(x) < summary.low < summary.mean < summary.high < max(x)
-    assert summarize(x) == summary
+    for values in (x, x[:3]):  # of three, an interval of the mean goes beyond them all
+        summary = summarize(values)
+        low, high = stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values))
+        assert (summary.low, summary.high) == pytest.approx((low, high))
+    assert summary.low < min(x[:3]) < max(x[:3]) < summary.high
     assert math.isnan(summarize([1.0]).std)
     assert math.isnan(summarize([1.0, 2.0]).low)
     assert summarize([]).n == 0
     assert summarize([3.0, 3.0, 3.0]).low == 3.0
+    assert summarize([0.1 + 0.2, 0.3, 0.3]).std == 0.0  # rounding alone
+
+
+def by_seed(values) -> dict[tuple, float]:
+    """By keys as those of Setting.values."""
+    return {(seed, "0→1"): float(value) for seed, value in enumerate(values)}
 
 
 def test_paired_test_is_scipys_on_logarithms():
     rng = np.random.default_rng(0)
     a, b = rng.lognormal(0, 1, 6), rng.lognormal(0.5, 1, 6)
     expected = stats.ttest_rel(np.log(a), np.log(b)).pvalue
-    assert paired_p(dict(enumerate(a)), dict(enumerate(b))) == pytest.approx(expected)
-    signed = paired_p(dict(enumerate(-a)), dict(enumerate(b)))
+    assert paired_p(by_seed(a), by_seed(b)) == pytest.approx(expected)
+    signed = paired_p(by_seed(-a), by_seed(b))
     assert signed == pytest.approx(stats.ttest_rel(-a, b).pvalue)
 
 
@@ -247,23 +256,62 @@ def test_rank_correlation_is_spearmans_and_its_p_value_that_of_permuted_classes(
     assert all(math.isnan(value) for value in rank_correlation({}, y))
 
 
-def test_paired_tests_use_common_keys_and_need_three():
-    a = {0: 1.0, 1: 2.0, 2: 3.0}
-    assert math.isnan(paired_p(a, {0: 1.0, 1: 2.0, 5: 9.0}))
-    assert paired_p(a, dict(a)) == 1.0
-    assert paired_p(a, {key: 2 * value for key, value in a.items()}) == 0.0
+def test_paired_tests_use_common_keys_and_need_five_seeds():
+    a = by_seed([1.0, 2.0, 3.0, 4.0, 5.0])
+    twice = {key: 2 * value for key, value in a.items()}
+    assert paired_p(a, twice) == 0.0
+    assert math.isnan(paired_p(a, dict(list(twice.items())[:4])))
+    assert math.isnan(paired_p(a, {}))
+    pairs = {(seed, f"0→{pair}"): 1.0 + pair for seed in range(2) for pair in range(9)}
+    assert math.isnan(paired_p(pairs, {key: 2 * value for key, value in pairs.items()}))  # two seeds, whatever pairs
+    for some in (a, dict(list(a.items())[:1])):
+        assert paired_p(some, {key: value * (1 + 1e-14) for key, value in some.items()}) == 1.0
 
 
 def test_ties_hold_holms_correction():
     """p = 0.04 alone is significant at 5 %; beside another test it is not."""
-    base = {i: math.exp(x) for i, x in enumerate([0.1, -0.2, 0.05, 0.0, 0.1])}
-    far = {i: value * 100 * (1 + 0.01 * i) for i, value in base.items()}
-    near = {i: value * math.exp(d) for (i, value), d in zip(base.items(), [0.3, 0.1, 0.4, 0.2, 0.05], strict=True)}
+    base = by_seed(np.exp([0.1, -0.2, 0.05, 0.0, 0.1]))
+    far = {key: value * 100 * (1 + 0.01 * key[0]) for key, value in base.items()}
+    near = by_seed(np.exp([0.4, -0.1, 0.45, 0.2, 0.15]))
     p = paired_p(base, near)
     assert 0.025 < p < 0.05
-    assert ties({"base": base, "near": near}, "base") == {"base"}
-    other = {i: value * (1.1 if i % 2 else 0.9) for i, value in base.items()}
-    assert ties({"base": base, "near": near, "other": other, "far": far}, "base") == {"base", "near", "other"}
+    assert ties({"base": base, "near": near}, ["base", "near"]) == {"base"}
+    other = {key: value * (1.1 if key[0] % 2 else 0.9) for key, value in base.items()}
+    values = {"base": base, "near": near, "other": other, "far": far}
+    assert ties(values, list(values)) == {"base", "near", "other"}
+
+
+def bold(folder: Path, rirs: dict[str, list[float]]) -> list[str]:
+    """The methods whose RIR is bold, where each has these, one a seed."""
+    for method, values in rirs.items():
+        for seed, rir in enumerate(values):
+            make_run(folder / f"{method}_{seed}", method, seed, rir=rir)
+    made = table(folder)
+    place = made.header.index("RIR")
+    return [row[0].text.removesuffix(" ★") for row in made.rows if row[place].strong]
+
+
+BEST = [9.9, 10.1, 10.0, 10.2, 9.8]
+
+
+def test_bold_is_the_best_alone_until_there_are_five_seeds(tmp_path):
+    close = [value * (1.02 if i % 2 else 0.97) for i, value in enumerate(BEST)]
+    assert bold(tmp_path / "four", {"clamp": BEST[:4], "ntl": close[:4]}) == ["clamp"]
+    assert bold(tmp_path / "five", {"clamp": BEST, "ntl": close}) == ["clamp", "ntl"]
+    assert bold(tmp_path / "same", {"clamp": BEST[:2], "ntl": BEST[:2]}) == ["clamp", "ntl"]
+
+
+def test_what_only_spreads_is_not_bold_behind_one_that_is_worse_than_the_best(tmp_path):
+    worse, spread = [8.2, 9.3, 8.7, 9.0, 8.35], [24.0, 3.0, 1.0, 2.0, 1.5]
+    assert paired_p(by_seed(BEST), by_seed(worse)) < 0.025
+    assert paired_p(by_seed(BEST), by_seed(spread)) > 0.05
+    assert bold(tmp_path, {"clamp": BEST, "ntl": worse, "sophon": spread}) == ["clamp"]
+
+
+def test_no_interval_is_the_range_of_three_values(tmp_path):
+    for seed, rir in enumerate((2.0, 3.0, 4.0)):
+        make_run(tmp_path / str(seed), seed=seed, rir=rir)
+    assert column(table(tmp_path), "RIR, 95 % interval") == ["0.516 to 5.48"]  # 3 ± 4.30 / √3
 
 
 def test_successes_are_counted_by_run(tmp_path):

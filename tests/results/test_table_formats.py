@@ -1,9 +1,10 @@
-"""One table in the four formats in which it is written."""
+"""One table in the four formats in which it is written, and on a terminal."""
 
 import csv
 import io
 
 import pytest
+from rich.console import Console
 
 from immunization.results.formatting import NONE, number
 from immunization.results.tables import Cell, Table
@@ -17,7 +18,7 @@ ROWS = [
 
 @pytest.fixture
 def table() -> Table:
-    return Table("name", "Title_1", HEADER, ROWS, ["50 % of *all*.", "κ ~ 1^2 #$"])
+    return Table("name", "Title_1", HEADER, [row.copy() for row in ROWS], ["50 % of *all*.", "κ ~ 1^2 #$"])
 
 
 def test_csv_holds_the_cells_as_they_are_shown(table):
@@ -61,3 +62,18 @@ def test_cells_of_numbers():
     assert Cell.of(0.01234) == Cell("0.0123", 0.01234)
     assert Cell.of(None) == Cell(NONE)
     assert number(3.108e12) == "3.11e12"
+
+
+@pytest.mark.parametrize("width", [40, 60, 200])
+def test_no_number_and_no_word_is_broken_on_a_terminal(table, width):
+    table.header = [*HEADER, "harmful steps ratio"]
+    table.rows = [[*row, Cell("1,680,000 ± 29,700")] for row in table.rows]
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table)
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    words = set(text.split())
+    for cell in (cell for row in table.rows for cell in row[1:]):
+        assert cell.text in text
+    assert {word for name in table.header for word in name.split()} <= words
+    assert text.count("a_b & 50 % ★") == {40: 3, 60: 2, 200: 1}[width]  # in every part

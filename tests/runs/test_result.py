@@ -13,7 +13,7 @@ from rich.console import Console
 
 from immunization.errors import DataError
 from immunization.results.formatting import number
-from immunization.results.screen import show
+from immunization.results.screen import line, show
 from immunization.runs import environment, strict_json
 from immunization.runs.result import Result
 
@@ -57,9 +57,9 @@ def result(**changes) -> Result:
     return Result(**values | changes)
 
 
-def printed(results, width=80) -> str:
+def printed(shown, width=80, objective="rir") -> str:
     console = Console(file=io.StringIO(), width=width)
-    show(results, console)
+    show(shown, objective, console)
     return console.file.getvalue()
 
 
@@ -208,20 +208,23 @@ def test_harm_that_became_easier_stands_before_every_figure():
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_tables_fit_the_width(width, tmp_path):
-    runs = [result(method=name, folder=tmp_path / name) for name in ("identity", "condition_number", "imma")]
-    for text in (printed(runs[0], width), printed(runs, width)):
-        assert max(map(len, text.splitlines())) <= width
-        assert "…" not in text
+def test_a_sheet_fits_the_width(width, tmp_path):
+    own = "my/measure_of_which_the_name_is_longer_than_its_column"
+    text = printed(result(folder=tmp_path, metrics=METRICS | {own: 1.0}, about={"own_measures": [own]}), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
 
 
-def test_rows_tell_runs_apart_and_name_failures():
-    broken = result(seed=3, status="failed", error="diverged at step 3 [nan]", metrics={"rir": 2.0}, flags=[])
-    text = printed([result(), result(seed=2), broken], 200)
-    assert "1 condition_number seed 1" in text
-    assert "3 condition_number seed 3 failed" in text
-    assert text.count("diverged at step 3 [nan]") == 1
-    assert "digits" not in text  # all the same
+def test_the_sheet_shows_the_objective_and_measures_of_ones_own():
+    measured = result(
+        metrics=METRICS | {"my/score": 0.125, "theirs/score": 0.375}, about={"own_measures": ["my/score"]}
+    )
+    lines = [line.split() for line in printed(measured, objective="test/rir").splitlines()]
+    assert ["test/rir", "812"] in lines
+    assert ["my/score", "0.125"] in lines
+    assert "theirs/score" not in printed(measured)
+    assert "objective" not in printed(measured)  # RIR has a row
+    assert line(measured, "my/score").startswith("condition_number: my/score 0.125, RIR 3,990, ")
 
 
 def test_the_sheet_of_a_failed_run_says_so():
