@@ -108,8 +108,17 @@ def test_checkpoints(folders, tmp_path):
     (tmp_path / "d.pt").write_bytes(b"no weights")
     with pytest.raises(ConfigError, match=r"d\.pt cannot be read"):
         build(pair, checkpoint=str(tmp_path / "d.pt"))
+    for content in (net, {"model": net}, torch.zeros(2)):
+        torch.save(content, tmp_path / "whole.pt")
+        with pytest.raises(
+            ConfigError, match=r"whole\.pt cannot .* save the weights with torch\.save\(model\.state_dict"
+        ):
+            build(pair, checkpoint=str(tmp_path / "whole.pt"))
     with pytest.raises(ConfigError, match="no such file"):
         build(pair, checkpoint=str(tmp_path / "e.safetensors"))
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(ConfigError, match="no such file"):
+        build(pair, checkpoint=str(tmp_path / "circle"))
 
 
 def test_unknown_models_and_options(folders):
