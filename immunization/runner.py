@@ -31,6 +31,7 @@ from immunization.training.checkpoint import Checkpointer
 from immunization.training.monitor import Monitor
 from immunization.training.session import TrainingSession, assemble, follow
 from immunization.training.signals import Stop
+from immunization.usage import explaining
 
 if TYPE_CHECKING:
     from immunization.attacks import Attack
@@ -39,6 +40,7 @@ AFTERWARDS = "what was trained is kept: measure it with immunize=false device=cp
 """What to do where memory ends after the training."""
 
 
+@explaining()
 def run(
     config: DictConfig | Iterable[str] = (),
     folder: str | Path | None = None,

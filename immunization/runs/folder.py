@@ -35,6 +35,7 @@ from immunization.runs.filenames import (
 from immunization.runs.result import Result
 from immunization.runs.resume import result_settings
 from immunization.runs.tracker import Recorder, Tracker
+from immunization.usage import explained
 
 log = logging.getLogger("immunization")
 
@@ -195,13 +196,14 @@ def _logging_to(file: logging.Handler) -> Iterator[None]:
 def _in_words(error: BaseException, folder: Path) -> BaseException:
     """A mistake that OmegaConf met in an interpolation, or a full disk, in one line of ours; others as they are."""
     if isinstance(error, InterpolationResolutionError | MissingMandatoryValue):
-        told, _, of_a_resolver = str(error).splitlines()[0].partition(" raised while resolving interpolation: ")
-        message = ConfigError(of_a_resolver or f"{error.full_key}: {told}")
+        message = ConfigError(explained(error))
     elif isinstance(error, OSError) and error.errno in (*files.NO_ROOM, errno.EROFS, errno.EACCES):
         message = ConfigError(
             f"{error.filename or folder}: {error.strerror}; make room there, or choose another disk with "
             "hydra.run.dir=... (what was written before is intact)"
         )
+    elif isinstance(error, OSError) and error.errno in (errno.ELOOP, errno.EEXIST, errno.ENOTDIR):
+        message = ConfigError(f"{error.filename}: {error.strerror}; a folder is needed there")
     else:
         return error
     message.__cause__ = error
