@@ -37,6 +37,7 @@ from immunization.models.image_tasks import (
     training_loaders,
 )
 from immunization.models.weights import create, stored_arguments
+from immunization.terminal import counted
 from immunization.theory.spectrum import triangular_factor
 
 log = logging.getLogger(__name__)
@@ -303,7 +304,10 @@ class Timm(Model):
     def image_batches(self, role: str, split: str, rows: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         task = self.images.tasks[role]
         config = preprocessing(self.config, self.images, task)
-        for images, labels, _ in create_loader(self.images, task.splits[split].take(rows), config):
+        part = task.splits[split].take(rows)
+        for images, labels, _ in counted(
+            create_loader(self.images, part, config), f"{role}/{split}: {len(part)} images"
+        ):
             if len(images):
                 yield onto(images, self.head.weight), self._own(role, labels)
 

@@ -6,7 +6,7 @@ import errno
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,8 @@ class RunFolder:
     """One run's folder, made and kept from other processes inside `with`.
 
     Every message goes into its run.log, warnings to the screen too. `result` is what the run found so far; `recorder`
-    and the other `trackers` take the numbers of its steps; `where` says what is being done. Raises ConfigError for a
-    folder that cannot be written, or in which another process is at work.
+    and the other `trackers` take the numbers of its steps. Raises ConfigError for a folder that cannot be written, or
+    in which another process is at work.
     """
 
     def __init__(self, config: DictConfig, path: Path, overrides: Sequence[str] = ()) -> None:
@@ -84,7 +84,6 @@ class RunFolder:
         self.result = unfinished(config, path)
         self.recorder: Recorder | None = None
         self.trackers: list[Tracker] = []
-        self.where: Callable[[], str] = lambda: "reading data and model"
 
     def __enter__(self) -> RunFolder:
         with ExitStack() as stack:
@@ -146,7 +145,7 @@ class RunFolder:
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Put the wall-clock seconds spent inside into the result."""
-        started, self.where = time.perf_counter(), lambda: name
+        started = time.perf_counter()
         yield
         self.result.seconds[name] = time.perf_counter() - started
 
