@@ -51,7 +51,7 @@ def run_attacks(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves 
 
 def _of_one_task(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves | None) -> Measures:
     measures, outcomes, references = Measures(), [], {}
-    bar = tqdm(attacks.items(), bar_format="{desc} |{bar}| {elapsed}", disable=None, leave=False)
+    bar = tqdm(attacks.items(), bar_format="{desc} |{bar}|", disable=None, leave=False)
     for number, (name, attack) in enumerate(bar, 1):
         try:
             curves = _run(name, attack, victim, kept, partial(_at, bar, f"attack {number} of {len(attacks)}, {name}"))
