@@ -4,7 +4,6 @@ The names below are loaded on first use, so that importing the package costs not
 """
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 
 _LAZY = {
     "ConfigError": "immunization.errors",
@@ -21,13 +20,19 @@ _LAZY = {
 }
 __all__ = sorted(_LAZY)
 
-try:
-    __version__ = version("immunization")
-except PackageNotFoundError:  # a checkout that was not installed
-    __version__ = "0+unknown"
-
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return _version()
     if name not in _LAZY:
         raise AttributeError(f"module 'immunization' has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("immunization")
+    except PackageNotFoundError:  # a checkout that was not installed
+        return "0+unknown"

@@ -4,7 +4,7 @@ from immunization.training.signals import preemptible
 
 
 def start() -> None:
-    """The command line, listening to SIGTERM before its own imports, which take half a second."""
+    """The command line, listening to signals before its own imports, which take half a second."""
     with preemptible():
         from immunization.cli import cli
 

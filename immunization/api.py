@@ -26,7 +26,7 @@ from immunization.evaluation.convergence import faster
 from immunization.evaluation.primary import head_at_chance
 from immunization.methods import Method
 from immunization.models import Linear, Model, Timm
-from immunization.models.adapted import Adapted, adapted
+from immunization.models.adapted import Adapted, adapted, check_net
 from immunization.models.export import exported, rounding_flag
 from immunization.models.fold import folded_map, unfold
 from immunization.models.linear import LinearMap
@@ -40,10 +40,12 @@ from immunization.training.batches import PairedBatches
 from immunization.training.loaders import LoaderBatches
 from immunization.training.loop import train
 from immunization.training.optimization import optimizer_of, scheduler_of
+from immunization.usage import explaining
 
 __all__ = ["audit", "immunize", "load", "save"]
 
 
+@explaining()
 @machine.full_precision()
 def immunize(
     model: nn.Module,
@@ -97,7 +99,7 @@ def immunize(
     tensors, header = exported(trained, pair.primary)
     facts = json.loads(header["immunization"])
     for reason in filter(None, (untrained, _easier(trained, pair), rounding_flag(facts))):
-        warnings.warn(f"immunize: {reason}", stacklevel=3)  # of the caller of the decorated function
+        warnings.warn(f"immunize: {reason}", stacklevel=4)  # that of the caller, above two decorators
     net = restore(net, tensors, facts)
     immunized = net.released() if isinstance(net, Adapted) else net
     immunized.immunized_by = model_card.recipe(method, config.method, seed) | {"rounding": facts.get("rounding")}
@@ -110,8 +112,7 @@ def save(model: nn.Module, folder: str | Path, result: Result | None = None, **a
     `load` reads it. `result`, of `audit`, puts its measures into the card. `arguments` are those of timm.create_model
     that timm itself does not remember of the net. Raises ConfigError for a net that could not be loaded again.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"save: the model must be an nn.Module, not {type(model).__name__}")
+    check_net("save: the model", model)
     facts, folder = facts_of(model, arguments), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     files.write_tensors(folder / WEIGHTS, model.state_dict(), {"immunization": json.dumps(facts)})
@@ -120,6 +121,7 @@ def save(model: nn.Module, folder: str | Path, result: Result | None = None, **a
     return folder
 
 
+@explaining()
 @machine.full_precision()
 def audit(
     model: nn.Module,
@@ -127,7 +129,7 @@ def audit(
     harmful_loader: Loader,
     reference: nn.Module | None = None,
     *,
-    attacks: Sequence[str] | None = None,
+    attacks: str | Sequence[str] | None = None,
     seed: int = 0,
     **options: Any,
 ) -> Result:
@@ -135,7 +137,7 @@ def audit(
 
     `model` is a classifier as for `immunize`, compared with `reference`, the same before it was immunized (None: the
     model without the map that `immunize` folded in), or what `load` gives for a linear map, which is compared with its
-    inputs; its loaders give rows [n, D]. `attacks` are names of conf/attack (None: those of experiment=audit),
+    inputs; its loaders give rows [n, D]. `attacks` are names, or one, of conf/attack (None: those of experiment=audit),
     `options` their keys as `adam__steps=100`. Of each loader, which is read once into memory, a fifth of the rows is
     for test and a fifth for validation. Returns the measures of experiment=audit; `result.verdict` says them in words.
 
@@ -146,6 +148,7 @@ def audit(
 
     check_value("seed", seed, Seed)
     torch.manual_seed(seed)
+    attacks = [attacks] if isinstance(attacks, str) else attacks
     overrides = [] if attacks is None else [f"attack=[{','.join(attacks)}]"]
     config = compose(["experiment=audit", "tracker=none", *overrides])
     for key, value in options.items():
@@ -190,7 +193,9 @@ def _configured(method: str, scheduler: str, options: dict[str, Any]) -> DictCon
         keys = config[group] or {}
         if name not in keys:
             known = ", ".join(str(k) for k in keys if not str(k).startswith("_"))
-            raise ConfigError(f"immunize: {method} has no option {key!r}; there are {known or 'none'}")
+            own = [f"{other}__{key}" for other in ("optimizer", "scheduler") if key in (config[other] or {})]
+            meant = f"; did you mean {' or '.join(own)}" if own else ""
+            raise ConfigError(f"immunize: {method} has no option {key!r}{meant}; there are {known or 'none'}")
         OmegaConf.update(config, f"{group}.{name}", value)
     if "precondition" in config.method and "precondition" not in options:
         config.method.precondition = "none"
@@ -213,8 +218,7 @@ def _loaders(primary: Loader, harmful: Loader) -> dict[str, LabeledBatches]:
 
 def _copy(model: nn.Module, loaders: dict[str, LabeledBatches]) -> nn.Module:
     """A copy of a model in timm's form. Raises ConfigError for what is no model with a linear classifier."""
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"the model must be an nn.Module, not {type(model).__name__}")
+    check_net("the model", model)
     return adapted(copy.deepcopy(model), loaders["primary"].first)
 
 

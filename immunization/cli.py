@@ -13,16 +13,17 @@ from difflib import get_close_matches
 from pathlib import Path
 
 import hydra
-from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from immunization import __version__
 from immunization.config import CONF, check_trust
 from immunization.errors import UserError
 from immunization.multirun.callback import SweepSummary
 from immunization.terminal import importing, robust_streams
-from immunization.usage import options, own
+from immunization.training.signals import imported
+from immunization.usage import explained, options, own
 
 _VERBOSE = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
@@ -36,12 +37,13 @@ def main(cfg: DictConfig) -> float:
     with importing("importing torch"):
         from immunization.runner import run
         from immunization.runs.folder import record_failure
+    imported()
 
     job = HydraConfig.get()
     sweep = job.mode == RunMode.MULTIRUN
+    overrides = OmegaConf.to_container(job.overrides.task)  # as they were typed, ${...} included
     try:
-        check_trust(cfg, job.overrides.task)
-        overrides = list(job.overrides.task)
+        check_trust(cfg, overrides)
         result = run(cfg, job.runtime.output_dir, overrides, quiet=sweep)
     except Exception as error:
         if sweep:  # recorded in result.json; the other jobs go on, and the summary at the end counts it
@@ -54,7 +56,7 @@ def main(cfg: DictConfig) -> float:
     value = result.metrics.get(cfg.objective)
     if value is not None:
         return value
-    if any(override.startswith("objective=") for override in job.overrides.task):
+    if any(override.startswith("objective=") for override in overrides):
         close = ", ".join(get_close_matches(str(cfg.objective), result.metrics, 5, 0.0)) or "none"
         why = result.reasons.get(cfg.objective, f"this run has no measure of that name; the closest are: {close}")
         said = f"error: objective={cfg.objective}: {why} (the run itself is complete)"
@@ -87,33 +89,19 @@ def cli() -> None:
         print(f"error: {SweepSummary.interrupted()}", file=sys.stderr, flush=True)
         sys.exit(130)
     except (UserError, HydraException, OmegaConfBaseException, OSError, ValueError) as error:
-        if _VERBOSE or (isinstance(error, ValueError) and "group override" not in str(error)):
+        ours = isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException)
+        if _VERBOSE or (ours and "group override" not in str(error)):
             raise  # a ValueError is a fault of ours, unless it is how Hydra meets method=null
         sys.exit(f"error: {' '.join(_explain(error).split())}")
 
 
 def _explain(error: Exception) -> str:
-    """The message of an error, with the remedy where Hydra names none."""
-    cause = error.__cause__
-    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
-        keys = ", ".join(str(key) for key in cause.parent_node if not str(key).startswith("_"))
-        group, _, name = str(cause.full_key).rpartition(".")
-        remedy = f"allowed here are {keys}" if keys else f"choose a {group} first"
-        having = [path.stem for path in sorted((CONF / group).glob("*.yaml")) if f"\n{name}: " in path.read_text()]
-        also = f"; {group}={' and '.join(having)} {'has' if len(having) == 1 else 'have'} it" if having else ""
-        return f"there is no key {cause.full_key}; {remedy}{also}"
-    if "'hydra/launcher/" in str(error):
-        return f"{str(error).splitlines()[0]}: pip install 'immunization[launchers]'"
-    if isinstance(error, MissingConfigException):
-        group, known = options(str(error.missing_cfg_file).rpartition("/")[0])
-        return str(error).splitlines()[0].rstrip(".") + (
-            f"; available for {group}: {', '.join(known)}" if known else ""
-        )
-    if isinstance(error, ValueError):
-        return f"{error}: give every group=... the name of an option"
+    """The message of an error, with the remedy where it names none."""
     if isinstance(error, OSError) and not isinstance(error, HydraException):
         return f"{error}; if that is the run folder, move it with hydra.run.dir=... (hydra.sweep.dir=... for -m)"
-    return f"{error}\n{cause}" if isinstance(cause, OmegaConfBaseException) else str(error)
+    if isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException):
+        return f"{error}: give every group=... the name of an option"
+    return str(error) if isinstance(error, UserError) else explained(error)
 
 
 def _flag_for_option(arguments: Iterable[str]) -> str | None:

@@ -25,12 +25,13 @@ from immunization.runs.heartbeat import heartbeat
 from immunization.runs.origin import audited, data_flags
 from immunization.runs.result import Result
 from immunization.runs.resume import completed, refuse_interrupted
-from immunization.terminal import importing, waiting
+from immunization.terminal import doing, importing, waiting
 from immunization.training import checkpoint
 from immunization.training.checkpoint import Checkpointer
 from immunization.training.monitor import Monitor
 from immunization.training.session import TrainingSession, assemble, follow
 from immunization.training.signals import Stop
+from immunization.usage import explaining
 
 Evaluation = Callable[[Comparison], Measures]
 
@@ -38,6 +39,7 @@ AFTERWARDS = "what was trained is kept: measure it with immunize=false device=cp
 """What to do where memory ends after the training."""
 
 
+@explaining()
 def run(
     config: DictConfig | Iterable[str] = (),
     folder: str | Path | None = None,
@@ -73,7 +75,7 @@ def run(
             refuse_interrupted(config, folder)
             state = checkpoint.read(folder, settings_of(config)) if config.resume else None
             distributed.agree(folder)
-            with run.recording(), heartbeat(lambda: run.where(), aloud=not quiet and not sys.stderr.isatty()):
+            with run.recording(), heartbeat(aloud=not quiet and not sys.stderr.isatty()):
                 execute(config, run, stop, state)
             present(config, run.result, run.trackers, quiet)
     return run.result
@@ -102,8 +104,8 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     keeper = Checkpointer(run.path, settings_of(config), stop, **config.checkpoint)
     monitor = Monitor(model, parts.trained_on, run.result, run.trackers)
     session = TrainingSession(config, parts, monitor, keeper, run.recorder, state)
-    run.where = session.where
-    session.fit()
+    with doing(session.where):
+        session.fit()
     run.result.seconds["immunize"] = session.seconds
     distributed.leave()
     model = model.for_measurement()

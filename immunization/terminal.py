@@ -1,4 +1,4 @@
-"""Standard output and error, and the wait before a run has anything to show: what it is for, and shorter."""
+"""Standard output and error, what is being done, and the wait before a run has anything to show: shorter, too."""
 
 from __future__ import annotations
 
@@ -6,23 +6,56 @@ import gc
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
+from typing import TypeVar
+
+Batch = TypeVar("Batch", bound=Sequence[Sized])
+
+_doing: list[Callable[[], str]] = []
+
+
+def where() -> str:
+    """What this process is doing, in words: the whole first, then the part of it."""
+    return ", ".join(say() for say in [*_doing]) or "at work"
+
+
+@contextmanager
+def doing(say: Callable[[], str]) -> Iterator[None]:
+    """Inside, `where` says what `say` returns then."""
+    _doing.append(say)
+    try:
+        yield
+    finally:
+        _doing.remove(say)
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Show `what` on a terminal while inside, on a line that the next one replaces; elsewhere nothing."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    sys.stderr.write(f"{what} ...\r")
-    sys.stderr.flush()
-    try:
-        yield
-    finally:
-        sys.stderr.write("\x1b[K")
+    """`doing` that is shown on a terminal too, on a line that the next one replaces."""
+    shown = sys.stderr.isatty()
+    if shown:
+        sys.stderr.write(f"{what} ...\r")
         sys.stderr.flush()
+    try:
+        with doing(lambda: what):
+            yield
+    finally:
+        if shown:
+            sys.stderr.write("\x1b[K")
+            sys.stderr.flush()
+
+
+def counted(batches: Iterable[Batch], what: str) -> Iterator[Batch]:
+    """`batches`, of which the first part has the rows: how many are done, for `where`, and a bar on a terminal."""
+    from tqdm import tqdm
+
+    done = 0
+    bar = tqdm(batches, desc=what, unit="batch", disable=None, leave=False)
+    with bar, doing(lambda: f"{what}, {done:,} done"):
+        for batch in bar:
+            yield batch
+            done += len(batch[0])
 
 
 @contextmanager

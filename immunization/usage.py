@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 import yaml
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 
 from immunization.config import CONF
+from immunization.errors import ConfigError
 
 NESTED = "experiment"
 """The group whose folders hold options for users; in those of others an experiment chooses, or W&B reads."""
@@ -28,6 +40,43 @@ def options(group: str) -> tuple[str, list[str]]:
             return group, sorted(known)
         group = group.rpartition("/")[0]
     return group, []
+
+
+@contextmanager
+def explaining() -> Iterator[None]:
+    """Inside, what Hydra or OmegaConf refuse is a ConfigError with the remedy."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explained(error)) from error
+
+
+def explained(error: Exception) -> str:
+    """The message of an error of Hydra or OmegaConf in one line, with the remedy where it names none."""
+    cause = error.__cause__
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
+        keys = ", ".join(str(key) for key in cause.parent_node if not str(key).startswith("_"))
+        group, _, name = str(cause.full_key).rpartition(".")
+        remedy = f"allowed here are {keys}" if keys else f"choose a {group} first"
+        having = [path.stem for path in sorted((CONF / group).glob("*.yaml")) if f"\n{name}: " in path.read_text()]
+        also = f"; {group}={' and '.join(having)} {'has' if len(having) == 1 else 'have'} it" if having else ""
+        return f"there is no key {cause.full_key}; {remedy}{also}"
+    first = str(error).splitlines()[0]
+    if "'hydra/launcher/" in str(error):
+        return f"{first}: pip install 'immunization[launchers]'"
+    if isinstance(error, MissingConfigException):
+        above, _, name = str(error.missing_cfg_file).rpartition("/")
+        group, known = options(above)
+        close = get_close_matches(name, known)
+        meant = f"; did you mean {' or '.join(close)}" if close else ""
+        return first.rstrip(".") + meant + (f"; available for {group}: {', '.join(known)}" if known else "")
+    if isinstance(error, InterpolationResolutionError | MissingMandatoryValue):
+        told, _, of_a_resolver = first.partition(" raised while resolving interpolation: ")
+        if told == "Recursive interpolation detected":
+            told = "its value leads back to itself"
+        remedy = "" if isinstance(error, MissingMandatoryValue) else "; look at the values with ${...}"
+        return of_a_resolver or f"{error.full_key}: {told}{remedy}"
+    return " ".join((f"{error}\n{cause}" if isinstance(cause, OmegaConfBaseException) else str(error)).split())
 
 
 def groups() -> str:

@@ -68,6 +68,12 @@ def test_rir_of_the_closed_form(net):
 def test_mistakes_are_named(net):
     with pytest.raises(ConfigError, match="has no option 'epoch'; there are epochs"):
         immunization.immunize(net, loader(4, 0), loader(3, 1), epoch=3)
+    with pytest.raises(ConfigError, match="learning_curve has no option 'lr'; did you mean optimizer__lr; there are"):
+        immunization.immunize(net, loader(4, 0), loader(3, 1), lr=1e-3)
+    with pytest.raises(ConfigError, match="'method/learning_curv'; did you mean learning_curve or learning_curve_net;"):
+        immunization.immunize(net, loader(4, 0), loader(3, 1), method="learning_curv")
+    with pytest.raises(ConfigError, match=r"a net takes none, with method\.side=input"):
+        immunization.immunize(net, loader(4, 0), loader(3, 1), method="released_condition_number")
     with pytest.raises(ConfigError, match="labels of primary_loader go from 0 to 5, the model has 4 outputs"):
         immunization.immunize(net, loader(6, 0), loader(3, 1))
     with pytest.raises(DataError, match="harmful_loader gives no batches"):
@@ -80,6 +86,31 @@ def test_mistakes_are_named(net):
     for function in (immunization.immunize, immunization.audit):
         with pytest.raises(ConfigError, match=r"seed must be an integer of at least 0 and below 2\^32, not 4294967296"):
             function(net, loader(4, 0), loader(3, 1), seed=2**32)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (torch.compile, r"made by torch\.compile: give the net itself \(\._orig_mod\)"),
+        (
+            lambda net: torch.jit.trace(net, torch.zeros(1, 3, 32, 32)),
+            "TorchScript: give the nn.Module it was made from",
+        ),
+        (type, "must be an nn.Module, not type"),
+    ],
+    ids=["compiled", "scripted", "class"],
+)
+def test_nets_that_cannot_be_taken_are_refused(net, made, message, tmp_path):
+    with warnings.catch_warnings(action="ignore"):  # of torch.jit
+        given = made(net)
+    loaders = loader(4, 0), loader(3, 1)
+    for call in (
+        lambda: immunization.immunize(given, *loaders),
+        lambda: immunization.audit(net, *loaders, given),
+        lambda: immunization.save(given, tmp_path),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            call()
 
 
 @pytest.mark.parametrize("method", ["identity", "closed_form"])
@@ -175,7 +206,7 @@ def test_an_audit_of_a_folded_net(net):
     with_reference = immunization.audit(immune, loader(4, 1), loader(3, 2), net, attacks=["undo"], undo__steps=64)
     key = "attack/undo/final_baseline"
     assert with_reference.metrics[key] == pytest.approx(result.metrics[key], abs=0.05)
-    unchanged = immunization.audit(net, loader(4, 1), loader(3, 2), net, attacks=["linear_probe"])
+    unchanged = immunization.audit(net, loader(4, 1), loader(3, 2), net, attacks="linear_probe")
     assert "unchanged" in unchanged.flags
 
 
@@ -194,6 +225,8 @@ def test_an_audit_of_a_linear_map(tmp_path):
 def test_mistakes_of_an_audit_are_named(net):
     with pytest.raises(ConfigError, match="as it was before immunization"):
         immunization.audit(net, loader(4, 1), loader(3, 2))
+    with pytest.raises(ConfigError, match="'attack/linear_prob'; did you mean linear_probe"):
+        immunization.audit(net, loader(4, 1), loader(3, 2), net, attacks=["linear_prob"])
     with pytest.raises(ConfigError, match="no option 'adam__rate'"):
         immunization.audit(net, loader(4, 1), loader(3, 2), net, attacks=["adam"], adam__rate=1)
     with pytest.raises(ConfigError, match=r"\.steps must be an integer of at least 1"):

@@ -111,12 +111,20 @@ def test_help_is_quick_as_it_imports_nothing_heavy():
         ("method.batch_size=100000", r"method.batch_size=100000 is above the \d+ training rows .*; lower it"),
         ("optimizer.lr=-0.1", "optimizer.lr must be a finite number above 0, not -0.1"),
         ("method=null", "give every group=... the name of an option"),
+        ("method=learning_curv", "; did you mean learning_curve or learning_curve_net; available for method: clamp, "),
+        ("name=${name}", r"^name: its value leads back to itself; look at the values with \$\{...\}$"),
+        ("dataset.harmful=${nope}", "^dataset.harmful: Interpolation key 'nope' not found; look at the values with"),
     ],
 )
 def test_options(cli, override, message):
     said = cli(override)
     assert re.search(message, said)
     assert "\n" not in said
+
+
+def test_a_multirun_whose_folder_leads_back_to_itself(cli, capsys):
+    assert cli("-m", "seed=1,2", "name=${name}").startswith("hydra.sweep.dir: its value leads back to itself")
+    assert "Warning" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("override", ["method=magic", "evaluation=[magic]"])
@@ -145,13 +153,26 @@ def test_a_diverging_loss_keeps_the_last_good_numbers(tmp_path, cli):
     assert "Traceback" not in log  # a user's mistake
 
 
-@pytest.mark.parametrize("folder", ["{tmp}/file/run", "/proc/run"])
+@pytest.mark.parametrize("folder", ["{tmp}/file/run", "/proc/run", "{tmp}/circle", "{tmp}/circle/run"])
 def test_folders_that_cannot_be_written(tmp_path, cli, folder):
     (tmp_path / "file").touch()
+    (tmp_path / "circle").symlink_to("circle")
     folder = folder.format(tmp=tmp_path)
     said = cli(f"hydra.run.dir={folder}")
     assert folder in said
     assert "hydra.run.dir=" in said
+
+
+def test_a_folder_of_shared_work_that_is_a_circle_of_links(tmp_path, cli):
+    (tmp_path / "circle").symlink_to("circle")
+    said = cli("dataset.max_samples=20", "method=identity", "attack=[linear_probe]", f"baselines={tmp_path / 'circle'}")
+    assert said == f"{tmp_path}/circle/.locks: Too many levels of symbolic links; a folder is needed there"
+
+
+def test_a_mode_that_wandb_does_not_have(cli, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "dryrn")
+    said = cli("tracker=wandb", "dataset.max_samples=20")
+    assert said == "WANDB_MODE must be one of online, offline, disabled, shared, dryrun, run, not 'dryrn'"
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, ValueError])
@@ -243,13 +264,16 @@ def test_arrays(tmp_path, cli, changes, message):
         (table(first="near,0,0"), "harmful.csv, data row 1, column a: 'near' is not a finite number"),
         (table()[:-14], "harmful.csv, line 41: 2 fields, the header has 3; .*cut off"),
         (table()[:-3], "harmful.csv does not end with a line break"),
+        ("", "harmful.csv .*Too many levels of symbolic links"),
     ],
-    ids=["absent", "no target", "text", "cut between fields", "cut in a field"],
+    ids=["absent", "no target", "text", "cut between fields", "cut in a field", "circle"],
 )
 def test_csv_files(tmp_path, cli, text, message):
     (tmp_path / "primary.csv").write_text(table())
-    if text is not None:
+    if text:
         (tmp_path / "harmful.csv").write_text(text)
+    elif text is not None:
+        (tmp_path / "harmful.csv").symlink_to("harmful.csv")
     paths = [f"dataset.{role}_csv={tmp_path / role}.csv" for role in ("primary", "harmful")]
     said = cli("dataset=arrays", *paths, "method.epochs=1")
     assert re.search(message, said)

@@ -108,9 +108,21 @@ def test_a_net_of_another_library(tmp_path):
         immunization.load(tmp_path)
     with pytest.raises(ConfigError, match="do not fit the Sequential"):
         immunization.load(tmp_path, nn.Sequential(nn.Linear(2, 2)))
+    net[-1] = nn.Linear(8, 7)
+    with pytest.raises(ConfigError, match=r"4\.original\.bias has shape \(4,\), not \(7,\); .* with the same head"):
+        immunization.load(tmp_path, net)
     card = (tmp_path / "model_card.md").read_text()
     assert "Stripped by replacing the classifier" in card
     assert "library_name: pytorch" in card
+
+
+def test_a_net_of_timm_is_put_into_the_one_given_where_it_fits(tmp_path):
+    model = immunized()
+    immunization.save(model, tmp_path)
+    given, other = (timm.create_model("test_resnet", pretrained=False, num_classes=n) for n in (4, 9))
+    assert same(immunization.load(tmp_path, given), model)
+    with pytest.raises(ConfigError, match=r"fc\.bias has shape \(4,\), not \(9,\); .* with the same head"):
+        immunization.load(tmp_path, other)
 
 
 def test_mistakes_are_named(tmp_path):
@@ -122,3 +134,6 @@ def test_mistakes_are_named(tmp_path):
         immunization.save({}, tmp_path)
     with pytest.raises(DataError, match="cannot be read"):
         immunization.load(tmp_path)
+    torch.save(model, tmp_path / "whole.pt")
+    with pytest.raises(DataError, match=r"whole\.pt: only weights in safetensors are read; immunization\.save\(model"):
+        immunization.load(tmp_path / "whole.pt")

@@ -1,21 +1,14 @@
 """What a terminal shows while a run gets ready, and readers who leave early."""
 
 import gc
-import io
 import subprocess
 import sys
 
 import pytest
 from helpers.repository import ROOT
+from helpers.terminals import Terminal
 
-from immunization.terminal import importing, waiting
-
-
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
+from immunization.terminal import counted, doing, importing, waiting, where
 
 
 def test_a_terminal_shows_what_is_waited_for_and_then_clears_the_line(monkeypatch):
@@ -29,6 +22,22 @@ def test_a_file_gets_none_of_it(capsys):
     with waiting("importing torch"):
         pass
     assert capsys.readouterr() == ("", "")
+
+
+def test_where_says_the_whole_and_then_the_part_of_it(capsys):
+    said = []
+    with waiting("preparing"), doing(lambda: f"after {len(said)}"):
+        said.extend(where() for _ in counted([(range(3),), (range(2),)], "train: 5 images"))
+    parts = ("0, train: 5 images, 0 done", "1, train: 5 images, 3 done")
+    assert said == [f"preparing, after {part}" for part in parts]
+    assert where() == "at work"
+    assert capsys.readouterr() == ("", "")  # no terminal
+
+
+def test_a_terminal_shows_a_bar_of_what_is_read(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert len(list(counted([(range(3),), (range(2),)], "train: 5 images"))) == 2
+    assert "train: 5 images" in sys.stderr.getvalue()
 
 
 def test_garbage_is_collected_again_after_imports_that_fail():

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+
+from tqdm import tqdm
 
 from immunization.attacks import reference
 from immunization.attacks.base import Attack, AttackCurve
@@ -24,8 +27,11 @@ from immunization.attacks.outcome import (
 from immunization.attacks.replay import exported
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.evaluation.measures import Measures, Role
+from immunization.terminal import doing
 
 SUFFIX: dict[Stage, str] = {"immunized": "", "baseline": "_baseline", "start": "_start"}
+STAGES: dict[Stage, str] = {"immunized": "theta_I", "baseline": "the baseline", "start": "theta_0"}
+"""In words."""
 
 EXCESSES = {"1e-2": 1e-2, "1e-4": 1e-4}
 """Relative excess training losses to which steps are counted."""
@@ -45,9 +51,10 @@ def run_attacks(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves 
 
 def _of_one_task(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves | None) -> Measures:
     measures, outcomes, references = Measures(), [], {}
-    for name, attack in attacks.items():
+    bar = tqdm(attacks.items(), bar_format="{desc} |{bar}|", disable=None, leave=False)
+    for number, (name, attack) in enumerate(bar, 1):
         try:
-            curves = _run(name, attack, victim, kept)
+            curves = _run(name, attack, victim, kept, partial(_at, bar, f"attack {number} of {len(attacks)}, {name}"))
         except Inapplicable as error:
             measures.miss(str(error), f"{'reference' if attack.reference else 'attack'}/{name}/final")
             continue
@@ -82,7 +89,22 @@ def _named(measures: Measures, role: Role) -> Measures:
     )
 
 
-def _run(name: str, attack: Attack, victim: Victim, kept: KeptCurves | None) -> dict[Stage, AttackCurve]:
+@contextmanager
+def _at(bar: tqdm, attack: str, stage: Stage) -> Iterator[None]:
+    """Inside, the bar and `where` say which attack is run on which stage."""
+    what = f"{attack} on {STAGES[stage]}"
+    bar.set_description_str(what)
+    with doing(lambda: what):
+        yield
+
+
+def _run(
+    name: str,
+    attack: Attack,
+    victim: Victim,
+    kept: KeptCurves | None,
+    at: Callable[[Stage], AbstractContextManager[None]],
+) -> dict[Stage, AttackCurve]:
     """The curves of an attack on every stage; of a reference, which is the same for all, on the baseline's net."""
     if reason := victim.comparison.no_test(victim.role):
         raise Inapplicable(reason)
@@ -92,7 +114,8 @@ def _run(name: str, attack: Attack, victim: Victim, kept: KeptCurves | None) -> 
     for stage in ["baseline"] if attack.reference else victim.stages:
         run = partial(attack.run, victim, stage)
         shared = kept.baselines if kept and stage == "baseline" else None
-        curves[stage] = shared(name, run) if shared else run()
+        with at(stage):
+            curves[stage] = shared(name, run) if shared else run()
     if kept:
         kept.put(name, curves)
     return curves

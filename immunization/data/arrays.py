@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import zipfile
 import zlib
@@ -88,7 +89,7 @@ def _tables(**given: str | Sequence[str] | None) -> dict[str, Path]:
     for kind, files in given.items():
         paths = [Path(file).expanduser() for file in ([files] if isinstance(files, str) else files or ())]
         tables |= dict(zip(roles_of(kind, [path.stem for path in paths]), paths, strict=False))
-    if found := first_shared({role: [path.resolve()] for role, path in tables.items()}):
+    if found := first_shared({role: [os.path.realpath(path)] for role, path in tables.items()}):
         one, other, _ = found
         raise ConfigError(
             f"dataset: {tables[other]} is both the {one} and the {other} task; give every task its own file"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -216,6 +217,10 @@ def _open_folder(folder: Path, classes: tuple[str, ...]) -> Dataset:
     for name in _class_folders(folder):
         if name in index and index[name] not in present:
             raise DataError(f"{folder / name}: the class folder is empty, it holds no image; add images or remove it")
+    found: dict[str, str] = {}
+    for place in sorted({os.path.dirname(path) for path, _ in dataset.reader.samples}, key=len):
+        if (before := found.setdefault(os.path.realpath(place), place)) != place:
+            raise DataError(f"{place} is {before} once more: remove the symbolic link, or images are read twice")
     return dataset
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch import Tensor
@@ -27,7 +28,9 @@ MIN_GAIN = 1e-3
 def preconditioner(mode: Precondition, ridge: float, side: str = "input") -> dict[str, Any]:
     """The options `precondition`, `ridge` and `side` of a method, as `Model.hessian_term` takes them."""
     if side == "output" and mode != "ridge":
-        raise ConfigError(f"method.side=output needs method.precondition=ridge, not {mode}")
+        raise ConfigError(
+            f"method.side=output needs method.precondition=ridge, not {mode}; a net takes none, with method.side=input"
+        )
     return {"mode": mode, "ridge": ridge, "side": side}
 
 
@@ -81,6 +84,16 @@ class Method:
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         raise NotImplementedError
+
+    def loss_and_terms(self, model: Model, primary: Batch, *harmful: Batch) -> dict[str, Tensor]:
+        """What `step` returns. Raises ConfigError where that has no loss."""
+        terms = self.step(model, primary, *harmful)
+        if not isinstance(terms, Mapping) or not isinstance(terms.get("loss"), Tensor):
+            given = f"a dict of {', '.join(terms) or 'nothing'}" if isinstance(terms, Mapping) else type(terms).__name__
+            raise ConfigError(
+                f"method={self.name}: {type(self).__name__}.step must return a dict with the tensor `loss`, not {given}"
+            )
+        return terms
 
     def epoch_end(self, model: Model, epoch: int) -> bool:
         """Called after every epoch; True stops the training."""

@@ -69,7 +69,7 @@ class Combined(Method):
     ) -> Step:
         for p, before in zip(parameters, start, strict=True):
             p.data.copy_(before)
-        terms = part.step(model, primary, harmful)
+        terms = part.loss_and_terms(model, primary, harmful)
         slopes = torch.autograd.grad(terms["loss"], parameters, allow_unused=True)
         given = {p: slope for p, slope in zip(parameters, slopes, strict=True) if slope is not None}
         moved = [p.detach() - before for p, before in zip(parameters, start, strict=True)]

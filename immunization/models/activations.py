@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from immunization.compute import randomness
 from immunization.errors import DataError
 from immunization.runs import files
+from immunization.terminal import counted
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Stream:
 
     def split(self, size: int) -> Iterator[Tensor]:
         """Batches of `size` rows, in order."""
-        for images, *_ in self.loader(size):
+        for images, *_ in counted(self.loader(size), f"activations of {len(self)} images"):
             if len(images):
                 yield self.compute(images)
 
@@ -176,9 +176,7 @@ def collect(
         labels, bad, kinds = [], [], Counter()
         try:
             with randomness.isolated_rng():  # or a run that finds the entries would go on with other random numbers
-                for images, targets, messages, *more in tqdm(
-                    loader, desc=title, unit="batch", disable=None, leave=False
-                ):
+                for images, targets, messages, *more in counted(loader, title):
                     bad += messages
                     kinds.update(*more)
                     if len(images) and not (bad and not skip):

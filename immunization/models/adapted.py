@@ -61,6 +61,16 @@ class Adapted(nn.Module):
         return self.body
 
 
+def check_net(what: str, net: object) -> None:
+    """Raise ConfigError for what is no net, or none that can be copied and trained."""
+    if not isinstance(net, nn.Module):
+        raise ConfigError(f"{what} must be an nn.Module, not {type(net).__name__}")
+    if hasattr(net, "_orig_mod"):
+        raise ConfigError(f"{what} was made by torch.compile: give the net itself (._orig_mod) and compile the result")
+    if isinstance(net, torch.jit.ScriptModule):
+        raise ConfigError(f"{what} is TorchScript: give the nn.Module it was made from")
+
+
 def is_of_timm(net: nn.Module) -> bool:
     return all(hasattr(net, name) for name in TIMM)
 

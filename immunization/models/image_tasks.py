@@ -21,6 +21,7 @@ from immunization.data.loaders import LabeledBatches, shuffled_parts
 from immunization.data.task import Split, Task, is_shown
 from immunization.errors import ConfigError, DataError
 from immunization.models.activations import Activations, Stream, collect, free_space
+from immunization.terminal import counted
 
 log = logging.getLogger(__name__)
 
@@ -218,7 +219,7 @@ def read_loader(
     them. A tenth of the rows is for validation; with `test`, a fifth, and another fifth for test.
     """
     inputs, labels, features = [], [], []
-    for images, targets in loader:
+    for images, targets in counted(loader, f"images of {role}_loader"):
         try:
             x = reader.trunk(images)
         except RuntimeError as error:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from immunization.data.images import ImagePair
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError, DataError
-from immunization.models.adapted import fold_before, is_of_timm
+from immunization.models.adapted import check_net, fold_before, is_of_timm
 from immunization.models.base import Model
 from immunization.models.chain import data_config
 from immunization.models.fold import FOLD
 from immunization.models.linear import LinearMap
-from immunization.models.weights import create, layer_of, restore
+from immunization.models.weights import create, layer_of, misfits, restore
 from immunization.runs import files
 from immunization.runs.filenames import WEIGHTS, weights_of
 
@@ -99,7 +99,8 @@ def hub_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def into(net: nn.Module, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> nn.Module:
-    """`tensors` in a copy of `net`, a net of another library as it was before immunization."""
+    """`tensors` in a copy of `net`, as it was before immunization."""
+    check_net("load: the net", net)
     copied = copy.deepcopy(net).to(getattr(torch, facts["dtype"]))
     try:
         if isinstance(copied.get_submodule(facts.get("fold", "")), nn.Linear):
@@ -110,6 +111,7 @@ def into(net: nn.Module, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
     except (AttributeError, RuntimeError) as error:
         raise ConfigError(
             f"load: the weights are of a {facts['architecture']} and do not fit the {type(net).__name__} that was given"
+            f" in {misfits(copied, tensors)}. Give the net as it was before immunization, with the same head"
         ) from error
 
 
@@ -135,31 +137,35 @@ def load(path: str | Path, net: nn.Module | None = None) -> nn.Module:
 
     `path` is the folder or its immunized.safetensors. A timm model, in the dtype it was immunized in, for deep nets:
     `forward_features`, `forward_head(..., pre_logits=True)` (the immunized features) and the classifier work as ever. A
-    net of another library is put into a copy of `net`, the one that was immunized. For linear models the map theta,
-    which takes prepared inputs [N, D_in] to features. Raises DataError for a file that is not there, was not written by
-    this project, or was altered since; ConfigError for a net that does not fit.
+    net of another library is put into a copy of `net`, the one that was immunized; so is any where `net` is given. For
+    linear models the map theta, which takes prepared inputs [N, D_in] to features. Raises DataError for a file that is
+    not there, was not written by this project, or was altered since; ConfigError for a net that does not fit.
     """
     path = Path(path)
     if path.is_dir() and not (path / WEIGHTS).exists() and (path / HUB_WEIGHTS).exists():
         tensors, known = hub_folder(path)
-        return restore(create(known["architecture"], None, False, known["arguments"]), tensors, known)
-    path = weights_of(path)
-    try:
-        tensors, metadata = files.read_tensors(path)
-    except DataError as error:
-        raise DataError(f"{error}; give a run folder that holds a sound {WEIGHTS}") from error
-    facts = metadata.get("immunization")
-    if facts is None:
-        if "theta" not in tensors:
-            raise DataError(f"{path} holds neither a linear map nor a net of this project")
-        return LinearMap(tensors["theta"], tensors.get("bias")).eval()
-    known = json.loads(facts)
-    if known.get("timm", True):
-        model = restore(create(known["architecture"], None, False, known["arguments"]), tensors, known)
-    elif net is None:
-        raise ConfigError(f"{path} holds a {known['architecture']}, no net of timm: load(path, net) puts it into yours")
     else:
+        path = weights_of(path)
+        try:
+            tensors, metadata = files.read_tensors(path)
+        except DataError as error:
+            if path.is_file() and path.suffix != ".safetensors":
+                raise DataError(
+                    f"{path}: only weights in safetensors are read; immunization.save(model, folder) writes them"
+                ) from error
+            raise DataError(f"{error}; give a run folder that holds a sound {WEIGHTS}") from error
+        facts = metadata.get("immunization")
+        if facts is None:
+            if "theta" not in tensors:
+                raise DataError(f"{path} holds neither a linear map nor a net of this project")
+            return LinearMap(tensors["theta"], tensors.get("bias")).eval()
+        known = json.loads(facts)
+    if net is not None:
         model = into(net, tensors, known)
+    elif known.get("timm", True):
+        model = restore(create(known["architecture"], None, False, known["arguments"]), tensors, known)
+    else:
+        raise ConfigError(f"{path} holds a {known['architecture']}, no net of timm: load(path, net) puts it into yours")
     if recipe := known.get("immunized_by"):
         model.immunized_by = recipe
     return model

@@ -38,6 +38,7 @@ from immunization.models.image_tasks import (
     training_loaders,
 )
 from immunization.models.weights import create, stored_arguments
+from immunization.terminal import counted
 from immunization.theory.spectrum import triangular_factor
 
 log = logging.getLogger(__name__)
@@ -304,13 +305,16 @@ class Timm(Model):
     def image_batches(self, role: str, split: str, rows: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         task = self.images.tasks[role]
         config = preprocessing(self.config, self.images, task)
-        for images, labels, *_ in create_loader(self.images, task.splits[split].take(rows), config):
+        part = task.splits[split].take(rows)
+        loader = create_loader(self.images, part, config)
+        for images, labels, *_ in counted(loader, f"{role}/{split}: {len(part)} images"):
             if len(images):
                 yield onto(images, self.head.weight), self._own(role, labels)
 
     def images_of(self, task: ImageTask, split: ImageSplit) -> Iterator[tuple[Tensor, Tensor]]:
         images = replace(self.images, crop_pct=None)  # that of the pair's own images
-        for x, labels, _ in create_loader(images, split, preprocessing(self.config, images, task)):
+        loader = create_loader(images, split, preprocessing(self.config, images, task))
+        for x, labels, *_ in counted(loader, f"{task.name}: {len(split)} images"):
             if len(x):
                 yield onto(x, self.head.weight), labels
 

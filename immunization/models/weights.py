@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -67,25 +68,42 @@ def load_weights(net: nn.Module, path: Path) -> None:
             f"model.checkpoint: {path.absolute()} not found; give a run folder, a file of weights, or null for those "
             "of the Hugging Face hub (docs/install.md)"
         )
-    metadata: dict[str, str] = {}
     try:
-        if path.suffix == ".safetensors":
-            state, metadata = files.read_tensors(path)
-        else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except DataError as error:  # says all there is to say
+        state, metadata = files.read_tensors(path) if path.suffix == ".safetensors" else (_state_dict(path), {})
+    except DataError as error:
         raise ConfigError(f"model.checkpoint={error}") from error
-    except Exception as error:  # safetensors and pickle raise a dozen kinds
-        raise ConfigError(
-            f"model.checkpoint={path} cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]}); "
-            "a safetensors file or a plain state dict of tensors is needed"
-        ) from error
     state = next((state[key] for key in ("state_dict", "model") if isinstance(state.get(key), dict)), state)
     state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
     facts = json.loads(metadata.get("immunization", "{}"))
     if "fold" in facts:
         dtype = getattr(torch, facts["dtype"])  # in which the map and its inverse were stored: they need the digits
         fold_into(net.to(dtype), facts["fold"], state[f"{facts['fold']}.{FOLD}.weight"].to(dtype))
+    if found := misfits(net, state):
+        raise ConfigError(
+            f"model.checkpoint={path} does not fit the model in {found}. Choose the "
+            "model.name it was made with (and model.arguments.num_classes for a head of another size)"
+        )
+    net.load_state_dict(state, strict=False)
+
+
+def _state_dict(path: Path) -> dict[str, Any]:
+    """What `torch.save` wrote, without running code of the file; raises DataError for anything but a state dict."""
+    refused = None
+    try:
+        with warnings.catch_warnings(action="ignore"):  # torch warns of archives that it then refuses
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch and pickle raise a dozen kinds
+        state, refused = None, error
+    if not isinstance(state, Mapping):
+        raise DataError(
+            f"{path} cannot be read as weights alone: it is a whole pickled model, whose loading would run code of the "
+            "file, or damaged; save the weights with torch.save(model.state_dict(), ...) or as safetensors"
+        ) from refused
+    return state
+
+
+def misfits(net: nn.Module, state: Mapping[str, Tensor]) -> str:
+    """The tensors of `state` that `net` does not take and those it lacks, in words; empty where all fit."""
     own = net.state_dict()
     problems = [f"{n} is missing" for n in own.keys() - state.keys() if not n.endswith("num_batches_tracked")]
     problems += [f"{n} is unknown" for n in state.keys() - own.keys()]
@@ -94,13 +112,8 @@ def load_weights(net: nn.Module, path: Path) -> None:
         for n in own.keys() & state.keys()
         if state[n].shape != own[n].shape
     ]
-    if problems:
-        shown = "; ".join(sorted(problems)[:8]) + ("; ..." if len(problems) > 8 else "")
-        raise ConfigError(
-            f"model.checkpoint={path} does not fit the model in {len(problems)} tensors: {shown}. Choose the "
-            "model.name it was made with (and model.arguments.num_classes for a head of another size)"
-        )
-    net.load_state_dict(state, strict=False)
+    shown = "; ".join(sorted(problems)[:8]) + ("; ..." if len(problems) > 8 else "")
+    return f"{len(problems)} tensors: {shown}" if problems else ""
 
 
 def restore(net: nn.Module, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> nn.Module:

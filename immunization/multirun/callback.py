@@ -15,9 +15,12 @@ from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from immunization.errors import UserError
 from immunization.runs.filenames import REFUSED
+from immunization.training.signals import imported
+from immunization.usage import explained
 
 if TYPE_CHECKING:
     from immunization.results.collect import Collection
@@ -39,12 +42,16 @@ class SweepSummary(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: object) -> None:
         """Refuse to overwrite the runs of an earlier sweep; prepare for many jobs, and for jobs in other processes."""
+        imported()  # as far as this process runs no job itself
         Sweeper.validate_batch_is_legal = _validate
         # processes that launchers start have to find this package
         path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(path)
         SweepSummary.begun = "hydra.sweep.dir", config
-        folder = Path(config.hydra.sweep.dir)
+        try:
+            folder = Path(config.hydra.sweep.dir)
+        except OmegaConfBaseException as error:
+            sys.exit(f"error: {explained(error)}")
         if not config.resume and next(folder.glob("*/config.yaml"), None):
             sys.exit(
                 f"error: {folder} already holds runs; resume=true goes on with that sweep, another hydra.sweep.dir=... "

@@ -163,6 +163,8 @@ def _facts(result: Result, notes: Footnotes) -> Table:
     facts = Table.grid(padding=(0, 2))
     if result.status != "completed":
         facts.add_row("status", Text(f"{result.status}: {result.error}", "bold red"))
+    elif not result.metrics:
+        facts.add_row("note", Text("nothing was measured: choose evaluation=[rir,...] or attack=[...]"))
     if "definition/immunized" in result.metrics:
         facts.add_row("Definition 3.1", notes.verdict(result))
     if result.flags:

@@ -6,7 +6,7 @@ import errno
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from immunization.runs.filenames import (
 from immunization.runs.result import Result
 from immunization.runs.resume import result_settings
 from immunization.runs.tracker import Recorder, Tracker
+from immunization.usage import explained
 
 log = logging.getLogger("immunization")
 
@@ -74,8 +75,8 @@ class RunFolder:
     """One run's folder, made and kept from other processes inside `with`.
 
     Every message goes into its run.log, warnings to the screen too. `result` is what the run found so far; `recorder`
-    and the other `trackers` take the numbers of its steps; `where` says what is being done. Raises ConfigError for a
-    folder that cannot be written, or in which another process is at work.
+    and the other `trackers` take the numbers of its steps. Raises ConfigError for a folder that cannot be written, or
+    in which another process is at work.
     """
 
     def __init__(self, config: DictConfig, path: Path, overrides: Sequence[str] = ()) -> None:
@@ -83,7 +84,6 @@ class RunFolder:
         self.result = unfinished(config, path)
         self.recorder: Recorder | None = None
         self.trackers: list[Tracker] = []
-        self.where: Callable[[], str] = lambda: "reading data and model"
 
     def __enter__(self) -> RunFolder:
         with ExitStack() as stack:
@@ -145,7 +145,7 @@ class RunFolder:
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Put the wall-clock seconds spent inside into the result."""
-        started, self.where = time.perf_counter(), lambda: name
+        started = time.perf_counter()
         yield
         self.result.seconds[name] = time.perf_counter() - started
 
@@ -195,13 +195,14 @@ def _logging_to(file: logging.Handler) -> Iterator[None]:
 def _in_words(error: BaseException, folder: Path) -> BaseException:
     """A mistake that OmegaConf met in an interpolation, or a full disk, in one line of ours; others as they are."""
     if isinstance(error, InterpolationResolutionError | MissingMandatoryValue):
-        told, _, of_a_resolver = str(error).splitlines()[0].partition(" raised while resolving interpolation: ")
-        message = ConfigError(of_a_resolver or f"{error.full_key}: {told}")
+        message = ConfigError(explained(error))
     elif isinstance(error, OSError) and error.errno in (*files.NO_ROOM, errno.EROFS, errno.EACCES):
         message = ConfigError(
             f"{error.filename or folder}: {error.strerror}; make room there, or choose another disk with "
             "hydra.run.dir=... (what was written before is intact)"
         )
+    elif isinstance(error, OSError) and error.errno in (errno.ELOOP, errno.EEXIST, errno.ENOTDIR):
+        message = ConfigError(f"{error.filename}: {error.strerror}; a folder is needed there")
     else:
         return error
     message.__cause__ = error

@@ -6,8 +6,10 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+
+from immunization.terminal import where
 
 log = logging.getLogger("immunization")
 
@@ -16,8 +18,8 @@ SECONDS = 60.0
 
 
 @contextmanager
-def heartbeat(where: Callable[[], str], aloud: bool) -> Iterator[None]:
-    """Inside, log what `where` returns every minute; `aloud` also on stderr."""
+def heartbeat(aloud: bool) -> Iterator[None]:
+    """Inside, log `where` the run is every minute; `aloud` also on stderr."""
     ended, began = threading.Event(), time.monotonic()
 
     def beat() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from immunization.checks import Positive, checked
+from immunization.checks import Positive, check_value, checked
 from immunization.runs import strict_json
 from immunization.runs import wandb_contents as contents
 from immunization.runs.result import Result
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     import wandb
 
 log = logging.getLogger(__name__)
+
+ModeOfWandb = Literal["online", "offline", "disabled", "shared", "dryrun", "run"]
+"""What its variable WANDB_MODE may be; the last two are its old names of offline and online."""
 
 DataTable = tuple[list[str], list[list[str | float | bool | None]]]
 """Header and rows."""
@@ -50,6 +53,7 @@ class Wandb(Tracker):
         model: bool | None = None,
         link: str | None = None,
     ) -> None:
+        check_value("WANDB_MODE", os.environ.get("WANDB_MODE") or "online", ModeOfWandb)
         self.project, self.entity, self.mode, self.timeout = project, entity, mode, timeout
         self.model, self.link = model, link
         self.run: wandb.Run | None = None

@@ -33,7 +33,8 @@ def train(
     learning rate of the step joins its terms as `lr`. After step `most` it ends, wherever its epoch is. Raises
     Diverged on a non-finite loss, or one above 1e12 times the first; the parameters are then those before the bad
     step. On a GPU losses are looked at together, before `logged` steps and at the end: to look is to wait for it. The
-    parameters are then those before the look; the step that is named is the bad one.
+    parameters are then those before the look; the step that is named is the bad one. Raises ConfigError for a step
+    without a loss.
     """
     at = Progress() if progress is None else progress
     told = isinstance(scheduler, ReduceLROnPlateau)
@@ -41,7 +42,7 @@ def train(
         while at.epoch < method.epochs:
             for primary, *harmful in batches.epoch():
                 try:
-                    terms = method.step(model, primary, *harmful)
+                    terms = method.loss_and_terms(model, primary, *harmful)
                 except torch.linalg.LinAlgError:
                     watch.failed()
                 watch.see(terms["loss"], told or logged(at.step + 1))

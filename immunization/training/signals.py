@@ -21,18 +21,31 @@ PAUSE = 0.05
 DELICATE = f"{os.sep}pydantic{os.sep}"
 
 
+STARTING: dict[int, Handler] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+"""What `preemptible` takes the place of: a handler that somebody else has set stays."""
+
+
 @contextmanager
 def preemptible() -> Iterator[None]:
-    """Inside, SIGTERM ends the process with one line and exit code 143, also before a run listens to it."""
+    """Inside, SIGTERM ends the process with one line and exit code 143, also before a run listens to it.
+
+    So does Ctrl-C, with 130, until `imported`.
+    """
     main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, _leave)
+    taken = {number: old for number, old in STARTING.items() if main and signal.getsignal(number) is old}
+    for number in taken:
+        signal.signal(number, _leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number, old in taken.items():
+            signal.signal(number, old)
+
+
+def imported() -> None:
+    """From here on Ctrl-C is KeyboardInterrupt: no import is left that would swallow it or turn it into an error."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -1,18 +1,23 @@
 """Audits: a checkpoint as it stands, validity, transfer, and the report."""
 
+import sys
+
 import pytest
 import torch
 import yaml
 from helpers.made_runs import make_run
-from helpers.victims import classes
+from helpers.terminals import Terminal
+from helpers.victims import classes, victim_of
 
 from immunization import run
+from immunization.attacks import AttackCurve, LinearProbe, run_attacks
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
 from immunization.evaluation import Comparison, Validity
 from immunization.evaluation.validity import in_train_mode
 from immunization.models import Linear
 from immunization.results.page import audit
+from immunization.terminal import where
 
 pytestmark = pytest.mark.trains
 
@@ -66,3 +71,25 @@ def test_the_report_of_an_audit_whose_benign_classes_are_a_list(tmp_path):
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     audit(folder)
     assert "attacks on condition_number" in (folder / "report.html").read_text()
+
+
+def test_an_attack_says_which_of_how_many_it_is_and_on_what(monkeypatch, capsys):
+    victim, seen, real = victim_of(classes(), torch.eye(6)), [], LinearProbe.run
+
+    def noted(attack: LinearProbe, *arguments) -> AttackCurve:
+        seen.append(where())
+        return real(attack, *arguments)
+
+    monkeypatch.setattr(LinearProbe, "run", noted)
+    run_attacks({"first": LinearProbe(steps=4), "second": LinearProbe(steps=4)}, victim)
+    assert seen == [
+        f"attack {n} on {on}" for n in ("1 of 2, first", "2 of 2, second") for on in ("theta_I", "the baseline")
+    ]
+    assert where() == "at work"
+    assert capsys.readouterr() == ("", "")  # no terminal
+
+
+def test_a_terminal_shows_the_attack_that_is_run(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    run_attacks({"first": LinearProbe(steps=4)}, victim_of(classes(), torch.eye(6)))
+    assert "attack 1 of 1, first on theta_I |" in sys.stderr.getvalue()

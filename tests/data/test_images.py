@@ -43,6 +43,18 @@ def test_empty_class_folder(tmp_path):
         open_pair(folders)
 
 
+def test_a_link_back_into_the_images_is_refused(tmp_path):
+    folders = draw_folder(tmp_path / "p", 4, 6, 2, 0), draw_folder(tmp_path / "h", 3, 6, 2, 1)
+    (folders[1] / "train/class1/back").symlink_to(folders[1] / "train")
+    with pytest.raises(
+        DataError, match=r"train/class1/back/class\d is .*/train/class\d once more: remove the symbolic"
+    ):
+        open_pair(folders)
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(DataError, match=r"dataset\.harmful_root=.*no such folder"):
+        open_pair((folders[0], tmp_path / "circle"))
+
+
 def test_folders_that_are_missing_or_disagree(tmp_path):
     folders = draw_folder(tmp_path / "p", 4, 6, 2, 0), draw_folder(tmp_path / "h", 3, 6, 2, 1)
     with pytest.raises(DataError, match=r"dataset\.harmful_root: folder .*/nowhere not found; .*docs/install\.md"):

@@ -67,15 +67,17 @@ def test_ctrl_c_of_a_multirun_shows_what_is_done(tmp_path):
     assert errors.splitlines()[-1].endswith(f"the same command with hydra.sweep.dir={sweep} resume=true goes on")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("module", ["hydra", "torch"])
-def test_sigterm_amid_the_imports_is_one_line(tmp_path, module):
+def test_a_signal_amid_the_imports_is_one_line(tmp_path, module, number):
     """The command listens before it imports anything that takes long."""
     code = (
         "import os, signal, sys\n"
-        "class Terminates:\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "class Signals:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        f"        if name == '{module}': os.kill(os.getpid(), signal.SIGTERM)\n"
-        "sys.meta_path.insert(0, Terminates())\n"
+        f"        if name == '{module}': os.kill(os.getpid(), {number:d})\n"
+        "sys.meta_path.insert(0, Signals())\n"
         "from immunization.__main__ import start\n"
         "sys.argv = ['immunize', 'tracker=none']\n"
         "start()\n"
@@ -83,8 +85,8 @@ def test_sigterm_amid_the_imports_is_one_line(tmp_path, module):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 143
-    assert done.stderr == "error: SIGTERM: interrupted before the run began\n"
+    assert done.returncode == 128 + number
+    assert done.stderr == f"error: {number.name}: interrupted before the run began\n"
 
 
 def test_sigterm_amid_an_import_of_a_run_waits_for_its_end(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from helpers.nets import build, open_pair
 from immunization.data.task import SPLITS
 from immunization.methods import ConditionNumber
 from immunization.models.activations import UNFINISHED, Stream, collect, load, take
+from immunization.terminal import where
 from immunization.training.loaders import LoaderBatches, batches_of
 
 pytestmark = pytest.mark.trains
@@ -35,6 +36,15 @@ def test_activations_are_kept_verified_and_keyed(folders, tmp_path, caplog):
     damaged.write_bytes(bytes(content))
     assert load(cache, entries[0].name) is None
     assert not entries[0].exists()
+
+
+def test_reading_says_how_many_images_are_done():
+    batches = [(torch.ones(n, 3), torch.zeros(n, dtype=torch.long), []) for n in (3, 2)]
+    said = []
+    collect(batches, lambda images: said.append(where()) or {"x": images}, {"x": "key"}, None, "train: 5 images")
+    streamed = Stream(lambda size: batches, lambda images: said.append(where()) or images, (5, 3))
+    assert len(torch.cat(list(streamed.split(3)))) == 5
+    assert said == [f"{of} 5 images, {done} done" for of in ("train:", "activations of") for done in (0, 3)]
 
 
 def test_of_two_who_need_the_same_one_computes_and_what_a_killed_one_left_goes(tmp_path):

@@ -108,10 +108,19 @@ def test_checkpoints(folders, tmp_path):
     (tmp_path / "d.pt").write_bytes(b"no weights")
     with pytest.raises(ConfigError, match=r"d\.pt cannot be read"):
         build(pair, checkpoint=str(tmp_path / "d.pt"))
+    for content in (net, {"model": net}, torch.zeros(2)):
+        torch.save(content, tmp_path / "whole.pt")
+        with pytest.raises(
+            ConfigError, match=r"whole\.pt cannot .* save the weights with torch\.save\(model\.state_dict"
+        ):
+            build(pair, checkpoint=str(tmp_path / "whole.pt"))
     with pytest.raises(
         ConfigError, match=r"model\.checkpoint: .*e\.safetensors not found; .* null for those of the Hugging Face hub"
     ):
         build(pair, checkpoint=str(tmp_path / "e.safetensors"))
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(ConfigError, match="not found"):
+        build(pair, checkpoint=str(tmp_path / "circle"))
 
 
 def test_unknown_models_and_options(folders):

@@ -52,6 +52,12 @@ def test_the_table_comes_before_the_figures(result, monkeypatch, capsys):
     assert "RIR" in shown[0]
 
 
+def test_a_run_that_measured_nothing_says_so(result, capsys):
+    result.metrics = {}
+    present(OmegaConf.create({"figures": False}), result, [], quiet=False)
+    assert "nothing was measured: choose evaluation=[rir,...] or attack=[...]" in capsys.readouterr().out
+
+
 def test_failures_are_warnings_and_stop_nothing(result, monkeypatch, capsys, caplog):
     monkeypatch.setattr(run_figures, "draw", lambda *_: 1 / 0)
     broken, whole = Noting(fails=True), Noting()

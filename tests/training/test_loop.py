@@ -10,7 +10,7 @@ from helpers.methods import make_pair
 from helpers.pretend_gpu import pretended_gpu
 from torch.testing import assert_close
 
-from immunization.errors import Diverged
+from immunization.errors import ConfigError, Diverged
 from immunization.methods import Method
 from immunization.models import Linear
 from immunization.training import divergence
@@ -58,6 +58,22 @@ def test_divergence_stops_before_the_bad_step(bad):
         run()
     assert seen == [1, 2]
     assert_close(model.extractor.theta, torch.eye(4, dtype=torch.float64) - 2)
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (None, "NoneType"),
+        ({"los": torch.zeros(())}, "a dict of los"),
+        ({}, "a dict of nothing"),
+        ({"loss": 1.0}, "a dict"),
+    ],
+)
+def test_a_step_without_a_loss_is_said_to_have_none(returned, said, monkeypatch):
+    _, _, run = run_script([1.0])
+    monkeypatch.setattr(Scripted, "step", lambda *_: returned)
+    with pytest.raises(ConfigError, match=rf"^method=scripted: Scripted\.step must return .* `loss`, not {said}"):
+        run()
 
 
 def test_large_negative_losses_are_no_divergence():
