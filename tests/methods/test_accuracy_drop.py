@@ -65,7 +65,8 @@ def test_it_needs_validation_rows():
 @pytest.mark.parametrize("dead", [0.0, 1e-20])
 def test_the_score_of_a_net_leaves_dead_features_out(dead):
     """Their singular value is 0 or noise, as rounding has it; log kappa_H - log kappa_P would be NaN or noise too."""
-    method, tasks = Method(), [SimpleNamespace(train=range(9), width=3, rank=3, eps=2.0**-52) for _ in range(2)]
+    images = Split(torch.zeros(9, 1, 4, 4), torch.arange(9) % 2)
+    method, tasks = Method(), [Task("images", images, images, images, classes=2, width=3) for _ in range(2)]
     factors = [torch.tensor([largest, 1.0, dead], dtype=torch.float64).diag() for largest in (2.0, 6.0)]
     method.pair = SimpleNamespace(primary=tasks[0], harmful=tasks[1])
     model = SimpleNamespace(factor=lambda task: factors[task is tasks[1]])
