@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import Tensor
 
 from immunization.checks import checked
 from immunization.data.image_folders import open_task
-from immunization.errors import ConfigError, DataError
+from immunization.errors import DataError
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import SUFFIX, Measures, State
 from immunization.models.image_tasks import outputs_of
+
+NAMES = ("accuracy", "called_primary")
 
 
 class OtherClasses:
@@ -20,15 +24,13 @@ class OtherClasses:
     whose prediction is a class of D_P; the same with `_baseline`, where the net of before is kept, as in an audit. The
     folder `root` has a folder of images per class; classes of D_P in it are left out. `outputs` is a CSV as that of
     dataset.primary, `crop` likewise. Linear models have no such head, and neither has a net with no other class.
-    Raises ConfigError without `root`, DataError where all its classes are in D_P.
+    Raises DataError where all of its classes are in D_P.
     """
 
     names = ("other_classes/*",)
 
     @checked("evaluation.other_classes")
-    def __init__(self, root: str | None, crop: str | None = None, outputs: str | None = None) -> None:
-        if root is None:
-            raise ConfigError("evaluation.other_classes.root is not set: give a folder of images, a folder per class")
+    def __init__(self, root: str | None = None, crop: str | None = None, outputs: str | None = None) -> None:
         self.root, self.crop, self.outputs = root, crop, outputs
 
     @torch.no_grad()
@@ -36,6 +38,10 @@ class OtherClasses:
         measures, model = Measures(), comparison.model
         shown = comparison.tasks["primary"].head
         if not model.deep or shown is None:
+            return measures
+        names = {state: [f"other_classes/{name}{suffix}" for name in NAMES] for state, suffix in SUFFIX.items()}
+        if self.root is None:
+            measures.miss("evaluation.other_classes.root names no folder of images", *chain(*names.values()))
             return measures
         task, shown = open_task("primary", self.root, 0.0, 0.0, 0, crop=self.crop, outputs=self.outputs), shown.cpu()
         split, outputs = task.splits["train"], outputs_of(task, model.head.out_features, model.name)
@@ -52,12 +58,11 @@ class OtherClasses:
             for state, made in predictions.items():
                 net = after if state == "after" else before
                 made.append(net(images.to(next(net.parameters()))).argmax(1).cpu())
-        for state, suffix in SUFFIX.items():
-            names = [f"other_classes/{name}{suffix}" for name in ("accuracy", "called_primary")]
+        for state, own in names.items():
             if state not in predictions:
-                measures.miss("the net as it was before training is not kept; an audit of this run has it", *names)
+                measures.miss("the net as it was before training is not kept; an audit of this run has it", *own)
                 continue
             predicted = torch.cat(predictions[state])
-            for name, hits in zip(names, (predicted == torch.cat(labels), torch.isin(predicted, shown)), strict=True):
+            for name, hits in zip(own, (predicted == torch.cat(labels), torch.isin(predicted, shown)), strict=True):
                 measures.put(name, hits.double().mean().item())
         return measures

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.nets import build, open_pair
 
-from immunization.errors import ConfigError, DataError
+from immunization.errors import DataError
 from immunization.evaluation import Comparison, OtherClasses
 from immunization.methods import ClosedForm
 
@@ -58,8 +58,9 @@ def test_a_folded_map_changes_no_prediction(opened, folders, outputs):
 
 def test_what_cannot_be_measured_is_said(opened, folders, outputs, tmp_path):
     model, tasks = opened[0].read_tasks(opened[1], False)
-    with pytest.raises(ConfigError, match="root is not set"):
-        OtherClasses(None)
+    nothing = OtherClasses()(Comparison(tasks, model))
+    assert nothing.metrics["other_classes/accuracy"] is None
+    assert "root names no folder" in nothing.reasons["other_classes/accuracy_baseline"]
     only_primary = tmp_path / "two"
     for name in ("class0", "class1"):
         (only_primary / name).mkdir(parents=True)
