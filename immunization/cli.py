@@ -22,7 +22,7 @@ from immunization.config import CONF, check_trust
 from immunization.errors import UserError
 from immunization.multirun.callback import SweepSummary
 from immunization.terminal import importing, robust_streams
-from immunization.usage import options, own
+from immunization.usage import options, own, text_of
 
 _VERBOSE = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
@@ -99,7 +99,7 @@ def _explain(error: Exception) -> str:
         keys = ", ".join(str(key) for key in cause.parent_node if not str(key).startswith("_"))
         group, _, name = str(cause.full_key).rpartition(".")
         remedy = f"allowed here are {keys}" if keys else f"choose a {group} first"
-        having = [path.stem for path in sorted((CONF / group).glob("*.yaml")) if f"\n{name}: " in path.read_text()]
+        having = [path.stem for path in sorted((CONF / group).glob("*.yaml")) if f"\n{name}: " in text_of(path)]
         also = f"; {group}={' and '.join(having)} {'has' if len(having) == 1 else 'have'} it" if having else ""
         return f"there is no key {cause.full_key}; {remedy}{also}"
     if "'hydra/launcher/" in str(error):

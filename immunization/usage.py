@@ -30,6 +30,12 @@ def options(group: str) -> tuple[str, list[str]]:
     return group, []
 
 
+def text_of(path: Path) -> str:
+    """The YAML of an option and of the common options that it inherits."""
+    text = path.read_text()
+    return text + "".join(text_of(path.parent / f"{name}.yaml") for name in re.findall(r"([\w/]+)@_here_", text))
+
+
 def groups() -> str:
     """An entry for each group, its default marked; options in folders below a group stand behind its own."""
     pairs = [pair for entry in own()["defaults"] if isinstance(entry, dict) for pair in entry.items()]
