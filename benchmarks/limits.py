@@ -78,10 +78,10 @@ def house_prices(root: str) -> Iterator[Sequence[str]]:
         "learning_curve": [*each, "method=learning_curve"],
     }
     attacks: dict[str, ProbeAttack] = {
-        "gradient descent, exact line search": LinearProbe(20000),
+        "gradient descent, exact line search": LinearProbe(steps=20000),
         "Adam, best of 11 rates": Adam(RATES, steps=5000),
-        "column scaling, then gradient descent": LinearProbe(20000, "columns"),
-        "conjugate gradients": ConjugateGradients(10000),
+        "column scaling, then gradient descent": LinearProbe(steps=20000, scaling="columns"),
+        "conjugate gradients": ConjugateGradients(steps=10000),
         "L-BFGS": LBFGS(steps=10000),
         "whitening, then gradient descent": WhitenedProbe(),
     }
@@ -160,7 +160,7 @@ def erasure(root: str) -> Iterator[Sequence[str]]:
     attacks = {
         "ridge regression": ClosedFormProbe(),
         "whitening": WhitenedProbe(),
-        "gradient descent": LinearProbe(1024),
+        "gradient descent": LinearProbe(steps=1024),
         "L-BFGS, standardized features": LBFGS(steps=200, scaling="standard"),
     }
     found: dict[tuple[str, str, str], list[float]] = {}
@@ -185,7 +185,7 @@ def nets(root: str) -> Iterator[Sequence[str]]:
     Held-out accuracy on the harmful task, medians over seeds 1 to 3; epochs and rate are the first tried, on seed 0.
     """
     attacks = {
-        "gradient descent": LinearProbe(4096),
+        "gradient descent": LinearProbe(steps=4096),
         "L-BFGS, standardized features": LBFGS(steps=512, scaling="standard"),
         "ridge regression": ClosedFormProbe(),
         "whitening": WhitenedProbe(),

@@ -57,4 +57,4 @@ class NetSteps:
 
 def condition_number(batch: int) -> ConditionNumber:
     """The method as it is on nets."""
-    return ConditionNumber(1e-9, 1e-9, 1, batch, precondition="none", smoothing=0.1, balance=False)
+    return ConditionNumber(1e-9, 1e-9, epochs=1, batch_size=batch, precondition="none", smoothing=0.1, balance=False)

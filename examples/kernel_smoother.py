@@ -5,27 +5,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from immunization.attacks import Attack, AttackCurve, Precision, Stage, Victim, require_held_out
+from immunization.attacks import Attack, AttackCurve, Stage, Victim, require_held_out
 
 
-class KernelSmoother(Attack):
+class KernelSmoother(Attack, without=["steps"]):
     """Nadaraya-Watson regression: a weighted mean of the training targets, in which near features count more.
 
     A row at distance d weighs exp(-d^2 / 2h^2). `bandwidths` h are relative to the standard deviation of the features;
     the best on the validation split is used. It counts as one step.
     """
 
-    setting_name = "bandwidth"
+    setting_name, tries = "bandwidth", "bandwidths"
     natural_ends = True  # a smaller one gives the nearest row, a larger one the mean of all
 
-    def __init__(
-        self,
-        bandwidths: Sequence[float] = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
-        samples: int | None = None,
-        precision: Precision | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(1, bandwidths, samples, precision, seed)
+    steps = 1
+    bandwidths: Sequence[float] = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
         task = victim.task

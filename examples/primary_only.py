@@ -4,7 +4,7 @@ from functools import partial
 
 from torch import Tensor
 
-from immunization.checks import AtLeastTwo, Count, NonNegative
+from immunization.checks import NonNegative
 from immunization.methods import Method
 from immunization.models import Batch, Model
 
@@ -15,9 +15,8 @@ class PrimaryOnly(Method):
     The second term is 0 where all k eigenvalues of H_P are equal. For linear models and nets.
     """
 
-    def __init__(self, weight: NonNegative = 1.0, epochs: Count = 100, batch_size: AtLeastTwo | None = None) -> None:
-        super().__init__(epochs, batch_size)
-        self.weight = weight
+    epochs = 100
+    weight: NonNegative = 1.0
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         logits, features = model.outputs(primary)

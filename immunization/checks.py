@@ -1,7 +1,7 @@
-"""The ranges of constructor arguments: they stand in the annotations, and every error is made of them.
+"""The ranges of options: they stand in the annotations, and every error is made of them.
 
-`epochs: Count` in a signature is all that a constructor under `@checked("method")` says about its argument: epochs=-1
-is then refused with "method.epochs must be an integer of at least 0, not -1".
+`epochs: Count`, in the signature of a function under `@checked("method")` or in the body of a `Component`, is all that
+is said about an option: epochs=-1 is then refused with "method.epochs must be an integer of at least 0, not -1".
 """
 
 from __future__ import annotations
@@ -9,10 +9,23 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass, field, fields
 from functools import cache, wraps
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from annotated_types import DocInfo, Ge, Gt, Le, Lt, Predicate, doc
 
@@ -45,20 +58,51 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def checked(group: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator of a constructor or function: its arguments, keys of `group`, are checked against its annotations."""
+def checked(group: str, of: type | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator of a constructor or function: its arguments, keys of `group`, are checked against its annotations.
+
+    Those of a constructor that `dataclass` wrote stand in the class `of` and in the classes above it.
+    """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
 
         @wraps(function)
         def checking(*args: P.args, **kwargs: P.kwargs) -> R:
-            check_arguments(function, signature.bind(*args, **kwargs).arguments, group)
+            check_arguments(of or function, signature.bind(*args, **kwargs).arguments, group)
             return function(*args, **kwargs)
 
         return checking
 
     return decorate
+
+
+@dataclass_transform(eq_default=False, field_specifiers=(field,))
+@dataclass(eq=False, repr=False)
+class Component:
+    """What a YAML builds: its annotated attributes are its options, with their ranges, as those of a dataclass are.
+
+    A subclass names only what is its own. It inherits all other options; `name = value` without an annotation changes a
+    default, and the options that it lists as `without` stay at theirs: nobody can set them. The constructor is written
+    by `dataclass`, refuses what is out of range as a key of `group`, and calls `__post_init__`; a class that writes its
+    own keeps it.
+    """
+
+    group: ClassVar[str] = ""
+
+    def __init_subclass__(cls, group: str = "", without: Sequence[str] = (), **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.group = group or cls.group
+        own = cls.__annotations__
+        for option in fields(cls):
+            name = option.name
+            if name in without or (name in vars(cls) and name not in own):
+                own[name] = Any  # what is allowed stays as it was, see _hints
+                init = option.init and name not in without
+                setattr(cls, name, field(default=getattr(cls, name), init=init, kw_only=option.kw_only))
+        if own and "__init__" not in vars(cls):
+            dataclass(cls, eq=False, repr=False)
+            cls.__init__ = checked(cls.group, cls)(cls.__init__)
 
 
 def check_arguments(function: Callable[..., object], arguments: Mapping[str, object], group: str) -> None:
@@ -117,10 +161,21 @@ def _validator(hint: Hint) -> TypeAdapter[object]:
 def _plain_hints(function: Callable[..., object]) -> dict[str, Hint]:
     """Annotations of arguments that a YAML file can hold; those of other kinds are left to the constructor."""
     try:
-        hints = get_type_hints(function.__init__ if isinstance(function, type) else function, include_extras=True)
+        hints = _hints(function)
     except NameError:  # an annotation imported for type checkers alone
         return {}
     return {name: hint for name, hint in hints.items() if name != "return" and _is_plain(hint)}
+
+
+def _hints(function: Callable[..., object]) -> dict[str, Hint]:
+    """Annotations of arguments; where `dataclass` wrote a constructor, they stand in the classes."""
+    if not isinstance(function, type):
+        return get_type_hints(function, include_extras=True)
+    builder = next(base for base in function.__mro__ if "__init__" in vars(base))
+    if "__dataclass_fields__" not in vars(builder):
+        return get_type_hints(builder.__init__, include_extras=True)
+    above = [get_type_hints(base, include_extras=True) for base in reversed(builder.__mro__)]
+    return {name: hint for hints in above for name, hint in hints.items() if hint is not Any}
 
 
 def _is_plain(hint: Hint) -> bool:

@@ -58,7 +58,7 @@ def explained(error: Exception) -> str:
         keys = ", ".join(str(key) for key in cause.parent_node if not str(key).startswith("_"))
         group, _, name = str(cause.full_key).rpartition(".")
         remedy = f"allowed here are {keys}" if keys else f"choose a {group} first"
-        having = [path.stem for path in sorted((CONF / group).glob("*.yaml")) if f"\n{name}: " in path.read_text()]
+        having = [path.stem for path in sorted((CONF / group).glob("*.yaml")) if f"\n{name}: " in text_of(path)]
         also = f"; {group}={' and '.join(having)} {'has' if len(having) == 1 else 'have'} it" if having else ""
         return f"there is no key {cause.full_key}; {remedy}{also}"
     first = str(error).splitlines()[0]
@@ -77,6 +77,12 @@ def explained(error: Exception) -> str:
         remedy = "" if isinstance(error, MissingMandatoryValue) else "; look at the values with ${...}"
         return of_a_resolver or f"{error.full_key}: {told}{remedy}"
     return " ".join((f"{error}\n{cause}" if isinstance(cause, OmegaConfBaseException) else str(error)).split())
+
+
+def text_of(path: Path) -> str:
+    """The YAML of an option and of the common options that it inherits."""
+    text = path.read_text()
+    return text + "".join(text_of(path.parent / f"{name}.yaml") for name in re.findall(r"([\w/]+)@_here_", text))
 
 
 def groups() -> str:

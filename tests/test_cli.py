@@ -57,6 +57,11 @@ def test_help_lists_options_of_a_folder_of_ones_own(tmp_path):
     assert re.search(r"\bmine,", said("--help", "--config-dir", str(tmp_path), status=0))
 
 
+def test_a_key_of_another_method_is_refused_with_those_that_have_it():
+    shown = said("method=forget", "method.combine=worst")
+    assert "; method=clamp and condition_number and encoderlock and imma and learning_curve and " in shown
+
+
 def test_version_is_that_of_this_package():
     assert said("--version", status=0) == f"immunization {__version__}\n"
 

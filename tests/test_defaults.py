@@ -24,11 +24,9 @@ def options() -> dict[str, dict[str, DictConfig]]:
     files = (path for group in COMPONENTS for path in CONF.glob(f"{group}/*.yaml"))
     for path in sorted(path for path in files if not path.stem.startswith("all")):  # several options in one
         group, name = path.parent.name, path.stem
-        if group == "method":  # composed, it would have the hyper-parameters of a data set
-            node = OmegaConf.load(path)
-        else:
-            node = compose([f"{group}=[{name}]" if group in LISTS else f"{group}={name}"])[group]
-            node = node[name] if group in LISTS else node
+        chosen = f"{group}=[{name}]" if group in LISTS else f"{group}={name}"
+        node = compose([chosen, "~hparams"])[group]  # those of a data set would change a method's own
+        node = node[name] if group in LISTS else node
         if node is not None:
             found[node._target_][f"{group}/{name}"] = node
     return found

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from immunization.attacks.victim import Precision, Stage, Victim
-from immunization.checks import AtLeastOne, Seed, checked
+from immunization.checks import AtLeastOne, Component, Seed
 from immunization.data.task import Task
 from immunization.errors import ConfigError
 
@@ -47,7 +47,7 @@ class AttackCurve:
         return self.test[self.val.argmax()].item()
 
 
-class Attack:
+class Attack(Component, group="attack.*"):
     """An attacker with a budget of `steps`, who tries all of his `settings` and keeps the best on validation data.
 
     `samples`: training rows of each class (of all, for a regression); None: every row. `precision`: the weights are
@@ -55,7 +55,9 @@ class Attack:
     """
 
     setting_name = "learning rate"
-    order: float | None = None
+    tries = "rates"
+    """Where the settings stand: an option, or an attribute of the class."""
+    order: ClassVar[float | None] = None
     """Theory: steps grow as kappa ** order (Eq. 2 for gradient descent has 1); None where there is no such law."""
     natural_ends = False
     """Whether nothing is to be expected beyond the ends of the settings: 0, or where the method is unstable."""
@@ -64,19 +66,18 @@ class Attack:
     trains_all = False
     """Whether it fine-tunes all that a method may have trained; without such an attack nothing is called held."""
 
-    @checked("attack.*")
-    def __init__(
-        self,
-        steps: AtLeastOne,
-        settings: Sequence[float],
-        samples: AtLeastOne | None = None,
-        precision: Precision | None = None,
-        seed: Seed = 0,
-    ) -> None:
-        settings = sorted(settings)
-        if not settings or not settings[0] >= 0:
-            raise ConfigError(f"attack: {self.setting_name}s must be a list of numbers of at least 0, not {settings}")
-        self.steps, self.settings, self.samples, self.precision, self.seed = steps, settings, samples, precision, seed
+    _: KW_ONLY
+    steps: AtLeastOne
+    samples: AtLeastOne | None = None
+    precision: Precision | None = None
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        self.settings = sorted(getattr(self, self.tries))
+        if not self.settings or not self.settings[0] >= 0:
+            raise ConfigError(
+                f"attack: {self.setting_name}s must be a list of numbers of at least 0, not {self.settings}"
+            )
 
     @property
     def kind(self) -> str:

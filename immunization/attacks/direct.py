@@ -10,31 +10,24 @@ import torch
 from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeCurves
 from immunization.attacks.probes import WhitenedProbe, decomposition_flops
-from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
-from immunization.checks import Seed
+from immunization.attacks.victim import Inapplicable, Stage, Victim
 
 RIDGES = (0, *(float(f"1e{e}") for e in (*range(-20, -12, 2), *range(-12, 1))))
 """Relative to lambda_1: every decade where float64 resolves them, every other one below."""
 
 
-class ClosedFormProbe(ProbeAttack):
+class ClosedFormProbe(ProbeAttack, without=["steps", "scaling"]):
     """Ridge regression through one singular value decomposition, w = V S / (S^2 + ridge) c for every ridge.
 
     `ridges` are relative to lambda_1; the best on the validation split is used. It counts as one step.
     """
 
-    setting_name = "ridge"
+    setting_name, tries = "ridge", "ridges"
     order = None
     natural_ends = True
 
-    def __init__(
-        self,
-        ridges: Sequence[float] = RIDGES,
-        samples: int | None = None,
-        precision: Precision | None = None,
-        seed: Seed = 0,
-    ) -> None:
-        super().__init__(1, ridges, "none", samples, precision, seed)
+    steps = 1
+    ridges: Sequence[float] = RIDGES
 
     def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
         ridges = torch.tensor(self.settings, dtype=torch.float64).to(problem.sigma)[:, None]
@@ -49,17 +42,10 @@ class LogisticProbe(Attack):
     A step is an iteration of its L-BFGS, of which only the last is seen.
     """
 
-    setting_name = "C"
+    setting_name, tries = "C", "strengths"
 
-    def __init__(
-        self,
-        strengths: Sequence[float] = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0),
-        steps: int = 200,
-        samples: int | None = None,
-        precision: Precision | None = None,
-        seed: Seed = 0,
-    ) -> None:
-        super().__init__(steps, strengths, samples, precision, seed)
+    strengths: Sequence[float] = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0)
+    steps = 200
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
         from sklearn.exceptions import ConvergenceWarning

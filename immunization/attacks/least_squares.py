@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from immunization.attacks.base import Attack, AttackCurve, step_grid
-from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
-from immunization.checks import AtLeastOne, Seed, checked
+from immunization.attacks.victim import Inapplicable, Stage, Victim
+from immunization.checks import AtLeastOne
 from immunization.data.task import SPLITS, Task
 from immunization.errors import DegenerateSpectrum
 from immunization.theory import spectrum
@@ -138,18 +138,10 @@ class ProbeAttack(Attack):
 
     order = 1.0
 
-    @checked("attack.*")
-    def __init__(
-        self,
-        steps: AtLeastOne,
-        settings: Sequence[float],
-        scaling: Scaling = "none",
-        samples: AtLeastOne | None = None,
-        precision: Precision | None = None,
-        seed: Seed = 0,
-    ) -> None:
-        super().__init__(steps, settings, samples, precision, seed)
-        self.scaling = scaling
+    rates = (1.0,)
+    _: KW_ONLY
+    steps: AtLeastOne = 2048
+    scaling: Scaling = "none"
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
         return self.probe(victim, self.features(victim, stage))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import KW_ONLY, asdict, replace
 from functools import partial
 from typing import ClassVar, get_args
 
@@ -17,8 +17,8 @@ from immunization.attacks.recipe import WEIGHT_DECAY, Budget, Optimizer, Part, R
 from immunization.attacks.replay import read_recipes
 from immunization.attacks.search import require_optuna, search
 from immunization.attacks.tuning import Tuner
-from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
-from immunization.checks import AtLeastOne, AtLeastTwo, Seed, checked
+from immunization.attacks.victim import Inapplicable, Stage, Victim
+from immunization.checks import AtLeastOne, AtLeastTwo
 from immunization.data.task import Task
 from immunization.errors import ConfigError
 from immunization.models.chain import Network
@@ -42,30 +42,25 @@ class FineTune(Attack):
     fixed_rates: ClassVar[Rates] = {"sgd": (0.003, 0.03, 0.3), "adamw": (1e-4, 1e-3, 0.01)}
     """Those of conf/attack, for every optimizer."""
 
-    @checked("attack.*")
-    def __init__(
-        self,
-        scope: Part = "full",
-        optimizer: Optimizer = "sgd",
-        rates: Sequence[float] = (0.003, 0.03, 0.3),
-        steps: int = 64,
-        epochs: Sequence[AtLeastOne] | None = None,
-        batch_size: AtLeastTwo = 32,
-        search: AtLeastOne | None = None,
-        replay: str | None = None,
-        seeds: AtLeastOne = 3,
-        samples: int | None = None,
-        precision: Precision | None = None,
-        seed: Seed = 0,
-    ) -> None:
-        super().__init__(steps, rates, samples, precision, seed)
-        if search and replay:
+    scope: Part = "full"
+    optimizer: Optimizer = "sgd"
+    rates: Sequence[float] = (0.003, 0.03, 0.3)
+    _: KW_ONLY
+    steps: AtLeastOne = 64
+    epochs: Sequence[AtLeastOne] | None = None
+    batch_size: AtLeastTwo = 32
+    search: AtLeastOne | None = None
+    replay: str | None = None
+    seeds: AtLeastOne = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.search and self.replay:
             raise ConfigError("attack: search looks for settings and replay has them; give one of the two")
-        self.scope, self.optimizer, self.batch_size = scope, optimizer, batch_size
-        self.epochs, self.trials, self.seeds = sorted(epochs or ()), search, seeds
-        if search:
+        self.epochs = sorted(self.epochs or ())
+        if self.search:
             require_optuna()
-        self.replayed = read_recipes(replay, self.kind, self.parts) if replay else {}
+        self.replayed = read_recipes(self.replay, self.kind, self.parts) if self.replay else {}
 
     @property
     def trains_all(self) -> bool:
@@ -78,7 +73,7 @@ class FineTune(Attack):
         return parts[: parts.index(self.scope) + 1]
 
     def check(self, task: Task) -> None:
-        if self.trials and not len(task.val):
+        if self.search and not len(task.val):
             raise ConfigError(
                 "attack: a search needs validation images of the harmful task: set dataset.val_fraction above 0"
             )
@@ -116,7 +111,7 @@ class FineTune(Attack):
         steps = max(marks.values(), default=self.steps)
         grid = sorted({*step_grid(steps, per_octave=1), *marks.values()})
         budget = Budget(grid, tuner.step_cost(self.recipe(self.settings[0]), self.seed))
-        curve = self._searched(tuner, budget, stage) if self.trials or self.replayed else self._fixed(tuner, budget)
+        curve = self._searched(tuner, budget, stage) if self.search or self.replayed else self._fixed(tuner, budget)
         curve.epochs = {epochs: grid.index(step) for epochs, step in marks.items()} or None
         return curve
 
@@ -142,7 +137,7 @@ class FineTune(Attack):
             recipe, facts = self.replayed[stage], {}
             courses = [tuner.train(recipe, budget, self.seed)]
         else:
-            found = search(tuner, budget, self.known_recipes(), self.parts, self.trials, self.seed)
+            found = search(tuner, budget, self.known_recipes(), self.parts, self.search, self.seed)
             recipe, facts, courses = found.recipe, found.facts, [found.course]
         courses += [tuner.train(recipe, budget, self.seed + i) for i in range(1, self.seeds)]
         val, test = (_stacked([getattr(course, split) for course in courses]) for split in ("val", "test"))
@@ -163,32 +158,15 @@ class FineTune(Attack):
         return best
 
 
-class LoRA(FineTune):
+class LoRA(FineTune, group="attack.lora", without=["scope"]):
     """Low-rank adapters of peft on every convolution and linear layer, and a fresh head; the net stays in eval mode."""
 
     fixed_rates: ClassVar[Rates] = {"adamw": (0.001, 0.01, 0.1), "sgd": (0.03, 0.3, 3.0)}
     trains_all = False
 
-    @checked("attack.lora")
-    def __init__(
-        self,
-        rank: AtLeastOne = 8,
-        optimizer: Optimizer = "adamw",
-        rates: Sequence[float] = (0.001, 0.01, 0.1),
-        steps: int = 64,
-        epochs: Sequence[AtLeastOne] | None = None,
-        batch_size: AtLeastTwo = 32,
-        search: AtLeastOne | None = None,
-        replay: str | None = None,
-        seeds: AtLeastOne = 3,
-        samples: int | None = None,
-        precision: Precision | None = None,
-        seed: Seed = 0,
-    ) -> None:
-        self.rank = rank
-        super().__init__(
-            "full", optimizer, rates, steps, epochs, batch_size, search, replay, seeds, samples, precision, seed
-        )
+    optimizer = "adamw"
+    rates = (0.001, 0.01, 0.1)
+    rank: AtLeastOne = 8
 
     @property
     def kind(self) -> str:

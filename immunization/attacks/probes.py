@@ -4,53 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeCurves, Scaling
-from immunization.attacks.victim import Precision, Stage, Victim
-from immunization.checks import AtLeastOne, Seed, checked
+from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeCurves
+from immunization.attacks.victim import Stage, Victim
+from immunization.checks import AtLeastOne
+
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
 class LinearProbe(ProbeAttack):
     """Steepest descent with exact line search, one step size for all outputs (the paper's probe, Eq. 2 and 16)."""
 
-    def __init__(
-        self,
-        steps: int = 8192,
-        scaling: Scaling = "none",
-        samples: int | None = None,
-        precision: Precision | None = None,
-        seed: Seed = 0,
-    ) -> None:
-        super().__init__(steps, [1.0], scaling, samples, precision, seed)
+    steps = 8192
 
     def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
         steepest_descent(problem, curves, np.ones((1, len(problem.sigma))), self.steps)
 
 
-class WhitenedProbe(ProbeAttack):
+class WhitenedProbe(ProbeAttack, without=["scaling"]):
     """The same on features whitened by (H + ridge I)^-1/2, as the training rows give it; ridge 0 solves in one step.
 
     `ridges` are relative to lambda_1; the best on the validation split is used.
     """
 
-    setting_name = "ridge"
+    setting_name, tries = "ridge", "ridges"
     natural_ends = True
 
-    def __init__(
-        self,
-        steps: int = 256,
-        ridges: Sequence[float] = (0, 1e-14, 1e-12, 1e-10, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2),
-        samples: int | None = None,
-        precision: Precision | None = None,
-        seed: Seed = 0,
-    ) -> None:
-        super().__init__(steps, ridges, "none", samples, precision, seed)
+    steps = 256
+    ridges: Sequence[float] = (0, 1e-14, 1e-12, 1e-10, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 
     def problem(self, victim: Victim, features: Mapping[str, Tensor]) -> LeastSquares:
         problem = super().problem(victim, features)
@@ -71,18 +57,11 @@ class WhitenedProbe(ProbeAttack):
 class TorchProbe(ProbeAttack):
     """A head trained by an optimizer of torch, every learning rate in a parameter group of its own."""
 
-    def __init__(
-        self,
-        optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
-        rates: Sequence[float],
-        steps: int,
-        scaling: Scaling,
-        samples: int | None,
-        precision: Precision | None,
-        seed: Seed,
-    ) -> None:
-        super().__init__(steps, rates, scaling, samples, precision, seed)
-        self.optimizer = optimizer
+    rates: Sequence[float] = RATES
+
+    def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """That of parameter groups which have the learning rates."""
+        raise NotImplementedError
 
     def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
         self.minimize(problem.target.new_zeros(len(self.settings), *problem.shape), problem.gradient, curves)
@@ -112,18 +91,12 @@ class Momentum(TorchProbe):
 
     natural_ends = True
 
-    def __init__(
-        self,
-        momentum: float = 0.9,
-        rates: Sequence[float] = (0.1, 0.3, 1.0, 3.0),
-        steps: int = 4096,
-        scaling: Scaling = "none",
-        samples: int | None = None,
-        precision: Precision | None = None,
-        seed: Seed = 0,
-    ) -> None:
-        make = partial(torch.optim.SGD, momentum=momentum)
-        super().__init__(make, rates, steps, scaling, samples, precision, seed)
+    momentum: float = 0.9
+    rates = (0.1, 0.3, 1.0, 3.0)
+    steps = 4096
+
+    def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, momentum=self.momentum)
 
     def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
         # it is the same in every basis: in that of the Hessian a step costs k C operations instead of D k C
@@ -131,24 +104,15 @@ class Momentum(TorchProbe):
         self.minimize(start, lambda w: sigma * (sigma * w - problem.target), curves, problem.vectors)
 
 
-RATES = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-
-
 class Adam(TorchProbe):
     """Adam on features scaled to lambda_1 = 1; it takes the scale of the gradient, but not the basis, as it likes."""
 
     order = None
 
-    def __init__(
-        self,
-        rates: Sequence[float] = (*RATES, 1000.0),
-        steps: int = 2048,
-        scaling: Scaling = "none",
-        samples: int | None = None,
-        precision: Precision | None = None,
-        seed: Seed = 0,
-    ) -> None:
-        super().__init__(torch.optim.Adam, rates, steps, scaling, samples, precision, seed)
+    rates = (*RATES, 1000.0)
+
+    def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.Adam(groups)
 
 
 class AdamW(TorchProbe):
@@ -156,37 +120,18 @@ class AdamW(TorchProbe):
 
     order = None
 
-    def __init__(
-        self,
-        weight_decay: float = 0.01,
-        rates: Sequence[float] = RATES,
-        steps: int = 2048,
-        scaling: Scaling = "none",
-        samples: int | None = None,
-        precision: Precision | None = None,
-        seed: Seed = 0,
-    ) -> None:
-        make = partial(torch.optim.AdamW, weight_decay=weight_decay)
-        super().__init__(make, rates, steps, scaling, samples, precision, seed)
+    weight_decay: float = 0.01
+
+    def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, weight_decay=self.weight_decay)
 
 
-class LBFGS(ProbeAttack):
+class LBFGS(ProbeAttack, group="attack.lbfgs"):
     """scipy's L-BFGS-B without bounds, `memory` pairs; a step is an iteration, compute counts its line searches too."""
 
     order = None
 
-    @checked("attack.lbfgs")
-    def __init__(
-        self,
-        memory: AtLeastOne = 10,
-        steps: int = 2048,
-        scaling: Scaling = "none",
-        samples: int | None = None,
-        precision: Precision | None = None,
-        seed: Seed = 0,
-    ) -> None:
-        super().__init__(steps, [1.0], scaling, samples, precision, seed)
-        self.memory = memory
+    memory: AtLeastOne = 10
 
     def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
         from scipy.optimize import minimize
@@ -216,16 +161,6 @@ class ConjugateGradients(ProbeAttack):
 
     order = 0.5
 
-    def __init__(
-        self,
-        steps: int = 2048,
-        scaling: Scaling = "none",
-        samples: int | None = None,
-        precision: Precision | None = None,
-        seed: Seed = 0,
-    ) -> None:
-        super().__init__(steps, [1.0], scaling, samples, precision, seed)
-
     def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
         from scipy.sparse.linalg import LinearOperator, cg
 
@@ -246,7 +181,7 @@ class ConjugateGradients(ProbeAttack):
             cg(hessian, (factor.T @ target).ravel(), rtol=1e-15, atol=0, maxiter=self.steps, callback=callback)
 
 
-class Undo(LinearProbe):
+class Undo(LinearProbe, group="attack.undo", without=["scaling"]):
     """The attacker takes the map back before he probes.
 
     `how=relearn`: he has theta_0 and inputs without labels, of both tasks, and fits the least-squares map from the
@@ -254,17 +189,7 @@ class Undo(LinearProbe):
     by its pseudo-inverse.
     """
 
-    @checked("attack.undo")
-    def __init__(
-        self,
-        how: Literal["relearn", "strip"] = "relearn",
-        steps: int = 8192,
-        samples: int | None = None,
-        precision: Precision | None = None,
-        seed: Seed = 0,
-    ) -> None:
-        super().__init__(steps, "none", samples, precision, seed)
-        self.how = how
+    how: Literal["relearn", "strip"] = "relearn"
 
     def problem(self, victim: Victim, features: Mapping[str, Tensor]) -> LeastSquares:
         problem, d = super().problem(victim, features), victim.task.dim

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from immunization.attacks.network import FineTune
-from immunization.attacks.recipe import Optimizer, Part
+from immunization.attacks.recipe import Part
 from immunization.attacks.victim import Inapplicable, Stage, Victim
-from immunization.checks import AtLeastOne, AtLeastTwo, Seed, checked
 from immunization.models.chain import Network
 
 
-class Scratch(FineTune):
+class Scratch(FineTune, group="attack.scratch", without=["scope", "precision"]):
     """The same architecture from random weights, trained as `FineTune` trains the whole net.
 
     No weights of the model are used: what it costs is the price of one way to do without the model, not the least.
@@ -21,23 +20,9 @@ class Scratch(FineTune):
 
     reference = True
 
-    @checked("attack.scratch")
-    def __init__(
-        self,
-        optimizer: Optimizer = "adamw",
-        rates: Sequence[float] = (1e-4, 1e-3, 0.01),
-        steps: int = 1024,
-        epochs: Sequence[AtLeastOne] | None = None,
-        batch_size: AtLeastTwo = 32,
-        search: AtLeastOne | None = None,
-        replay: str | None = None,
-        seeds: AtLeastOne = 3,
-        samples: int | None = None,
-        seed: Seed = 0,
-    ) -> None:
-        super().__init__(
-            "full", optimizer, rates, steps, epochs, batch_size, search, replay, seeds, samples, None, seed
-        )
+    optimizer = "adamw"
+    rates = (1e-4, 1e-3, 0.01)
+    steps = 1024
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -28,7 +28,7 @@ def fitted_head(task: Task, head: Tensor, features: Tensor, y: Tensor, rate: flo
     return head
 
 
-class AgainstAttacker(Method):
+class AgainstAttacker(Method, without=["patience"]):
     """A method that simulates an attacker, and so takes gradients of its own.
 
     With `max_accuracy_drop` it goes back to the last epoch within the bound: the score is not RIR, which these methods

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import KW_ONLY
 from typing import Any, Literal
 
 from torch import Tensor
 
-from immunization.checks import AtLeastOne, AtLeastTwo, Count, NonNegative, checked
+from immunization.checks import AtLeastOne, AtLeastTwo, Component, Count, NonNegative
 from immunization.config import snake_case
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
@@ -24,6 +25,9 @@ CHECKS = 10
 MIN_GAIN = 1e-3
 """Smallest gain of a score that counts as one."""
 
+ITERATIVE = ("batch_size", "patience", "max_accuracy_drop", "combine")
+"""Options that mean nothing to a method that does its work in `setup`."""
+
 
 def preconditioner(mode: Precondition, ridge: float, side: str = "input") -> dict[str, Any]:
     """The options `precondition`, `ridge` and `side` of a method, as `Model.hessian_term` takes them."""
@@ -34,7 +38,7 @@ def preconditioner(mode: Precondition, ridge: float, side: str = "input") -> dic
     return {"mode": mode, "ridge": ridge, "side": side}
 
 
-class Method:
+class Method(Component, group="method"):
     """One immunization method: `setup` once, then `step` on every pair of batches.
 
     `step` returns a dict with `loss`, the scalar to descend, and every term worth logging; one dict feeds the progress
@@ -52,18 +56,15 @@ class Method:
     """Whether a step takes gradients or features of its own, and so needs all rows of a batch in one process."""
     several = False
     """Whether `setup` takes all of `pair.harmful_tasks`; a method that does not is combined (`methods.combined`)."""
+
+    epochs: Count = 0
+    batch_size: AtLeastTwo | None = None
+    _: KW_ONLY
+    patience: AtLeastOne | None = None
+    max_accuracy_drop: NonNegative | None = None
     combine: Combine = "sum"
 
-    @checked("method")
-    def __init__(
-        self,
-        epochs: Count = 0,
-        batch_size: AtLeastTwo | None = None,
-        patience: AtLeastOne | None = None,
-        max_accuracy_drop: NonNegative | None = None,
-    ) -> None:
-        self.epochs, self.batch_size, self.patience = epochs, batch_size, patience
-        self.max_accuracy_drop = max_accuracy_drop
+    def __post_init__(self) -> None:
         self.flags: dict[str, str] = {}
         self.undetermined = ""
 

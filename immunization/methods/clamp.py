@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from immunization.checks import AtLeastOne, AtLeastTwo, Count, Fraction, NonNegative, Positive, checked
+from immunization.checks import AtLeastOne, Fraction, NonNegative, Positive
 from immunization.methods.attacker import AgainstAttacker, scaled
-from immunization.methods.base import Combine
 from immunization.models.base import Batch, Model
 
 Loss = Callable[[Tensor], Tensor]
@@ -34,32 +32,20 @@ class CLAMP(AgainstAttacker):
     v along the attacker's last step; at most 0.99 for c in B.
     """
 
-    @checked("method")
-    def __init__(
-        self,
-        epochs: Count = 40,
-        batch_size: AtLeastTwo | None = 64,
-        lambda_P: NonNegative = 1.0,
-        long: NonNegative = 1.0,
-        contraction: NonNegative = 0.1,
-        curvature: NonNegative = 0.1,
-        invert: NonNegative = 1.0,
-        attack_steps: AtLeastOne = 5,
-        attack_lr: Positive = 1.0,
-        margin: NonNegative = 0.0,
-        cap: NonNegative = 5.0,
-        c_max: Fraction = 0.9,
-        kappa_min: NonNegative = 0.1,
-        eps: Positive = 0.1,
-        max_accuracy_drop: NonNegative | None = None,
-        combine: Combine = "sum",
-    ) -> None:
-        super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
-        self.combine = combine
-        self.lambda_P = lambda_P
-        self.weights = {"long": long, "contraction": contraction, "curvature": curvature, "invert": invert}
-        bounds = {"margin": margin, "cap": cap, "c_max": c_max, "kappa_min": kappa_min}
-        self.terms = partial(attack_terms, steps=attack_steps, rate=attack_lr, eps=eps, **bounds)
+    epochs = 40
+    batch_size = 64
+    lambda_P: NonNegative = 1.0
+    long: NonNegative = 1.0
+    contraction: NonNegative = 0.1
+    curvature: NonNegative = 0.1
+    invert: NonNegative = 1.0
+    attack_steps: AtLeastOne = 5
+    attack_lr: Positive = 1.0
+    margin: NonNegative = 0.0
+    cap: NonNegative = 5.0
+    c_max: Fraction = 0.9
+    kappa_min: NonNegative = 0.1
+    eps: Positive = 0.1
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         logits, _ = model.outputs(primary)
@@ -69,8 +55,9 @@ class CLAMP(AgainstAttacker):
             return self.pair.harmful.loss(F.linear(features, w), harmful.y)
 
         start = features.new_empty(self.pair.harmful.outputs, features.shape[1]).normal_()
-        terms = self.terms(harmful_loss, start)
-        total = self.lambda_P * loss + sum(weight * terms[name] for name, weight in self.weights.items())
+        limits = {name: getattr(self, name) for name in ("eps", "margin", "cap", "c_max", "kappa_min")}
+        terms = attack_terms(harmful_loss, start, steps=self.attack_steps, rate=self.attack_lr, **limits)
+        total = self.lambda_P * loss + sum(getattr(self, name) * term for name, term in terms.items())
         return {"loss": total, "task_loss": loss, **terms}
 
 

@@ -6,16 +6,16 @@ from typing import Literal
 
 import torch
 
-from immunization.checks import AboveOne, Count, NonNegative, checked
+from immunization.checks import AboveOne, NonNegative
 from immunization.data.task import TaskPair
-from immunization.methods.base import Method
+from immunization.methods.base import ITERATIVE, Method
 from immunization.methods.linear_map import bound_for, fit_head, linear_map, probe_of_inputs, rescale, sum_root
 from immunization.models import Model
 from immunization.theory import spectrum
 from immunization.theory.optimal_map import Spread, bounded_map, optimal_map
 
 
-class ClosedForm(Method):
+class ClosedForm(Method, without=ITERATIVE):
     """theta = K_P^-1/2 Q Delta R, which attains the ceiling of RIR; see `optimal_map` for the options.
 
     `max_condition` bounds the condition number of theta, by the least ridge that does (`bounded_map`), so that number
@@ -29,19 +29,15 @@ class ClosedForm(Method):
     folds = True
     several = True
 
-    @checked("method")
-    def __init__(
-        self,
-        epochs: Count = 0,
-        primary_ratio: NonNegative = 1.0,
-        ridge: NonNegative = 0.0,
-        spread: Spread = "geometric",
-        rotate: bool = True,
-        max_condition: AboveOne | Literal["auto"] | None = None,
-    ) -> None:
-        super().__init__()
-        self.primary_ratio, self.ridge, self.spread, self.rotate = primary_ratio, ridge, spread, rotate
-        self.max_condition = max_condition
+    primary_ratio: NonNegative = 1.0
+    ridge: NonNegative = 0.0
+    spread: Spread = "geometric"
+    rotate: bool = True
+    max_condition: AboveOne | Literal["auto"] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.epochs = 0
 
     @torch.no_grad()
     def setup(self, model: Model, pair: TaskPair) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ class Combined(Method):
     """
 
     def __init__(self, method: Method) -> None:
-        super().__init__(method.epochs, method.batch_size, method.patience, method.max_accuracy_drop)
-        self.whole, self.combine = method, method.combine
+        super().__init__(**{option.name: getattr(method, option.name) for option in fields(Method)})
+        self.whole = method
         self.folds, self.alone = method.folds, method.alone
 
     @property

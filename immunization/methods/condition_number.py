@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import KW_ONLY
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from immunization.checks import AtLeastOne, AtLeastTwo, Count, EvenPower, Fraction, NonNegative, checked
+from immunization.checks import AtLeastTwo, Count, EvenPower, Fraction, NonNegative
 from immunization.compute import distributed
 from immunization.data.task import TaskPair
-from immunization.methods.base import Combine, Method, preconditioner
+from immunization.methods.base import Method, preconditioner
 from immunization.models.base import Batch, Model
 from immunization.theory.preconditioning import Precondition
 from immunization.theory.products import SMALL, triangular_product
@@ -38,29 +39,21 @@ class ConditionNumber(Method):
     gradient of each regularizer is as long as that of the loss; lambda_P and lambda_H are then multiples of that scale.
     """
 
-    @checked("method")
-    def __init__(
-        self,
-        lambda_P: NonNegative,
-        lambda_H: NonNegative,
-        epochs: Count,
-        batch_size: AtLeastTwo | None = None,
-        power: EvenPower = 10,
-        precondition: Precondition = "cancelled",
-        ridge: NonNegative = 1.0,
-        balance: bool = True,
-        smoothing: Fraction = 0.0,
-        task_weight: NonNegative = 1.0,
-        max_accuracy_drop: NonNegative | None = None,
-        patience: AtLeastOne | None = None,
-        combine: Combine = "sum",
-    ) -> None:
-        super().__init__(epochs, batch_size, patience, max_accuracy_drop)
-        self.combine = combine
-        self.task_weight = task_weight
-        self.power, self.balance, self.smoothing = power, balance, smoothing
-        self.lambda_P, self.lambda_H = lambda_P, lambda_H
-        self.preconditioner_P = self.preconditioner_H = preconditioner(precondition, ridge)
+    lambda_P: NonNegative
+    lambda_H: NonNegative
+    _: KW_ONLY
+    epochs: Count = 300
+    batch_size: AtLeastTwo | None = None
+    power: EvenPower = 10
+    precondition: Precondition = "cancelled"
+    ridge: NonNegative = 1.0
+    balance: bool = True
+    smoothing: Fraction = 0.0
+    task_weight: NonNegative = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.preconditioner_P = self.preconditioner_H = preconditioner(self.precondition, self.ridge)
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
@@ -134,37 +127,30 @@ class ConditionNumber(Method):
         self.scale_P, self.scale_H = (unit / (norm(term) or 1.0) for term in (well, ill))
 
 
-class RIllOnly(Method):
+class RIllOnly(Method, without=["patience"]):
     """Minimize R_ill(H_H) alone, by plain gradient descent (the paper's ablation).
 
     `normalize=True` divides it by its first value: of large Hessians it is so small (1e-12 on MNIST) that Adam's eps
     swallows the gradient. The other options are those of `ReleasedConditionNumber`, for what the paper may have run.
     """
 
-    @checked("method")
-    def __init__(
-        self,
-        epochs: Count,
-        batch_size: AtLeastTwo | None = None,
-        normalize: bool = False,
-        precondition: Precondition = "none",
-        ridge: NonNegative = 1.0,
-        side: Literal["input", "output"] = "input",
-        rank: Literal["data", "full"] = "data",
-        max_accuracy_drop: NonNegative | None = None,
-        combine: Combine = "sum",
-    ) -> None:
-        super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
-        self.combine = combine
-        self.normalize, self.full_rank = normalize, rank == "full"
-        self.preconditioner = preconditioner(precondition, ridge, side)
+    epochs = 300
+    normalize: bool = False
+    precondition: Precondition = "none"
+    ridge: NonNegative = 1.0
+    side: Literal["input", "output"] = "input"
+    rank: Literal["data", "full"] = "data"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.preconditioner = preconditioner(self.precondition, self.ridge, self.side)
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
         self.scale: float | None = None if self.normalize else 1.0
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
-        rank = harmful.x.shape[1] if self.full_rank else harmful.rank
+        rank = harmful.x.shape[1] if self.rank == "full" else harmful.rank
         ill = model.hessian_term(partial(r_ill_of_features, rank=rank), harmful, **self.preconditioner)
         if self.scale is None:
             self.scale = 1 / ill.item()

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from immunization.checks import AtLeastOne, AtLeastTwo, Count, NonNegative, checked
+from immunization.checks import AtLeastOne, NonNegative
 from immunization.data.task import TaskPair
 from immunization.methods.attacker import AgainstHead, fitted_head, scaled
-from immunization.methods.base import Combine
 from immunization.models.base import Batch, Model
 from immunization.theory.regularizers import with_gradients
 
@@ -34,23 +33,13 @@ class Encoderlock(AgainstHead):
     starts untrained, is trained along.
     """
 
-    @checked("method")
-    def __init__(
-        self,
-        epochs: Count = 80,
-        batch_size: AtLeastTwo | None = 64,
-        alpha: NonNegative = 1000.0,
-        weights: AtLeastOne = 100,
-        round_steps: AtLeastOne = 40,
-        head_steps: AtLeastOne = 100,
-        head_lr: NonNegative = 1.0,
-        max_accuracy_drop: NonNegative | None = None,
-        combine: Combine = "sum",
-    ) -> None:
-        super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
-        self.combine = combine
-        self.alpha, self.weights, self.round_steps = alpha, weights, round_steps
-        self.head_steps, self.head_lr = head_steps, head_lr
+    epochs = 80
+    batch_size = 64
+    alpha: NonNegative = 1000.0
+    weights: AtLeastOne = 100
+    round_steps: AtLeastOne = 40
+    head_steps: AtLeastOne = 100
+    head_lr: NonNegative = 1.0
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from immunization.checks import AtLeastOne, AtLeastTwo, Count, NonNegative, Positive, checked
+from immunization.checks import NonNegative, Positive
 from immunization.compute.machine import memory
 from immunization.data.task import Task, TaskPair, log_probabilities
 from immunization.errors import ConfigError, DataError
@@ -25,7 +25,7 @@ CHOSEN = tuple(10.0**e for e in range(-12, 1))
 """Ridges, relative to sigma_1^2, of the attacker whom early stopping looks at."""
 
 
-class Forget(Method):
+class Forget(Method, without=["combine"]):
     """Minimize L(D_P) + distill L_distill + collapse L_collapse + path L_path + inner L_inner.
 
     With f, f_0 the features and p, p_0 the class probabilities of theta and theta_0, and c the point of `target` (0, or
@@ -51,31 +51,20 @@ class Forget(Method):
 
     alone = True
 
-    @checked("method")
-    def __init__(
-        self,
-        epochs: Count = 20,
-        batch_size: AtLeastTwo | None = 64,
-        distill: NonNegative = 2.0,
-        collapse: NonNegative = 0.6,
-        path: NonNegative = 1.0,
-        inner: NonNegative = 0.0,
-        own_statistics: NonNegative = 0.0,
-        target: Literal["zero", "mean"] = "zero",
-        floor: Positive = 0.02,
-        ridges: Sequence[Positive] = (1e-6, 1e-4, 1e-2, 0.1),
-        patience: AtLeastOne | None = None,
-        max_accuracy_drop: NonNegative | None = None,
-    ) -> None:
-        super().__init__(epochs, batch_size, patience, max_accuracy_drop)
-        self.weights = {
-            "distill": distill,
-            "collapse": collapse,
-            "path": path,
-            "inner": inner,
-            "own_statistics": own_statistics,
-        }
-        self.target, self.floor, self.ridges = target, floor, list(ridges)
+    epochs = 20
+    batch_size = 64
+    distill: NonNegative = 2.0
+    collapse: NonNegative = 0.6
+    path: NonNegative = 1.0
+    inner: NonNegative = 0.0
+    own_statistics: NonNegative = 0.0
+    target: Literal["zero", "mean"] = "zero"
+    floor: Positive = 0.02
+    ridges: Sequence[Positive] = (1e-6, 1e-4, 1e-2, 0.1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.ridges = list(self.ridges)
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
@@ -88,15 +77,15 @@ class Forget(Method):
         if scored and not (len(pair.primary.val) and len(pair.harmful.val)):
             key = "patience" if self.patience else "max_accuracy_drop"
             raise ConfigError(f"method.{key} needs validation rows of both tasks: set dataset.val_fraction above 0")
-        if self.weights["path"]:
+        if self.path:
             _check_bank(pair.harmful)
         self.theta_0 = {name: p.detach().clone() for name, p in model.trained().items()}
         self.omega_0 = [p.detach().clone() for p in model.head.parameters()]
         features = model.features(pair.primary.train.x)
         self.mean, self.size = features.mean(0), features.square().sum(1).mean()
         self.spread = self.size - self.mean.square().sum()
-        self.sizes = self._inner_sizes(model, pair.primary.train.x) if self.weights["inner"] else {}
-        if self.weights["inner"] and not self.sizes:
+        self.sizes = self._inner_sizes(model, pair.primary.train.x) if self.inner else {}
+        if self.inner and not self.sizes:
             log.warning("method.inner has nothing to collapse: no block before the last one is trained")
         self.bank, self.labels = self.mean.new_empty(0, len(self.mean)), pair.harmful.train.y[:0]
 
@@ -110,15 +99,15 @@ class Forget(Method):
             theirs = model.training_features(harmful.x)
         loss = self.pair.primary.loss(logits, primary.y)
         terms = {"distill": self._distillation(model, primary, features, logits), "collapse": self._collapse(theirs)}
-        if self.weights["path"]:
+        if self.path:
             terms["path"] = self._path(theirs, harmful)
         if self.sizes:
             collapsed = [self._near(outputs[block].to(theirs), size) for block, size in self.sizes.items()]
             terms["inner"] = torch.stack(collapsed).mean()
-        if self.weights["own_statistics"]:
+        if self.own_statistics:
             with batch_statistics(model.extractor):
                 terms["own_statistics"] = self._collapse(model.training_features(harmful.x))
-        total = loss + sum(self.weights[name] * term for name, term in terms.items())
+        total = loss + sum(getattr(self, name) * term for name, term in terms.items())
         return {"loss": total, "task_loss": loss, **terms}
 
     def _distillation(self, model: Model, batch: Batch, features: Tensor, logits: Tensor) -> Tensor:

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from immunization.checks import AtLeastTwo, Count, NonNegative, checked
+from immunization.checks import Count, NonNegative
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import Combine, Method
+from immunization.methods.base import Method
 from immunization.models.base import Batch, Model
 
 Head = tuple[Tensor, Tensor | None]
 """Weight and bias."""
 
 
-class IMMA(Method):
+class IMMA(Method, without=["patience"]):
     """Bi-level: the attacker adapts theta to D_H for a few steps, the defender makes the adapted theta bad at it.
 
     A step, in this order: omega takes `head_steps` gradient steps on L(D_P) and the attacker's head w as many on L(D_H)
@@ -35,28 +35,16 @@ class IMMA(Method):
 
     alone = True
 
-    @checked("method")
-    def __init__(
-        self,
-        epochs: Count,
-        batch_size: AtLeastTwo | None = None,
-        inner_steps: Count = 1,
-        inner_lr: NonNegative = 0.1,
-        head_steps: Count = 1,
-        head_lr: NonNegative = 0.5,
-        weight: NonNegative = 1.0,
-        cap: NonNegative | None = None,
-        mode: Literal["unroll", "first_order"] = "unroll",
-        heads: Literal["trained", "fixed", "shared"] = "trained",
-        head_start: Literal["zero", "random"] = "zero",
-        max_accuracy_drop: NonNegative | None = None,
-        combine: Combine = "sum",
-    ) -> None:
-        super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
-        self.combine = combine
-        self.inner_steps, self.inner_lr, self.head_steps, self.head_lr = inner_steps, inner_lr, head_steps, head_lr
-        self.weight, self.cap, self.unroll = weight, math.inf if cap is None else cap, mode == "unroll"
-        self.heads, self.head_start = heads, head_start
+    epochs = 300
+    inner_steps: Count = 1
+    inner_lr: NonNegative = 0.1
+    head_steps: Count = 1
+    head_lr: NonNegative = 0.5
+    weight: NonNegative = 1.0
+    cap: NonNegative | None = None
+    mode: Literal["unroll", "first_order"] = "unroll"
+    heads: Literal["trained", "fixed", "shared"] = "trained"
+    head_start: Literal["zero", "random"] = "zero"
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
@@ -89,17 +77,15 @@ class IMMA(Method):
         def task_loss(task: Task, head: Head, theta: dict[str, Tensor], batch: Batch) -> Tensor:
             return task.loss(F.linear(model.training_features(batch.x, theta), *head), batch.y)
 
-        theta = model.trained()
+        theta, unroll = model.trained(), self.mode == "unroll"
         for _ in range(self.inner_steps):
-            with (
-                sdpa_kernel(SDPBackend.MATH) if self.unroll else nullcontext()
-            ):  # fused attention is differentiable once
+            with sdpa_kernel(SDPBackend.MATH) if unroll else nullcontext():  # fused attention is differentiable once
                 lower = task_loss(self.pair.harmful, w, theta, harmful)
-            gradients = torch.autograd.grad(lower, list(theta.values()), create_graph=self.unroll)
+            gradients = torch.autograd.grad(lower, list(theta.values()), create_graph=unroll)
             theta = {name: p - self.inner_lr * g for (name, p), g in zip(theta.items(), gradients, strict=True)}
         loss_primary = task_loss(self.pair.primary, omega, theta, primary)
         loss_harmful = task_loss(self.pair.harmful, w, theta, harmful)
-        loss = loss_primary - self.weight * loss_harmful.clamp(max=self.cap)
+        loss = loss_primary - self.weight * loss_harmful.clamp(max=math.inf if self.cap is None else self.cap)
         return {"loss": loss, "task_loss": loss_primary, "harmful_loss": loss_harmful}
 
     def _fit_head(self, head: nn.Module, features: Tensor, y: Tensor, task: Task) -> None:

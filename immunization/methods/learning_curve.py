@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from immunization.checks import AboveOne, AtLeastOne, Count, NonNegative, checked
+from immunization.checks import AboveOne, NonNegative
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import Combine, Method
+from immunization.methods.base import Method
 from immunization.methods.linear_map import (
     SLACK,
     bound_for,
@@ -57,7 +57,7 @@ def horizons(horizon: int | Sequence[int]) -> Tensor:
     return torch.tensor(steps, dtype=torch.float64)
 
 
-class LearningCurve(Method):
+class LearningCurve(Method, without=["batch_size", "max_accuracy_drop"]):
     """Minimize lambda_P mean_t excess_P(t) / excess_P(0) - lambda_H mean_t excess_H(t) / excess_H(0) over theta.
 
     t runs over `horizon` (T for 1, 2, 4, ..., 2^T, or a list). `benign_weight` adds mean_t mean_i (1 - lambda_i(H_P) /
@@ -103,26 +103,20 @@ class LearningCurve(Method):
     folds = True
     several = True
 
-    @checked("method")
-    def __init__(
-        self,
-        epochs: Count,
-        horizon: int | Sequence[int] = 17,
-        lambda_P: NonNegative = 1.0,
-        lambda_H: NonNegative = 1.0,
-        benign_weight: NonNegative = 0.3,
-        targets: Literal["labels", "baseline", "auto"] = "labels",
-        centered: bool = False,
-        patience: AtLeastOne | None = 100,
-        rotate: bool = True,
-        max_condition: AboveOne | Literal["auto"] | None = "auto",
-        combine: Combine = "sum",
-    ) -> None:
-        super().__init__(epochs, patience=patience)
-        self.combine = combine
-        self.lambda_P, self.lambda_H, self.benign_weight = lambda_P, lambda_H, benign_weight
-        self.grid, self.targets, self.centered, self.rotate = horizons(horizon), targets, centered, rotate
-        self.max_condition = max_condition
+    epochs = 300
+    horizon: int | Sequence[int] = 17
+    lambda_P: NonNegative = 1.0
+    lambda_H: NonNegative = 1.0
+    benign_weight: NonNegative = 0.3
+    targets: Literal["labels", "baseline", "auto"] = "labels"
+    centered: bool = False
+    patience = 100
+    rotate: bool = True
+    max_condition: AboveOne | Literal["auto"] | None = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.grid = horizons(self.horizon)
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)

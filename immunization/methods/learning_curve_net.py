@@ -6,39 +6,33 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from immunization.checks import AtLeastTwo, Count, Fraction, NonNegative, checked
+from immunization.checks import Fraction, NonNegative
 from immunization.data.task import TaskPair
-from immunization.methods.base import Combine, Method
+from immunization.methods.base import Method
 from immunization.methods.learning_curve import horizons
 from immunization.models import Batch, Model
 from immunization.theory.learning_curve import excess, residuals
 
 
-class LearningCurveNet(Method):
+class LearningCurveNet(Method, without=["patience"]):
     """Minimize L(D_P) + weight (lambda_P mean_t excess_P(t) - lambda_H mean_t excess_H(t) + benign_weight random(t)).
 
     The curves are those of `LearningCurve`, of a probe on the features of one batch: exact for these rows, whatever the
     net. L(D_P) is cross-entropy with label smoothing on the model's own head and keeps the primary task.
     """
 
-    @checked("method")
-    def __init__(
-        self,
-        epochs: Count,
-        batch_size: AtLeastTwo | None = 64,
-        horizon: int | Sequence[int] = 11,
-        weight: NonNegative = 1.0,
-        lambda_P: NonNegative = 1.0,
-        lambda_H: NonNegative = 1.0,
-        benign_weight: NonNegative = 0.3,
-        smoothing: Fraction = 0.1,
-        max_accuracy_drop: NonNegative | None = None,
-        combine: Combine = "sum",
-    ) -> None:
-        super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
-        self.combine = combine
-        self.weight, self.lambda_P, self.lambda_H = weight, lambda_P, lambda_H
-        self.benign_weight, self.smoothing, self.grid = benign_weight, smoothing, horizons(horizon)
+    epochs = 3
+    batch_size = 64
+    horizon: int | Sequence[int] = 11
+    weight: NonNegative = 1.0
+    lambda_P: NonNegative = 1.0
+    lambda_H: NonNegative = 1.0
+    benign_weight: NonNegative = 0.3
+    smoothing: Fraction = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.grid = horizons(self.horizon)
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from immunization.checks import AtLeastTwo, Count, NonNegative, checked
+from immunization.checks import Count, NonNegative
 from immunization.methods.attacker import AgainstHead, fitted_head
-from immunization.methods.base import Combine
 from immunization.models.base import Batch, Model
 
 KERNELS = 5
@@ -24,21 +23,12 @@ class NTL(AgainstHead):
     paper claims nothing against an attacker who trains a new head on D_H.
     """
 
-    @checked("method")
-    def __init__(
-        self,
-        epochs: Count = 40,
-        batch_size: AtLeastTwo | None = 64,
-        alpha: NonNegative = 0.1,
-        beta: NonNegative = 0.1,
-        head_steps: Count = 1,
-        head_lr: NonNegative = 0.5,
-        max_accuracy_drop: NonNegative | None = None,
-        combine: Combine = "sum",
-    ) -> None:
-        super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
-        self.combine = combine
-        self.alpha, self.beta, self.head_steps, self.head_lr = alpha, beta, head_steps, head_lr
+    epochs = 40
+    batch_size = 64
+    alpha: NonNegative = 0.1
+    beta: NonNegative = 0.1
+    head_steps: Count = 1
+    head_lr: NonNegative = 0.5
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         logits, features = model.outputs(primary)

@@ -8,10 +8,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from immunization.checks import AtLeastOne, AtLeastTwo, Count, EvenPower, Fraction, NonNegative, checked
+from immunization.checks import EvenPower, Fraction, NonNegative
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import Combine, Method, preconditioner
+from immunization.methods.base import Method, preconditioner
 from immunization.methods.linear_map import fit_head, probe_of_inputs
 from immunization.models.base import Batch, Model, Regularizer
 from immunization.theory import spectrum
@@ -47,32 +47,26 @@ class OptKappa(Method):
     multiplied by K^-1 as in `ReleasedConditionNumber`; `task_weight` L(D_P) is added (None: 0 for raw, else 1).
     """
 
-    @checked("method")
-    def __init__(
-        self,
-        epochs: Count,
-        batch_size: AtLeastTwo | None = None,
-        form: Literal["raw", "log", "reciprocal_log", "reciprocal_loglog"] = "raw",
-        conditioning: Literal["rank", "authors"] = "rank",
-        power: EvenPower | None = None,
-        rate: Fraction | None = 0.1,
-        task_weight: NonNegative | None = None,
-        precondition: Precondition = "none",
-        ridge: NonNegative = 1.0,
-        side: Literal["input", "output"] = "input",
-        max_accuracy_drop: NonNegative | None = None,
-        patience: AtLeastOne | None = None,
-        combine: Combine = "sum",
-    ) -> None:
-        super().__init__(epochs, batch_size, patience, max_accuracy_drop)
-        self.combine = combine
-        usual = SMOOTH if form == "log" else math.inf
-        self.form, self.power, self.rate = form, usual if power is None else power, rate
-        self.task_weight = float(form != "raw") if task_weight is None else task_weight
-        self.authors = conditioning == "authors"
-        if precondition == "cancelled" and not self.authors:
+    epochs = 300
+    form: Literal["raw", "log", "reciprocal_log", "reciprocal_loglog"] = "raw"
+    conditioning: Literal["rank", "authors"] = "rank"
+    power: EvenPower | None = None
+    rate: Fraction | None = 0.1
+    task_weight: NonNegative | None = None
+    precondition: Precondition = "none"
+    ridge: NonNegative = 1.0
+    side: Literal["input", "output"] = "input"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.power is None:
+            self.power = SMOOTH if self.form == "log" else math.inf
+        if self.task_weight is None:
+            self.task_weight = float(self.form != "raw")
+        self.authors = self.conditioning == "authors"
+        if self.precondition == "cancelled" and not self.authors:
             raise ConfigError("method.precondition=cancelled needs method.conditioning=authors; else ridge, pinv, none")
-        self.preconditioner = preconditioner(precondition, ridge, side)
+        self.preconditioner = preconditioner(self.precondition, self.ridge, self.side)
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from immunization.checks import AtLeastOne, AtLeastTwo, Count, EvenPower, Fraction, NonNegative, checked
-from immunization.methods.base import Combine, preconditioner
+from immunization.checks import NonNegative
+from immunization.methods.base import preconditioner
 from immunization.methods.condition_number import ConditionNumber
 from immunization.models.base import Batch
-from immunization.theory.preconditioning import Precondition
 
 
 class ReleasedConditionNumber(ConditionNumber):
@@ -20,32 +19,19 @@ class ReleasedConditionNumber(ConditionNumber):
     alone, for None the same as `ridge`. Its linear layer has a bias besides (`model.bias=true`).
     """
 
-    @checked("method")
-    def __init__(
-        self,
-        lambda_P: NonNegative,
-        lambda_H: NonNegative,
-        epochs: Count,
-        batch_size: AtLeastTwo | None = 64,
-        power: EvenPower = math.inf,
-        precondition: Precondition = "ridge",
-        ridge: NonNegative = 1.0,
-        ridge_harmful: NonNegative | None = None,
-        side: Literal["input", "output"] = "output",
-        rank: Literal["data", "full"] = "full",
-        balance: bool = False,
-        smoothing: Fraction = 0.0,
-        task_weight: NonNegative = 1.0,
-        max_accuracy_drop: NonNegative | None = None,
-        patience: AtLeastOne | None = None,
-        combine: Combine = "sum",
-    ) -> None:
-        shared = power, precondition, ridge, balance, smoothing, task_weight, max_accuracy_drop, patience
-        super().__init__(lambda_P, lambda_H, epochs, batch_size, *shared)
-        self.combine = combine
-        self.full_rank = rank == "full"
-        self.preconditioner_P = preconditioner(precondition, ridge, side)
-        self.preconditioner_H = {**self.preconditioner_P, "ridge": ridge if ridge_harmful is None else ridge_harmful}
+    batch_size = 64
+    power = math.inf
+    precondition = "ridge"
+    balance = False
+    ridge_harmful: NonNegative | None = None
+    side: Literal["input", "output"] = "output"
+    rank: Literal["data", "full"] = "full"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.preconditioner_P = preconditioner(self.precondition, self.ridge, self.side)
+        ridge = self.ridge if self.ridge_harmful is None else self.ridge_harmful
+        self.preconditioner_H = {**self.preconditioner_P, "ridge": ridge}
 
     def rank_of_r_ill(self, harmful: Batch) -> int:
-        return harmful.x.shape[1] if self.full_rank else harmful.rank
+        return harmful.x.shape[1] if self.rank == "full" else harmful.rank

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from immunization.checks import AtLeastOne, AtLeastTwo, Count, Fraction, NonNegative, Positive, checked
+from immunization.checks import AtLeastOne, Count, Fraction, NonNegative, Positive
 from immunization.data.task import TaskPair, log_probabilities
 from immunization.errors import ConfigError
 from immunization.methods.attacker import AgainstAttacker, fitted_head, scaled
@@ -19,7 +19,7 @@ CLIP = 0.5
 """Longest gradient of the suppression that is not clipped."""
 
 
-class Sophon(AgainstAttacker):
+class Sophon(AgainstAttacker, without=["combine"]):
     """Alternate a step against the attacker who fine-tunes (suppression) with `primary_steps` steps down L(D_P).
 
     A suppression step copies theta and lets an attacker, with a fresh head w, train both on all but the share
@@ -35,26 +35,20 @@ class Sophon(AgainstAttacker):
     steps; `max_accuracy_drop` stops where the paper's code goes back. Needs classes.
     """
 
-    @checked("method")
-    def __init__(
-        self,
-        epochs: Count = 60,
-        batch_size: AtLeastTwo | None = 64,
-        suppression: Literal["inverse", "uniform"] = "inverse",
-        suppress_lr: Positive = 3e-4,
-        primary_steps: AtLeastOne | None = None,
-        inner_steps: AtLeastOne = 5,
-        inner_lr: NonNegative = 0.01,
-        held_out: Fraction = 0.1,
-        head_steps: Count = 20,
-        head_lr: NonNegative = 1.0,
-        max_accuracy_drop: NonNegative | None = None,
-    ) -> None:
-        super().__init__(epochs, batch_size, max_accuracy_drop=max_accuracy_drop)
-        self.suppression = SUPPRESSIONS[suppression]
-        self.primary_steps = primary_steps or {"inverse": 1, "uniform": 5}[suppression]
-        self.suppress_lr, self.inner_steps, self.inner_lr = suppress_lr, inner_steps, inner_lr
-        self.held_out, self.head_steps, self.head_lr = held_out, head_steps, head_lr
+    epochs = 60
+    batch_size = 64
+    suppression: Literal["inverse", "uniform"] = "inverse"
+    suppress_lr: Positive = 3e-4
+    primary_steps: AtLeastOne | None = None
+    inner_steps: AtLeastOne = 5
+    inner_lr: NonNegative = 0.01
+    held_out: Fraction = 0.1
+    head_steps: Count = 20
+    head_lr: NonNegative = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.primary_steps = self.primary_steps or {"inverse": 1, "uniform": 5}[self.suppression]
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
@@ -96,7 +90,7 @@ class Sophon(AgainstAttacker):
             slopes = torch.autograd.grad(task.loss(logits, y), leaves)
             *values, w = (leaf.detach() - self.inner_lr * slope for leaf, slope in zip(leaves, slopes, strict=True))
             theta = {name: value.requires_grad_() for name, value in zip(parameters, values, strict=True)}
-            loss = self.suppression(F.linear(scaled(model.training_features(held_x, theta)), w), held_y)
+            loss = SUPPRESSIONS[self.suppression](F.linear(scaled(model.training_features(held_x, theta)), w), held_y)
             slopes = torch.autograd.grad(loss, list(theta.values()))
             gradients = [g + s / self.inner_steps for g, s in zip(gradients, slopes, strict=True)]
             losses.append(loss.detach())

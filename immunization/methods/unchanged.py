@@ -1,17 +1,16 @@
 """Methods that do nothing: the baseline, and models that are immunized already."""
 
-from immunization.checks import Count, checked
-from immunization.methods.base import Method
+from immunization.methods.base import ITERATIVE, Method
 
 
-class Identity(Method):
+class Identity(Method, without=ITERATIVE):
     """theta_I = theta_0; `epochs` is accepted so that sweeps can mix methods, and ignored."""
 
     several = True
 
-    @checked("method")
-    def __init__(self, epochs: Count = 0) -> None:
-        super().__init__()
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.epochs = 0
 
 
 class Unmodified(Method):

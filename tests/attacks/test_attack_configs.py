@@ -12,7 +12,7 @@ from immunization.errors import ConfigError
 READ = {path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in (CONF / "attack").glob("*.yaml")}
 SEVERAL = {name for name, content in READ.items() if "defaults" in content and "_here_" not in str(content["defaults"])}
 FILES = {name: content for name, content in READ.items() if name not in SEVERAL}
-HEIRS = {name: content for name, content in FILES.items() if "defaults" in content}
+HEIRS = {name: content for name, content in FILES.items() if "common/" not in str(content.get("defaults", "common/"))}
 WHOLE = OmegaConf.to_container(compose([f"attack=[{','.join(sorted(FILES))}]"]).attack)
 
 

@@ -29,7 +29,7 @@ def net(tmp_path_factory):
     [
         FineTune("full", "adamw", [3e-3], steps=16, batch_size=24),
         FineTune("last", "adamw", [1e-2], steps=32, batch_size=24),
-        LoRA(4, "adamw", [1e-2], steps=12, batch_size=24),
+        LoRA("adamw", [1e-2], rank=4, steps=12, batch_size=24),
     ],
     ids=["full", "last", "lora"],
 )

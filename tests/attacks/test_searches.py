@@ -85,7 +85,7 @@ def test_a_search_is_the_same_again_and_its_settings_give_its_curve(net, tmp_pat
 
 
 def test_adapters_are_searched_too(net):
-    curve = LoRA(2, rates=[0.01], search=1, seeds=1, steps=2, batch_size=8).run(net, "baseline")
+    curve = LoRA(rank=2, rates=[0.01], search=1, seeds=1, steps=2, batch_size=8).run(net, "baseline")
     assert curve.found["trials"] == 6 + 1
     assert curve.found["recipe"]["part"] == "full"
 

@@ -54,7 +54,7 @@ def test_a_small_step_descends(make):
 
 
 @pytest.mark.parametrize(
-    ("method", "share"), [(ConditionNumber(3.0, 1.0, 300, balance=True), 0.8), (OptKappa(300, form="log"), 0.99)]
+    ("method", "share"), [(ConditionNumber(3.0, 1.0, epochs=300, balance=True), 0.8), (OptKappa(300, form="log"), 0.99)]
 )
 def test_methods_raise_the_ratio(method, share):
     """RIR against its ceiling kappa(K_P^-1 K_H) kappa(K_P) / kappa(K_H) (docs/theory.md), in logarithms."""

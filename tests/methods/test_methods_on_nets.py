@@ -24,7 +24,7 @@ def test_paired_batches_cycle_the_primary_task(folders):
 @pytest.mark.parametrize(
     "method",
     [
-        ConditionNumber(1.0, 1.0, 1, 16, precondition="none", smoothing=0.1, balance=False),
+        ConditionNumber(1.0, 1.0, epochs=1, batch_size=16, precondition="none", smoothing=0.1, balance=False),
         OptKappa(1, 16, form="log"),
         LearningCurveNet(1, 16),
     ],
@@ -46,7 +46,7 @@ def test_training_moves_only_the_trainable_part(folders):
     pair = open_pair(folders)
     model, tasks = build(pair).read_tasks(pair, False)
     before = {name: tensor.clone() for name, tensor in model.export().items()}
-    method = ConditionNumber(1.0, 1.0, 1, 16, precondition="none", balance=True)
+    method = ConditionNumber(1.0, 1.0, epochs=1, batch_size=16, precondition="none", balance=True)
     method.setup(model, tasks)
     optimizer = torch.optim.SGD(model.groups(), lr=1e-3, momentum=0.9, nesterov=True)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0, 2e-5]

@@ -106,7 +106,7 @@ def test_k_cancels_in_the_authors_kappa_alone():
 @pytest.mark.parametrize("root", [True, False])
 def test_a_task_weight_of_zero_leaves_the_regularizers(root):
     pair = make_pair()
-    model, method = Linear(pair, "random"), ConditionNumber(2.0, 3.0, 1, balance=False, task_weight=0.0)
+    model, method = Linear(pair, "random"), ConditionNumber(2.0, 3.0, epochs=1, balance=False, task_weight=0.0)
     method.setup(model, pair)
     primary, harmful = full_batches(pair)
     if not root:

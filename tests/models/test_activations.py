@@ -99,7 +99,7 @@ def test_large_sets_are_streamed(folders):
     assert batches.steps_per_epoch == 4
     (primary, harmful), *_ = batches.epoch()
     assert primary.x.shape == harmful.x.shape == (16, *stream.shape[1:])
-    terms = ConditionNumber(1.0, 1.0, 1, 16, precondition="none", balance=False)
+    terms = ConditionNumber(1.0, 1.0, epochs=1, batch_size=16, precondition="none", balance=False)
     terms.setup(model, tasks)
     assert torch.isfinite(terms.step(model, primary, harmful)["loss"])
 
