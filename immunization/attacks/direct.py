@@ -11,6 +11,7 @@ from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeCurves
 from immunization.attacks.probes import WhitenedProbe, decomposition_flops
 from immunization.attacks.victim import Inapplicable, Stage, Victim
+from immunization.theory.probe import ridge_weights
 
 RIDGES = (0, *(float(f"1e{e}") for e in (*range(-20, -12, 2), *range(-12, 1))))
 """Relative to lambda_1: every decade where float64 resolves them, every other one below."""
@@ -30,10 +31,10 @@ class ClosedFormProbe(ProbeAttack, without=["steps", "scaling"]):
     ridges: Sequence[float] = RIDGES
 
     def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
-        ridges = torch.tensor(self.settings, dtype=torch.float64).to(problem.sigma)[:, None]
-        gain = problem.sigma / (problem.sigma.square() + ridges)
+        ridges = torch.tensor(self.settings, dtype=torch.float64).to(problem.sigma)
+        weights = ridge_weights(problem.sigma, problem.vectors, problem.target, ridges)
         passes = decomposition_flops(problem) / problem.per_pass
-        curves.record(1, problem.vectors @ (gain[:, :, None] * problem.target), passes)
+        curves.record(1, weights, passes)
 
 
 class LogisticProbe(Attack):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from immunization.attacks.outcome import MARGIN, SHARE, Outcome, listed
+from immunization.attacks.outcome import Outcome, listed
 from immunization.attacks.victim import Stage
+from immunization.data.task import LEARNED, MARGIN
 
 PLACES: dict[Stage, str] = {"immunized": "theta_I", "baseline": "the baseline", "start": "theta_0"}
 
@@ -55,7 +56,7 @@ MEANINGS: dict[Callable[[Outcome], Iterator[str]], str] = {
     diverged: "no success of a defence, these were tried in a way that does not work",
     at_chance: "these stay at chance on the baseline too, which says nothing of theta_I",
     below_chance: "these are worse than chance on theta_I, where an attacker would flip the answer",
-    capped: f"these never come {SHARE:.0%} of the way from chance to the baseline's best within their steps, "
+    capped: f"these never come {LEARNED:.0%} of the way from chance to the baseline's best within their steps, "
     "which count instead",
     edge: "these fail with a setting at the end of those tried, a wider range may do better",
     not_converged: "these fail but are still getting better at their last step, more of them may do better",

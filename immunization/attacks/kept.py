@@ -25,6 +25,10 @@ log = logging.getLogger(__name__)
 VERSION = 2
 """Of the file, to be raised whenever `AttackCurve` changes."""
 
+PACKAGE = Path(__file__).resolve().parents[1]
+DECIDE = ("attacks", "compute", "data", "evaluation", "models", "theory")
+"""Folders of the package whose modules decide the numbers of an attack on the baseline."""
+
 Curves = dict[Stage, AttackCurve]
 
 
@@ -74,13 +78,13 @@ class KeptBaselines:
     """Curves of attacks on the baseline, or of a reference, one file each in a folder that all runs share.
 
     Methods are compared with the same baseline, which costs as much to attack as they do. A file is named by a hash of
-    all that its curve depends on: the attack, the baseline's net, features and labels, this package and the machine's
-    arithmetic. Of several processes that need the same curve one computes it, the others wait.
+    all that its curve depends on: the attack, the baseline's net, features and labels, the code in `DECIDE` and the
+    machine's arithmetic. Of several processes that need the same curve one computes it, the others wait.
     """
 
     def __init__(self, root: Path, settings: Mapping[str, object], victim: Victim) -> None:
         self.root, self.settings = root, settings
-        machine = (environment.source(), *environment.arithmetic(victim.task.train.y.device))
+        machine = (_source(), *environment.arithmetic(victim.task.train.y.device))
         about = (machine, victim.role, str(victim.model.dtype), victim.flops_per_row())
         self.victim = f"{about} {_digest(_baseline(victim))}"
         if victim.model.deep:
@@ -100,6 +104,14 @@ class KeptBaselines:
             curve = attack()
             files.write_archive(path, {"attack": name, "curve": vars(curve)})
             return curve
+
+
+def _source() -> str:
+    digest = hashlib.sha256()
+    for folder in DECIDE:
+        for path in sorted((PACKAGE / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _baseline(victim: Victim) -> Iterator[Tensor]:

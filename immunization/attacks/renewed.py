@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from immunization.attacks.base import AttackCurve
 from immunization.attacks.direct import ClosedFormProbe
 from immunization.attacks.least_squares import require_held_out
-from immunization.attacks.tuning import NORMS
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.data.task import SPLITS
+from immunization.models.chain import BATCH_NORMS
 
 BATCH = 64
 """Images of a batch."""
@@ -50,7 +50,7 @@ def renew_from(network: nn.Module, images: Tensor, rows: Tensor | None) -> int:
 
     Raises Inapplicable for a net without BatchNorm.
     """
-    if not any(isinstance(module, NORMS) for module in network.modules()):
+    if not any(isinstance(module, BATCH_NORMS) for module in network.modules()):
         raise Inapplicable("the net has no BatchNorm whose statistics could be renewed")
     own = images if rows is None else images[rows.to(images.device)]
     renew(network, own.tensor_split(math.ceil(len(own) / BATCH)))  # no batch of one image, which may have no variance
@@ -60,7 +60,7 @@ def renew_from(network: nn.Module, images: Tensor, rows: Tensor | None) -> int:
 @torch.no_grad()
 def renew(network: nn.Module, batches: Iterable[Tensor]) -> None:
     """Give each BatchNorm the mean, over batches, of their statistics; the rest, dropout too, stays in eval mode."""
-    norms = [module for module in network.modules() if isinstance(module, NORMS)]
+    norms = [module for module in network.modules() if isinstance(module, BATCH_NORMS)]
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None

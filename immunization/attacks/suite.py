@@ -14,8 +14,6 @@ from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.flags import flags_of
 from immunization.attacks.kept import KeptCurves
 from immunization.attacks.outcome import (
-    MARGIN,
-    SHARE,
     Outcome,
     first,
     learned,
@@ -26,6 +24,7 @@ from immunization.attacks.outcome import (
 )
 from immunization.attacks.replay import exported
 from immunization.attacks.victim import Inapplicable, Stage, Victim
+from immunization.data.task import LEARNED, MARGIN
 from immunization.evaluation.measures import Measures, Role
 from immunization.terminal import doing
 
@@ -192,8 +191,8 @@ def _measure_stage(outcome: Outcome, stage: Stage, measures: Measures) -> None:
 def _worst(outcomes: list[Outcome], victim: Victim, measures: Measures) -> float | None:
     """The attack that learns the harmful task with theta_I at the least compute, or else the one that comes closest.
 
-    One bar for all, which is returned: SHARE of the way from chance to the best that any attack makes of the baseline;
-    None where none learns anything from it.
+    One bar for all, which is returned: LEARNED of the way from chance to the best that any attack makes of the
+    baseline; None where none learns anything from it.
     """
     chance, measure = victim.task.chance, victim.task.measure_name
     whole = {outcome.name: outcome for outcome in outcomes if not outcome.failed}
@@ -202,7 +201,7 @@ def _worst(outcomes: list[Outcome], victim: Victim, measures: Measures) -> float
         names = (f"attack/worst/{key}" for key in ("final", "flops", "flops_ratio"))
         measures.miss("no attack learns the harmful task with the baseline", *names)
         return None
-    bar = chance + SHARE * (best - chance)
+    bar = chance + LEARNED * (best - chance)
     after, before = (_costs(whole, stage, bar, measures) for stage in ("immunized", "baseline"))
     cheapest = min(after, key=after.__getitem__) if after else max(whole, key=lambda name: whole[name].after.final)
     measures.put("attack/worst/bar", bar)

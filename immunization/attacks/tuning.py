@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from immunization.attacks.recipe import OPTIMIZERS, Budget, Part, Recipe
 from immunization.data.task import Task
-from immunization.models.chain import Network
+from immunization.models.chain import BATCH_NORMS, Network
 
 NORM = 10.0
 """Longest gradient that is not clipped."""
@@ -20,7 +20,6 @@ NORM = 10.0
 SAMPLE = 512
 """Training images of which features are standardized."""
 
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 Adapt = Callable[[Network, Part], tuple[list[nn.Parameter], list[nn.Module]]]
 """Parameters of a net to train, and what of it is in train mode meanwhile."""
@@ -158,7 +157,7 @@ class Tuner:
         for part in opened.moving:
             part.train()
             for module in part.modules() if recipe.batchnorm == "eval" else ():
-                if isinstance(module, NORMS):
+                if isinstance(module, BATCH_NORMS):
                     module.eval()
         return self.task.loss(opened.logits(x), y)
 

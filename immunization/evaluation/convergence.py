@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from immunization.checks import AtLeastOne, Share, checked
-from immunization.data.task import Task
+from immunization.data.task import LEARNED, MARGIN, Task
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import SUFFIX, Measures, Role, State
 from immunization.theory.probe import Probe
@@ -56,7 +56,7 @@ class LearningCurves:
     names = ("steps_ratio/*", "steps_bar/*", "rfd/*", "worst/steps_ratio", "worst/rfd")
 
     @checked("evaluation.learning_curves")
-    def __init__(self, octaves: AtLeastOne = 20, share: Share = 0.9) -> None:
+    def __init__(self, octaves: AtLeastOne = 20, share: Share = LEARNED) -> None:
         self.grid = torch.tensor([round(2 ** (j / 4)) for j in range(4 * octaves + 1)])
         self.share = share
 
@@ -97,8 +97,8 @@ class LearningCurves:
 
     def _steps_ratio(self, role: str, chance: float, measures: Measures, after: Tensor, before: Tensor) -> None:
         best = before.max().item()
-        if best < chance + 0.05:
-            reason = f"the baseline's probe stays under chance + 0.05 (best {best:.3f}, chance {chance:.3f})"
+        if best < chance + MARGIN:
+            reason = f"the baseline's probe stays under chance + {MARGIN} (best {best:.3f}, chance {chance:.3f})"
             measures.miss(reason, f"steps_ratio/{role}")
             measures.flag(f"baseline_at_chance_{role}", reason)
             return

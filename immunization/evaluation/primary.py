@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from immunization.checks import NonNegative, checked
+from immunization.data.task import MARGIN
 from immunization.evaluation.comparison import Comparison, held_out
 from immunization.evaluation.measures import SUFFIX, Measures
 from immunization.evaluation.rir import condition_ratios
@@ -45,7 +46,7 @@ class PrimaryPerformance:
 
 def head_at_chance(accuracy: float, chance: float) -> str | None:
     """Why a model that its own head gives this accuracy before immunization is none to immunize; None where it is."""
-    if accuracy >= chance + 0.05:
+    if accuracy >= chance + MARGIN:
         return None
     return (
         f"before immunization the model's own head comes to accuracy {accuracy:.3f} on the primary task, chance is "
@@ -58,7 +59,7 @@ class OwnHead:
 
     `primary/head_accuracy`, `primary/head_loss` (cross-entropy), the same with `_baseline`, and
     `primary/changed_predictions`, a number of test images. Flag `head_at_chance`: before, it is below chance +
-    0.05. Linear models have no such head.
+    MARGIN. Linear models have no such head.
     """
 
     names = ("primary/head_*", "primary/changed_predictions")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from immunization.errors import DegenerateSpectrum
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import AUTHORS, CONDITIONING, SUFFIX, Measures, Role
@@ -20,10 +22,11 @@ def condition_ratios(comparison: Comparison, split: str = "train", harmful: Role
             sigma = comparison.sigma(role, split, state)
             values[f"kappa_{name}{suffix}"] = spectrum.condition_number_of(sigma, len(sigma))
         values[f"rank_{name}"] = len(comparison.sigma(role, split, "after"))
-    return _ratios(values) | values
+    return ratios(values) | values
 
 
-def _ratios(kappa: dict[str, float]) -> dict[str, float]:
+def ratios(kappa: Mapping[str, float]) -> dict[str, float]:
+    """`rir`, `ratio_harmful`, `ratio_primary` (Eq. 15) of `kappa_<role>` and `kappa_<role>_baseline`."""
     harmful, primary = (kappa[f"kappa_{role}"] / kappa[f"kappa_{role}_baseline"] for role in ("harmful", "primary"))
     return {"rir": harmful / primary, "ratio_harmful": harmful, "ratio_primary": primary}
 
@@ -70,7 +73,7 @@ class RelativeRatio:
             for role in ("harmful", "primary")
             for state, suffix in SUFFIX.items()
         }
-        for name, value in _ratios(kappa).items():
+        for name, value in ratios(kappa).items():
             measures.put(f"authors/{name}", value)
 
     @staticmethod

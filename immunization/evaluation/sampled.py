@@ -7,6 +7,7 @@ import torch
 from immunization.checks import AtLeastOne, AtLeastTwo, Seed, checked
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import AUTHORS, SUFFIX, Measures
+from immunization.evaluation.rir import ratios
 from immunization.theory import spectrum
 
 
@@ -38,7 +39,7 @@ class SampledRatio:
                     f"the {role} task has {rows} training rows, fewer than one group of "
                     f"evaluation.sampled.samples={self.samples}"
                 )
-                measures.miss(reason, *(f"authors/{name}" for name in ("rir", "ratio_harmful", "ratio_primary")))
+                measures.miss(reason, *AUTHORS)
                 measures.flag("too_few_samples", reason)
                 return measures
             if groups < self.groups:
@@ -51,9 +52,7 @@ class SampledRatio:
             chosen = order[: groups * self.samples]
             for state, suffix in SUFFIX.items():
                 parts = comparison.sampled(role, state, chosen).split(self.samples)
-                kappa[role + suffix] = sum(map(spectrum.authors_condition_number, parts)) / groups
-        harmful, primary = (kappa[role] / kappa[f"{role}_baseline"] for role in ("harmful", "primary"))
-        values = {"rir": harmful / primary, "ratio_harmful": harmful, "ratio_primary": primary}
-        for name, value in values.items():
+                kappa[f"kappa_{role}{suffix}"] = sum(map(spectrum.authors_condition_number, parts)) / groups
+        for name, value in ratios(kappa).items():
             measures.put(f"authors/{name}", value)
         return measures

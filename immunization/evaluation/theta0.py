@@ -6,6 +6,7 @@ import torch
 
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import Measures, Role
+from immunization.evaluation.rir import ratios
 from immunization.theory import spectrum
 
 
@@ -23,16 +24,15 @@ class StartRatio:
         measures = Measures()
         if comparison.start is None or comparison.model.deep:
             return measures
-        ratios: dict[str, float] = {}
+        aware, authors = {}, {}
         for role in ("harmful", "primary"):
             after = comparison.sigma(role, "train", "after")
-            kappa, authors = self._start(comparison, role)
-            ratios[f"ratio_{role}"] = spectrum.condition_number_of(after, len(after)) / kappa
-            ratios[f"authors/ratio_{role}"] = comparison.authors_condition_number(role, "after") / authors
-        for prefix in ("", "authors/"):
-            ratios[f"{prefix}rir"] = ratios[f"{prefix}ratio_harmful"] / ratios[f"{prefix}ratio_primary"]
-        for name, value in ratios.items():
-            measures.put(f"{name}_theta0", value)
+            aware[f"kappa_{role}"] = spectrum.condition_number_of(after, len(after))
+            authors[f"kappa_{role}"] = comparison.authors_condition_number(role, "after")
+            aware[f"kappa_{role}_baseline"], authors[f"kappa_{role}_baseline"] = self._start(comparison, role)
+        for prefix, kappa in {"": aware, "authors/": authors}.items():
+            for name, value in ratios(kappa).items():
+                measures.put(f"{prefix}{name}_theta0", value)
         return measures
 
     @staticmethod

@@ -9,6 +9,7 @@ from immunization.checks import NonNegative, checked
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import Measures
 from immunization.evaluation.primary import retrained_head
+from immunization.models.chain import BATCH_NORMS
 from immunization.theory.spectrum import AUTHORS_RIDGE
 
 SAME = 1e-6
@@ -76,5 +77,5 @@ class Validity:
 
 def in_train_mode(module: nn.Module) -> list[str]:
     """Names of a module's layers that behave differently in training and are in that mode."""
-    layers = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+    layers = (*BATCH_NORMS, nn.modules.dropout._DropoutNd)
     return [name for name, part in module.named_modules() if isinstance(part, layers) and part.training]

@@ -17,7 +17,9 @@ from immunization.data.task import Task, TaskPair, log_probabilities
 from immunization.errors import ConfigError, DataError
 from immunization.methods.base import Method
 from immunization.models.base import Batch, Model
+from immunization.models.chain import BATCH_NORMS
 from immunization.theory.leave_one_out import leave_one_out
+from immunization.theory.probe import ridge_weights
 
 log = logging.getLogger(__name__)
 
@@ -157,9 +159,8 @@ class Forget(Method, without=["combine"]):
         train, val = (model.features(split.x).double() for split in (task.train, task.val))
         mean, targets = train.mean(0), task.targets(task.train.y)
         u, sigma, vh = torch.linalg.svd(train - mean, full_matrices=False)
-        ridges = sigma.new_tensor(CHOSEN)[:, None] * sigma[0] ** 2
-        gain = torch.nan_to_num(sigma / (sigma.square() + ridges))
-        weights = vh.mT @ (gain[:, :, None] * (u.mT @ (targets - targets.mean(0))))
+        ridges = sigma.new_tensor(CHOSEN) * sigma[0] ** 2
+        weights = ridge_weights(sigma, vh.mT, u.mT @ (targets - targets.mean(0)), ridges)
         probe = task.measure((val - mean) @ weights + targets.mean(0), task.val.y)
         return self._accuracy(model) - probe.max().item()
 
@@ -167,7 +168,7 @@ class Forget(Method, without=["combine"]):
 @contextmanager
 def batch_statistics(module: nn.Module) -> Iterator[None]:
     """Inside, every BatchNorm in `module` takes mean and variance from its batch, and keeps nothing of them."""
-    norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    norms = [part for part in module.modules() if isinstance(part, BATCH_NORMS)]
     before = [(norm.training, norm.track_running_stats) for norm in norms]
     for norm in norms:
         norm.training, norm.track_running_stats = True, False

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from immunization.checks import AboveOne, NonNegative
-from immunization.data.task import Task, TaskPair
+from immunization.data.task import LEARNED, MARGIN, Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.base import Method
 from immunization.methods.linear_map import (
@@ -203,7 +203,7 @@ class LearningCurve(Method, without=["batch_size", "max_accuracy_drop"]):
             return first
         steps = torch.cat([self.grid, self.grid.new_tensor([first])])
         curve = self._baseline_curve(task, steps)
-        enough = curve >= task.chance + 0.9 * (curve.max() - task.chance) - 1e-12
+        enough = curve >= task.chance + LEARNED * (curve.max() - task.chance) - 1e-12
         return first if enough[-1] else min(first, steps[enough.int().argmax()].item())
 
     def _check_primary(self) -> None:
@@ -214,10 +214,10 @@ class LearningCurve(Method, without=["batch_size", "max_accuracy_drop"]):
             return
         steps = 2 ** torch.arange(0, 20.25, 0.25, dtype=torch.float64, device=self.theta.device)
         before = self._baseline_curve(task, steps)
-        threshold = task.chance + 0.9 * (before.max() - task.chance)
+        threshold = task.chance + LEARNED * (before.max() - task.chance)
         curves = before, self._curve(task, self.primary, steps)
         then, now = ((curve.cummax(0).values < threshold - 1e-12).sum().item() for curve in curves)
-        if before.max() >= task.chance + 0.05 and now > then + 1:  # one step of the grid is within rounding
+        if before.max() >= task.chance + MARGIN and now > then + 1:  # one step of the grid is within rounding
             self.flags["primary_slower"] = (
                 f"a fresh primary probe took {2 ** ((now - then) / 4):.3g} times as many steps as the baseline's to "
                 "90 % of the baseline's best on the validation rows; raise method.lambda_P or method.epochs"

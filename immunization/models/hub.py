@@ -23,7 +23,7 @@ def one_try() -> Iterator[bool]:
         get_session().head(constants.ENDPOINT, timeout=SECONDS)
     except Exception:  # of its HTTP library, which is another one from version to version
         answers = False
-    constants.HF_HUB_OFFLINE = offline or not answers
+    constants.HF_HUB_OFFLINE = offline or not answers  # the environment variable is read when the hub is imported
     try:
         yield answers
     finally:

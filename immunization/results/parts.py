@@ -1,8 +1,8 @@
-"""What RESULTS.md is made of, as parts.yaml lists it: sections, their multiruns, their jobs, and what these cost."""
+"""What RESULTS.md is made of, as parts.yaml lists it: sections, their multiruns, and their jobs."""
 
 from __future__ import annotations
 
-import time
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,18 +17,14 @@ from immunization.errors import ConfigError
 from immunization.runs.result import Result
 from immunization.runs.resume import different, read_config, result_settings
 
-CALIBRATION = 2.0
-"""Seconds for which products are timed before a start."""
-
 
 @dataclass(frozen=True, eq=False)
 class Multirun:
-    """One `python launch.py -m`: its overrides, where the data are, its folder, and CPU seconds a job by method."""
+    """One `python launch.py -m`: its overrides, where the data are, and its folder."""
 
     overrides: tuple[str, ...]
     data: tuple[str, ...]
     folder: Path
-    seconds: dict[str, float]
 
     @property
     def name(self) -> str:
@@ -50,7 +46,6 @@ class Multirun:
         """The overrides of every job, in Hydra's order, which is that of the numbers of their folders."""
         from hydra import compose as hydra_compose
         from hydra import initialize_config_dir
-        from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
         from hydra.core.override_parser.overrides_parser import OverridesParser
 
         parser = OverridesParser.create()
@@ -58,13 +53,12 @@ class Multirun:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             config = hydra_compose("config", overrides=fixed, return_hydra_config=True)
         swept = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
-        (batch,) = BasicSweeper.split_arguments(parser.parse_overrides([*swept, *self.overrides, *self.data]), None)
-        return batch
-
-    def method(self, job: Sequence[str]) -> str:
-        """The method of a job: one of those that `seconds` names."""
-        chosen = [word.removeprefix("method=") for word in job if word.startswith("method=")]
-        return chosen[0] if chosen else next(iter(self.seconds))
+        choices: dict[str, list[str]] = {}  # by key: one given twice stands where it was first
+        for override in parser.parse_overrides([*swept, *self.overrides, *self.data]):
+            key, sweep = override.get_key_element(), override.is_sweep_override()
+            values = override.sweep_string_iterator() if sweep else [override.get_value_element_as_str()]
+            choices[key] = [f"{key}={value}" for value in values]
+        return [list(job) for job in itertools.product(*choices.values())]
 
     def missing(self, among: Sequence[int] | None = None) -> list[int]:
         """Numbers of the jobs, of all or of these, that are not completed."""
@@ -72,17 +66,13 @@ class Multirun:
         numbers = range(len(self.jobs)) if among is None else among
         return [number for number in numbers if number not in folders or not Result.completed_in(folders[number])]
 
-    def cost(self, numbers: Sequence[int], overhead: float) -> float:
-        """CPU seconds of these jobs on the machine of parts.yaml."""
-        return sum(self.seconds[self.method(self.jobs[number])] + overhead for number in numbers)
-
     def check(self) -> None:
         """Raise ConfigError where completed jobs are of another configuration; one of each method is looked at."""
         missing = set(self.missing())
         first: dict[str, int] = {}
         for number, job in enumerate(self.jobs):
             if number not in missing:
-                first.setdefault(self.method(job), number)
+                first.setdefault(next((word for word in job if word.startswith("method=")), ""), number)
         for number in first.values():
             folder = next(self.folder.glob(f"{number}_*"))
             now = OmegaConf.to_container(compose(self.jobs[number]), resolve=True)
@@ -106,46 +96,16 @@ class Section:
     lacking: str | None
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The machine on which parts.yaml was timed, in its CPU seconds; the keys are explained there."""
-
-    product: float
-    overhead: float
-    start: float
-    quick: float
-
-    def factor(self) -> float:
-        """How many times slower this one is, by the same product for two seconds on one thread."""
-        import torch
-
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        x, taken = torch.ones(784, 784, dtype=torch.float64), 0
-        x @ x  # the first one sets up
-        begun = time.process_time()
-        while (spent := time.process_time() - begun) < CALIBRATION:
-            x @ x
-            taken += 1
-        torch.set_num_threads(before)
-        return spent / taken / self.product
-
-
-def read(folder: Path, quick: bool = False, path: Path | None = None) -> tuple[Machine, list[Section]]:
+def read(folder: Path, quick: bool = False, path: Path | None = None) -> list[Section]:
     """The list at `path` (the package's own), with run folders below `folder`; `quick`: its small form."""
     content = yaml.safe_load((path or Path(__file__).with_name("parts.yaml")).read_text())
-    config, machine = compose(), Machine(**content["machine"])
+    config = compose()
     sections = []
     for name, entry in content["sections"].items():
         data, lacking = _data(entry, config)
         runs = {key: run for key, run in entry["multiruns"].items() if not quick or "quick" in run}
         multiruns = [
-            Multirun(
-                _changed(run["overrides"], run["quick"] if quick else ()),
-                data,
-                folder.resolve() / name / key,
-                dict.fromkeys(run["seconds"], machine.quick) if quick else run["seconds"],
-            )
+            Multirun(_changed(run["overrides"], run["quick"] if quick else ()), data, folder.resolve() / name / key)
             for key, run in runs.items()
         ]
         lists = {key: tuple(entry.get(key, ())) for key in ("objectives", "figures")}
@@ -153,7 +113,7 @@ def read(folder: Path, quick: bool = False, path: Path | None = None) -> tuple[M
         if multiruns:
             front = entry.get("front", False)
             sections.append(Section(name, **texts, **lists, front=front, multiruns=tuple(multiruns), lacking=lacking))
-    return machine, sections
+    return sections
 
 
 def _data(entry: dict[str, Any], config: DictConfig) -> tuple[tuple[str, ...], str | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -54,15 +53,6 @@ def command_of(folder: str | Path) -> str | None:
     name = Path(program).name
     start = {"immunize": ["immunize"], "__main__.py": ["python", "-m", "immunization"]}.get(name, ["python", name])
     return shlex.join([*start, *arguments])
-
-
-@cache
-def source() -> str:
-    """A hash of this package's modules."""
-    digest = hashlib.sha256()
-    for path in sorted((Path(__file__).resolve().parents[1]).rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def arithmetic(device: torch.device) -> tuple[str, ...]:

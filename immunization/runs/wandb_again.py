@@ -1,22 +1,19 @@
-"""`wandb_run=...`: the configuration of a tracked run, read from W&B's server or from an offline folder, run again."""
+"""`wandb_run=...`: the configuration of a tracked run, from W&B's server or from an offline run's folder, run again."""
 
 from __future__ import annotations
 
-import json
 import os
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from immunization.config import check_trust
 from immunization.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from wandb.proto.wandb_internal_pb2 import Record
+from immunization.runs.filenames import CONFIG
+from immunization.runs.resume import read_config
 
 KEY = "wandb_run="
 
@@ -54,7 +51,7 @@ def again(arguments: Sequence[str]) -> tuple[DictConfig, Path | None]:
 
 
 def tracked_config(reference: str) -> dict[str, Any]:
-    """The configuration of a run: `reference` is an offline folder, or `[<entity>/<project>/]<id>` on the server."""
+    """The configuration of a run: `reference` is a folder, or `[<entity>/<project>/]<id>` on the server."""
     config = _offline(Path(reference)) if Path(reference).exists() else _online(reference)
     if not isinstance(config.get("method"), dict) or "dataset" not in config:
         raise DataError(f"{KEY}{reference}: that run is none of immunization, its configuration has no method and data")
@@ -62,15 +59,13 @@ def tracked_config(reference: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if not key.startswith("_") and "." not in key}
 
 
-def _offline(folder: Path) -> dict[str, Any]:
-    found = sorted(folder.rglob("run-*.wandb")) if folder.is_dir() else [folder]
-    if len(found) != 1:
-        raise DataError(f"{KEY}{folder}: {len(found)} files run-<id>.wandb are in it; give the folder of one run")
-    config: dict[str, Any] = {}
-    for record in records(found[0]):
-        updates = [*record.run.config.update, *record.config.update]
-        config |= {item.key: json.loads(item.value_json) for item in updates if item.key}
-    return config
+def _offline(path: Path) -> dict[str, Any]:
+    """What stands in the run folder: `path` is that folder, its wandb/, an offline run in there, or the file of one."""
+    around = [path.resolve(), *path.resolve().parents][:4]
+    folder = next((folder for folder in around if (folder / CONFIG).is_file()), None)
+    if folder is None:
+        raise DataError(f"{KEY}{path}: no run folder, which has a {CONFIG}, nor an offline run inside of one")
+    return read_config(folder)
 
 
 def _online(reference: str) -> dict[str, Any]:
@@ -83,25 +78,3 @@ def _online(reference: str) -> dict[str, Any]:
     except Exception as error:  # of W&B, of its HTTP library, of an account that is not there
         reason = " ".join(str(error).split())
         raise DataError(f"{KEY}{reference}: no such folder here, and W&B does not give run {path}: {reason}") from error
-
-
-def records(path: Path) -> Iterator[Record]:
-    """The records of a run-<id>.wandb file: LevelDB's log format after 7 bytes; a cut-off end is left out."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, payload = path.read_bytes(), b""
-    if not data.startswith(b":W&B"):
-        raise DataError(f"{path} is no file of W&B")
-    position, block, header = 7, 32768, 7
-    while position + header <= len(data):
-        if block - position % block < header:  # the rest of a block is too short for a header
-            position += block - position % block
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, position)
-        position += header + length
-        if position > len(data):  # still being written
-            return
-        payload += data[position - length : position]
-        if kind in (1, 4):  # the whole record, or the last part of one
-            yield Record.FromString(payload)
-            payload = b""

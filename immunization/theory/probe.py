@@ -131,3 +131,9 @@ class Probe:
             norms.append(np.linalg.norm(error))
         ratio = torch.tensor(norms, dtype=torch.float64)
         return ratio / ratio[0]
+
+
+def ridge_weights(sigma: Tensor, vectors: Tensor, coefficients: Tensor, ridges: Tensor) -> Tensor:
+    """Ridge regression V diag(sigma / (sigma^2 + ridge)) c [R, D, C], for ridges [R]; 0 along directions of sigma 0."""
+    gain = torch.nan_to_num(sigma / (sigma.square() + ridges[:, None]))
+    return vectors @ (gain[:, :, None] * coefficients)

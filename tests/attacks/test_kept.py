@@ -1,5 +1,6 @@
 """An audit that is killed between two attacks goes on with the next one, and ends with the same result."""
 
+import shutil
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from immunization.attacks import (
     WhitenedProbe,
     run_attacks,
 )
+from immunization.attacks.kept import PACKAGE
 from immunization.errors import ConfigError
 from immunization.runs import files
 from immunization.runs.filenames import ATTACKS
@@ -203,3 +205,18 @@ def test_a_kept_baseline_is_of_one_attack_and_one_task(tmp_path, stages):
     stages.clear()
     with_baselines(tmp_path, victim_of(theta))
     assert stages.count("baseline") == 2
+
+
+@pytest.mark.parametrize(
+    ("module", "attacked_again"), [("results/plot.py", 0), ("methods/forget.py", 0), ("theory/spectrum.py", 2)]
+)
+def test_only_code_that_decides_an_attack_throws_baselines_away(tmp_path, monkeypatch, stages, module, attacked_again):
+    package = shutil.copytree(PACKAGE, tmp_path / "package", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr("immunization.attacks.kept.PACKAGE", package)
+    victim = victim_of(torch.eye(4, dtype=torch.float64))
+    with_baselines(tmp_path, victim)
+    stages.clear()
+    with (package / module).open("a") as file:
+        file.write("# edited\n")
+    with_baselines(tmp_path, victim)
+    assert stages.count("baseline") == attacked_again

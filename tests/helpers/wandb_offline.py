@@ -1,13 +1,31 @@
 """Offline runs of W&B read back from the file that `wandb sync` uploads."""
 
 import json
+import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from google.protobuf.message import Message
+from wandb.proto.wandb_internal_pb2 import Record
 
-from immunization.runs.wandb_again import records
+
+def records(path: Path) -> Iterator[Record]:
+    """The records of a run-<id>.wandb file: LevelDB's log format after 7 bytes; a cut-off end is left out."""
+    data, payload = path.read_bytes(), b""
+    position, block, header = 7, 32768, 7
+    while position + header <= len(data):
+        if block - position % block < header:  # the rest of a block is too short for a header
+            position += block - position % block
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        position += header + length
+        if position > len(data):  # still being written
+            return
+        payload += data[position - length : position]
+        if kind in (1, 4):  # the whole record, or the last part of one
+            yield Record.FromString(payload)
+            payload = b""
 
 
 def kept(folder: Path, kind: str) -> list[Message]:

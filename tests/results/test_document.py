@@ -16,9 +16,7 @@ THETA0 = {"authors/rir_theta0": 30.0, "authors/ratio_harmful_theta0": 15.0, "aut
 
 
 def section(name: str, folder: Path, objectives: tuple[str, ...] = (), figures: tuple[str, ...] = ()) -> Section:
-    run = Multirun(
-        ("method=condition_number,opt_kappa", "seed=0,1"), (), folder, {"condition_number": 1, "opt_kappa": 1}
-    )
+    run = Multirun(("method=condition_number,opt_kappa", "seed=0,1"), (), folder)
     return Section(name, f"Title of {name}", "About it.", True, objectives, figures, (run,), None)
 
 

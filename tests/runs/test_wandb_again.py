@@ -1,16 +1,13 @@
-"""`wandb_run=`: a run that is tracked offline is run again from W&B's own file."""
+"""`wandb_run=`: a run that is tracked offline is run again from its run folder."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import wandb
 import yaml
 from helpers.repository import ROOT
-from helpers.wandb_offline import kept
 
 from immunization import run
 from immunization.errors import ConfigError, DataError
@@ -22,13 +19,12 @@ pytestmark = pytest.mark.trains
 
 @pytest.fixture(scope="module")
 def offline(tmp_path_factory) -> Path:
-    """The offline folder alone, as it comes from another machine."""
+    """The offline run inside of its run folder."""
     folder = tmp_path_factory.mktemp("tracked")
     options = ["method.epochs=3", "method.lambda_P=0.25", "dataset.max_samples=40", "evaluation=[rir]", "seed=7"]
-    run([*options, "figures=false", "tracker.mode=offline"], folder / "run")
-    assert kept(folder / "run", "exit")  # W&B's service is done writing
-    (wandb_folder,) = (folder / "run" / "wandb").glob("offline-run-*")
-    return Path(shutil.copytree(wandb_folder, folder / "elsewhere" / wandb_folder.name))
+    run([*options, "figures=false", "tracker.mode=offline"], folder)
+    (path,) = (folder / "wandb").glob("offline-run-*")
+    return path
 
 
 def launched(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
@@ -39,15 +35,20 @@ def launched(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_the_configuration_is_the_one_of_the_run_folder(offline):
-    assert tracked_config(str(offline)) == yaml.safe_load((offline.parents[1] / "run" / "config.yaml").read_text())
+def test_the_configuration_is_the_one_of_the_run_folder(offline, monkeypatch):
+    folder = offline.parents[1]
+    (file,) = offline.glob("run-*.wandb")
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert [tracked_config(str(path)) for path in (folder, offline.parent, offline, file)] == [config] * 4
+    monkeypatch.chdir(offline.parent)
+    assert tracked_config(offline.name) == config
 
 
 def test_a_tracked_run_gives_the_same_numbers_again(offline, tmp_path):
     done = launched(f"wandb_run={offline}", "tracker=none", "name=again", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "outputs" / "again").iterdir()
-    before, after = Result.read(offline.parents[1] / "run"), Result.read(folder)
+    before, after = Result.read(offline.parents[1]), Result.read(folder)
     assert (after.metrics, after.seed) == (before.metrics, 7)
 
 
@@ -63,23 +64,20 @@ def test_groups_and_unknown_keys_are_refused(offline, argument):
 
 
 def test_code_of_others_is_trusted_on_the_command_line_alone(tmp_path):
-    settings = wandb.Settings(silent=True, console="off")
     config = {"method": {"_target_": "evil.Method"}, "dataset": {"name": "d"}, "trusted": ["evil"], "seed": 0}
-    with wandb.init(mode="offline", dir=tmp_path, config=config, settings=settings):
-        pass
-    assert kept(tmp_path, "exit")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     with pytest.raises(ConfigError, match=r"trusted=.*command line"):
-        again([f"wandb_run={tmp_path / 'wandb'}"])
+        again([f"wandb_run={tmp_path}"])
 
 
-def test_what_cannot_be_read_is_one_line(tmp_path, offline):
-    with wandb.init(mode="offline", dir=tmp_path, settings=wandb.Settings(silent=True, console="off")):
-        pass
-    assert kept(tmp_path, "exit")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "notes.txt").write_text("hello")
-    expected = {"wandb": "none of immunization", "empty": "give the folder of one run", "notes.txt": "no file of W&B"}
-    for name, message in expected.items():
+def test_what_cannot_be_read_is_one_line(tmp_path):
+    for name in ("a/b/c/empty", "other"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "other" / "config.yaml").write_text("{seed: 3}\n")
+    for name, message in {
+        "a/b/c/empty": "no run folder, which has a config.yaml",
+        "other": "none of immunization",
+    }.items():
         with pytest.raises(DataError, match=message):
             tracked_config(str(tmp_path / name))
     done = launched("wandb_run=no/such/run", cwd=tmp_path)
