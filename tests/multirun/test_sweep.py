@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.commands import launched
 from helpers.repository import ROOT
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
@@ -113,7 +114,7 @@ def test_resume_skips_what_is_completed_and_runs_the_rest(sweep, tmp_path):
     kept = (done_before[1] / "result.json").stat().st_mtime_ns
     half = next(folder.glob("3_*"))
     (half / "result.json").write_text('{"schema": 1, "sta')
-    done = launch("-m", *QUICK, *JOBS, f"hydra.sweep.dir={folder}", "resume=true", cwd=tmp_path)
+    done = launched("-m", *QUICK, *JOBS, f"hydra.sweep.dir={folder}", "resume=true", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout.count("completed before, nothing to do") == 1
     assert (done_before[1] / "result.json").stat().st_mtime_ns == kept
@@ -148,12 +149,12 @@ def test_resume_takes_no_job_of_another_configuration_for_its_own(tmp_path):
     run([*QUICK, "seed=0"], folder=folder)
     kept = (folder / Result.file).read_bytes()
     options = ("hydra.sweep.dir=runs", "hydra.sweep.subdir=${hydra.job.num}", "resume=true")
-    done = launch("-m", *QUICK, *options, "seed=5,1", cwd=tmp_path)
+    done = launched("-m", *QUICK, *options, "seed=5,1", cwd=tmp_path)
     assert done.returncode == 1
     assert "runs/0 holds a completed run of another configuration (seed: 0 -> 5, dataset.seed" in done.stderr
     assert "1 completed, 1 failed" in done.stdout
     assert (folder / Result.file).read_bytes() == kept
-    done = launch("-m", *QUICK, *options, "seed=0,1", cwd=tmp_path)
+    done = launched("-m", *QUICK, *options, "seed=0,1", cwd=tmp_path)
     assert (done.returncode, "2 completed" in done.stdout) == (0, True)
 
 
@@ -253,7 +254,7 @@ def test_every_launcher_composes(path):
 def test_jobs_that_fail_before_their_run_begins_are_counted(tmp_path):
     """An interpolation that cannot be, met as soon as resume=true compares configurations."""
     options = ("sweeps=mnist_pairs", "dataset=digits", "pair=01,3-5", "resume=true", "hydra.sweep.dir=runs")
-    done = launch("-m", *QUICK, *options, cwd=tmp_path)
+    done = launched("-m", *QUICK, *options, cwd=tmp_path)
     assert done.returncode == 1
     assert "1 completed, 1 failed" in done.stdout
     assert "1 failed: pair=01: write the primary and the harmful class as in 3-5" in done.stdout
@@ -261,6 +262,6 @@ def test_jobs_that_fail_before_their_run_begins_are_counted(tmp_path):
 
 @pytest.mark.slow
 def test_a_range_that_is_none_is_counted_too(tmp_path):
-    done = launch("-m", *QUICK, "seed=1..3", "hydra.sweep.dir=seeds", cwd=tmp_path)
+    done = launched("-m", *QUICK, "seed=1..3", "hydra.sweep.dir=seeds", cwd=tmp_path)
     assert done.returncode == 1
     assert "1 failed: seed must be an integer" in done.stdout
