@@ -167,24 +167,32 @@ def test_resume_of_a_single_run(tmp_path, capsys):
     assert (tmp_path / "result.json").stat().st_mtime_ns == written
 
 
-@pytest.mark.parametrize("change", ["seed=1", "dataset.harmful=2", "evaluation=[rir,primary]"])
-def test_a_completed_run_of_another_configuration_is_refused(change, tmp_path):
-    run([*QUICK], folder=tmp_path)
-    assert completed(compose([*QUICK, "resume=true"]), tmp_path)
-    with pytest.raises(ConfigError, match="holds a completed run of another configuration"):
-        completed(compose([*QUICK, "resume=true", change]), tmp_path)
+@pytest.fixture(scope="module")
+def single(tmp_path_factory) -> tuple[Path, Result]:
+    """The folder of a completed run, which no test changes, and its result."""
+    folder = tmp_path_factory.mktemp("single") / "run"
+    return folder, run([*QUICK], folder=folder)
+
+
+def test_a_completed_run_of_another_configuration_is_refused(single):
+    assert completed(compose([*QUICK, "resume=true"]), single[0])
+    for change in ("seed=1", "dataset.harmful=2", "evaluation=[rir,primary]"):
+        with pytest.raises(ConfigError, match="holds a completed run of another configuration"):
+            completed(compose([*QUICK, "resume=true", change]), single[0])
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "result.json", "immunized.safetensors"])
-@pytest.mark.parametrize("damage", [lambda content: content[: len(content) // 2], lambda content: b""])
-def test_an_empty_or_damaged_folder_is_not_completed(name, damage, tmp_path, caplog):
+def test_an_empty_or_damaged_folder_is_not_completed(name, single, tmp_path, caplog):
     config = compose([*QUICK, "resume=true"])
-    assert completed(config, tmp_path) is None
-    first = run([*QUICK], folder=tmp_path)
-    (tmp_path / name).write_bytes(damage((tmp_path / name).read_bytes()))
-    assert completed(config, tmp_path) is None
-    assert name in caplog.text
-    assert run(config, folder=tmp_path).metrics == first.metrics
+    assert completed(config, tmp_path / "nowhere") is None
+    folder = Path(shutil.copytree(single[0], tmp_path / "run"))
+    content = (folder / name).read_bytes()
+    for damaged in (content[: len(content) // 2], b""):
+        (folder / name).write_bytes(damaged)
+        caplog.clear()
+        assert completed(config, folder) is None
+        assert name in caplog.text
+    assert run(config, folder=folder).metrics == single[1].metrics
 
 
 def test_a_written_configuration_reads_back_as_it_was(tmp_path):
