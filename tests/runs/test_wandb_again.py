@@ -1,15 +1,12 @@
 """`wandb_run=`: a run that is tracked offline is run again from W&B's own file."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import wandb
 import yaml
-from helpers.repository import ROOT
+from helpers.commands import launched
 from helpers.wandb_offline import kept
 
 from immunization import run
@@ -29,14 +26,6 @@ def offline(tmp_path_factory) -> Path:
     assert kept(folder / "run", "exit")  # W&B's service is done writing
     (wandb_folder,) = (folder / "run" / "wandb").glob("offline-run-*")
     return Path(shutil.copytree(wandb_folder, folder / "elsewhere" / wandb_folder.name))
-
-
-def launched(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("HYDRA_FULL_ERROR", "WANDB_API_KEY")
-    }
-    command = [sys.executable, str(ROOT / "launch.py"), *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_the_configuration_is_the_one_of_the_run_folder(offline):
