@@ -12,6 +12,7 @@ import torch
 from helpers.data_files import IMAGES, image_pair
 from helpers.made_runs import make_run
 from helpers.repository import ROOT
+from helpers.runs import DEEP
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
@@ -124,7 +125,7 @@ def test_a_checkpoint_that_holds_code_is_not_believed(trap, tmp_path, cut, capsy
 
 @pytest.mark.trains
 def test_a_kept_net_that_holds_code_is_fitted_again(trap, tmp_path, capsys):
-    options = ["experiment=digits_deep", "method=identity", "model.fit_epochs=1", *QUICK[:2], "figures=false"]
+    options = [*DEEP, "method=identity", "model.fit_epochs=1"]
     options.append(f"model.cache={tmp_path / 'cache'}")
     first = run(options, folder=tmp_path / "first")
     (path,) = (tmp_path / "cache").iterdir()

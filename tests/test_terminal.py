@@ -49,7 +49,11 @@ def test_garbage_is_collected_again_after_imports_that_fail():
 
 
 @pytest.mark.trains
-@pytest.mark.parametrize("flags", [["--help"], [], ["-m", "seed=0,1"]], ids=["help", "run", "multirun"])
+@pytest.mark.parametrize(
+    "flags",
+    [["--help"], pytest.param([], marks=pytest.mark.slow), ["-m", "seed=0,1"]],
+    ids=["help", "run", "multirun"],
+)
 def test_a_reader_who_leaves_ends_nothing_and_hears_nothing(tmp_path, flags):
     """As `immunize ... | head -1` does, and `2>&1 | head -1`."""
     quick = ["tracker=none", "method=identity", "evaluation=[rir]", "dataset.max_samples=20", "figures=false"]

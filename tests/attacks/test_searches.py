@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from helpers.runs import DEEP
 from helpers.victims import colors_behind_a_map
 from torch import nn
 
@@ -19,7 +20,7 @@ from immunization.models.chain import Network
 from immunization.runs.verdict import attack_names
 
 pytestmark = pytest.mark.trains
-SMALL = {"steps": 4, "batch_size": 24}
+SMALL = {"steps": 2, "batch_size": 24}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def test_a_search_is_never_weaker_than_the_fixed_grids_within_their_operations(n
 
 
 def test_a_search_is_the_same_again_and_its_settings_give_its_curve(net, tmp_path):
-    attacks = {"it": FineTune("last", search=4, seeds=2, **SMALL)}
+    attacks = {"it": FineTune("last", search=2, seeds=2, **SMALL)}
     first, again = (run_attacks(attacks, net) for _ in range(2))
     assert vars(first) == vars(again)
     settings = first.about["attackers"]["it"]
@@ -123,7 +124,7 @@ def test_other_bad_input_is_refused_before_anything_is_trained(tmp_path):
         FineTune(search=2, replay="x.json")
     with pytest.raises(ConfigError, match="cannot be read"):
         FineTune(replay=str(tmp_path / "none.json"))
-    options = ["experiment=digits_deep", "attack=[searched_finetune]", "tracker=none", "figures=false"]
+    options = [*DEEP, "attack=[searched_finetune]"]
     with pytest.raises(ConfigError, match=r"needs validation images of the harmful task: set dataset\.val_fraction"):
         run([*options, "dataset.val_fraction=0"], folder=tmp_path / "run")
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
@@ -254,8 +255,7 @@ def test_sgrc_is_the_share_of_accuracy_that_immunization_takes(net):
 
 
 def test_a_run_that_searched_leaves_settings_that_another_run_takes(tmp_path):
-    options = ["experiment=digits_deep", "tracker=none", "figures=false", "evaluation=[rir]", "method.epochs=2"]
-    options += [f"attack.full_finetune.{key}" for key in ("steps=2", "seeds=1", "scope=last")]
+    options = [*DEEP, *(f"attack.full_finetune.{key}" for key in ("steps=2", "seeds=1", "scope=last"))]
     attack = "attack=[full_finetune,scratch]"
     scratch = ["attack.scratch.steps=2", "attack.scratch.rates=[0.01]"]
     first = run([attack, *options, *scratch, "attack.full_finetune.search=1"], folder=tmp_path / "first")
@@ -270,7 +270,7 @@ def test_a_run_that_searched_leaves_settings_that_another_run_takes(tmp_path):
 
 def test_the_baseline_and_scratch_are_trained_once_for_all_maps_behind_a_net(tmp_path, monkeypatch):
     victim = colors_behind_a_map(tmp_path)
-    attacks = {"tune": FineTune(steps=2), "scratch": Scratch(steps=2)}
+    attacks = {"tune": FineTune(rates=[0.01], steps=2), "scratch": Scratch(rates=[0.01], steps=2)}
     settings = {name: {"_target_": name} for name in attacks}
     seen: list[str] = []
 

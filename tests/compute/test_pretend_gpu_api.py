@@ -47,13 +47,23 @@ def rows(device, seed):
     return on(device, [(x, torch.arange(20) % 2) for x in drawn])
 
 
-@pytest.mark.parametrize(("model", "data"), PLACES)
+HOW = {
+    "folded": {"method": "closed_form", "ridge": 1e-4},
+    "trained": TRAINED,
+    "augmented": {**TRAINED, "augmented": True},
+}
+APART = {"folded": ("cpu", "cuda"), "trained": ("cuda", "cpu"), "augmented": ("cuda", "cuda")}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{"method": "closed_form", "ridge": 1e-4}, TRAINED, {**TRAINED, "augmented": True}],
-    ids=["folded", "trained", "augmented"],
+    ("how", "model", "data"),
+    [
+        pytest.param(how, *places, marks=[] if APART[how] == places else pytest.mark.slow)
+        for how, places in product(HOW, PLACES)
+    ],
 )
-def test_immunize(net, on_cpu, model, data, options):
+def test_immunize(net, on_cpu, how, model, data):
+    options = HOW[how]
     if str(options) not in on_cpu:
         on_cpu[str(options)] = immunization.immunize(net, *images("cpu"), **options).state_dict()
     expected = on_cpu[str(options)]
@@ -65,7 +75,10 @@ def test_immunize(net, on_cpu, model, data, options):
         torch.testing.assert_close(found[name], tensor, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize(("model", "data"), PLACES)
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [pytest.param(*places, marks=[] if places == ("cuda", "cpu") else pytest.mark.slow) for places in PLACES],
+)
 def test_audit_of_a_linear_map(model, data):
     theta = torch.randn(8, 8, dtype=torch.float64)
     expected = immunization.audit(LinearMap(theta.clone()), rows("cpu", 0), rows("cpu", 1), **PROBES)

@@ -110,7 +110,7 @@ def test_exports_with_the_map_in_the_pooling_still_load():
 def test_what_reset_classifier_strips_is_said(folders):
     """Behind the maximum over positions a map of the channels commutes with nothing, and the pooling is thrown away."""
     arguments = {"num_classes": 4, "global_pool": "max"}
-    pair = replace(open_pair(folders), size=128).to("cpu", torch.float64)
+    pair = replace(open_pair(folders), size=64).to("cpu", torch.float64)
     base = Timm(pair, "test_resnet", "fold", pretrained=False, arguments=arguments)
     net, _ = base.read_tasks(base.images, True)
     facts = json.loads(net.metadata()["immunization"])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.commands import launched
 from helpers.repository import ROOT
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
@@ -113,7 +114,7 @@ def test_resume_skips_what_is_completed_and_runs_the_rest(sweep, tmp_path):
     kept = (done_before[1] / "result.json").stat().st_mtime_ns
     half = next(folder.glob("3_*"))
     (half / "result.json").write_text('{"schema": 1, "sta')
-    done = launch("-m", *QUICK, *JOBS, f"hydra.sweep.dir={folder}", "resume=true", cwd=tmp_path)
+    done = launched("-m", *QUICK, *JOBS, f"hydra.sweep.dir={folder}", "resume=true", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout.count("completed before, nothing to do") == 1
     assert (done_before[1] / "result.json").stat().st_mtime_ns == kept
@@ -148,12 +149,12 @@ def test_resume_takes_no_job_of_another_configuration_for_its_own(tmp_path):
     run([*QUICK, "seed=0"], folder=folder)
     kept = (folder / Result.file).read_bytes()
     options = ("hydra.sweep.dir=runs", "hydra.sweep.subdir=${hydra.job.num}", "resume=true")
-    done = launch("-m", *QUICK, *options, "seed=5,1", cwd=tmp_path)
+    done = launched("-m", *QUICK, *options, "seed=5,1", cwd=tmp_path)
     assert done.returncode == 1
     assert "runs/0 holds a completed run of another configuration (seed: 0 -> 5, dataset.seed" in done.stderr
     assert "1 completed, 1 failed" in done.stdout
     assert (folder / Result.file).read_bytes() == kept
-    done = launch("-m", *QUICK, *options, "seed=0,1", cwd=tmp_path)
+    done = launched("-m", *QUICK, *options, "seed=0,1", cwd=tmp_path)
     assert (done.returncode, "2 completed" in done.stdout) == (0, True)
 
 
@@ -166,24 +167,32 @@ def test_resume_of_a_single_run(tmp_path, capsys):
     assert (tmp_path / "result.json").stat().st_mtime_ns == written
 
 
-@pytest.mark.parametrize("change", ["seed=1", "dataset.harmful=2", "evaluation=[rir,primary]"])
-def test_a_completed_run_of_another_configuration_is_refused(change, tmp_path):
-    run([*QUICK], folder=tmp_path)
-    assert completed(compose([*QUICK, "resume=true"]), tmp_path)
-    with pytest.raises(ConfigError, match="holds a completed run of another configuration"):
-        completed(compose([*QUICK, "resume=true", change]), tmp_path)
+@pytest.fixture(scope="module")
+def single(tmp_path_factory) -> tuple[Path, Result]:
+    """The folder of a completed run, which no test changes, and its result."""
+    folder = tmp_path_factory.mktemp("single") / "run"
+    return folder, run([*QUICK], folder=folder)
+
+
+def test_a_completed_run_of_another_configuration_is_refused(single):
+    assert completed(compose([*QUICK, "resume=true"]), single[0])
+    for change in ("seed=1", "dataset.harmful=2", "evaluation=[rir,primary]"):
+        with pytest.raises(ConfigError, match="holds a completed run of another configuration"):
+            completed(compose([*QUICK, "resume=true", change]), single[0])
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "result.json", "immunized.safetensors"])
-@pytest.mark.parametrize("damage", [lambda content: content[: len(content) // 2], lambda content: b""])
-def test_an_empty_or_damaged_folder_is_not_completed(name, damage, tmp_path, caplog):
+def test_an_empty_or_damaged_folder_is_not_completed(name, single, tmp_path, caplog):
     config = compose([*QUICK, "resume=true"])
-    assert completed(config, tmp_path) is None
-    first = run([*QUICK], folder=tmp_path)
-    (tmp_path / name).write_bytes(damage((tmp_path / name).read_bytes()))
-    assert completed(config, tmp_path) is None
-    assert name in caplog.text
-    assert run(config, folder=tmp_path).metrics == first.metrics
+    assert completed(config, tmp_path / "nowhere") is None
+    folder = Path(shutil.copytree(single[0], tmp_path / "run"))
+    content = (folder / name).read_bytes()
+    for damaged in (content[: len(content) // 2], b""):
+        (folder / name).write_bytes(damaged)
+        caplog.clear()
+        assert completed(config, folder) is None
+        assert name in caplog.text
+    assert run(config, folder=folder).metrics == single[1].metrics
 
 
 def test_a_written_configuration_reads_back_as_it_was(tmp_path):
@@ -253,7 +262,7 @@ def test_every_launcher_composes(path):
 def test_jobs_that_fail_before_their_run_begins_are_counted(tmp_path):
     """An interpolation that cannot be, met as soon as resume=true compares configurations."""
     options = ("sweeps=mnist_pairs", "dataset=digits", "pair=01,3-5", "resume=true", "hydra.sweep.dir=runs")
-    done = launch("-m", *QUICK, *options, cwd=tmp_path)
+    done = launched("-m", *QUICK, *options, cwd=tmp_path)
     assert done.returncode == 1
     assert "1 completed, 1 failed" in done.stdout
     assert "1 failed: pair=01: write the primary and the harmful class as in 3-5" in done.stdout
@@ -261,6 +270,6 @@ def test_jobs_that_fail_before_their_run_begins_are_counted(tmp_path):
 
 @pytest.mark.slow
 def test_a_range_that_is_none_is_counted_too(tmp_path):
-    done = launch("-m", *QUICK, "seed=1..3", "hydra.sweep.dir=seeds", cwd=tmp_path)
+    done = launched("-m", *QUICK, "seed=1..3", "hydra.sweep.dir=seeds", cwd=tmp_path)
     assert done.returncode == 1
     assert "1 failed: seed must be an integer" in done.stdout

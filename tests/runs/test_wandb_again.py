@@ -1,13 +1,10 @@
 """`wandb_run=`: a run that is tracked offline is run again from its run folder."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from helpers.repository import ROOT
+from helpers.commands import launched
 
 from immunization import run
 from immunization.errors import ConfigError, DataError
@@ -25,14 +22,6 @@ def offline(tmp_path_factory) -> Path:
     run([*options, "figures=false", "tracker.mode=offline"], folder)
     (path,) = (folder / "wandb").glob("offline-run-*")
     return path
-
-
-def launched(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("HYDRA_FULL_ERROR", "WANDB_API_KEY")
-    }
-    command = [sys.executable, str(ROOT / "launch.py"), *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_the_configuration_is_the_one_of_the_run_folder(offline, monkeypatch):

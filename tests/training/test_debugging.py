@@ -11,13 +11,19 @@ pytestmark = pytest.mark.trains
 
 ON = {
     "linear": ("evaluation=[rir]",),
-    "net": ("dataset=digits_deep", "model=digits_net", "dtype=float32", "evaluation=[]"),
+    "net": ("dataset=digits_deep", "model=digits_net", "model.fit_epochs=1", "dtype=float32", "evaluation=[]"),
 }
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> str:
+    """Where the net that all of them start from is kept."""
+    return f"cache={tmp_path_factory.mktemp('cache')}"
+
+
 @pytest.fixture(params=ON)
-def options(request, tmp_path) -> list[str]:
-    return [*ON[request.param], "figures=false", "log_every=1", f"cache={tmp_path / 'cache'}"]
+def options(request, cache) -> list[str]:
+    return [*ON[request.param], "figures=false", "log_every=1", cache]
 
 
 def test_one_step(options, tmp_path):

@@ -10,7 +10,9 @@ import torch
 import yaml
 from helpers.images import loader
 from helpers.runs import QUICK, outcome, resumed
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
+from torch.optim.lr_scheduler import LRScheduler
 
 import immunization
 from immunization import Result, run
@@ -25,12 +27,22 @@ from immunization.training.optimization import optimizer_of, scheduler_of
 
 pytestmark = pytest.mark.trains
 
-OPTIONS = sorted(path.stem for path in CONF.glob("scheduler/*.yaml"))
+OPTIONS = sorted({path.stem for path in CONF.glob("scheduler/*.yaml")} - {"default", "none"})
 RATE = 1e-3
 
 
 def rates(folder: Path) -> list[float]:
     return history(folder)["lr"]["y"]
+
+
+def scheduled(overrides: list[str], steps: int = 20) -> tuple[torch.optim.Optimizer, LRScheduler]:
+    """An optimizer and its scheduler, from the YAML of the group and overrides as on the command line."""
+    chosen, *changes = OverridesParser.create().parse_overrides(overrides)
+    config = OmegaConf.create({"scheduler": OmegaConf.load(CONF / "scheduler" / f"{chosen.value()}.yaml")})
+    for change in changes:
+        OmegaConf.update(config, change.key_or_group, change.value())
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=RATE)
+    return optimizer, scheduler_of(config, optimizer, steps)
 
 
 def cosine(t: float, steps: float) -> float:
@@ -56,9 +68,12 @@ def cosine(t: float, steps: float) -> float:
         (["scheduler=exponential"], lambda t: 0.99**t),
     ],
 )
-def test_the_rate_of_every_step(overrides, rate, tmp_path):
-    run([*QUICK, *overrides, "method.epochs=20", f"optimizer.lr={RATE}"], folder=tmp_path)
-    assert rates(tmp_path) == pytest.approx([RATE * rate(t) for t in range(20)], rel=1e-12)
+def test_the_rate_of_every_step(overrides, rate):
+    optimizer, scheduler = scheduled(overrides)
+    for t in range(20):
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(RATE * rate(t), rel=1e-12)
+        optimizer.step()
+        scheduler.step()
 
 
 def test_mini_batches_count_as_steps(tmp_path):
@@ -101,9 +116,12 @@ def test_a_plateau_is_seen_in_the_loss(tmp_path):
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("epochs", [1, 2, 3])
-def test_every_option_fits_every_training(option, epochs, tmp_path):
-    assert run([*QUICK, f"scheduler={option}", f"method.epochs={epochs}"], folder=tmp_path).status == "completed"
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_every_option_fits_every_training(option, steps):
+    optimizer, scheduler = scheduled([f"scheduler={option}"], steps)
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step(*[1.0] if option == "plateau" else ())
 
 
 def test_the_history_has_a_panel_of_the_rate(tmp_path):
@@ -171,10 +189,15 @@ PARTS = ["scheduler=warmup_cosine"]
         ([*PARTS, "scheduler.schedulers.1._target_=os.system"], "scheduler.schedulers[1]._target_=os.system: not from"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_the_first_step(overrides, message, tmp_path):
+def test_what_does_not_fit_is_refused(overrides, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
-        run([*QUICK, "method.epochs=20", *overrides], folder=tmp_path)
+        scheduled(overrides)
     assert "\n" not in str(caught.value)
+
+
+def test_a_run_refuses_it_before_the_first_step(tmp_path):
+    with pytest.raises(ConfigError, match=r"scheduler\.T_max=21: does not fit into the 20 steps of the training"):
+        run([*QUICK, "method.epochs=20", *COSINE, "scheduler.T_max=21"], folder=tmp_path)
     assert Result.read(tmp_path).status == "failed"
     assert len(history(tmp_path)["rir"]["x"]) == 1  # theta_0
 
@@ -208,6 +231,10 @@ def test_what_is_no_scheduler_of_this_training(node, message):
 
 
 LR = "_target_: torch.optim.lr_scheduler"
+CHAINED = (
+    f"{LR}.ChainedScheduler, schedulers: [{{{LR}.CosineAnnealingLR, _partial_: true, T_max: 1.0}}, "
+    f"{{{LR}.ExponentialLR, _partial_: true, gamma: 0.9}}]"
+)
 
 
 @pytest.mark.parametrize(
@@ -218,23 +245,42 @@ LR = "_target_: torch.optim.lr_scheduler"
         f"{LR}.PolynomialLR, total_iters: 1.0, power: 2.0",
         f"{LR}.ConstantLR, factor: 0.5, total_iters: 0.3",
         f"{LR}.CyclicLR, base_lr: 1.0e-10, max_lr: 1.0e-9, step_size_up: 0.5, step_size_down: 3, cycle_momentum: false",
-        f"{LR}.ChainedScheduler, schedulers: [{{{LR}.CosineAnnealingLR, _partial_: true, T_max: 1.0}}, "
-        f"{{{LR}.ExponentialLR, _partial_: true, gamma: 0.9}}]",
+        CHAINED,
     ],
     ids=lambda node: node.split(",")[0].rpartition(".")[2],
 )
-def test_any_other_scheduler_of_torch_needs_a_yaml_alone(node, tmp_path, monkeypatch, cut):
-    """It runs to the last step, and its state goes through a checkpoint."""
-    rate = "optimizer.lr=1e-9"
-    options = ["method=r_ill_only", "method.epochs=9", "optimizer=sgd", rate, f"scheduler={{_partial_: true, {node}}}"]
-    whole, again = resumed([*QUICK, *options], tmp_path, monkeypatch, cut)
+def test_any_other_scheduler_of_torch_needs_only_a_yaml(node):
+    """It steps to the end, and goes on from its state where that was cut."""
+    config = OmegaConf.create(f"scheduler: {{_partial_: true, {node}}}")
+
+    def taken(cut: int | None = None) -> list[float]:
+        rates, state = [], None
+        for t in range(9):
+            if t in (0, cut):
+                optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-9)
+                scheduler = scheduler_of(config, optimizer, 9)
+                if state:
+                    optimizer.load_state_dict(state[0])
+                    scheduler.load_state_dict(state[1])
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+            state = optimizer.state_dict(), scheduler.state_dict()
+        return rates
+
+    assert taken(cut=5) == taken()
+    assert len(set(taken())) > 1
+
+
+def test_a_scheduler_in_one_goes_through_a_checkpoint_of_a_run(tmp_path, monkeypatch, cut):
+    options = ["method=r_ill_only", "method.epochs=9", "optimizer=sgd", "optimizer.lr=1e-9"]
+    whole, again = resumed([*QUICK, *options, f"scheduler={{_partial_: true, {CHAINED}}}"], tmp_path, monkeypatch, cut)
     assert whole == again
     assert len(set(rates(tmp_path / "whole"))) > 1
 
 
-@pytest.mark.parametrize("method", ["identity", "closed_form"])
-def test_methods_without_steps_ignore_schedulers(method, tmp_path):
-    options = [*QUICK, f"method={method}", "scheduler=cosine", "scheduler.T_max=7"]
+def test_methods_without_steps_ignore_schedulers(tmp_path):
+    options = [*QUICK, "method=closed_form", "scheduler=cosine", "scheduler.T_max=7"]
     assert run(options, folder=tmp_path).status == "completed"
 
 
