@@ -98,11 +98,13 @@ def immunize(
     solver.finish(trained)
     tensors, header = exported(trained, pair.primary)
     facts = json.loads(header["immunization"])
-    for reason in filter(None, (untrained, _easier(trained, pair), rounding_flag(facts))):
+    doubts = [reason for reason in (_easier(trained, pair), untrained) if reason]
+    for reason in filter(None, (*doubts, rounding_flag(facts))):
         warnings.warn(f"immunize: {reason}", stacklevel=4)  # that of the caller, above two decorators
     net = restore(net, tensors, facts)
     immunized = net.released() if isinstance(net, Adapted) else net
-    immunized.immunized_by = model_card.recipe(method, config.method, seed) | {"rounding": facts.get("rounding")}
+    made = model_card.recipe(method, config.method, seed)
+    immunized.immunized_by = made | {"rounding": facts.get("rounding"), "doubts": doubts}
     return immunized
 
 
@@ -148,6 +150,7 @@ def audit(
 
     check_value("seed", seed, Seed)
     torch.manual_seed(seed)
+    check_value("attacks", attacks, str | Sequence[str] | None)
     attacks = [attacks] if isinstance(attacks, str) else attacks
     overrides = [] if attacks is None else [f"attack=[{','.join(attacks)}]"]
     config = compose(["experiment=audit", "tracker=none", *overrides])
@@ -187,6 +190,7 @@ def audit(
 
 def _configured(method: str, scheduler: str, options: dict[str, Any]) -> DictConfig:
     """The configuration of a method with options as `immunize` takes them."""
+    check_value("method", method, str)
     config = compose([f"method={method}", "tracker=none", "optimizer=adam", f"scheduler={scheduler}"])
     for key, value in options.items():
         group, _, name = key.partition("__") if key.startswith(("optimizer__", "scheduler__")) else ("method", "", key)

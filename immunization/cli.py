@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from immunization import __version__
-from immunization.config import CONF, check_trust
+from immunization.config import CHOOSE, CONF, check_trust
 from immunization.errors import UserError
 from immunization.multirun.callback import SweepSummary
 from immunization.terminal import importing, robust_streams
@@ -88,6 +89,10 @@ def cli() -> None:
     except KeyboardInterrupt:
         print(f"error: {SweepSummary.interrupted()}", file=sys.stderr, flush=True)
         sys.exit(130)
+    except TypeError as error:
+        if _VERBOSE or "/hydra/" not in traceback.extract_tb(error.__traceback__)[-1].filename.replace("\\", "/"):
+            raise
+        sys.exit(f"error: {CHOOSE}")
     except (UserError, HydraException, OmegaConfBaseException, OSError, ValueError) as error:
         ours = isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException)
         if _VERBOSE or (ours and "group override" not in str(error)):

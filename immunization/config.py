@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from immunization.errors import ConfigError
 
@@ -68,21 +69,30 @@ if not (CONF / "local.yaml").is_file():  # which is optional
     ConfigStore.instance().store("local", {})
 
 
+CHOOSE = "every group=... takes the name of an option, or, as evaluation=[...] and attack=[...], a list of names"
+
+
 def compose(overrides: Iterable[str] = ()) -> DictConfig:
     """The configuration that `python launch.py <overrides>` would run; a Hydra application around stays as it is."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
-    overrides = list(overrides)
+    words = [] if isinstance(overrides, str) else list(overrides)
+    if isinstance(overrides, str) or not all(isinstance(word, str) for word in words):
+        raise ConfigError("overrides must be a list of words as on the command line, such as ['method=closed_form']")
     outside = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            config = hydra_compose("config", overrides=overrides)
+            config = hydra_compose("config", overrides=words)
+    except (TypeError, ValueError) as error:  # Hydra's own, of a group that is chosen by a number or null
+        if isinstance(error, OmegaConfBaseException):
+            raise
+        raise ConfigError(CHOOSE) from error
     finally:
         GlobalHydra.instance().hydra = outside
-    check_trust(config, overrides)
+    check_trust(config, words)
     return config
 
 

@@ -57,7 +57,7 @@ def run(
     checkpoint was written.
     """
     if not isinstance(config, DictConfig):
-        overrides = list(config)
+        overrides = config if isinstance(config, str) else list(config)
         config = compose(overrides)
     if folder is None:
         folder = Path("outputs") / slug(config.name) / datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")

@@ -72,7 +72,9 @@ def test_mistakes_are_named(net):
         immunization.immunize(net, loader(4, 0), loader(3, 1), lr=1e-3)
     with pytest.raises(ConfigError, match="'method/learning_curv'; did you mean learning_curve or learning_curve_net;"):
         immunization.immunize(net, loader(4, 0), loader(3, 1), method="learning_curv")
-    with pytest.raises(ConfigError, match=r"a net takes none, with method\.side=input"):
+    with pytest.raises(ConfigError, match="method must be"):
+        immunization.immunize(net, loader(4, 0), loader(3, 1), method=int)
+    with pytest.raises(ConfigError, match=r"a net, which has no matrix K, takes method\.side=input"):
         immunization.immunize(net, loader(4, 0), loader(3, 1), method="released_condition_number")
     with pytest.raises(ConfigError, match="labels of primary_loader go from 0 to 5, the model has 4 outputs"):
         immunization.immunize(net, loader(6, 0), loader(3, 1))
@@ -150,11 +152,16 @@ def warned(*arguments, **options) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def test_immunize_warns_where_harm_became_easier(net):
+def test_immunize_warns_where_harm_became_easier(net, tmp_path):
     """Without a weight on the harmful task, what makes the primary one fast makes it fast, too."""
     options = {"epochs": 50, "optimizer__lr": 1e-2}
     reasons = warned(net, loader(4, 0), loader(3, 1), lambda_H=0.0, **options)
     assert any("on the training rows, a fresh probe learns the harmful task in 0." in reason for reason in reasons)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        easier = immunization.immunize(net, loader(4, 0), loader(3, 1), lambda_H=0.0, **options)
+    card = (immunization.save(easier, tmp_path) / "model_card.md").read_text()
+    assert card.index("**Do not use this model: on the training rows, a fresh probe") < card.index("## Made from")
     reasons = warned(net, loader(4, 0), loader(3, 1), lambda_H=10.0, **options)
     assert not any("a fresh probe" in reason for reason in reasons)
 

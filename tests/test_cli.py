@@ -8,9 +8,10 @@ import time
 
 import pytest
 import yaml
+from helpers.commands import launched
 from helpers.repository import ROOT
 
-from immunization import __version__, cli
+from immunization import __version__, cli, run
 from immunization.config import CONF
 from immunization.errors import ConfigError
 from immunization.models import weights
@@ -123,3 +124,13 @@ def test_the_hub_is_tried_once_and_shortly(monkeypatch):
 def test_the_command_of_a_run_however_it_was_started(tmp_path, program, start):
     (tmp_path / "environment.json").write_text(f'{{"command": "/usr/bin/python {program} seed=1"}}')
     assert command_of(tmp_path) == f"{start} seed=1"
+
+
+def test_numbers_in_the_place_of_options_are_refused(tmp_path, capsys):
+    for words in ("method=closed_form", ["evaluation=[5]"], ["attack=[5]"], ["evaluation=5"], [5]):
+        with pytest.raises(ConfigError, match=r"takes the name of an option|must be a list of words"):
+            run(words)
+    ended = launched("evaluation=[5]", cwd=tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("error: every group=... takes the name of an option")
+    assert "Traceback" not in ended.stderr

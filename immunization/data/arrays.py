@@ -251,7 +251,7 @@ def _known(names: Iterable[str], path: Path) -> list[str]:
     for name in names:
         meant = re.sub(r"[\W_]+", "_", name).lower()
         if not NAMES.fullmatch(name) and NAMES.fullmatch(meant):
-            raise DataError(f"{path}: there is no array '{name}' to be read; rename it to '{meant}'")
+            raise DataError(f"{path} holds '{name}', which names no array that is read; rename it to '{meant}'")
     return [name for name in names if NAMES.fullmatch(name)]
 
 

@@ -33,7 +33,8 @@ def preconditioner(mode: Precondition, ridge: float, side: str = "input") -> dic
     """The options `precondition`, `ridge` and `side` of a method, as `Model.hessian_term` takes them."""
     if side == "output" and mode != "ridge":
         raise ConfigError(
-            f"method.side=output needs method.precondition=ridge, not {mode}; a net takes none, with method.side=input"
+            f"method.side=output needs method.precondition=ridge, not {mode}; a net, which has no matrix K, takes "
+            "method.side=input (side='input' from Python)"
         )
     return {"mode": mode, "ridge": ridge, "side": side}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ CITATION = """\
 ```
 """
 LIMITS = """\
-- It slows gradient descent on a linear probe of the features. Whoever solves least squares directly, or whitens the
-  features first, is hardly hindered.
+- At best it slows gradient descent on a linear probe of the features. Whoever solves least squares directly, or whitens
+  the features first, is hardly hindered.
 - Fine-tuning of the whole network or of adapters is hindered little or not at all, as far as is known.
 - A map folded behind the features is a layer of its own: whoever finds and removes it has the old features back.
 - It was measured on the data above; another harmful task, or other data of the same one, may behave differently.
@@ -66,7 +67,7 @@ def write(folder: str | Path, facts: dict[str, Any], made: dict[str, Any] | None
         *_front_matter(facts),
         f"# {facts['architecture']}, immunized by {made['method']}",
         "",
-        *_warnings(result),
+        *_warnings(result, made.get("doubts", [])),
         *_loading(facts),
         "## Made from",
         "",
@@ -90,10 +91,11 @@ def write(folder: str | Path, facts: dict[str, Any], made: dict[str, Any] | None
     return path
 
 
-def _warnings(result: Result | None) -> list[str]:
-    """What a reader has to know before anything else."""
+def _warnings(result: Result | None, doubts: Sequence[str]) -> list[str]:
+    """What a reader has to know before anything else: what was measured, else what `immunize` warned of."""
     flags = [flag for flag in (EASIER, "head_at_chance") if result and flag in result.flags]
-    return [line for flag in flags for line in (f"**Do not use this model: {result.reasons[flag]}.**", "")]
+    reasons = [result.reasons[flag] for flag in flags] if result else doubts
+    return [line for reason in reasons for line in (f"**Do not use this model: {reason}.**", "")]
 
 
 def _front_matter(facts: dict[str, Any]) -> list[str]:

@@ -107,7 +107,8 @@ def show(collection: Collection, parts: Sequence[Section], objective: str, conso
             legend |= dict.fromkeys(made.NOTES)
         if len(part.group) > 1 and (winner := best(part.group, metric)):
             mean = number(winner.summary(metric).mean)
-            console.print(f"★ largest mean {metric}: {winner.label} ({mean})", markup=False, highlight=False)
+            among = "of settings that immunize and keep the primary task"
+            console.print(f"★ largest mean {metric} {among}: {winner.label} ({mean})", markup=False, highlight=False)
     console.print("", *legend, sep="\n", markup=False, highlight=False)
     show_left_out(collection, console)
 
