@@ -1,6 +1,6 @@
 # make run [ARGS="dataset=mnist seed=1"]   install into a virtual environment if there is none, then launch
 # make test [ARGS="-m slow"]               the same for the tests; JOBS is the number of test processes
-# make test-oldest                         what trains, on the instructions of the oldest processor
+# make test-oldest                         of what trains, the tests that assert digits, as an old processor rounds
 # make results [QUICK=1]                   everything RESULTS.md is made of, then RESULTS.md; stops and goes on at any time
 # make lint, make format, make clean       VENV=<folder> and PYTHON=<interpreter> choose the environment
 PYTHON ?= python3

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -20,15 +21,20 @@ from immunization.runs.environment import command_of
 
 def said(*arguments: str, status: int = 1) -> str:
     """What `python -m immunization <arguments>` prints in one line."""
+    ended = launched(*arguments, cwd=Path())
+    assert ended.returncode == status
+    return ended.stdout + ended.stderr
+
+
+@pytest.fixture(scope="module")
+def shown() -> str:
+    """The help, from a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "immunization", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == status
-    return done.stdout + done.stderr
+    command = [sys.executable, "-m", "immunization", "--help"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
 
-def test_help_says_what_this_is_with_examples():
-    shown = said("--help", status=0)
+def test_help_says_what_this_is_with_examples(shown):
     assert shown.startswith("Model immunization: ")
     for text in ("== Examples ==", "immunize -m method=condition_number,opt_kappa", "sweeps=seeds", "--config-dir"):
         assert text in shown
@@ -36,8 +42,7 @@ def test_help_says_what_this_is_with_examples():
     assert max(map(len, shown.splitlines())) <= 120
 
 
-def test_help_lists_what_there_is_to_choose_and_no_more():
-    shown = said("--help", status=0)
+def test_help_lists_what_there_is_to_choose_and_no_more(shown):
     groups = {path.name for path in CONF.iterdir() if path.is_dir()} - {"hydra", "hparams"}
     listed = {line.split()[0]: line for line in shown.splitlines() if re.match(r"[a-z_.]+ {2,}\w", line)}
     assert groups <= set(listed)

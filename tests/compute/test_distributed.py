@@ -21,7 +21,7 @@ from immunization.theory import regularizers
 
 pytestmark = pytest.mark.trains
 
-NET = (*DEEP, "dtype=float64", "method.epochs=1", "method.batch_size=50", "log_every=1", "threads=1")
+NET = (*DEEP, "dtype=float64", "method.epochs=1", "method.batch_size=25", "log_every=1", "threads=1")
 
 
 def together(processes: int, work: Callable[[int], object]) -> list[int]:

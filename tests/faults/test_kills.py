@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.trains]
 LINEAR = [*QUICK, "method.epochs=60", "checkpoint.every=7"]
 BATCHES = [*QUICK, "method.epochs=8", "method.batch_size=10", "model.init=random", "checkpoint.every=5"]
 BATCHES += ["scheduler=warmup_cosine"]
-NET = [*DEEP, "method=condition_number", "method.epochs=3", "method.batch_size=64", "checkpoint.every=2", "log_every=1"]
+NET = [*DEEP, "method=condition_number", "method.epochs=3", "method.batch_size=32", "checkpoint.every=2", "log_every=1"]
 
 
 def in_a_child(work: Callable[[], object]) -> int:

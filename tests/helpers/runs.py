@@ -7,9 +7,11 @@ import pytest
 
 from immunization import Result, run
 from immunization.runs.filenames import CHECKPOINT
+from immunization.training import checkpoint
 
 QUICK = ("tracker=none", "dataset.max_samples=40", "evaluation=[rir]", "log_every=1", "figures=false")
 DEEP = ("experiment=digits_deep", "tracker=none", "figures=false", "evaluation=[rir]", "method.epochs=1")
+DEEP += ("dataset.primary=[0,1]", "dataset.harmful=[4,5]", "dataset.benign=null")
 
 
 def outcome(folder: Path) -> tuple:
@@ -20,6 +22,18 @@ def outcome(folder: Path) -> tuple:
         hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("immunized.safetensors", "metrics.jsonl")
     ]
     return content, hashes
+
+
+def kill_at(step: int, patch: pytest.MonkeyPatch) -> None:
+    """Let runs end at a step as a kill would end them, without a chance to write anything."""
+    taken = checkpoint.Checkpointer.__call__
+
+    def killed(self, now, state):
+        taken(self, now, state)
+        if now == step:
+            raise KeyboardInterrupt
+
+    patch.setattr(checkpoint.Checkpointer, "__call__", killed)
 
 
 def resumed(overrides, tmp_path, monkeypatch, cut, at=5, every=3) -> tuple[tuple, tuple]:

@@ -65,7 +65,7 @@ def test_a_net_is_found_again_from_its_run_folder(tmp_path):
     assert not {"other_data", "unknown_data"} & set(again.flags)
 
 
-LAST = ("method=condition_number", "method.epochs=1", "method.batch_size=64")
+LAST = ("method=condition_number", "method.epochs=3", "method.batch_size=16")
 
 
 def test_the_baseline_of_a_net_from_the_hub_is_the_hubs(tmp_path, monkeypatch):
@@ -77,7 +77,7 @@ def test_the_baseline_of_a_net_from_the_hub_is_the_hubs(tmp_path, monkeypatch):
         return weights.create(name, checkpoint, False, arguments)
 
     monkeypatch.setattr(nets, "create", create)
-    hub = ("model=timm", "model.name=test_resnet", "model.arguments={in_chans:1,num_classes:4}")
+    hub = ("model=timm", "model.name=test_resnet", "model.arguments={in_chans:1,num_classes:2}")
     first = run([*DEEP, *hub, *LAST], folder=tmp_path / "run")
     again = run([*AUDIT, f"model.checkpoint={tmp_path / 'run'}"], folder=tmp_path / "audit")
     assert read_config(tmp_path / "audit")["model"]["reference"] == "hub"
