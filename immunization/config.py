@@ -8,10 +8,12 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
@@ -68,12 +70,47 @@ if not (CONF / "local.yaml").is_file():  # which is optional
     ConfigStore.instance().store("local", {})
 
 
+@cache
+def hparams(kind: str) -> dict[str, dict[str, Any]]:
+    """What methods start from on data of a kind: the sections of conf/hparams/<kind>.yaml, over those it is `like`."""
+    own = yaml.load((CONF / "hparams" / f"{kind}.yaml").read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    found = dict(hparams(own.pop("like"))) if "like" in own else {}
+    for method, section in own.items():
+        below = found.get(method, {}) if section else {}  # null: the method's own defaults
+        merged = {k: below.get(k, {}) | v if isinstance(v, dict) else v for k, v in (section or {}).items()}
+        found[method] = below | merged
+    return found
+
+
+class _Shared(dict):
+    """A group that Hydra does not copy anew for every configuration, which would take most of the time."""
+
+    def __deepcopy__(self, memo: object) -> _Shared:
+        return self
+
+
+@cache
+def store_hparams() -> None:
+    """Offer Hydra each kind of data, and its sections as what config.yaml and scheduler=default look for."""
+    ConfigStore.instance().repo |= {"hparams": _Shared(), "kind": _Shared()}
+    store = ConfigStore.instance().store
+    for kind in (path.stem for path in (CONF / "hparams").glob("*.yaml")):
+        store(kind, {}, "kind", "_global_")
+        for method, section in hparams(kind).items():
+            values = {k: v for k, v in section.items() if k in ("defaults", "method", "model", "optimizer")}
+            store(method, values, f"hparams/kind/{kind}", "_global_")
+            if name := section.get("scheduler"):
+                chosen = {"defaults": [f"/scheduler/{name}@scheduler"]}
+                store(method, chosen, f"hparams/scheduler/kind/{kind}", "_global_")
+
+
 def compose(overrides: Iterable[str] = ()) -> DictConfig:
     """The configuration that `python launch.py <overrides>` would run; a Hydra application around stays as it is."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
+    store_hparams()
     overrides = list(overrides)
     outside = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()

@@ -34,7 +34,7 @@ def groups() -> str:
     """An entry for each group, its default marked; options in folders below a group stand behind its own."""
     pairs = [pair for entry in own()["defaults"] if isinstance(entry, dict) for pair in entry.items()]
     pairs.sort(key=lambda pair: pair[0] == "scheduler")  # it stands first in config.yaml for what it asks of the others
-    return "\n".join(_entry(group, _listed(group, chosen)) for group, chosen in pairs if " " not in group)
+    return "\n".join(_entry(group, _listed(group, chosen)) for group, chosen in pairs if not {" ", "@"} & {*group})
 
 
 def _listed(group: str, chosen: str | list[str] | None) -> str:
