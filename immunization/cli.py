@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from immunization import __version__
-from immunization.config import CONF, check_trust, store_hparams
+from immunization.config import CONF, check_trust
 from immunization.errors import UserError
 from immunization.multirun.callback import SweepSummary
 from immunization.terminal import importing, robust_streams
@@ -82,7 +82,6 @@ def cli() -> None:
 
             run(*again(sys.argv[1:]), sys.argv[1:])
         else:
-            store_hparams()
             main()
     except KeyboardInterrupt:
         print(f"error: {SweepSummary.interrupted()}", file=sys.stderr, flush=True)
@@ -107,9 +106,8 @@ def _explain(error: Exception) -> str:
         return f"{str(error).splitlines()[0]}: pip install 'immunization[launchers]'"
     if isinstance(error, MissingConfigException):
         group, known = options(str(error.missing_cfg_file).rpartition("/")[0])
-        known = known or error.options  # kinds of data are in no folder of their own
         return str(error).splitlines()[0].rstrip(".") + (
-            f"; available{group and f' for {group}'}: {', '.join(known)}" if known else ""
+            f"; available for {group}: {', '.join(known)}" if known else ""
         )
     if isinstance(error, ValueError):
         return f"{error}: give every group=... the name of an option"

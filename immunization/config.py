@@ -73,7 +73,8 @@ if not (CONF / "local.yaml").is_file():  # which is optional
 @cache
 def hparams(kind: str) -> dict[str, dict[str, Any]]:
     """What methods start from on data of a kind: the sections of conf/hparams/<kind>.yaml, over those it is `like`."""
-    own = yaml.load((CONF / "hparams" / f"{kind}.yaml").read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    with (CONF / "hparams" / f"{kind}.yaml").open() as file:
+        own = yaml.load(file, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     found = dict(hparams(own.pop("like"))) if "like" in own else {}
     for method, section in own.items():
         below = found.get(method, {}) if section else {}  # null: the method's own defaults
@@ -89,8 +90,7 @@ class _Shared(dict):
         return self
 
 
-@cache
-def store_hparams() -> None:
+def _store_hparams() -> None:
     """Offer Hydra each kind of data, and its sections as what config.yaml and scheduler=default look for."""
     ConfigStore.instance().repo |= {"hparams": _Shared(), "kind": _Shared()}
     store = ConfigStore.instance().store
@@ -104,13 +104,15 @@ def store_hparams() -> None:
                 store(method, chosen, f"hparams/scheduler/kind/{kind}", "_global_")
 
 
+_store_hparams()
+
+
 def compose(overrides: Iterable[str] = ()) -> DictConfig:
     """The configuration that `python launch.py <overrides>` would run; a Hydra application around stays as it is."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
-    store_hparams()
     overrides = list(overrides)
     outside = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
