@@ -1,41 +1,54 @@
-"""Print the table of docs/hyperparameters.md from conf/method and conf/hparams: `python docs/hyperparameters.py`."""
+"""Print docs/hyperparameters.md from conf/dataset and conf/hparams: `python docs/hyperparameters.py`."""
 
 from pathlib import Path
 
 import yaml
 
-CONF = Path(__file__).resolve().parents[1] / "conf"
+from immunization.config import CONF, hparams
+
 HEAD = """# Default hyper-parameters
 
-What a method starts from on a data set: the method's own defaults (`conf/method/`), changed by
-`conf/hparams/<dataset>/<method>.yaml`, with the scheduler that `conf/hparams/scheduler/<dataset>/<method>.yaml` chooses
-where there is one, changed by an experiment, changed by the command line. Written by
-`python docs/hyperparameters.py`; the test suite compares.
+What a method starts from on a data set: the method's own defaults (`conf/method/`), changed by what the data set's kind
+has for the method (`conf/hparams/<kind>.yaml`), by a file of your own (`hparams/<dataset>/<method>.yaml`), by an
+experiment, by the command line. A data set [names its kind](components.md#data-set) in its YAML; on one without a kind,
+methods start from their own defaults. Written by `python docs/hyperparameters.py`; the test suite compares.
 
+| kind | its data |
+|---|---|"""
+TABLE = """
 | data set | method | values that differ from the method's own | source |
 |---|---|---|---|"""
 
 
-def rows(hparams: Path = CONF / "hparams") -> list[str]:
-    """One table row for every data set and method with files in `hparams`."""
+def kinds() -> list[str]:
+    """One table row for every kind of data, with the first line of its file; what experiments choose is left out."""
+    found = [path for path in sorted((CONF / "hparams").glob("*.yaml")) if not path.stem.startswith("paper")]
+    return [f"| {path.stem} | {path.read_text().splitlines()[0].removeprefix('# ')} |" for path in found]
+
+
+def rows(datasets: Path = CONF / "dataset") -> list[str]:
+    """One table row for every data set and method for which the data set's kind has values."""
     lines = []
-    for path in sorted(hparams.glob("*/*.yaml")):
-        values, sources = [], []
-        for one in (path, hparams / "scheduler" / path.relative_to(hparams)):
-            if one.exists():
-                _, source, *_ = one.read_text().splitlines()
-                sources.append(source.removeprefix("# "))
-                groups = yaml.safe_load(one.read_text())
-                chosen = groups.pop("defaults", [])  # /scheduler/cosine@scheduler
-                values += [f"`{option.partition('@')[0].lstrip('/').replace('/', '=')}`" for option in chosen]
-                values += [f"`{group}.{key}={value}`" for group, keys in groups.items() for key, value in keys.items()]
-        lines.append(f"| {path.parent.name} | {path.stem} | {', '.join(values)} | {'; scheduler: '.join(sources)} |")
+    for path in sorted(datasets.glob("*.yaml")):
+        chosen = [entry for entry in yaml.safe_load(path.read_text()).get("defaults", []) if isinstance(entry, dict)]
+        for kind in (entry["override /kind@_global_"] for entry in chosen):
+            for method, section in sorted(hparams(kind).items()):
+                values = [
+                    f"`{group}.{key}={value}`"
+                    for group in ("method", "optimizer")
+                    for key, value in section.get(group, {}).items()
+                ]
+                source = section["source"]
+                if scheduler := section.get("scheduler"):
+                    values.append(f"`scheduler={scheduler}`")
+                    source += f"; scheduler: {section['scheduler_source']}"
+                lines.append(f"| {path.stem} | {method} | {', '.join(values)} | {source} |")
     return lines
 
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([HEAD, *rows()]) + "\n"
+    return "\n".join([HEAD, *kinds(), TABLE, *rows()]) + "\n"
 
 
 if __name__ == "__main__":

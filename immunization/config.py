@@ -8,10 +8,12 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -67,6 +69,43 @@ OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
 
 if not (CONF / "local.yaml").is_file():  # which is optional
     ConfigStore.instance().store("local", {})
+
+
+@cache
+def hparams(kind: str) -> dict[str, dict[str, Any]]:
+    """What methods start from on data of a kind: the sections of conf/hparams/<kind>.yaml, over those it is `like`."""
+    with (CONF / "hparams" / f"{kind}.yaml").open() as file:
+        own = yaml.load(file, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    found = dict(hparams(own.pop("like"))) if "like" in own else {}
+    for method, section in own.items():
+        below = found.get(method, {}) if section else {}  # null: the method's own defaults
+        merged = {k: below.get(k, {}) | v if isinstance(v, dict) else v for k, v in (section or {}).items()}
+        found[method] = below | merged
+    return found
+
+
+class _Shared(dict):
+    """A group that Hydra does not copy anew for every configuration, which would take most of the time."""
+
+    def __deepcopy__(self, memo: object) -> _Shared:
+        return self
+
+
+def _store_hparams() -> None:
+    """Offer Hydra each kind of data, and its sections as what config.yaml and scheduler=default look for."""
+    ConfigStore.instance().repo |= {"hparams": _Shared(), "kind": _Shared()}
+    store = ConfigStore.instance().store
+    for kind in (path.stem for path in (CONF / "hparams").glob("*.yaml")):
+        store(kind, {}, "kind", "_global_")
+        for method, section in hparams(kind).items():
+            values = {k: v for k, v in section.items() if k in ("defaults", "method", "model", "optimizer")}
+            store(method, values, f"hparams/kind/{kind}", "_global_")
+            if name := section.get("scheduler"):
+                chosen = {"defaults": [f"/scheduler/{name}@scheduler"]}
+                store(method, chosen, f"hparams/scheduler/kind/{kind}", "_global_")
+
+
+_store_hparams()
 
 
 CHOOSE = "every group=... takes the name of an option, or, as evaluation=[...] and attack=[...], a list of names"

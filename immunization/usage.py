@@ -67,9 +67,10 @@ def explained(error: Exception) -> str:
     if isinstance(error, MissingConfigException):
         above, _, name = str(error.missing_cfg_file).rpartition("/")
         group, known = options(above)
+        known = known or list(error.options or ())
         close = get_close_matches(name, known)
         meant = f"; did you mean {' or '.join(close)}" if close else ""
-        return first.rstrip(".") + meant + (f"; available for {group}: {', '.join(known)}" if known else "")
+        return first.rstrip(".") + meant + (f"; available for {group or above}: {', '.join(known)}" if known else "")
     if isinstance(error, InterpolationResolutionError | MissingMandatoryValue):
         told, _, of_a_resolver = first.partition(" raised while resolving interpolation: ")
         if told == "Recursive interpolation detected":
@@ -89,7 +90,7 @@ def groups() -> str:
     """An entry for each group, its default marked; options in folders below a group stand behind its own."""
     pairs = [pair for entry in own()["defaults"] if isinstance(entry, dict) for pair in entry.items()]
     pairs.sort(key=lambda pair: pair[0] == "scheduler")  # it stands first in config.yaml for what it asks of the others
-    return "\n".join(_entry(group, _listed(group, chosen)) for group, chosen in pairs if " " not in group)
+    return "\n".join(_entry(group, _listed(group, chosen)) for group, chosen in pairs if not {" ", "@"} & {*group})
 
 
 def _listed(group: str, chosen: str | list[str] | None) -> str:

@@ -12,39 +12,33 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.options import OPTIONS, SETUPS, nodes
 from helpers.repository import ROOT
 from hydra.errors import HydraException
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from immunization import run
-from immunization.config import CONF, build, check, compose, slug
+from immunization.config import CONF, build, check, compose, hparams, slug
 from immunization.errors import ConfigError, DataError
 from immunization.runs import tracker
 
 pytestmark = pytest.mark.trains
 
-SETUPS = (
-    "experiment",
-    "hparams",
-    "hydra",
-    "debug",
-    "launcher",
-    "sweeps",
-)  # values for other groups, no objects of their own
-OPTIONS = sorted(
-    (path.parent.name, path.stem)
-    for path in CONF.glob("*/*.yaml")
-    if path.parent.name not in SETUPS and not path.stem.startswith("all")  # several options in one
-)
 EXPERIMENTS = sorted(
     path.relative_to(CONF / "experiment").with_suffix("").as_posix() for path in (CONF / "experiment").rglob("*.yaml")
 )
-LINEAR = [name for name in EXPERIMENTS if compose([f"experiment={name}"]).model._target_.endswith(".Linear")]
-HPARAMS = sorted(
-    path.relative_to(CONF / "hparams").with_suffix("").as_posix() for path in (CONF / "hparams").rglob("*.yaml")
+LINEAR = (  # one of each kind: the others choose among the same data, starts, methods, measures and attacks
+    "alignment",
+    "audit",
+    "leaderboard/linear_houses",
+    "mnist",
+    "paper/figure1",
+    "paper/mnist",
+    "paper/table1_closest",
+    "paper/table2_closest",
 )
-MULTIPLE = ("evaluation", "attack")  # groups of which a run takes several options
+KINDS = sorted(path.stem for path in CONF.glob("hparams/*.yaml"))
 GIVEN = {
     "model": {"pair", "net"},
     "optimizer": {"params"},
@@ -69,22 +63,12 @@ def change(cfg: DictConfig, override: str) -> None:
     OmegaConf.update(cfg, key, OmegaConf.from_dotlist([f"x={value}"]).x, force_add=True)
 
 
-def choose(group: str, option: str) -> list[str]:
-    return [f"{group}=[{option}]" if group in MULTIPLE else f"{group}={option}"]
-
-
-def node_of(group: str, option: str) -> DictConfig:
-    """An option's own part of the configuration."""
-    cfg = compose(choose(group, option))
-    return cfg[group][option] if group in MULTIPLE else cfg[group]
-
-
 # --- Composition ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_composes_and_its_keys_are_its_constructors(group, option):
-    node = node_of(group, option)
+    node = nodes()[group, option]
     if node is None:
         assert (group, option) in {("tracker", "none"), ("scheduler", "none"), ("scheduler", "default")}
         return
@@ -104,28 +88,67 @@ def test_every_knob_has_its_meaning_beside_it(path):
     """Options say behind each key what it means; what changes keys described elsewhere says above what it is."""
     lines = path.read_text().splitlines()
     setup = bool(set(path.relative_to(CONF).parts) & {*SETUPS, "config.yaml"} - {"launcher"})
-    if setup or (any(line.startswith("defaults:") for line in lines) and "\n_target_:" not in path.read_text()):
+    chosen = any(re.match(r"defaults:(?! \[override)", line) for line in lines)
+    if setup or (chosen and "\n_target_:" not in path.read_text()):
         assert any(line.startswith("# ") and not line.startswith("# @") for line in lines)
         return
     knobs = [line for line in lines if re.match(r" *(?!defaults|tracker|scheduler)[a-zA-Z]\w*: *\S", line)]
     assert [line for line in knobs if "#" not in line] == []
 
 
-@pytest.mark.parametrize("name", HPARAMS)
-def test_hyper_parameters_change_values_and_add_no_key(name):
+@pytest.mark.parametrize("kind", KINDS)
+def test_hyper_parameters_change_values_and_add_no_key(kind):
     keys = {
-        "method": set(compose([f"method={Path(name).name}"]).method),
         "optimizer": {key for path in CONF.glob("optimizer/*.yaml") for key in OmegaConf.load(path)},
         "model": set(OmegaConf.load(CONF / "model" / "linear.yaml")),
     }
-    for group, values in OmegaConf.load(CONF / "hparams" / f"{name}.yaml").items():
-        if group not in ("defaults", "scheduler"):
-            assert set(values) <= keys[group]
+    for method, section in hparams(kind).items():
+        keys["method"] = set(nodes()["method", method])
+        for group, values in section.items():
+            if group == "scheduler":
+                assert values is None or (CONF / "scheduler" / f"{values}.yaml").is_file()
+            elif group not in ("defaults", "scheduler_source", "source"):
+                assert set(values) <= keys[group]
+        assert not section or section["source"]
+        assert ("scheduler" in section) == ("scheduler_source" in section)
 
 
-def test_hyper_parameters_are_chosen_by_data_set_and_method():
-    chosen = OmegaConf.load(CONF / "hparams" / "mnist" / "imma.yaml")
-    assert compose(["dataset=mnist", "method=imma"]).optimizer.lr == chosen.optimizer.lr
+def test_hyper_parameters_are_chosen_by_kind_of_data_and_method():
+    chosen = hparams("large_linear")["imma"]
+    cfg = compose(["dataset=mnist", "method=imma"])
+    assert (cfg.optimizer.lr, cfg.method.epochs) == (chosen["optimizer"]["lr"], chosen["method"]["epochs"])
+    assert cfg == compose(["dataset=mnist", "method=imma", "kind@_global_=large_linear"])
+    assert compose(["dataset=mnist", "method=imma", "kind@_global_=linear"]).method.epochs == 300
+
+
+def test_a_kind_says_what_differs_from_one_that_it_is_like():
+    net, small, cifar = (hparams(kind)["condition_number"] for kind in ("net", "small_net", "cifar10"))
+    assert small == net
+    assert cifar["method"] == net["method"] | {"epochs": 10}
+    assert hparams("cifar10")["forget"]["method"] == hparams("small_net")["forget"]["method"]
+    assert (hparams("cifar10")["forget"]["scheduler"], hparams("small_net")["forget"]["scheduler"]) == (
+        None,
+        "warmup_cosine",
+    )
+    assert hparams("paper_table1")["learning_curve"] == {}
+
+
+def test_a_data_set_of_ones_own_names_its_kind_and_its_exceptions(tmp_path):
+    files = {
+        "dataset/mine": (CONF / "dataset" / "digits.yaml").read_text().replace(": digits", ": linear", 1),
+        "hparams/mine/learning_curve": "# @package _global_\nmethod: {epochs: 7}\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"{name}.yaml").write_text(text)
+    places = [f"hydra.searchpath=[file://{tmp_path}]", "dataset=mine"]
+    cfg = compose([*places, "method=learning_curve"])
+    assert (cfg.method.epochs, cfg.method.targets, cfg.optimizer.lr) == (7, "baseline", 1e-3)
+    assert cfg.scheduler._target_.endswith(".CosineAnnealingLR")
+    assert compose([*places, "method=learning_curve", "method.epochs=8"]).method.epochs == 8
+    (tmp_path / "dataset" / "mine.yaml").write_text(files["dataset/mine"].replace(": linear", ": liner"))
+    with pytest.raises(HydraException, match="Could not find 'kind/liner'"):
+        compose(places)
 
 
 @pytest.mark.parametrize("path", sorted(CONF.glob("experiment/[pr][ae]*/*.yaml")), ids=lambda path: path.stem)
@@ -199,13 +222,30 @@ def shrunk(name: str, data_dir: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_composes(name):
+def test_every_experiment_composes_and_says_in_one_line_which_data_are_absent(name, monkeypatch, tmp_path):
     """Those that sweep over methods leave the choice to the sweeper, and `check` to its jobs."""
+    monkeypatch.delenv("IMMUNIZATION_DATA_ROOT", raising=False)
+    monkeypatch.setenv("IMMUNIZATION_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)  # of the hub
+    monkeypatch.delitem(sys.modules, "timm.data.readers.reader_hfds", raising=False)
     cfg = compose([f"experiment={name}"])
     if "sweeper" not in (CONF / "experiment" / f"{name}.yaml").read_text():
         check(cfg)
     assert slug(cfg.name) == cfg.name
     assert OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    if not {"root", "primary_root"} & cfg.dataset.keys():
+        return  # it reads no files
+    if "download" in cfg.dataset:
+        cfg.dataset.download = False
+    with pytest.raises((ConfigError, DataError)) as caught:
+        build(cfg, "dataset")
+    said = str(caught.value)
+    place = cfg.dataset.get("root") or cfg.dataset.primary.source or tmp_path / "data" / "imagenette224"
+    assert str(place) in said
+    assert re.search(r"dataset\.(primary_)?root", said)
+    assert re.search(r"docs/install\.md|dataset\.download=true", said)
+    assert "\n" not in said
 
 
 @pytest.mark.parametrize("name", LINEAR)
@@ -383,34 +423,12 @@ def test_a_local_file_that_speaks_of_a_group_is_refused(conf):
 
 # --- Data -------------------------------------------------------------------------------------------------------------
 
-READING = [name for name in EXPERIMENTS if {"root", "primary_root"} & compose([f"experiment={name}"]).dataset.keys()]
-
 
 def test_files_are_looked_for_below_the_working_folder(monkeypatch):
     monkeypatch.delenv("IMMUNIZATION_DATA_ROOT", raising=False)
     cfg = compose(["experiment=vit_cars_small"])
     assert cfg.data_root == "data"
     assert cfg.model.checkpoint == "data/weights/vit_tiny_patch16_224.safetensors"
-
-
-@pytest.mark.parametrize("name", READING)
-def test_absent_data_are_one_line_with_the_key_the_path_and_the_remedy(name, monkeypatch, tmp_path):
-    monkeypatch.delenv("IMMUNIZATION_DATA_ROOT", raising=False)
-    monkeypatch.setenv("IMMUNIZATION_CACHE", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "datasets", None)  # of the hub
-    monkeypatch.delitem(sys.modules, "timm.data.readers.reader_hfds", raising=False)
-    cfg = compose([f"experiment={name}"])
-    if "download" in cfg.dataset:
-        cfg.dataset.download = False
-    with pytest.raises((ConfigError, DataError)) as caught:
-        build(cfg, "dataset")
-    said = str(caught.value)
-    place = cfg.dataset.get("root") or cfg.dataset.primary.source or tmp_path / "data" / "imagenette224"
-    assert str(place) in said
-    assert re.search(r"dataset\.(primary_)?root", said)
-    assert re.search(r"docs/install\.md|dataset\.download=true", said)
-    assert "\n" not in said
 
 
 def test_the_page_on_installing_names_the_data_of_every_experiment():

@@ -1,10 +1,12 @@
 """A default stands in the constructor and, for people to see, in the YAML: both say the same in every group."""
 
 import inspect
+import re
 from collections import defaultdict
 from functools import cache
 
 import pytest
+from helpers.options import nodes
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
@@ -14,21 +16,18 @@ from immunization.data.image_folders import open_task
 from immunization.errors import ConfigError
 
 COMPONENTS = ("attack", "dataset", "evaluation", "method", "model", "tracker")  # those of torch have torch's defaults
-LISTS = ("attack", "evaluation")  # groups of which a run takes several options
+FILES = [path for group in COMPONENTS for path in CONF.glob(f"{group}/*.yaml")]
+TARGETS = sorted({target for path in FILES for target in re.findall(r"_target_: ([\w.]+)", path.read_text())})
 
 
 @cache
 def options() -> dict[str, dict[str, DictConfig]]:
     """Every class that YAML files build -> option -> what the option says before a data set changes it."""
     found = defaultdict(dict)
-    files = (path for group in COMPONENTS for path in CONF.glob(f"{group}/*.yaml"))
-    for path in sorted(path for path in files if not path.stem.startswith("all")):  # several options in one
-        group, name = path.parent.name, path.stem
-        chosen = f"{group}=[{name}]" if group in LISTS else f"{group}={name}"
-        node = compose([chosen, "~hparams"])[group]  # those of a data set would change a method's own
-        node = node[name] if group in LISTS else node
-        if node is not None:
-            found[node._target_][f"{group}/{name}"] = node
+    for (group, name), node in nodes().items():
+        if node is not None and group in COMPONENTS:  # a composed method has the hyper-parameters of a data set
+            own = compose([f"method={name}", "~hparams@_global_"]).method if group == "method" else node
+            found[node._target_][f"{group}/{name}"] = own
     return found
 
 
@@ -42,7 +41,7 @@ def differing(target: str, node: DictConfig) -> dict[str, tuple[object, object]]
     return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
 
 
-@pytest.mark.parametrize("target", sorted(options()))
+@pytest.mark.parametrize("target", TARGETS)
 def test_yaml_and_constructor_have_the_same_defaults(target, monkeypatch):
     """One option of each class; every other one of the same class is a variant, named for what it changes."""
     for name in ("WANDB_PROJECT", "WANDB_ENTITY"):
