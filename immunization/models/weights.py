@@ -72,11 +72,19 @@ def load(path: str | Path, net: nn.Module | None = None) -> nn.Module:
                 raise DataError(f"{path} holds neither a linear map nor a net of this project")
             return LinearMap(tensors["theta"], tensors.get("bias")).eval()
     if net is not None:
-        model = into(net, tensors, facts)
+        check_net("load: the net", net)
+        net = copy.deepcopy(net)
     elif facts.get("timm", True):
-        model = restore(create(facts["architecture"], None, False, facts["arguments"]), tensors, facts)
+        net = create(facts["architecture"], None, False, facts["arguments"])
     else:
         raise ConfigError(f"{path} holds a {facts['architecture']}, no net of timm: load(path, net) puts it into yours")
+    try:
+        model = restore(net, tensors, facts)
+    except (AttributeError, RuntimeError) as error:
+        raise ConfigError(
+            f"load: the weights are of a {facts['architecture']} and do not fit the {type(net).__name__} in "
+            f"{misfits(net, tensors)}. Give the net as it was before immunization, with the same head"
+        ) from error
     if recipe := facts.get("immunized_by"):
         model.immunized_by = recipe
     return model
@@ -89,7 +97,7 @@ def hub_folder(folder: Path) -> tuple[dict[str, Tensor], Facts]:
     arguments = config.get("model_args", {"num_classes": config["num_classes"]})
     facts = {"architecture": config["architecture"], "arguments": arguments, "computed_in": "float64"}
     facts["dtype"] = name_of(next(t.dtype for t in tensors.values() if t.is_floating_point()))
-    return tensors, facts | fold_of(tensors)
+    return tensors, facts
 
 
 class Checkpoint(NamedTuple):
@@ -122,8 +130,8 @@ def create(name: str, checkpoint: Checkpoint | None, pretrained: bool, arguments
     if checkpoint is None:
         return net
     path, tensors, facts = checkpoint
-    if "fold" in facts:  # the dtype in which the map and its inverse were stored: they need the digits
-        _fold(net.to(getattr(torch, facts["dtype"])), tensors, facts)
+    if place := fold_of(tensors).get("fold"):  # in the dtype in which map and inverse were stored: they need the digits
+        _fold(net.to(tensors[f"{place}.{FOLD}.weight"].dtype), tensors, facts)
     if found := misfits(net, tensors):
         raise ConfigError(
             f"model.checkpoint={path} does not fit the model in {found}. Choose the "
@@ -202,26 +210,13 @@ def restore(net: nn.Module, tensors: Mapping[str, Tensor], facts: Facts) -> nn.M
 
 def _fold(net: nn.Module, tensors: Mapping[str, Tensor], facts: Facts) -> None:
     """Put the layer of the map in, if there is one: behind a module of timm, else before the classifier."""
-    if place := facts.get("fold"):
+    if place := fold_of(tensors).get("fold"):
         weight = tensors[f"{place}.{FOLD}.weight"].to(next(net.parameters()))
         if facts.get("timm", True):
             fold_into(net, place, weight)
         else:
             layer = nn.Linear(*weight.shape, bias=False, device=weight.device, dtype=weight.dtype)
             fold_before(net, place, layer)
-
-
-def into(net: nn.Module, tensors: Mapping[str, Tensor], facts: Facts) -> nn.Module:
-    """`tensors` in a copy of `net`, as it was before immunization."""
-    check_net("load: the net", net)
-    copied = copy.deepcopy(net)
-    try:
-        return restore(copied, tensors, facts)
-    except (AttributeError, RuntimeError) as error:
-        raise ConfigError(
-            f"load: the weights are of a {facts['architecture']} and do not fit the {type(net).__name__} that was given"
-            f" in {misfits(copied, tensors)}. Give the net as it was before immunization, with the same head"
-        ) from error
 
 
 def misfits(net: nn.Module, state: Mapping[str, Tensor]) -> str:
@@ -252,8 +247,9 @@ def exported(model: Model, task: Task) -> tuple[dict[str, Tensor], Facts]:
         return tensors, facts
     facts["computed_in"], facts["dtype"] = facts["dtype"], facts.pop("original_dtype", facts["dtype"])
     dtype = getattr(torch, facts["dtype"])
-    if "fold" in facts:
-        facts |= fold_of(tensors) | {"rounding": rounding_error(model, task.train.x[:ROWS], dtype)}
+    facts |= fold_of(tensors)
+    if model.linear_map() is not None:
+        facts["rounding"] = rounding_error(model, task.train.x[:ROWS], dtype)
     tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     return tensors, facts
 
