@@ -10,7 +10,7 @@ _LAZY = {
     "DataError": "immunization.errors",
     "audit": "immunization.api",
     "immunize": "immunization.api",
-    "load": "immunization.models.stored",
+    "load": "immunization.models.weights",
     "run": "immunization.runner",
     "save": "immunization.api",
     "Result": "immunization.runs.result",

@@ -27,11 +27,8 @@ from immunization.evaluation.primary import head_at_chance
 from immunization.methods import Method
 from immunization.models import Linear, Model, Timm
 from immunization.models.adapted import Adapted, adapted, check_net
-from immunization.models.export import exported, rounding_flag
-from immunization.models.fold import folded_map, unfold
-from immunization.models.linear import LinearMap
-from immunization.models.stored import facts_of, load
-from immunization.models.weights import restore
+from immunization.models.fold import LinearMap, folded_map, unfold
+from immunization.models.weights import exported, facts_of, load, restore, rounding_flag
 from immunization.results import model_card
 from immunization.runs import files
 from immunization.runs.filenames import CONFIG_OF_NET, WEIGHTS
@@ -96,8 +93,7 @@ def immunize(
     steps = solver.epochs * batches.steps_per_epoch if config.scheduler else 0
     train(solver, trained, batches, optimizer, scheduler=scheduler_of(config, optimizer, steps))
     solver.finish(trained)
-    tensors, header = exported(trained, pair.primary)
-    facts = json.loads(header["immunization"])
+    tensors, facts = exported(trained, pair.primary)
     doubts = [reason for reason in (_easier(trained, pair), untrained) if reason]
     for reason in filter(None, (*doubts, rounding_flag(facts))):
         warnings.warn(f"immunize: {reason}", stacklevel=4)  # that of the caller, above two decorators
@@ -117,7 +113,7 @@ def save(model: nn.Module, folder: str | Path, result: Result | None = None, **a
     check_net("save: the model", model)
     facts, folder = facts_of(model, arguments), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    files.write_tensors(folder / WEIGHTS, model.state_dict(), {"immunization": json.dumps(facts)})
+    files.write_weights(folder / WEIGHTS, model.state_dict(), facts)
     files.write(folder / CONFIG_OF_NET, json.dumps(facts, indent=2) + "\n")
     model_card.write(folder, facts, facts["immunized_by"], result)
     return folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
@@ -15,7 +14,7 @@ from immunization.compute import distributed, machine, randomness
 from immunization.config import build, check, compose, slug
 from immunization.evaluation import Comparison, Measures
 from immunization.evaluation.objective import check_objective
-from immunization.models.export import exported, rounding_flag
+from immunization.models.weights import exported, rounding_flag
 from immunization.results import model_card
 from immunization.results.present import present
 from immunization.runs import strict_json
@@ -111,9 +110,8 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     model = model.for_measurement()
     rows = {split: origin.rows for split, origin in pair.origins.items()}
     sources = {split: origin.source for split, origin in pair.origins.items()}
-    weights, header = exported(model, pair.primary)
-    facts = json.loads(header.get("immunization", "{}"))
-    run.keep({**weights, **pair.tensors}, header, rows, sources)
+    weights, facts = exported(model, pair.primary)
+    run.keep({**weights, **pair.tensors}, facts, rows, sources)
 
     comparison = Comparison(pair, model, parts.start or None)
     with run.timed("evaluate"), waiting("measuring"), machine.gpu_memory("the measures", AFTERWARDS):

@@ -188,6 +188,6 @@ class Model(nn.Module):
         """The tensors of immunized.safetensors; `load` makes a map of `theta` [D_in, D] and, if there, `bias` [D]."""
         return {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
 
-    def metadata(self) -> dict[str, str]:
-        """The header of immunized.safetensors."""
+    def facts(self) -> dict[str, Any]:
+        """What `load` needs beside the tensors of a net; a linear map needs nothing."""
         return {}

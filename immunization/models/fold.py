@@ -1,4 +1,4 @@
-"""A linear map folded into a timm net, behind its features, with the map's inverse in the classifier."""
+"""Linear maps: by themselves, and folded into a timm net, behind its features, with the inverse in the classifier."""
 
 from __future__ import annotations
 
@@ -13,6 +13,19 @@ from immunization.errors import ConfigError
 
 FOLD = "immunization"
 """How the map's layer is called in the net."""
+
+
+class LinearMap(nn.Module):
+    """x @ theta + bias with theta [D_in, D_out]; `bias` is None but for the released code, whose theory has none."""
+
+    def __init__(self, theta: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.theta = nn.Parameter(theta)
+        self.bias = None if bias is None else nn.Parameter(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.theta.dtype)
+        return x @ self.theta if self.bias is None else x @ self.theta + self.bias
 
 
 @dataclass(frozen=True)

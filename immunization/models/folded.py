@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,8 @@ from immunization.data.images import ImageSplit, ImageTask
 from immunization.data.task import Task, TaskPair
 from immunization.models.base import Model
 from immunization.models.chain import Borrowed, NetParts, Network
-from immunization.models.fold import FOLD, Place, fold_into, fold_place, folded_name, weight_of
-from immunization.models.linear import Linear, LinearMap
+from immunization.models.fold import FOLD, LinearMap, Place, fold_into, fold_place, folded_name, weight_of
+from immunization.models.linear import Linear
 
 
 class Folded(Linear):
@@ -92,10 +92,9 @@ class Folded(Linear):
         state[f"{place.name}.{FOLD}.weight"] = weight_of(self.extractor.theta, place)
         return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
-    def metadata(self) -> dict[str, str]:
-        facts = json.loads(self.base.metadata()["immunization"])
-        facts |= {"fold": self.place.name, "stripped_by": self.place.stripped_by, "dtype": "float64"}
-        return {"immunization": json.dumps(facts)}
+    def facts(self) -> dict[str, Any]:
+        own = {"fold": self.place.name, "stripped_by": self.place.stripped_by, "dtype": "float64"}
+        return self.base.facts() | own
 
     @cached_property
     def place(self) -> Place:

@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from immunization.data.task import Task, TaskPair
-from immunization.errors import ConfigError, DataError
+from immunization.errors import ConfigError
 from immunization.models.base import Batch, Model, Regularizer
-from immunization.runs import files
-from immunization.runs.filenames import WEIGHTS, weights_of
+from immunization.models.fold import LinearMap
+from immunization.models.weights import read_checkpoint
 from immunization.theory.preconditioning import Precondition, preconditioned_product
 
 
-class LinearMap(nn.Module):
-    """x @ theta + bias with theta [D_in, D_out]; `bias` is None but for the released code, whose theory has none."""
-
-    def __init__(self, theta: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__()
-        self.theta = nn.Parameter(theta)
-        self.bias = None if bias is None else nn.Parameter(bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.to(self.theta.dtype)
-        return x @ self.theta if self.bias is None else x @ self.theta + self.bias
-
-
-def stored(path: Path, dim: int, outputs: int) -> tuple[Tensor, Tensor]:
-    """theta [dim, dim] and omega [outputs, dim] of a run folder or its safetensors file; raises ConfigError."""
-    try:
-        tensors, _ = files.read_tensors(weights_of(path))
-    except DataError as error:
-        raise ConfigError(f"model.checkpoint={error}; give a run folder that holds a sound {WEIGHTS}") from error
+def _map_of(checkpoint: str, dim: int, outputs: int) -> tuple[Tensor, Tensor]:
+    """theta [dim, dim] and omega [outputs, dim] of `model.checkpoint`; raises ConfigError."""
+    path, tensors, _ = read_checkpoint(checkpoint)
     if "theta" not in tensors:
         raise ConfigError(f"model.checkpoint={path} holds no linear map theta; a net needs model=timm model.name=...")
     if tensors["theta"].shape != (dim, dim) or "bias" in tensors:
@@ -85,7 +68,7 @@ class Linear(Model):
         if init == "identity":
             omega.zero_()
         if checkpoint is not None:
-            theta, omega = (tensor.to(theta) for tensor in stored(Path(checkpoint).expanduser(), d, outputs))
+            theta, omega = (tensor.to(theta) for tensor in _map_of(checkpoint, d, outputs))
         self.extractor = LinearMap(theta, offset if bias else None)
         self.head = nn.Linear(d, outputs, bias=False)
         self.head.weight = nn.Parameter(omega)

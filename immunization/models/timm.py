@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -37,7 +36,7 @@ from immunization.models.image_tasks import (
     task_of,
     training_loaders,
 )
-from immunization.models.weights import create, stored_arguments
+from immunization.models.weights import create, name_of, read_checkpoint
 from immunization.terminal import counted
 from immunization.theory.spectrum import triangular_factor
 
@@ -81,14 +80,15 @@ class Timm(Model):
         super().__init__()
         if not isinstance(pair, ImagePair):
             raise ConfigError(f"model={name} needs images, for example dataset=image_folders; '{pair.name}' has none")
-        self.arguments = dict(arguments or stored_arguments(checkpoint))
+        stored = None if checkpoint is None else read_checkpoint(checkpoint)
+        self.arguments = dict(arguments or (stored.facts.get("arguments", {}) if stored else {}))
         own = getattr(net, "pretrained_cfg", None) or {}
         self.architecture = name or own.get("architecture") or type(net).__name__
         stripped = None
         if net is not None:
             self.weights, self.license = "the caller's own", None
         else:
-            net = create(name, checkpoint, pretrained, self.arguments)
+            net = create(name, stored, pretrained, self.arguments)
             if reference is None and folded_map(net) is not None:
                 stripped = copy.deepcopy(net).double()  # taking the map out costs digits
             self.weights, self.license = Path(checkpoint).name if checkpoint else "random weights", None
@@ -335,10 +335,7 @@ class Timm(Model):
         state = dict(self.net.state_dict()) | self.head.state_dict(prefix=f"{self.parts.classifier}.")
         return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
-    def metadata(self) -> dict[str, str]:
-        """What `load` needs beside the tensors."""
+    def facts(self) -> dict[str, Any]:
         facts = {"architecture": self.architecture, "arguments": self.arguments, "data_config": self.config}
-        facts |= {"weights": self.weights, "license": self.license}
-        facts |= {"original_dtype": str(self.original_dtype).removeprefix("torch.")}
-        facts |= {"classes": self.head.out_features, "dtype": str(self.head.weight.dtype).removeprefix("torch.")}
-        return {"immunization": json.dumps(facts)}
+        facts |= {"weights": self.weights, "license": self.license, "original_dtype": name_of(self.original_dtype)}
+        return facts | {"classes": self.head.out_features, "dtype": name_of(self.head.weight.dtype)}

@@ -1,26 +1,112 @@
-"""A timm model with its weights, of the hub or of a file that is read as tensors only."""
+"""Weights on disk: written once, in the dtype the net came in, with facts in the header, and read as tensors only.
+
+The facts of a net: `architecture` and `arguments` for timm.create_model (`timm` false: a class of the caller's own),
+`data_config`, `weights` and their `license`; `dtype` of the tensors and `computed_in`, which files of the first version
+lack: these were not rounded. Where a map is folded in, `fold` (the module it stands behind), its `layer`, `stripped_by`
+and `rounding`; `immunized_by` is the recipe of a net that was saved from Python. A linear map has none.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from immunization.errors import ConfigError, DataError
-from immunization.models.fold import FOLD, fold_into
+from immunization.models.adapted import check_net, fold_before, is_of_timm
+from immunization.models.chain import data_config
+from immunization.models.fold import FOLD, LinearMap, fold_into
 from immunization.models.hub import one_try
 from immunization.runs import files
-from immunization.runs.filenames import weights_of
+from immunization.runs.filenames import WEIGHTS, weights_of
+
+if TYPE_CHECKING:
+    from immunization.data.images import ImagePair
+    from immunization.data.task import Task, TaskPair
+    from immunization.models.base import Model
+
+Facts = dict[str, Any]
+
+HUB_WEIGHTS, HUB_CONFIG = "model.safetensors", "config.json"
+TOLERANCE = 1e-3
+"""Largest change of an output by rounding, relative to the largest output, that passes without a word."""
+ROWS = 4096
 
 
-def create(name: str, checkpoint: str | None, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def load(path: str | Path, net: nn.Module | None = None) -> nn.Module:
+    """The immunized model of a run folder, of what `save` wrote, or of a download from the Hub, in eval mode.
+
+    `path` is the folder or its immunized.safetensors. A timm model, in the dtype it was immunized in, for deep nets:
+    `forward_features`, `forward_head(..., pre_logits=True)` (the immunized features) and the classifier work as ever. A
+    net of another library is put into a copy of `net`, the one that was immunized; so is any where `net` is given. For
+    linear models the map theta, which takes prepared inputs [N, D_in] to features. Raises DataError for a file that is
+    not there, was not written by this project, or was altered since; ConfigError for a net that does not fit.
+    """
+    path = Path(path)
+    if path.is_dir() and not (path / WEIGHTS).exists() and (path / HUB_WEIGHTS).exists():
+        tensors, facts = hub_folder(path)
+    else:
+        path = weights_of(path)
+        try:
+            tensors, facts = files.read_weights(path)
+        except DataError as error:
+            if path.is_file() and path.suffix != ".safetensors":
+                raise DataError(
+                    f"{path}: only weights in safetensors are read; immunization.save(model, folder) writes them"
+                ) from error
+            raise DataError(f"{error}; give a run folder that holds a sound {WEIGHTS}") from error
+        if not facts:
+            if "theta" not in tensors:
+                raise DataError(f"{path} holds neither a linear map nor a net of this project")
+            return LinearMap(tensors["theta"], tensors.get("bias")).eval()
+    if net is not None:
+        check_net("load: the net", net)
+        net = copy.deepcopy(net)
+    elif facts.get("timm", True):
+        net = create(facts["architecture"], None, False, facts["arguments"])
+    else:
+        raise ConfigError(f"{path} holds a {facts['architecture']}, no net of timm: load(path, net) puts it into yours")
+    try:
+        model = restore(net, tensors, facts)
+    except (AttributeError, RuntimeError) as error:
+        raise ConfigError(
+            f"load: the weights are of a {facts['architecture']} and do not fit the {type(net).__name__} in "
+            f"{misfits(net, tensors)}. Give the net as it was before immunization, with the same head"
+        ) from error
+    if recipe := facts.get("immunized_by"):
+        model.immunized_by = recipe
+    return model
+
+
+def hub_folder(folder: Path) -> tuple[dict[str, Tensor], Facts]:
+    """Tensors and facts of a folder that timm's save_for_hf or push_to_hf_hub wrote."""
+    tensors, _ = files.read_tensors(folder / HUB_WEIGHTS)
+    config = json.loads((folder / HUB_CONFIG).read_text())
+    arguments = config.get("model_args", {"num_classes": config["num_classes"]})
+    facts = {"architecture": config["architecture"], "arguments": arguments, "computed_in": "float64"}
+    facts["dtype"] = name_of(next(t.dtype for t in tensors.values() if t.is_floating_point()))
+    return tensors, facts
+
+
+class Checkpoint(NamedTuple):
+    path: Path
+    tensors: dict[str, Tensor]
+    facts: Facts
+
+
+def create(name: str, checkpoint: Checkpoint | None, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
     """A timm model with its weights; raises ConfigError that names what does not fit."""
     import timm
 
@@ -41,53 +127,43 @@ def create(name: str, checkpoint: str | None, pretrained: bool, arguments: dict[
             f"model.name={name}: its pretrained weights cannot be had ({why}); "
             "connect to the Hugging Face hub, or give model.checkpoint=<file>, or model.pretrained=false"
         ) from error
-    if checkpoint is not None:
-        load_weights(net, Path(checkpoint).expanduser())
-    return net
-
-
-def stored_arguments(checkpoint: str | None) -> dict[str, Any]:
-    """Arguments of timm.create_model that an exported net was made with; none for any other file."""
-    path = Path(checkpoint or "").expanduser()
-    path = weights_of(path)
-    if path.suffix != ".safetensors" or not path.is_file():
-        return {}
-    with safe_open(path, "pt") as file:
-        facts = json.loads((file.metadata() or {}).get("immunization", "{}"))
-    return facts.get("arguments", {})
-
-
-def load_weights(net: nn.Module, path: Path) -> None:
-    """Read a run folder, a safetensors file or a state dict (tensors only), with the map that may be folded in.
-
-    Raises ConfigError that names the tensors in the way.
-    """
-    path = weights_of(path)
-    if not path.exists():
-        raise ConfigError(
-            f"model.checkpoint: {path.absolute()} not found; give a run folder, a file of weights, or null for those "
-            "of the Hugging Face hub (docs/install.md)"
-        )
-    try:
-        state, metadata = files.read_tensors(path) if path.suffix == ".safetensors" else (_state_dict(path), {})
-    except DataError as error:
-        raise ConfigError(f"model.checkpoint={error}") from error
-    state = next((state[key] for key in ("state_dict", "model") if isinstance(state.get(key), dict)), state)
-    state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
-    facts = json.loads(metadata.get("immunization", "{}"))
-    if "fold" in facts:
-        dtype = getattr(torch, facts["dtype"])  # in which the map and its inverse were stored: they need the digits
-        fold_into(net.to(dtype), facts["fold"], state[f"{facts['fold']}.{FOLD}.weight"].to(dtype))
-    if found := misfits(net, state):
+    if checkpoint is None:
+        return net
+    path, tensors, facts = checkpoint
+    if place := fold_of(tensors).get("fold"):  # in the dtype in which map and inverse were stored: they need the digits
+        _fold(net.to(tensors[f"{place}.{FOLD}.weight"].dtype), tensors, facts)
+    if found := misfits(net, tensors):
         raise ConfigError(
             f"model.checkpoint={path} does not fit the model in {found}. Choose the "
             "model.name it was made with (and model.arguments.num_classes for a head of another size)"
         )
-    net.load_state_dict(state, strict=False)
+    net.load_state_dict(tensors, strict=False)
+    return net
+
+
+def read_checkpoint(checkpoint: str) -> Checkpoint:
+    """Tensors and facts of `model.checkpoint`: a run folder, a safetensors file or a state dict (tensors only).
+
+    Raises ConfigError for what is not there or cannot be read.
+    """
+    path = weights_of(Path(checkpoint).expanduser())
+    if not path.exists():
+        raise ConfigError(
+            f"model.checkpoint: {path.absolute()} not found; give a run folder, a file of weights or, for a net, null "
+            "for those of the Hugging Face hub (docs/install.md)"
+        )
+    try:
+        state, facts = files.read_weights(path) if path.suffix == ".safetensors" else (_state_dict(path), {})
+    except DataError as error:
+        raise ConfigError(f"model.checkpoint={error}; give a run folder that holds a sound {WEIGHTS}") from error
+    state = next((state[key] for key in ("state_dict", "model") if isinstance(state.get(key), dict)), state)
+    if all(name.startswith("module.") for name in state):  # of a net inside DataParallel
+        state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    return Checkpoint(path, state, facts)
 
 
 def _state_dict(path: Path) -> dict[str, Any]:
-    """What `torch.save` wrote, without running code of the file; raises DataError for anything but a state dict."""
+    """What `torch.save` wrote, without running code of the file; raises ConfigError for anything but a state dict."""
     refused = None
     try:
         with warnings.catch_warnings(action="ignore"):  # torch warns of archives that it then refuses
@@ -95,11 +171,52 @@ def _state_dict(path: Path) -> dict[str, Any]:
     except Exception as error:  # torch and pickle raise a dozen kinds
         state, refused = None, error
     if not isinstance(state, Mapping):
-        raise DataError(
-            f"{path} cannot be read as weights alone: it is a whole pickled model, whose loading would run code of the "
-            "file, or damaged; save the weights with torch.save(model.state_dict(), ...) or as safetensors"
+        raise ConfigError(
+            f"model.checkpoint={path} cannot be read as weights alone: it is a whole pickled model, whose loading "
+            "would run code of the file, or damaged; save the weights with torch.save(model.state_dict(), ...) or as "
+            "safetensors"
         ) from refused
     return state
+
+
+def restored(pair: TaskPair | ImagePair, model: Callable[..., Model], checkpoint: str) -> Model:
+    """What `model(pair=pair)` makes, a model that takes no checkpoint itself, with the weights of a run of it.
+
+    `checkpoint` is the run folder or its weights. Raises ConfigError for weights that are not the model's state dict.
+    """
+    made = model(pair=pair)
+    tensors = read_checkpoint(checkpoint).tensors
+    try:
+        made.load_state_dict({name: tensors[name] for name in made.state_dict()})
+    except (KeyError, RuntimeError) as error:
+        raise ConfigError(
+            f"model.checkpoint={checkpoint} does not hold the state dict of {type(made).__name__} "
+            f"({' '.join(str(error).split())[:200]}); a model with an `export` of its own needs a key `checkpoint`"
+        ) from error
+    return made
+
+
+def restore(net: nn.Module, tensors: Mapping[str, Tensor], facts: Facts) -> nn.Module:
+    """Put exported `tensors` into `net`, one of the same architecture, and fold the map in if there is one.
+
+    Files of versions before this rounded nothing and have no `computed_in`; what they hold takes the dtype of `net`.
+    """
+    if "computed_in" in facts:
+        net = net.to(getattr(torch, facts["dtype"]))
+    _fold(net, tensors, facts)
+    net.load_state_dict(dict(tensors))
+    return net.eval().requires_grad_(True)
+
+
+def _fold(net: nn.Module, tensors: Mapping[str, Tensor], facts: Facts) -> None:
+    """Put the layer of the map in, if there is one: behind a module of timm, else before the classifier."""
+    if place := fold_of(tensors).get("fold"):
+        weight = tensors[f"{place}.{FOLD}.weight"].to(next(net.parameters()))
+        if facts.get("timm", True):
+            fold_into(net, place, weight)
+        else:
+            layer = nn.Linear(*weight.shape, bias=False, device=weight.device, dtype=weight.dtype)
+            fold_before(net, place, layer)
 
 
 def misfits(net: nn.Module, state: Mapping[str, Tensor]) -> str:
@@ -116,21 +233,117 @@ def misfits(net: nn.Module, state: Mapping[str, Tensor]) -> str:
     return f"{len(problems)} tensors: {shown}" if problems else ""
 
 
-def restore(net: nn.Module, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> nn.Module:
-    """Put exported `tensors` into `net`, a timm model of the same architecture, and fold the map in if there is one.
+# --- writing ---------------------------------------------------------------------------------------------------------
 
-    Files of versions before this rounded nothing and have no `computed_in`; what they hold takes the dtype of `net`.
+
+def exported(model: Model, task: Task) -> tuple[dict[str, Tensor], Facts]:
+    """Tensors and facts of immunized.safetensors, nets in the dtype of the original whatever they were computed in.
+
+    For a net with a folded map the facts say, under `rounding`, what that does to the outputs on `task`, the primary
+    one (see `rounding_error`).
     """
-    if "computed_in" in facts:
-        net = net.to(getattr(torch, facts["dtype"]))
-    if "fold" in facts:
-        fold_into(net, facts["fold"], tensors[f"{facts['fold']}.{FOLD}.weight"].to(next(net.parameters())))
-    net.load_state_dict(dict(tensors))
-    return net.eval().requires_grad_(True)
+    tensors, facts = model.export(), model.facts()
+    if not facts:
+        return tensors, facts
+    facts["computed_in"], facts["dtype"] = facts["dtype"], facts.pop("original_dtype", facts["dtype"])
+    dtype = getattr(torch, facts["dtype"])
+    facts |= fold_of(tensors)
+    if model.linear_map() is not None:
+        facts["rounding"] = rounding_error(model, task.train.x[:ROWS], dtype)
+    tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    return tensors, facts
 
 
-def layer_of(tensors: Mapping[str, Tensor], place: str) -> str:
-    """The layer of a folded map, in the words of who would put it into a Sequential by hand."""
-    weight, bias = tensors[f"{place}.{FOLD}.weight"], f"{place}.{FOLD}.bias" in tensors
+@torch.no_grad()
+def rounding_error(model: Model, features: Tensor, dtype: torch.dtype) -> float:
+    """max |y_rounded - y| / max |y| over the outputs y of `features` [n, D] by the map theta and its inverse.
+
+    y is computed in the model's own dtype; y_rounded with theta and the head rounded to `dtype`, in which all is
+    computed then, as it is by whoever loads the file.
+    """
+    exact, bias = model.logits(features), model.head.bias
+    theta, weight = model.linear_map().to(dtype), model.head.weight.to(dtype)
+    rounded = F.linear(features.to(dtype) @ theta, weight, None if bias is None else bias.to(dtype))
+    return ((rounded.to(exact) - exact).abs().max() / exact.abs().max()).nan_to_num(torch.inf).item()
+
+
+def rounding_flag(facts: Facts) -> str | None:
+    """Why the outputs of an exported net are not those of the original; None where they agree within `TOLERANCE`."""
+    error = facts.get("rounding", 0.0)
+    if error <= TOLERANCE:
+        return None
+    return (
+        f"{facts['dtype']}, the dtype of the original net, does not hold the map and its inverse: outputs differ from "
+        f"the original's by up to {error:.1g} of the largest; choose a map of smaller condition number, or immunize "
+        "the net in float64"
+    )
+
+
+def facts_of(net: nn.Module, arguments: Mapping[str, Any]) -> Facts:
+    """What `load` needs beside the tensors; `arguments` are those of timm.create_model that the net does not know.
+
+    Raises ConfigError where they do not give the net.
+    """
+    tensors = net.state_dict()
+    facts: Facts = {"architecture": type(net).__name__, "arguments": {}, "data_config": None, "timm": False}
+    facts |= {"weights": "the caller's own", "license": None, "computed_in": "float64"}
+    facts["dtype"] = name_of(next(net.parameters()).dtype)
+    facts |= fold_of(tensors) | {"immunized_by": getattr(net, "immunized_by", None)}
+    if not is_of_timm(net):
+        return facts | {"stripped_by": "replacing the classifier"} if "fold" in facts else facts
+    facts |= {"architecture": net.pretrained_cfg["architecture"], "data_config": data_config(net), "timm": True}
+    facts["arguments"] = known_arguments(net) | dict(arguments)
+    if size := facts["arguments"].get("img_size"):  # which timm leaves out of a net's own data config
+        facts["data_config"]["input_size"] = (
+            facts["data_config"]["input_size"][0],
+            *([size] * 2 if isinstance(size, int) else size),
+        )
+    try:
+        again = restore(create(facts["architecture"], None, False, facts["arguments"]), tensors, facts)
+        if not _equal(again, copy.deepcopy(net).cpu().eval(), facts["data_config"]["input_size"]):
+            raise ConfigError("its outputs differ")
+    except (ConfigError, RuntimeError, AttributeError, AssertionError) as error:
+        shown = ", ".join(f"{key}={value!r}" for key, value in facts["arguments"].items())
+        raise ConfigError(
+            f"save: timm.create_model({facts['architecture']!r}, {shown}) does not give this net "
+            f"({' '.join(str(error).split())[:200]}); say how it was made, save(model, folder, img_size=...)"
+        ) from error
+    return facts
+
+
+@torch.no_grad()
+def _equal(one: nn.Module, other: nn.Module, input_size: Sequence[int]) -> bool:
+    image = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(0)).to(next(one.parameters()))
+    return torch.allclose(one(image), other(image), equal_nan=True)
+
+
+def fold_of(tensors: Mapping[str, Tensor]) -> Facts:
+    """Where the map hangs and its layer, in the words of who would put it into a Sequential by hand; {} without one."""
+    end = f".{FOLD}.weight"
+    place = next((name.removesuffix(end) for name in tensors if name.endswith(end)), None)
+    if place is None:
+        return {}
+    weight, bias = tensors[f"{place}{end}"], f"{place}.{FOLD}.bias" in tensors
     kind, kernel = ("Linear", "") if weight.ndim == 2 else (f"Conv{weight.ndim - 2}d", ", 1")
-    return f"{FOLD}=nn.{kind}({weight.shape[1]}, {weight.shape[0]}{kernel}, bias={bias})"
+    layer = f"{FOLD}=nn.{kind}({weight.shape[1]}, {weight.shape[0]}{kernel}, bias={bias})"
+    return {"fold": place, "layer": layer}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def known_arguments(net: nn.Module) -> dict[str, Any]:
+    """Arguments that timm remembers of a net, as far as its version does."""
+    from timm.models import save_for_hf
+
+    with TemporaryDirectory() as folder:
+        bare = copy.copy(net)  # timm's function writes weights, too: none of this one
+        bare.state_dict = dict
+        try:
+            save_for_hf(bare, folder)
+            config = json.loads((Path(folder) / HUB_CONFIG).read_text())
+        except (AssertionError, AttributeError, KeyError, TypeError, ValueError):
+            config = {}
+    known = config.get("model_args", {"num_classes": net.num_classes})
+    return {key: value for key, value in known.items() if (key, value) != ("in_chans", 3)}

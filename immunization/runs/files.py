@@ -25,7 +25,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PART = ".part"
 """Ends the names of files that are being written; a killed process may leave one, which is then of no use."""
 
-_KEY = "sha256"
+_KEY, _FACTS = "sha256", "immunization"
 
 
 def write(path: Path, content: bytes | memoryview | str) -> None:
@@ -77,6 +77,17 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if expected is not None and expected != _digest(header, body):
         raise DataError(f"{path} was altered or damaged: its checksum does not agree")
     return tensors, metadata
+
+
+def write_weights(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """The same with `facts` of a net, plain values, in the header; none, and it has none."""
+    write_tensors(path, tensors, {_FACTS: json.dumps(facts)} if facts else {})
+
+
+def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and facts that `write_weights` wrote, {} for any other safetensors file; raises DataError."""
+    tensors, metadata = read_tensors(path)
+    return tensors, json.loads(metadata.get(_FACTS, "{}"))
 
 
 def _split(content: bytes) -> tuple[dict[str, Any], memoryview]:

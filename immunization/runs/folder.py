@@ -152,12 +152,12 @@ class RunFolder:
     def keep(
         self,
         weights: Mapping[str, Tensor],
-        metadata: Mapping[str, str],
+        facts: Mapping[str, Any],
         rows: Mapping[str, Tensor],
         sources: Mapping[str, str],
     ) -> None:
         """Write the immunized model, and which rows of which source each split of each task holds."""
-        files.write_tensors(self.path / WEIGHTS, weights, metadata)
+        files.write_weights(self.path / WEIGHTS, weights, facts)
         if rows:
             files.write_tensors(self.path / ROWS, rows, sources)
 

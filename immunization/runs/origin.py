@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -97,7 +96,7 @@ def _reloading(model: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
     model = dict(model)
     if "checkpoint" not in model:  # one that makes its own weights: a net of timm, or a model that we do not know
         if "architecture" not in (facts := _facts(checkpoint)):
-            return {"_target_": "immunization.models.stored.restored", "model": {**model, "_partial_": True}}
+            return {"_target_": "immunization.models.weights.restored", "model": {**model, "_partial_": True}}
         known = {"name": facts["architecture"], "arguments": facts["arguments"]}
         return {"_target_": "immunization.models.Timm", **known, "trainable": model.get("trainable", "last")}
     folded = model.get("trainable") == "fold"  # the map is there, and the net without it is the baseline
@@ -124,6 +123,4 @@ def _check_reference(config: DictConfig, before: Mapping[str, Any]) -> None:
 
 
 def _facts(checkpoint: Path) -> dict[str, Any]:
-    """What stands of a net in the header of its weights."""
-    _, metadata = files.read_tensors(weights_of(checkpoint))
-    return json.loads(metadata.get("immunization", "{}"))
+    return files.read_weights(weights_of(checkpoint))[1]

@@ -47,6 +47,9 @@ RETIRED = {
 }
 """Options that are gone or came later, at the value at which they do nothing: some run folders lack them."""
 
+MOVED = ("immunization.models.stored.", "immunization.models.weights.")
+"""What an older run folder calls a module, and what it is called now."""
+
 KEPT = (CHECKPOINT, OLDER_CHECKPOINT, ATTACKS)
 """Files of an unfinished run that hold work of its own."""
 
@@ -57,7 +60,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The configuration that a run folder holds; raises DataError where there is none to read."""
     path = folder / CONFIG
     try:
-        text = path.read_text()
+        text = path.read_text().replace(*MOVED)
         content = yaml.load(text, _LOADER)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import immunization
 from immunization import run
 from immunization.errors import DegenerateSpectrum
-from immunization.models.linear import LinearMap
+from immunization.models.fold import LinearMap
 from immunization.runs import files
 from immunization.runs.tracker import history
 

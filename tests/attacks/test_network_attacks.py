@@ -14,7 +14,7 @@ from immunization.attacks import (
 from immunization.evaluation import Comparison
 from immunization.models import Timm
 from immunization.models.fold import folded_map
-from immunization.runs.files import write_tensors
+from immunization.runs.files import write_weights
 
 pytestmark = pytest.mark.trains
 
@@ -82,8 +82,8 @@ def test_nets_are_needed_for_fine_tuning():
 def test_a_folded_checkpoint_is_compared_with_the_net_without_its_map(net, tmp_path):
     """So is any checkpoint with its reference; `net` has a map of kappa 1e8 in front of every probe."""
     folded, base = net.model, net.model.base
-    write_tensors(tmp_path / "folded.safetensors", folded.export(), folded.metadata())
-    write_tensors(tmp_path / "plain.safetensors", base.export(), base.metadata())
+    write_weights(tmp_path / "folded.safetensors", folded.export(), folded.facts())
+    write_weights(tmp_path / "plain.safetensors", base.export(), base.facts())
     images, four = base.images.to("cpu", torch.float64), {"num_classes": 4}
     checkpoint = str(tmp_path / "folded.safetensors")
     stripped, referred = (

@@ -15,7 +15,7 @@ from immunization.compute import distributed, machine
 from immunization.errors import ConfigError
 from immunization.evaluation import Comparison
 from immunization.methods import ConditionNumber
-from immunization.models.linear import LinearMap
+from immunization.models.fold import LinearMap
 
 pytestmark = pytest.mark.trains
 

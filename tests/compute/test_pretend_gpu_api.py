@@ -11,7 +11,7 @@ from helpers.images import loader
 from helpers.pretend_gpu import pretended_gpu
 
 import immunization
-from immunization.models.linear import LinearMap
+from immunization.models.fold import LinearMap
 
 pytestmark = pytest.mark.trains
 

@@ -1,6 +1,5 @@
 """Exported nets: in the dtype of the original, and what rounding does to them."""
 
-import json
 import warnings
 
 import pytest
@@ -11,11 +10,11 @@ from helpers.nets import build, open_pair
 
 import immunization
 from immunization.methods import ClosedForm
-from immunization.models.export import TOLERANCE, exported, rounding_flag
 from immunization.models.fold import folded_map
 from immunization.models.timm import Timm
+from immunization.models.weights import TOLERANCE, exported, rounding_flag
 from immunization.runs.filenames import WEIGHTS
-from immunization.runs.files import write_tensors
+from immunization.runs.files import write_weights
 
 pytestmark = pytest.mark.trains
 
@@ -33,25 +32,23 @@ def folded(folders):
 
 def test_a_run_in_float64_exports_the_dtype_of_the_net(folded):
     model, tasks = folded
-    tensors, header = exported(model, tasks.primary)
-    facts = json.loads(header["immunization"])
+    tensors, facts = exported(model, tasks.primary)
     assert (facts["dtype"], facts["computed_in"]) == ("float32", "float64")
     assert {t.dtype for t in tensors.values() if t.is_floating_point()} == {torch.float32}
 
 
 def test_folders_of_before_are_loaded_in_float32(folded, tmp_path):
     model, _ = folded
-    facts = json.loads(model.metadata()["immunization"])
+    facts = model.facts()
     del facts["original_dtype"]
-    write_tensors(tmp_path / WEIGHTS, model.export(), {"immunization": json.dumps(facts)})
+    write_weights(tmp_path / WEIGHTS, model.export(), facts)
     loaded = immunization.load(tmp_path)
     assert loaded(torch.randn(2, 3, 32, 32)).dtype == torch.float32
 
 
 def test_an_exported_net_is_audited_without_its_map(folded, folders, tmp_path):
     model, tasks = folded
-    tensors, header = exported(model, tasks.primary)
-    write_tensors(tmp_path / WEIGHTS, tensors, header)
+    write_weights(tmp_path / WEIGHTS, *exported(model, tasks.primary))
     pair = open_pair(folders)
     again = Timm(pair, "test_resnet", checkpoint=str(tmp_path))
     _, read = again.read_tasks(pair, False)

@@ -1,6 +1,5 @@
 """A folded map stays in the net through what people do with models of timm, in many of its families."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -113,6 +112,6 @@ def test_what_reset_classifier_strips_is_said(folders):
     pair = replace(open_pair(folders), size=64).to("cpu", torch.float64)
     base = Timm(pair, "test_resnet", "fold", pretrained=False, arguments=arguments)
     net, _ = base.read_tasks(base.images, True)
-    facts = json.loads(net.metadata()["immunization"])
+    facts = net.facts()
     assert facts["stripped_by"] == "reset_classifier"
     assert facts["fold"].startswith("global_pool")

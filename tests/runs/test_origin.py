@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.runs import DEEP, QUICK
 
-from immunization import run
+from immunization import load, run
 from immunization.errors import ConfigError
 from immunization.models import timm as nets
 from immunization.models import weights
@@ -56,13 +56,16 @@ def test_weights_alone_leave_their_data_unknown(tmp_path):
 
 
 def test_a_net_is_found_again_from_its_run_folder(tmp_path):
-    """digits_net has no key `checkpoint`: its audit reads the weights into timm's own net."""
+    """digits_net has no key `checkpoint`: its audit reads the weights into timm's own net, and writes them again."""
     first = run([*DEEP, "method=learning_curve", "seed=1"], folder=tmp_path / "run")
     again = run([*AUDIT, f"model.checkpoint={tmp_path / 'run'}"], folder=tmp_path / "audit")
     assert (again.dataset, again.model, again.seed) == ("digits_deep", "test_resnet", 1)
     for name in ("rir", "kappa_harmful", "kappa_harmful_baseline"):
         assert again.metrics[name] == pytest.approx(first.metrics[name], rel=1e-3)
     assert not {"other_data", "unknown_data"} & set(again.flags)
+    images = torch.rand(2, 1, 32, 32)
+    outputs = [load(tmp_path / folder)(images) for folder in ("run", "audit")]
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
 
 
 LAST = ("method=condition_number", "method.epochs=3", "method.batch_size=16")
