@@ -18,9 +18,16 @@ CONF = ROOT / "conf" / "dataset"
 IMAGE_SETS = ("digits", "mnist", "fashion_mnist")
 
 
+def own(name: str) -> dict:
+    """The option's own keys, without the kind of data that it chooses."""
+    config = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
+    config.pop("defaults")
+    return config
+
+
 @pytest.mark.parametrize("name", [*IMAGE_SETS, "house_prices", "arrays"])
 def test_yaml_and_signature_agree(name):
-    config = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
+    config = own(name)
     function = hydra.utils.get_method(config.pop("_target_"))
     assert config.pop("seed") == "${seed}"
     if "root" in config:
@@ -32,7 +39,7 @@ def test_yaml_and_signature_agree(name):
 
 
 def test_hydra_instantiates_a_pair():
-    config = OmegaConf.create({"seed": 3, "dataset": OmegaConf.load(CONF / "digits.yaml")})
+    config = OmegaConf.create({"seed": 3, "dataset": own("digits")})
     assert same(hydra.utils.instantiate(config.dataset, seed=config.seed), data.digits(seed=3))
 
 
