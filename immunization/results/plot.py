@@ -1,4 +1,4 @@
-"""What figures over many runs share: a figure with its name and caption, axes of fixed size, colors and lines."""
+"""What all figures share: a figure with its name and caption, axes of fixed size, colors and lines."""
 
 from __future__ import annotations
 
@@ -121,16 +121,19 @@ def panel_axes(
     legend_rows: int = 0,
     left: float = 0.95,
     right: float = 0.2,
+    top: float = 0.7,
     gap: float = 0.9,
+    row_gap: float = 1.15,
     columns: int = 3,
+    share: bool = False,
 ) -> tuple[Figure, list[Axes]]:
     """Axes of `width` x `height` inches each, at most `columns` side by side, on no background.
 
-    Below them is room for a legend of `legend_rows` lines, unless `legend_below` makes it.
+    Below them is room for a legend of `legend_rows` lines, unless `legend_below` makes it. `share`: one y axis for all.
     """
     from matplotlib.figure import Figure
 
-    bottom, top, row_gap = 0.75 + LINE * legend_rows, 0.7, 1.15
+    bottom = 0.75 + LINE * legend_rows
     columns = min(count, columns)
     rows = math.ceil(count / columns)
     total = left + columns * width + (columns - 1) * gap + right
@@ -140,7 +143,9 @@ def panel_axes(
     for i in range(count):
         row, column = divmod(i, columns)
         x, y = left + column * (width + gap), bottom + (rows - 1 - row) * (height + row_gap)
-        ax = figure.add_axes((x / total, y / tall, width / total, height / tall), facecolor="none")
+        place = (x / total, y / tall, width / total, height / tall)
+        ax = figure.add_axes(place, facecolor="none", sharey=axes[0] if share and axes else None)
+        ax.tick_params(labelleft=not (share and column))
         ax.grid(alpha=0.2, linewidth=0.6)
         ax.spines[["top", "right"]].set_visible(False)
         axes.append(ax)
@@ -181,18 +186,26 @@ def _raise(figure: Figure, inches: float) -> None:
         ax.set_position((x, (y * height + inches) / (height + inches), wide, tall * height / (height + inches)))
 
 
-def fit_log(axis: Axis, values: Sequence[float]) -> None:
-    """A logarithmic axis for positive values, with labels inside of two decades; linear within a factor of 3."""
+def fit_log(axis: Axis, values: Sequence[float] | np.ndarray) -> None:
+    """A logarithmic axis, with labels inside of two decades; linear within a factor of 5, and near 0 where values are.
+
+    What is not finite does not count. Minor ticks, which take longer than all the rest, are left out.
+    """
     from matplotlib.ticker import LogLocator, NullLocator
 
-    wide = max(values) / min(values)
-    if wide < 3:
+    known = np.asarray(values, dtype=float)
+    known = known[np.isfinite(known)]
+    if not (size := np.abs(known[known != 0])).size:
         return
-    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    rescale = axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale
+    if (known <= 0).any():
+        rescale("symlog", linthresh=size.min())
+    elif size.max() > 5 * size.min():
+        rescale("log")
+        if size.max() < 100 * size.min():
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter(lambda value, position: f"{value:g}")
     axis.set_minor_locator(NullLocator())
-    if wide < 100:
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.set_major_formatter(lambda value, position: f"{value:g}")
 
 
 def color_bar(figure: Figure, drawn: AxesImage, ax: Axes, label: str = "", extend: str = "neither") -> None:

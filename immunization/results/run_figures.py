@@ -15,6 +15,7 @@ import numpy as np
 
 from immunization.data.task import kind_of
 from immunization.results.formatting import number, roles_in
+from immunization.results.plot import INK, LINE, fit_log, panel_axes
 from immunization.runs import tracker
 from immunization.runs.result import Result
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 COLORS = {"primary": "#0072B2", "harmful": "#D55E00", "benign": "#009E73"}
 """Of the usual tasks; a further one has the color of its kind, an unseen one that of UNSEEN."""
 UNSEEN = "#CC79A7"
-INK = "#222222"
 ROLE_LINES = {"primary": "-", "harmful": "--", "benign": ":"}
 """Where several tasks share a panel, so that they can be told apart without color."""
 TERMS = {
@@ -68,11 +68,10 @@ def draw(result: Result, folder: str | Path) -> list[Path]:
         if figure is not None:
             figure.suptitle(_headline(result), fontsize=11)
             for ax in figure.axes:
-                _ticks(ax)
                 ax.title.set_fontsize(10)
             paths.append(folder / f"{name}.png")
-            figure.savefig(paths[-1], dpi=DPI)
-            figure.savefig(paths[-1].with_suffix(".svg"), metadata={"Date": None})
+            figure.savefig(paths[-1], dpi=DPI, facecolor="white")
+            figure.savefig(paths[-1].with_suffix(".svg"), facecolor="white", metadata={"Date": None})
     return paths
 
 
@@ -93,7 +92,7 @@ def norm_ratio(curves: Mapping[str, Curve]) -> Figure | None:
     for ax, role in zip(axes, panels, strict=True):
         _before_and_after(ax, curves, "norm_ratio", role)
         ax.set(title=f"{role} task", xlabel="steps, exact line search")
-    _log_scale(axes[0], np.concatenate([line.get_ydata() for ax in axes for line in ax.lines]))
+    fit_log(axes[0].yaxis, np.concatenate([line.get_ydata() for ax in axes for line in ax.lines]))
     axes[0].set_ylabel("‖wₜ − w*‖ / ‖w₀ − w*‖")  # noqa: RUF001
     return _with_legend(figure)
 
@@ -113,7 +112,8 @@ def spectra(curves: Mapping[str, Curve]) -> Figure | None:
         _before_and_after(ax, relative, "spectrum", role)
         ends = (relative.get(f"spectrum/{role}{suffix}") for suffix in ("/baseline", ""))
         kappa = " → ".join(number(1 / curve["y"][-1]) for curve in ends if curve)
-        ax.set(title=f"{role} task: κ {kappa}", xlabel="index i", yscale="log")
+        ax.set(title=f"{role} task: κ {kappa}", xlabel="index i")
+    fit_log(axes[0].yaxis, np.concatenate([line.get_ydata() for ax in axes for line in ax.lines]))
     axes[0].set_ylabel("eigenvalue λᵢ / λ₁ of the Hessian")
     return _with_legend(figure)
 
@@ -133,6 +133,7 @@ def learning_curves(result: Result) -> Figure | None:
         bound = "> " if f"capped_{role}" in result.flags else ""
         ax.set(title=f"{role} task" + ("" if ratio is None else f": steps ratio {bound}{number(ratio)}"), xscale="log")
         ax.set_xlabel("steps of gradient descent")
+        ax.minorticks_off()
     low, high = axes[0].get_ylim()
     axes[0].set_ylim(max(low, -0.25), min(high, 1.03))  # R^2 can start far below 0
     axes[0].set_ylabel("held-out " + ("accuracy" if "primary/accuracy" in result.metrics else "R²"))
@@ -159,9 +160,9 @@ def history(curves: Mapping[str, Curve]) -> Figure | None:
             color, line = TERMS.get(name) or ((COLORS[role], ROLE_LINES[role]) if role else next(others))
             x, y = _points(curves[name])
             ax.plot(x, y, linestyle=line, color=color, label=LABELS.get(name, name))
-            values.append(y[np.isfinite(y)])
+            values.append(y)
         ax.set(title=title, xlabel="training steps")
-        _log_scale(ax, np.concatenate(values))
+        fit_log(ax.yaxis, np.concatenate(values))
         ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, frameon=False)
     return figure
 
@@ -170,30 +171,13 @@ def _roles(curves: Mapping[str, Curve], family: str) -> list[str]:
     return roles_in(curves, family, COLORS)
 
 
-def _panels(count: int, share: bool = True, legend_rows: int = 1) -> tuple[Figure, np.ndarray]:
-    """A figure of `count` axes, two side by side, with a light grid and no box; pyplot, a global state, stays out.
+def _panels(count: int, share: bool = True, legend_rows: int = 1) -> tuple[Figure, list[Axes]]:
+    """Axes two side by side, so narrow that their text can be read on a phone.
 
-    It is so narrow that its text can be read on a phone.
+    `share`: one y axis for all panels and one legend below them; otherwise each panel has a legend of its own.
     """
-    from matplotlib.figure import Figure
-
-    # fixed margins in inches: matplotlib's own layout engines take several times longer than the drawing
-    columns, rows = min(count, 2), math.ceil(count / 2)
-    top, left, right, gap, across, tall = 0.9, 1.05, 0.15, 0.25 if share else 0.7, 2.75, 2.2
-    bottom = 0.75 + 0.22 * legend_rows
-    between = 0.95 if share else bottom + 0.35
-    width = left + right + across * columns + gap * (columns - 1)
-    height = top + bottom + tall * rows + between * (rows - 1)
-    margins = {"left": left / width, "right": 1 - right / width, "bottom": bottom / height, "top": 1 - top / height}
-    spaces = {"wspace": gap / across, "hspace": between / tall}
-    figure = Figure(figsize=(width, height))
-    axes = figure.subplots(rows, columns, sharey=share, squeeze=False, gridspec_kw=margins | spaces).ravel()
-    for ax in axes[count:]:
-        ax.remove()
-    for ax in axes[:count]:
-        ax.grid(alpha=0.25, linewidth=0.6)
-        ax.spines[["top", "right"]].set_visible(False)
-    return figure, axes[:count]
+    gaps = (0.25, 0.95) if share else (0.7, 1.1 + LINE * legend_rows)
+    return panel_axes(count, 2.75, 2.2, legend_rows, 1.05, 0.15, 0.9, *gaps, columns=2, share=share)
 
 
 def _points(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
@@ -215,23 +199,3 @@ def _with_legend(figure: Figure) -> Figure:
     handles = [Line2D([], [], color=INK, label=name, **style) for name, style in STYLES.items()]
     figure.legend(handles=handles, loc="lower center", ncols=len(handles), frameon=False, handlelength=3.5)
     return figure
-
-
-def _ticks(ax: Axes) -> None:
-    """Few ticks: minor ones take longer than all the rest, and less than two decades need more than powers of 10."""
-    from matplotlib.ticker import LogLocator
-
-    ax.minorticks_off()
-    low, high = ax.get_ylim()
-    if ax.get_yscale() == "log" and high < 100 * low:
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-        ax.yaxis.set_major_formatter(lambda value, position: f"{value:g}")
-
-
-def _log_scale(ax: Axes, y: np.ndarray) -> None:
-    """A logarithmic y axis, linear for values within a factor of 5, and near 0 where there are values of 0 or below."""
-    size = np.abs(y[y != 0])
-    if size.size and (y > 0).all():
-        ax.set_yscale("log" if size.max() > 5 * size.min() else "linear")
-    elif size.size:
-        ax.set_yscale("symlog", linthresh=size.min())

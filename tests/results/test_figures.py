@@ -174,7 +174,6 @@ def test_an_axis_has_several_labels(result, tmp_path, low):
     result.curves = {"norm_ratio/primary": curve(np.geomspace(1, low, 50))}
     (path,) = run_figures.draw(result, tmp_path)
     figure = run_figures.norm_ratio(result.curves)
-    run_figures._ticks(figure.axes[0])
     figure.draw_without_rendering()
     assert figure.axes[0].yaxis.label.get_window_extent().x0 > 0
     bottom, top = figure.axes[0].get_ylim()
