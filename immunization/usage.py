@@ -61,7 +61,7 @@ def explained(error: Exception) -> str:
         having = [path.stem for path in sorted((CONF / group).glob("*.yaml")) if f"\n{name}: " in text_of(path)]
         also = f"; {group}={' and '.join(having)} {'has' if len(having) == 1 else 'have'} it" if having else ""
         return f"there is no key {cause.full_key}; {remedy}{also}"
-    first = str(error).splitlines()[0]
+    first = str(error).partition("\n")[0]
     if "'hydra/launcher/" in str(error):
         return f"{first}: pip install 'immunization[launchers]'"
     if isinstance(error, MissingConfigException):

@@ -52,7 +52,7 @@ def weights(tmp: Path, kind: str) -> None:
 
 
 OPTIONS = [
-    ("method=magic", "Could not (find|load) 'method/magic'.*available for method: closed_form, "),
+    ("method=magic", "Could not (find|load) 'method/magic'.*available for method: clamp, closed_form, "),
     ("dataset=magic", "Could not (find|load) 'dataset/magic'"),
     ("model=magic", "Could not (find|load) 'model/magic'"),
     ("optimizer=magic", "Could not (find|load) 'optimizer/magic'"),
