@@ -304,17 +304,20 @@ class Timm(Model):
 
     def image_batches(self, role: str, split: str, rows: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         task = self.images.tasks[role]
-        config = preprocessing(self.config, self.images, task)
         part = task.splits[split].take(rows)
-        loader = create_loader(self.images, part, config)
-        for images, labels, *_ in counted(loader, f"{role}/{split}: {len(part)} images"):
-            if len(images):
-                yield onto(images, self.head.weight), self._own(role, labels)
+        for images, labels in self._read(self.images, task, part, f"{role}/{split}: {len(part)} images"):
+            yield images, self._own(role, labels)
 
     def images_of(self, task: ImageTask, split: ImageSplit) -> Iterator[tuple[Tensor, Tensor]]:
         images = replace(self.images, crop_pct=None)  # that of the pair's own images
+        return self._read(images, task, split, f"{task.name}: {len(split)} images")
+
+    def _read(
+        self, images: ImagePair, task: ImageTask, split: ImageSplit, what: str
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images of a split as the net reads them, on its device, and their labels as the files count."""
         loader = create_loader(images, split, preprocessing(self.config, images, task))
-        for x, labels, *_ in counted(loader, f"{task.name}: {len(split)} images"):
+        for x, labels, *_ in counted(loader, what):
             if len(x):
                 yield onto(x, self.head.weight), labels
 
