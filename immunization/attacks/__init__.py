@@ -1,6 +1,7 @@
 """Attacks on an immunized extractor: one class each, chosen by the list `attack=[...]` (conf/attack/*.yaml)."""
 
 from immunization.attacks.base import Attack, AttackCurve
+from immunization.attacks.block_probe import BlockProbe
 from immunization.attacks.direct import ClosedFormProbe, LogisticProbe
 from immunization.attacks.earlier import EarlierLayers, RenewedEarlierLayers
 from immunization.attacks.kept import KeptCurves
@@ -17,9 +18,9 @@ from immunization.attacks.probes import (
     WhitenedProbe,
 )
 from immunization.attacks.renewed import RenewedStatistics
-from immunization.attacks.scratch import Scratch
 from immunization.attacks.suite import run_attacks
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
+from immunization.attacks.without import RandomNet, RawInputs, Scratch
 
 __all__ = [
     "LBFGS",
@@ -27,6 +28,7 @@ __all__ = [
     "AdamW",
     "Attack",
     "AttackCurve",
+    "BlockProbe",
     "ClosedFormProbe",
     "ConjugateGradients",
     "EarlierLayers",
@@ -41,6 +43,8 @@ __all__ = [
     "Precision",
     "ProbeAttack",
     "ProbeCurves",
+    "RandomNet",
+    "RawInputs",
     "RenewedEarlierLayers",
     "RenewedStatistics",
     "Scratch",

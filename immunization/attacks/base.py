@@ -25,7 +25,8 @@ class AttackCurve:
     of those tried. `epochs` are places in [T] by the passes over the training rows that they stand for.
 
     `found` are settings that were searched for, or given again, and `finals` what they reach with each seed of the
-    attacker, of which the curve is the best on the validation split.
+    attacker, of which the curve is the best on the validation split. `scores` [T, N] is what each test row adds to
+    `test`, the mean over them.
     """
 
     steps: Tensor
@@ -40,6 +41,7 @@ class AttackCurve:
     epochs: dict[int, int] | None = None
     found: dict[str, Any] | None = None
     finals: tuple[float, ...] = ()
+    scores: Tensor | None = None
 
     @property
     def final(self) -> float:

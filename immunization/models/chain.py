@@ -82,18 +82,20 @@ class Chain(nn.Module):
         raise NotImplementedError
 
     @contextmanager
-    def watched(self) -> Iterator[dict[str, Tensor]]:
+    def watched(self, reduce: Callable[[Tensor, bool, int], Any] | None = None) -> Iterator[dict[str, Any]]:
         """Inside, the dict has what each block gave when it last ran, averaged over places or tokens: [N, channels].
 
         Blocks come by name, in the order in which they ran first. Those that give anything else than a tensor with a
-        row an image are left out.
+        row per image are left out. `reduce` takes the place of the average: of the output, whether channels come last
+        in a map, and the number of tokens before those of the patches.
         """
-        seen: dict[str, Tensor] = {}
-        last = getattr(self._net.module, "output_fmt", "NCHW") == "NHWC"
+        seen: dict[str, Any] = {}
+        net = self._net.module
+        last, prefix = getattr(net, "output_fmt", "NCHW") == "NHWC", getattr(net, "num_prefix_tokens", 0)
 
         def keep(name: str, _module: nn.Module, _inputs: object, x: object) -> None:
             if isinstance(x, Tensor) and x.ndim in (2, 3, 4):
-                seen[name] = pooled(x, last)
+                seen[name] = reduce(x, last, prefix) if reduce else pooled(x, last)
 
         hooks = [module.register_forward_hook(partial(keep, name)) for name, module in self.blocks()]
         try:
