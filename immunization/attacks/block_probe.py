@@ -91,10 +91,12 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
             for fit in self._search(task, outputs, rows):
                 fits.append((len(rows), fit))
                 searched += fit.flops
-        fits.sort(key=lambda item: item[1].flops)
-        best = [item for i, item in enumerate(fits) if item[1].val > max((f.val for _, f in fits[:i]), default=-math.inf)]
+        best: list[tuple[int, Fit]] = []
+        for rows, fit in sorted(fits, key=lambda item: item[1].flops):
+            if not best or fit.val > best[-1][1].val:
+                best.append((rows, fit))
         predicted = torch.stack([fit.predicted for _, fit in best])
-        last = max(best, key=lambda item: item[1].val)[1]
+        last = best[-1][1]
         return AttackCurve(
             steps=torch.tensor([rows for rows, _ in best]),
             flops=torch.tensor([fit.flops + extra for _, fit in best], dtype=torch.float64),
@@ -195,6 +197,9 @@ def ridge_predictions(train: Tensor, targets: Tensor, others: Tensor, ridges: Se
     left = others @ train.T if n <= d else others
     size = gram.diagonal().mean()
     eye = torch.eye(len(gram), dtype=gram.dtype)
-    return torch.stack(
-        [left @ torch.cholesky_solve(right, torch.linalg.cholesky(gram + ridge * size * eye)) for ridge in ridges]
-    ) + mean
+    return (
+        torch.stack(
+            [left @ torch.cholesky_solve(right, torch.linalg.cholesky(gram + ridge * size * eye)) for ridge in ridges]
+        )
+        + mean
+    )
