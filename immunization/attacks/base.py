@@ -65,6 +65,8 @@ class Attack(Component, group="attack.*"):
     """Whether nothing is to be expected beyond the ends of the settings: 0, or where the method is unstable."""
     reference = False
     """Whether it does not use the model's weights: no attack, but one way to do without the model."""
+    trains = False
+    """Whether it trains the net, which takes long."""
     trains_all = False
     """Whether it fine-tunes all that a method may have trained; without such an attack nothing is called held."""
 

@@ -39,6 +39,7 @@ class FineTune(Attack):
     `epochs` are passes over the training images at which SGRC is taken; the last of them take the place of `steps`.
     """
 
+    trains = True
     fixed_rates: ClassVar[Rates] = {"sgd": (0.003, 0.03, 0.3), "adamw": (1e-4, 1e-3, 0.01)}
     """Those of conf/attack, for every optimizer."""
 
