@@ -6,6 +6,7 @@ from immunization.attacks.direct import ClosedFormProbe, LogisticProbe
 from immunization.attacks.earlier import EarlierLayers, RenewedEarlierLayers
 from immunization.attacks.kept import KeptCurves
 from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeCurves, require_held_out
+from immunization.attacks.neighbours import Neighbours
 from immunization.attacks.network import FineTune, LoRA
 from immunization.attacks.probes import (
     LBFGS,
@@ -21,6 +22,7 @@ from immunization.attacks.renewed import RenewedStatistics
 from immunization.attacks.suite import run_attacks
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
 from immunization.attacks.without import RandomNet, RawInputs, Scratch
+from immunization.attacks.worth import Suite
 
 __all__ = [
     "LBFGS",
@@ -40,6 +42,7 @@ __all__ = [
     "LoRA",
     "LogisticProbe",
     "Momentum",
+    "Neighbours",
     "Precision",
     "ProbeAttack",
     "ProbeCurves",
@@ -49,6 +52,7 @@ __all__ = [
     "RenewedStatistics",
     "Scratch",
     "Stage",
+    "Suite",
     "Undo",
     "Victim",
     "WhitenedProbe",
