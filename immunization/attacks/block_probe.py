@@ -93,7 +93,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
                 searched += fit.flops
         best: list[tuple[int, Fit]] = []
         for rows, fit in sorted(fits, key=lambda item: item[1].flops):
-            if not best or fit.val > best[-1][1].val:
+            if not best or (fit.val, rows) > (best[-1][1].val, best[-1][0]):
                 best.append((rows, fit))
         predicted = torch.stack([fit.predicted for _, fit in best])
         last = best[-1][1]

@@ -117,7 +117,7 @@ def best(curves: Iterable[AttackCurve], guess: Tensor, budget: float = math.inf)
     top, found = -math.inf, guess
     for curve in curves:
         val = curve.val.where((curve.flops <= budget) & torch.isfinite(curve.val), -torch.inf)
-        place = int(val.argmax())
+        place = len(val) - 1 - int(val.flip(0).argmax())  # of equals, the one who has learned from most
         if val[place] > top:
             top, found = val[place].item(), curve.scores[place].to(guess)
     return found
