@@ -17,6 +17,7 @@ from immunization.attacks.base import AttackCurve
 from immunization.attacks.victim import Stage, Victim
 from immunization.data.task import SPLITS
 from immunization.errors import DataError, DegenerateSpectrum
+from immunization.evaluation.measures import SUFFIX
 from immunization.models.activations import fingerprint
 from immunization.runs import environment, files
 
@@ -130,8 +131,8 @@ def _identity(victim: Victim) -> Iterator[Tensor]:
     for role, task in victim.comparison.tasks.items():
         yield from (part.y for part in (task.train, task.val, task.test))
         with suppress(DegenerateSpectrum):  # features that nothing can be learned from have none
-            for state in ("after", "before"):
-                probe = victim.comparison.probe(role, state)
+            for stage in SUFFIX:
+                probe = victim.comparison.probe(role, stage)
                 yield from (probe.sigma, probe.coefficients)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from immunization.attacks.base import Attack, AttackCurve, areas, step_grid
-from immunization.attacks.recipe import WEIGHT_DECAY, Budget, Optimizer, Part, Recipe
+from immunization.attacks.recipe import WEIGHT_DECAY, Budget, Optimizer, Recipe, Scope
 from immunization.attacks.replay import read_recipes
 from immunization.attacks.search import require_optuna, search
 from immunization.attacks.tuning import Tuner
@@ -42,7 +42,7 @@ class FineTune(Attack):
     fixed_rates: ClassVar[Rates] = {"sgd": (0.003, 0.03, 0.3), "adamw": (1e-4, 1e-3, 0.01)}
     """Those of conf/attack, for every optimizer."""
 
-    scope: Part = "full"
+    scope: Scope = "full"
     optimizer: Optimizer = "sgd"
     rates: Sequence[float] = (0.003, 0.03, 0.3)
     _: KW_ONLY
@@ -67,9 +67,9 @@ class FineTune(Attack):
         return self.scope == "full"
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[Scope, ...]:
         """Parts of a net that may be trained, the smallest first."""
-        parts = get_args(Part)
+        parts = get_args(Scope)
         return parts[: parts.index(self.scope) + 1]
 
     def check(self, task: Task) -> None:
@@ -115,7 +115,7 @@ class FineTune(Attack):
         curve.epochs = {epochs: grid.index(step) for epochs, step in marks.items()} or None
         return curve
 
-    def adapt(self, network: Network, part: Part) -> tuple[list[nn.Parameter], list[nn.Module]]:
+    def adapt(self, network: Network, part: Scope) -> tuple[list[nn.Parameter], list[nn.Module]]:
         """Parameters of a part of `network`, to be trained, and what of it is in train mode meanwhile."""
         parts = {"head": [], "last": network.last(), "full": [network]}[part]
         return [p for module in parts for p in module.parameters()], parts
@@ -173,10 +173,10 @@ class LoRA(FineTune, group="attack.lora", without=["scope"]):
         return f"LoRA of rank {self.rank}"
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[Scope, ...]:
         return ("full",)
 
-    def adapt(self, network: Network, part: Part) -> tuple[list[nn.Parameter], list[nn.Module]]:
+    def adapt(self, network: Network, part: Scope) -> tuple[list[nn.Parameter], list[nn.Module]]:
         try:
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError as error:

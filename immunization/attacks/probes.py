@@ -207,7 +207,7 @@ class Undo(LinearProbe, group="attack.undo", without=["scaling"]):
 
     def _inverse(self, victim: Victim, stage: Stage) -> Tensor:
         if self.how == "strip":
-            return torch.linalg.pinv(victim.linear_map(stage, self.precision))
+            return torch.linalg.pinv(victim.theta(stage, self.precision))
         pairs = [
             (victim.features(stage, "train", self.precision, role), victim.features("baseline", "train", None, role))
             for role in ("primary", victim.role)

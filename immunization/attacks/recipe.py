@@ -14,7 +14,7 @@ from torch import Tensor
 from immunization.checks import AtLeastTwo, Fraction, NonNegative
 
 Optimizer = Literal["sgd", "adamw"]
-Part = Literal["head", "last", "full"]
+Scope = Literal["head", "last", "full"]
 Schedule = Literal["constant", "linear", "cosine"]
 Norms = Literal["train", "eval"]
 
@@ -36,7 +36,7 @@ class Recipe:
     rate: NonNegative
     optimizer: Optimizer
     batch_size: AtLeastTwo
-    part: Part
+    part: Scope
     weight_decay: NonNegative
     schedule: Schedule = "constant"
     warmup: Fraction = 0.0

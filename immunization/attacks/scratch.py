@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from immunization.attacks.network import FineTune
-from immunization.attacks.recipe import Part
+from immunization.attacks.recipe import Scope
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.models.chain import Network
 
@@ -25,7 +25,7 @@ class Scratch(FineTune, group="attack.scratch", without=["scope", "precision"]):
     steps = 1024
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[Scope, ...]:
         return ("full",)
 
     def network(self, victim: Victim, stage: Stage) -> Network:

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from immunization.attacks import reference
 from immunization.attacks.base import Attack, AttackCurve
-from immunization.attacks.flags import flags_of
+from immunization.attacks.flags import PLACES, flags_of
 from immunization.attacks.kept import KeptCurves
 from immunization.attacks.outcome import (
     Outcome,
@@ -22,15 +22,13 @@ from immunization.attacks.outcome import (
     put_final,
     reached,
 )
-from immunization.attacks.replay import exported
+from immunization.attacks.replay import found_settings
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.data.task import LEARNED, MARGIN
 from immunization.evaluation.measures import Measures, Role
 from immunization.terminal import doing
 
 SUFFIX: dict[Stage, str] = {"immunized": "", "baseline": "_baseline", "start": "_start"}
-STAGES: dict[Stage, str] = {"immunized": "theta_I", "baseline": "the baseline", "start": "theta_0"}
-"""In words."""
 
 EXCESSES = {"1e-2": 1e-2, "1e-4": 1e-4}
 """Relative excess training losses to which steps are counted."""
@@ -57,7 +55,7 @@ def _of_one_task(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves
         except Inapplicable as error:
             measures.miss(str(error), f"{'reference' if attack.reference else 'attack'}/{name}/final")
             continue
-        if settings := exported(attack.kind, curves):
+        if settings := found_settings(attack.kind, curves):
             measures.about.setdefault("attackers", {})[name] = settings
         if attack.reference:
             references[name] = curves["baseline"]
@@ -91,7 +89,7 @@ def _named(measures: Measures, role: Role) -> Measures:
 @contextmanager
 def _at(bar: tqdm, attack: str, stage: Stage) -> Iterator[None]:
     """Inside, the bar and `where` say which attack is run on which stage."""
-    what = f"{attack} on {STAGES[stage]}"
+    what = f"{attack} on {PLACES[stage]}"
     bar.set_description_str(what)
     with doing(lambda: what):
         yield

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from immunization.compute.machine import cores
 
-SHARE = 0.25
-"""Of a GPU's free memory, what is kept there for good may take so much."""
+KEPT_SHARE = 0.25
+"""Largest share of a GPU's free memory that is kept for good."""
 
 FEW_IMAGES = 256
 """Fewer are read before processes that read them have started."""
@@ -37,7 +37,7 @@ def reading(
 
 def room(device: torch.device, most: float = math.inf) -> float:
     """Bytes that may be kept on `device`: up to `most`, and no more than a share of what a GPU has free."""
-    return most if device.type == "cpu" else min(most, SHARE * torch.cuda.mem_get_info(device)[0])
+    return most if device.type == "cpu" else min(most, KEPT_SHARE * torch.cuda.mem_get_info(device)[0])
 
 
 def onto(x: Tensor, like: Tensor) -> Tensor:

@@ -11,21 +11,3 @@ from immunization.evaluation.rir import RelativeRatio
 from immunization.evaluation.sampled import SampledRatio
 from immunization.evaluation.theta0 import StartRatio
 from immunization.evaluation.validity import Validity
-
-__all__ = [
-    "Alignment",
-    "Ceiling",
-    "Comparison",
-    "Definition",
-    "Deployment",
-    "LearningCurves",
-    "Measures",
-    "NormRatio",
-    "OtherClasses",
-    "OwnHead",
-    "PrimaryPerformance",
-    "RelativeRatio",
-    "SampledRatio",
-    "StartRatio",
-    "Validity",
-]

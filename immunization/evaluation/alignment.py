@@ -21,7 +21,7 @@ from immunization.theory.probe import Probe
 
 def bounded_condition_number(comparison: Comparison) -> tuple[float, str]:
     """kappa(M), and '' or, where it is infinite, the reason why RIR has no ceiling and what to do."""
-    primary, harmful = (comparison.probe(role, "before") for role in ("primary", "harmful"))
+    primary, harmful = (comparison.probe(role, "baseline") for role in ("primary", "harmful"))
     rank = len(harmful.sigma)
     if rank == 1:
         return 1.0, ""  # kappa(H_H) is 1 whatever theta is, also outside of range(K_P)
@@ -82,7 +82,7 @@ class Alignment:
 
     def __call__(self, comparison: Comparison) -> Measures:
         measures = Measures()
-        primary, harmful = (comparison.probe(role, "before") for role in ("primary", "harmful"))
+        primary, harmful = (comparison.probe(role, "baseline") for role in ("primary", "harmful"))
         cosines = (primary.vectors.T @ harmful.vectors).abs().clamp(max=1)
         measures.arrays["alignment/cosines"] = cosines.float()
 
@@ -94,7 +94,7 @@ class Alignment:
 
         self._score("alignment/score", primary, harmful, measures)
         if "benign" in comparison.tasks:
-            third = comparison.probe("benign", "before")
+            third = comparison.probe("benign", "baseline")
             self._score("alignment/benign_primary", third, primary, measures)
             self._score("alignment/benign_harmful", third, harmful, measures)
         measures.put("alignment/kernel", _correlation(cosines, *(probe.sigma**2 for probe in (primary, harmful))))

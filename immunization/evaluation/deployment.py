@@ -105,9 +105,9 @@ class Deployment:
         """Measure both nets in a format; what it breaks, if it does."""
         task, found = comparison.tasks["primary"], {}
         labels = torch.cat([labels for _, labels in batches])
-        for state, suffix in SUFFIX.items():
+        for stage, suffix in SUFFIX.items():
             name = f"deployment/accuracy_{form}{suffix}"
-            if (net := nets[state]) is None:
+            if (net := nets[stage]) is None:
                 measures.miss("the net as it was before training is not kept", name)
                 continue
             try:
@@ -115,10 +115,10 @@ class Deployment:
             except (RuntimeError, NotImplementedError) as error:  # an operation that this machine lacks in the format
                 measures.miss(f"the net does not run in {form}: {' '.join(str(error).split())[:100]}", name)
                 continue
-            found[state] = task.measure(logits, labels).item()
-            measures.put(name, found[state])
-        if len(found) == 2 and found["before"] - found["after"] > self.tolerance + 1e-9:
-            return f"primary accuracy in {form} is {found['after']:.3f}, before {found['before']:.3f}"
+            found[stage] = task.measure(logits, labels).item()
+            measures.put(name, found[stage])
+        if len(found) == 2 and found["baseline"] - found["immunized"] > self.tolerance + 1e-9:
+            return f"primary accuracy in {form} is {found['immunized']:.3f}, before {found['baseline']:.3f}"
         return None
 
 

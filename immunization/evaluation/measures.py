@@ -14,8 +14,9 @@ from immunization.runs.result import Curve
 
 Role = str
 """`primary`, `harmful`, `benign`, or that of a further task (`TaskPair.tasks`)."""
-State = Literal["after", "before"]
-SUFFIX: dict[State, str] = {"after": "", "before": "_baseline"}
+Stage = Literal["immunized", "baseline", "start"]
+"""theta_I, what it is compared with (raw inputs or theta_0), and theta_0 where that is something else."""
+SUFFIX: dict[Stage, str] = {"immunized": "", "baseline": "_baseline"}
 """What the name of a metric ends in; curves of the baseline end in `/baseline`."""
 
 CONDITIONING = ("rir", "ratio_harmful", "ratio_primary", "kappa_harmful", "kappa_primary")
@@ -77,9 +78,9 @@ class Measures:
                 self.metrics[f"undetermined/{name}"] = self.metrics[name]
                 self.miss(reason, name)
 
-    def curve(self, name: str, x: Iterable[float], y: Tensor, state: State = "after") -> None:
+    def curve(self, name: str, x: Iterable[float], y: Tensor, stage: Stage = "immunized") -> None:
         """Record a curve y [T] against x; that of the baseline under `<name>/baseline`."""
-        self.curves[name + ("/baseline" if state == "before" else "")] = {"x": list(x), "y": y.tolist()}
+        self.curves[name + ("/baseline" if stage == "baseline" else "")] = {"x": list(x), "y": y.tolist()}
 
     def merge(self, other: Measures) -> None:
         """Take over everything that `other` holds."""

@@ -11,7 +11,7 @@ from immunization.checks import checked
 from immunization.data.image_folders import open_task
 from immunization.errors import DataError
 from immunization.evaluation.comparison import Comparison
-from immunization.evaluation.measures import SUFFIX, Measures, State
+from immunization.evaluation.measures import SUFFIX, Measures, Stage
 from immunization.models.image_tasks import outputs_of
 
 NAMES = ("accuracy", "called_primary")
@@ -39,7 +39,7 @@ class OtherClasses:
         shown = comparison.tasks["primary"].head
         if not model.deep or shown is None:
             return measures
-        names = {state: [f"other_classes/{name}{suffix}" for name in NAMES] for state, suffix in SUFFIX.items()}
+        names = {stage: [f"other_classes/{name}{suffix}" for name in NAMES] for stage, suffix in SUFFIX.items()}
         if self.root is None:
             measures.miss("evaluation.other_classes.root names no folder of images", *chain(*names.values()))
             return measures
@@ -51,18 +51,18 @@ class OtherClasses:
             raise DataError(f"evaluation.other_classes.root={self.root}: every class in it is one of the primary task")
         measures.about["other_classes"] = {"classes": len(truth[rows].unique()), "images": len(rows)}
         before, after = model.deployed_before(), model.deployed()
-        predictions: dict[State, list[Tensor]] = {"after": []} | ({} if before is None else {"before": []})
+        predictions: dict[Stage, list[Tensor]] = {"immunized": []} | ({} if before is None else {"baseline": []})
         labels = []
         for images, found in model.images_of(task, split.take(rows)):
             labels.append(outputs[found])
-            for state, made in predictions.items():
-                net = after if state == "after" else before
+            for stage, made in predictions.items():
+                net = after if stage == "immunized" else before
                 made.append(net(images.to(next(net.parameters()))).argmax(1).cpu())
-        for state, own in names.items():
-            if state not in predictions:
+        for stage, own in names.items():
+            if stage not in predictions:
                 measures.miss("the net as it was before training is not kept; an audit of this run has it", *own)
                 continue
-            predicted = torch.cat(predictions[state])
+            predicted = torch.cat(predictions[stage])
             for name, hits in zip(own, (predicted == torch.cat(labels), torch.isin(predicted, shown)), strict=True):
                 measures.put(name, hits.double().mean().item())
         return measures

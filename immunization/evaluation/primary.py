@@ -14,10 +14,17 @@ ROUNDING = 1e-6
 """Relative difference of two condition numbers that counts as none."""
 
 
-def retrained_head(comparison: Comparison, state: str) -> dict[str, float]:
+def retrained_head(comparison: Comparison, stage: str) -> dict[str, float]:
     """Test measure and loss of the primary head retrained to its optimum: minimum-norm least squares in training."""
-    features = comparison.features("primary", "test", state)
-    return held_out(comparison.tasks["primary"], features @ comparison.probe("primary", state).optimum())
+    features = comparison.features("primary", "test", stage)
+    return held_out(comparison.tasks["primary"], features @ comparison.probe("primary", stage).optimum())
+
+
+def primary_change(comparison: Comparison) -> tuple[float, float, float]:
+    """The retrained head's test measure immunized and before, and the change: of accuracy, or relative of R^2."""
+    name = comparison.tasks["primary"].measure_name
+    after, before = (retrained_head(comparison, stage)[name] for stage in SUFFIX)
+    return after, before, (after - before) / (abs(before) or 1 if name == "r2" else 1)
 
 
 class PrimaryPerformance:
@@ -36,8 +43,8 @@ class PrimaryPerformance:
             names = (task.measure_name, "loss")
             measures.miss(reason, *(f"primary/{name}{suffix}" for name in names for suffix in SUFFIX.values()))
             return measures
-        for state, suffix in SUFFIX.items():
-            for name, value in retrained_head(comparison, state).items():
+        for stage, suffix in SUFFIX.items():
+            for name, value in retrained_head(comparison, stage).items():
                 measures.put(f"primary/{name}{suffix}", value)
         logits = comparison.model.logits(task.test.x).double()
         measures.put(f"primary/head_{task.measure_name}", task.measure(logits, task.test.y).item())
@@ -74,10 +81,10 @@ class OwnHead:
         if reason := comparison.no_test("primary"):
             measures.miss(reason, *names, "primary/changed_predictions")
             return measures
-        logits = {"after": comparison.model.logits(task.test.x), "before": before}
-        for state, suffix in SUFFIX.items():
-            measures.put(f"primary/head_accuracy{suffix}", task.measure(logits[state], task.test.y).item())
-            measures.put(f"primary/head_loss{suffix}", task.loss(logits[state], task.test.y).item())
+        logits = {"immunized": comparison.model.logits(task.test.x), "baseline": before}
+        for stage, suffix in SUFFIX.items():
+            measures.put(f"primary/head_accuracy{suffix}", task.measure(logits[stage], task.test.y).item())
+            measures.put(f"primary/head_loss{suffix}", task.loss(logits[stage], task.test.y).item())
         if reason := head_at_chance(measures.metrics["primary/head_accuracy_baseline"], task.chance):
             measures.flag("head_at_chance", reason)
         decisions = [x.argmax(1) if x.shape[1] > 1 else x[:, 0] > 0 for x in logits.values()]
@@ -108,9 +115,7 @@ class Definition:
         verdict = {"a": ratios["ratio_harmful"] > 1 + ROUNDING, "b": ratios["ratio_primary"] <= 1 + ROUNDING}
         reason = comparison.no_test("primary")
         if reason is None:
-            name = comparison.tasks["primary"].measure_name
-            after, before = (retrained_head(comparison, state)[name] for state in SUFFIX)
-            change = (after - before) / (abs(before) or 1 if name == "r2" else 1)
+            *_, change = primary_change(comparison)
             measures.put("definition/primary_change", change)
             verdict["c"] = change >= -self.tolerance - 1e-9  # 0.97 - 0.96 counts as one point
             measures.put("definition/rir_kept", ratios["rir"] if verdict["c"] else 0.0)

@@ -18,10 +18,10 @@ def condition_ratios(comparison: Comparison, split: str = "train", harmful: Role
     """
     values: dict[str, float] = {}
     for name, role in {"harmful": harmful, "primary": "primary"}.items():
-        for state, suffix in SUFFIX.items():
-            sigma = comparison.sigma(role, split, state)
+        for stage, suffix in SUFFIX.items():
+            sigma = comparison.sigma(role, split, stage)
             values[f"kappa_{name}{suffix}"] = spectrum.condition_number_of(sigma, len(sigma))
-        values[f"rank_{name}"] = len(comparison.sigma(role, split, "after"))
+        values[f"rank_{name}"] = len(comparison.sigma(role, split, "immunized"))
     return ratios(values) | values
 
 
@@ -48,9 +48,9 @@ class RelativeRatio:
         self._authors(comparison, measures)
         self._test(comparison, measures)
         for role in ("primary", *comparison.pair.attacked):
-            for state in SUFFIX:
-                sigma = comparison.sigma(role, "train", state)
-                measures.curve(f"spectrum/{role}", range(1, len(sigma) + 1), sigma**2, state)
+            for stage in SUFFIX:
+                sigma = comparison.sigma(role, "train", stage)
+                measures.curve(f"spectrum/{role}", range(1, len(sigma) + 1), sigma**2, stage)
             self._flags(comparison, role, measures)
         return measures
 
@@ -69,9 +69,9 @@ class RelativeRatio:
     @staticmethod
     def _authors(comparison: Comparison, measures: Measures) -> None:
         kappa = {
-            f"kappa_{role}{suffix}": comparison.authors_condition_number(role, state)
+            f"kappa_{role}{suffix}": comparison.authors_condition_number(role, stage)
             for role in ("harmful", "primary")
-            for state, suffix in SUFFIX.items()
+            for stage, suffix in SUFFIX.items()
         }
         for name, value in ratios(kappa).items():
             measures.put(f"authors/{name}", value)
@@ -90,7 +90,7 @@ class RelativeRatio:
 
     @staticmethod
     def _flags(comparison: Comparison, role: str, measures: Measures) -> None:
-        probe = comparison.probe(role, "after")
+        probe = comparison.probe(role, "immunized")
         (width, k), lowest = probe.vectors.shape, (probe.sigma[-1] / probe.sigma[0]).item()
         if k < width:
             measures.flag(

@@ -50,8 +50,8 @@ class SampledRatio:
                 )
             order = torch.randperm(rows, generator=torch.Generator().manual_seed(self.seed))
             chosen = order[: groups * self.samples]
-            for state, suffix in SUFFIX.items():
-                parts = comparison.sampled(role, state, chosen).split(self.samples)
+            for stage, suffix in SUFFIX.items():
+                parts = comparison.sampled(role, stage, chosen).split(self.samples)
                 kappa[f"kappa_{role}{suffix}"] = sum(map(spectrum.authors_condition_number, parts)) / groups
         for name, value in ratios(kappa).items():
             measures.put(f"authors/{name}", value)

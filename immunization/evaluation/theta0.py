@@ -26,9 +26,9 @@ class StartRatio:
             return measures
         aware, authors = {}, {}
         for role in ("harmful", "primary"):
-            after = comparison.sigma(role, "train", "after")
+            after = comparison.sigma(role, "train", "immunized")
             aware[f"kappa_{role}"] = spectrum.condition_number_of(after, len(after))
-            authors[f"kappa_{role}"] = comparison.authors_condition_number(role, "after")
+            authors[f"kappa_{role}"] = comparison.authors_condition_number(role, "immunized")
             aware[f"kappa_{role}_baseline"], authors[f"kappa_{role}_baseline"] = self._start(comparison, role)
         for prefix, kappa in {"": aware, "authors/": authors}.items():
             for name, value in ratios(kappa).items():
@@ -42,8 +42,10 @@ class StartRatio:
         x = (task.train.x if model.linear_map() is None else task.root).double()
         features = model.training_features(x, {name: tensor.to(x) for name, tensor in comparison.start.items()})
         if torch.equal(features, x):
-            sigma = comparison.sigma(role, "train", "before")
-            return spectrum.condition_number_of(sigma, len(sigma)), comparison.authors_condition_number(role, "before")
+            sigma = comparison.sigma(role, "train", "baseline")
+            return spectrum.condition_number_of(sigma, len(sigma)), comparison.authors_condition_number(
+                role, "baseline"
+            )
         sigma = spectrum.singular_values(features)
         return (
             spectrum.condition_number_of(sigma, task.rank),

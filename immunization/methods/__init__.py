@@ -16,27 +16,3 @@ from immunization.methods.opt_kappa import OptKappa
 from immunization.methods.released_condition_number import ReleasedConditionNumber
 from immunization.methods.sophon import Sophon
 from immunization.methods.unchanged import Identity, Unmodified
-
-__all__ = [
-    "CLAMP",
-    "IMMA",
-    "NTL",
-    "AgainstAttacker",
-    "AgainstHead",
-    "ClosedForm",
-    "Combine",
-    "Combined",
-    "ConditionNumber",
-    "Encoderlock",
-    "Forget",
-    "Identity",
-    "LearningCurve",
-    "LearningCurveNet",
-    "Method",
-    "OptKappa",
-    "RIllOnly",
-    "ReleasedConditionNumber",
-    "Sophon",
-    "Unmodified",
-    "combined",
-]

@@ -16,7 +16,7 @@ from immunization.models.base import Batch, Model
 Loss = Callable[[Tensor], Tensor]
 """L_H as a function of the attacker's head."""
 
-MOST = 0.99
+LARGEST_CONTRACTION = 0.99
 """Largest contraction factor in 1 / (1 - c)."""
 
 
@@ -97,7 +97,7 @@ def attack_terms(
     kappas = torch.stack([second_difference(loss, w, v, eps) for w, v in zip(path[:-1], directions, strict=True)])
     first, last, slope = path[0], path[-1], gradient(path[-1])
     c = (directions[-1] - rate * (gradient(last + eps * directions[-1]) - slope) / eps).norm()
-    rest = ways[-1].norm() / (1 - c.clamp(max=MOST))
+    rest = ways[-1].norm() / (1 - c.clamp(max=LARGEST_CONTRACTION))
     gain = loss(first) - loss(last) + slope.norm() * rest + kappas.max() / 2 * rest**2
     return {
         "long": F.relu(gain - margin),

@@ -9,7 +9,7 @@ import torch
 from immunization.checks import AboveOne, NonNegative
 from immunization.data.task import TaskPair
 from immunization.methods.base import ITERATIVE, Method
-from immunization.methods.linear_map import bound_for, fit_head, linear_map, probe_of_inputs, rescale, sum_root
+from immunization.methods.linear_map import bound_for, fit_head, probe_of_inputs, rescale, sum_root, theta_of
 from immunization.models import Model
 from immunization.theory import spectrum
 from immunization.theory.optimal_map import Spread, bounded_map, optimal_map
@@ -42,7 +42,7 @@ class ClosedForm(Method, without=ITERATIVE):
     @torch.no_grad()
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
-        theta = linear_map(model, self.name)
+        theta = theta_of(model, self.name)
         root_p, root_h = pair.primary.root, sum_root(pair.harmful_tasks)
         generator = torch.default_generator if self.rotate else None
         options = self.primary_ratio, self.ridge, self.spread, generator

@@ -18,9 +18,9 @@ from immunization.methods.linear_map import (
     centered_task,
     fit_head,
     generalizing_step,
-    linear_map,
     probe_of_inputs,
     rescale,
+    theta_of,
 )
 from immunization.models import Batch, Model
 from immunization.theory.condition_bound import nearest_bounded
@@ -120,7 +120,7 @@ class LearningCurve(Method, without=["batch_size", "max_accuracy_drop"]):
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
-        self.theta = linear_map(model, self.name)
+        self.theta = theta_of(model, self.name)
         self.bound = bound_for(model, self.max_condition)
         self.primary = probe_of_inputs(pair.primary)
         kinds = [lambda task: task, centered_task] if self.centered else [lambda task: task]

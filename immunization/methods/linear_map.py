@@ -25,7 +25,7 @@ SLACK = 0.05
 """Share by which a simpler (earlier stopped) probe may miss the best generalization score."""
 
 
-def linear_map(model: Model, method: str) -> nn.Parameter:
+def theta_of(model: Model, method: str) -> nn.Parameter:
     """theta [D, D] where features are X theta; ConfigError for any other model."""
     theta = model.linear_map()
     if theta is None:

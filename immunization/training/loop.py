@@ -10,15 +10,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from immunization.methods.base import Method
 from immunization.models.base import Model
-from immunization.training.batches import PairedBatches
+from immunization.training.batches import Batches
 from immunization.training.divergence import Progress, Watch
-from immunization.training.loaders import LoaderBatches
 
 
 def train(
     method: Method,
     model: Model,
-    batches: PairedBatches | LoaderBatches,
+    batches: Batches,
     optimizer: torch.optim.Optimizer,
     on_step: Callable[[int, dict[str, Tensor]], None] = lambda step, terms: None,
     progress: Progress | None = None,
