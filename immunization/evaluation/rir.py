@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from immunization.errors import DegenerateSpectrum
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import AUTHORS, CONDITIONING, SUFFIX, Measures, Role
@@ -22,13 +20,7 @@ def condition_ratios(comparison: Comparison, split: str = "train", harmful: Role
             sigma = comparison.sigma(role, split, stage)
             values[f"kappa_{name}{suffix}"] = spectrum.condition_number_of(sigma, len(sigma))
         values[f"rank_{name}"] = len(comparison.sigma(role, split, "immunized"))
-    return ratios(values) | values
-
-
-def ratios(kappa: Mapping[str, float]) -> dict[str, float]:
-    """`rir`, `ratio_harmful`, `ratio_primary` (Eq. 15) of `kappa_<role>` and `kappa_<role>_baseline`."""
-    harmful, primary = (kappa[f"kappa_{role}"] / kappa[f"kappa_{role}_baseline"] for role in ("harmful", "primary"))
-    return {"rir": harmful / primary, "ratio_harmful": harmful, "ratio_primary": primary}
+    return spectrum.ratios(values) | values
 
 
 class RelativeRatio:
@@ -73,7 +65,7 @@ class RelativeRatio:
             for role in ("harmful", "primary")
             for stage, suffix in SUFFIX.items()
         }
-        for name, value in ratios(kappa).items():
+        for name, value in spectrum.ratios(kappa).items():
             measures.put(f"authors/{name}", value)
 
     @staticmethod

@@ -7,17 +7,14 @@ import torch
 from immunization.checks import AtLeastOne, AtLeastTwo, Seed, checked
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import AUTHORS, SUFFIX, Measures
-from immunization.evaluation.rir import ratios
 from immunization.theory import spectrum
 
 
 class SampledRatio:
     """RIR as the paper takes it for deep nets: groups of samples, in the released code's convention, under `authors/`.
 
-    Only deep nets are measured so.
-
     kappa is the mean over `groups` disjoint groups of `samples` training rows each, the same before and after. Where a
-    task has rows for fewer groups, these are used and flagged.
+    task has rows for fewer groups, these are used and flagged. Linear models have no such measures.
     """
 
     names = AUTHORS
@@ -53,6 +50,6 @@ class SampledRatio:
             for stage, suffix in SUFFIX.items():
                 parts = comparison.sampled(role, stage, chosen).split(self.samples)
                 kappa[f"kappa_{role}{suffix}"] = sum(map(spectrum.authors_condition_number, parts)) / groups
-        for name, value in ratios(kappa).items():
+        for name, value in spectrum.ratios(kappa).items():
             measures.put(f"authors/{name}", value)
         return measures

@@ -6,15 +6,14 @@ import torch
 
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import Measures, Role
-from immunization.evaluation.rir import ratios
 from immunization.theory import spectrum
 
 
 class StartRatio:
-    """`ratio_harmful_theta0`, `ratio_primary_theta0`, `rir_theta0`, and the same under `authors/`: Eq. 17 for Eq. 15.
+    """`ratio_harmful_theta0`, `ratio_primary_theta0`, `rir_theta0`, also under `authors/`: Eq. 17 for linear models.
 
-    Eq. 15 divides by kappa of the inputs, Eq. 17, for nets, by that of theta_0; the two differ where a linear model
-    starts elsewhere than at the identity. The baseline of nets is theta_0 already, they are left out.
+    Eq. 15 divides by kappa of the inputs, Eq. 17 by that of theta_0; they differ where a linear model does not start at
+    the identity. Nets have no such measures: their baseline is theta_0 already.
     """
 
     names = ("*_theta0",)
@@ -31,13 +30,13 @@ class StartRatio:
             authors[f"kappa_{role}"] = comparison.authors_condition_number(role, "immunized")
             aware[f"kappa_{role}_baseline"], authors[f"kappa_{role}_baseline"] = self._start(comparison, role)
         for prefix, kappa in {"": aware, "authors/": authors}.items():
-            for name, value in ratios(kappa).items():
+            for name, value in spectrum.ratios(kappa).items():
                 measures.put(f"{prefix}{name}_theta0", value)
         return measures
 
     @staticmethod
     def _start(comparison: Comparison, role: Role) -> tuple[float, float]:
-        """kappa of theta_0's training features, rank-aware and the authors'; of the identity, those of the inputs."""
+        """kappa of theta_0's training features, rank-aware and the authors'; those of the inputs for the identity."""
         model, task = comparison.model, comparison.tasks[role]
         x = (task.train.x if model.linear_map() is None else task.root).double()
         features = model.training_features(x, {name: tensor.to(x) for name, tensor in comparison.start.items()})

@@ -13,11 +13,11 @@ BISECTIONS = 60
 def nearest_bounded(a: Tensor, bound: float) -> Tensor:
     """The matrix nearest to `a` [D, D] in the Frobenius norm with sigma_1 / sigma_D <= `bound`.
 
-    It has the singular vectors of `a`; the values are clipped to [floor, bound floor], where the floor makes the sum of
-    their squared changes least. `a` itself where it is within the bound.
+    Its singular values are those of `a`, clipped to [floor, bound floor]; the floor changes them least in the sum of
+    squares. `a` itself where it is within the bound.
     """
     u, sigma, vh = torch.linalg.svd(a)
-    near = sigma.cpu()  # where every one of the comparisons below would wait for a GPU
+    near = sigma.cpu()  # on a GPU every comparison below would wait
     if near[0] <= bound * near[-1]:
         return a
     low, high = near[-1], near[0] / bound

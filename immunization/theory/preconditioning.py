@@ -26,8 +26,8 @@ class _Ridge:
             self._factorize(False)
         if self.singular:
             raise DegenerateSpectrum(
-                f"K + ridge I cannot be inverted: K is singular and method.ridge={ridge:g} too small; raise "
-                "method.ridge, or set method.precondition=pinv"
+                f"K + ridge I cannot be inverted: K is singular and ridge={ridge:g} too small; raise ridge, or set "
+                "precondition=pinv"
             )
 
     def _factorize(self, few: bool) -> None:

@@ -30,7 +30,7 @@ WIDE = 0.85
 
 
 Scalar = float | Tensor
-"""A number; of a GPU, where nothing on the CPU depends on it, a tensor [] in float64, which is not waited for."""
+"""A number; on a GPU, where nothing on the CPU depends on it, a tensor [] in float64, which is not waited for."""
 
 
 class Slope(Protocol):
@@ -39,7 +39,7 @@ class Slope(Protocol):
     def __call__(self, hessian: Tensor, *, divided: bool = False, weight: float = 1.0) -> tuple[Scalar, Tensor]: ...
 
 
-# --- Of a Hessian H of rank k -----------------------------------------------------------------------------------------
+# --- A Hessian H of rank k --------------------------------------------------------------------------------------------
 
 
 def r_well_slope(
@@ -63,8 +63,8 @@ def r_well_slope(
 def r_ill_slope(hessian: Tensor, rank: int, divided: bool = False, weight: float = 1.0) -> tuple[float, Tensor]:
     """R_ill(H) = 1/d, d = ||H||_F^2 / (2k) - lambda_k^2 / 2, and `weight` dR/dH = (lambda_k v_k v_k^T - H / k) / d^2.
 
-    That is Eq. 12 and 13. Arguments and errors as in `r_well_slope`; lambda_k is 0 where k exceeds the size of H.
-    DegenerateSpectrum is raised where H is zero or all k eigenvalues agree.
+    These are Eq. 12 and 13. Arguments and errors as in `r_well_slope`; lambda_k is 0 where k exceeds the size of H.
+    Raises DegenerateSpectrum where H is zero or all k eigenvalues agree.
     """
     near = hessian.cpu()
     norm = _norm(near)
@@ -146,7 +146,7 @@ def hessian_slope(features: Tensor, slope_of: Slope) -> tuple[Scalar, Tensor]:
     return slope_of(gram(features))
 
 
-# --- Of features F, differentiated to F or to theta -------------------------------------------------------------------
+# --- Features F, differentiated to F or to theta ----------------------------------------------------------------------
 
 
 class _WithGradients(torch.autograd.Function):
