@@ -42,11 +42,7 @@ class KeptCurves:
     """
 
     def __init__(
-        self,
-        path: Path,
-        settings: Mapping[str, object],
-        victim: Victim,
-        baselines: str | Path | None = None,
+        self, path: Path, settings: Mapping[str, object], victim: Victim, baselines: str | Path | None = None
     ) -> None:
         self.path = path
         self.baselines = KeptBaselines(Path(baselines).expanduser(), settings, victim) if baselines else None

@@ -67,11 +67,7 @@ class TorchProbe(ProbeAttack):
         self.minimize(problem.target.new_zeros(len(self.settings), *problem.shape), problem.gradient, curves)
 
     def minimize(
-        self,
-        weights: Tensor,
-        gradient_of: Callable[[Tensor], Tensor],
-        curves: ProbeCurves,
-        basis: Tensor | None = None,
+        self, weights: Tensor, gradient_of: Callable[[Tensor], Tensor], curves: ProbeCurves, basis: Tensor | None = None
     ) -> None:
         """Train `weights` [settings, ...] in place; with `basis`, those of the features are basis @ weights."""
         parameters = [nn.Parameter(part) for part in weights]  # views: the optimizer writes into `weights`

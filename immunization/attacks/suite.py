@@ -13,15 +13,7 @@ from immunization.attacks import reference
 from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.flags import PLACES, flags_of
 from immunization.attacks.kept import KeptCurves
-from immunization.attacks.outcome import (
-    Outcome,
-    first,
-    learned,
-    listed,
-    never_finite,
-    put_final,
-    reached,
-)
+from immunization.attacks.outcome import Outcome, first, learned, listed, never_finite, put_final, reached
 from immunization.attacks.replay import found_settings
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.data.task import LEARNED, MARGIN

@@ -18,12 +18,11 @@ from immunization.theory.optimal_map import Spread, bounded_map, optimal_map
 class ClosedForm(Method, without=ITERATIVE):
     """theta = K_P^-1/2 Q Delta R, which attains the ceiling of RIR; see `optimal_map` for the options.
 
-    `max_condition` bounds the condition number of theta, by the least ridge that does (`bounded_map`), so that number
+    `max_condition` bounds the condition number of theta by the least ridge that does (`bounded_map`), so that number
     formats of few digits hold it and its inverse; "auto" is `MAX_CONDITION` for nets and no bound for linear models.
-
     `rotate=True` ends in a random rotation, drawn from torch's global generator: no spectrum sees it, but attackers
-    that treat coordinates separately (Adam, column scaling) do. The primary head is set to the least squares of the
-    inputs, whose predictions it keeps. Of several harmful tasks it takes the sum of their K_H.
+    that treat coordinates separately (Adam, column scaling) do. The primary head is the least squares of the inputs.
+    Several harmful tasks count by the sum of their K_H.
     """
 
     folds = True

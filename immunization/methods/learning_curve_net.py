@@ -17,8 +17,8 @@ from immunization.theory.learning_curve import excess, residuals
 class LearningCurveNet(Method, without=["patience"]):
     """Minimize L(D_P) + weight (lambda_P mean_t excess_P(t) - lambda_H mean_t excess_H(t) + benign_weight random(t)).
 
-    The curves are those of `LearningCurve`, of a probe on the features of one batch: exact for these rows, whatever the
-    net. L(D_P) is cross-entropy with label smoothing on the model's own head and keeps the primary task.
+    The curves are those of `LearningCurve`, of a probe on the features of one batch. L(D_P) is cross-entropy with label
+    smoothing on the model's own head.
     """
 
     epochs = 3

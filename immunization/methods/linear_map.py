@@ -42,7 +42,7 @@ def probe_of_inputs(task: Task) -> Probe:
 
 
 def sum_root(tasks: Mapping[str, Task]) -> Tensor:
-    """[k, D] with the sum of the K of some tasks as its Gram matrix, as `Task.root` has that of one."""
+    """[k, D] with the sum of the K of some tasks as its Gram matrix."""
     roots = [task.root for task in tasks.values()]
     if len(roots) == 1:
         return roots[0]
@@ -50,7 +50,7 @@ def sum_root(tasks: Mapping[str, Task]) -> Tensor:
 
 
 def centered_task(task: Task) -> Task:
-    """The task with the mean over its training rows subtracted from all inputs, and so from the features of any map."""
+    """The task with the mean over its training rows subtracted from all inputs."""
     mean = task.train.x.mean(0)
     parts = {name: replace(getattr(task, name), x=getattr(task, name).x - mean) for name in SPLITS}
     return replace(task, **parts)
@@ -79,18 +79,11 @@ def bound_for(model: Model, bound: float | Literal["auto"] | None) -> float | No
 
 @torch.no_grad()
 def rescale(theta: nn.Parameter, inputs: Probe) -> None:
-    """Multiply theta by the power of two that gives its features the mean square of the inputs, as far as one does.
-
-    No curve and no condition number changes, and number formats with a narrow range hold the features as before.
-    """
+    """Multiply theta by the power of two that brings its features nearest to the mean square of the inputs."""
     theta.mul_(power_of_two((inputs.root.norm() / (inputs.root @ theta.double()).norm()).item()))
 
 
 @torch.no_grad()
 def fit_head(model: Model, inputs: Probe) -> None:
-    """Set the primary head to theta^-1 w*, w* the minimum-norm least squares on the inputs of `inputs`.
-
-    It is a least-squares head on the features too, and the one whose logits are those of w* for any input, also in
-    directions that no training row has.
-    """
+    """Set the primary head to theta^-1 w*, w* the minimum-norm least squares on the inputs: their logits agree."""
     model.set_head(torch.linalg.solve(model.linear_map().double(), inputs.optimum()).T)

@@ -32,11 +32,7 @@ class Probe:
 
     @classmethod
     def of(
-        cls,
-        features: Tensor | Iterable[Tensor],
-        targets: Tensor,
-        eps: float = spectrum.EPS,
-        rank: int | None = None,
+        cls, features: Tensor | Iterable[Tensor], targets: Tensor, eps: float = spectrum.EPS, rank: int | None = None
     ) -> Probe:
         """The probe of features F and targets Y [N, C] by one triangular factor of [F | Y], in O((D + C)^2) memory.
 
