@@ -19,14 +19,13 @@ from immunization.theory.probe import Probe
 ROWS = 256
 """Rows of a net's features that are folded into a factor at once."""
 KEPT = 2**31
-"""Bytes of one split's features up to which they are kept, on a GPU at most a quarter of what it has free; larger ones
-are computed again for every measure."""
+"""Bytes of one split's features up to which they are kept; larger ones are computed again for every measure."""
 
 Found = TypeVar("Found")
 
 
 class Once(dict[Hashable, object]):
-    """What was computed, by key: `once(key, compute)` computes a value the first time. It goes with its owner."""
+    """What was computed, by key: `once(key, compute)` computes a value the first time."""
 
     def __call__(self, key: Hashable, compute: Callable[[], Found]) -> Found:
         if key not in self:
@@ -38,9 +37,8 @@ class Comparison:
     """The features of every task before and after immunization of `model`, each spectrum computed once and kept.
 
     Where features are X theta, or the inputs themselves (the baseline of linear models, Eq. 15), spectra come from the
-    k rows of `Task.root` instead of all N, and their rank is that of the inputs. Any others are folded batch by batch
-    into one triangular factor of [F | Y] (TSQR), in float64 and in O((D + C)^2) memory. `start`, where it was kept, is
-    the extractor's stage dict at theta_0.
+    k rows of `Task.root`, and their rank is that of the inputs. Others are folded batch by batch into one triangular
+    factor of [F | Y] (TSQR), in float64. `start`, where it was kept, is the extractor's state dict at theta_0.
     """
 
     def __init__(self, pair: TaskPair, model: Model, start: Mapping[str, Tensor] | None = None) -> None:
@@ -74,12 +72,12 @@ class Comparison:
     @torch.no_grad()
     def probe(self, role: Role, stage: Stage) -> Probe:
         """The probe of the training split; its rank is that of the inputs where the map is linear."""
-        with spectrum.features_of(f"{role} task, {'baseline' if stage == 'before' else 'model'}"):
+        with spectrum.features_of(f"{role} task, {'baseline' if stage == 'baseline' else 'model'}"):
             return self._once(("probe", role, stage), lambda: self._probe(role, stage))
 
     @torch.no_grad()
     def sigma(self, role: Role, split: str, stage: Stage) -> Tensor:
-        """Singular values [k], descending, of one split's features; k as in `probe`, from that split's own inputs."""
+        """Singular values [k], descending, of one split's features; k as in `probe`."""
         if split == "train":
             return self.probe(role, stage).sigma
         return self._once(("sigma", role, split, stage), lambda: self._sigma(role, split, stage))
@@ -108,7 +106,7 @@ class Comparison:
         return getattr(self.tasks[role], split)
 
     def _stored(self, role: Role, split: str, stage: Stage) -> Tensor | None:
-        """Features [N, D] of one split that are in memory or on disk, or few enough to be kept; None for others."""
+        """Features [N, D] of one split that are stored, or few enough to be kept; None for others."""
         x = self._split(role, split).x
         if stage == "baseline":
             features = self.model.baseline_features(role, split)

@@ -18,17 +18,10 @@ from immunization.models.activations import take
 
 
 def _int8(net: nn.Module) -> nn.Module:
-    """On a CPU, the weights of linear layers in int8 and their inputs as they come (torch's dynamic quantization).
-
-    Convolutions stay in float32, and with them a map that is folded before the pooling.
-    """
+    """Linear layers in int8 by torch's dynamic quantization on a CPU; convolutions stay in float32."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch announces another home of this function
         return torch.ao.quantization.quantize_dynamic(net.float().cpu(), {nn.Linear})
-
-
-def _half(x: Tensor) -> Tensor:
-    return x.half().float() if x.dtype == torch.float32 else x
 
 
 class _Half(TorchFunctionMode):
@@ -37,7 +30,8 @@ class _Half(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: object, args: tuple = (), kwargs: dict[str, object] | None = None
     ) -> object:
-        return tree_map_only(Tensor, _half, func(*args, **(kwargs or {})))
+        found = func(*args, **(kwargs or {}))
+        return tree_map_only(Tensor, lambda x: x.half().float() if x.dtype == torch.float32 else x, found)
 
 
 FORMATS: dict[str, tuple[Callable[[nn.Module], nn.Module], torch.dtype]] = {
@@ -53,10 +47,9 @@ FORMATS: dict[str, tuple[Callable[[nn.Module], nn.Module], torch.dtype]] = {
 class Deployment:
     """Accuracy of the whole net with its own head on primary test images, in formats that people run nets in.
 
-    `deployment/accuracy_<format>` and the same with `_baseline`, on up to `images` images, evenly taken from the split.
-    Flag `breaks_in_low_precision`: in some format it is more than `tolerance` below the baseline's in the same format.
-    Flag `fold_stripped_by_reset`: the folded map stands where timm's `reset_classifier` throws it away. Linear models
-    have nothing to deploy.
+    `deployment/accuracy_<format>`, also with `_baseline`, on up to `images` evenly spaced images. Flag
+    `breaks_in_low_precision`: in some format it is more than `tolerance` below the baseline's. Flag
+    `fold_stripped_by_reset`: timm's `reset_classifier` throws the folded map away. Linear models have no such measures.
     """
 
     names = ("deployment/*",)

@@ -23,7 +23,7 @@ CONDITIONING = ("rir", "ratio_harmful", "ratio_primary", "kappa_harmful", "kappa
 """Measures of the spectra after immunization, on training inputs."""
 
 FURTHER = re.compile(r"(rir|ratio|kappa)_(harmful|unseen)(_.+)?(?<!_baseline)|worst/(rir|ratio_harmful)")
-"""The same of further harmful and of unseen tasks, and the worst of the harmful ones."""
+"""Such measures of further harmful and of unseen tasks, and the worst of the harmful ones."""
 
 AUTHORS = ("authors/rir", "authors/ratio_harmful", "authors/ratio_primary")
 """Ratios by the released code's convention of kappa."""
@@ -62,7 +62,7 @@ class Measures:
             self.flags.append(name)
 
     def worst(self, name: str, of: Iterable[str]) -> None:
-        """Put the smallest of some metrics, e.g. of several harmful tasks, the least slowed of which counts."""
+        """Put the smallest of some metrics."""
         values = {key: self.metrics.get(key) for key in of}
         if missing := [key for key, value in values.items() if value is None]:
             self.miss(f"{missing[0]} is missing: {self.reasons.get(missing[0], 'not measured')}", name)
@@ -79,17 +79,11 @@ class Measures:
                 self.miss(reason, name)
 
     def curve(self, name: str, x: Iterable[float], y: Tensor, stage: Stage = "immunized") -> None:
-        """Record a curve y [T] against x; that of the baseline under `<name>/baseline`."""
+        """Record a curve y [T] against x; the baseline's is `<name>/baseline`."""
         self.curves[name + ("/baseline" if stage == "baseline" else "")] = {"x": list(x), "y": y.tolist()}
 
     def merge(self, other: Measures) -> None:
         """Take over everything that `other` holds."""
-        for mine, theirs in (
-            (self.metrics, other.metrics),
-            (self.reasons, other.reasons),
-            (self.curves, other.curves),
-            (self.arrays, other.arrays),
-            (self.about, other.about),
-        ):
-            mine.update(theirs)
+        for name in ("metrics", "reasons", "curves", "arrays", "about"):
+            getattr(self, name).update(getattr(other, name))
         self.flags.extend(flag for flag in other.flags if flag not in self.flags)

@@ -21,10 +21,10 @@ class OtherClasses:
     """Accuracy of the net's own head on images of classes that are not in D_P, and how many it takes for one of D_P.
 
     `other_classes/accuracy` (argmax over all outputs) and `other_classes/called_primary`, the share of these images
-    whose prediction is a class of D_P; the same with `_baseline`, where the net of before is kept, as in an audit. The
-    folder `root` has a folder of images per class; classes of D_P in it are left out. `outputs` is a CSV as that of
-    dataset.primary, `crop` likewise. Linear models have no such head, and neither has a net with no other class.
-    Raises DataError where all of its classes are in D_P.
+    whose prediction is a class of D_P; also with `_baseline`, where the net before training is kept, as in an audit.
+    The folder `root` has a folder of images per class; classes of D_P in it are left out. `outputs` and `crop` are as
+    those of dataset.primary. Models without a head for other classes have no such measures. Raises DataError where all
+    classes of `root` are in D_P.
     """
 
     names = ("other_classes/*",)

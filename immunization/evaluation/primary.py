@@ -28,10 +28,7 @@ def primary_change(comparison: Comparison) -> tuple[float, float, float]:
 
 
 class PrimaryPerformance:
-    """Held-out accuracy or R^2 on D_P and the loss 1/2 ||.||^2, head retrained, before and after.
-
-    `primary/head_<measure>` is that of the model's own head after training.
-    """
+    """Held-out accuracy or R^2 on D_P and loss 1/2 ||.||^2, head retrained; `primary/head_<measure>`: its own head."""
 
     names = ("primary/*",)
 
@@ -64,9 +61,9 @@ def head_at_chance(accuracy: float, chance: float) -> str | None:
 class OwnHead:
     """Held-out accuracy and loss of the net's own primary head, before and after, and the predictions that changed.
 
-    `primary/head_accuracy`, `primary/head_loss` (cross-entropy), the same with `_baseline`, and
-    `primary/changed_predictions`, a number of test images. Flag `head_at_chance`: before, it is below chance +
-    MARGIN. Linear models have no such head.
+    `primary/head_accuracy`, `primary/head_loss` (cross-entropy), also with `_baseline`, and
+    `primary/changed_predictions`, a number of test images. Flag `head_at_chance`: before, accuracy is below chance +
+    MARGIN. Linear models have no such measures.
     """
 
     names = ("primary/head_*", "primary/changed_predictions")
@@ -95,10 +92,9 @@ class OwnHead:
 class Definition:
     """Definition 3.1 as a verdict, 0 or 1 each, with the numbers behind it.
 
-    (a) `ratio_harmful` > 1 and (b) `ratio_primary` <= 1, up to 1e-6. (c) `definition/primary_change`, the change of
-    the retrained head's held-out measure (of the accuracy itself, but of R^2 relative to the baseline's), is at least
-    -`tolerance`. `definition/immunized` = all three; `definition/rir_kept`, an objective for searches, is RIR where (c)
-    holds and 0 where it does not.
+    (a) `ratio_harmful` > 1 and (b) `ratio_primary` <= 1, up to 1e-6. (c) `definition/primary_change`
+    (`primary_change`) is at least -`tolerance`. `definition/immunized` = all three; `definition/rir_kept`, an objective
+    for searches, is RIR where (c) holds and 0 elsewhere.
     """
 
     names = ("definition/*", "ratio_harmful", "ratio_primary")

@@ -48,7 +48,7 @@ class RelativeRatio:
 
     @staticmethod
     def _further(comparison: Comparison, measures: Measures) -> None:
-        """Every task beyond the first harmful one that immunization is to hold against, in its place."""
+        """The measures of every further attacked task, in the place of the first harmful one."""
         pair = comparison.pair
         for role in list(pair.attacked)[1:]:
             for name, value in condition_ratios(comparison, harmful=role).items():

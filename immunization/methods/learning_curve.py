@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from itertools import pairwise
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor, nn
 
-from immunization.checks import AboveOne, NonNegative
+from immunization.checks import AboveOne, AtLeastOne, NonNegative
 from immunization.data.task import LEARNED, MARGIN, Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.base import Method
@@ -27,7 +29,9 @@ from immunization.theory.condition_bound import nearest_bounded
 from immunization.theory.learning_curve import excess, residuals
 from immunization.theory.probe import Probe
 
-MAX_OCTAVES = 40
+Horizon = Annotated[int, Ge(0), Le(40)] | Sequence[AtLeastOne]
+"""T of the steps 1, 2, 4, ..., 2^T, or a list of steps."""
+
 PACE = 2
 """How many steps of the baseline's probe one step behind theta aims to take."""
 
@@ -40,21 +44,11 @@ FLOOR = 1e-12
 
 def horizons(horizon: int | Sequence[int]) -> Tensor:
     """Steps [T] in float64: 1, 2, 4, ..., 2^horizon, or the increasing list given. Raises ConfigError."""
-    if isinstance(horizon, int) and not isinstance(horizon, bool):
-        if not 0 <= horizon <= MAX_OCTAVES:
-            raise ConfigError(f"method.horizon={horizon}: the exponent T of 2^T steps must be from 0 to {MAX_OCTAVES}")
+    if isinstance(horizon, int):
         return 2.0 ** torch.arange(horizon + 1, dtype=torch.float64)
-    try:
-        steps = list(horizon)
-        increasing = bool(steps) and all(a < b for a, b in zip([0, *steps], steps, strict=False))
-        if not increasing or not all(isinstance(t, int) for t in steps):
-            raise TypeError
-    except TypeError:
-        raise ConfigError(
-            f"method.horizon={horizon!r}: give T for the grid 1, 2, 4, ..., 2^T, or a list of steps, integers from 1 "
-            "on, strictly increasing and not empty"
-        ) from None
-    return torch.tensor(steps, dtype=torch.float64)
+    if not horizon or any(a >= b for a, b in pairwise(horizon)):
+        raise ConfigError(f"method.horizon={list(horizon)}: the steps must be strictly increasing, and not empty")
+    return torch.tensor(list(horizon), dtype=torch.float64)
 
 
 class LearningCurve(Method, without=["batch_size", "max_accuracy_drop"]):
@@ -96,7 +90,7 @@ class LearningCurve(Method, without=["batch_size", "max_accuracy_drop"]):
     several = True
 
     epochs = 300
-    horizon: int | Sequence[int] = 17
+    horizon: Horizon = 17
     lambda_P: NonNegative = 1.0
     lambda_H: NonNegative = 1.0
     benign_weight: NonNegative = 0.3

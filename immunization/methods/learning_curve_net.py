@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from immunization.checks import Fraction, NonNegative
 from immunization.data.task import TaskPair
 from immunization.methods.base import Method
-from immunization.methods.learning_curve import horizons
+from immunization.methods.learning_curve import Horizon, horizons
 from immunization.models import Batch, Model
 from immunization.theory.learning_curve import excess, residuals
 
@@ -23,7 +21,7 @@ class LearningCurveNet(Method, without=["patience"]):
 
     epochs = 3
     batch_size = 64
-    horizon: int | Sequence[int] = 11
+    horizon: Horizon = 11
     weight: NonNegative = 1.0
     lambda_P: NonNegative = 1.0
     lambda_H: NonNegative = 1.0
