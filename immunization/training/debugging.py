@@ -26,7 +26,7 @@ class Debug:
 
     @classmethod
     def of(cls, config: DictConfig) -> Debug:
-        """That of `config`; without the key, nothing changes."""
+        """The key of `config`; without it, nothing changes."""
         return cls(**(config.get("debug") or {}))
 
     def few(self, data: TaskPair | ImagePair) -> TaskPair | ImagePair:
@@ -35,11 +35,8 @@ class Debug:
             return data
         if isinstance(data, ImagePair):
             return replace(data, tasks={role: self._few_images(task) for role, task in data.tasks.items()})
-        tasks = {
-            role: replace(task, train=task.train.take(self._chosen(len(task.train))))
-            for role, task in data.tasks.items()
-        }
-        return data.with_tasks(tasks)
+        chosen = {role: task.train.take(self._chosen(len(task.train))) for role, task in data.tasks.items()}
+        return data.with_tasks({role: replace(data.tasks[role], train=train) for role, train in chosen.items()})
 
     def _chosen(self, available: int) -> torch.Tensor:
         return torch.linspace(0, available - 1, min(self.rows or available, available)).round().long()

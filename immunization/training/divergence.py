@@ -14,7 +14,7 @@ DIVERGENCE = 1e12
 """A loss above this multiple of the first one counts as diverged."""
 
 UNSEEN = 1000
-"""Losses that stay on a GPU at most: each takes the smallest block that its memory is given out in."""
+"""Most losses that stay on a GPU."""
 
 
 @dataclass
@@ -29,8 +29,8 @@ class Progress:
 class Watch:
     """Judges the loss of every step: on a CPU at once, on a GPU together with those before whenever it is looked at.
 
-    The verdict is the same: Diverged names the first bad step and its loss. As a context, it looks at the end, and
-    where an error ends the training early, since that may have met what a bad step left behind.
+    Diverged names the first bad step and its loss. As a context, it also looks at the end and before any error leaves,
+    since that may have met what a bad step left behind.
     """
 
     def __init__(self, name: str, at: Progress) -> None:
