@@ -1,7 +1,5 @@
 """The interface of an attack, and the curve that it reports."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar

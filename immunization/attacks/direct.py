@@ -1,7 +1,5 @@
 """Attacks on frozen features that take no steps: ridge regression in closed form, and logistic regression."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 

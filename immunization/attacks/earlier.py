@@ -1,7 +1,5 @@
 """Attacks that cut the net: a probe behind each of its blocks."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

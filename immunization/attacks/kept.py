@@ -1,7 +1,5 @@
 """Attacks that are done: a killed audit goes on with the next one, the baseline is attacked once for all methods."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

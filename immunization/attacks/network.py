@@ -1,7 +1,5 @@
 """Attacks that train the net itself on harmful images, beside a fresh head: fine-tuning and LoRA."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """One attack on every stage of a victim, and where it stands between chance and the baseline."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Attacks on frozen features by first-order, quasi-Newton and preconditioned methods."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The settings of one fine-tuning, whether they are fixed, searched or read from a file, and what it may spend."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """An attacker who renews the statistics of BatchNorm, which are no weights and cost one pass over his images."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

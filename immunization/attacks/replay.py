@@ -1,7 +1,5 @@
 """Settings that a search found, written for others and given again."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The same architecture from random weights: what the harmful task costs one who has no use for the model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Attacks on theta_I and on what it is compared with, turned into measures; the cheapest one that succeeds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """The one loop of all attacks that train a net: a fresh head and a part of the net, on mini-batches, by a recipe."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

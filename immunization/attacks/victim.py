@@ -1,7 +1,5 @@
 """What an attacker downloads: the extractor, before and after immunization, and what harmful data become in it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Literal

@@ -5,8 +5,6 @@ the net, and the optimizer gets the sums over all processes. Heads work on gathe
 everywhere. With one process, every function here does nothing.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal

@@ -1,7 +1,5 @@
 """The device a run works on, and how many threads it takes."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

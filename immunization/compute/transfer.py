@@ -1,7 +1,5 @@
 """Onto a GPU without waiting for it: what fits stays there, what does not is read ahead of the step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

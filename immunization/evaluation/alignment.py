@@ -3,8 +3,6 @@
 Both look at the training features before immunization, for linear models the inputs: K = V S^2 V^T.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """What every evaluation reads: the features of every task before and after immunization."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TypeVar
 

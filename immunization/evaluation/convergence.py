@@ -1,7 +1,5 @@
 """How fast the attacker's probe learns: the paper's norm ratio (Eq. 16), and exact learning curves."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """What number formats do to the primary task of an immunized net: whether it survives being deployed."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What immunization does to the classes of a net's own head that are not in D_P."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 import torch

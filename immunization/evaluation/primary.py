@@ -1,7 +1,5 @@
 """What immunization does to the primary task, and Definition 3.1."""
 
-from __future__ import annotations
-
 import torch
 
 from immunization.checks import NonNegative, checked

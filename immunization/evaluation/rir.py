@@ -1,7 +1,5 @@
 """The paper's score: condition numbers of both Hessians and the relative immunization ratio (Eq. 15, 17)."""
 
-from __future__ import annotations
-
 from immunization.errors import DegenerateSpectrum
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import AUTHORS, CONDITIONING, SUFFIX, Measures, Role

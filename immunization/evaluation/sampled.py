@@ -1,7 +1,5 @@
 """RIR of deep nets by the paper's protocol: groups of sampled rows."""
 
-from __future__ import annotations
-
 import torch
 
 from immunization.checks import AtLeastOne, AtLeastTwo, Seed, checked

@@ -1,7 +1,5 @@
 """The paper's score of linear models against theta_0 in the place of the inputs."""
 
-from __future__ import annotations
-
 import torch
 
 from immunization.evaluation.comparison import Comparison

@@ -1,7 +1,5 @@
 """Whether the scores of a run mean what they seem to: flags, shown beside every score, and no measures."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

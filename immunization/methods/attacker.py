@@ -1,7 +1,5 @@
 """The attacker's head as methods simulate it, on features of one scale."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The interface of an immunization method."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY

@@ -1,7 +1,5 @@
 """CLAMP (Sarker et al., CVPR 2026): what an attacker's optimizer can reach at all, differentiated through its steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 

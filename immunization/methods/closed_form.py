@@ -1,13 +1,12 @@
 """The RIR-optimal linear map in closed form (docs/theory.md, "The ceiling of RIR, and the map that attains it")."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
 
 from immunization.checks import AboveOne, NonNegative
 from immunization.data.task import TaskPair
+from immunization.errors import ConfigError
 from immunization.methods.base import ITERATIVE, Method
 from immunization.methods.linear_map import bound_for, fit_head, probe_of_inputs, rescale, sum_root, theta_of
 from immunization.models import Model
@@ -46,9 +45,11 @@ class ClosedForm(Method, without=ITERATIVE):
         generator = torch.default_generator if self.rotate else None
         options = self.primary_ratio, self.ridge, self.spread, generator
         bound = bound_for(model, self.max_condition)
-        theta.copy_(
-            optimal_map(root_p, root_h, *options) if bound is None else bounded_map(root_p, root_h, bound, *options)
-        )
+        try:
+            a = optimal_map(root_p, root_h, *options) if bound is None else bounded_map(root_p, root_h, bound, *options)
+        except ConfigError as error:
+            raise ConfigError(f"method.{error}") from error
+        theta.copy_(a)
         if bound is not None:
             rescale(theta, probe_of_inputs(pair.primary))
         if len(root_h) == 1:

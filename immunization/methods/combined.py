@@ -1,7 +1,5 @@
 """Several harmful tasks for a method that is written for one."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The paper's method ("Ours", Alg. 1), as its authors released it, and its ablation to R_ill only."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import KW_ONLY
 from functools import partial

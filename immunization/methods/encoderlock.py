@@ -1,7 +1,5 @@
 """EncoderLock (Ding et al., NDSS 2025, arXiv 2411.12508): few weights of the encoder against probing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

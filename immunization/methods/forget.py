@@ -1,7 +1,5 @@
 """Features that forget: trained layers lose what tells harmful classes apart, also for those who whiten or solve."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext

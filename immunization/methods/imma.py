@@ -1,7 +1,5 @@
 """IMMA (Zheng & Yeh, ECCV 2024): bi-level immunization against an adapting attacker."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from typing import Any, Literal

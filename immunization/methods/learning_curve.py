@@ -1,7 +1,5 @@
 """Immunization of the learning curve itself: the attacker's gradient descent, solved, and differentiated in theta."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Literal

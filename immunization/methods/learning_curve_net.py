@@ -1,7 +1,5 @@
 """Immunization of the learning curve by training a net itself, batch by batch."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from immunization.checks import Fraction, NonNegative

@@ -1,7 +1,5 @@
 """What the methods for linear maps share: theta itself, the D x D statistics of a task, and the least-squares head."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """NTL, non-transferable learning (Wang et al., ICLR 2022)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

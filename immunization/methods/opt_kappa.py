@@ -1,7 +1,5 @@
 """Direct descent on the condition numbers (the paper's Opt-kappa baseline, and forms without its scale)."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Literal

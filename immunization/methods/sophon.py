@@ -1,7 +1,5 @@
 """SOPHON (Deng et al., IEEE S&P 2024, arXiv 2404.12699): non-fine-tunable learning."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Linear maps of bounded condition number, which number formats of few digits can hold together with their inverse."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """One extreme eigenpair of a symmetric matrix, where a regularizer needs no more than that."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from scipy.linalg.lapack import dpotrf, dpotrs, dsyevr

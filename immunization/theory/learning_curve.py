@@ -1,7 +1,5 @@
 """The attacker's gradient descent, solved and differentiated: residuals of a linear probe after any number of steps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """What ridge regression predicts of rows that it was not fitted to: the PRESS residuals of Allen (1974)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

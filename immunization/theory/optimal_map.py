@@ -1,7 +1,5 @@
 """The ceiling of RIR, and the linear map that attains it (docs/theory.md, section 6)."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Gradients in theta multiplied by K^-1, K = X^T X (Alg. 1), by a ridge solve or the pseudo-inverse."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 

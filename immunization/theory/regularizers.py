@@ -1,16 +1,4 @@
-"""The regularizers of the paper and their gradients; H = F^T F is the Hessian of a linear probe on features F.
-
-| what | equation | function |
-|---|---|---|
-| R_well(S), well-conditioned primary task | Eq. 3 | `r_well`, of features `r_well_of_features` |
-| R_ill(S), ill-conditioned harmful task, and its gradient | Eq. 12, 13 | `r_ill`, of features `r_ill_of_features` |
-| dR_well/dH, dR_ill/dH | Thm. 4.2, Alg. 1 | `r_well_slope`, `r_ill_slope` |
-| R_well in power means, without kinks | docs/theory.md, section 2 | the same, `power` < inf |
-| log kappa(H), smooth, for Opt-kappa | docs/theory.md, section 2 | `log_condition_number` |
-| log kappa(H + 1e-6 I), the released code's | docs/theory.md, section 5 | `log_authors_condition_number` |
-"""
-
-from __future__ import annotations
+"""The regularizers of the paper and their gradients; H = F^T F is the Hessian of a linear probe on features F."""
 
 import math
 from functools import partial
@@ -39,16 +27,13 @@ class Slope(Protocol):
     def __call__(self, hessian: Tensor, *, divided: bool = False, weight: float = 1.0) -> tuple[Scalar, Tensor]: ...
 
 
-# --- A Hessian H of rank k --------------------------------------------------------------------------------------------
-
-
 def r_well_slope(
     hessian: Tensor, rank: int, power: float = math.inf, divided: bool = False, weight: float = 1.0
 ) -> tuple[Scalar, Tensor]:
-    """R_well(H) = lambda_1^2 / 2 - ||H||_F^2 / (2k) (Eq. 3), and `weight` dR/dH = lambda_1 v_1 v_1^T - H / k.
+    """R_well(H) = lambda_1^2 / 2 - ||H||_F^2 / (2k), and `weight` dR/dH = lambda_1 v_1 v_1^T - H / k (Eq. 3, Thm. 4.2).
 
-    A finite `power` p puts the power mean M_p of the eigenvalues in the place of lambda_1 (`r_well`). `hessian` [n, n]
-    is symmetric, float64, of rank k. `divided`: the second is `weight` H^-1 dR/dH. Raises LinAlgError where H is not
+    A finite `power` p puts the power mean M_p of the eigenvalues in the place of lambda_1. `hessian` [n, n] is
+    symmetric, float64, of rank k. `divided`: the second is `weight` H^-1 dR/dH. Raises LinAlgError where H is not
     finite; on a GPU with a finite `power`, which needs nothing from the CPU, both results are then not finite.
     """
     if power < math.inf:
@@ -146,9 +131,6 @@ def hessian_slope(features: Tensor, slope_of: Slope) -> tuple[Scalar, Tensor]:
     return slope_of(gram(features))
 
 
-# --- Features F, differentiated to F or to theta ----------------------------------------------------------------------
-
-
 class _WithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx, value: Tensor, gradients: tuple[Tensor, ...], *leaves: Tensor) -> Tensor:
@@ -220,9 +202,6 @@ def r_ill_of_features(features: Tensor, rank: int, theta: Tensor | None = None) 
     Raises DegenerateSpectrum where the k eigenvalues are all equal.
     """
     return _of_features(features, theta, partial(r_ill_slope, rank=rank))
-
-
-# --- log kappa --------------------------------------------------------------------------------------------------------
 
 
 def _factor(f: Tensor) -> Tensor:

@@ -5,8 +5,6 @@ kappa(H) = (sigma_1 / sigma_k)^2 with sigma the singular values of F and k its n
 from F or its triangular factor, never from eigenvalues of H, which would lose half of the digits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal

@@ -1,7 +1,5 @@
 """Batches of the tasks that methods are shown, side by side."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

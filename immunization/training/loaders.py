@@ -1,7 +1,5 @@
 """Batches straight from image loaders: for augmented images, sets too large to keep, and loaders of the user's own."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The one training loop that all methods share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

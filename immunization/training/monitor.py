@@ -1,7 +1,5 @@
 """What a training logs: the terms of a step, and the condition numbers of both Hessians."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Mapping, Sequence

@@ -58,7 +58,7 @@ def test_the_side_of_the_outputs_whatever_the_number_of_rows(rows, ridge):
     (found,) = gradient(lambda t: (preconditioned_product(x, t, "ridge", ridge, "output") * weights).sum(), theta)
     expected = x.T @ weights @ torch.linalg.inv(x.T @ x + ridge * torch.eye(7, dtype=x.dtype))
     assert_close(found, expected, rtol=1e-7, atol=1e-9 * expected.abs().max().item())
-    with pytest.raises(DegenerateSpectrum, match=r"raise method\.ridge"):
+    with pytest.raises(DegenerateSpectrum, match=r"raise ridge"):
         gradient(lambda t: preconditioned_product(x[:2], t, "ridge", 1e-30, "output").sum(), theta)
 
 
