@@ -36,10 +36,7 @@ class ClosedFormProbe(ProbeAttack, without=["steps", "scaling"]):
 
 
 class LogisticProbe(Attack):
-    """scikit-learn's logistic regression on whitened features, for every C of `strengths`; classes alone.
-
-    A step is an iteration of its L-BFGS, of which only the last is seen.
-    """
+    """scikit-learn's logistic regression on whitened features, for every C of `strengths`; a step is an iteration."""
 
     setting_name, tries = "C", "strengths"
 

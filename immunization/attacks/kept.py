@@ -22,7 +22,7 @@ from immunization.runs import environment, files
 log = logging.getLogger(__name__)
 
 VERSION = 2
-"""Of the file, to be raised whenever `AttackCurve` changes."""
+"""Version of the file, to be raised whenever `AttackCurve` changes."""
 
 PACKAGE = Path(__file__).resolve().parents[1]
 DECIDE = ("attacks", "compute", "data", "evaluation", "models", "theory")
@@ -34,9 +34,8 @@ Curves = dict[Stage, AttackCurve]
 class KeptCurves:
     """The curves of attacks that are done, in one file, which is replaced in one step after each attack.
 
-    A curve is taken from there only for the very configuration of its attack (`settings`, by name), weights and data it
-    was measured with. What cannot be read is measured again. Curves of the baseline are shared with other runs in the
-    folder `baselines`, where one is given.
+    A curve is taken from there only for the same configuration of its attack (`settings`, by name), weights and data.
+    What cannot be read is measured again. Curves of the baseline are shared by all runs with one folder `baselines`.
     """
 
     def __init__(
@@ -72,9 +71,8 @@ class KeptCurves:
 class KeptBaselines:
     """Curves of attacks on the baseline, or of a reference, one file each in a folder that all runs share.
 
-    Methods are compared with the same baseline, which costs as much to attack as they do. A file is named by a hash of
-    all that its curve depends on: the attack, the baseline's net, features and labels, the code in `DECIDE` and the
-    machine's arithmetic. Of several processes that need the same curve one computes it, the others wait.
+    A file is named by a hash of all that its curve depends on: the attack, the baseline's net, features and labels, the
+    code in `DECIDE` and the machine's arithmetic. If several processes need a curve, one computes it, the others wait.
     """
 
     def __init__(self, root: Path, settings: Mapping[str, object], victim: Victim) -> None:

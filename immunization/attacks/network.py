@@ -29,16 +29,16 @@ class FineTune(Attack):
 
     `scope`: `full`, the whole net and the map behind it, if there is one, `last`, its last block and the map, or
     `head`. Features are scaled to a mean square of 1 at the start, by one factor; the head starts at 0. What is trained
-    is in train mode. The clipped gradient of a mini-batch is one step.
+    is in train mode. A step takes the clipped gradient of a mini-batch.
 
-    The best of `rates` on the validation split is used or, with `search=N`, the best of `known_recipes` and N more
-    (`search.py`), at most as large a part as `scope`, within the operations of `steps` as they are without a search; or
-    the recipes of the file `replay`. What was searched or replayed runs with several `seeds` of the attacker.
-    `epochs` are passes over the training images at which SGRC is taken; the last of them take the place of `steps`.
+    The best of `rates` on the validation split is used; with `search=N`, the best of `known_recipes` and N more
+    (`search.py`) within the same operations; or the recipes of the file `replay`. What was searched or replayed runs
+    with several `seeds`. `epochs` are passes over the training images at which SGRC is taken; the last of them takes
+    the place of `steps`.
     """
 
     fixed_rates: ClassVar[Rates] = {"sgd": (0.003, 0.03, 0.3), "adamw": (1e-4, 1e-3, 0.01)}
-    """Those of conf/attack, for every optimizer."""
+    """The rates in conf/attack, for every optimizer."""
 
     scope: Scope = "full"
     optimizer: Optimizer = "sgd"
@@ -77,11 +77,11 @@ class FineTune(Attack):
             )
 
     def recipe(self, rate: float) -> Recipe:
-        """That of the fixed grid with one of its rates."""
+        """The recipe of the fixed grid with one of its rates."""
         return Recipe(rate, self.optimizer, self.batch_size, self.scope, WEIGHT_DECAY[self.optimizer])
 
     def known_recipes(self) -> list[Recipe]:
-        """The grids of this attack and its relatives in conf/attack, rates of 0 apart: a search begins with them."""
+        """The grids of this attack and its relatives in conf/attack, but for rates of 0: a search begins with them."""
         own = [self.recipe(rate) for rate in self.settings]
         others = [
             replace(own[0], rate=rate, optimizer=optimizer, part=part, weight_decay=WEIGHT_DECAY[optimizer])
@@ -125,10 +125,7 @@ class FineTune(Attack):
         return self.choose(budget.grid, budget.flops, val, test, tuner.task.chance)
 
     def _searched(self, tuner: Tuner, budget: Budget, stage: Stage) -> AttackCurve:
-        """The recipe that was found, or given, with the seed of the attacker that is best on the validation split.
-
-        Its steps are those of the fixed grid that cost as much.
-        """
+        """The recipe that was found or replayed, with the seed that is best on the validation split."""
         if self.replayed:
             if stage not in self.replayed:
                 raise ConfigError(f"attack: the file to replay holds no settings for the stage {stage}")

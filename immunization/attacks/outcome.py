@@ -78,5 +78,4 @@ def first(found: Tensor) -> int | None:
 
 
 def listed(settings: tuple[float, ...]) -> str:
-    """Settings as text."""
     return ", ".join(f"{setting:g}" for setting in settings)

@@ -19,7 +19,7 @@ Norms = Literal["train", "eval"]
 OPTIMIZERS = {"sgd": partial(torch.optim.SGD, momentum=0.9), "adamw": torch.optim.AdamW}
 
 WEIGHT_DECAY: dict[Optimizer, float] = {"sgd": 0.0, "adamw": 0.01}
-"""Of the fixed grids: torch's defaults."""
+"""The fixed grids': torch's defaults."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,8 @@ class Recipe:
         if step <= warm:
             return self.rate * step / warm
         done = (step - 1 - warm) / (steps - warm)
-        return (
-            self.rate
-            * {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[self.schedule]
-        )
+        shares = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+        return self.rate * shares[self.schedule]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The same architecture from random weights: what the harmful task costs one who has no use for the model."""
+"""Training from random weights: what the harmful task costs one who has no use for the model."""
 
 from collections.abc import Callable
 
@@ -11,10 +11,7 @@ from immunization.models.chain import Network
 
 
 class Scratch(FineTune, group="attack.scratch", without=["scope", "precision"]):
-    """The same architecture from random weights, trained as `FineTune` trains the whole net.
-
-    No weights of the model are used: what it costs is the price of one way to do without the model, not the least.
-    """
+    """The net with random weights, trained as `FineTune` trains the whole net: one way to do without the model."""
 
     reference = True
 

@@ -53,8 +53,8 @@ def search(
 ) -> Found:
     """The best of the `known` recipes, which are tried first and in full, and of `trials` more.
 
-    Best is the largest mean of the validation curve over the budget's grid, by which a fixed grid chooses, too, so that
-    the search is never worse than `known` by that measure. Where every recipe diverges, the first is returned.
+    Best is the largest mean of the validation curve over the budget's grid, as for a fixed grid. Where every recipe
+    diverges, the first is returned.
     """
     import optuna
 

@@ -27,10 +27,10 @@ EXCESSES = {"1e-2": 1e-2, "1e-4": 1e-4}
 def run_attacks(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves | None = None) -> Measures:
     """Run `attacks` and measure each, under `attack/<name>/`, and the worst of them, under `attack/worst/`.
 
-    An attack that does not apply to the model or the data has `attack/<name>/final` alone, None with the reason.
-    Attacks that `kept` holds are not run again, and it takes every one that is done. A reference, which uses no weights
-    of the model, is measured under `reference/<name>/` and is none of the attacks. Where the victim's task is not
-    `harmful`, all these names carry its role, `attack_<role>/<name>/`, and so do the flags.
+    An attack that does not apply to the model or the data has only `attack/<name>/final`, None with the reason. Attacks
+    that `kept` holds are not run again. A reference, which uses no weights of the model, is measured under
+    `reference/<name>/`. Where the victim's task is not `harmful`, all these names carry its role,
+    `attack_<role>/<name>/`, and so do the flags.
     """
     measures = _of_one_task(attacks, victim, kept)
     return measures if victim.role == "harmful" else _named(measures, victim.role)
@@ -61,7 +61,7 @@ def _of_one_task(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves
 
 
 def _named(measures: Measures, role: Role) -> Measures:
-    """The same under the names of a further task: `attack_<role>/`, `reference_<role>/`, `<flag>_<role>`."""
+    """`measures` under the names of a further task: `attack_<role>/`, `reference_<role>/`, `<flag>_<role>`."""
 
     def name(old: str) -> str:
         group, slash, rest = old.partition("/")

@@ -18,7 +18,6 @@ NORM = 10.0
 SAMPLE = 512
 """Training images of which features are standardized."""
 
-
 Adapt = Callable[[Network, Scope], tuple[list[nn.Parameter], list[nn.Module]]]
 """Parameters of a net to train, and what of it is in train mode meanwhile."""
 

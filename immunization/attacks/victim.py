@@ -29,8 +29,8 @@ class Inapplicable(Exception):
 class Victim:
     """The task of `role`, a harmful one, as an attacker sees it through the extractor of each stage.
 
-    `start` is the extractor's state dict before immunization. Features are float64, computed once for each stage, split
-    and precision of the weights; `precision=None` leaves them as they are.
+    `start` is the extractor's state dict before immunization. Features are float64, computed once per stage, split and
+    precision of the weights; `precision=None` leaves them as they are.
     """
 
     def __init__(
@@ -88,8 +88,6 @@ class Victim:
         inputs, like = getattr(self.comparison.tasks[role], split).x, next(extractor.parameters())
         return torch.cat([extractor(part.to(like)).double() for part in inputs.split(256)])
 
-    # --- the network itself -------------------------------------------------------------------------------------------
-
     def network(self, stage: Stage, precision: Precision | None = None) -> Network:
         """A copy of the whole net, images -> features [N, D], all of it trainable and in eval mode."""
         if not self.model.deep:
@@ -144,7 +142,7 @@ def forward_flops(network: nn.Module, input_size: tuple[int, ...]) -> float:
 
 @torch.no_grad()
 def rounded(module: nn.Module, precision: Precision | None) -> nn.Module:
-    """`module` with its parameters rounded in place; int8 has one scale a tensor and leaves vectors as they are."""
+    """`module` with its parameters rounded in place; int8 has one scale per tensor and leaves vectors as they are."""
     for parameter in module.parameters() if precision else ():
         parameter.copy_(round_to(parameter, precision))
     return module

@@ -23,8 +23,8 @@ from immunization.methods.linear_map import (
     theta_of,
 )
 from immunization.models import Batch, Model
-from immunization.theory.condition_bound import nearest_bounded
 from immunization.theory.learning_curve import excess, residuals
+from immunization.theory.optimal_map import nearest_bounded
 from immunization.theory.probe import Probe
 
 Horizon = Annotated[int, Ge(0), Le(40)] | Sequence[AtLeastOne]

@@ -12,7 +12,6 @@ from immunization.data.task import SPLITS, Task
 from immunization.errors import ConfigError
 from immunization.models import Model
 from immunization.theory import spectrum
-from immunization.theory.condition_bound import power_of_two
 from immunization.theory.probe import Probe
 
 MAX_CONDITION = 64.0
@@ -78,7 +77,8 @@ def bound_for(model: Model, bound: float | Literal["auto"] | None) -> float | No
 @torch.no_grad()
 def rescale(theta: nn.Parameter, inputs: Probe) -> None:
     """Multiply theta by the power of two that brings its features nearest to the mean square of the inputs."""
-    theta.mul_(power_of_two((inputs.root.norm() / (inputs.root @ theta.double()).norm()).item()))
+    factor = (inputs.root.norm() / (inputs.root @ theta.double()).norm()).item()
+    theta.mul_(2.0 ** round(math.log2(factor)))  # binary formats multiply by it without rounding
 
 
 @torch.no_grad()

@@ -100,6 +100,24 @@ def bounded_map(
     return optimal_map(root_p, root_h, primary_ratio, 10**high, spread, generator)
 
 
+def nearest_bounded(a: Tensor, bound: float) -> Tensor:
+    """The matrix nearest to `a` [D, D] in the Frobenius norm with sigma_1 / sigma_D <= `bound`.
+
+    Its singular values are those of `a`, clipped to [floor, bound floor]; the floor changes them least in the sum of
+    squares. `a` itself where it is within the bound.
+    """
+    u, sigma, vh = torch.linalg.svd(a)
+    near = sigma.cpu()  # on a GPU every comparison below would wait
+    if near[0] <= bound * near[-1]:
+        return a
+    low, high = near[-1], near[0] / bound
+    for _ in range(2 * BISECTIONS):
+        floor = (low + high) / 2
+        slope = (floor - near).clamp(min=0).sum() - bound * (near - bound * floor).clamp(min=0).sum()
+        low, high = (low, floor) if slope > 0 else (floor, high)
+    return u * near.clamp(high, bound * high).to(sigma, non_blocking=True) @ vh
+
+
 def _spectrum(root: Tensor, ridge: float, name: str) -> tuple[float, Tensor, Tensor]:
     """kappa and the singular values [k] of K^1/2 with its relative ridge, and all right singular vectors [D, D]."""
     root = root.double()
