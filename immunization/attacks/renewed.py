@@ -1,4 +1,4 @@
-"""An attacker who renews the statistics of BatchNorm, which are no weights and cost one pass over his images."""
+"""An attacker who renews the statistics of BatchNorm, which are no weights and cost one pass over the images."""
 
 import math
 from collections.abc import Iterable

@@ -36,7 +36,7 @@ def test_cancelled_gradient_is_the_inverse_of_k_times_autograds(name, rows):
 @pytest.mark.parametrize("name", ["r_well", "r_ill"])
 @pytest.mark.parametrize("rows", [20, 4])
 def test_ridge_and_pseudo_inverse_of_a_regularizer(name, rows):
-    """The same through `preconditioned_product`: (K + r I)^-1 grad and K^+ grad, for regular and singular K."""
+    """Gradients through `preconditioned_product`: (K + r I)^-1 grad and K^+ grad, for regular and singular K."""
     x, theta = gaussian(rows, 6, seed=1), gaussian(6, 6, seed=2)
     exact, naive = each_regularizer(min(rows, 6))[name]
     k = x.T @ x
