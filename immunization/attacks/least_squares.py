@@ -1,7 +1,5 @@
 """Attacks that fit a linear head to frozen features: the least-squares problem, its curves, and the loop they share."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
@@ -50,7 +48,7 @@ class LeastSquares:
         self.factor = self.sigma[:, None] * self.vectors.T
 
     @classmethod
-    def of(cls, task: Task, train: Tensor, y: Tensor, val: Tensor, test: Tensor, flops: float) -> LeastSquares:
+    def of(cls, task: Task, train: Tensor, y: Tensor, val: Tensor, test: Tensor, flops: float) -> "LeastSquares":
         """From features [N, D] and labels [N]; raises Inapplicable for features that nothing can be learned from."""
         targets = task.targets(y)
         try:
@@ -161,7 +159,7 @@ class ProbeAttack(Attack):
         facts = {"excess": curves.excess, "kappa": self.condition_number(problem)}
         return self.choose(grid, curves.flops, curves.val, curves.test, problem.task.chance, **facts)
 
-    def problem(self, victim: Victim, features: Mapping[str, Tensor]) -> LeastSquares:
+    def problem(self, victim: Victim, features: Mapping[str, Tensor]) -> "LeastSquares":
         """What this attacker learns from: features as they prepare them, and what these cost."""
         task = victim.task
         rows = self.rows(task)

@@ -1,7 +1,5 @@
 """What every evaluation returns: flat numbers, curves, flags and arrays, with a reason for whatever is missing."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable
@@ -82,7 +80,7 @@ class Measures:
         """Record a curve y [T] against x; the baseline's is `<name>/baseline`."""
         self.curves[name + ("/baseline" if stage == "baseline" else "")] = {"x": list(x), "y": y.tolist()}
 
-    def merge(self, other: Measures) -> None:
+    def merge(self, other: "Measures") -> None:
         """Take over everything that `other` holds."""
         for name in ("metrics", "reasons", "curves", "arrays", "about"):
             getattr(self, name).update(getattr(other, name))

@@ -4,8 +4,6 @@ Features F = U S V^T [N, D] of rank k, targets Y [N, C], no bias, w_0 = 0. With 
 t steps of size 1/lambda_1 lead exactly to w_t = V diag((1 - (1 - r)^t) / sigma) c, whatever t is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -33,7 +31,7 @@ class Probe:
     @classmethod
     def of(
         cls, features: Tensor | Iterable[Tensor], targets: Tensor, eps: float = spectrum.EPS, rank: int | None = None
-    ) -> Probe:
+    ) -> "Probe":
         """The probe of features F and targets Y [N, C] by one triangular factor of [F | Y], in O((D + C)^2) memory.
 
         `features` is one matrix [N, D] or any iterable of batches [n_i, D] in the order of the targets. Directions with
@@ -60,7 +58,7 @@ class Probe:
         return cls.fit(factor[:, :width], factor[:, width:], max(rows, width) * eps, rank)
 
     @classmethod
-    def fit(cls, factor: Tensor, targets: Tensor, tolerance: float, rank: int | None = None) -> Probe:
+    def fit(cls, factor: Tensor, targets: Tensor, tolerance: float, rank: int | None = None) -> "Probe":
         """The probe of features and targets, or of any [m, D], [m, C] that these were rotated into, as R and Q^T Y are.
 
         `tolerance` is the noise floor relative to sigma_1; `rank` is the number of directions to keep where it is known

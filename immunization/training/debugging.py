@@ -1,7 +1,5 @@
 """What `debug=one_step`, `overfit` and `profiler` change in a training: its length, its rows, and who watches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,7 +23,7 @@ class Debug:
     profile: bool = False
 
     @classmethod
-    def of(cls, config: DictConfig) -> Debug:
+    def of(cls, config: DictConfig) -> "Debug":
         """The key of `config`; without it, nothing changes."""
         return cls(**(config.get("debug") or {}))
 

@@ -1,7 +1,5 @@
 """Whether a training diverges, seen without waiting for a GPU in every step."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -37,7 +35,7 @@ class Watch:
         self.name, self.at = name, at
         self.unseen: list[tuple[int, Tensor]] = []
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> "Watch":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -1,7 +1,5 @@
 """Signals that end a run: a training first comes to the end of its step, and into a checkpoint."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -62,7 +60,7 @@ class Stop:
         self.before: dict[int, Handler] = {}
 
     @contextmanager
-    def listening(self) -> Iterator[Stop]:
+    def listening(self) -> Iterator["Stop"]:
         """Take over the signals inside; only a process's main thread can, elsewhere nothing happens."""
         if threading.current_thread() is not threading.main_thread():
             yield self
