@@ -9,8 +9,7 @@ from immunization.methods.condition_number import ConditionNumber, ReleasedCondi
 from immunization.methods.encoderlock import Encoderlock
 from immunization.methods.forget import Forget
 from immunization.methods.imma import IMMA
-from immunization.methods.learning_curve import LearningCurve
-from immunization.methods.learning_curve_net import LearningCurveNet
+from immunization.methods.learning_curve import LearningCurve, LearningCurveNet
 from immunization.methods.ntl import NTL
 from immunization.methods.opt_kappa import OptKappa
 from immunization.methods.sophon import Sophon
