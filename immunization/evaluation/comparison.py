@@ -8,7 +8,7 @@ from torch import Tensor
 
 from immunization.compute.transfer import room
 from immunization.data.task import Split, Task, TaskPair
-from immunization.evaluation.measures import Role, Stage
+from immunization.evaluation.measures import SUFFIX, Role, Stage
 from immunization.models.activations import take
 from immunization.models.base import Model
 from immunization.theory import spectrum
@@ -105,6 +105,7 @@ class Comparison:
 
     def _stored(self, role: Role, split: str, stage: Stage) -> Tensor | None:
         """Features [N, D] of one split that are stored, or few enough to be kept; None for others."""
+        assert stage in SUFFIX, f"the stage must be one of {', '.join(SUFFIX)}, not {stage}"
         x = self._split(role, split).x
         if stage == "baseline":
             features = self.model.baseline_features(role, split)
@@ -132,6 +133,7 @@ class Comparison:
 
     def _root(self, role: Role, split: str, stage: Stage) -> Tensor | None:
         """[k, D] with the Gram matrix of the features, where it follows from the inputs, of rank k; None elsewhere."""
+        assert stage in SUFFIX, f"the stage must be one of {', '.join(SUFFIX)}, not {stage}"
         if stage == "immunized" and self.model.linear_map() is None:
             return None
         if stage == "baseline" and self.model.baseline_features(role, split) is not None:

@@ -78,7 +78,7 @@ class Measures:
 
     def curve(self, name: str, x: Iterable[float], y: Tensor, stage: Stage = "immunized") -> None:
         """Record a curve y [T] against x; the baseline's is `<name>/baseline`."""
-        self.curves[name + ("/baseline" if stage == "baseline" else "")] = {"x": list(x), "y": y.tolist()}
+        self.curves[name + SUFFIX[stage].replace("_", "/")] = {"x": list(x), "y": y.tolist()}
 
     def merge(self, other: "Measures") -> None:
         """Take over everything that `other` holds."""
