@@ -1,5 +1,7 @@
 """What `debug=one_step`, `overfit` and `profiler` change in a training: its length, its rows, and who watches."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,8 +25,8 @@ class Debug:
     profile: bool = False
 
     @classmethod
-    def of(cls, config: DictConfig) -> "Debug":
-        """The key of `config`; without it, nothing changes."""
+    def of(cls, config: DictConfig) -> Debug:
+        """That of `config`; without the key, nothing changes."""
         return cls(**(config.get("debug") or {}))
 
     def few(self, data: TaskPair | ImagePair) -> TaskPair | ImagePair:
@@ -33,8 +35,11 @@ class Debug:
             return data
         if isinstance(data, ImagePair):
             return replace(data, tasks={role: self._few_images(task) for role, task in data.tasks.items()})
-        chosen = {role: task.train.take(self._chosen(len(task.train))) for role, task in data.tasks.items()}
-        return data.with_tasks({role: replace(data.tasks[role], train=train) for role, train in chosen.items()})
+        tasks = {
+            role: replace(task, train=task.train.take(self._chosen(len(task.train))))
+            for role, task in data.tasks.items()
+        }
+        return data.with_tasks(tasks)
 
     def _chosen(self, available: int) -> torch.Tensor:
         return torch.linspace(0, available - 1, min(self.rows or available, available)).round().long()

@@ -1,5 +1,7 @@
 """The optimizer of a run, and the scheduler of its learning rate, from their configurations."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from functools import partial
 from itertools import pairwise
@@ -14,10 +16,10 @@ from immunization.config import build
 from immunization.errors import ConfigError
 
 LENGTHS = ("T_0", "T_max", "milestones", "step_size", "step_size_down", "step_size_up", "total_iters", "total_steps")
-"""Keys of torch's schedulers that count steps of the training."""
+"""Keys by which torch's schedulers are told steps of the training."""
 
 ENDS = ("T_max", "total_steps")
-"""Keys of schedulers that climb again, or fail, in a training that goes on."""
+"""Those of schedulers that climb again, or fail, in a training that goes on."""
 
 
 def optimizer_of(config: DictConfig, parameters: Iterable[Tensor] | Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -29,10 +31,11 @@ def optimizer_of(config: DictConfig, parameters: Iterable[Tensor] | Iterable[dic
 
 
 def scheduler_of(config: DictConfig, optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler | None:
-    """The scheduler of a configuration for a training of `steps` steps, or None.
+    """The scheduler of a configuration for a training of `steps` steps, each of them followed by one of its own.
 
     The keys of `LENGTHS` are numbers of steps or, as fractions, shares of `steps`; in a part of a SequentialLR, of the
-    steps of that part. Raises ConfigError for a length above `steps`, or an end before.
+    steps of that part. None where none is configured, or there are no steps. Raises ConfigError for a scheduler that
+    does not fit: a length above `steps`, or an end before.
     """
     if config.get("scheduler") is None or not steps:
         return None

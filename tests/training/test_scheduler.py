@@ -250,7 +250,7 @@ CHAINED = (
     ids=lambda node: node.split(",")[0].rpartition(".")[2],
 )
 def test_any_other_scheduler_of_torch_needs_only_a_yaml(node):
-    """A scheduler steps to the end, and goes on from its state where that was cut."""
+    """It steps to the end, and goes on from its state where that was cut."""
     config = OmegaConf.create(f"scheduler: {{_partial_: true, {node}}}")
 
     def taken(cut: int | None = None) -> list[float]:
