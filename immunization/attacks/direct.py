@@ -16,10 +16,7 @@ RIDGES = (0, *(float(f"1e{e}") for e in (*range(-20, -12, 2), *range(-12, 1))))
 
 
 class ClosedFormProbe(ProbeAttack, without=["steps", "scaling"]):
-    """Ridge regression through one singular value decomposition, w = V S / (S^2 + ridge) c for every ridge.
-
-    `ridges` are relative to lambda_1; the best on the validation split is used. It counts as one step.
-    """
+    """Ridge regression by one SVD, w = V S / (S^2 + ridge) c, for `ridges` relative to lambda_1, as one step."""
 
     setting_name, tries = "ridge", "ridges"
     order = None

@@ -25,10 +25,7 @@ class LinearProbe(ProbeAttack):
 
 
 class WhitenedProbe(ProbeAttack, without=["scaling"]):
-    """`LinearProbe` on features whitened by the training rows' (H + ridge I)^-1/2; ridge 0 solves in one step.
-
-    `ridges` are relative to lambda_1; the best on the validation split is used.
-    """
+    """`LinearProbe` on features whitened by (H + ridge I)^-1/2 for `ridges` relative to lambda_1; 0 takes one step."""
 
     setting_name, tries = "ridge", "ridges"
     natural_ends = True

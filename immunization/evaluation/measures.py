@@ -29,10 +29,7 @@ AUTHORS = ("authors/rir", "authors/ratio_harmful", "authors/ratio_primary")
 
 @dataclass
 class Measures:
-    """Flat numbers, curves, flags and arrays; whatever is missing (None) or flagged has its reason under its name.
-
-    `about` is what a reader must know of how they were measured.
-    """
+    """Flat numbers, curves, flags, arrays and facts `about` them; what is missing (None) or flagged has its reason."""
 
     metrics: dict[str, float | None] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)

@@ -88,7 +88,7 @@ def svd(matrix: Tensor, full_matrices: bool = False) -> tuple[Tensor, Tensor, Te
 def dimensions_outside(root: Tensor, other: Tensor, rows: int, eps: float = EPS) -> int:
     """Dimensions of the row space of `other` [m, D] outside of that of `root` [k, D], which has full rank k.
 
-    That is the rank of both together minus k; `rows`, for which both stand, and `eps` set the tolerance.
+    `rows`, for which both stand, and `eps` set the tolerance.
     """
     k, width = root.shape
     if k == width:

@@ -57,10 +57,7 @@ class LoaderPasses(Passes):
 
 
 class LoaderBatches(Batches):
-    """Batches from a loader per task (`primary`, `harmful`, `harmful_<name>`), each of (images, labels, ...).
-
-    `width` is D.
-    """
+    """Batches from a loader of (images, labels, ...) per role: `primary`, `harmful`, `harmful_<name>`; `width` is D."""
 
     def __init__(self, loaders: Mapping[str, Iterable], read: Read, width: int) -> None:
         super().__init__({role: LoaderPasses(loader, role, read, width) for role, loader in loaders.items()})
