@@ -176,7 +176,7 @@ def audit(
         _, pair = audited.read_loaders(loaders, False, test=True)
     comparison = Comparison(pair, audited)
     if isinstance(model, LinearMap):  # which comes without a head
-        audited.set_head(comparison.probe("primary", "after").optimum().T)
+        audited.set_head(comparison.probe("primary", "immunized").optimum().T)
     measures = evaluate(evaluations, comparison)
     victim = Victim(audited, comparison, audited.extractor.state_dict())
     measures.merge(run_attacks(attackers, victim))

@@ -20,34 +20,3 @@ from immunization.attacks.renewed import RenewedStatistics
 from immunization.attacks.scratch import Scratch
 from immunization.attacks.suite import run_attacks
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
-
-__all__ = [
-    "LBFGS",
-    "Adam",
-    "AdamW",
-    "Attack",
-    "AttackCurve",
-    "ClosedFormProbe",
-    "ConjugateGradients",
-    "EarlierLayers",
-    "FineTune",
-    "Inapplicable",
-    "KeptCurves",
-    "LeastSquares",
-    "LinearProbe",
-    "LoRA",
-    "LogisticProbe",
-    "Momentum",
-    "Precision",
-    "ProbeAttack",
-    "ProbeCurves",
-    "RenewedEarlierLayers",
-    "RenewedStatistics",
-    "Scratch",
-    "Stage",
-    "Undo",
-    "Victim",
-    "WhitenedProbe",
-    "require_held_out",
-    "run_attacks",
-]

@@ -1,22 +1,17 @@
-"""The same architecture from random weights: what the harmful task costs one who has no use for the model."""
-
-from __future__ import annotations
+"""Training from random weights: what the harmful task costs one who has no use for the model."""
 
 from collections.abc import Callable
 
 import torch
 
 from immunization.attacks.network import FineTune
-from immunization.attacks.recipe import Part
+from immunization.attacks.recipe import Scope
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.models.chain import Network
 
 
 class Scratch(FineTune, group="attack.scratch", without=["scope", "precision"]):
-    """The same architecture from random weights, trained as `FineTune` trains the whole net.
-
-    No weights of the model are used: what it costs is the price of one way to do without the model, not the least.
-    """
+    """The net with random weights, trained as `FineTune` trains the whole net: one way to do without the model."""
 
     reference = True
 
@@ -25,7 +20,7 @@ class Scratch(FineTune, group="attack.scratch", without=["scope", "precision"]):
     steps = 1024
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[Scope, ...]:
         return ("full",)
 
     def network(self, victim: Victim, stage: Stage) -> Network:
