@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from immunization.errors import ConfigError, DataError
-from immunization.models.adapted import check_net, fold_before, is_of_timm
+from immunization.models.adapted import check_net, is_of_timm
 from immunization.models.chain import data_config
 from immunization.models.fold import FOLD, LinearMap, fold_into
 from immunization.models.hub import one_try
@@ -55,8 +55,12 @@ def load(path: str | Path, net: nn.Module | None = None) -> nn.Module:
     not there, was not written by this project, or was altered since; ConfigError for a net that does not fit.
     """
     path = Path(path)
-    if path.is_dir() and not (path / WEIGHTS).exists() and (path / HUB_WEIGHTS).exists():
-        tensors, facts = hub_folder(path)
+    if path.is_dir() and not (path / WEIGHTS).exists() and (path / HUB_WEIGHTS).exists():  # of timm's save_for_hf
+        tensors, _ = files.read_tensors(path / HUB_WEIGHTS)
+        config = json.loads((path / HUB_CONFIG).read_text())
+        arguments = config.get("model_args", {"num_classes": config["num_classes"]})
+        facts = {"architecture": config["architecture"], "arguments": arguments, "computed_in": "float64"}
+        facts["dtype"] = name_of(next(t.dtype for t in tensors.values() if t.is_floating_point()))
     else:
         path = weights_of(path)
         try:
@@ -88,16 +92,6 @@ def load(path: str | Path, net: nn.Module | None = None) -> nn.Module:
     if recipe := facts.get("immunized_by"):
         model.immunized_by = recipe
     return model
-
-
-def hub_folder(folder: Path) -> tuple[dict[str, Tensor], Facts]:
-    """Tensors and facts of a folder that timm's save_for_hf or push_to_hf_hub wrote."""
-    tensors, _ = files.read_tensors(folder / HUB_WEIGHTS)
-    config = json.loads((folder / HUB_CONFIG).read_text())
-    arguments = config.get("model_args", {"num_classes": config["num_classes"]})
-    facts = {"architecture": config["architecture"], "arguments": arguments, "computed_in": "float64"}
-    facts["dtype"] = name_of(next(t.dtype for t in tensors.values() if t.is_floating_point()))
-    return tensors, facts
 
 
 class Checkpoint(NamedTuple):
@@ -212,11 +206,7 @@ def _fold(net: nn.Module, tensors: Mapping[str, Tensor], facts: Facts) -> None:
     """Put the layer of the map in, if there is one: behind a module of timm, else before the classifier."""
     if place := fold_of(tensors).get("fold"):
         weight = tensors[f"{place}.{FOLD}.weight"].to(next(net.parameters()))
-        if facts.get("timm", True):
-            fold_into(net, place, weight)
-        else:
-            layer = nn.Linear(*weight.shape, bias=False, device=weight.device, dtype=weight.dtype)
-            fold_before(net, place, layer)
+        fold_into(net, place, weight, before=not facts.get("timm", True))
 
 
 def misfits(net: nn.Module, state: Mapping[str, Tensor]) -> str:
@@ -300,8 +290,11 @@ def facts_of(net: nn.Module, arguments: Mapping[str, Any]) -> Facts:
         )
     try:
         again = restore(create(facts["architecture"], None, False, facts["arguments"]), tensors, facts)
-        if not _equal(again, copy.deepcopy(net).cpu().eval(), facts["data_config"]["input_size"]):
-            raise ConfigError("its outputs differ")
+        image = torch.randn(1, *facts["data_config"]["input_size"], generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            outputs = (one(image.to(next(one.parameters()))) for one in (again, copy.deepcopy(net).cpu().eval()))
+            if not torch.allclose(*outputs, equal_nan=True):
+                raise ConfigError("its outputs differ")
     except (ConfigError, RuntimeError, AttributeError, AssertionError) as error:
         shown = ", ".join(f"{key}={value!r}" for key, value in facts["arguments"].items())
         raise ConfigError(
@@ -309,12 +302,6 @@ def facts_of(net: nn.Module, arguments: Mapping[str, Any]) -> Facts:
             f"({' '.join(str(error).split())[:200]}); say how it was made, save(model, folder, img_size=...)"
         ) from error
     return facts
-
-
-@torch.no_grad()
-def _equal(one: nn.Module, other: nn.Module, input_size: Sequence[int]) -> bool:
-    image = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(0)).to(next(one.parameters()))
-    return torch.allclose(one(image), other(image), equal_nan=True)
 
 
 def fold_of(tensors: Mapping[str, Tensor]) -> Facts:

@@ -27,7 +27,7 @@ class RowPasses:
         """What is left of the pass, all of it at first."""
         task, x, y = self.task, self.task.train.x, self.task.train.y
         if self.batch_size is None:
-            if task.width:
+            if len(x.shape) != 2:
                 raise ConfigError("method.batch_size must be set: a net is trained on batches, not on all rows at once")
             if not self.taken:
                 self.taken = 1
