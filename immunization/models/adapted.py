@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,9 +48,6 @@ class Adapted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))
-
-    def data_config(self) -> dict[str, Any]:
-        return {"input_size": self.pretrained_cfg["input_size"]}
 
     def released(self) -> nn.Module:
         """The net itself again, of its own class; this one is of no use afterwards."""

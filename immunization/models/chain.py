@@ -159,7 +159,7 @@ def classifier_path(net: nn.Module) -> str:
 def data_config(net: nn.Module) -> dict[str, Any]:
     """How the net wants its images: size, interpolation, mean, std and crop, for as many channels as it reads."""
     if isinstance(net, Adapted):
-        return net.data_config()
+        return {"input_size": net.pretrained_cfg["input_size"]}
     from timm.data import resolve_model_data_config
 
     keys = ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")

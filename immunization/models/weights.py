@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +25,6 @@ from immunization.errors import ConfigError, DataError
 from immunization.models.adapted import check_net, is_of_timm
 from immunization.models.chain import data_config
 from immunization.models.fold import FOLD, LinearMap, fold_into
-from immunization.models.hub import one_try
 from immunization.runs import files
 from immunization.runs.filenames import WEIGHTS, weights_of
 
@@ -40,6 +39,8 @@ HUB_WEIGHTS, HUB_CONFIG = "model.safetensors", "config.json"
 TOLERANCE = 1e-3
 """Largest change of an output by rounding, relative to the largest output, that passes without a word."""
 ROWS = 4096
+SECONDS = 5.0
+"""How long the Hugging Face hub has to answer."""
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -92,6 +93,27 @@ def load(path: str | Path, net: nn.Module | None = None) -> nn.Module:
     if recipe := facts.get("immunized_by"):
         model.immunized_by = recipe
     return model
+
+
+@contextmanager
+def one_try() -> Iterator[bool]:
+    """Whether the hub answers, which is asked once; where it does not, only what is in its cache is taken inside.
+
+    Its own client would try again for a minute, file by file.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    offline, answers = constants.HF_HUB_OFFLINE, True
+    try:
+        get_session().head(constants.ENDPOINT, timeout=SECONDS)
+    except Exception:  # of its HTTP library, which is another one from version to version
+        answers = False
+    constants.HF_HUB_OFFLINE = offline or not answers  # the environment variable is read when the hub is imported
+    try:
+        yield answers
+    finally:
+        constants.HF_HUB_OFFLINE = offline
 
 
 class Checkpoint(NamedTuple):
