@@ -172,7 +172,7 @@ def check(cfg: DictConfig) -> None:
         if not isinstance(cfg[key] or [], list | ListConfig):
             raise ConfigError(f"{key} must be a list, [a,b] on the command line, not {cfg[key]!r}")
     gives = str(inspect.signature(target_of(cfg, "dataset")).return_annotation)
-    if getattr(target_of(cfg, "model"), "deep", False) and "TaskPair" in gives:  # and not images
+    if getattr(target_of(cfg, "model"), "reads", "rows") != "rows" and "TaskPair" in gives:  # and not images
         raise ConfigError(
             f"model={cfg.model.get('name', 'digits_net')} needs images, for example dataset=image_folders or "
             f"digits_deep; dataset={cfg.dataset.get('name')} has none"

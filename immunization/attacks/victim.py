@@ -107,7 +107,7 @@ class Victim:
     def _images(self, split: str, rows: tuple[int, ...] | None) -> tuple[Tensor, Tensor]:
         part: Split = getattr(self.task, split)
         chosen = torch.arange(len(part)) if rows is None else torch.tensor(rows)
-        if self.model.reads_images or not len(chosen):
+        if self.model.reads == "images" or not len(chosen):
             return take(part.x, chosen).to(self.model.head.weight), part.y[chosen.to(part.y.device)]
         batches, most = [], room(part.y.device, KEPT_IMAGES * GIB) / GIB
         for images, labels in self.model.image_batches(self.role, split, None if rows is None else chosen):

@@ -57,7 +57,7 @@ class Comparison:
         stored = self._stored(role, split, stage)
         if stored is None:
             return self.model.feature_batches(self._split(role, split).x)
-        return stored.split(ROWS) if self.tasks[role].width else (stored,)
+        return stored.split(ROWS) if self.model.trains_layers else (stored,)
 
     @torch.no_grad()
     def sampled(self, role: Role, stage: Stage, rows: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ class Deployment:
         """Images and labels of evenly spaced rows of the primary test split."""
         model, part = comparison.model, comparison.tasks["primary"].test
         rows = torch.linspace(0, len(part) - 1, min(self.images, len(part))).round().long()
-        if not model.reads_images:
+        if model.reads != "images":
             return list(model.image_batches("primary", "test", rows))
         return [(take(part.x, some), part.y[some.to(part.y.device)]) for some in rows.split(32)]
 

@@ -65,7 +65,7 @@ class Forget(Method, without=["combine"]):
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
-        if not model.trained() or (model.deep and model.linear_map() is not None):
+        if not model.trained() or model.reads == "features":
             raise ConfigError(
                 f"method={self.name} trains layers, and there are none: a map behind the features loses nothing; name "
                 "layers with model.trainable=..."

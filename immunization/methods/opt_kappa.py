@@ -69,7 +69,7 @@ class OptKappa(Method):
         super().setup(model, pair)
         relative = self.form == "log" and self.rate is not None and not self.authors
         self.multiplicative = relative and model.linear_map() is not None
-        if self.form == "log" and not self.authors and not pair.primary.width:
+        if self.form == "log" and not self.authors and not model.trains_layers:
             outside = spectrum.dimensions_outside(pair.primary.root, pair.harmful.root, *pair.tolerance)
             if outside:
                 self.undetermined = (

@@ -62,7 +62,7 @@ class RowPasses(Passes):
     def rest(self) -> Iterator[Batch]:
         task, x, y = self.task, self.task.train.x, self.task.train.y
         if self.batch_size is None:
-            if task.width:
+            if len(x.shape) != 2:
                 raise ConfigError("method.batch_size must be set: a net is trained on batches, not on all rows at once")
             if not self.taken:
                 self.taken = 1

@@ -65,8 +65,8 @@ def assemble(config: DictConfig) -> Parts:
     with distributed.main_process_first():
         model: Model = build(config, "model", pair=data.to(device, getattr(torch, config.dtype)))
         model, pair = model.read_tasks(data, method.folds)
-    machine.choose_threads(config.threads, None if pair.primary.width else pair.dim)
-    if distributed.size() > 1 and (method.alone or not pair.primary.width):
+    machine.choose_threads(config.threads, None if model.trains_layers else pair.dim)
+    if distributed.size() > 1 and (method.alone or not model.trains_layers):
         raise ConfigError(
             f"method={method.name} on {model.name} is not trained by several processes: nets whose layers are trained "
             "are, by methods that simulate no attacker; start it without torchrun"
@@ -76,7 +76,7 @@ def assemble(config: DictConfig) -> Parts:
     if method.epochs:  # a process's first optimizer imports torch's compiler, seconds that are not the method's
         with importing("importing torch's optimizers"):
             torch.optim.SGD([torch.zeros(1)])
-    kept = config.get("attack") or not pair.primary.width  # of rows it is small, and a baseline of its own
+    kept = config.get("attack") or not model.trains_layers  # of rows it is small, and a baseline of its own
     start = copy.deepcopy(model.extractor.state_dict()) if kept else {}
     return Parts(method, model, pair, trained_on, start, device)
 
@@ -133,7 +133,7 @@ class TrainingSession:
         generator = torch.Generator().manual_seed(self.config.seed)
         rows = self.debug.rows or method.batch_size
         self.batches = batches_of(model, self.pair, method.batch_size and min(method.batch_size, rows), generator)
-        self.monitor.period = self.batches.steps_per_epoch if self.pair.primary.width else 1
+        self.monitor.period = self.batches.steps_per_epoch if self.model.trains_layers else 1
         if self.state is None:
             self.monitor(0, {})
         if steps := method.epochs * self.batches.steps_per_epoch:
@@ -151,7 +151,7 @@ class TrainingSession:
         method.finish(model)
 
     def _train(self, steps: int) -> None:
-        every, period, method = log_interval(self.config, self.pair, steps), self.monitor.period, self.method
+        every, period, method = self.log_interval(steps), self.monitor.period, self.method
 
         def logged(step: int) -> bool:
             return step % every == 0 or step == steps or (step % period == 0 and period > 1)
@@ -171,6 +171,11 @@ class TrainingSession:
             with room, self.keeper.stop.after_steps(), self.debug.watching(self.monitor.result.folder):
                 parts = method, self.model, self.batches, self.optimizer
                 train(*parts, on_step, self.progress, self.scheduler, self.debug.steps, logged)
+
+    def log_interval(self, steps: int) -> int:
+        """Steps between two log lines of a training of `steps` steps."""
+        cheap = self.model.trains_layers or self.pair.dim <= machine.SMALL  # else a log line costs more than a step
+        return self.config.log_every or max(1, steps // (LOG_LINES if cheap else LOG_LINES // 2))
 
     def _stateful(self) -> dict[str, Any]:
         parts = {"method": self.method, "optimizer": self.optimizer, "batches": self.batches, "monitor": self.monitor}
@@ -200,12 +205,6 @@ class TrainingSession:
                 f"{self.monitor.result.folder / CHECKPOINT} does not fit this run ({error}): the data, the weights or "
                 "the program have changed; another hydra.run.dir=... starts afresh"
             ) from error
-
-
-def log_interval(config: DictConfig, pair: TaskPair, steps: int) -> int:
-    """Steps between two log lines of a training of `steps` steps."""
-    cheap = pair.primary.width is not None or pair.dim <= machine.SMALL  # else a log line costs more than a step
-    return config.log_every or max(1, steps // (LOG_LINES if cheap else LOG_LINES // 2))
 
 
 def follow(config: DictConfig, folder: Path) -> Result:
