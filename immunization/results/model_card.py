@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
 
 from immunization.results.formatting import number, roles_in
 from immunization.runs import files
@@ -50,9 +48,8 @@ LIMITS = """\
 """
 
 
-def recipe(method: str, config: DictConfig, seed: int) -> dict[str, Any]:
+def recipe(method: str, settings: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """How a net was immunized: the method, its options and the seed."""
-    settings = OmegaConf.to_container(config, resolve=True)
     return {"method": method, "settings": {k: v for k, v in settings.items() if not k.startswith("_")}, "seed": seed}
 
 
