@@ -19,7 +19,6 @@ from rich.console import Console
 from immunization.errors import UserError
 from immunization.results import leaderboard
 from immunization.results.collect import Collection, collect
-from immunization.results.leaderboard_rows import tracks
 from immunization.results.page import REPORT, Section, markdown, sections, show, write
 from immunization.results.tables import numbers
 from immunization.runs import files
@@ -34,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     board = arguments[:1] == ["leaderboard"]
     options = _parser("Leaderboard" if board else "Results").parse_args(arguments[board:])
     collection = collect(options.paths)
-    rows = tracks(collection) if board else []
+    rows = leaderboard.tracks(collection) if board else []
     parts = (
         leaderboard.sections(rows) if board else sections(collection, options.objective, figures=not options.no_figures)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 NONE = "–"  # noqa: RUF001
 """Stands where there is no value."""
@@ -13,6 +14,25 @@ MEASURES = {"accuracy": "accuracy", "r2": "R²", "loss": "loss"}
 
 ROLES = ("harmful", "primary", "benign")
 """The usual tasks; further ones are found in what was measured."""
+
+
+@dataclass
+class Cell:
+    """A value as text, and as a number to sort by where there is one, with its standard deviation over seeds.
+
+    `words`: the text says more than that number. `strong` marks the best of a column.
+    """
+
+    text: str
+    value: float | None = None
+    strong: bool = False
+    spread: float | None = None
+    words: bool = False
+
+    @classmethod
+    def of(cls, value: float | None, form: str = "") -> Cell:
+        """A number in three digits, or in `form`, a template; a dash for none."""
+        return cls(NONE) if value is None else cls(form.format(value) if form else number(value), value)
 
 
 def roles_in(names: Iterable[str], family: str, first: Iterable[str] = ROLES) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from immunization.results.columns import Place, placed
 from immunization.results.formatting import number, roles_in
 from immunization.runs import files
 from immunization.runs.filenames import MODEL_CARD, WEIGHTS
@@ -16,17 +17,6 @@ from immunization.runs.result import Result
 from immunization.runs.verdict import EASIER
 
 STEPS = (1, 10, 100, 1000, 10_000, 100_000, 1_000_000)
-MEASURES = {
-    "primary/head_accuracy": "primary accuracy, own head",
-    "primary/head_accuracy_baseline": "the same before",
-    "primary/changed_predictions": "test images whose prediction changed",
-    "steps_ratio/harmful": "steps a harmful probe needs, relative to before (should be large)",
-    "steps_ratio/primary": "steps a fresh primary probe needs, relative to before (should be at most 1)",
-    "steps_ratio/benign": "steps a benign third task needs, relative to before (should be at most 1)",
-    "rir": "RIR, training images",
-    "test/rir": "RIR, held-out images",
-    "authors/rir": "RIR by the paper's sampled protocol",
-}
 SOURCES = ("hfds", "hfids", "tfds", "torch", "wds")
 HUB_LICENSES = ("apache-2.0", "mit", "bsd-3-clause", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0")
 CITATION = """\
@@ -162,7 +152,7 @@ def _name(data: str) -> str:
 def _measured(result: Result | None, rounding: float | None) -> list[str]:
     lines = ["## Measured", ""]
     metrics = result.metrics if result else {}
-    rows = [f"| {text} | {_value(result, name)} |" for name, text in MEASURES.items() if name in metrics]
+    rows = [f"| {c.heading} | {_value(result, c.measure)} |" for c in placed(Place.CARD) if c.measure in metrics]
     if rounding is not None:
         rows.append(
             f"| outputs, rounded to the file's dtype: largest change, relative to the largest | {rounding:.1g} |"

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from immunization.results.collect import varying
+from immunization.results.columns import AUTHORS, published
 from immunization.results.formatting import roles_in
 from immunization.results.leaderboard_figure import NARROW
-from immunization.results.leaderboard_rows import Row
 from immunization.results.plot import (
     INK,
     Look,
@@ -32,7 +32,6 @@ from immunization.results.plot import (
 )
 from immunization.results.seed_statistics import rank_correlation
 from immunization.results.settings import KEEPS, Setting, best, by_authors, correlations, in_convention, short_labels
-from immunization.results.tables import AUTHORS, published
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -189,7 +188,7 @@ def pareto(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
     None where either is the same for all settings.
     """
     reach = {setting: setting.summary("rir").mean for setting in group if setting.seeds("rir")}
-    lost = {setting: price for setting in reach if (price := Row(setting).price) is not None}
+    lost = {setting: price for setting in reach if (price := setting.price) is not None}
     slower = {setting: steps for setting in reach if (steps := setting.median("steps_ratio/primary"))}
     by_loss = bool(lost) and max(lost.values()) - min(lost.values()) >= NARROW
     price = lost if by_loss else slower

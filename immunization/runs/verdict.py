@@ -7,7 +7,6 @@ the bar of the run. That is the number that tables show, so words and tables can
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
@@ -51,7 +50,10 @@ def successes(result: Result, stage: str = "", group: str = "attack") -> dict[st
 
 def capped(result: Result) -> set[str]:
     """Attacks whose steps are all that they had: the number of steps they would need is larger."""
-    return set(re.findall(r"[:,] ([^:,]+) \(\d+\)", result.reasons.get("attacks_capped", "")))
+    if (names := result.about.get("attacks_capped")) is not None:
+        return set(names)
+    told = result.reasons.get("attacks_capped", "")  # all that runs of before that entry have
+    return {name for name in attack_names(result) if f" {name} (" in told}
 
 
 def fine_tuned(result: Result, group: str = "attack") -> bool:
