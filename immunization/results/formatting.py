@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 NONE = "–"  # noqa: RUF001
 """Stands where there is no value."""
@@ -50,3 +55,20 @@ def number(value: float) -> str:
         mantissa, _, exponent = f"{value:.3g}".partition("e")
         return f"{mantissa}e{int(exponent)}" if exponent else mantissa
     return f"{float(f'{value:.3g}'):,.6g}"
+
+
+def template(name: str, **filters: Callable[..., object]) -> Template:
+    """The page `name` of this folder, to be filled in; values are escaped in HTML."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # slow to load: most runs write no page
+
+    html = name.endswith(".html")
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=html,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=not html,
+    )
+    environment.filters |= filters
+    return environment.get_template(name)

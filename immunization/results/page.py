@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 from rich.console import Console
 
@@ -21,7 +20,7 @@ from immunization.results.attack_table import Audit
 from immunization.results.attack_table import audit as audit_of
 from immunization.results.collect import Collection, Problem, Run, collect
 from immunization.results.columns import Place, placed
-from immunization.results.formatting import Cell, number
+from immunization.results.formatting import Cell, number, template
 from immunization.results.plot import Plot
 from immunization.results.settings import Setting, best, by_authors, in_convention, settings, title
 from immunization.results.sweep_figures import draw
@@ -133,15 +132,7 @@ def show_left_out(collection: Collection, console: Console) -> None:
 
 def write(path: Path, collection: Collection, parts: Sequence[Section], heading: str) -> None:
     """Write the report to `path`."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["code"] = _code
-    content = environment.get_template(REPORT).render(
+    content = template(REPORT, code=_code).render(
         title=heading,
         lead=_lead(parts),
         flags_page=flags_page(path),
