@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -34,9 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = _parser("Leaderboard" if board else "Results").parse_args(arguments[board:])
     collection = collect(options.paths)
     rows = leaderboard.tracks(collection) if board else []
-    parts = (
-        leaderboard.sections(rows) if board else sections(collection, options.objective, figures=not options.no_figures)
-    )
+    parts = leaderboard.sections(rows) if board else sections(collection, options.objective, not options.no_figures)
     folder = options.output
     figures = options.figures or folder / "figures"
     for place in (folder, figures):
@@ -44,11 +43,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     texts = {"results.csv": collection.frame().to_csv(index=False)}
     for table in (table for part in parts for table in part.every_table):
-        texts |= {
-            f"{table.name}.md": table.markdown(),
-            f"{table.name}.tex": table.latex(),
-            f"{table.name}.csv": table.csv(),
-        }
+        formats = {"md": table.markdown, "tex": table.latex, "csv": table.csv}
+        texts |= {f"{table.name}.{suffix}": form() for suffix, form in formats.items()}
     for name, text in texts.items():
         files.write(folder / name, text)
     suffixes = (".png",) if options.figures else (".png", ".pdf")
@@ -63,12 +59,8 @@ def main(arguments: list[str] | None = None) -> None:
         base = options.markdown.resolve().parent
         relative = {name: os.path.relpath(path.resolve(), base) for name, path in pictures.items()}
         command = shlex.join(["python", "-m", "immunization.results", *arguments])
-        files.write(
-            options.markdown,
-            leaderboard.between_marks(options.markdown, parts, relative, command)
-            if board
-            else markdown(parts, relative, command),
-        )
+        page = partial(leaderboard.between_marks, options.markdown) if board else markdown
+        files.write(options.markdown, page(parts, relative, command))
     if board:
         leaderboard.show(collection, parts, Console())
     else:

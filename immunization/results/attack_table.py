@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
 from immunization.results.collect import Run
-from immunization.results.columns import Place, placed
+from immunization.results.columns import Column, Place, placed
+from immunization.results.formatting import Cell
 from immunization.results.settings import Setting
 from immunization.results.tables import Table
 from immunization.runs.filenames import WEIGHTS, weights_of
@@ -35,7 +37,7 @@ class Audit:
     @cached_property
     def sentences(self) -> list[str]:
         """The verdict in words; the first sentence is a summary."""
-        return verdict([run.result for run in self.setting.runs])
+        return verdict(self.setting.results)
 
     @property
     def subject(self) -> str:
@@ -54,17 +56,14 @@ class Audit:
     @cached_property
     def flags(self) -> dict[str, str]:
         """Every flag of the runs with the reason of the first, and how many runs have it."""
-        reasons: dict[str, list[str]] = {}
-        for run in self.setting.runs:
-            for flag in run.result.flags:
-                reasons.setdefault(flag, []).append(run.result.reasons.get(flag, "no reason given"))
-        if len({run.result.seed for run in self.setting.runs}) < 3:
-            reasons["few_seeds"] = ["fewer than 3 seeds: nothing is known of the spread of these figures"]
-        runs = len(self.setting.runs)
-        return {
-            flag: (f"in {len(texts)} of {runs} runs: " if runs > 1 and flag != "few_seeds" else "") + texts[0]
-            for flag, texts in reasons.items()
-        }
+        results, found = self.setting.results, {}
+        for flag, count in Counter(flag for result in results for flag in result.flags).items():
+            first = next(result for result in results if flag in result.flags)
+            where = f"in {count} of {len(results)} runs: " if len(results) > 1 else ""
+            found[flag] = where + first.reasons.get(flag, "no reason given")
+        if len({result.seed for result in results}) < 3:
+            found["few_seeds"] = "fewer than 3 seeds: nothing is known of the spread of these figures"
+        return found
 
 
 def audit(setting: Setting, name: str, heading: str) -> Audit | None:
@@ -76,16 +75,12 @@ def audit(setting: Setting, name: str, heading: str) -> Audit | None:
     )  # the cheapest success first, what is held last
     if not names:
         return None
-    made = Audit(
-        setting,
-        Table.of(
-            name,
-            f"{heading}: attacks on {_subject(setting)}",
-            placed(Place.ATTACKS),
-            names,
-            cell=lambda column, attack: column.cell(setting, column.measure.format(attack=attack)),
-        ),
-    )
+
+    def cell(column: Column, attack: str) -> Cell:
+        return column.cell(setting, column.measure.format(attack=attack))
+
+    title = f"{heading}: attacks on {_subject(setting)}"
+    made = Audit(setting, Table.of(name, title, placed(Place.ATTACKS), names, cell))
     flags = [f"Flag {flag}: {text}." for flag, text in made.flags.items()]
     made.table.notes += [*made.sentences, *NOTES, *flags]
     return made

@@ -24,7 +24,7 @@ from immunization.runs import strict_json
 from immunization.runs.filenames import ENVIRONMENT, ROWS
 
 MARKS = "<!-- leaderboard -->", "<!-- /leaderboard -->"
-"""What stands between them in a page is replaced."""
+"""Lines of a page: what stands between them is replaced."""
 APART = ": other attacks, not comparable"
 
 
@@ -131,10 +131,10 @@ def between_marks(path: Path, parts: Sequence[Section], pictures: Mapping[str, s
 
     What is `kept` of other tracks stays: to make one again, the runs of the others need not be there.
     """
-    before, _, rest = path.read_text().partition(MARKS[0]) if path.is_file() else ("", "", "")
-    old, found, after = rest.partition(MARKS[1])
-    if not found:
-        raise DataError(f"{path} has no place for the leaderboard: put {MARKS[0]} and {MARKS[1]} where it shall stand")
+    found = re.split(f"^(?:{'|'.join(MARKS)})$", path.read_text() if path.is_file() else "", flags=re.MULTILINE)
+    if len(found) != 3:
+        raise DataError(f"{path} has no place for the leaderboard: put {MARKS[0]} and {MARKS[1]} on lines of their own")
+    before, old, after = found
     tracks = kept(path, {part.tables[0].title: _block(part, pictures) for part in parts}, lambda: _earlier(old))
     text = "\n\n".join(tracks[title]["text"] for title in sorted(tracks))
     columns = {name for track in tracks.values() for name in track["columns"]}

@@ -175,16 +175,14 @@ def kept(page: Path, made: Mapping[str, Any], earlier: Callable[[], dict[str, An
 
 def provenance(runs: Sequence[Run]) -> str:
     """Which runs, and by which commands."""
-    folders = sorted({str(run.result.folder.parent) for run in runs})
-    commands = dict.fromkeys(run.command for run in runs if run.command)
-    shown = [f"`{command}`" for command in list(commands)[:3]]
-    more = f" and {len(commands) - 3} more" if len(commands) > 3 else ""
-    where = ", ".join(folders[:3]) + (f" and {len(folders) - 3} more" if len(folders) > 3 else "")
-    return (
-        f"{len(runs)} run{'s' * (len(runs) != 1)} in {where}"
-        + (f", made by {', '.join(shown)}{more}" if shown else "")
-        + "."
-    )
+    commands = [f"`{command}`" for command in dict.fromkeys(run.command for run in runs if run.command)]
+    made = f", made by {_first(commands)}" if commands else ""
+    folders = _first(sorted({str(run.result.folder.parent) for run in runs}))
+    return f"{len(runs)} run{'s' * (len(runs) != 1)} in {folders}{made}."
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _problems(problems: Sequence[Problem]) -> Table:

@@ -112,15 +112,11 @@ def _attacks(results: Sequence[Result]) -> list[str]:
     if found:
         before = successes(result, "_baseline")
         name, cost = next(iter(found.items()))
-        ratio = (
-            f"takes {cost / min(before.values()):.3g} times the operations of the cheapest attack on the baseline"
-            if before
-            else f"takes {cost:.2g} operations"
-        )
-        lines = [
-            f"It does not hold: {len(found)} of {len(tried)} attacks learn the harmful task; the cheapest, {name}, "
-            f"{ratio}."
-        ]
+        price = f"{cost:.2g} operations"
+        if before:
+            price = f"{cost / min(before.values()):.3g} times the operations of the cheapest attack on the baseline"
+        count = f"{len(found)} of {len(tried)} attacks"
+        lines = [f"It does not hold: {count} learn the harmful task; the cheapest, {name}, takes {price}."]
     else:
         best = max(known, key=known.__getitem__)
         lines = [

@@ -183,13 +183,13 @@ def test_failed_and_diverged_runs_are_shown(folder):
 
 def test_one_command_writes_everything_and_a_folder_more_is_a_row_more(folder, tmp_path, capsys):
     page = tmp_path / "page.md"
-    page.write_text(f"Before.\n\n{MARKS[0]}\nold\n{MARKS[1]}\n\nAfter.\n")
+    page.write_text(f"Before, between `{MARKS[0]}` and `{MARKS[1]}`.\n\n{MARKS[0]}\nold\n{MARKS[1]}\n\nAfter.\n")
     mine = board_run(tmp_path.parent / f"{tmp_path.name}_mine", "mine", {"probe": 300.0, "tuned": 250.0})
     out = tmp_path / "out"
     main(["leaderboard", str(folder), str(mine), "--output", str(out), "--markdown", str(page)])
     assert "mine" in capsys.readouterr().out
     text = page.read_text()
-    assert text.startswith("Before.")
+    assert text.startswith(f"Before, between `{MARKS[0]}` and `{MARKS[1]}`.\n")
     assert text.endswith("After.\n")
     assert "old" not in text
     assert "| mine | 1 | 1 |" in text
