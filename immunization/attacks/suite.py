@@ -55,6 +55,7 @@ def _of_one_task(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves
         _measure(outcomes[-1], measures)
     for flag, reason in flags_of(outcomes).items():
         measures.flag(flag, reason)
+    measures.about["attacks_capped"] = [outcome.name for outcome in outcomes if outcome.capped]
     bar = _worst(outcomes, victim, measures)
     reference.measure(references, bar, victim.task.measure_name, measures)
     return measures
