@@ -92,7 +92,7 @@ def house_prices(root: str) -> Iterator[Sequence[str]]:
             measured([*overrides, *QUIET, "evaluation=[rir]"], folder)
             theta, _ = stored(Path(folder), pair.dim, pair.primary.outputs)
         victim = victim_of(pair, theta)
-        kappa = victim.comparison.probe("harmful", "after").sigma
+        kappa = victim.comparison.probe("harmful", "immunized").sigma
         title = f"{name}, kappa_H={(kappa[0] / kappa[-1]).square().item():.2g}"
         columns[title] = [steps(attack, victim) for attack in attacks.values()]
     yield ["attacker", *columns]

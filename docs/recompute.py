@@ -26,7 +26,7 @@ import gzip
 import json
 import sys
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +91,11 @@ class Run:
     bias: Array | None
     omega: Array
     checks: list[tuple[str, float, float]]
+
+    @cached_property
+    def size(self) -> float:
+        """The largest singular value of theta."""
+        return linalg.norm(self.theta, 2)
 
 
 @dataclass
@@ -450,7 +455,7 @@ def figures(run: Run, rng: np.random.Generator | None = None) -> Figures:
     out: Figures = {}
     probes: dict[tuple[str, str], Probe] = {}
     test: dict[tuple[str, str], Array] = {}
-    size, affine = linalg.norm(run.theta, 2), run.bias is not None
+    affine = run.bias is not None
 
     def features(task: Task, split: str, state: str, k: int | None = None) -> Array:
         """Features [N, D] of the inputs, or of the nearest matrix of rank k to them."""
@@ -458,7 +463,7 @@ def figures(run: Run, rng: np.random.Generator | None = None) -> Figures:
         f = x if state else x @ run.theta + (run.bias if affine else 0)
         if rng is None:
             return f
-        return f + 2 * EPS * task.spectrum(split)[0] * (1 if state else size) * rng.standard_normal(f.shape)
+        return f + 2 * EPS * task.spectrum(split)[0] * (1 if state else run.size) * rng.standard_normal(f.shape)
 
     def ranked(task: Task, split: str, state: str) -> tuple[Array, int]:
         """Features with their rank k, that of the inputs: theta is invertible. With a bias it is their own."""

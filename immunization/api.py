@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from immunization.checks import Seed, check_value
 from immunization.compute import machine
-from immunization.config import build, compose
+from immunization.config import compose
 from immunization.data.images import ImagePair
 from immunization.data.loaders import LabeledBatches, Loader, rows_of_loader
 from immunization.data.task import TaskPair
@@ -24,7 +24,7 @@ from immunization.errors import ConfigError, DegenerateSpectrum
 from immunization.evaluation import Comparison, LearningCurves
 from immunization.evaluation.convergence import faster
 from immunization.evaluation.primary import head_at_chance
-from immunization.methods import Method
+from immunization.experiment import Experiment, resolve
 from immunization.models import Linear, Model, Timm
 from immunization.models.adapted import Adapted, adapted, check_net
 from immunization.models.fold import LinearMap, folded_map, unfold
@@ -36,7 +36,7 @@ from immunization.runs.result import Result
 from immunization.training.batches import PairedBatches
 from immunization.training.loaders import LoaderBatches
 from immunization.training.loop import train
-from immunization.training.optimization import optimizer_of, scheduler_of
+from immunization.training.optimization import optimizer_of
 from immunization.usage import explaining
 
 __all__ = ["audit", "immunize", "load", "save"]
@@ -74,8 +74,8 @@ def immunize(
     """
     check_value("seed", seed, Seed)
     torch.manual_seed(seed)
-    config = _configured(method, scheduler, options)
-    solver: Method = build(config, "method")
+    experiment = _configured(method, scheduler, options)
+    solver = experiment.method()
     if solver.batch_size is None and not solver.folds:
         solver.batch_size = 64
     loaders = _loaders(primary_loader, harmful_loader)
@@ -89,9 +89,9 @@ def immunize(
     batches: PairedBatches | LoaderBatches = PairedBatches(pair, solver.batch_size, generator)
     if augmented and not solver.folds:
         batches = LoaderBatches(loaders, lambda _, x, y: (base.trunk(x), y.to(base.head.weight.device)), pair.dim)
-    optimizer = optimizer_of(config, trained.groups())
-    steps = solver.epochs * batches.steps_per_epoch if config.scheduler else 0
-    train(solver, trained, batches, optimizer, scheduler=scheduler_of(config, optimizer, steps))
+    optimizer = optimizer_of(experiment.optimizer, trained.groups())
+    schedule = experiment.scheduler(optimizer, solver.epochs * batches.steps_per_epoch)
+    train(solver, trained, batches, optimizer, scheduler=schedule)
     solver.finish(trained)
     tensors, facts = exported(trained, pair.primary)
     doubts = [reason for reason in (_easier(trained, pair), untrained) if reason]
@@ -99,7 +99,7 @@ def immunize(
         warnings.warn(f"immunize: {reason}", stacklevel=4)  # that of the caller, above two decorators
     net = restore(net, tensors, facts)
     immunized = net.released() if isinstance(net, Adapted) else net
-    made = model_card.recipe(method, config.method, seed)
+    made = model_card.recipe(method, experiment.settings["method"], seed)
     immunized.immunized_by = made | {"rounding": facts.get("rounding"), "doubts": doubts}
     return immunized
 
@@ -142,7 +142,7 @@ def audit(
     Raises ConfigError, DataError.
     """
     from immunization.attacks import Victim, run_attacks  # these load what none of the others needs
-    from immunization.runner import chosen, evaluate
+    from immunization.runner import evaluate
 
     check_value("seed", seed, Seed)
     torch.manual_seed(seed)
@@ -155,7 +155,7 @@ def audit(
         if name not in config.attack or option not in config.attack[name]:
             raise ConfigError(f"audit: no option {key!r}; write <attack>__<key>, with {', '.join(config.attack)}")
         OmegaConf.update(config, f"attack.{name}.{option}", value)
-    evaluations, attackers = chosen(config, "evaluation"), chosen(config, "attack")
+    experiment = resolve(config)
     audited: Model
     if isinstance(model, LinearMap):
         rows = {"primary": primary_loader, "harmful": harmful_loader}
@@ -176,16 +176,16 @@ def audit(
         _, pair = audited.read_loaders(loaders, False, test=True)
     comparison = Comparison(pair, audited)
     if isinstance(model, LinearMap):  # which comes without a head
-        audited.set_head(comparison.probe("primary", "after").optimum().T)
-    measures = evaluate(evaluations, comparison)
+        audited.set_head(comparison.probe("primary", "immunized").optimum().T)
+    measures = evaluate(experiment.evaluation, comparison)
     victim = Victim(audited, comparison, audited.extractor.state_dict())
-    measures.merge(run_attacks(attackers, victim))
+    measures.merge(run_attacks(experiment.attack, victim))
     found = {key: getattr(measures, key) for key in ("metrics", "reasons", "curves", "flags", "about")}
     return Result(seed, "loaders", audited.name, "unmodified", "completed", **found)
 
 
-def _configured(method: str, scheduler: str, options: dict[str, Any]) -> DictConfig:
-    """The configuration of a method with options as `immunize` takes them."""
+def _configured(method: str, scheduler: str, options: dict[str, Any]) -> Experiment:
+    """The experiment of a method with options as `immunize` takes them."""
     check_value("method", method, str)
     config = compose([f"method={method}", "tracker=none", "optimizer=adam", f"scheduler={scheduler}"])
     for key, value in options.items():
@@ -199,7 +199,7 @@ def _configured(method: str, scheduler: str, options: dict[str, Any]) -> DictCon
         OmegaConf.update(config, f"{group}.{name}", value)
     if "precondition" in config.method and "precondition" not in options:
         config.method.precondition = "none"
-    return config
+    return resolve(config)
 
 
 def _easier(model: Model, pair: TaskPair) -> str | None:

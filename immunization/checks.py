@@ -106,10 +106,10 @@ class Component:
 
 
 def check_arguments(function: Callable[..., object], arguments: Mapping[str, object], group: str) -> None:
-    """Raise ConfigError for the first of `arguments`, keys of `group`, that `function`'s annotation excludes."""
+    """Raise ConfigError for the first of `arguments`, keys of `group` if any, that `function`'s annotation excludes."""
     for name, hint in _plain_hints(function).items():
         if name in arguments:
-            check_value(f"{group}.{name}", arguments[name], hint)
+            check_value(f"{group}.{name}" if group else name, arguments[name], hint)
 
 
 def check_value(key: str, value: object, hint: Hint) -> None:

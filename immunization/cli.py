@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from immunization import __version__
-from immunization.config import CHOOSE, CONF, check_trust
+from immunization.config import CHOOSE, CONF
 from immunization.errors import UserError
 from immunization.multirun.callback import SweepSummary
 from immunization.terminal import importing, robust_streams
@@ -36,15 +36,13 @@ def main(cfg: DictConfig) -> float:
     from hydra.types import RunMode
 
     with importing("importing torch"):
-        from immunization.runner import run
-        from immunization.runs.folder import record_failure
+        from immunization.runner import record_failure, run
     imported()
 
     job = HydraConfig.get()
     sweep = job.mode == RunMode.MULTIRUN
     overrides = OmegaConf.to_container(job.overrides.task)  # as they were typed, ${...} included
     try:
-        check_trust(cfg, overrides)
         result = run(cfg, job.runtime.output_dir, overrides, quiet=sweep)
     except Exception as error:
         if sweep:  # recorded in result.json; the other jobs go on, and the summary at the end counts it

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial, reduce
 from hashlib import sha256
+from operator import getitem
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from hydra.core.config_store import ConfigStore
@@ -26,9 +27,6 @@ CONF = next(path for path in (_PACKAGE.parent / "conf", _PACKAGE / "conf") if pa
 
 TRUSTED = ("immunization.", "torch.", "timm.")
 """Packages a `_target_` may come from; `trusted` in the configuration adds the user's own."""
-
-GLOBAL = ("experiment", "hparams", "launcher", "sweeps")
-"""Groups whose files set keys of the whole configuration."""
 
 _HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_")
 
@@ -135,96 +133,42 @@ def compose(overrides: Iterable[str] = ()) -> DictConfig:
     return config
 
 
-def check(cfg: DictConfig) -> None:
-    """Rules that no single constructor can see; raises ConfigError naming the key and the allowed values."""
-    from immunization.checks import AtLeastOne, Positive, Seed, check_value
-
-    hints = {
-        "device": Literal["auto", "cpu", "cuda"],
-        "dtype": Literal["float64", "float32"],
-        "seed": Seed,
-        "harmful_samples": AtLeastOne | None,
-        "baselines": str | None,
-        "threads": AtLeastOne | None,
-        "log_every": AtLeastOne | None,
-        "checkpoint.every": AtLeastOne | None,
-        "checkpoint.seconds": Positive | None,
-        "immunize": bool,
-        "resume": bool,
-        "figures": bool | None,
-        "deterministic": bool,
-        "debug.steps": AtLeastOne | None,
-        "debug.rows": AtLeastOne | None,
-        "debug.profile": bool | None,
-    }
-    _check_local()
-    for group in GLOBAL:
-        if isinstance(ignored := cfg.get(group), DictConfig):
-            raise ConfigError(
-                f"{group}: a file of this group lacks the first line `# @package _global_`, without which what it sets "
-                f"({', '.join(map(str, ignored))}) has no effect; add that line"
-            )
-    for key, hint in hints.items():
-        check_value(key, OmegaConf.select(cfg, key), hint)
-    if (lr := cfg.optimizer.get("lr")) is not None:
-        check_value("optimizer.lr", lr, Positive)
-    for key in ("tags", "trusted"):
-        if not isinstance(cfg[key] or [], list | ListConfig):
-            raise ConfigError(f"{key} must be a list, [a,b] on the command line, not {cfg[key]!r}")
-    gives = str(inspect.signature(target_of(cfg, "dataset")).return_annotation)
-    if getattr(target_of(cfg, "model"), "deep", False) and "TaskPair" in gives:  # and not images
-        raise ConfigError(
-            f"model={cfg.model.get('name', 'digits_net')} needs images, for example dataset=image_folders or "
-            f"digits_deep; dataset={cfg.dataset.get('name')} has none"
-        )
-    precondition = cfg.method.get("precondition") if cfg.immunize else None  # an audit's method does nothing
-    if precondition not in (None, "none") and not getattr(target_of(cfg, "model"), "preconditioned", False):
-        raise ConfigError("method.precondition needs model=linear: the matrix K of a deep net is not defined; use none")
-    if cfg.model.get("bias") and precondition == "cancelled":
-        raise ConfigError("method.precondition=cancelled needs model.bias=false; with a bias use ridge or pinv")
-    if cfg.model.get("amp") and cfg.dtype == "float64":
-        raise ConfigError(
-            f"model.amp={cfg.model.amp} needs dtype=float32: torch leaves what is computed in float64 as it is"
-        )
+def build(cfg: Mapping[str, Any], key: str, **arguments: Any) -> Any:
+    """What `factory` gives, called with `arguments`; a YAML with `_partial_: true` gives the callable itself."""
+    made = factory(cfg, key)
+    return made if _node(cfg, key).get("_partial_") else made(**arguments)
 
 
-def _check_local() -> None:
-    """local.yaml stands before the groups, which would silently win over what it says of them."""
-    path = CONF / "local.yaml"
-    own, known = (OmegaConf.load(file) if file.is_file() else {} for file in (path, CONF / "config.yaml"))
-    for key in own:
-        if key not in known:
-            raise ConfigError(f"{path}: {key} is none of its keys, which are {', '.join(map(str, known))}")
+def factory(cfg: Mapping[str, Any], key: str) -> partial[Any]:
+    """What makes `cfg[key]`, whose `_target_` must be trusted and whose values must fit the constructor's annotations.
 
-
-def build(cfg: DictConfig, key: str, **arguments: Any) -> Any:
-    """Call `cfg[key]`, whose `_target_` must be trusted and whose values must fit the constructor's annotations.
-
-    `arguments` are passed beside the YAML's keys; a YAML with `_partial_: true` gives the callable itself. Raises
-    ConfigError, which names the key, for a target that does not exist, a key it does not know and a value of the wrong
-    kind.
+    A call of it takes what YAML cannot hold. Raises ConfigError, which names the key, for a target that does not exist,
+    a key it does not know and a value of the wrong kind.
     """
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
-    node = OmegaConf.select(cfg, key)
+    node = _node(cfg, key)
     target = target_of(cfg, key)
     try:
         _check_signature(target, node, key)
-        factory = instantiate(node, _partial_=True)
+        # a call of our own: Hydra would turn dataclasses among the arguments into configurations
+        return instantiate(node, _partial_=True)
     except (InstantiationException, ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{key}: {' '.join(str(error).split())}") from error
-    # a call of our own: Hydra would turn dataclasses among the arguments into configurations
-    return factory if node.get("_partial_") else factory(**arguments)
 
 
-def target_of(cfg: DictConfig, key: str) -> Any:
+def _node(cfg: Mapping[str, Any], key: str) -> Any:
+    return reduce(getitem, key.split("."), cfg)
+
+
+def target_of(cfg: Mapping[str, Any], key: str) -> Any:
     """The class, or function, that `cfg[key]` names, once it and all targets below are trusted."""
     from hydra.utils import get_object
 
-    node = OmegaConf.select(cfg, key)
+    node = _node(cfg, key)
     group, _, name = key.rpartition(".")
-    if group and not isinstance(node, DictConfig):
+    if group and not isinstance(node, Mapping):
         raise ConfigError(f"{key}={node} has no _target_: to do without {name}, leave it out of {group}=[...]")
     if group and "_target_" not in node:
         raise ConfigError(f"{key} has options and no _target_: choose it ({group}=[...,{name}]), or leave them out")
@@ -237,10 +181,10 @@ def target_of(cfg: DictConfig, key: str) -> Any:
 
 def _check_targets(node: object, key: str, own: Iterable[str]) -> None:
     """Every `_target_` at or below `node` must be named in, and come from, a trusted package."""
-    if isinstance(node, ListConfig):
+    if isinstance(node, list | ListConfig):
         for i, item in enumerate(node):
             _check_targets(item, f"{key}[{i}]", own)
-    if not isinstance(node, DictConfig):
+    if not isinstance(node, Mapping):
         return
     for name, item in node.items():
         _check_targets(item, f"{key}.{name}", own)
@@ -276,12 +220,12 @@ def check_trust(cfg: DictConfig, overrides: Iterable[str]) -> None:
         )
 
 
-def _check_signature(target: Callable[..., object], node: DictConfig, key: str) -> None:
+def _check_signature(target: Callable[..., object], node: Mapping[str, Any], key: str) -> None:
     from immunization.checks import check_arguments
 
     values = {str(name): node[name] for name in node if name not in _HYDRA_KEYS}
     try:
         inspect.signature(target).bind_partial(**values)
     except TypeError as error:
-        raise ConfigError(f"{key}: {error}; {node._target_} does not take that key") from error
+        raise ConfigError(f"{key}: {error}; {node['_target_']} does not take that key") from error
     check_arguments(target, values, key)

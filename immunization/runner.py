@@ -4,41 +4,41 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from immunization.compute import distributed, machine, randomness
-from immunization.config import build, check, compose, slug
+from immunization.config import check_trust, compose, slug, snake_case
+from immunization.errors import UserError
 from immunization.evaluation import Comparison, Measures
-from immunization.evaluation.objective import check_objective
+from immunization.experiment import Experiment, Parts, assemble, resolve
 from immunization.models.weights import exported, rounding_flag
 from immunization.results import model_card
 from immunization.results.present import present
-from immunization.runs import strict_json
-from immunization.runs.filenames import ATTACKS, settings_file
-from immunization.runs.folder import RunFolder, log, settings_of
+from immunization.runs import files, strict_json
+from immunization.runs.filenames import ATTACKS, REFUSED, settings_file
+from immunization.runs.folder import RunFolder, in_words, log
 from immunization.runs.heartbeat import heartbeat
-from immunization.runs.origin import audited, data_flags
+from immunization.runs.origin import audited
 from immunization.runs.result import Result
-from immunization.runs.resume import completed, refuse_interrupted
+from immunization.runs.resume import completed
 from immunization.terminal import doing, importing, waiting
 from immunization.training import checkpoint
-from immunization.training.checkpoint import Checkpointer
-from immunization.training.monitor import Monitor
-from immunization.training.session import TrainingSession, assemble, follow
+from immunization.training.session import TrainingSession
 from immunization.training.signals import Stop
 from immunization.usage import explaining
-
-Evaluation = Callable[[Comparison], Measures]
 
 AFTERWARDS = "what was trained is kept: measure it with immunize=false device=cpu model.checkpoint=<this run's folder>"
 """What to do where memory ends after the training."""
 
 
 @explaining()
+@machine.full_precision()
 def run(
     config: DictConfig | Iterable[str] = (),
     folder: str | Path | None = None,
@@ -58,79 +58,99 @@ def run(
     if not isinstance(config, DictConfig):
         overrides = config if isinstance(config, str) else list(config)
         config = compose(overrides)
-    if folder is None:
-        folder = Path("outputs") / slug(config.name) / datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
-    folder, overrides = Path(folder), list(overrides or ())
-    config = audited(config, overrides)
-    alike = randomness.deterministic(config.deterministic), machine.full_precision()
-    with alike[0], alike[1], distributed.group(config.device):
+    elif overrides is not None:
+        check_trust(config, overrides)
+    folder = Path(folder or Path("outputs", slug(config.name), f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"))
+    overrides = list(overrides or ())
+    config, flags = audited(config, overrides)
+    with randomness.deterministic(config.deterministic), distributed.group(config.device):
+        result = Result(*_identity(config), folder=folder)
+        run = RunFolder(result)
+        settings = OmegaConf.to_container(config, resolve=True) if config.resume else None
         if distributed.rank():
-            return follow(config, folder)
-        with RunFolder(config, folder, overrides) as run, Stop().listening() as stop:
-            if before := completed(config, folder):
+            return follow(config, run, settings)
+        with run, Stop().listening() as stop:
+            if before := completed(folder, settings):
                 distributed.agree(None)
                 print(f"{folder.name}: completed before, nothing to do (resume=true)", flush=True)
                 return before
-            refuse_interrupted(config, folder)
-            state = checkpoint.read(folder, settings_of(config)) if config.resume else None
+            state = checkpoint.read(folder, settings)
             distributed.agree(folder)
             with run.recording(), heartbeat(aloud=not quiet and not sys.stderr.isatty()):
-                execute(config, run, stop, state)
-            present(config, run.result, run.trackers, quiet)
+                run.begin(config, overrides)
+                experiment, parts = train(config, overrides, run, stop, state)
+                measure(experiment, parts, run, flags)
+            present(run.result, run.trackers, quiet, experiment.figures, experiment.objective)
     return run.result
 
 
-def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, Any] | None) -> None:
-    """Everything up to a completed result.json. `state` is that of the checkpoint to go on from."""
-    run.begin()
-    check(config)
-    check_objective(config, run.overrides)
-    machine.device_of(config.device)  # a GPU that is not there is said so before the data are read
-    # what is wrong with their options is said before anything is loaded
-    evaluations, attacks = chosen(config, "evaluation"), chosen(config, "attack")
-    with importing("starting the tracker"):
-        run.track(state)
-    with waiting("preparing data, model and optimizer"):
-        parts = assemble(config)
-    method, model, pair = parts.method, parts.model, parts.pair
-    for one in attacks.values():
-        for task in pair.attacked.values():
-            one.check(task)
-    run.result.about, run.result.method, run.result.model = pair.about, method.name, model.name
-    log.info("%s: %s", pair.name, pair.about)
+def follow(config: DictConfig, run: RunFolder, settings: Mapping[str, Any] | None) -> Result:
+    """What the other processes of a distributed training do: their share of the features, and no file."""
+    own = run.path.resolve()
+    try:
+        run.result.folder = distributed.agree()
+        if own != run.path:
+            with suppress(OSError):
+                own.rmdir()  # Hydra made it, named by its own time
+        if run.path is not None:
+            train(config, (), run, Stop(), checkpoint.read(run.path, settings))
+            run.result.status = "completed"
+    except (UserError, RuntimeError) as error:  # the first process meets the same error, or has died: it reports it
+        raise SystemExit(1) from error
+    return run.result
 
-    run.record(parts.device, state)
-    keeper = Checkpointer(run.path, settings_of(config), stop, **config.checkpoint)
-    monitor = Monitor(model, parts.trained_on, run.result, run.trackers)
-    session = TrainingSession(config, parts, monitor, keeper, run.recorder, state)
+
+def train(
+    config: DictConfig, overrides: Iterable[str], run: RunFolder, stop: Stop, state: dict[str, Any] | None
+) -> tuple[Experiment, Parts]:
+    """The experiment, and its parts with the model immunized. `state` is that of the checkpoint to go on from."""
+    experiment = resolve(config, overrides)
+    leads = not distributed.rank()
+    if leads and experiment.tracker:
+        with importing("starting the tracker"):
+            run.track(experiment.tracker(), experiment.settings, state)
+    with waiting("preparing data, model and optimizer"):
+        parts = assemble(experiment)
+    for attack in experiment.attack.values():
+        for task in parts.pair.attacked.values():
+            attack.check(task)
+    run.result.about, run.result.method, run.result.model = parts.pair.about, parts.method.name, parts.model.name
+    log.info("%s: %s", parts.pair.name, parts.pair.about)
+    if leads:
+        run.record(parts.device, state)
+    session = TrainingSession(experiment, parts, run, stop, state)
     with doing(session.where):
         session.fit()
     run.result.seconds["immunize"] = session.seconds
     distributed.leave()
-    model = model.for_measurement()
+    return experiment, parts
+
+
+def measure(experiment: Experiment, parts: Parts, run: RunFolder, flags: dict[str, str]) -> None:
+    """What follows the training, up to a completed result.json; `flags` has a reason for each."""
+    method, pair, model, start = parts.method, parts.pair, parts.model.for_measurement(), parts.start
     rows = {split: origin.rows for split, origin in pair.origins.items()}
     sources = {split: origin.source for split, origin in pair.origins.items()}
     weights, facts = exported(model, pair.primary)
     run.keep({**weights, **pair.tensors}, facts, rows, sources)
 
-    comparison = Comparison(pair, model, parts.start or None)
+    comparison = Comparison(pair, model, start or None)
     with run.timed("evaluate"), waiting("measuring"), machine.gpu_memory("the measures", AFTERWARDS):
-        measures = evaluate(evaluations, comparison)
-    for name, reason in (method.flags | data_flags(config)).items():
+        measures = evaluate(experiment.evaluation, comparison)
+    for name, reason in (method.flags | flags).items():
         measures.flag(name, reason)
     if reason := rounding_flag(facts):
         measures.flag("outputs_rounded", reason)
     if method.undetermined:
         measures.withhold("undetermined", method.undetermined)
-    if attacks:
+    if experiment.attack:
         from immunization.attacks import KeptCurves, Victim, run_attacks  # not loaded by runs without attacks
 
         with run.timed("attack"), machine.gpu_memory("the attacks", AFTERWARDS):
             for role in pair.attacked:
-                victim = Victim(model, comparison, parts.start, role)
-                settings = OmegaConf.to_container(config.attack, resolve=True)
-                kept = KeptCurves(run.path / ATTACKS, settings, victim, config.baselines)
-                measures.merge(run_attacks(attacks, victim, kept))
+                victim = Victim(model, comparison, start, role)
+                kept = KeptCurves(run.path / ATTACKS, experiment.settings["attack"], victim, experiment.baselines)
+                measures.merge(run_attacks(experiment.attack, victim, kept))
     run.result.about = run.result.about | measures.about
     for role in pair.attacked:
         found = measures.about.get("attackers" if role == "harmful" else f"attackers_{role}", {})
@@ -139,11 +159,12 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     run.result.metrics, run.result.reasons = measures.metrics, measures.reasons
     run.result.curves, run.result.flags = measures.curves, measures.flags
     if facts:
-        model_card.write(run.path, facts, model_card.recipe(method.name, config.method, config.seed), run.result)
+        made = model_card.recipe(method.name, experiment.settings["method"], experiment.seed)
+        model_card.write(run.path, facts, made, run.result)
     run.finish(measures.arrays)
 
 
-def evaluate(evaluations: Mapping[str, Evaluation], comparison: Comparison) -> Measures:
+def evaluate(evaluations: Mapping[str, Callable[[Comparison], Measures]], comparison: Comparison) -> Measures:
     """What all evaluations measure; the baseline of a linear model is the raw inputs (Eq. 15)."""
     measures, own = Measures(), []
     for evaluation in evaluations.values():
@@ -155,6 +176,27 @@ def evaluate(evaluations: Mapping[str, Evaluation], comparison: Comparison) -> M
     return measures
 
 
-def chosen(config: DictConfig, group: Literal["evaluation", "attack"]) -> dict[str, Any]:
-    """Every evaluation, or attack, of the configuration, by name."""
-    return {name: build(config, f"{group}.{name}") for name in config.get(group) or ()}
+def _identity(config: DictConfig) -> tuple[int, str, str, str]:
+    """Seed, data set, model and method of a run, with which its `Result` begins."""
+    method, model = (snake_case(config[key]._target_.rpartition(".")[2]) for key in ("method", "model"))
+    return config.seed, config.dataset.name, model, method
+
+
+def record_failure(config: DictConfig, folder: Path, error: Exception) -> str:
+    """Write result.json for a job that failed before it had a RunFolder, and return what to say of it in one line.
+
+    What stands in the folder already stays: it tells the same, or is a completed run that was not to be written over,
+    beside which refused.txt says so to the multirun.
+    """
+    error = in_words(error, folder)
+    if Result.completed_in(folder):
+        files.write(folder / REFUSED, str(error))
+    if not (folder / Result.file).exists():
+        try:
+            result = Result(*_identity(config))
+        except OmegaConfBaseException:  # what is wrong may be among these very keys
+            result = Result(0, *["unknown"] * 3)
+        result.fail(error)
+        folder.mkdir(parents=True, exist_ok=True)
+        result.write(folder)
+    return str(error)

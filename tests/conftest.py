@@ -1,5 +1,6 @@
 """What every test stands on: one thread per process, no network, the same numbers in every run."""
 
+import copy
 import inspect
 import os
 import re
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache, wraps
 from pathlib import Path
 
 # Set before torch, timm or wandb are imported; processes started by tests inherit them.
@@ -26,15 +28,30 @@ from helpers.images import draw_folder
 from helpers.repository import ROOT
 from helpers.runs import kill_at
 from hypothesis import settings
+from omegaconf import DictConfig, OmegaConf
 from threadpoolctl import threadpool_info
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from immunization.config import CONF
 from immunization.results import run_figures
 
 torch.set_num_threads(1)
 # No deadline: a first call pays for imports and allocation, and the machine may be busy.
 settings.register_profile("reproducible", derandomize=True, deadline=None)
 settings.load_profile("reproducible")
+
+_load = OmegaConf.load
+_kept = cache(_load)
+
+
+@wraps(_load)
+def _load_once(file) -> DictConfig:
+    """OmegaConf.load, but each file of conf/ is read once: Hydra composes the same ones some 2,000 times."""
+    path = str(getattr(file, "name", file))
+    return copy.deepcopy(_kept(path)) if path.startswith(f"{CONF}{os.sep}") else _load(file)
+
+
+OmegaConf.load = _load_once
 
 
 FAULTS: Counter[str] = Counter()

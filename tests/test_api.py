@@ -130,6 +130,7 @@ def test_a_run_is_exported_and_loaded(tmp_path, method):
         "model.arguments={num_classes: 4}",
         f"method={method}",
         "tracker=none",
+        "figures=false",
     ]
     result = immunization.run(overrides, tmp_path / "run")
     assert result.status == "completed"
@@ -202,7 +203,7 @@ def test_an_audit_of_a_folded_net(net):
     """`learning_curve` slows the probe it was made against; whoever strips the map has the model of before."""
     immune = immunization.immunize(net, loader(4, 1), loader(3, 2), epochs=200, optimizer__lr=1e-2)
     attacks = ["linear_probe", "undo", "closed_form_probe", "full_finetune"]
-    options = {"linear_probe__steps": 64, "undo__steps": 64, "full_finetune__steps": 2}
+    options = {"linear_probe__steps": 64, "undo__steps": 64, "full_finetune__steps": 2, "full_finetune__rates": [0.01]}
     result = immunization.audit(immune, loader(4, 1), loader(3, 2), attacks=attacks, **options)
     assert result.metrics["attack/linear_probe/area"] < result.metrics["attack/linear_probe/area_baseline"]
     assert result.metrics["attack/undo/steps"] == result.metrics["attack/undo/steps_baseline"]
@@ -224,7 +225,9 @@ def test_an_audit_of_a_linear_map(tmp_path):
     x = torch.randn(300, 64, generator=generator) + y[:, None] - 0.5
     rows = DataLoader(TensorDataset(x, y), batch_size=100)
     model = immunization.load(tmp_path)
-    result = immunization.audit(model, rows, rows, attacks=["linear_probe", "strip"], strip__steps=100)
+    result = immunization.audit(
+        model, rows, rows, attacks=["linear_probe", "strip"], linear_probe__steps=256, strip__steps=100
+    )
     assert result.metrics["attack/strip/steps_ratio"] == 1
     assert result.metrics["attack/strip/final"] > 0.9
 

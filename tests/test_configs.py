@@ -19,8 +19,9 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from immunization import run
-from immunization.config import CONF, build, check, compose, hparams, slug
+from immunization.config import CONF, build, compose, hparams, slug
 from immunization.errors import ConfigError, DataError
+from immunization.experiment import resolve
 from immunization.runs import tracker
 
 pytestmark = pytest.mark.trains
@@ -173,7 +174,7 @@ def test_defaults():
     assert cfg.tracker._target_.endswith(".Wandb")
     assert (cfg.seed, cfg.device, cfg.dtype) == (0, "auto", "float64")
     assert {"rir", "definition", "primary", "ceiling", "norm_ratio", "learning_curves"} <= set(cfg.evaluation)
-    check(cfg)
+    resolve(cfg)
 
 
 def test_composing_leaves_nothing_behind():
@@ -223,7 +224,7 @@ def shrunk(name: str, data_dir: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_composes_and_says_in_one_line_which_data_are_absent(name, monkeypatch, tmp_path):
-    """Those that sweep over methods leave the choice to the sweeper, and `check` to its jobs."""
+    """Those that sweep over methods leave the choice to the sweeper, and `resolve` to its jobs."""
     monkeypatch.delenv("IMMUNIZATION_DATA_ROOT", raising=False)
     monkeypatch.setenv("IMMUNIZATION_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -231,7 +232,7 @@ def test_every_experiment_composes_and_says_in_one_line_which_data_are_absent(na
     monkeypatch.delitem(sys.modules, "timm.data.readers.reader_hfds", raising=False)
     cfg = compose([f"experiment={name}"])
     if "sweeper" not in (CONF / "experiment" / f"{name}.yaml").read_text():
-        check(cfg)
+        resolve(cfg)
     assert slug(cfg.name) == cfg.name
     assert OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     if not {"root", "primary_root"} & cfg.dataset.keys():
@@ -291,25 +292,25 @@ def test_the_debug_group_makes_any_run_small(tmp_path, no_figures):
 def test_rules_across_groups(config, override, message):
     change(config, override)
     with pytest.raises(ConfigError, match=re.escape(message)):
-        check(config)
+        resolve(config)
 
 
 def test_a_net_needs_images_and_is_told_so_first():
     with pytest.raises(ConfigError, match=r"model=resnet18 needs images, .*; dataset=digits has none"):
-        check(compose(["model=resnet18", "tracker=none"]))
+        resolve(compose(["model=resnet18", "tracker=none"]))
 
 
 def test_a_preconditioner_needs_a_linear_model():
     config = compose(["model=resnet18", "dataset=digits_deep", "method.precondition=cancelled"])
     with pytest.raises(ConfigError, match=r"method\.precondition needs model=linear.*use none"):
-        check(config)
+        resolve(config)
     config.method.precondition = "none"
-    check(config)
+    resolve(config)
 
 
 def test_fast_steps_of_nets_that_do_not_exist():
     with pytest.raises(ConfigError, match=r"model\.amp=bfloat16 needs dtype=float32"):
-        check(compose(["model=resnet18", "dataset=digits_deep", "model.amp=bfloat16", "method=opt_kappa"]))
+        resolve(compose(["model=resnet18", "dataset=digits_deep", "model.amp=bfloat16", "method=opt_kappa"]))
 
 
 @pytest.mark.parametrize(
@@ -393,15 +394,17 @@ def test_slugs_are_safe_file_names(text, name):
 @pytest.fixture
 def conf(tmp_path, monkeypatch) -> Path:
     """A copy of conf/ in the place of the shipped one."""
-    monkeypatch.setattr("immunization.config.CONF", Path(shutil.copytree(CONF, tmp_path / "conf")))
-    return tmp_path / "conf"
+    copied = Path(shutil.copytree(CONF, tmp_path / "conf"))
+    for module in ("config", "experiment"):
+        monkeypatch.setattr(f"immunization.{module}.CONF", copied)
+    return copied
 
 
 def test_a_local_file_gives_places_and_accounts(conf, monkeypatch):
     monkeypatch.setenv("IMMUNIZATION_CACHE", "/elsewhere")
     shutil.copy(conf / "local.yaml.example", conf / "local.yaml")
     cfg = compose(["experiment=resnet18_cars_small", "tracker=wandb"])
-    check(cfg)
+    resolve(cfg)
     assert cfg.dataset.primary_root == "/data/immunization/imagenette224"
     assert (cfg.tracker.entity, cfg.dataset.cache) == ("my-team", "/scratch/cache/activations")
     assert compose(["cache=/mine", "dataset=mnist"]).dataset.root == "/mine/mnist"
@@ -418,7 +421,7 @@ def test_environment_variables_give_them_too(monkeypatch):
 def test_a_local_file_that_speaks_of_a_group_is_refused(conf):
     (conf / "local.yaml").write_text("tracker: {entity: me}\n")
     with pytest.raises(ConfigError, match=r"local\.yaml: tracker is none of its keys, which are .*data_root"):
-        check(compose(["tracker=wandb"]))
+        resolve(compose(["tracker=wandb"]))
 
 
 # --- Data -------------------------------------------------------------------------------------------------------------

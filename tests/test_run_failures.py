@@ -102,7 +102,7 @@ def test_a_fault_of_the_program_is_raised_and_logged_with_its_traceback(tmp_path
         (["method.batch_size=1000"], ConfigError, "method.batch_size=1000 is above the 80 training rows"),
         (["optimizer.betas=[2,2]"], ConfigError, "optimizer: Invalid beta"),
         (["optimizer.betas=3"], ConfigError, "optimizer: "),
-        (["method.precondition=ridge", "method.ridge=0", "method.batch_size=70"], DegenerateSpectrum, "method.ridge=0"),
+        (["method.precondition=ridge", "method.ridge=0", "method.batch_size=70"], DegenerateSpectrum, "ridge=0"),
         (
             ["evaluation=[definition]", "evaluation.definition.tolerance=-1"],
             ConfigError,

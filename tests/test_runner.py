@@ -24,6 +24,8 @@ pytestmark = pytest.mark.trains
 SMALL = ("tracker=none", "dataset.max_samples=40", "method.epochs=4", "evaluation.norm_ratio.steps=20")
 QUICK = (*SMALL[:3], "evaluation=[rir]")
 METHODS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
+SINGLE = ("closed_form", "condition_number", "identity", "learning_curve", "ntl")
+"""Methods that are tried in float32, too, one of each kind: of a formula, none, of a spectrum, of a curve, a rival."""
 FILES = {
     "config.yaml",
     "overrides.yaml",
@@ -221,8 +223,13 @@ def test_a_seed_means_the_same_numbers(options, tmp_path, no_figures):
     assert not torch.equal(tensors[0], tensors[2])
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [
+        *((method, "float64") for method in METHODS),
+        *(pytest.param(method, "float32", marks=[] if method in SINGLE else pytest.mark.slow) for method in METHODS),
+    ],
+)
 def test_every_method_runs(method, dtype, tmp_path, no_figures):
     options = [f"method={method}", f"dtype={dtype}"]
     result = run([*QUICK, *options], folder=tmp_path)

@@ -1,7 +1,5 @@
 """The interface of an attack, and the curve that it reports."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
@@ -21,12 +19,10 @@ class AttackCurve:
 
     `steps` [T] and `flops` [T] say what was spent when `val` and `test` [T], the task's measure, were reached. `excess`
     [T] is the excess training loss of a probe relative to that of w = 0, `kappa` that of the Hessian it descends.
-    `diverged` are the settings that did not stay finite, `at_edge` says that the best one was the smallest or largest
-    of those tried. `epochs` are places in [T] by the passes over the training rows that they stand for.
-
-    `found` are settings that were searched for, or given again, and `finals` what they reach with each seed of the
-    attacker, of which the curve is the best on the validation split. `scores` [T, N] is what each test row adds to
-    `test`, the mean over them.
+    `diverged` are the settings that did not stay finite; `at_edge`: the best one was the smallest or largest tried.
+    `epochs` are places in [T] by passes over the training rows. `found` are settings that were searched for or
+    replayed, and `finals` what they reach with each seed, of which the curve is the best on the validation split.
+    `scores` [T, N] is what each test row adds to `test`, the mean over them.
     """
 
     steps: Tensor
@@ -50,9 +46,9 @@ class AttackCurve:
 
 
 class Attack(Component, group="attack.*"):
-    """An attacker with a budget of `steps`, who tries all of his `settings` and keeps the best on validation data.
+    """An attacker with a budget of `steps`, who tries all of their `settings` and keeps the best on validation data.
 
-    `samples`: training rows of each class (of all, for a regression); None: every row. `precision`: the weights are
+    `samples`: training rows of each class (in all, for a regression); None: every row. `precision`: the weights are
     rounded before the attack. The same rows and settings are used on every stage of a `Victim`. Raises ConfigError.
     """
 
@@ -60,7 +56,7 @@ class Attack(Component, group="attack.*"):
     tries = "rates"
     """Where the settings stand: an option, or an attribute of the class."""
     order: ClassVar[float | None] = None
-    """Theory: steps grow as kappa ** order (Eq. 2 for gradient descent has 1); None where there is no such law."""
+    """Steps grow as kappa ** order (Eq. 2: 1 for gradient descent); None where there is no such law."""
     natural_ends = False
     """Whether nothing is to be expected beyond the ends of the settings: 0, or where the method is unstable."""
     reference = False
@@ -68,7 +64,7 @@ class Attack(Component, group="attack.*"):
     trains = False
     """Whether it trains the net, which takes long."""
     trains_all = False
-    """Whether it fine-tunes all that a method may have trained; without such an attack nothing is called held."""
+    """Whether it fine-tunes all that a method may have trained."""
 
     _: KW_ONLY
     steps: AtLeastOne

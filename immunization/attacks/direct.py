@@ -1,7 +1,5 @@
 """Attacks on frozen features that take no steps: ridge regression in closed form, and logistic regression."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 
@@ -18,10 +16,7 @@ RIDGES = (0, *(float(f"1e{e}") for e in (*range(-20, -12, 2), *range(-12, 1))))
 
 
 class ClosedFormProbe(ProbeAttack, without=["steps", "scaling"]):
-    """Ridge regression through one singular value decomposition, w = V S / (S^2 + ridge) c for every ridge.
-
-    `ridges` are relative to lambda_1; the best on the validation split is used. It counts as one step.
-    """
+    """Ridge regression by one SVD, w = V S / (S^2 + ridge) c, for `ridges` relative to lambda_1, as one step."""
 
     setting_name, tries = "ridge", "ridges"
     order = None
@@ -38,10 +33,7 @@ class ClosedFormProbe(ProbeAttack, without=["steps", "scaling"]):
 
 
 class LogisticProbe(Attack):
-    """scikit-learn's logistic regression on whitened features, for every C of `strengths`; classes alone.
-
-    A step is an iteration of its L-BFGS, of which only the last is seen.
-    """
+    """scikit-learn's logistic regression on whitened features, for every C of `strengths`; a step is an iteration."""
 
     setting_name, tries = "C", "strengths"
 

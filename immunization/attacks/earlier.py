@@ -1,7 +1,5 @@
 """Attacks that cut the net: a probe behind each of its blocks."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -16,10 +14,9 @@ from immunization.models.chain import Network
 class EarlierLayers(ClosedFormProbe):
     """Ridge regression on the output of every block of the net, pooled; the block that is best on validation rows.
 
-    What the last layers have lost stands in those before, and an attacker may cut the net wherever he likes. Blocks are
-    those that `forward_features` applies one after another (the residual blocks of a ResNet, the transformer blocks of
-    a ViT). `AttackCurve.found` has the block's name, its ridge and what every block reaches on test rows. Operations
-    are those of the whole net. Deep nets alone.
+    Blocks are those that `forward_features` applies one after another (the residual blocks of a ResNet, the transformer
+    blocks of a ViT). `AttackCurve.found` has the block's name, its ridge and what every block reaches on test rows.
+    Operations are those of the whole net. Only deep nets.
     """
 
     renewed = False
@@ -45,7 +42,7 @@ class EarlierLayers(ClosedFormProbe):
 
 
 class RenewedEarlierLayers(EarlierLayers):
-    """The same behind every block of a net whose BatchNorm has the attacker's statistics, as in `RenewedStatistics`."""
+    """`EarlierLayers` of a net whose BatchNorm has the attacker's statistics, as in `RenewedStatistics`."""
 
     renewed = True
 

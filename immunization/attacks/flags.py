@@ -1,7 +1,5 @@
 """Flags over all attacks of a run: one function each, which names the attacks whose figures are less than they seem."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 
 from immunization.attacks.outcome import Outcome, listed

@@ -1,7 +1,5 @@
 """Attacks that are done: a killed audit goes on with the next one, the baseline is attacked once for all methods."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -17,13 +15,14 @@ from immunization.attacks.base import AttackCurve
 from immunization.attacks.victim import Stage, Victim
 from immunization.data.task import SPLITS
 from immunization.errors import DataError, DegenerateSpectrum
+from immunization.evaluation.measures import SUFFIX
 from immunization.models.activations import fingerprint
 from immunization.runs import environment, files
 
 log = logging.getLogger(__name__)
 
 VERSION = 3
-"""Of the file, to be raised whenever `AttackCurve` changes."""
+"""Version of the file, to be raised whenever `AttackCurve` changes."""
 
 PACKAGE = Path(__file__).resolve().parents[1]
 DECIDE = ("attacks", "compute", "data", "evaluation", "models", "theory")
@@ -35,17 +34,12 @@ Curves = dict[Stage, AttackCurve]
 class KeptCurves:
     """The curves of attacks that are done, in one file, which is replaced in one step after each attack.
 
-    A curve is taken from there only for the very configuration of its attack (`settings`, by name), weights and data it
-    was measured with. What cannot be read is measured again. Curves of the baseline are shared with other runs in the
-    folder `baselines`, where one is given.
+    A curve is taken from there only for the same configuration of its attack (`settings`, by name), weights and data.
+    What cannot be read is measured again. Curves of the baseline are shared by all runs with one folder `baselines`.
     """
 
     def __init__(
-        self,
-        path: Path,
-        settings: Mapping[str, object],
-        victim: Victim,
-        baselines: str | Path | None = None,
+        self, path: Path, settings: Mapping[str, object], victim: Victim, baselines: str | Path | None = None
     ) -> None:
         self.path = path
         self.baselines = KeptBaselines(Path(baselines).expanduser(), settings, victim) if baselines else None
@@ -80,9 +74,8 @@ class KeptCurves:
 class KeptBaselines:
     """Curves of attacks on the baseline, or of a reference, one file each in a folder that all runs share.
 
-    Methods are compared with the same baseline, which costs as much to attack as they do. A file is named by a hash of
-    all that its curve depends on: the attack, the baseline's net, features and labels, the code in `DECIDE` and the
-    machine's arithmetic. Of several processes that need the same curve one computes it, the others wait.
+    A file is named by a hash of all that its curve depends on: the attack, the baseline's net, features and labels, the
+    code in `DECIDE` and the machine's arithmetic. If several processes need a curve, one computes it, the others wait.
     """
 
     def __init__(self, root: Path, settings: Mapping[str, object], victim: Victim) -> None:
@@ -139,8 +132,8 @@ def _identity(victim: Victim) -> Iterator[Tensor]:
     for role, task in victim.comparison.tasks.items():
         yield from (part.y for part in (task.train, task.val, task.test))
         with suppress(DegenerateSpectrum):  # features that nothing can be learned from have none
-            for state in ("after", "before"):
-                probe = victim.comparison.probe(role, state)
+            for stage in SUFFIX:
+                probe = victim.comparison.probe(role, stage)
                 yield from (probe.sigma, probe.coefficients)
 
 

@@ -1,7 +1,5 @@
 """Attacks that fit a linear head to frozen features: the least-squares problem, its curves, and the loop they share."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
@@ -50,7 +48,7 @@ class LeastSquares:
         self.factor = self.sigma[:, None] * self.vectors.T
 
     @classmethod
-    def of(cls, task: Task, train: Tensor, y: Tensor, val: Tensor, test: Tensor, flops: float) -> LeastSquares:
+    def of(cls, task: Task, train: Tensor, y: Tensor, val: Tensor, test: Tensor, flops: float) -> "LeastSquares":
         """From features [N, D] and labels [N]; raises Inapplicable for features that nothing can be learned from."""
         targets = task.targets(y)
         try:
@@ -73,7 +71,7 @@ class LeastSquares:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the weights: D, C."""
+        """D, C of the weights."""
         return self.vectors.shape[0], self.target.shape[1]
 
     @property
@@ -81,7 +79,7 @@ class LeastSquares:
         return spectrum.condition_number_of(self.sigma, len(self.sigma))
 
     def gradient(self, weights: Tensor) -> Tensor:
-        """Of half the mean excess loss, [..., D, C]."""
+        """Gradient [..., D, C] of half the mean excess loss."""
         return self.factor.T @ (self.factor @ weights - self.target)
 
     def excess(self, weights: Tensor) -> Tensor:
@@ -158,19 +156,11 @@ class ProbeAttack(Attack):
         curves = ProbeCurves(problem, grid, len(self.settings))
         self.descend(problem, curves)
         curves.finish()
-        floor = problem.task.chance
-        return self.choose(
-            grid,
-            curves.flops,
-            curves.val,
-            curves.test,
-            floor,
-            excess=curves.excess,
-            kappa=self.condition_number(problem),
-        )
+        facts = {"excess": curves.excess, "kappa": self.condition_number(problem)}
+        return self.choose(grid, curves.flops, curves.val, curves.test, problem.task.chance, **facts)
 
-    def problem(self, victim: Victim, features: Mapping[str, Tensor]) -> LeastSquares:
-        """What this attacker learns from: features as he prepares them, and what they cost."""
+    def problem(self, victim: Victim, features: Mapping[str, Tensor]) -> "LeastSquares":
+        """What this attacker learns from: features as they prepare them, and what these cost."""
         task = victim.task
         rows = self.rows(task)
         (train, val, test), y = (features[split] for split in SPLITS), task.train.y

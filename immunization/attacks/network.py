@@ -1,7 +1,5 @@
 """Attacks that train the net itself on harmful images, beside a fresh head: fine-tuning and LoRA."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from immunization.attacks.base import Attack, AttackCurve, areas, step_grid
-from immunization.attacks.recipe import WEIGHT_DECAY, Budget, Optimizer, Part, Recipe
+from immunization.attacks.recipe import WEIGHT_DECAY, Budget, Optimizer, Recipe, Scope
 from immunization.attacks.replay import read_recipes
 from immunization.attacks.search import require_optuna, search
 from immunization.attacks.tuning import Tuner
@@ -31,19 +29,19 @@ class FineTune(Attack):
 
     `scope`: `full`, the whole net and the map behind it, if there is one, `last`, its last block and the map, or
     `head`. Features are scaled to a mean square of 1 at the start, by one factor; the head starts at 0. What is trained
-    is in train mode. The clipped gradient of a mini-batch is one step.
+    is in train mode. A step takes the clipped gradient of a mini-batch.
 
-    The best of `rates` on the validation split is used or, with `search=N`, the best of `known_recipes` and N more
-    (`search.py`), at most as large a part as `scope`, within the operations of `steps` as they are without a search; or
-    the recipes of the file `replay`. What was searched or replayed runs with several `seeds` of the attacker.
-    `epochs` are passes over the training images at which SGRC is taken; the last of them take the place of `steps`.
+    The best of `rates` on the validation split is used; with `search=N`, the best of `known_recipes` and N more
+    (`search.py`) within the same operations; or the recipes of the file `replay`. What was searched or replayed runs
+    with several `seeds`. `epochs` are passes over the training images at which SGRC is taken; the last of them takes
+    the place of `steps`.
     """
 
     trains = True
     fixed_rates: ClassVar[Rates] = {"sgd": (0.003, 0.03, 0.3), "adamw": (1e-4, 1e-3, 0.01)}
-    """Those of conf/attack, for every optimizer."""
+    """The rates in conf/attack, for every optimizer."""
 
-    scope: Part = "full"
+    scope: Scope = "full"
     optimizer: Optimizer = "sgd"
     rates: Sequence[float] = (0.003, 0.03, 0.3)
     _: KW_ONLY
@@ -68,9 +66,9 @@ class FineTune(Attack):
         return self.scope == "full"
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[Scope, ...]:
         """Parts of a net that may be trained, the smallest first."""
-        parts = get_args(Part)
+        parts = get_args(Scope)
         return parts[: parts.index(self.scope) + 1]
 
     def check(self, task: Task) -> None:
@@ -80,11 +78,11 @@ class FineTune(Attack):
             )
 
     def recipe(self, rate: float) -> Recipe:
-        """That of the fixed grid with one of its rates."""
+        """The recipe of the fixed grid with one of its rates."""
         return Recipe(rate, self.optimizer, self.batch_size, self.scope, WEIGHT_DECAY[self.optimizer])
 
     def known_recipes(self) -> list[Recipe]:
-        """The grids of this attack and its relatives in conf/attack, rates of 0 apart: a search begins with them."""
+        """The grids of this attack and its relatives in conf/attack, but for rates of 0: a search begins with them."""
         own = [self.recipe(rate) for rate in self.settings]
         others = [
             replace(own[0], rate=rate, optimizer=optimizer, part=part, weight_decay=WEIGHT_DECAY[optimizer])
@@ -116,7 +114,7 @@ class FineTune(Attack):
         curve.epochs = {epochs: grid.index(step) for epochs, step in marks.items()} or None
         return curve
 
-    def adapt(self, network: Network, part: Part) -> tuple[list[nn.Parameter], list[nn.Module]]:
+    def adapt(self, network: Network, part: Scope) -> tuple[list[nn.Parameter], list[nn.Module]]:
         """Parameters of a part of `network`, to be trained, and what of it is in train mode meanwhile."""
         parts = {"head": [], "last": network.last(), "full": [network]}[part]
         return [p for module in parts for p in module.parameters()], parts
@@ -128,10 +126,7 @@ class FineTune(Attack):
         return self.choose(budget.grid, budget.flops, val, test, tuner.task.chance)
 
     def _searched(self, tuner: Tuner, budget: Budget, stage: Stage) -> AttackCurve:
-        """The recipe that was found, or given, with the seed of the attacker that is best on the validation split.
-
-        Its steps are those of the fixed grid that cost as much.
-        """
+        """The recipe that was found or replayed, with the seed that is best on the validation split."""
         if self.replayed:
             if stage not in self.replayed:
                 raise ConfigError(f"attack: the file to replay holds no settings for the stage {stage}")
@@ -174,10 +169,10 @@ class LoRA(FineTune, group="attack.lora", without=["scope"]):
         return f"LoRA of rank {self.rank}"
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[Scope, ...]:
         return ("full",)
 
-    def adapt(self, network: Network, part: Part) -> tuple[list[nn.Parameter], list[nn.Module]]:
+    def adapt(self, network: Network, part: Scope) -> tuple[list[nn.Parameter], list[nn.Module]]:
         try:
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError as error:

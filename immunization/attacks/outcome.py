@@ -1,7 +1,5 @@
 """One attack on every stage of a victim, and where it stands between chance and the baseline."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -80,5 +78,4 @@ def first(found: Tensor) -> int | None:
 
 
 def listed(settings: tuple[float, ...]) -> str:
-    """Settings as text."""
     return ", ".join(f"{setting:g}" for setting in settings)

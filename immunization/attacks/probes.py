@@ -1,7 +1,5 @@
 """Attacks on frozen features by first-order, quasi-Newton and preconditioned methods."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
@@ -27,10 +25,7 @@ class LinearProbe(ProbeAttack):
 
 
 class WhitenedProbe(ProbeAttack, without=["scaling"]):
-    """The same on features whitened by (H + ridge I)^-1/2, as the training rows give it; ridge 0 solves in one step.
-
-    `ridges` are relative to lambda_1; the best on the validation split is used.
-    """
+    """`LinearProbe` on features whitened by (H + ridge I)^-1/2 for `ridges` relative to lambda_1; 0 takes one step."""
 
     setting_name, tries = "ridge", "ridges"
     natural_ends = True
@@ -60,18 +55,14 @@ class TorchProbe(ProbeAttack):
     rates: Sequence[float] = RATES
 
     def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """That of parameter groups which have the learning rates."""
+        """The optimizer of parameter groups, which have the learning rates."""
         raise NotImplementedError
 
     def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
         self.minimize(problem.target.new_zeros(len(self.settings), *problem.shape), problem.gradient, curves)
 
     def minimize(
-        self,
-        weights: Tensor,
-        gradient_of: Callable[[Tensor], Tensor],
-        curves: ProbeCurves,
-        basis: Tensor | None = None,
+        self, weights: Tensor, gradient_of: Callable[[Tensor], Tensor], curves: ProbeCurves, basis: Tensor | None = None
     ) -> None:
         """Train `weights` [settings, ...] in place; with `basis`, those of the features are basis @ weights."""
         parameters = [nn.Parameter(part) for part in weights]  # views: the optimizer writes into `weights`
@@ -105,7 +96,7 @@ class Momentum(TorchProbe):
 
 
 class Adam(TorchProbe):
-    """Adam on features scaled to lambda_1 = 1; it takes the scale of the gradient, but not the basis, as it likes."""
+    """Adam on features scaled to lambda_1 = 1."""
 
     order = None
 
@@ -182,23 +173,18 @@ class ConjugateGradients(ProbeAttack):
 
 
 class Undo(LinearProbe, group="attack.undo", without=["scaling"]):
-    """The attacker takes the map back before he probes.
+    """The attacker takes the map back before they probe.
 
-    `how=relearn`: he has theta_0 and inputs without labels, of both tasks, and fits the least-squares map from the
-    features of theta_I to those of theta_0. `how=strip`: he finds the linear map itself in the weights and multiplies
-    by its pseudo-inverse.
+    `how=relearn`: by the least-squares map from the features of theta_I to those of theta_0, on inputs of both tasks.
+    `how=strip`: by the pseudo-inverse of the linear map itself, found in the weights.
     """
 
     how: Literal["relearn", "strip"] = "relearn"
 
     def problem(self, victim: Victim, features: Mapping[str, Tensor]) -> LeastSquares:
         problem, d = super().problem(victim, features), victim.task.dim
-        rows = (
-            sum(len(victim.comparison.tasks[role].train) for role in ("primary", victim.role))
-            if self.how == "relearn"
-            else d
-        )
-        problem.flops += svd_flops(rows, d)
+        both = sum(len(victim.comparison.tasks[role].train) for role in ("primary", victim.role))
+        problem.flops += svd_flops(both if self.how == "relearn" else d, d)
         return problem
 
     def features(self, victim: Victim, stage: Stage) -> dict[str, Tensor]:
@@ -207,7 +193,7 @@ class Undo(LinearProbe, group="attack.undo", without=["scaling"]):
 
     def _inverse(self, victim: Victim, stage: Stage) -> Tensor:
         if self.how == "strip":
-            return torch.linalg.pinv(victim.linear_map(stage, self.precision))
+            return torch.linalg.pinv(victim.theta(stage, self.precision))
         pairs = [
             (victim.features(stage, "train", self.precision, role), victim.features("baseline", "train", None, role))
             for role in ("primary", victim.role)
@@ -242,11 +228,11 @@ def as_weights(w: np.ndarray, problem: LeastSquares) -> Tensor:
 
 
 def decomposition_flops(problem: LeastSquares) -> float:
-    """Of one thin SVD of the training features."""
+    """Operations of one thin SVD of the training features."""
     d, c = problem.shape
     return svd_flops(problem.per_pass / (4 * d * c), d)
 
 
 def svd_flops(rows: float, d: int) -> float:
-    """Of a thin SVD of a [rows, d] matrix by way of its QR: about 2 N D^2 + 22 D^3 (Golub and Van Loan)."""
+    """Operations of a thin SVD of a [rows, d] matrix by its QR: about 2 N D^2 + 22 D^3 (Golub and Van Loan)."""
     return 2.0 * rows * d**2 + 22.0 * d**3

@@ -1,7 +1,5 @@
 """The settings of one fine-tuning, whether they are fixed, searched or read from a file, and what it may spend."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +12,14 @@ from torch import Tensor
 from immunization.checks import AtLeastTwo, Fraction, NonNegative
 
 Optimizer = Literal["sgd", "adamw"]
-Part = Literal["head", "last", "full"]
+Scope = Literal["head", "last", "full"]
 Schedule = Literal["constant", "linear", "cosine"]
 Norms = Literal["train", "eval"]
 
 OPTIMIZERS = {"sgd": partial(torch.optim.SGD, momentum=0.9), "adamw": torch.optim.AdamW}
 
 WEIGHT_DECAY: dict[Optimizer, float] = {"sgd": 0.0, "adamw": 0.01}
-"""Of the fixed grids: torch's defaults."""
+"""The fixed grids': torch's defaults."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Recipe:
     rate: NonNegative
     optimizer: Optimizer
     batch_size: AtLeastTwo
-    part: Part
+    part: Scope
     weight_decay: NonNegative
     schedule: Schedule = "constant"
     warmup: Fraction = 0.0
@@ -49,10 +47,8 @@ class Recipe:
         if step <= warm:
             return self.rate * step / warm
         done = (step - 1 - warm) / (steps - warm)
-        return (
-            self.rate
-            * {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[self.schedule]
-        )
+        shares = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+        return self.rate * shares[self.schedule]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Lines of reference for the costs of attacks: what the harmful task costs without the model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from immunization.attacks.base import AttackCurve

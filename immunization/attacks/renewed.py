@@ -1,6 +1,4 @@
-"""An attacker who renews the statistics of BatchNorm, which are no weights and cost one pass over his images."""
-
-from __future__ import annotations
+"""An attacker who renews the statistics of BatchNorm, which are no weights and cost one pass over the images."""
 
 import math
 from collections.abc import Iterable
@@ -22,9 +20,8 @@ BATCH = 64
 class RenewedStatistics(ClosedFormProbe):
     """Ridge regression on features of the net whose BatchNorm has mean and variance of the attacker's training images.
 
-    An immunization that stands in these statistics alone, or that only held with those of theta_0, does not hold here.
-    Operations are those of `ClosedFormProbe` and of one pass more over the training images. Deep nets with BatchNorm
-    alone.
+    Operations are those of `ClosedFormProbe` and of one pass more over the training images. Only deep nets with
+    BatchNorm.
     """
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:

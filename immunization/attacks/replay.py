@@ -1,7 +1,5 @@
 """Settings that a search found, written for others and given again."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +12,7 @@ from immunization.checks import check_arguments
 from immunization.errors import ConfigError
 
 
-def exported(kind: str, curves: Mapping[Stage, AttackCurve]) -> dict[str, Any] | None:
+def found_settings(kind: str, curves: Mapping[Stage, AttackCurve]) -> dict[str, Any] | None:
     """The settings found for each stage, and what they reach with each seed; None where nothing was searched for."""
     found = {
         stage: curve.found | {"validation": curve.val.max().item(), "finals": list(curve.finals)}

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, get_args
 import torch
 
 from immunization.attacks.base import areas
-from immunization.attacks.recipe import OPTIMIZERS, Budget, Norms, Part, Recipe, Schedule
-from immunization.attacks.tuning import Course, Tuner, Watch
+from immunization.attacks.recipe import OPTIMIZERS, Budget, Norms, Recipe, Schedule, Scope
+from immunization.attacks.tuning import Course, ShouldStop, Tuner
 from immunization.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,12 +49,12 @@ def require_optuna() -> None:
 
 
 def search(
-    tuner: Tuner, budget: Budget, known: Sequence[Recipe], parts: Sequence[Part], trials: int, seed: int
+    tuner: Tuner, budget: Budget, known: Sequence[Recipe], parts: Sequence[Scope], trials: int, seed: int
 ) -> Found:
     """The best of the `known` recipes, which are tried first and in full, and of `trials` more.
 
-    Best is the largest mean of the validation curve over the budget's grid, by which a fixed grid chooses, too, so that
-    the search is never worse than `known` by that measure. Where every recipe diverges, the first is returned.
+    Best is the largest mean of the validation curve over the budget's grid, as for a fixed grid. Where every recipe
+    diverges, the first is returned.
     """
     import optuna
 
@@ -69,7 +69,7 @@ def search(
     for number in range(len(known) + trials):
         trial = study.ask()
         recipe = draw(trial, known, parts, tuner.rows)
-        course = tuner.train(recipe, budget, seed, _watch(trial, tuner.task.chance, number >= len(known)))
+        course = tuner.train(recipe, budget, seed, _should_stop(trial, tuner.task.chance, number >= len(known)))
         spent += course.spent
         whole = len(course.val) == len(budget.grid)
         value = _area(course.val, tuner.task.chance) if whole else -torch.inf
@@ -83,7 +83,7 @@ def search(
     return Found(best[1], best[2], len(known) + trials, stopped, spent)
 
 
-def draw(trial: Trial, known: Sequence[Recipe], parts: Sequence[Part], rows: int) -> Recipe:
+def draw(trial: Trial, known: Sequence[Recipe], parts: Sequence[Scope], rows: int) -> Recipe:
     """A recipe of `parts` by a trial; the space has that of every known recipe, and no batch of more than `rows`."""
     rates = [recipe.rate for recipe in known]
     sizes = {recipe.batch_size for recipe in known}
@@ -100,16 +100,16 @@ def draw(trial: Trial, known: Sequence[Recipe], parts: Sequence[Part], rows: int
     )
 
 
-def _watch(trial: Trial, floor: float, stops: bool) -> Watch:
+def _should_stop(trial: Trial, floor: float, stops: bool) -> ShouldStop:
     """Reports the mean of the curve so far to a trial; says whether to stop it."""
 
-    def watch(val: list[float]) -> bool:
+    def should_stop(val: list[float]) -> bool:
         area = _area(val, floor)
         if area > -torch.inf:
             trial.report(area, len(val) - 1)
         return stops and len(val) > PATIENCE and trial.should_prune()
 
-    return watch
+    return should_stop
 
 
 def _area(val: list[float], floor: float) -> float:

@@ -1,7 +1,5 @@
 """Attacks on theta_I and on what it is compared with, turned into measures; the cheapest one that succeeds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -13,18 +11,10 @@ from tqdm import tqdm
 
 from immunization.attacks import reference, worth
 from immunization.attacks.base import Attack, AttackCurve
-from immunization.attacks.flags import flags_of
+from immunization.attacks.flags import PLACES, flags_of
 from immunization.attacks.kept import KeptCurves
-from immunization.attacks.outcome import (
-    Outcome,
-    first,
-    learned,
-    listed,
-    never_finite,
-    put_final,
-    reached,
-)
-from immunization.attacks.replay import exported
+from immunization.attacks.outcome import Outcome, first, learned, listed, never_finite, put_final, reached
+from immunization.attacks.replay import found_settings
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.attacks.worth import Draw, Suite
 from immunization.data.task import LEARNED, MARGIN
@@ -32,8 +22,6 @@ from immunization.evaluation.measures import Measures, Role
 from immunization.terminal import doing
 
 SUFFIX: dict[Stage, str] = {"immunized": "", "baseline": "_baseline", "start": "_start"}
-STAGES: dict[Stage, str] = {"immunized": "theta_I", "baseline": "the baseline", "start": "theta_0"}
-"""In words."""
 
 EXCESSES = {"1e-2": 1e-2, "1e-4": 1e-4}
 """Relative excess training losses to which steps are counted."""
@@ -44,10 +32,10 @@ def run_attacks(
 ) -> Measures:
     """Run `attacks` and measure each, under `attack/<name>/`, and the worst of them, under `attack/worst/`.
 
-    An attack that does not apply to the model or the data has `attack/<name>/final` alone, None with the reason.
-    Attacks that `kept` holds are not run again, and it takes every one that is done. A reference, which uses no weights
-    of the model, is measured under `reference/<name>/` and is none of the attacks. Where the victim's task is not
-    `harmful`, all these names carry its role, `attack_<role>/<name>/`, and so do the flags.
+    An attack that does not apply to the model or the data has only `attack/<name>/final`, None with the reason. Attacks
+    that `kept` holds are not run again. A reference, which uses no weights of the model, is measured under
+    `reference/<name>/`. Where the victim's task is not `harmful`, all these names carry its role,
+    `attack_<role>/<name>/`, and so do the flags.
     """
     measures = _of_one_task(attacks, victim, kept, suite)
     return measures if victim.role == "harmful" else _named(measures, victim.role)
@@ -64,7 +52,7 @@ def _of_one_task(
         except Inapplicable as error:
             measures.miss(str(error), f"{'reference' if attack.reference else 'attack'}/{name}/final")
             continue
-        if settings := exported(attack.kind, curves):
+        if settings := found_settings(attack.kind, curves):
             measures.about.setdefault("attackers", {})[name] = settings
         if attack.reference:
             references[name] = curves["baseline"]
@@ -74,6 +62,7 @@ def _of_one_task(
         _measure(outcomes[-1], measures)
     for flag, reason in flags_of(outcomes).items():
         measures.flag(flag, reason)
+    measures.about["attacks_capped"] = [outcome.name for outcome in outcomes if outcome.capped]
     bar = _worst(outcomes, victim, measures)
     reference.measure(references, bar, victim.task.measure_name, measures)
     if references:
@@ -109,11 +98,9 @@ def _worth(
                 if number and attack.trains:
                     continue
                 own = replace(attack, samples=images, seed=attack.seed + number)
-                key = f"{name}@{images}.{number}"
+                where = partial(_at, bar, f"{name}, {images} images a class, draw {number + 1}")
                 with suppress(Inapplicable):
-                    found = _run(
-                        key, own, victim, kept, partial(_at, bar, f"{name}, {images} images, draw {number + 1}")
-                    )
+                    found = _run(f"{name}@{images}.{number}", own, victim, kept, where)
                     if attack.reference:
                         references.append(found["baseline"])
                     else:
@@ -129,7 +116,7 @@ def _draw(curves: Mapping[str, Mapping[Stage, AttackCurve]], references: Iterabl
 
 
 def _named(measures: Measures, role: Role) -> Measures:
-    """The same under the names of a further task: `attack_<role>/`, `reference_<role>/`, `<flag>_<role>`."""
+    """`measures` under the names of a further task: `attack_<role>/`, `reference_<role>/`, `<flag>_<role>`."""
 
     def name(old: str) -> str:
         group, slash, rest = old.partition("/")
@@ -147,7 +134,7 @@ def _named(measures: Measures, role: Role) -> Measures:
 @contextmanager
 def _at(bar: tqdm, attack: str, stage: Stage) -> Iterator[None]:
     """Inside, the bar and `where` say which attack is run on which stage."""
-    what = f"{attack} on {STAGES[stage]}"
+    what = f"{attack} on {PLACES[stage]}"
     bar.set_description_str(what)
     with doing(lambda: what):
         yield

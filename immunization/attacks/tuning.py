@@ -1,7 +1,5 @@
 """The one loop of all attacks that train a net: a fresh head and a part of the net, on mini-batches, by a recipe."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from immunization.attacks.recipe import OPTIMIZERS, Budget, Part, Recipe
+from immunization.attacks.recipe import OPTIMIZERS, Budget, Recipe, Scope
 from immunization.data.task import Task
 from immunization.models.chain import BATCH_NORMS, Network
 
@@ -20,11 +18,10 @@ NORM = 10.0
 SAMPLE = 512
 """Training images of which features are standardized."""
 
-
-Adapt = Callable[[Network, Part], tuple[list[nn.Parameter], list[nn.Module]]]
+Adapt = Callable[[Network, Scope], tuple[list[nn.Parameter], list[nn.Module]]]
 """Parameters of a net to train, and what of it is in train mode meanwhile."""
 
-Watch = Callable[[list[float]], bool]
+ShouldStop = Callable[[list[float]], bool]
 """Whether to stop, asked with the validation measures so far."""
 
 
@@ -70,21 +67,21 @@ class Tuner:
         self, task: Task, splits: Mapping[str, tuple[Tensor, Tensor]], network: Callable[[], Network], adapt: Adapt
     ) -> None:
         self.task, self.splits, self.network, self.adapt = task, splits, network, adapt
-        self._costs: dict[tuple[int, Part], float] = {}
+        self._costs: dict[tuple[int, Scope], float] = {}
 
     @property
     def rows(self) -> int:
         """Training images."""
         return len(self.splits["train"][1])
 
-    def train(self, recipe: Recipe, budget: Budget, seed: int, watch: Watch = lambda val: False) -> Course:
+    def train(self, recipe: Recipe, budget: Budget, seed: int, should_stop: ShouldStop = lambda val: False) -> Course:
         """Train a copy within the budget; `seed` draws batches, the head's bias and what `adapt` adds."""
         cost = self.step_cost(recipe, seed)
         opened = self.open(recipe, seed)
         optimizer = OPTIMIZERS[recipe.optimizer](opened.parameters, lr=recipe.rate, weight_decay=recipe.weight_decay)
         due = budget.steps(opened.flops, cost)
         course = Course([], [], due, opened.flops)
-        stopped = self._measured(course, 0, opened) and watch(course.val)
+        stopped = self._measured(course, 0, opened) and should_stop(course.val)
         for step, (x, y) in enumerate(self._batches(recipe.batch_size, due[-1], seed), 1):
             if stopped or len(course.val) == len(due):
                 break
@@ -96,7 +93,7 @@ class Tuner:
                 group["lr"] = recipe.rate_at(step, due[-1])
             optimizer.step()
             course.spent += cost
-            stopped = self._measured(course, step, opened) and watch(course.val)
+            stopped = self._measured(course, step, opened) and should_stop(course.val)
         return course
 
     def step_cost(self, recipe: Recipe, seed: int = 0) -> float:

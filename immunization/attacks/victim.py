@@ -1,7 +1,5 @@
 """What an attacker downloads: the extractor, before and after immunization, and what harmful data become in it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Literal
@@ -12,18 +10,15 @@ from torch import Tensor, nn
 from immunization.compute.transfer import room
 from immunization.data.task import Split, Task
 from immunization.evaluation.comparison import Comparison, Once
-from immunization.evaluation.measures import Role
+from immunization.evaluation.measures import Role, Stage
 from immunization.models import Model
 from immunization.models.activations import take
 from immunization.models.chain import Network
 
-Stage = Literal["immunized", "baseline", "start"]
-"""theta_I, what it is compared with (raw inputs or theta_0), and theta_0 where that is something else."""
-
 Precision = Literal["float32", "bfloat16", "int8"]
 
 GIB = 2**30
-MOST = 4
+KEPT_IMAGES = 4
 """GiB of images that an attack on a net keeps in memory; on a GPU at most a quarter of what it has free."""
 
 
@@ -34,8 +29,8 @@ class Inapplicable(Exception):
 class Victim:
     """The task of `role`, a harmful one, as an attacker sees it through the extractor of each stage.
 
-    `start` is the extractor's state dict before immunization. Features are float64, computed once for each stage, split
-    and precision of the weights; `precision=None` leaves them as they are.
+    `start` is the extractor's state dict before immunization. Features are float64, computed once per stage, split and
+    precision of the weights; `precision=None` leaves them as they are.
     """
 
     def __init__(
@@ -55,7 +50,7 @@ class Victim:
         role = role or self.role
         raw = stage == "baseline" and self._raw(role, split)  # the map is I, which every precision holds
         if raw or (precision is None and stage != "start"):
-            return self.comparison.features(role, split, "after" if stage == "immunized" else "before")
+            return self.comparison.features(role, split, "immunized" if stage == "immunized" else "baseline")
         key = ("features", stage, split, precision, role)
         return self._once(key, lambda: self._extract(self.extractor(stage, precision), role, split))
 
@@ -68,7 +63,7 @@ class Victim:
             extractor.load_state_dict(self.start)
         return rounded(extractor, precision)
 
-    def linear_map(self, stage: Stage, precision: Precision | None = None) -> Tensor:
+    def theta(self, stage: Stage, precision: Precision | None = None) -> Tensor:
         """theta [D_in, D_out] in float64 of a linear model, or of the map folded behind a net."""
         theta = self.model.last_map(self.extractor("immunized" if stage == "baseline" else stage, precision))
         if theta is None:
@@ -93,8 +88,6 @@ class Victim:
         inputs, like = getattr(self.comparison.tasks[role], split).x, next(extractor.parameters())
         return torch.cat([extractor(part.to(like)).double() for part in inputs.split(256)])
 
-    # --- the network itself -------------------------------------------------------------------------------------------
-
     def network(self, stage: Stage, precision: Precision | None = None) -> Network:
         """A copy of the whole net, images -> features [N, D], all of it trainable and in eval mode."""
         if not self.model.deep:
@@ -114,9 +107,9 @@ class Victim:
     def _images(self, split: str, rows: tuple[int, ...] | None) -> tuple[Tensor, Tensor]:
         part: Split = getattr(self.task, split)
         chosen = torch.arange(len(part)) if rows is None else torch.tensor(rows)
-        if self.model.reads_images or not len(chosen):
+        if self.model.reads == "images" or not len(chosen):
             return take(part.x, chosen).to(self.model.head.weight), part.y[chosen.to(part.y.device)]
-        batches, most = [], room(part.y.device, MOST * GIB) / GIB
+        batches, most = [], room(part.y.device, KEPT_IMAGES * GIB) / GIB
         for images, labels in self.model.image_batches(self.role, split, None if rows is None else chosen):
             size = len(chosen) * images[0].numel() * images.itemsize / GIB
             if size > most:
@@ -149,7 +142,7 @@ def forward_flops(network: nn.Module, input_size: tuple[int, ...]) -> float:
 
 @torch.no_grad()
 def rounded(module: nn.Module, precision: Precision | None) -> nn.Module:
-    """`module` with its parameters rounded in place; int8 has one scale a tensor and leaves vectors as they are."""
+    """`module` with its parameters rounded in place; int8 has one scale per tensor and leaves vectors as they are."""
     for parameter in module.parameters() if precision else ():
         parameter.copy_(round_to(parameter, precision))
     return module

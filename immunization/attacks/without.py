@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from immunization.attacks.block_probe import BlockProbe
 from immunization.attacks.network import FineTune
 from immunization.attacks.pooling import Outputs, outputs_of
-from immunization.attacks.recipe import Part
+from immunization.attacks.recipe import Scope
 from immunization.attacks.renewed import images_of, renew_from
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.models.chain import BATCH_NORMS, Network
@@ -29,7 +29,7 @@ class Scratch(FineTune, group="attack.scratch", without=["scope", "precision"]):
     steps = 1024
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[Scope, ...]:
         return ("full",)
 
     def network(self, victim: Victim, stage: Stage) -> Network:

@@ -1,12 +1,9 @@
 """Training of one net by several processes (torchrun): every process computes the features of its share of a batch.
 
-The shares are gathered before any method sees them, so that regularizers, losses and curves are those of the whole
-batch; backward, every process sends the gradient of its own rows through the net, and the optimizer gets the sums over
-all processes. Heads work on gathered features and have the whole gradient everywhere. Without torchrun, or with one
-process, every function here does nothing.
+The shares are gathered before any method sees them; backward, every process sends the gradient of its own rows through
+the net, and the optimizer gets the sums over all processes. Heads work on gathered features and have the whole gradient
+everywhere. With one process, every function here does nothing.
 """
-
-from __future__ import annotations
 
 import math
 import os
@@ -69,7 +66,7 @@ def _device() -> torch.device:
 
 
 def leave() -> None:
-    """End the group: from here on this process works alone."""
+    """End the group."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
@@ -119,18 +116,12 @@ class _Gather(torch.autograd.Function):
 
 
 def gather(part: Tensor) -> Tensor:
-    """The rows of all processes, in order, on each of them; backward, a process gets the gradient of its own rows.
-
-    Gradients of parameters are then parts of a sum over the processes, see `attach` and `summed`.
-    """
+    """The rows of all processes, in order, on each of them; backward, a process gets the gradient of its own rows."""
     return part if size() == 1 else _Gather.apply(part)
 
 
 def attach(extractor: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Let `extractor` return the features of the whole batch in training, and sum its gradients before each step.
-
-    Where no gradients are recorded, as in evaluation, nothing is gathered.
-    """
+    """Let `extractor` give features of the whole batch where gradients are recorded, and sum these in each step."""
     if size() == 1:
         return
     extractor.register_forward_hook(lambda _m, _i, features: gather(features) if torch.is_grad_enabled() else features)

@@ -1,7 +1,5 @@
 """The device a run works on, and how many threads it takes."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator
@@ -32,21 +30,19 @@ def device_of(choice: str, dim: int | None = None) -> torch.device:
     small = choice == "auto" and dim is not None and dim <= SMALL
     if choice == "cpu" or small or not torch.cuda.is_available():
         return torch.device("cpu")
-    return distributed.own_gpu() if distributed.size() > 1 else torch.device("cuda", _job() % torch.cuda.device_count())
-
-
-def _job() -> int:
-    """Number of this job in its multirun, 0 outside of one."""
-    job = HydraConfig.get() if HydraConfig.initialized() else None
-    return job.job.num if job is not None and job.mode == RunMode.MULTIRUN else 0
+    if distributed.size() > 1:
+        return distributed.own_gpu()
+    hydra = HydraConfig.get() if HydraConfig.initialized() else None
+    job = hydra.job.num if hydra is not None and hydra.mode == RunMode.MULTIRUN else 0
+    return torch.device("cuda", job % torch.cuda.device_count())
 
 
 @contextmanager
 def full_precision() -> Iterator[None]:
     """Inside, a GPU computes float32 in float32.
 
-    By default cuDNN rounds the factors of convolutions to TF32, 10 bits: features would then carry errors that their
-    rank tolerance, float32's eps, knows nothing of. For speed there is `model.amp=bfloat16`, in training steps alone.
+    By default cuDNN rounds the factors of convolutions to TF32, 10 bits: the features' errors would then exceed their
+    rank tolerance, float32's eps. For speed there is `model.amp=bfloat16`, only in training steps.
     """
     kinds = torch.backends.cudnn, torch.backends.cuda.matmul
     before = [kind.allow_tf32 for kind in kinds]
@@ -61,7 +57,7 @@ def full_precision() -> Iterator[None]:
 
 @contextmanager
 def gpu_memory(purpose: str, remedy: str) -> Iterator[None]:
-    """Inside, a GPU whose memory is used up is a ConfigError that says for what, and what to do."""
+    """Inside, a GPU whose memory is used up is a ConfigError that says for what and what to do."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -96,7 +92,7 @@ def choose_threads(choice: int | None, dim: int | None) -> None:
 
     OMP_NUM_THREADS, which launchers set, bounds the automatic choice.
     """
-    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # one number a nesting level
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # one number per nesting level
     cores = int(first) if first.isdecimal() and int(first) else os.cpu_count() or 1
     set_threads(choice or (1 if dim is not None and dim <= SMALL else cores))
 

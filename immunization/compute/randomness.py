@@ -1,7 +1,5 @@
 """Random states as a whole: seeding, keeping and restoring them, and the same numbers in every run."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterator

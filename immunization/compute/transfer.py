@@ -1,7 +1,5 @@
 """Onto a GPU without waiting for it: what fits stays there, what does not is read ahead of the step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +10,8 @@ from torch import Tensor
 
 from immunization.compute.machine import cores
 
-SHARE = 0.25
-"""Of a GPU's free memory, what is kept there for good may take so much."""
+KEPT_SHARE = 0.25
+"""Largest share of a GPU's free memory that is kept for good."""
 
 FEW_IMAGES = 256
 """Fewer are read before processes that read them have started."""
@@ -24,11 +22,10 @@ def reading(
 ) -> dict[str, Any]:
     """Options of a DataLoader over `images` images for a net on `device`; `loaders`: how many are read side by side.
 
-    A GPU gets batches in pinned memory, from which they are copied while it works. `workers` processes read; None: for
-    a CPU, whose cores the net takes, none, for a GPU as many as there are cores for all loaders, but none for few
-    images, or where images are `drawn` at random: every process draws numbers of its own, and the training would
-    depend on the number of cores. Processes end with their pass: those of a loader that keeps them shuffle later passes
-    by other numbers than a resumed run would, and to start them takes less than any pass.
+    A GPU gets batches in pinned memory, from which they are copied while it works. `workers` processes read; None: as
+    many as there are cores for all loaders, but none for a CPU, whose cores the net takes, for few images, or where
+    images are `drawn` at random, since the training would then depend on the number of cores. Processes end with their
+    pass: kept ones would shuffle later passes by other numbers than a resumed run.
     """
     if workers is None:
         workers = 0 if device.type == "cpu" or drawn or images < FEW_IMAGES else cores() // loaders
@@ -37,7 +34,7 @@ def reading(
 
 def room(device: torch.device, most: float = math.inf) -> float:
     """Bytes that may be kept on `device`: up to `most`, and no more than a share of what a GPU has free."""
-    return most if device.type == "cpu" else min(most, SHARE * torch.cuda.mem_get_info(device)[0])
+    return most if device.type == "cpu" else min(most, KEPT_SHARE * torch.cuda.mem_get_info(device)[0])
 
 
 def onto(x: Tensor, like: Tensor) -> Tensor:
@@ -48,8 +45,8 @@ def onto(x: Tensor, like: Tensor) -> Tensor:
 def gathered(x: Tensor, chunks: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
     """`x[rows]` on `device` for the indices `rows` [n] of every chunk.
 
-    Rows of the CPU (of a file, where `x` is memory-mapped) that a GPU wants are gathered by a thread, one chunk ahead,
-    into pinned memory, from which they are copied while the GPU works.
+    For a GPU, rows on the CPU (or in a memory-mapped file) are gathered by a thread, one chunk ahead, into pinned
+    memory, from which they are copied while the GPU works.
     """
     if x.device.type != "cpu" or device.type == "cpu":
         for rows in chunks:

@@ -1,4 +1,8 @@
-"""Data sets: each is one function that takes the keys of its YAML (conf/dataset) and returns a `TaskPair`."""
+"""Data sets: each is one function that takes the keys of its YAML (conf/dataset), which says what they mean.
+
+It returns a `TaskPair`, or an `ImagePair`, and raises ConfigError for an option that cannot be, DataError for files
+that are absent, damaged or do not fit together.
+"""
 
 from immunization.data.arrays import arrays
 from immunization.data.cifar10 import cifar10

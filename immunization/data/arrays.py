@@ -27,6 +27,11 @@ log = logging.getLogger(__name__)
 KINDS = (*USUAL, "unseen")
 NAMES = re.compile(rf"(?P<role>({'|'.join(KINDS)})(_(?!val_|test_|[xy]$)[\w.-]+?)?)(_val|_test)?_[xy]")
 """Names of arrays: a role, perhaps a split, and x or y."""
+NORMALIZED = {
+    "shared": "mean and std (ddof = 1) of the training rows of primary and harmful task together",
+    "each": "mean and std (ddof = 1) of each task's training rows",
+    "none": "none",
+}
 Targets = Literal["auto", "regression", "classes"]
 Arrays = dict[str, Tensor]
 
@@ -47,10 +52,7 @@ def arrays(
     common_range: bool = False,
     name: str = "arrays",
 ) -> TaskPair:
-    """A pair from extracted features or any other matrices; the options are described in conf/dataset/arrays.yaml.
-
-    Raises ConfigError for an option that cannot be, DataError for a file or array that cannot be used.
-    """
+    """A pair of the user's matrices, by conf/dataset/arrays.yaml; raises ConfigError, DataError for a file or array."""
     check_training_rows(val_fraction, test_fraction)
     tables = _tables(primary=primary_csv, harmful=harmful_csv, benign=benign_csv, unseen=unseen_csv)
     if path and tables:
@@ -69,16 +71,13 @@ def arrays(
     for role in _roles(stored):
         tasks[role], labels[role] = _task(role, stored, source, targets, val_fraction, test_fraction, generator)
     _refuse_shared_rows(tasks)
-    _warn_of_two_values(tasks, targets)
-    about = {
-        "data": source,
-        "normalize": {
-            "shared": "mean and std (ddof = 1) of the training rows of primary and harmful task together",
-            "each": "mean and std (ddof = 1) of each task's training rows",
-            "none": "none",
-        }[normalize],
-        "labels": labels,
-    }
+    binary = [role for role, task in tasks.items() if not task.classes and len(task.train.y.unique()) == 2]
+    if binary and targets == "auto":
+        log.warning(
+            "the targets of %s are floats of two values, taken as regression; for labels set dataset.targets=classes",
+            " and ".join(binary),
+        )
+    about = {"data": source, "normalize": NORMALIZED[normalize], "labels": labels}
     pair = standardize_targets(standardize(TaskPair.of(name, tasks, about), normalize))
     return finish(pair, common_range)
 
@@ -117,27 +116,14 @@ def _refuse_shared_rows(tasks: dict[str, Task]) -> None:
 
     The usual ones may share some: of the same inputs, two labels agree here and there.
     """
-    rows = {role: _rows(task) for role, task in tasks.items()}
+    rows = {}
+    for role, task in tasks.items():
+        pairs = (row for s in task.splits.values() for row in zip(s.x.numpy(), s.y.tolist(), strict=True))
+        rows[role] = sorted(hash((x.tobytes(), y)) for x, y in pairs)
     for one, other in combinations(rows, 2):
         usual = {one, other} <= set(USUAL)
         if rows[one] == rows[other] if usual else not set(rows[one]).isdisjoint(rows[other]):
             raise DataError(f"the {other} task and the {one} task share rows; give every task rows of its own")
-
-
-def _rows(task: Task) -> list[int]:
-    """Hashes of inputs and target of every row, ascending."""
-    parts = [getattr(task, name) for name in SPLITS]
-    return sorted(hash((x.tobytes(), y)) for p in parts for x, y in zip(p.x.numpy(), p.y.tolist(), strict=True))
-
-
-def _warn_of_two_values(tasks: dict[str, Task], targets: Targets) -> None:
-    """Say in one line which tasks are regressions that look like two classes."""
-    found = [r for r, task in tasks.items() if not task.classes and len(task.train.y.unique()) == 2]
-    if found and targets == "auto":
-        log.warning(
-            "the targets of %s are floats of two values, taken as regression; for labels set dataset.targets=classes",
-            " and ".join(found),
-        )
 
 
 def _task(
@@ -159,28 +145,29 @@ def _task(
         0.0 if "test" in given else test_fraction,
         generator,
     )
-    parts = {split: given.get(split, (x[rows[split]], y[rows[split]])) for split in SPLITS}
-    origins = {split: Origin(f"{role}_x", rows[split]) for split in SPLITS}
-    origins |= {split: Origin(f"{role}_{split}_x", torch.arange(len(label))) for split, (_, label) in given.items()}
-    for split, (part, _) in parts.items():
+    classes = _classes(y, f"'{role}_y' in {source}", targets) if is_classes else None
+    splits = {}
+    for split in SPLITS:
+        part, target = given.get(split, (x[rows[split]], y[rows[split]]))
         if part.shape[1] != x.shape[1]:
             raise DataError(
                 f"'{role}_{split}_x' in {source} has {part.shape[1]} columns, '{role}_x' has {x.shape[1]}; "
                 "give them the same"
             )
+        if classes is not None:
+            unknown = target[~torch.isin(target, classes)]
+            if len(unknown):
+                raise DataError(
+                    f"'{role}_{split}_y' in {source} holds the label {unknown[0].item()}, '{role}_y' does not"
+                )
+            target = torch.searchsorted(classes, target.to(classes.dtype))
+        origin = Origin(f"{role}_x", rows[split])
+        if split in given:
+            origin = Origin(f"{role}_{split}_x", torch.arange(len(target)))
+        splits[split] = Split(part.double(), target if is_classes else target.double(), origin)
     eps = torch.finfo(torch.float64 if x.dtype == torch.float64 or not x.is_floating_point() else torch.float32).eps
-    if not is_classes:
-        splits = {s: Split(part.double(), target.double(), origins[s]) for s, (part, target) in parts.items()}
+    if classes is None:
         return Task(role, **splits, eps=eps), "regression"
-    classes = _classes(y, f"'{role}_y' in {source}", targets)
-    for split, (_, label) in parts.items():
-        unknown = label[~torch.isin(label, classes)]
-        if len(unknown):
-            raise DataError(f"'{role}_{split}_y' in {source} holds the label {unknown[0].item()}, '{role}_y' does not")
-    splits = {
-        split: Split(part.double(), torch.searchsorted(classes, label.to(classes.dtype)), origins[split])
-        for split, (part, label) in parts.items()
-    }
     about = f"classes {classes.tolist()} coded 0 to {len(classes) - 1}"
     return Task(role, **splits, classes=len(classes), eps=eps), about
 

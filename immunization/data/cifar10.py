@@ -40,7 +40,11 @@ def cifar10(
     together; they are withheld from D_P, so that no image is in two tasks. Raises ConfigError for classes that are in
     two tasks or do not exist, DataError for files that are absent or damaged.
     """
-    _check_classes(primary, harmful, benign)
+    chosen = [*primary, *harmful, *([] if benign is None else [benign])]
+    if min(len(primary), len(harmful)) < 2 or not set(chosen) <= set(range(10)):
+        raise ConfigError("dataset.primary and harmful need two classes or more, all of 0 to 9")
+    if len(set(chosen)) < len(chosen):
+        raise ConfigError("dataset.primary, harmful and benign must have no class in common, and none twice")
     parts = _read(Path(root).expanduser(), download)
     generator = torch.Generator().manual_seed(split_seed)
     names = {role: tuple(CLASSES[c] for c in group) for role, group in (("primary", primary), ("harmful", harmful))}
@@ -60,14 +64,6 @@ def cifar10(
             tasks[role] |= {split: images.take(rows[split]) for split in PARTS}
     made = {r: ImageTask(f"CIFAR-10 {', '.join(names[r])}", names[r], splits) for r, splits in tasks.items()}
     return ImagePair(name, made, augment=augment, size=SIDE, crop_pct=1.0, cache=None, about=description(made))
-
-
-def _check_classes(primary: Sequence[int], harmful: Sequence[int], benign: int | None) -> None:
-    chosen = [*primary, *harmful, *([] if benign is None else [benign])]
-    if min(len(primary), len(harmful)) < 2 or not set(chosen) <= set(range(10)):
-        raise ConfigError("dataset.primary and harmful need two classes or more, all of 0 to 9")
-    if len(set(chosen)) < len(chosen):
-        raise ConfigError("dataset.primary, harmful and benign must have no class in common, and none twice")
 
 
 def _codes(
@@ -126,25 +122,21 @@ def _read(root: Path, download: bool) -> dict[str, tuple[np.ndarray, Tensor, str
 
 def _folder(folder: Path) -> tuple[np.ndarray, Tensor, str]:
     """The images of <folder>/<class>/*, classes in the order of CLASSES, files in that of their names."""
-    found = {
-        name: sorted(path for path in (folder / name).glob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png"))
-        for name in CLASSES
-    }
-    if empty := [name for name, paths in found.items() if not paths]:
-        raise DataError(f"{folder / empty[0]} holds no images: a folder per class is expected, {', '.join(CLASSES)}")
-    pixels = [_pixels(path) for paths in found.values() for path in paths]
-    classes = torch.repeat_interleave(torch.arange(10), torch.tensor([len(paths) for paths in found.values()]))
-    return np.stack(pixels), classes, f"images below dataset.root/{folder.name}, by class and name"
-
-
-def _pixels(path: Path) -> np.ndarray:
     from PIL import Image
 
-    try:
-        with Image.open(path) as image:
-            pixels = np.asarray(image.convert("RGB"))
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-    if pixels.shape != (SIDE, SIDE, 3):
-        raise DataError(f"{path} is {pixels.shape[1]} x {pixels.shape[0]} pixels, CIFAR-10 has {SIDE} x {SIDE}")
-    return pixels
+    pixels, classes = [], []
+    for number, name in enumerate(CLASSES):
+        paths = sorted(p for p in (folder / name).glob("*") if p.suffix.lower() in (".jpg", ".jpeg", ".png"))
+        if not paths:
+            raise DataError(f"{folder / name} holds no images: a folder per class is expected, {', '.join(CLASSES)}")
+        for path in paths:
+            try:
+                image = Image.open(path).convert("RGB")
+            except OSError as error:
+                raise DataError(f"{path} cannot be read: {error}") from error
+            if image.size != (SIDE, SIDE):
+                width, height = image.size
+                raise DataError(f"{path} is {width} x {height} pixels, CIFAR-10 has {SIDE} x {SIDE}")
+            pixels.append(np.asarray(image))
+            classes.append(number)
+    return np.stack(pixels), torch.tensor(classes), f"images below dataset.root/{folder.name}, by class and name"

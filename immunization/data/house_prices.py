@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -17,7 +16,6 @@ from immunization.data.preparation import (
     finish,
     map_inputs,
     moments,
-    shown_train,
     split_rows,
     standardize,
     standardize_targets,
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 TARGETS = {"primary": "LotArea", "harmful": "SalePrice"}
+TASKS = {"primary": "LotArea outside of zone RL", "harmful": "SalePrice in zone RL"}
 NUMERIC = """
     Id MSSubClass LotFrontage OverallQual OverallCond YearBuilt YearRemodAdd MasVnrArea BsmtFinSF1 BsmtFinSF2 BsmtUnfSF
     TotalBsmtSF 1stFlrSF 2ndFlrSF LowQualFinSF GrLivArea BsmtFullBath BsmtHalfBath FullBath HalfBath BedroomAbvGr
@@ -43,6 +42,8 @@ CATEGORICAL = """
 """.split()  # noqa: SIM905
 # "None" is a level of MasVnrType, but pandas from 2.0 on reads it as missing, and so do the published figures.
 MISSING = ("", "NA", "None")
+FILLED = "0 (numbers), the string '0' before coding (categories)"
+CODES = "order of the sorted strings, fitted on all rows "
 
 
 @checked("dataset")
@@ -58,10 +59,7 @@ def house_prices(
     common_range: bool = False,
     name: str = "house_prices",
 ) -> TaskPair:
-    """The pair of regressions of the paper's Sec. 5.1; the options are described in conf/dataset/house_prices.yaml.
-
-    Raises ConfigError for an option that cannot be, DataError for a file that is absent or damaged.
-    """
+    """The regressions of the paper's Sec. 5.1, by conf/dataset/house_prices.yaml; raises ConfigError, DataError."""
     check_training_rows(val_fraction, test_fraction)
     path = _find(Path(root).expanduser(), download)
     table = read_table(path)
@@ -74,54 +72,33 @@ def house_prices(
     targets = {role: torch.from_numpy(numbers(half, [TARGETS[role]], path)[:, 0]) for role, half in halves.items()}
 
     if protocol == "authors":
-        pair = _authors(name, path, halves, targets)
-    else:
-        splitting = val_fraction, test_fraction, seed
-        pair = _full(name, path, table, harmful, targets, normalize, keep_id, splitting)
-    return finish(pair, common_range)
-
-
-def _full(
-    name: str,
-    path: Path,
-    table: pd.DataFrame,
-    harmful: np.ndarray,
-    targets: dict[str, torch.Tensor],
-    normalize: str,
-    keep_id: bool,
-    splitting: tuple[float, float, int],
-) -> TaskPair:
-    """All rows; `splitting` holds the fractions of validation and test rows and the seed."""
-    halves = {"primary": table[~harmful], "harmful": table[harmful]}
+        return finish(_authors(name, path, halves, targets), common_range)
     columns = [column for column in table if column in {*NUMERIC, *CATEGORICAL} and (keep_id or column != "Id")]
     if normalize == "shared":
         whole = _encode(table, columns, path)
         inputs = {"primary": whole[~harmful], "harmful": whole[harmful]}
     else:
         inputs = {role: _encode(half, columns, path) for role, half in halves.items()}
-    val_fraction, test_fraction, seed = splitting
     generator = torch.Generator().manual_seed(seed)
     tasks = {}
     for role, x in inputs.items():
         rows = split_rows(torch.zeros(len(x), dtype=torch.int64), val_fraction, test_fraction, generator)
         splits = {s: Split(x[i], targets[role][i], _origin(halves[role], i)) for s, i in rows.items()}
-        tasks[role] = Task(_task_name(role), **splits)
-    pair = TaskPair(name, **tasks)
-    x = shown_train(pair)
+        tasks[role] = Task(TASKS[role], **splits)
+    x = torch.cat([task.train.x for task in tasks.values()])
     varies = (x != x[0]).any(0)
-    pair = map_inputs(pair, lambda _, x: x[:, varies])
     about = {
         "data": f"House Prices, {len(table)} rows",
         "protocol": "full: all rows; splits drawn at random, by seed, within each task",
         "normalize": f"{normalize}: mean and std (ddof = 1) of "
         + ("the training rows of both tasks together" if normalize == "shared" else "each task's training rows"),
-        "label_codes": "order of the sorted strings, fitted on all rows "
-        + ("of both tasks together" if normalize == "shared" else "of each task by itself"),
-        "missing": "0 (numbers), the string '0' before coding (categories)",
+        "label_codes": CODES + ("of both tasks together" if normalize == "shared" else "of each task by itself"),
+        "missing": FILLED,
         "dropped": ([] if keep_id else ["Id"]) + [c for c, keep in zip(columns, varies, strict=True) if not keep],
         "columns": [c for c, keep in zip(columns, varies, strict=True) if keep],
     }
-    return standardize_targets(standardize(replace(pair, about=about), normalize))
+    pair = map_inputs(TaskPair(name, **tasks, about=about), lambda _, x: x[:, varies])
+    return finish(standardize_targets(standardize(pair, normalize)), common_range)
 
 
 def _authors(name: str, path: Path, halves: dict[str, pd.DataFrame], targets: dict[str, torch.Tensor]) -> TaskPair:
@@ -139,15 +116,15 @@ def _authors(name: str, path: Path, halves: dict[str, pd.DataFrame], targets: di
         (mean, std), (y_mean, y_std) = moments(x), moments(y[:, None])
         x, y = ((x - mean) / std).float().double(), ((y - y_mean) / y_std).float().double()
         splits = {split: Split(x[rows], y[rows], _origin(half, rows)) for split, rows in bounds.items()}
-        tasks[role] = Task(_task_name(role), **splits, eps=torch.finfo(torch.float32).eps)
+        tasks[role] = Task(TASKS[role], **splits, eps=torch.finfo(torch.float32).eps)
         tensors |= {f"{role}/mean": mean, f"{role}/std": std}
         tensors |= {f"{role}/target_mean": y_mean[0], f"{role}/target_std": y_std[0]}
     about = {
         "data": f"House Prices, {sum(map(len, halves.values()))} rows",
         "protocol": "authors: rows 0-199 of each task train, 200-249 validate, 250-299 test (the release: 200-299)",
         "normalize": "each: mean and std (ddof = 1) of all rows of each task, targets too; then rounded to float32",
-        "label_codes": "order of the sorted strings, fitted on all rows of each task by itself",
-        "missing": "0 (numbers), the string '0' before coding (categories)",
+        "label_codes": CODES + "of each task by itself",
+        "missing": FILLED,
         "dropped": [],
         "columns": columns,
     }
@@ -156,10 +133,6 @@ def _authors(name: str, path: Path, halves: dict[str, pd.DataFrame], targets: di
 
 def _origin(half: pd.DataFrame, rows: torch.Tensor | slice) -> Origin:
     return Origin("train.csv", torch.from_numpy(half.index.to_numpy(copy=True))[rows])
-
-
-def _task_name(role: str) -> str:
-    return {"primary": "LotArea outside of zone RL", "harmful": "SalePrice in zone RL"}[role]
 
 
 def _encode(table: pd.DataFrame, columns: list[str], path: Path) -> torch.Tensor:

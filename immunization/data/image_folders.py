@@ -26,7 +26,7 @@ from immunization.checks import (
 )
 from immunization.data.images import ImagePair, ImageSplit, ImageTask, description
 from immunization.data.preparation import split_rows
-from immunization.data.task import SPLITS, first_shared, kind_of, roles_of
+from immunization.data.task import SPLITS, USUAL, first_shared, kind_of, roles_of
 from immunization.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -59,36 +59,19 @@ def image_folders(
     cache_limit: NonNegative = 20.0,
     name: str = "image_folders",
 ) -> ImagePair:
-    """Tasks from folders of images or from timm's sources; conf/dataset/image_folders.yaml describes the options.
-
-    Raises ConfigError for an option that cannot be, DataError for folders that are absent, empty or do not agree.
-    """
+    """Images of folders or timm's sources, by conf/dataset/image_folders.yaml; raises ConfigError, DataError."""
     check_training_rows(val_fraction, test_fraction)
-    sources = {
-        "primary": (primary_root, primary),
-        "harmful": (harmful_root, harmful),
-        "benign": (benign_root, benign),
-        "unseen": (unseen_root, unseen),
-    }
+    given_roots = primary_root, harmful_root, benign_root, unseen_root
+    own_options = primary, harmful, benign, unseen
     tasks: dict[str, ImageTask] = {}
-    for kind, (given, options) in sources.items():
+    for kind, given, options in zip((*USUAL, "unseen"), given_roots, own_options, strict=True):
         roots = [given] if given is None or isinstance(given, str) else list(given) or [None]
         if not any(roots) and not (options or {}).get("source"):
             if kind in ("benign", "unseen"):
                 continue
             raise ConfigError(f"dataset.{kind}_root is not set: give the folder of the images, a folder per class")
-        fractions = {"val_fraction": val_fraction, "test_fraction": test_fraction}
         for role, root in zip(roles_of(kind, [Path(root or "").name for root in roots]), roots, strict=True):
-            tasks[role] = open_task(kind, root, **(options or {}), **fractions, split_seed=split_seed)
-    _refuse_shared_classes(tasks)
-    reading = {"size": size, "crop_pct": crop_pct, "batch_size": batch_size, "workers": workers}
-    return ImagePair(
-        name, tasks, on_bad_image, augment, **reading, cache=cache, cache_limit=cache_limit, about=description(tasks)
-    )
-
-
-def _refuse_shared_classes(tasks: Mapping[str, ImageTask]) -> None:
-    """Raise ConfigError for a class folder, or a source without any, that two tasks have."""
+            tasks[role] = open_task(kind, root, val_fraction, test_fraction, split_seed, **(options or {}))
     if found := first_shared({role: task.folders or [task.splits["train"].identity] for role, task in tasks.items()}):
         one, other, shared = found
         if not tasks[one].folders:
@@ -99,6 +82,8 @@ def _refuse_shared_classes(tasks: Mapping[str, ImageTask]) -> None:
             f"dataset: class folder {shared} belongs to the {one} task and to the {other} task; give every task "
             f"classes of its own, dataset.{kind_of(other)}.classes chooses them"
         )
+    reading = on_bad_image, augment, size, crop_pct, batch_size, workers, cache, cache_limit
+    return ImagePair(name, tasks, *reading, about=description(tasks))
 
 
 def open_task(
@@ -124,29 +109,28 @@ def open_task(
             raise ConfigError(
                 f"dataset.{role}.classes chooses among class folders, and {source} has none; set it to null"
             )
-        parts = {s: _open_source(role, source, folder, s, options or {}) for s in (train, test)}
-        names = tuple(map(str, getattr(getattr(parts[train], "reader", None), "class_to_idx", None) or ()))
-        identities = {s: f"{source} {folder} {s} {len(part)} {dict(options or {})}" for s, part in parts.items()}
-        sources = {s: f"{source}, split {s}" for s in parts}
-        labels, folders = None, ()
+        whole, about = {}, dict(options or {})
+        for split in (train, test):
+            images = _open_source(role, source, folder, split, about)
+            identity = f"{source} {folder} {split} {len(images)} {about}"
+            whole[split] = ImageSplit(images, None, identity, f"{source}, split {split}")
+        opened = whole[train].dataset
+        names = tuple(map(str, getattr(getattr(opened, "reader", None), "class_to_idx", None) or ()))
+        labels, folders = torch.zeros(len(opened), dtype=torch.long), ()
     else:
         places = _places(role, folder, train, test)
         names = _chosen(f"dataset.{role}.classes", classes, _class_folders(places[train]))
-        parts = {s: _open_folder(place, names) for s, place in places.items()}
-        identities = {s: _fingerprint(part.reader) for s, part in parts.items()}
-        below = {s: Path(f"dataset.{role}_root") / place.relative_to(folder) for s, place in places.items()}
-        some = "" if classes is None else f", of dataset.{role}.classes alone"
-        sources = {
-            s: f"images below {place.as_posix()}{some}, in natural order of their paths" for s, place in below.items()
-        }
-        labels = torch.tensor([label for _, label in parts[train].reader.samples])
+        some, whole = "" if classes is None else f", of dataset.{role}.classes alone", {}
+        for split, place in places.items():
+            images, below = _open_folder(place, names), Path(f"dataset.{role}_root") / place.relative_to(folder)
+            about = f"images below {below.as_posix()}{some}, in natural order of their paths"
+            whole[split] = ImageSplit(images, None, _fingerprint(images.reader), about)
+        labels = torch.tensor([label for _, label in whole[train].dataset.reader.samples])
         folders = tuple((places[train] / name).resolve() for name in names)
-    held_out = test in parts
-    strata = torch.zeros(len(parts[train]), dtype=torch.long) if labels is None else labels
-    rows = split_rows(strata, val_fraction, 0.0 if held_out else test_fraction, generator)
-    splits = {s: ImageSplit(parts[train], rows[s], identities[train], sources[train]) for s in SPLITS}
-    if held_out:
-        splits["test"] = ImageSplit(parts[test], None, identities[test], sources[test])
+    rows = split_rows(labels, val_fraction, 0.0 if test in whole else test_fraction, generator)
+    splits = {split: whole[train].take(rows[split]) for split in SPLITS}
+    if test in whole:
+        splits["test"] = whole[test]
     named = None if outputs is None else _read_outputs(Path(outputs).expanduser(), names)
     part = "" if classes is None else f", {len(names)} classes"
     return ImageTask(f"{source} {folder or ''}".strip() + part, names, splits, crop, named, folders)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,9 +13,6 @@ from torch.utils.data import Dataset
 
 from immunization.compute.transfer import reading
 from immunization.data.images import ImagePair, ImageSplit
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 KINDS = {"1": "black and white", "L": "gray", "LA": "gray", "I": "16 bit"}
 """Modes of Pillow in words; others are known by their names (CMYK, RGBA, P)."""
@@ -40,8 +37,13 @@ class Readable(Dataset):
             if hasattr(reader, "samples"):  # timm's own data set would put another image in place of a bad one
                 stream, label = reader[row]
                 with stream, Image.open(stream) as image:
-                    kinds = kinds_of(image)
-                    image = eight_bits(image).convert(dataset.input_img_mode)
+                    if image.mode != "RGB":
+                        kinds.append(KINDS.get(image.mode.partition(";")[0], image.mode))
+                    if image.size == (1, 1):
+                        kinds.append("1 x 1 pixel")
+                    if image.mode[0] == "I":  # the upper 8 of 16 bits, where Pillow itself would clip at 255
+                        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+                    image = image.convert(dataset.input_img_mode)
             else:
                 image, label = dataset[row]
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
@@ -62,19 +64,6 @@ class ReadableStream(torch.utils.data.IterableDataset):
         for row, (image, label) in enumerate(self.split.dataset):
             if self.split.rows is None or row in self.rows:
                 yield self.transform(image), label
-
-
-def kinds_of(image: Image) -> list[str]:
-    """What an image is beside RGB of 8 bits, in words."""
-    kinds = [] if image.mode == "RGB" else [KINDS.get(image.mode.partition(";")[0], image.mode)]
-    return kinds + ["1 x 1 pixel"] * (image.size == (1, 1))
-
-
-def eight_bits(image: Image) -> Image:
-    """The upper 8 of 16 bits, where Pillow itself would clip at 255; other images as they are."""
-    from PIL import Image
-
-    return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)) if image.mode[0] == "I" else image
 
 
 def collate(items: list[tuple[Any, ...] | str]) -> tuple[Tensor, Tensor, list[str], list[str]]:

@@ -1,7 +1,7 @@
 """Pairs of image classification tasks for deep nets.
 
 Unlike the other data sets these hold no numbers yet: what a model reads depends on its own preprocessing, so
-`models.timm.Timm.read_tasks` turns an `ImagePair` into a `TaskPair` of activations.
+`Model.read_tasks` turns an `ImagePair` into a `TaskPair` of activations.
 """
 
 from __future__ import annotations

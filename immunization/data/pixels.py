@@ -22,6 +22,11 @@ from immunization.data.task import Origin, Split, Task, TaskPair, is_shown, kind
 from immunization.errors import ConfigError, DataError
 
 Protocol = Literal["one_vs_rest", "authors"]
+PROTOCOLS = {
+    "one_vs_rest": "one_vs_rest: a class (1) against as many images of classes that no task has (0), no image in two "
+    "tasks",
+    "authors": "authors: images of one class a task, equally many, labels all 0 (primary) or all 1",
+}
 MNISTProtocol = Literal["one_vs_rest", "authors", "authors_pixels"]
 
 MOMENTS = {"authors": (0.1307, 0.3081), "authors_pixels": (0.0, 1.0)}
@@ -30,7 +35,8 @@ MOMENTS = {"authors": (0.1307, 0.3081), "authors_pixels": (0.0, 1.0)}
 Digits = Digit | Sequence[Digit]
 """The class of a task, or those of several."""
 
-FILES = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+PARTS, KINDS = ("train", "t10k"), ("images-idx3-ubyte", "labels-idx1-ubyte")
+"""What the files of MNIST are called."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +82,8 @@ def digits(
     common_range: bool = False,
     name: str = "digits",
 ) -> TaskPair:
-    """scikit-learn's 1797 digits of 8 x 8 pixels (D = 64); the options are described in conf/dataset/digits.yaml.
-
-    Raises ConfigError for an option that cannot be.
-    """
-    roles = _roles(primary, harmful, benign, unseen)
+    """scikit-learn's 1797 digits of 8 x 8 pixels (D = 64), by conf/dataset/digits.yaml; raises ConfigError."""
+    roles = _roles(primary=primary, harmful=harmful, benign=benign, unseen=unseen)
     check_training_rows(val_fraction, test_fraction)
     pixels, labels = sklearn_digits()
     rows = split_rows(labels, val_fraction, test_fraction, torch.Generator().manual_seed(seed))
@@ -104,11 +107,8 @@ def mnist(
     common_range: bool = False,
     name: str = "mnist",
 ) -> TaskPair:
-    """MNIST (D = 784); the options are described in conf/dataset/mnist.yaml.
-
-    Raises ConfigError for an option that cannot be, DataError for files that are absent or damaged.
-    """
-    roles = _roles(primary, harmful, benign, unseen)
+    """MNIST (D = 784), by conf/dataset/mnist.yaml; raises ConfigError, DataError for absent or damaged files."""
+    roles = _roles(primary=primary, harmful=harmful, benign=benign, unseen=unseen)
     images = _torchvision_images("MNIST", root, download, val_fraction, seed)
     moments = MOMENTS.get(protocol)
     choice: Protocol = "authors" if moments else "one_vs_rest"
@@ -130,28 +130,24 @@ def fashion_mnist(
     common_range: bool = False,
     name: str = "fashion_mnist",
 ) -> TaskPair:
-    """FashionMNIST (D = 784); the options are described in conf/dataset/fashion_mnist.yaml. Raises as `mnist` does."""
-    roles = _roles(primary, harmful, benign, unseen)
+    """FashionMNIST (D = 784), by conf/dataset/fashion_mnist.yaml; raises what `mnist` does."""
+    roles = _roles(primary=primary, harmful=harmful, benign=benign, unseen=unseen)
     images = _torchvision_images("FashionMNIST", root, download, val_fraction, seed)
     return finish(_pair(name, images, roles, protocol, max_samples, seed), common_range)
 
 
-def _roles(
-    primary: int, harmful: int | Sequence[int], benign: int | Sequence[int] | None, unseen: int | Sequence[int] | None
-) -> dict[str, int]:
+def _roles(**given: int | Sequence[int] | None) -> dict[str, int]:
     """The class of each role; raises ConfigError where two roles have the same, or a list is empty."""
-    given = {"primary": primary, "harmful": harmful, "benign": benign, "unseen": unseen}
+    given = {kind: digits for kind, digits in given.items() if digits is not None}
     roles = {}
     for kind, digits in given.items():
-        if digits is None:
-            continue
         classes = list(digits) if isinstance(digits, Sequence) else [digits]
         if not classes:
             remedy = "at least one" if kind == "harmful" else "at least one, or null for no such task"
             raise ConfigError(f"dataset.{kind} is an empty list: give {remedy}")
         roles |= dict(zip(roles_of(kind, classes), classes, strict=True))
     if len(set(roles.values())) < len(roles):
-        shown = ", ".join(f"dataset.{kind}={digits}" for kind, digits in given.items() if digits is not None)
+        shown = ", ".join(f"dataset.{kind}={digits}" for kind, digits in given.items())
         raise ConfigError(f"{shown}: every task needs a class of its own, choose different ones of 0 to 9")
     if len(roles) == 10:
         raise ConfigError("dataset: ten tasks leave no class for the images that are no task's; choose fewer")
@@ -193,9 +189,7 @@ def _pair(
     source = "given by the protocol" if moments else "of all training pixels of primary and harmful task (ddof = 1)"
     about = {
         "data": images.about,
-        "protocol": "authors: images of one class a task, equally many, labels all 0 (primary) or all 1"
-        if authors
-        else "one_vs_rest: a class (1) against as many images of classes that no task has (0), no image in two tasks",
+        "protocol": PROTOCOLS[protocol],
         "classes": roles,
         "normalize": f"pixels / {images.scale}, then one mean {mean:.6g} and std {std:.6g}, {source}",
     }
@@ -238,19 +232,14 @@ def _torchvision_images(family: str, root: str, download: bool, val_fraction: fl
     """The files of torchvision's class `family`: its test file is the test split, the rest is train and val."""
     folder = Path(root).expanduser() / family / "raw"
     _provide(family, folder, download)
-    (pixels, labels), (test_pixels, test_labels) = (_read_part(folder, part) for part in ("train", "t10k"))
+    (pixels, labels), (test_pixels, test_labels) = (_read_part(folder, part) for part in PARTS)
     rows = split_rows(labels, val_fraction, 0.0, torch.Generator().manual_seed(seed))
     rows["test"] = torch.arange(len(labels), len(labels) + len(test_labels))
     sources = dict.fromkeys(rows, (f"{family}/raw/train-images-idx3-ubyte", 0))
     sources["test"] = (f"{family}/raw/t10k-images-idx3-ubyte", len(labels))
-    return Images(
-        f"{family}, {len(labels)} images of 28 x 28 pixels and the official {len(test_labels)} for test",
-        torch.cat([pixels, test_pixels]).flatten(1),
-        255,
-        torch.cat([labels, test_labels]).long(),
-        rows,
-        sources,
-    )
+    about = f"{family}, {len(labels)} images of 28 x 28 pixels and the official {len(test_labels)} for test"
+    images = torch.cat([pixels, test_pixels]).flatten(1)
+    return Images(about, images, 255, torch.cat([labels, test_labels]).long(), rows, sources)
 
 
 def _stored(folder: Path, name: str) -> Path | None:
@@ -259,23 +248,24 @@ def _stored(folder: Path, name: str) -> Path | None:
 
 
 def _provide(family: str, folder: Path, download: bool) -> None:
-    missing = [name for name in FILES if _stored(folder, name) is None]
-    if not missing:
+    names = [f"{part}-{kind}" for part in PARTS for kind in KINDS]
+    missing = next((folder / name for name in names if _stored(folder, name) is None), None)
+    if missing is None:
         return
     remedy = f"put torchvision's four files of {family} into {folder} (dataset.root is the folder above {family}/raw)"
     if not download:
-        raise DataError(f"{folder / missing[0]}[.gz] does not exist: {remedy}, or set dataset.download=true")
+        raise DataError(f"{missing}[.gz] does not exist: {remedy}, or set dataset.download=true")
     from torchvision import datasets
 
     try:
         getattr(datasets, family)(folder.parents[1], download=True)
     except (RuntimeError, OSError) as error:
         reason = " ".join(str(error).split())
-        raise DataError(f"{folder / missing[0]} does not exist and the download failed ({reason}): {remedy}") from error
+        raise DataError(f"{missing} does not exist and the download failed ({reason}): {remedy}") from error
 
 
 def _read_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
-    images, labels = _read_idx(folder, f"{part}-images-idx3-ubyte"), _read_idx(folder, f"{part}-labels-idx1-ubyte")
+    images, labels = (_read_idx(_stored(folder, f"{part}-{kind}")) for kind in KINDS)
     if images.shape != (len(labels), 28, 28) or labels.ndim != 1 or not len(labels) or labels.max() > 9:
         raise DataError(
             f"{folder}: the {part} files hold images {tuple(images.shape)} and labels {tuple(labels.shape)}, expected "
@@ -284,9 +274,8 @@ def _read_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
     return images, labels
 
 
-def _read_idx(folder: Path, name: str) -> Tensor:
+def _read_idx(path: Path) -> Tensor:
     """The bytes of an IDX file, plain or gzip, as a uint8 tensor (http://yann.lecun.com/exdb/mnist, FILE FORMATS)."""
-    path = _stored(folder, name)
     try:
         data = path.read_bytes()
         if path.suffix == ".gz":

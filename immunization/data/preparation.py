@@ -36,12 +36,10 @@ def split_rows(
 
 def map_inputs(pair: TaskPair, transform: Callable[[str, Tensor], Tensor], **tensors: Tensor) -> TaskPair:
     """The pair with `transform(role, x)` for the inputs of every split; `tensors` join those of the pair."""
-
-    def mapped(role: str, task: Task) -> Task:
-        splits = {s: getattr(task, s) for s in SPLITS}
-        return replace(task, **{s: replace(split, x=transform(role, split.x)) for s, split in splits.items()})
-
-    tasks = {role: mapped(role, task) for role, task in pair.tasks.items()}
+    tasks = {}
+    for role, task in pair.tasks.items():
+        mapped = {name: replace(split, x=transform(role, split.x)) for name, split in task.splits.items()}
+        tasks[role] = replace(task, **mapped)
     return replace(pair.with_tasks(tasks), tensors=pair.tensors | tensors)
 
 
@@ -54,11 +52,6 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(constant, x[0], x.mean(0)), torch.where(constant, 1.0, x.std(0))
 
 
-def shown_train(pair: TaskPair) -> Tensor:
-    """Training inputs of primary and harmful tasks, one under the other; the others shape no preparation."""
-    return torch.cat([task.train.x for task in pair.shown.values()])
-
-
 def standardize(pair: TaskPair, normalize: Normalize) -> TaskPair:
     """Columns of the inputs to mean 0, standard deviation 1, on training rows.
 
@@ -68,12 +61,12 @@ def standardize(pair: TaskPair, normalize: Normalize) -> TaskPair:
     if normalize == "none":
         return pair
     if normalize == "shared":
-        mean, std = moments(shown_train(pair))
+        mean, std = moments(torch.cat([task.train.x for task in pair.shown.values()]))
         return map_inputs(pair, lambda _, x: (x - mean) / std, mean=mean, std=std)
-    own = {role: moments(task.train.x) for role, task in pair.tasks.items()}
-    tensors = {f"{role}/mean": mean for role, (mean, _) in own.items()}
-    tensors |= {f"{role}/std": std for role, (_, std) in own.items()}
-    return map_inputs(pair, lambda role, x: (x - own[role][0]) / own[role][1], **tensors)
+    own = {}
+    for role, task in pair.tasks.items():
+        own[f"{role}/mean"], own[f"{role}/std"] = moments(task.train.x)
+    return map_inputs(pair, lambda role, x: (x - own[f"{role}/mean"]) / own[f"{role}/std"], **own)
 
 
 def standardize_targets(pair: TaskPair) -> TaskPair:
@@ -83,7 +76,7 @@ def standardize_targets(pair: TaskPair) -> TaskPair:
         if task.classes:
             continue
         mean, std = (value[0] for value in moments(task.train.y[:, None]))
-        splits = {s: replace(getattr(task, s), y=(getattr(task, s).y - mean) / std) for s in SPLITS}
+        splits = {name: replace(split, y=(split.y - mean) / std) for name, split in task.splits.items()}
         tasks[role] = replace(task, **splits)
         tensors |= {f"{role}/target_mean": mean, f"{role}/target_std": std}
     return replace(pair.with_tasks(tasks), tensors=pair.tensors | tensors)
@@ -117,28 +110,24 @@ def finish(pair: TaskPair, common_range: bool) -> TaskPair:
     With `common_range` the inputs of all tasks become coordinates in `common_basis` (tensor `basis`).
     """
     for task in pair.tasks.values():
-        _check_learnable(task)
+        x, y = task.train.x, task.train.y
+        if (x == x[0]).all():
+            raise DataError(
+                f"task '{task.name}': every input feature is constant over its {len(x)} training rows (rank 0); "
+                "give it features that vary"
+            )
+        if task.constant:
+            continue
+        if not task.classes and (y == y[0]).all():
+            raise DataError(
+                f"task '{task.name}': its target is constant over the training rows, nothing can be learned"
+            )
+        if task.classes and not (counts := torch.bincount(y, minlength=task.classes)).all():
+            raise DataError(f"task '{task.name}': class {int(counts.argmin())} is empty, it has no training rows")
     about = {"inputs": pair.dim}
     if common_range:
         basis = common_basis(*pair.shown.values())
         pair = map_inputs(pair, lambda _, x: x @ basis, basis=basis)
         about["common_range"] = f"inputs projected onto the {pair.dim} dimensions range(K_P) and range(K_H) share"
-    about["rows"] = {role: {s: len(getattr(task, s)) for s in SPLITS} for role, task in pair.tasks.items()}
+    about["rows"] = {role: {s: len(split) for s, split in task.splits.items()} for role, task in pair.tasks.items()}
     return replace(pair, about=pair.about | about)
-
-
-def _check_learnable(task: Task) -> None:
-    x, y = task.train.x, task.train.y
-    if (x == x[0]).all():
-        raise DataError(
-            f"task '{task.name}': every input feature is constant over its {len(x)} training rows (rank 0); "
-            "give it features that vary"
-        )
-    if task.constant:
-        return
-    if not task.classes and (y == y[0]).all():
-        raise DataError(f"task '{task.name}': its target is constant over the training rows, nothing can be learned")
-    if task.classes:
-        counts = torch.bincount(y, minlength=task.classes)
-        if not counts.all():
-            raise DataError(f"task '{task.name}': class {int(counts.argmin())} is empty, it has no training rows")

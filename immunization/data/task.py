@@ -118,8 +118,7 @@ class Task:
     head: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name in SPLITS:
-            split: Split = getattr(self, name)
+        for name, split in self.splits.items():
             matrix = len(split.x.shape) == 2
             if matrix == bool(self.width) or len(split.y) != len(split.x):
                 raise DataError(
@@ -137,6 +136,11 @@ class Task:
                 )
         if not len(self.train):
             raise DataError(f"task '{self.name}' has no training rows")
+
+    @property
+    def splits(self) -> dict[str, Split]:
+        """Training, validation and test rows by name."""
+        return {name: getattr(self, name) for name in SPLITS}
 
     @property
     def dim(self) -> int:
@@ -232,7 +236,7 @@ class Task:
         return torch.cat([order[y == label][:samples] for label in range(self.classes)]).sort().values
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Task:
-        moved = {name: getattr(self, name).to(device, dtype) for name in SPLITS}
+        moved = {name: split.to(device, dtype) for name, split in self.splits.items()}
         return replace(self, **moved, eps=max(self.eps, torch.finfo(dtype).eps))
 
 
@@ -267,36 +271,36 @@ class TaskPair:
 
     def with_tasks(self, tasks: Mapping[str, Task]) -> TaskPair:
         """The pair with these tasks in the place of those of the same roles."""
-        usual = {role: task for role, task in tasks.items() if role in USUAL}
-        more = {role: tasks.get(role, task) for role, task in self.more.items()}
-        return replace(self, **usual, more=more)
+        return replace(TaskPair.of(self.name, self.tasks | tasks), about=self.about, tensors=self.tensors)
 
     @property
     def tasks(self) -> dict[str, Task]:
         """The tasks that exist, by role."""
-        roles = {"primary": self.primary, "harmful": self.harmful, "benign": self.benign}
-        return {role: task for role, task in roles.items() if task is not None} | self.more
+        roles = {"primary": self.primary, "harmful": self.harmful, "benign": self.benign} | self.more
+        return {role: task for role, task in roles.items() if task is not None}
 
     @property
     def harmful_tasks(self) -> dict[str, Task]:
         """The harmful tasks that methods are shown, by role; `harmful` is the first."""
-        return {role: task for role, task in self.tasks.items() if kind_of(role) == "harmful"}
+        return self._of("harmful")
 
     @property
     def attacked(self) -> dict[str, Task]:
         """Tasks that immunization is to hold against, by role: the harmful and the unseen ones."""
-        unseen = {role: task for role, task in self.tasks.items() if kind_of(role) == "unseen"}
-        return self.harmful_tasks | unseen
+        return self._of("harmful", "unseen")
 
     @property
     def shown(self) -> dict[str, Task]:
         """The tasks that methods are shown, by role."""
-        return {"primary": self.primary} | self.harmful_tasks
+        return self._of("primary", "harmful")
+
+    def _of(self, *kinds: str) -> dict[str, Task]:
+        return {role: task for kind in kinds for role, task in self.tasks.items() if kind_of(role) == kind}
 
     @property
     def origins(self) -> dict[str, Origin]:
         """Where the rows of `<role>/<split>` come from, as far as it is known."""
-        splits = {f"{role}/{name}": getattr(task, name) for role, task in self.tasks.items() for name in SPLITS}
+        splits = {f"{role}/{name}": split for role, task in self.tasks.items() for name, split in task.splits.items()}
         return {name: split.origin for name, split in splits.items() if split.origin is not None}
 
     @property

@@ -7,25 +7,5 @@ from immunization.evaluation.deployment import Deployment
 from immunization.evaluation.measures import Measures
 from immunization.evaluation.other_classes import OtherClasses
 from immunization.evaluation.primary import Definition, OwnHead, PrimaryPerformance
-from immunization.evaluation.rir import RelativeRatio
-from immunization.evaluation.sampled import SampledRatio
-from immunization.evaluation.theta0 import StartRatio
+from immunization.evaluation.rir import RelativeRatio, SampledRatio, StartRatio
 from immunization.evaluation.validity import Validity
-
-__all__ = [
-    "Alignment",
-    "Ceiling",
-    "Comparison",
-    "Definition",
-    "Deployment",
-    "LearningCurves",
-    "Measures",
-    "NormRatio",
-    "OtherClasses",
-    "OwnHead",
-    "PrimaryPerformance",
-    "RelativeRatio",
-    "SampledRatio",
-    "StartRatio",
-    "Validity",
-]

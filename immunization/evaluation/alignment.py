@@ -3,8 +3,6 @@
 Both look at the training features before immunization, for linear models the inputs: K = V S^2 V^T.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -21,7 +19,7 @@ from immunization.theory.probe import Probe
 
 def bounded_condition_number(comparison: Comparison) -> tuple[float, str]:
     """kappa(M), and '' or, where it is infinite, the reason why RIR has no ceiling and what to do."""
-    primary, harmful = (comparison.probe(role, "before") for role in ("primary", "harmful"))
+    primary, harmful = (comparison.probe(role, "baseline") for role in ("primary", "harmful"))
     rank = len(harmful.sigma)
     if rank == 1:
         return 1.0, ""  # kappa(H_H) is 1 whatever theta is, also outside of range(K_P)
@@ -65,10 +63,9 @@ class Alignment:
     `alignment/score` in [0, 1]: (1 + rho) / 2, with rho the correlation of log K_P and log K_H in the trace inner
     product, sum_ij p_i h_j cos^2(v_i, v_j) / (||p|| ||h||) for log-eigenvalues p, h centered on each matrix's range.
     It is 1 where log K_H = a log K_P + b (a > 0), 1/2 where they are unrelated, 0 where the order of eigenvalues is
-    reversed; condition numbers are distances on that log scale (log-Euclidean geometry, Arsigny et al. 2006).
-    `alignment/benign_primary` and `alignment/benign_harmful` are the same for the third task, where there is one.
-    `alignment/kernel`: the kernel alignment tr(K_P K_H) / (||K_P|| ||K_H||) (Cristianini et al. 2001), the same for the
-    eigenvalues themselves.
+    reversed (log-Euclidean geometry, Arsigny et al. 2006). `alignment/benign_primary` and `alignment/benign_harmful`
+    are those of the third task, where there is one. `alignment/kernel`: the kernel alignment
+    tr(K_P K_H) / (||K_P|| ||K_H||) (Cristianini et al. 2001).
     `alignment/principal_angle_max|mean` (radians) and the curve `alignment/principal_angles`: between the spans of the
     leading singular vectors that hold the share `energy` of each trace. `alignment/kappa_M` as in `Ceiling`.
     Array `alignment/cosines` [rank K_P, rank K_H], float32: |cos| between singular vectors.
@@ -82,7 +79,7 @@ class Alignment:
 
     def __call__(self, comparison: Comparison) -> Measures:
         measures = Measures()
-        primary, harmful = (comparison.probe(role, "before") for role in ("primary", "harmful"))
+        primary, harmful = (comparison.probe(role, "baseline") for role in ("primary", "harmful"))
         cosines = (primary.vectors.T @ harmful.vectors).abs().clamp(max=1)
         measures.arrays["alignment/cosines"] = cosines.float()
 
@@ -91,15 +88,16 @@ class Alignment:
             measures.miss(reason, "alignment/kappa_M")
         else:
             measures.put("alignment/kappa_M", kappa)
-
         self._score("alignment/score", primary, harmful, measures)
         if "benign" in comparison.tasks:
-            third = comparison.probe("benign", "before")
+            third = comparison.probe("benign", "baseline")
             self._score("alignment/benign_primary", third, primary, measures)
             self._score("alignment/benign_harmful", third, harmful, measures)
         measures.put("alignment/kernel", _correlation(cosines, *(probe.sigma**2 for probe in (primary, harmful))))
 
-        leading = [probe.vectors[:, : self._leading(probe.sigma)] for probe in (primary, harmful)]
+        shares = [(probe.sigma**2).cumsum(0) / (probe.sigma**2).sum() for probe in (primary, harmful)]
+        counts = [int((share < self.energy - 1e-12).sum()) + 1 for share in shares]
+        leading = [probe.vectors[:, :count] for probe, count in zip((primary, harmful), counts, strict=True)]
         angles = torch.linalg.svdvals(leading[0].T @ leading[1]).clamp(max=1).acos()
         measures.curve("alignment/principal_angles", range(1, len(angles) + 1), angles)
         measures.put("alignment/principal_angle_max", angles.max().item())
@@ -113,10 +111,6 @@ class Alignment:
             measures.put(name, (1 + _correlation(p.vectors.T @ h.vectors, *logs)) / 2)
         else:
             measures.miss("all eigenvalues of one task are equal: it has no leading directions", name)
-
-    def _leading(self, sigma: Tensor) -> int:
-        share = (sigma**2).cumsum(0) / (sigma**2).sum()
-        return min(int((share < self.energy - 1e-12).sum()) + 1, len(sigma))
 
 
 def _correlation(cosines: Tensor, p: Tensor, h: Tensor) -> float:

@@ -1,7 +1,5 @@
 """What every evaluation reads: the features of every task before and after immunization."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TypeVar
 
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from immunization.compute.transfer import room
 from immunization.data.task import Split, Task, TaskPair
-from immunization.evaluation.measures import Role, State
+from immunization.evaluation.measures import SUFFIX, Role, Stage
 from immunization.models.activations import take
 from immunization.models.base import Model
 from immunization.theory import spectrum
@@ -19,14 +17,13 @@ from immunization.theory.probe import Probe
 ROWS = 256
 """Rows of a net's features that are folded into a factor at once."""
 KEPT = 2**31
-"""Bytes of one split's features up to which they are kept, on a GPU at most a quarter of what it has free; larger ones
-are computed again for every measure."""
+"""Bytes of one split's features up to which they are kept; larger ones are computed again for every measure."""
 
 Found = TypeVar("Found")
 
 
 class Once(dict[Hashable, object]):
-    """What was computed, by key: `once(key, compute)` computes a value the first time. It goes with its owner."""
+    """What was computed, by key: `once(key, compute)` computes a value the first time."""
 
     def __call__(self, key: Hashable, compute: Callable[[], Found]) -> Found:
         if key not in self:
@@ -38,9 +35,8 @@ class Comparison:
     """The features of every task before and after immunization of `model`, each spectrum computed once and kept.
 
     Where features are X theta, or the inputs themselves (the baseline of linear models, Eq. 15), spectra come from the
-    k rows of `Task.root` instead of all N, and their rank is that of the inputs. Any others are folded batch by batch
-    into one triangular factor of [F | Y] (TSQR), in float64 and in O((D + C)^2) memory. `start`, where it was kept, is
-    the extractor's state dict at theta_0.
+    k rows of `Task.root`, and their rank is that of the inputs. Others are folded batch by batch into one triangular
+    factor of [F | Y] (TSQR), in float64. `start`, where it was kept, is the extractor's state dict at theta_0.
     """
 
     def __init__(self, pair: TaskPair, model: Model, start: Mapping[str, Tensor] | None = None) -> None:
@@ -48,52 +44,52 @@ class Comparison:
         self._once = Once()
 
     @torch.no_grad()
-    def features(self, role: Role, split: str, state: State) -> Tensor:
+    def features(self, role: Role, split: str, stage: Stage) -> Tensor:
         """Features [N, D] of one split, in float64."""
         device = self._split(role, split).y.device
-        stored = self._stored(role, split, state)
+        stored = self._stored(role, split, stage)
         if stored is not None:
             return stored.to(device, torch.float64)
-        return torch.cat([part.to(device, torch.float64) for part in self.batches(role, split, state)])
+        return torch.cat([part.to(device, torch.float64) for part in self.batches(role, split, stage)])
 
-    def batches(self, role: Role, split: str, state: State) -> Iterable[Tensor]:
-        """The same batch by batch, in the model's dtype."""
-        stored = self._stored(role, split, state)
+    def batches(self, role: Role, split: str, stage: Stage) -> Iterable[Tensor]:
+        """Features [n_i, D] of one split batch by batch, in the model's dtype."""
+        stored = self._stored(role, split, stage)
         if stored is None:
             return self.model.feature_batches(self._split(role, split).x)
-        return stored.split(ROWS) if self.tasks[role].width else (stored,)
+        return stored.split(ROWS) if self.model.trains_layers else (stored,)
 
     @torch.no_grad()
-    def sampled(self, role: Role, state: State, rows: Tensor) -> Tensor:
+    def sampled(self, role: Role, stage: Stage, rows: Tensor) -> Tensor:
         """Features [n, D] of some training rows, in float64."""
-        stored = self._stored(role, "train", state)
+        stored = self._stored(role, "train", stage)
         if stored is None:
             return self.model.features(take(self.tasks[role].train.x, rows)).double()
         return stored[rows.to(stored.device)].double()
 
     @torch.no_grad()
-    def probe(self, role: Role, state: State) -> Probe:
+    def probe(self, role: Role, stage: Stage) -> Probe:
         """The probe of the training split; its rank is that of the inputs where the map is linear."""
-        with spectrum.features_of(f"{role} task, {'baseline' if state == 'before' else 'model'}"):
-            return self._once(("probe", role, state), lambda: self._probe(role, state))
+        with spectrum.features_of(f"{role} task, {'baseline' if stage == 'baseline' else 'model'}"):
+            return self._once(("probe", role, stage), lambda: self._probe(role, stage))
 
     @torch.no_grad()
-    def sigma(self, role: Role, split: str, state: State) -> Tensor:
-        """Singular values [k], descending, of one split's features; k as in `probe`, from that split's own inputs."""
+    def sigma(self, role: Role, split: str, stage: Stage) -> Tensor:
+        """Singular values [k], descending, of one split's features; k as in `probe`."""
         if split == "train":
-            return self.probe(role, state).sigma
-        return self._once(("sigma", role, split, state), lambda: self._sigma(role, split, state))
+            return self.probe(role, stage).sigma
+        return self._once(("sigma", role, split, stage), lambda: self._sigma(role, split, stage))
 
     @torch.no_grad()
-    def authors_condition_number(self, role: Role, state: State) -> float:
+    def authors_condition_number(self, role: Role, stage: Stage) -> float:
         """kappa of the training features by the released code's convention (`spectrum.authors_condition_number`)."""
 
         def compute() -> float:
             # the root of coarse inputs leaves out directions that the released code sees
-            root = None if self.tasks[role].eps > spectrum.EPS else self._root(role, "train", state)
-            return spectrum.authors_condition_number(self.batches(role, "train", state) if root is None else root)
+            root = None if self.tasks[role].eps > spectrum.EPS else self._root(role, "train", stage)
+            return spectrum.authors_condition_number(self.batches(role, "train", stage) if root is None else root)
 
-        return self._once(("authors", role, state), compute)
+        return self._once(("authors", role, stage), compute)
 
     def no_test(self, role: Role) -> str | None:
         """Why there is no held-out measure of a task; None where there is one."""
@@ -107,48 +103,46 @@ class Comparison:
     def _split(self, role: Role, split: str) -> Split:
         return getattr(self.tasks[role], split)
 
-    def _stored(self, role: Role, split: str, state: State) -> Tensor | None:
-        """Features [N, D] of one split that are in memory or on disk, or few enough to be kept; None for others."""
+    def _stored(self, role: Role, split: str, stage: Stage) -> Tensor | None:
+        """Features [N, D] of one split that are stored, or few enough to be kept; None for others."""
+        assert stage in SUFFIX, f"the stage must be one of {', '.join(SUFFIX)}, not {stage}"
         x = self._split(role, split).x
-        if state == "before":
+        if stage == "baseline":
             features = self.model.baseline_features(role, split)
             return x if features is None else features
-        if not self._once(("kept", role, split), lambda: self._fits(role, split)):
+        size = len(x) * self.tasks[role].dim * self.model.dtype.itemsize
+        if size > self._once(("room", role, split), lambda: room(self._split(role, split).y.device, KEPT)):
             return None
         return self._once(("features", role, split), lambda: self.model.features(x))
 
-    def _fits(self, role: Role, split: str) -> bool:
-        """Whether features may be kept, on a GPU of what it has free at first."""
-        part = self._split(role, split)
-        return len(part) * self.tasks[role].dim * self.model.dtype.itemsize <= room(part.y.device, KEPT)
-
-    def _probe(self, role: Role, state: State) -> Probe:
-        task, root = self.tasks[role], self._root(role, "train", state)
+    def _probe(self, role: Role, stage: Stage) -> Probe:
+        task, root = self.tasks[role], self._root(role, "train", stage)
         if root is not None:
             inputs = self._once(("inputs", role), lambda: self._probe_of_inputs(role))
             noise = max(task.train.x.shape) * spectrum.EPS
-            return inputs if state == "before" else Probe.fit(root, inputs.coefficients, noise, rank=task.rank)
-        return Probe.of(self.batches(role, "train", state), task.targets(task.train.y), task.eps)
+            return inputs if stage == "baseline" else Probe.fit(root, inputs.coefficients, noise, rank=task.rank)
+        return Probe.of(self.batches(role, "train", stage), task.targets(task.train.y), task.eps)
 
-    def _sigma(self, role: Role, split: str, state: State) -> Tensor:
-        task, root = self.tasks[role], self._root(role, split, state)
+    def _sigma(self, role: Role, split: str, stage: Stage) -> Tensor:
+        task, root = self.tasks[role], self._root(role, split, stage)
         if root is not None:
-            return root.norm(dim=1) if state == "before" else torch.linalg.svdvals(root)
-        factor, rows = spectrum.triangular_factor(self.batches(role, split, state))
+            return root.norm(dim=1) if stage == "baseline" else torch.linalg.svdvals(root)
+        factor, rows = spectrum.triangular_factor(self.batches(role, split, stage))
         sigma = torch.linalg.svdvals(factor)
         return sigma[: spectrum.numerical_rank(sigma, (rows, factor.shape[1]), task.eps)]
 
-    def _root(self, role: Role, split: str, state: State) -> Tensor | None:
+    def _root(self, role: Role, split: str, stage: Stage) -> Tensor | None:
         """[k, D] with the Gram matrix of the features, where it follows from the inputs, of rank k; None elsewhere."""
-        if state == "after" and self.model.linear_map() is None:
+        assert stage in SUFFIX, f"the stage must be one of {', '.join(SUFFIX)}, not {stage}"
+        if stage == "immunized" and self.model.linear_map() is None:
             return None
-        if state == "before" and self.model.baseline_features(role, split) is not None:
+        if stage == "baseline" and self.model.baseline_features(role, split) is not None:
             return None
         root = self._input_root(role, split)
-        return root if state == "before" else self.model.features(root).double()
+        return root if stage == "baseline" else self.model.features(root).double()
 
     def _input_root(self, role: Role, split: str) -> Tensor:
-        """The same for the inputs themselves."""
+        """[k, D] with the Gram matrix of one split's inputs."""
         task = self.tasks[role]
         if split == "train":
             return task.root.double()
@@ -167,7 +161,7 @@ class Comparison:
 
 
 def held_out(task: Task, predictions: Tensor) -> dict[str, float]:
-    """The task's measure on its test split and the loss 1/2 ||.||^2 a row, of predictions [N, C]."""
+    """The task's measure on its test split and the loss 1/2 ||.||^2 per row, of predictions [N, C]."""
     residual = predictions - task.targets(task.test.y)
     return {
         task.measure_name: task.measure(predictions, task.test.y).item(),

@@ -1,7 +1,5 @@
 """What number formats do to the primary task of an immunized net: whether it survives being deployed."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable
@@ -18,17 +16,10 @@ from immunization.models.activations import take
 
 
 def _int8(net: nn.Module) -> nn.Module:
-    """On a CPU, the weights of linear layers in int8 and their inputs as they come (torch's dynamic quantization).
-
-    Convolutions stay in float32, and with them a map that is folded before the pooling.
-    """
+    """Linear layers in int8 by torch's dynamic quantization on a CPU; convolutions stay in float32."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch announces another home of this function
         return torch.ao.quantization.quantize_dynamic(net.float().cpu(), {nn.Linear})
-
-
-def _half(x: Tensor) -> Tensor:
-    return x.half().float() if x.dtype == torch.float32 else x
 
 
 class _Half(TorchFunctionMode):
@@ -37,7 +28,8 @@ class _Half(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: object, args: tuple = (), kwargs: dict[str, object] | None = None
     ) -> object:
-        return tree_map_only(Tensor, _half, func(*args, **(kwargs or {})))
+        found = func(*args, **(kwargs or {}))
+        return tree_map_only(Tensor, lambda x: x.half().float() if x.dtype == torch.float32 else x, found)
 
 
 FORMATS: dict[str, tuple[Callable[[nn.Module], nn.Module], torch.dtype]] = {
@@ -53,10 +45,9 @@ FORMATS: dict[str, tuple[Callable[[nn.Module], nn.Module], torch.dtype]] = {
 class Deployment:
     """Accuracy of the whole net with its own head on primary test images, in formats that people run nets in.
 
-    `deployment/accuracy_<format>` and the same with `_baseline`, on up to `images` images, evenly taken from the split.
-    Flag `breaks_in_low_precision`: in some format it is more than `tolerance` below the baseline's in the same format.
-    Flag `fold_stripped_by_reset`: the folded map stands where timm's `reset_classifier` throws it away. Linear models
-    have nothing to deploy.
+    `deployment/accuracy_<format>`, also with `_baseline`, on up to `images` evenly spaced images. Flag
+    `breaks_in_low_precision`: in some format it is more than `tolerance` below the baseline's. Flag
+    `fold_stripped_by_reset`: timm's `reset_classifier` throws the folded map away. Linear models have no such measures.
     """
 
     names = ("deployment/*",)
@@ -90,7 +81,7 @@ class Deployment:
         """Images and labels of evenly spaced rows of the primary test split."""
         model, part = comparison.model, comparison.tasks["primary"].test
         rows = torch.linspace(0, len(part) - 1, min(self.images, len(part))).round().long()
-        if not model.reads_images:
+        if model.reads != "images":
             return list(model.image_batches("primary", "test", rows))
         return [(take(part.x, some), part.y[some.to(part.y.device)]) for some in rows.split(32)]
 
@@ -105,9 +96,9 @@ class Deployment:
         """Measure both nets in a format; what it breaks, if it does."""
         task, found = comparison.tasks["primary"], {}
         labels = torch.cat([labels for _, labels in batches])
-        for state, suffix in SUFFIX.items():
+        for stage, suffix in SUFFIX.items():
             name = f"deployment/accuracy_{form}{suffix}"
-            if (net := nets[state]) is None:
+            if (net := nets[stage]) is None:
                 measures.miss("the net as it was before training is not kept", name)
                 continue
             try:
@@ -115,10 +106,10 @@ class Deployment:
             except (RuntimeError, NotImplementedError) as error:  # an operation that this machine lacks in the format
                 measures.miss(f"the net does not run in {form}: {' '.join(str(error).split())[:100]}", name)
                 continue
-            found[state] = task.measure(logits, labels).item()
-            measures.put(name, found[state])
-        if len(found) == 2 and found["before"] - found["after"] > self.tolerance + 1e-9:
-            return f"primary accuracy in {form} is {found['after']:.3f}, before {found['before']:.3f}"
+            found[stage] = task.measure(logits, labels).item()
+            measures.put(name, found[stage])
+        if len(found) == 2 and found["baseline"] - found["immunized"] > self.tolerance + 1e-9:
+            return f"primary accuracy in {form} is {found['immunized']:.3f}, before {found['baseline']:.3f}"
         return None
 
 

@@ -1,7 +1,5 @@
 """What every evaluation returns: flat numbers, curves, flags and arrays, with a reason for whatever is missing."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable
@@ -14,15 +12,16 @@ from immunization.runs.result import Curve
 
 Role = str
 """`primary`, `harmful`, `benign`, or that of a further task (`TaskPair.tasks`)."""
-State = Literal["after", "before"]
-SUFFIX: dict[State, str] = {"after": "", "before": "_baseline"}
+Stage = Literal["immunized", "baseline", "start"]
+"""theta_I, what it is compared with (raw inputs or theta_0), and theta_0 where that is something else."""
+SUFFIX: dict[Stage, str] = {"immunized": "", "baseline": "_baseline"}
 """What the name of a metric ends in; curves of the baseline end in `/baseline`."""
 
 CONDITIONING = ("rir", "ratio_harmful", "ratio_primary", "kappa_harmful", "kappa_primary")
 """Measures of the spectra after immunization, on training inputs."""
 
 FURTHER = re.compile(r"(rir|ratio|kappa)_(harmful|unseen)(_.+)?(?<!_baseline)|worst/(rir|ratio_harmful)")
-"""The same of further harmful and of unseen tasks, and the worst of the harmful ones."""
+"""Such measures of further harmful and of unseen tasks, and the worst of the harmful ones."""
 
 AUTHORS = ("authors/rir", "authors/ratio_harmful", "authors/ratio_primary")
 """Ratios by the released code's convention of kappa."""
@@ -30,10 +29,7 @@ AUTHORS = ("authors/rir", "authors/ratio_harmful", "authors/ratio_primary")
 
 @dataclass
 class Measures:
-    """Flat numbers, curves, flags and arrays; whatever is missing (None) or flagged has its reason under its name.
-
-    `about` is what a reader must know of how they were measured.
-    """
+    """Flat numbers, curves, flags, arrays and facts `about` them; what is missing (None) or flagged has its reason."""
 
     metrics: dict[str, float | None] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -61,7 +57,7 @@ class Measures:
             self.flags.append(name)
 
     def worst(self, name: str, of: Iterable[str]) -> None:
-        """Put the smallest of some metrics, e.g. of several harmful tasks, the least slowed of which counts."""
+        """Put the smallest of some metrics."""
         values = {key: self.metrics.get(key) for key in of}
         if missing := [key for key, value in values.items() if value is None]:
             self.miss(f"{missing[0]} is missing: {self.reasons.get(missing[0], 'not measured')}", name)
@@ -77,18 +73,12 @@ class Measures:
                 self.metrics[f"undetermined/{name}"] = self.metrics[name]
                 self.miss(reason, name)
 
-    def curve(self, name: str, x: Iterable[float], y: Tensor, state: State = "after") -> None:
-        """Record a curve y [T] against x; that of the baseline under `<name>/baseline`."""
-        self.curves[name + ("/baseline" if state == "before" else "")] = {"x": list(x), "y": y.tolist()}
+    def curve(self, name: str, x: Iterable[float], y: Tensor, stage: Stage = "immunized") -> None:
+        """Record a curve y [T] against x; the baseline's is `<name>/baseline`."""
+        self.curves[name + SUFFIX[stage].replace("_", "/")] = {"x": list(x), "y": y.tolist()}
 
-    def merge(self, other: Measures) -> None:
+    def merge(self, other: "Measures") -> None:
         """Take over everything that `other` holds."""
-        for mine, theirs in (
-            (self.metrics, other.metrics),
-            (self.reasons, other.reasons),
-            (self.curves, other.curves),
-            (self.arrays, other.arrays),
-            (self.about, other.about),
-        ):
-            mine.update(theirs)
+        for name in ("metrics", "reasons", "curves", "arrays", "about"):
+            getattr(self, name).update(getattr(other, name))
         self.flags.extend(flag for flag in other.flags if flag not in self.flags)

@@ -1,7 +1,5 @@
 """What immunization does to the classes of a net's own head that are not in D_P."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 import torch
@@ -11,7 +9,7 @@ from immunization.checks import checked
 from immunization.data.image_folders import open_task
 from immunization.errors import DataError
 from immunization.evaluation.comparison import Comparison
-from immunization.evaluation.measures import SUFFIX, Measures, State
+from immunization.evaluation.measures import SUFFIX, Measures, Stage
 from immunization.models.image_tasks import outputs_of
 
 NAMES = ("accuracy", "called_primary")
@@ -21,10 +19,10 @@ class OtherClasses:
     """Accuracy of the net's own head on images of classes that are not in D_P, and how many it takes for one of D_P.
 
     `other_classes/accuracy` (argmax over all outputs) and `other_classes/called_primary`, the share of these images
-    whose prediction is a class of D_P; the same with `_baseline`, where the net of before is kept, as in an audit. The
-    folder `root` has a folder of images per class; classes of D_P in it are left out. `outputs` is a CSV as that of
-    dataset.primary, `crop` likewise. Linear models have no such head, and neither has a net with no other class.
-    Raises DataError where all of its classes are in D_P.
+    whose prediction is a class of D_P; also with `_baseline`, where the net before training is kept, as in an audit.
+    The folder `root` has a folder of images per class; classes of D_P in it are left out. `outputs` and `crop` are as
+    those of dataset.primary. Models without a head for other classes have no such measures. Raises DataError where all
+    classes of `root` are in D_P.
     """
 
     names = ("other_classes/*",)
@@ -39,7 +37,7 @@ class OtherClasses:
         shown = comparison.tasks["primary"].head
         if not model.deep or shown is None:
             return measures
-        names = {state: [f"other_classes/{name}{suffix}" for name in NAMES] for state, suffix in SUFFIX.items()}
+        names = {stage: [f"other_classes/{name}{suffix}" for name in NAMES] for stage, suffix in SUFFIX.items()}
         if self.root is None:
             measures.miss("evaluation.other_classes.root names no folder of images", *chain(*names.values()))
             return measures
@@ -51,18 +49,18 @@ class OtherClasses:
             raise DataError(f"evaluation.other_classes.root={self.root}: every class in it is one of the primary task")
         measures.about["other_classes"] = {"classes": len(truth[rows].unique()), "images": len(rows)}
         before, after = model.deployed_before(), model.deployed()
-        predictions: dict[State, list[Tensor]] = {"after": []} | ({} if before is None else {"before": []})
+        predictions: dict[Stage, list[Tensor]] = {"immunized": []} | ({} if before is None else {"baseline": []})
         labels = []
         for images, found in model.images_of(task, split.take(rows)):
             labels.append(outputs[found])
-            for state, made in predictions.items():
-                net = after if state == "after" else before
+            for stage, made in predictions.items():
+                net = after if stage == "immunized" else before
                 made.append(net(images.to(next(net.parameters()))).argmax(1).cpu())
-        for state, own in names.items():
-            if state not in predictions:
+        for stage, own in names.items():
+            if stage not in predictions:
                 measures.miss("the net as it was before training is not kept; an audit of this run has it", *own)
                 continue
-            predicted = torch.cat(predictions[state])
+            predicted = torch.cat(predictions[stage])
             for name, hits in zip(own, (predicted == torch.cat(labels), torch.isin(predicted, shown)), strict=True):
                 measures.put(name, hits.double().mean().item())
         return measures

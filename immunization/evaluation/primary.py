@@ -1,7 +1,5 @@
 """What immunization does to the primary task, and Definition 3.1."""
 
-from __future__ import annotations
-
 import torch
 
 from immunization.checks import NonNegative, checked
@@ -14,17 +12,21 @@ ROUNDING = 1e-6
 """Relative difference of two condition numbers that counts as none."""
 
 
-def retrained_head(comparison: Comparison, state: str) -> dict[str, float]:
+def retrained_head(comparison: Comparison, stage: str) -> dict[str, float]:
     """Test measure and loss of the primary head retrained to its optimum: minimum-norm least squares in training."""
-    features = comparison.features("primary", "test", state)
-    return held_out(comparison.tasks["primary"], features @ comparison.probe("primary", state).optimum())
+    features = comparison.features("primary", "test", stage)
+    return held_out(comparison.tasks["primary"], features @ comparison.probe("primary", stage).optimum())
+
+
+def primary_change(comparison: Comparison) -> tuple[float, float, float]:
+    """The retrained head's test measure immunized and before, and the change: of accuracy, or relative of R^2."""
+    name = comparison.tasks["primary"].measure_name
+    after, before = (retrained_head(comparison, stage)[name] for stage in SUFFIX)
+    return after, before, (after - before) / (abs(before) or 1 if name == "r2" else 1)
 
 
 class PrimaryPerformance:
-    """Held-out accuracy or R^2 on D_P and the loss 1/2 ||.||^2, head retrained, before and after.
-
-    `primary/head_<measure>` is that of the model's own head after training.
-    """
+    """Held-out accuracy or R^2 on D_P and loss 1/2 ||.||^2, head retrained; `primary/head_<measure>`: its own head."""
 
     names = ("primary/*",)
 
@@ -36,8 +38,8 @@ class PrimaryPerformance:
             names = (task.measure_name, "loss")
             measures.miss(reason, *(f"primary/{name}{suffix}" for name in names for suffix in SUFFIX.values()))
             return measures
-        for state, suffix in SUFFIX.items():
-            for name, value in retrained_head(comparison, state).items():
+        for stage, suffix in SUFFIX.items():
+            for name, value in retrained_head(comparison, stage).items():
                 measures.put(f"primary/{name}{suffix}", value)
         logits = comparison.model.logits(task.test.x).double()
         measures.put(f"primary/head_{task.measure_name}", task.measure(logits, task.test.y).item())
@@ -57,9 +59,9 @@ def head_at_chance(accuracy: float, chance: float) -> str | None:
 class OwnHead:
     """Held-out accuracy and loss of the net's own primary head, before and after, and the predictions that changed.
 
-    `primary/head_accuracy`, `primary/head_loss` (cross-entropy), the same with `_baseline`, and
-    `primary/changed_predictions`, a number of test images. Flag `head_at_chance`: before, it is below chance +
-    MARGIN. Linear models have no such head.
+    `primary/head_accuracy`, `primary/head_loss` (cross-entropy), also with `_baseline`, and
+    `primary/changed_predictions`, a number of test images. Flag `head_at_chance`: before, accuracy is below chance +
+    MARGIN. Linear models have no such measures.
     """
 
     names = ("primary/head_*", "primary/changed_predictions")
@@ -74,10 +76,10 @@ class OwnHead:
         if reason := comparison.no_test("primary"):
             measures.miss(reason, *names, "primary/changed_predictions")
             return measures
-        logits = {"after": comparison.model.logits(task.test.x), "before": before}
-        for state, suffix in SUFFIX.items():
-            measures.put(f"primary/head_accuracy{suffix}", task.measure(logits[state], task.test.y).item())
-            measures.put(f"primary/head_loss{suffix}", task.loss(logits[state], task.test.y).item())
+        logits = {"immunized": comparison.model.logits(task.test.x), "baseline": before}
+        for stage, suffix in SUFFIX.items():
+            measures.put(f"primary/head_accuracy{suffix}", task.measure(logits[stage], task.test.y).item())
+            measures.put(f"primary/head_loss{suffix}", task.loss(logits[stage], task.test.y).item())
         if reason := head_at_chance(measures.metrics["primary/head_accuracy_baseline"], task.chance):
             measures.flag("head_at_chance", reason)
         decisions = [x.argmax(1) if x.shape[1] > 1 else x[:, 0] > 0 for x in logits.values()]
@@ -88,10 +90,9 @@ class OwnHead:
 class Definition:
     """Definition 3.1 as a verdict, 0 or 1 each, with the numbers behind it.
 
-    (a) `ratio_harmful` > 1 and (b) `ratio_primary` <= 1, up to 1e-6. (c) `definition/primary_change`, the change of
-    the retrained head's held-out measure (of the accuracy itself, but of R^2 relative to the baseline's), is at least
-    -`tolerance`. `definition/immunized` = all three; `definition/rir_kept`, an objective for searches, is RIR where (c)
-    holds and 0 where it does not.
+    (a) `ratio_harmful` > 1 and (b) `ratio_primary` <= 1, up to 1e-6. (c) `definition/primary_change`
+    (`primary_change`) is at least -`tolerance`. `definition/immunized` = all three; `definition/rir_kept`, an objective
+    for searches, is RIR where (c) holds and 0 elsewhere.
     """
 
     names = ("definition/*", "ratio_harmful", "ratio_primary")
@@ -108,9 +109,7 @@ class Definition:
         verdict = {"a": ratios["ratio_harmful"] > 1 + ROUNDING, "b": ratios["ratio_primary"] <= 1 + ROUNDING}
         reason = comparison.no_test("primary")
         if reason is None:
-            name = comparison.tasks["primary"].measure_name
-            after, before = (retrained_head(comparison, state)[name] for state in SUFFIX)
-            change = (after - before) / (abs(before) or 1 if name == "r2" else 1)
+            *_, change = primary_change(comparison)
             measures.put("definition/primary_change", change)
             verdict["c"] = change >= -self.tolerance - 1e-9  # 0.97 - 0.96 counts as one point
             measures.put("definition/rir_kept", ratios["rir"] if verdict["c"] else 0.0)

@@ -1,9 +1,8 @@
 """The paper's score: condition numbers of both Hessians and the relative immunization ratio (Eq. 15, 17)."""
 
-from __future__ import annotations
+import torch
 
-from collections.abc import Mapping
-
+from immunization.checks import AtLeastOne, AtLeastTwo, Seed, checked
 from immunization.errors import DegenerateSpectrum
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import AUTHORS, CONDITIONING, SUFFIX, Measures, Role
@@ -18,17 +17,11 @@ def condition_ratios(comparison: Comparison, split: str = "train", harmful: Role
     """
     values: dict[str, float] = {}
     for name, role in {"harmful": harmful, "primary": "primary"}.items():
-        for state, suffix in SUFFIX.items():
-            sigma = comparison.sigma(role, split, state)
+        for stage, suffix in SUFFIX.items():
+            sigma = comparison.sigma(role, split, stage)
             values[f"kappa_{name}{suffix}"] = spectrum.condition_number_of(sigma, len(sigma))
-        values[f"rank_{name}"] = len(comparison.sigma(role, split, "after"))
-    return ratios(values) | values
-
-
-def ratios(kappa: Mapping[str, float]) -> dict[str, float]:
-    """`rir`, `ratio_harmful`, `ratio_primary` (Eq. 15) of `kappa_<role>` and `kappa_<role>_baseline`."""
-    harmful, primary = (kappa[f"kappa_{role}"] / kappa[f"kappa_{role}_baseline"] for role in ("harmful", "primary"))
-    return {"rir": harmful / primary, "ratio_harmful": harmful, "ratio_primary": primary}
+        values[f"rank_{name}"] = len(comparison.sigma(role, split, "immunized"))
+    return spectrum.ratios(values) | values
 
 
 class RelativeRatio:
@@ -48,15 +41,15 @@ class RelativeRatio:
         self._authors(comparison, measures)
         self._test(comparison, measures)
         for role in ("primary", *comparison.pair.attacked):
-            for state in SUFFIX:
-                sigma = comparison.sigma(role, "train", state)
-                measures.curve(f"spectrum/{role}", range(1, len(sigma) + 1), sigma**2, state)
+            for stage in SUFFIX:
+                sigma = comparison.sigma(role, "train", stage)
+                measures.curve(f"spectrum/{role}", range(1, len(sigma) + 1), sigma**2, stage)
             self._flags(comparison, role, measures)
         return measures
 
     @staticmethod
     def _further(comparison: Comparison, measures: Measures) -> None:
-        """Every task beyond the first harmful one that immunization is to hold against, in its place."""
+        """The measures of every further attacked task, in the place of the first harmful one."""
         pair = comparison.pair
         for role in list(pair.attacked)[1:]:
             for name, value in condition_ratios(comparison, harmful=role).items():
@@ -69,11 +62,11 @@ class RelativeRatio:
     @staticmethod
     def _authors(comparison: Comparison, measures: Measures) -> None:
         kappa = {
-            f"kappa_{role}{suffix}": comparison.authors_condition_number(role, state)
+            f"kappa_{role}{suffix}": comparison.authors_condition_number(role, stage)
             for role in ("harmful", "primary")
-            for state, suffix in SUFFIX.items()
+            for stage, suffix in SUFFIX.items()
         }
-        for name, value in ratios(kappa).items():
+        for name, value in spectrum.ratios(kappa).items():
             measures.put(f"authors/{name}", value)
 
     @staticmethod
@@ -90,7 +83,7 @@ class RelativeRatio:
 
     @staticmethod
     def _flags(comparison: Comparison, role: str, measures: Measures) -> None:
-        probe = comparison.probe(role, "after")
+        probe = comparison.probe(role, "immunized")
         (width, k), lowest = probe.vectors.shape, (probe.sigma[-1] / probe.sigma[0]).item()
         if k < width:
             measures.flag(
@@ -111,3 +104,88 @@ class RelativeRatio:
                 f"sigma_{k} / sigma_1 = {lowest:.1e} is below the rounding errors of float64, max(N, D) eps: "
                 f"kappa_{role} is not resolved, only known to be large",
             )
+
+
+class SampledRatio:
+    """RIR as the paper takes it for deep nets: groups of samples, in the released code's convention, under `authors/`.
+
+    kappa is the mean over `groups` disjoint groups of `samples` training rows each, the same before and after. Where a
+    task has rows for fewer groups, these are used and flagged. Linear models have no such measures.
+    """
+
+    names = AUTHORS
+
+    @checked("evaluation.sampled")
+    def __init__(self, groups: AtLeastOne = 20, samples: AtLeastTwo = 100, seed: Seed = 0) -> None:
+        self.groups, self.samples, self.seed = groups, samples, seed
+
+    @torch.no_grad()
+    def __call__(self, comparison: Comparison) -> Measures:
+        measures, kappa = Measures(), {}
+        if not comparison.model.deep:
+            return measures
+        for role in ("harmful", "primary"):
+            rows = len(comparison.tasks[role].train)
+            groups = min(self.groups, rows // self.samples)
+            if not groups:
+                reason = (
+                    f"the {role} task has {rows} training rows, fewer than one group of "
+                    f"evaluation.sampled.samples={self.samples}"
+                )
+                measures.miss(reason, *AUTHORS)
+                measures.flag("too_few_samples", reason)
+                return measures
+            if groups < self.groups:
+                measures.flag(
+                    f"fewer_groups_{role}",
+                    f"the {role} task has {rows} training rows: authors/ takes {groups} groups of {self.samples}, not "
+                    f"{self.groups}",
+                )
+            order = torch.randperm(rows, generator=torch.Generator().manual_seed(self.seed))
+            chosen = order[: groups * self.samples]
+            for stage, suffix in SUFFIX.items():
+                parts = comparison.sampled(role, stage, chosen).split(self.samples)
+                kappa[f"kappa_{role}{suffix}"] = sum(map(spectrum.authors_condition_number, parts)) / groups
+        for name, value in spectrum.ratios(kappa).items():
+            measures.put(f"authors/{name}", value)
+        return measures
+
+
+class StartRatio:
+    """`ratio_harmful_theta0`, `ratio_primary_theta0`, `rir_theta0`, also under `authors/`: Eq. 17 for linear models.
+
+    Eq. 15 divides by kappa of the inputs, Eq. 17 by that of theta_0; they differ where a linear model does not start at
+    the identity. Nets have no such measures: their baseline is theta_0 already.
+    """
+
+    names = ("*_theta0",)
+
+    @torch.no_grad()
+    def __call__(self, comparison: Comparison) -> Measures:
+        measures = Measures()
+        if comparison.start is None or comparison.model.deep:
+            return measures
+        aware, authors = {}, {}
+        for role in ("harmful", "primary"):
+            after = comparison.sigma(role, "train", "immunized")
+            aware[f"kappa_{role}"] = spectrum.condition_number_of(after, len(after))
+            authors[f"kappa_{role}"] = comparison.authors_condition_number(role, "immunized")
+            aware[f"kappa_{role}_baseline"], authors[f"kappa_{role}_baseline"] = self._start(comparison, role)
+        for prefix, kappa in {"": aware, "authors/": authors}.items():
+            for name, value in spectrum.ratios(kappa).items():
+                measures.put(f"{prefix}{name}_theta0", value)
+        return measures
+
+    @staticmethod
+    def _start(comparison: Comparison, role: Role) -> tuple[float, float]:
+        """kappa of theta_0's training features, rank-aware and the authors'; those of the inputs for the identity."""
+        model, task = comparison.model, comparison.tasks[role]
+        x = (task.train.x if model.linear_map() is None else task.root).double()
+        features = model.training_features(x, {name: tensor.to(x) for name, tensor in comparison.start.items()})
+        if torch.equal(features, x):
+            sigma = comparison.sigma(role, "train", "baseline")
+            authors = comparison.authors_condition_number(role, "baseline")
+            return spectrum.condition_number_of(sigma, len(sigma)), authors
+        sigma = spectrum.singular_values(features)
+        authors = spectrum.authors_condition_number_of(sigma, features.shape[1])
+        return spectrum.condition_number_of(sigma, task.rank), authors

@@ -1,14 +1,12 @@
 """Whether the scores of a run mean what they seem to: flags, shown beside every score, and no measures."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
 from immunization.checks import NonNegative, checked
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import Measures
-from immunization.evaluation.primary import retrained_head
+from immunization.evaluation.primary import primary_change
 from immunization.models.chain import BATCH_NORMS
 from immunization.theory.spectrum import AUTHORS_RIDGE
 
@@ -34,7 +32,7 @@ class Validity:
     @torch.no_grad()
     def __call__(self, comparison: Comparison) -> Measures:
         measures = Measures()
-        after, before = (comparison.probe("harmful", state).sigma for state in ("after", "before"))
+        after, before = (comparison.probe("harmful", stage).sigma for stage in ("immunized", "baseline"))
         noise = 100 * comparison.tasks["harmful"].eps * before[0].item()
         if after.shape == before.shape and torch.allclose(after, before, rtol=SAME, atol=noise):
             measures.flag(
@@ -45,13 +43,12 @@ class Validity:
         for role in ("primary", *comparison.pair.attacked):
             self._role(comparison, role, measures)
         if comparison.no_test("primary") is None:
-            task = comparison.tasks["primary"]
-            now, then = (retrained_head(comparison, state)[task.measure_name] for state in ("after", "before"))
-            drop = (then - now) / (1 if task.classes else abs(then) or 1)
-            if drop > self.tolerance + 1e-9:  # 0.97 - 0.96 counts as one point
+            now, then, change = primary_change(comparison)
+            measure = comparison.tasks["primary"].measure_name
+            if change < -self.tolerance - 1e-9:  # 0.97 - 0.96 counts as one point
                 measures.flag(
                     "primary_dropped",
-                    f"the primary {task.measure_name}, head retrained, fell from {then:.3f} to {now:.3f}, more than "
+                    f"the primary {measure}, head retrained, fell from {then:.3f} to {now:.3f}, more than "
                     f"{self.tolerance}: an immunization that spoils its own model is none",
                 )
         if names := in_train_mode(comparison.model):
@@ -60,7 +57,7 @@ class Validity:
 
     @staticmethod
     def _role(comparison: Comparison, role: str, measures: Measures) -> None:
-        task, probe = comparison.tasks[role], comparison.probe(role, "after")
+        task, probe = comparison.tasks[role], comparison.probe(role, "immunized")
         rows, width = len(task.train), probe.vectors.shape[0]
         if rows < width:
             measures.flag(

@@ -5,38 +5,12 @@ from immunization.methods.base import Combine, Method
 from immunization.methods.clamp import CLAMP
 from immunization.methods.closed_form import ClosedForm
 from immunization.methods.combined import Combined, combined
-from immunization.methods.condition_number import ConditionNumber, RIllOnly
+from immunization.methods.condition_number import ConditionNumber, ReleasedConditionNumber, RIllOnly
 from immunization.methods.encoderlock import Encoderlock
 from immunization.methods.forget import Forget
 from immunization.methods.imma import IMMA
-from immunization.methods.learning_curve import LearningCurve
-from immunization.methods.learning_curve_net import LearningCurveNet
+from immunization.methods.learning_curve import LearningCurve, LearningCurveNet
 from immunization.methods.ntl import NTL
 from immunization.methods.opt_kappa import OptKappa
-from immunization.methods.released_condition_number import ReleasedConditionNumber
 from immunization.methods.sophon import Sophon
 from immunization.methods.unchanged import Identity, Unmodified
-
-__all__ = [
-    "CLAMP",
-    "IMMA",
-    "NTL",
-    "AgainstAttacker",
-    "AgainstHead",
-    "ClosedForm",
-    "Combine",
-    "Combined",
-    "ConditionNumber",
-    "Encoderlock",
-    "Forget",
-    "Identity",
-    "LearningCurve",
-    "LearningCurveNet",
-    "Method",
-    "OptKappa",
-    "RIllOnly",
-    "ReleasedConditionNumber",
-    "Sophon",
-    "Unmodified",
-    "combined",
-]

@@ -1,7 +1,5 @@
 """The attacker's head as methods simulate it, on features of one scale."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -29,11 +27,7 @@ def fitted_head(task: Task, head: Tensor, features: Tensor, y: Tensor, rate: flo
 
 
 class AgainstAttacker(Method, without=["patience"]):
-    """A method that simulates an attacker, and so takes gradients of its own.
-
-    With `max_accuracy_drop` it goes back to the last epoch within the bound: the score is not RIR, which these methods
-    do not aim at.
-    """
+    """A method that simulates an attacker; with `max_accuracy_drop` it goes back to the last epoch within that drop."""
 
     alone = True
 
@@ -42,7 +36,7 @@ class AgainstAttacker(Method, without=["patience"]):
 
 
 class AgainstHead(AgainstAttacker):
-    """One whose attacker has a linear head w [outputs, D], zero at first and kept from step to step."""
+    """A method whose attacker has a linear head w [outputs, D], zero at first and kept from step to step."""
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)

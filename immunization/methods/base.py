@@ -1,7 +1,5 @@
 """The interface of an immunization method."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY
@@ -42,17 +40,17 @@ def preconditioner(mode: Precondition, ridge: float, side: str = "input") -> dic
 class Method(Component, group="method"):
     """One immunization method: `setup` once, then `step` on every pair of batches.
 
-    `step` returns a dict with `loss`, the scalar to descend, and every term worth logging; one dict feeds the progress
-    bar, metrics.jsonl and W&B. A method without iterations leaves `epochs` at 0 and does its work in `setup`.
+    `step` returns a dict with `loss`, the scalar to descend, and every term worth logging. A method without iterations
+    leaves `epochs` at 0 and does its work in `setup`.
 
-    With `patience`, training stops after that many epochs without a better `score` and `finish` goes back to the best
+    With `patience`, training stops after that many epochs without a better `score` and goes back to the best
     parameters. With `max_accuracy_drop` it stops once the model's own primary head loses more than that on the
-    validation split, and goes back to the best `score` before. `flags` (name -> reason) holds what a reader has to know
-    beside the scores; `undetermined` says why condition numbers are no result of this method on these data, where
-    they are none. `folds`: with a deep net, theta is a linear map behind its features, which stay as they are.
+    validation split, and goes back to the best `score` before. `flags` (name -> reason) is for readers of the scores;
+    `undetermined` is the reason where condition numbers are no result of this method on these data.
     """
 
     folds = False
+    """Whether theta is a linear map behind the features of a deep net, which stay as they are."""
     alone = False
     """Whether a step takes gradients or features of its own, and so needs all rows of a batch in one process."""
     several = False
@@ -127,8 +125,7 @@ class Method(Component, group="method"):
     def state_dict(self) -> dict[str, Any]:
         """What training changes in the method: nested dicts, lists and tuples of tensors and plain values.
 
-        A run that goes on from a checkpoint calls `setup`, then `load_state_dict`; a method with more to remember than
-        this extends both.
+        A resumed run calls `setup`, then `load_state_dict`. A method with more to remember extends both.
         """
         return {"best": self.best, "flags": self.flags}
 

@@ -1,7 +1,5 @@
 """CLAMP (Sarker et al., CVPR 2026): what an attacker's optimizer can reach at all, differentiated through its steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -16,20 +14,19 @@ from immunization.models.base import Batch, Model
 Loss = Callable[[Tensor], Tensor]
 """L_H as a function of the attacker's head."""
 
-MOST = 0.99
+LARGEST_CONTRACTION = 0.99
 """Largest contraction factor in 1 / (1 - c)."""
 
 
 class CLAMP(AgainstAttacker):
     """Minimize lambda_P L(D_P) + long L_long + contraction L_contraction + curvature L_curvature + invert L_invert.
 
-    The attacker T is a gradient step of rate `attack_lr` of the head w on D_H; he takes K = `attack_steps` of them, and
-    the terms, those of `attack_terms`, are differentiated through.
+    The attacker takes K = `attack_steps` gradient steps of rate `attack_lr` of a head w on D_H; the terms
+    (`attack_terms`) are differentiated through these.
 
-    Of the paper, of which only notes by others were at hand: the four terms and the sum. Not in the notes, and so ours:
-    every number; that T trains the head alone, by gradient descent, on features scaled to a mean squared norm of 1;
-    that w starts anew in every step, standard normal; the smoothness L, the largest curvature on his way;
-    v along the attacker's last step; at most 0.99 for c in B.
+    From the paper, of which only notes by others were at hand: the four terms and the sum. Ours: every number; that
+    only the head is trained, on features scaled to a mean squared norm of 1; that w starts anew in every step, standard
+    normal; the smoothness L, the largest curvature on the way; v along the last step; c of at most 0.99 in B.
     """
 
     epochs = 40
@@ -82,7 +79,7 @@ def attack_terms(
         curvature   = sum_t softplus(kappa_min - kappa_t), kappa_t the second difference of loss at w_(t-1) along u_t
         invert      = -min(loss(w_0), cap)
 
-    L is the largest kappa_t. The first bounds the loss that an attacker can still take off who goes on for ever.
+    L is the largest kappa_t. `long` bounds the loss that further steps can still take off, however many.
     """
 
     def gradient(w: Tensor) -> Tensor:
@@ -97,7 +94,7 @@ def attack_terms(
     kappas = torch.stack([second_difference(loss, w, v, eps) for w, v in zip(path[:-1], directions, strict=True)])
     first, last, slope = path[0], path[-1], gradient(path[-1])
     c = (directions[-1] - rate * (gradient(last + eps * directions[-1]) - slope) / eps).norm()
-    rest = ways[-1].norm() / (1 - c.clamp(max=MOST))
+    rest = ways[-1].norm() / (1 - c.clamp(max=LARGEST_CONTRACTION))
     gain = loss(first) - loss(last) + slope.norm() * rest + kappas.max() / 2 * rest**2
     return {
         "long": F.relu(gain - margin),

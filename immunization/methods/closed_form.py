@@ -1,15 +1,14 @@
 """The RIR-optimal linear map in closed form (docs/theory.md, "The ceiling of RIR, and the map that attains it")."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
 
 from immunization.checks import AboveOne, NonNegative
 from immunization.data.task import TaskPair
+from immunization.errors import ConfigError
 from immunization.methods.base import ITERATIVE, Method
-from immunization.methods.linear_map import bound_for, fit_head, linear_map, probe_of_inputs, rescale, sum_root
+from immunization.methods.linear_map import bound_for, fit_head, probe_of_inputs, rescale, sum_root, theta_of
 from immunization.models import Model
 from immunization.theory import spectrum
 from immunization.theory.optimal_map import Spread, bounded_map, optimal_map
@@ -18,12 +17,11 @@ from immunization.theory.optimal_map import Spread, bounded_map, optimal_map
 class ClosedForm(Method, without=ITERATIVE):
     """theta = K_P^-1/2 Q Delta R, which attains the ceiling of RIR; see `optimal_map` for the options.
 
-    `max_condition` bounds the condition number of theta, by the least ridge that does (`bounded_map`), so that number
+    `max_condition` bounds the condition number of theta by the least ridge that does (`bounded_map`), so that number
     formats of few digits hold it and its inverse; "auto" is `MAX_CONDITION` for nets and no bound for linear models.
-
     `rotate=True` ends in a random rotation, drawn from torch's global generator: no spectrum sees it, but attackers
-    that treat coordinates separately (Adam, column scaling) do. The primary head is set to the least squares of the
-    inputs, whose predictions it keeps. Of several harmful tasks it takes the sum of their K_H.
+    that treat coordinates separately (Adam, column scaling) do. The primary head is the least squares of the inputs.
+    Several harmful tasks count by the sum of their K_H.
     """
 
     folds = True
@@ -42,14 +40,16 @@ class ClosedForm(Method, without=ITERATIVE):
     @torch.no_grad()
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
-        theta = linear_map(model, self.name)
+        theta = theta_of(model, self.name)
         root_p, root_h = pair.primary.root, sum_root(pair.harmful_tasks)
         generator = torch.default_generator if self.rotate else None
         options = self.primary_ratio, self.ridge, self.spread, generator
         bound = bound_for(model, self.max_condition)
-        theta.copy_(
-            optimal_map(root_p, root_h, *options) if bound is None else bounded_map(root_p, root_h, bound, *options)
-        )
+        try:
+            a = optimal_map(root_p, root_h, *options) if bound is None else bounded_map(root_p, root_h, bound, *options)
+        except ConfigError as error:
+            raise ConfigError(f"method.{error}") from error
+        theta.copy_(a)
         if bound is not None:
             rescale(theta, probe_of_inputs(pair.primary))
         if len(root_h) == 1:

@@ -1,7 +1,5 @@
 """Several harmful tasks for a method that is written for one."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import fields, replace
 from typing import Any
@@ -20,12 +18,12 @@ Step = tuple[dict[str, Tensor], dict[Tensor, Tensor], list[Tensor]]
 
 
 class Combined(Method):
-    """`method` against every harmful task: a copy of it for each, with a state of its own, on primary and that task.
+    """A copy of `method` per harmful task, with a state of its own, on the primary and that task.
 
-    A step takes a batch of each. All copies start from the same parameters; the loss, its gradient and what a method
-    adds to parameters itself (heads that it fits, steps of its own) are the mean of theirs: the sum up to a factor, so
-    that rates keep their meaning. With `method.combine=worst` they are those of the copy with the largest loss. Early
-    stopping looks at the least of the scores. An epoch is a pass over the first harmful task, the others cycle.
+    In a step all copies start from the same parameters; the loss, its gradient and what a method adds to parameters
+    itself (heads that it fits, steps of its own) are the mean of theirs: the sum up to a factor, so that rates keep
+    their meaning. With `combine="worst"` they are those of the copy with the largest loss. Early stopping looks at the
+    least of the scores.
     """
 
     def __init__(self, method: Method) -> None:

@@ -1,6 +1,4 @@
-"""The paper's method ("Ours", Alg. 1) and its ablation to R_ill alone."""
-
-from __future__ import annotations
+"""The paper's method ("Ours", Alg. 1), as its authors released it, and its ablation to R_ill only."""
 
 import math
 from dataclasses import KW_ONLY
@@ -32,11 +30,10 @@ class ConditionNumber(Method):
     """Minimize L(D_P) + lambda_P R_well,p(H_P) + lambda_H R_ill(H_H) (Alg. 1); `task_weight` weighs L.
 
     `power` is the p of R_well,p = (M_p^2 - M_2^2) / 2, M_p the power mean of the rank(H_P) non-zero eigenvalues; `inf`
-    is the paper's (Eq. 3), the largest eigenvalue against the mean square over all D. It has a kink wherever the
-    largest eigenvalues meet, and its steps lead there; Adam then turns a difference in the last bit into other results.
-    The gradients of both regularizers are multiplied by K_P^-1 and K_H^-1 (`precondition`: `cancelled`, where K drops
-    out exactly; `ridge`, with K + `ridge` I; `pinv`; `none`). `balance=True` scales both weights so that at theta_0 the
-    gradient of each regularizer is as long as that of the loss; lambda_P and lambda_H are then multiples of that scale.
+    is the paper's (Eq. 3), the largest eigenvalue against the mean square over all D, with a kink wherever the largest
+    eigenvalues meet. The gradients of both regularizers are multiplied by K_P^-1 and K_H^-1 (`precondition`:
+    `cancelled`, where K drops out exactly; `ridge`, with K + `ridge` I; `pinv`; `none`). `balance=True` scales both
+    weights so that at theta_0 the gradient of each regularizer is as long as that of the loss.
     """
 
     lambda_P: NonNegative
@@ -90,7 +87,7 @@ class ConditionNumber(Method):
 
     @torch.no_grad()
     def _by_hand(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
-        """The same terms and gradients: both regularizers share a product with theta, and no graph is kept.
+        """The terms and gradients without a graph: both regularizers share a product with theta.
 
         Of 2,000 rows on one core, a step takes 1.18 times as long without it at D = 784, 1.16 at 300, 1.08 at 79.
         """
@@ -122,16 +119,42 @@ class ConditionNumber(Method):
             gradients = distributed.summed([g for g in gradients if g is not None])
             return sum(g.square().sum().item() for g in gradients) ** 0.5
 
-        # a head that starts at zero gives the loss no gradient in theta; the regularizers are then balanced alone
+        # a head that starts at zero gives the loss no gradient in theta
         unit = norm(loss) or 1.0
         self.scale_P, self.scale_H = (unit / (norm(term) or 1.0) for term in (well, ill))
 
 
-class RIllOnly(Method, without=["patience"]):
-    """Minimize R_ill(H_H) alone, by plain gradient descent (the paper's ablation).
+class ReleasedConditionNumber(ConditionNumber):
+    """`ConditionNumber` with what only the released code has, each an option (docs/theory.md, section 5).
 
-    `normalize=True` divides it by its first value: of large Hessians it is so small (1e-12 on MNIST) that Adam's eps
-    swallows the gradient. The other options are those of `ReleasedConditionNumber`, for what the paper may have run.
+    `side="output"` multiplies by K^-1 on the wrong side of the gradient, grad K^-1. `rank="full"` takes k = D in R_ill
+    whatever the rank of the batch, so that sigma_k is 0 in batches of fewer rows. `ridge_harmful` is the ridge of K_H,
+    None: `ridge`. The released linear layer also has a bias (`model.bias=true`).
+    """
+
+    batch_size = 64
+    power = math.inf
+    precondition = "ridge"
+    balance = False
+    ridge_harmful: NonNegative | None = None
+    side: Literal["input", "output"] = "output"
+    rank: Literal["data", "full"] = "full"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.preconditioner_P = preconditioner(self.precondition, self.ridge, self.side)
+        ridge = self.ridge if self.ridge_harmful is None else self.ridge_harmful
+        self.preconditioner_H = {**self.preconditioner_P, "ridge": ridge}
+
+    def rank_of_r_ill(self, harmful: Batch) -> int:
+        return harmful.x.shape[1] if self.rank == "full" else harmful.rank
+
+
+class RIllOnly(Method, without=["patience"]):
+    """Minimize only R_ill(H_H), by plain gradient descent (the paper's ablation).
+
+    `normalize=True` divides it by its first value, which for large Hessians is so small (1e-12 on MNIST) that Adam's
+    eps swallows the gradient. The other options are those of `ReleasedConditionNumber`.
     """
 
     epochs = 300

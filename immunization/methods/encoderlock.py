@@ -1,7 +1,5 @@
 """EncoderLock (Ding et al., NDSS 2025, arXiv 2411.12508): few weights of the encoder against probing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,15 +20,14 @@ TINY = 1e-8
 class Encoderlock(AgainstHead):
     """Minimize L(D_P) + log(1 + alpha L(D_P) / L(D_H, w)) in few weights of theta, a mask that grows round by round.
 
-    A round is `round_steps` steps. At its start, a fresh head for D_H is trained on all training rows and is w from now
-    on where it is stronger, weights are scored by |grad L(D_H)| / (|grad L(D_P)| + 1e-8), and the `weights` best of the
+    A round is `round_steps` steps. At its start, a fresh head for D_H is trained on all training rows and becomes w
+    where it is stronger; weights are scored by |grad L(D_H)| / (|grad L(D_P)| + 1e-8), and the `weights` best of the
     layer in which these have the largest sum join the mask.
 
-    Of the paper and its code: the loss, the scores, the mask, alpha = 1e3, 100 weights and 40 Adam steps at 1e-2 a
-    round, and a primary head that stays as it is. Ours: scores are of one pair of batches, not ten; the fresh head
-    takes `head_steps` gradient steps of rate `head_lr` on features scaled to a mean squared norm of 1; only weights
-    with at least two dimensions can join, so no normalization layer moves; the primary head of a model of rows, which
-    starts untrained, is trained along.
+    From the paper and its code: the loss, the scores, the mask, alpha = 1e3, 100 weights and 40 Adam steps at 1e-2 per
+    round, and a fixed primary head. Ours: scores are of one pair of batches, not ten; the fresh head takes `head_steps`
+    gradient steps of rate `head_lr` on features scaled to a mean squared norm of 1; no normalization layer joins; the
+    primary head of a model of rows, which starts untrained, is trained too.
     """
 
     epochs = 80
@@ -84,10 +81,7 @@ class Encoderlock(AgainstHead):
 
 
 def grow(masks: Mapping[str, Tensor], harmful: Sequence[Tensor], primary: Sequence[Tensor], count: int) -> None:
-    """Let `count` weights of one layer join its mask, in place: those that move D_H most for what they move D_P.
-
-    `harmful` and `primary` are the gradients of both losses, layer by layer as in `masks`.
-    """
+    """Let the `count` best weights of one layer join its mask, in place, by the gradients of both losses per mask."""
     best, chosen = -1.0, None
     for mask, g_h, g_p in zip(masks.values(), harmful, primary, strict=True):
         scores = (g_h.abs() / (g_p.abs() + TINY)).masked_fill(mask, 0.0).flatten()

@@ -1,7 +1,5 @@
 """Features that forget: trained layers lose what tells harmful classes apart, also for those who whiten or solve."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -38,17 +36,14 @@ class Forget(Method, without=["combine"]):
         L_path     = sum_lambda max(0, cos(leave-one-out predictions of ridge lambda, centered targets))
         L_inner    = mean over trained blocks but the net's last of mean_H log(1 + ||g||^2 / (`floor` mean_P ||g_0||^2))
 
-    L_collapse needs no labels, and its logarithm pulls however near c the features are. L_path differentiates through
-    what a ridge probe predicts of each row without that row (`leave_one_out`). Its rows are the batch's, which carry
-    the gradient, and a memory bank: features of the rows that this pass over D_H has shown already, as they were then.
-    So no row is in it twice, and the probe has from one batch up to all rows. L_inner is for those who cut the net: g
-    is what a block gives, pooled, and without it the last block alone does all the forgetting. Nets alone have logits
-    to distill: the head of a model of rows starts untrained. BatchNorm statistics do not move; since an attacker may
-    take those of his own images, `own_statistics` times L_collapse of features with the statistics of the harmful batch
-    can be added.
+    L_path differentiates through what a ridge probe predicts of each row without that row (`leave_one_out`). Its rows
+    are the batch's, which carry the gradient, and a memory bank: features of the rows that this pass over D_H has
+    shown already, as they were then. L_inner is against attackers who cut the net: g is what a block gives, pooled.
+    Only nets have logits to distill: the head of a model of rows starts untrained. BatchNorm statistics do not move;
+    against attackers with their own, `own_statistics` times L_collapse with those of the harmful batch can be added.
 
-    With `patience`, and where `max_accuracy_drop` goes back, the best epoch has the largest accuracy of the model's own
-    head less that of the best ridge probe on D_H, both on validation rows.
+    With `patience` or `max_accuracy_drop` the best epoch has the largest accuracy of the model's own head less that of
+    the best ridge probe on D_H, both on validation rows.
     """
 
     alone = True
@@ -70,7 +65,7 @@ class Forget(Method, without=["combine"]):
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
-        if not model.trained() or (model.deep and model.linear_map() is not None):
+        if not model.trained() or model.reads == "features":
             raise ConfigError(
                 f"method={self.name} trains layers, and there are none: a map behind the features loses nothing; name "
                 "layers with model.trainable=..."

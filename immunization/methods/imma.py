@@ -1,7 +1,5 @@
 """IMMA (Zheng & Yeh, ECCV 2024): bi-level immunization against an adapting attacker."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -17,20 +15,16 @@ from immunization.errors import ConfigError
 from immunization.methods.base import Method
 from immunization.models.base import Batch, Model
 
-Head = tuple[Tensor, Tensor | None]
-"""Weight and bias."""
-
 
 class IMMA(Method, without=["patience"]):
     """Bi-level: the attacker adapts theta to D_H for a few steps, the defender makes the adapted theta bad at it.
 
-    A step, in this order: omega takes `head_steps` gradient steps on L(D_P) and the attacker's head w as many on L(D_H)
-    (rate `head_lr`), both then held fixed; the lower level
-    theta^(k+1) = theta^k - inner_lr grad_theta L(D_H, w, theta^k) runs for `inner_steps`; the upper loss is
-    L(D_P, omega, theta^K) - weight * min(L(D_H, w, theta^K), cap). `mode="unroll"` differentiates through the lower
-    level (the paper's); `"first_order"` takes the upper gradient at theta^K and applies it at theta (what the IMMA
-    release does). `cap=None` leaves the harmful loss unbounded. `heads="fixed"` leaves both as they start, `"shared"`
-    gives the attacker omega; his own starts at `head_start`, zero or standard normal.
+    In a step, omega takes `head_steps` gradient steps on L(D_P) and the attacker's head w as many on L(D_H) (rate
+    `head_lr`); the lower level theta^(k+1) = theta^k - inner_lr grad_theta L(D_H, w, theta^k) runs for `inner_steps`;
+    the upper loss is L(D_P, omega, theta^K) - weight * min(L(D_H, w, theta^K), cap). `mode="unroll"` differentiates
+    through the lower level (the paper's); `"first_order"` takes the upper gradient at theta^K and applies it at theta
+    (the IMMA release's). `heads="fixed"` leaves both as they start, `"shared"` gives the attacker omega; their own
+    starts at `head_start`, zero or standard normal.
     """
 
     alone = True
@@ -72,9 +66,12 @@ class IMMA(Method, without=["patience"]):
             self._fit_head(model.head, model.features(primary.x), primary.y, self.pair.primary)
         if self.heads == "trained":
             self._fit_head(self.attacker, model.features(harmful.x), harmful.y, self.pair.harmful)
-        omega, w = (_detached(head) for head in (model.head, self.attacker))
+        omega, w = (
+            (head.weight.detach(), None if head.bias is None else head.bias.detach())
+            for head in (model.head, self.attacker)
+        )
 
-        def task_loss(task: Task, head: Head, theta: dict[str, Tensor], batch: Batch) -> Tensor:
+        def task_loss(task: Task, head: tuple[Tensor, Tensor | None], theta: dict[str, Tensor], batch: Batch) -> Tensor:
             return task.loss(F.linear(model.training_features(batch.x, theta), *head), batch.y)
 
         theta, unroll = model.trained(), self.mode == "unroll"
@@ -92,7 +89,3 @@ class IMMA(Method, without=["patience"]):
         for _ in range(self.head_steps):
             (gradient,) = torch.autograd.grad(task.loss(head(features), y), head.weight)
             head.weight.data -= self.head_lr / features.square().sum(1).mean() * gradient
-
-
-def _detached(head: nn.Linear) -> Head:
-    return head.weight.detach(), None if head.bias is None else head.bias.detach()

@@ -1,14 +1,14 @@
 """Immunization of the learning curve itself: the attacker's gradient descent, solved, and differentiated in theta."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Literal
+from itertools import pairwise
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor, nn
 
-from immunization.checks import AboveOne, NonNegative
+from immunization.checks import AboveOne, AtLeastOne, Fraction, NonNegative
 from immunization.data.task import LEARNED, MARGIN, Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.base import Method
@@ -18,18 +18,20 @@ from immunization.methods.linear_map import (
     centered_task,
     fit_head,
     generalizing_step,
-    linear_map,
     probe_of_inputs,
     rescale,
+    theta_of,
 )
 from immunization.models import Batch, Model
-from immunization.theory.condition_bound import nearest_bounded
 from immunization.theory.learning_curve import excess, residuals
+from immunization.theory.optimal_map import nearest_bounded
 from immunization.theory.probe import Probe
 
-MAX_OCTAVES = 40
+Horizon = Annotated[int, Ge(0), Le(40)] | Sequence[AtLeastOne]
+"""T of the steps 1, 2, 4, ..., 2^T, or a list of steps."""
+
 PACE = 2
-"""How many steps of the baseline's probe one step behind theta shall take."""
+"""How many steps of the baseline's probe one step behind theta aims to take."""
 
 SPAN = 16
 """Multiple of the best early stop up to which the baseline's path is followed; what comes later is overfitting."""
@@ -40,71 +42,53 @@ FLOOR = 1e-12
 
 def horizons(horizon: int | Sequence[int]) -> Tensor:
     """Steps [T] in float64: 1, 2, 4, ..., 2^horizon, or the increasing list given. Raises ConfigError."""
-    if isinstance(horizon, int) and not isinstance(horizon, bool):
-        if not 0 <= horizon <= MAX_OCTAVES:
-            raise ConfigError(f"method.horizon={horizon}: the exponent T of 2^T steps must be from 0 to {MAX_OCTAVES}")
+    if isinstance(horizon, int):
         return 2.0 ** torch.arange(horizon + 1, dtype=torch.float64)
-    try:
-        steps = list(horizon)
-        increasing = bool(steps) and all(a < b for a, b in zip([0, *steps], steps, strict=False))
-        if not increasing or not all(isinstance(t, int) for t in steps):
-            raise TypeError
-    except TypeError:
-        raise ConfigError(
-            f"method.horizon={horizon!r}: give T for the grid 1, 2, 4, ..., 2^T, or a list of steps, integers from 1 "
-            "on, strictly increasing and not empty"
-        ) from None
-    return torch.tensor(steps, dtype=torch.float64)
+    if not horizon or any(a >= b for a, b in pairwise(horizon)):
+        raise ConfigError(f"method.horizon={list(horizon)}: the steps must be strictly increasing, and not empty")
+    return torch.tensor(list(horizon), dtype=torch.float64)
 
 
 class LearningCurve(Method, without=["batch_size", "max_accuracy_drop"]):
     """Minimize lambda_P mean_t excess_P(t) / excess_P(0) - lambda_H mean_t excess_H(t) / excess_H(0) over theta.
 
     t runs over `horizon` (T for 1, 2, 4, ..., 2^T, or a list). `benign_weight` adds mean_t mean_i (1 - lambda_i(H_P) /
-    lambda_1(H_P))^2t, the curve of random labels on D_P: it keeps unseen tasks fast, and the harmful one becomes less
-    slow. Everything is computed from D x D statistics of the inputs, taken once; an epoch is one step.
+    lambda_1(H_P))^2t, the curve of random labels on D_P, which keeps unseen tasks fast. Everything is computed from
+    D x D statistics of the inputs, taken once; an epoch is one step.
 
-    `targets="baseline"`: where labels are noisy, learning them fast is overfitting fast. The primary term then follows
-    the baseline's own probe, PACE times as fast: after t <= SPAN t_0 steps w_t shall be what the inputs' probe has
-    after max(PACE (t - 1) + 1, t_0), with t_0 the early stop that generalizes best (`generalizing_step`), or, where
-    the validation rows show the baseline overfitted by then, the steps to 90 % of its best on them. The distance is the
-    mean squared difference of predictions, half of it on the training inputs and half on white noise of the same mean
-    square (a multiple of ||theta w_t - w||^2): few rows say little about directions in which they hardly vary, and
-    held-out rows do vary there. A probe that takes the baseline's path in fewer steps reaches what the baseline reaches
-    on any data, which fitting the labels does not promise. It is relative to the distance of w = 0.
-
+    `targets="baseline"` is for noisy labels, where learning fast is overfitting fast. The primary term then follows the
+    baseline's own probe, PACE times as fast: w_t, t <= SPAN t_0, aims at what the inputs' probe has after
+    max(PACE (t - 1) + 1, t_0) steps, with t_0 the early stop that generalizes best (`generalizing_step`), or the steps
+    to 90 % of the baseline's best on the validation rows, if fewer. The distance is the mean squared difference of
+    predictions relative to that of w = 0, half on the training inputs and half on white noise of the same mean square
+    (a multiple of ||theta w_t - w||^2), since held-out rows vary in directions in which few rows hardly do.
     `targets="auto"` takes the labels where least squares on the inputs reaches, on the validation rows, what the best
     early stop does (up to `SLACK` of the way from chance), and the baseline's path elsewhere.
 
-    `centered=True`: the harmful curve is the mean of two, of the features as they are and of features whose mean over
-    the training rows is subtracted. One large common direction slows down the first probe alone, and subtracting a
-    mean, or training a bias, costs an attacker nothing.
+    `centered=True`: the harmful curve is the mean of two, of the features and of features whose mean over the training
+    rows is subtracted, which costs an attacker nothing.
 
     `patience`: stop after that many epochs in which the held-out gap (measure of the primary probe minus that of the
     harmful one on the validation splits, mean over t, minus the benign term) has not grown, and go back to the best
     theta. Flag `primary_slower`: on the validation rows a fresh primary probe takes more steps than the baseline's to
     90 % of the baseline's best; `primary_unchecked`: there are no such rows.
 
-    The curves are steep in theta: at a constant rate Adam goes on oscillating, and a difference in the last bit of
-    theta grows to the leading one within tens of steps. Let the rate decay to 0 (scheduler=cosine).
+    The curves are steep in theta: at a constant rate Adam oscillates, and a difference in the last bit of theta grows
+    to the leading one within tens of steps. Let the rate decay to 0 (scheduler=cosine).
 
     `max_condition` bounds the condition number of theta, so that number formats of few digits hold it and its inverse:
     after every step theta goes to the nearest matrix within the bound (projected descent), and at the end to the scale
-    of the inputs, by a power of two. "auto" is `MAX_CONDITION` for nets and no bound for linear models, None no bound.
+    of the inputs. "auto" and `rotate` are as in `ClosedForm`, and so is the primary head.
 
-    `rotate=True` ends in a random rotation drawn from torch's global generator: the curves stay, attackers that treat
-    coordinates separately (Adam) lose. The primary head is set to the least squares of the inputs, whose predictions
-    it keeps.
-
-    Of several harmful tasks, excess_H is the mean over the tasks, or with `combine="worst"` that of the task which is
-    learned fastest; the held-out gap is that of the one which is learned best.
+    For several harmful tasks, excess_H is the mean over tasks, or with `combine="worst"` that of the task learned
+    fastest; the held-out gap is that of the task learned best.
     """
 
     folds = True
     several = True
 
     epochs = 300
-    horizon: int | Sequence[int] = 17
+    horizon: Horizon = 17
     lambda_P: NonNegative = 1.0
     lambda_H: NonNegative = 1.0
     benign_weight: NonNegative = 0.3
@@ -120,7 +104,7 @@ class LearningCurve(Method, without=["batch_size", "max_accuracy_drop"]):
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
-        self.theta = linear_map(model, self.name)
+        self.theta = theta_of(model, self.name)
         self.bound = bound_for(model, self.max_condition)
         self.primary = probe_of_inputs(pair.primary)
         kinds = [lambda task: task, centered_task] if self.centered else [lambda task: task]
@@ -164,7 +148,7 @@ class LearningCurve(Method, without=["batch_size", "max_accuracy_drop"]):
         return super().epoch_end(model, epoch)
 
     def _residuals(self, *probes: Probe) -> list[tuple[Tensor, Tensor]]:
-        """Of probes behind theta, over the grid: residuals [T, k, C], and the curve of random labels [T]."""
+        """Residuals [T, k, C] and the curve of random labels [T] of probes behind theta, over the grid."""
         theta = self.theta.double()
         return residuals([(probe.root @ theta, probe.coefficients) for probe in probes], self.grid)
 
@@ -233,3 +217,46 @@ class LearningCurve(Method, without=["batch_size", "max_accuracy_drop"]):
         if self.bound is not None:
             rescale(self.theta, self.primary)
         fit_head(model, self.primary)
+
+
+class LearningCurveNet(Method, without=["patience"]):
+    """Minimize L(D_P) + weight (lambda_P mean_t excess_P(t) - lambda_H mean_t excess_H(t) + benign_weight random(t)).
+
+    The curves are those of `LearningCurve`, of a probe on the features of one batch. L(D_P) is cross-entropy with label
+    smoothing on the model's own head.
+    """
+
+    epochs = 3
+    batch_size = 64
+    horizon: Horizon = 11
+    weight: NonNegative = 1.0
+    lambda_P: NonNegative = 1.0
+    lambda_H: NonNegative = 1.0
+    benign_weight: NonNegative = 0.3
+    smoothing: Fraction = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.grid = horizons(self.horizon)
+
+    def setup(self, model: Model, pair: TaskPair) -> None:
+        super().setup(model, pair)
+        self.grid = self.grid.to(model.head.weight.device)
+
+    def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
+        logits, features = model.outputs(primary)
+        loss = self.pair.primary.loss(logits, primary.y, self.smoothing)
+        features = model.training_features(primary.x) if features is None else features
+        probes = [
+            (features.double(), self.pair.primary.targets(primary.y)),
+            (model.training_features(harmful.x).double(), self.pair.harmful.targets(harmful.y)),
+        ]
+        (left_p, random), (left_h, _) = residuals(probes, self.grid)
+        excess_p, excess_h = (
+            excess(left).mean() / targets.square().sum()
+            for left, (_, targets) in zip((left_p, left_h), probes, strict=True)
+        )
+        random = random.mean()
+        curves = self.lambda_P * excess_p - self.lambda_H * excess_h + self.benign_weight * random
+        terms = {"excess_primary": excess_p, "excess_harmful": excess_h, "excess_random": random}
+        return {"loss": loss + self.weight * curves, "task_loss": loss, **terms}

@@ -1,7 +1,5 @@
 """What the methods for linear maps share: theta itself, the D x D statistics of a task, and the least-squares head."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +12,6 @@ from immunization.data.task import SPLITS, Task
 from immunization.errors import ConfigError
 from immunization.models import Model
 from immunization.theory import spectrum
-from immunization.theory.condition_bound import power_of_two
 from immunization.theory.probe import Probe
 
 MAX_CONDITION = 64.0
@@ -25,7 +22,7 @@ SLACK = 0.05
 """Share by which a simpler (earlier stopped) probe may miss the best generalization score."""
 
 
-def linear_map(model: Model, method: str) -> nn.Parameter:
+def theta_of(model: Model, method: str) -> nn.Parameter:
     """theta [D, D] where features are X theta; ConfigError for any other model."""
     theta = model.linear_map()
     if theta is None:
@@ -42,7 +39,7 @@ def probe_of_inputs(task: Task) -> Probe:
 
 
 def sum_root(tasks: Mapping[str, Task]) -> Tensor:
-    """[k, D] with the sum of the K of some tasks as its Gram matrix, as `Task.root` has that of one."""
+    """[k, D] with the sum of the K of some tasks as its Gram matrix."""
     roots = [task.root for task in tasks.values()]
     if len(roots) == 1:
         return roots[0]
@@ -50,7 +47,7 @@ def sum_root(tasks: Mapping[str, Task]) -> Tensor:
 
 
 def centered_task(task: Task) -> Task:
-    """The task with the mean over its training rows subtracted from all inputs, and so from the features of any map."""
+    """The task with the mean over its training rows subtracted from all inputs."""
     mean = task.train.x.mean(0)
     parts = {name: replace(getattr(task, name), x=getattr(task, name).x - mean) for name in SPLITS}
     return replace(task, **parts)
@@ -79,18 +76,12 @@ def bound_for(model: Model, bound: float | Literal["auto"] | None) -> float | No
 
 @torch.no_grad()
 def rescale(theta: nn.Parameter, inputs: Probe) -> None:
-    """Multiply theta by the power of two that gives its features the mean square of the inputs, as far as one does.
-
-    No curve and no condition number changes, and number formats with a narrow range hold the features as before.
-    """
-    theta.mul_(power_of_two((inputs.root.norm() / (inputs.root @ theta.double()).norm()).item()))
+    """Multiply theta by the power of two that brings its features nearest to the mean square of the inputs."""
+    factor = (inputs.root.norm() / (inputs.root @ theta.double()).norm()).item()
+    theta.mul_(2.0 ** round(math.log2(factor)))  # binary formats multiply by it without rounding
 
 
 @torch.no_grad()
 def fit_head(model: Model, inputs: Probe) -> None:
-    """Set the primary head to theta^-1 w*, w* the minimum-norm least squares on the inputs of `inputs`.
-
-    It is a least-squares head on the features too, and the one whose logits are those of w* for any input, also in
-    directions that no training row has.
-    """
+    """Set the primary head to theta^-1 w*, w* the minimum-norm least squares on the inputs: their logits agree."""
     model.set_head(torch.linalg.solve(model.linear_map().double(), inputs.optimum()).T)

@@ -1,7 +1,5 @@
 """NTL, non-transferable learning (Wang et al., ICLR 2022)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -16,11 +14,11 @@ KERNELS = 5
 class NTL(AgainstHead):
     """Minimize L(D_P) - min(1, alpha L(D_H, w)) min(1, beta MMD(features of D_P, features of D_H)).
 
-    Of the paper and its code: this loss, alpha = beta = 0.1, five Gaussian kernels and Adam at 1e-4; the KL divergence
-    from one-hot labels is the cross-entropy. Ours: the paper's tasks share their labels and one head. Here D_H has
-    labels of its own and w, a head of its own that takes `head_steps` gradient steps of rate `head_lr` on the features
-    of each batch, scaled to a mean squared norm of 1, before it counts. MMD is of the features before the head. The
-    paper claims nothing against an attacker who trains a new head on D_H.
+    From the paper and its code: this loss, alpha = beta = 0.1, five Gaussian kernels and Adam at 1e-4; the KL
+    divergence from one-hot labels is the cross-entropy. Ours: D_H has labels of its own, and a head w that takes
+    `head_steps` gradient steps of rate `head_lr` on the features of each batch, scaled to a mean squared norm of 1,
+    before it counts; the paper's tasks share one head. MMD is of the features before the head. The paper claims nothing
+    against an attacker who trains a new head on D_H.
     """
 
     epochs = 40

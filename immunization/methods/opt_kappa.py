@@ -1,7 +1,5 @@
 """Direct descent on the condition numbers (the paper's Opt-kappa baseline, and forms without its scale)."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Literal
@@ -37,14 +35,13 @@ FORMS = {
 class OptKappa(Method):
     """Minimize kappa(H_P) - kappa(H_H) (`form="raw"`, as the paper states it), or another one of `FORMS`.
 
-    `form="log"` minimizes log kappa(H_P) - log kappa(H_H), the logarithm of the RIR itself up to its sign and a
-    constant, with M_p / M_-p (power means of the eigenvalues, p = `power`) in the place of kappa. A linear theta takes
-    steps of its own, theta <- theta (I - rate (E_P - E_H)), E the relative gradients
-    (`relative_log_condition_slope`): log kappa has a pole where theta loses rank, which steps of an optimizer run
-    into. The optimizer trains the head alone; with `rate=None` it trains theta too, as it does in every other form.
+    `form="log"` minimizes -log RIR up to a constant, with M_p / M_-p (power means of the eigenvalues, p = `power`) in
+    the place of kappa. A linear theta takes steps of its own, theta <- theta (I - rate (E_P - E_H)), E the relative
+    gradients (`relative_log_condition_slope`): log kappa has a pole where theta loses rank, which steps of an optimizer
+    run into. The optimizer trains only the head; with `rate=None` it trains theta too, as in every other form.
     The reciprocal forms reproduce the paper's numbers (docs/reproduction.md). `conditioning="authors"` takes
-    kappa(H + 1e-6 I) of all D eigenvalues, the released code's, in the place of the rank-aware one. Gradients are
-    multiplied by K^-1 as in `ReleasedConditionNumber`; `task_weight` L(D_P) is added (None: 0 for raw, else 1).
+    kappa(H + 1e-6 I) of all D eigenvalues, the released code's. Gradients are multiplied by K^-1 as in
+    `ReleasedConditionNumber`; `task_weight` L(D_P) is added (None: 0 for raw, else 1).
     """
 
     epochs = 300
@@ -72,7 +69,7 @@ class OptKappa(Method):
         super().setup(model, pair)
         relative = self.form == "log" and self.rate is not None and not self.authors
         self.multiplicative = relative and model.linear_map() is not None
-        if self.form == "log" and not self.authors and not pair.primary.width:
+        if self.form == "log" and not self.authors and not model.trains_layers:
             outside = spectrum.dimensions_outside(pair.primary.root, pair.harmful.root, *pair.tolerance)
             if outside:
                 self.undetermined = (

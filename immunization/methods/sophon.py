@@ -1,7 +1,5 @@
 """SOPHON (Deng et al., IEEE S&P 2024, arXiv 2404.12699): non-fine-tunable learning."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal
 
@@ -22,17 +20,16 @@ CLIP = 0.5
 class Sophon(AgainstAttacker, without=["combine"]):
     """Alternate a step against the attacker who fine-tunes (suppression) with `primary_steps` steps down L(D_P).
 
-    A suppression step copies theta and lets an attacker, with a fresh head w, train both on all but the share
-    `held_out` of a harmful batch: `inner_steps` steps of gradient descent at `inner_lr`. After each of them the
-    suppression loss of the held-out rows is taken; the mean of its gradients, where the copy stands (first order),
-    clipped to 0.5, is theta's step of Adam at `suppress_lr`. `suppression="inverse"`: mean -log(1 - p_y), the inverse
-    cross-entropy; `"uniform"`: KL(uniform || p).
+    In a suppression step an attacker trains a copy of theta and a fresh head w on all but the share `held_out` of a
+    harmful batch: `inner_steps` gradient steps at `inner_lr`. After each the suppression loss of the held-out rows is
+    taken; the mean of its gradients, where the copy stands (first order), clipped to 0.5, is theta's step of Adam at
+    `suppress_lr`. `suppression="inverse"`: mean -log(1 - p_y); `"uniform"`: KL(uniform || p).
 
-    Of the paper and its code: this alternation, both losses, the clipping, Adam (suppression 3e-4, primary 5e-4), 90 %
-    for adaptation, one primary step (inverse) or five (uniform). Ours: all inner steps see one batch, not 50; w first
-    takes `head_steps` steps of rate `head_lr` alone, since a random head says nothing of theta; features are scaled to
-    a mean squared norm of 1 for w; BatchNorm statistics do not move at all; the run's optimizer takes the primary
-    steps; `max_accuracy_drop` stops where the paper's code goes back. Needs classes.
+    From the paper and its code: this alternation, both losses, the clipping, Adam (suppression 3e-4, primary 5e-4),
+    90 % for adaptation, one primary step (inverse) or five (uniform). Ours: all inner steps see one batch, not 50; w
+    first takes `head_steps` steps of rate `head_lr` with theta fixed, on features scaled to a mean squared norm of 1;
+    BatchNorm statistics do not move; the run's optimizer takes the primary steps; `max_accuracy_drop` stops where the
+    paper's code goes back. Needs classes.
     """
 
     epochs = 60

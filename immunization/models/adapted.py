@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from immunization.errors import ConfigError
-from immunization.models.fold import FOLD, Place
+from immunization.models.fold import FOLD, Place, fold_into, recorded
 
 TIMM = ("forward_features", "forward_head", "get_classifier")
 """What a net of timm has and others have not."""
@@ -50,14 +49,11 @@ class Adapted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))
 
-    def data_config(self) -> dict[str, Any]:
-        return {"input_size": self.pretrained_cfg["input_size"]}
-
     def released(self) -> nn.Module:
         """The net itself again, of its own class; this one is of no use afterwards."""
         self.body.set_submodule(self.path, self.classifier)
         if not isinstance(self.features, nn.Identity):
-            fold_before(self.body, self.path, self.features.get_submodule(FOLD))
+            fold_into(self.body, self.path, self.features.get_submodule(FOLD).weight, before=True)
         return self.body
 
 
@@ -80,23 +76,14 @@ def adapted(net: nn.Module, first_images: Callable[[], Tensor]) -> nn.Module:
     return net if is_of_timm(net) else Adapted(net, first_images())
 
 
-def fold_before(net: nn.Module, path: str, layer: nn.Module) -> None:
-    """Put `layer`, the map, before the linear classifier at `path`."""
-    net.set_submodule(path, nn.Sequential(OrderedDict({FOLD: layer, "original": net.get_submodule(path)})))
-
-
 @torch.no_grad()
 def last_linear(net: nn.Module, images: Tensor) -> str:
     """Name of the linear layer whose output [n, classes] is the net's; raises ConfigError where there is none."""
-    outputs: dict[str, Tensor] = {}
-    hooks = [
-        module.register_forward_hook(lambda _m, _i, output, name=name: outputs.update({name: output}))
-        for name, module in net.named_modules()
-        if name and isinstance(module, nn.Linear)
-    ]
+    linear = [(name, module) for name, module in net.named_modules() if isinstance(module, nn.Linear)]
     kind, training = type(net).__name__, net.training
     try:
-        found = net.eval()(images[:2].to(next(net.parameters())))
+        with recorded(linear) as outputs:
+            found = net.eval()(images[:2].to(next(net.parameters())))
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
         shape = tuple(images.shape[1:])
         raise ConfigError(
@@ -104,12 +91,10 @@ def last_linear(net: nn.Module, images: Tensor) -> str:
         ) from error
     finally:
         net.train(training)
-        for hook in hooks:
-            hook.remove()
     if not isinstance(found, Tensor) or found.ndim != 2:
         shown = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
         raise ConfigError(f"{kind} gives {shown}; wrap it in a module whose forward returns logits [n, classes]")
-    path = next((name for name, output in outputs.items() if torch.equal(output, found)), None)
+    path = next((name for name, output in dict(outputs).items() if torch.equal(output, found)), None)
     if path is None:
         raise ConfigError(f"{kind} has no linear classifier: its output is not that of an nn.Linear inside of it")
     return path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,10 @@ from immunization.errors import ConfigError
 from immunization.models.chain import Network
 from immunization.theory import spectrum
 from immunization.theory.preconditioning import Precondition
+
+Inputs = Literal["rows", "features", "activations", "images"]
+"""What the trained part of a model reads: rows of the tasks as they are; features of a frozen net, and is a linear map
+that is folded behind them; what the frozen part of a net makes of images; or, in a net without one, images."""
 
 Regularizer = Callable[..., Tensor]
 """A scalar of features [N, D]; a second argument `theta` asks for the gradient preconditioned by cancellation."""
@@ -44,16 +48,23 @@ class Model(nn.Module):
 
     extractor: nn.Module
     head: nn.Linear
+    reads: Inputs = "rows"
     preconditioned = False
     """Whether `hessian_term` can multiply gradients by K^-1, K = X^T X of the extractor's inputs."""
-    deep = False
-    """Whether features come from a net that reads images: `network` and `image_batches` are then overridden."""
-    reads_images = False
-    """Whether the rows of the tasks are images that such a net reads, and not what a part of it makes of them."""
     before: Model | None = None
     """The model that is the baseline, where that is another one."""
     loaders: Callable[[int], Mapping[str, Iterable[tuple]]] | None = None
     """Loaders of training images by role for a batch size, where the tasks' rows are not to be trained on."""
+
+    @property
+    def deep(self) -> bool:
+        """Whether features come from a net that reads images: `network` and `image_batches` are then overridden."""
+        return self.reads != "rows"
+
+    @property
+    def trains_layers(self) -> bool:
+        """Whether layers of a net are trained: inputs of the tasks are then no rows of a matrix."""
+        return self.reads in ("activations", "images")
 
     def read_tasks(self, data: TaskPair | ImagePair, folded: bool) -> tuple[Model, TaskPair]:
         """The model to train and the tasks as its extractor reads them; `folded`: only a map behind features is wanted.
@@ -118,7 +129,7 @@ class Model(nn.Module):
         return self.extractor(x)
 
     def feature_batches(self, x: Tensor) -> Iterator[Tensor]:
-        """The same batch by batch, where they are too many at once."""
+        """Features batch by batch, where they are too many at once."""
         yield self.features(x)
 
     @torch.no_grad()
@@ -131,7 +142,7 @@ class Model(nn.Module):
         return spectrum.triangular_factor(self.feature_batches(task.train.x))[0]
 
     def baseline_factor(self, role: str, task: Task) -> Tensor:
-        """The same as `factor` before immunization."""
+        """What `factor` was before immunization."""
         return task.root
 
     def baseline_features(self, role: str, split: str) -> Tensor | None:
@@ -186,7 +197,7 @@ class Model(nn.Module):
 
     def export(self) -> dict[str, Tensor]:
         """The tensors of immunized.safetensors; `load` makes a map of `theta` [D_in, D] and, if there, `bias` [D]."""
-        return {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        return self.state_dict()
 
     def facts(self) -> dict[str, Any]:
         """What `load` needs beside the tensors of a net; a linear map needs nothing."""

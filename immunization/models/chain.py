@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from immunization.errors import ConfigError
 from immunization.models.adapted import Adapted
+from immunization.models.fold import recorded
 
 log = logging.getLogger(__name__)
 
@@ -22,15 +23,6 @@ Unit = Callable[[Tensor], Tensor]
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Layers with statistics of batches, which are no weights; those of timm inherit from them."""
-
-Part = TypeVar("Part", bound=nn.Module)
-
-
-@dataclass(frozen=True)
-class Borrowed(Generic[Part]):
-    """A module that another one uses without owning it: its parameters are not among the other's."""
-
-    module: Part
 
 
 @dataclass(frozen=True)
@@ -75,11 +67,13 @@ class Chain(nn.Module):
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        self._net = Borrowed(net)
+        self._net = (net,)  # in a tuple: its parameters are not among this module's
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
         """Its parts that have weights, Sequential ones taken apart, by name: where it could be cut."""
-        raise NotImplementedError
+        children = getattr(self, "net", self).named_children()
+        parts = [unit for name, child in children for unit in _chain(name, child)]
+        return [(name, part) for name, part in parts if any(p.ndim > 1 for p in part.parameters())]
 
     @contextmanager
     def watched(self, reduce: Callable[[Tensor, bool, int], Any] | None = None) -> Iterator[dict[str, Any]]:
@@ -90,7 +84,7 @@ class Chain(nn.Module):
         in a map, and the number of tokens before those of the patches.
         """
         seen: dict[str, Any] = {}
-        net = self._net.module
+        net = self._net[0]
         last, prefix = getattr(net, "output_fmt", "NCHW") == "NHWC", getattr(net, "num_prefix_tokens", 0)
 
         def keep(name: str, _module: nn.Module, _inputs: object, x: object) -> None:
@@ -113,13 +107,10 @@ class Tail(Chain):
         for name, unit in units:
             self.add_module(name.replace(".", "_"), unit)
 
-    def blocks(self) -> list[tuple[str, nn.Module]]:
-        return _blocks(self)
-
     def forward(self, x: Tensor) -> Tensor:
         for unit in self.children():
             x = unit(x)
-        return self._net.module.forward_head(x, pre_logits=True)
+        return self._net[0].forward_head(x, pre_logits=True)
 
 
 class Whole(Chain):
@@ -128,9 +119,6 @@ class Whole(Chain):
     def __init__(self, net: nn.Module) -> None:
         super().__init__(net)
         self.net = net
-
-    def blocks(self) -> list[tuple[str, nn.Module]]:
-        return _blocks(self.net)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net.forward_head(self.net.forward_features(x), pre_logits=True)
@@ -173,7 +161,7 @@ def classifier_path(net: nn.Module) -> str:
 def data_config(net: nn.Module) -> dict[str, Any]:
     """How the net wants its images: size, interpolation, mean, std and crop, for as many channels as it reads."""
     if isinstance(net, Adapted):
-        return net.data_config()
+        return {"input_size": net.pretrained_cfg["input_size"]}
     from timm.data import resolve_model_data_config
 
     keys = ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")
@@ -198,16 +186,10 @@ def units_of(net: nn.Module, input_size: Sequence[int]) -> list[tuple[str, Unit]
     """
     like = next(net.parameters())
     image = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(0)).to(like)
-    order: list[str] = []
-    hooks = [
-        child.register_forward_pre_hook(lambda _module, _inputs, name=name: order.append(name))
-        for name, child in net.named_children()
-    ]
-    expected = net.forward_features(image)
-    for hook in hooks:
-        hook.remove()
+    with recorded(net.named_children()) as ran:
+        expected = net.forward_features(image)
     units: list[tuple[str, Unit]] = []
-    for name in order:
+    for name, _ in ran:
         if name == "pos_drop" and hasattr(net, "_pos_embed"):
             units.append(("_pos_embed", net._pos_embed))
         else:
@@ -229,11 +211,6 @@ def pooled(x: Tensor, channels_last: bool = False) -> Tensor:
     if x.ndim == 4:
         return x.mean((1, 2) if channels_last else (2, 3))
     return x.mean(1) if x.ndim == 3 else x
-
-
-def _blocks(net: nn.Module) -> list[tuple[str, nn.Module]]:
-    parts = [unit for name, child in net.named_children() for unit in _chain(name, child)]
-    return [(name, part) for name, part in parts if any(p.ndim > 1 for p in part.parameters())]
 
 
 def _chain(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +15,22 @@ from immunization.errors import ConfigError
 
 FOLD = "immunization"
 """How the map's layer is called in the net."""
+
+
+@contextmanager
+def recorded(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[list[tuple[str, object]]]:
+    """Inside, the list has the name and the output of every named one of `modules` that ran, in order."""
+    ran: list[tuple[str, object]] = []
+    hooks = [
+        module.register_forward_hook(lambda _m, _i, output, name=name: ran.append((name, output)))
+        for name, module in modules
+        if name
+    ]
+    try:
+        yield ran
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class LinearMap(nn.Module):
@@ -81,17 +99,10 @@ def _candidates(net: nn.Module, images: Tensor) -> tuple[list[Place], Tensor]:
     The ends of `forward_features` come first, those in the last stage, which `features_only=True` keeps, and the
     innermost before others; then the modules of the head from its end.
     """
-    ran: list[tuple[str, object]] = []
-    hooks = [
-        module.register_forward_hook(lambda _m, _i, output, name=name: ran.append((name, output)))
-        for name, module in net.named_modules()
-        if name
-    ]
-    hidden = net.forward_features(images)
-    body = len(ran)
-    features = net.forward_head(hidden, pre_logits=True)
-    for hook in hooks:
-        hook.remove()
+    with recorded(net.named_modules()) as ran:
+        hidden = net.forward_features(images)
+        body = len(ran)
+        features = net.forward_head(hidden, pre_logits=True)
     stages = getattr(net, "feature_info", None) or [{}]
     last = f"{stages[-1].get('module')}."
     ends = [(name, x) for name, x in reversed(ran[:body]) if isinstance(x, Tensor) and x is hidden]
@@ -120,18 +131,17 @@ def weight_of(theta: Tensor, place: Place) -> Tensor:
     return theta.T[:, :, None, None] if place.convolution else theta.T
 
 
-def fold_into(net: nn.Module, name: str, weight: Tensor) -> None:
-    """Put a layer with `weight`, called `immunization`, behind the module `name`.
+def fold_into(net: nn.Module, name: str, weight: Tensor, before: bool = False) -> None:
+    """Put a layer with `weight`, called `immunization`, behind the module `name`, or `before` it.
 
     A weight [D, D, 1, 1] is that of a convolution, [D, D] that of a linear layer.
     """
     size, like = len(weight), {"bias": False, "dtype": weight.dtype, "device": weight.device}
     layer = nn.Conv2d(size, size, 1, **like) if weight.ndim == 4 else nn.Linear(size, size, **like)
     layer.weight.data.copy_(weight)
-    module = net.get_submodule(name)
-    chain = nn.Sequential()
-    chain.add_module("original", module)
-    chain.add_module(FOLD, layer)
+    parts = [("original", net.get_submodule(name)), (FOLD, layer)]
+    chain = nn.Sequential(OrderedDict(reversed(parts) if before else parts))
+    chain.training = layer.training = net.training
     net.set_submodule(name, chain)
 
 
@@ -149,8 +159,3 @@ def folded_map(net: nn.Module) -> Tensor | None:
     layers = (module for name, module in net.named_modules() if name.endswith(FOLD))
     layer = next(layers, None)
     return None if layer is None else layer.weight.flatten(1).T
-
-
-def folded_name(tensor: str, name: str) -> str:
-    """What the tensor `tensor` of a net is called once a map stands behind the module `name`."""
-    return tensor.replace(f"{name}.", f"{name}.original.", 1) if tensor.startswith(f"{name}.") else tensor

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from immunization.data.images import ImageSplit, ImageTask
 from immunization.data.task import Task, TaskPair
 from immunization.models.base import Model
-from immunization.models.chain import Borrowed, NetParts, Network
-from immunization.models.fold import FOLD, LinearMap, Place, fold_into, fold_place, folded_name, weight_of
+from immunization.models.chain import NetParts, Network
+from immunization.models.fold import LinearMap, Place, fold_into, fold_place, weight_of
 from immunization.models.linear import Linear
 
 
@@ -25,17 +25,17 @@ class Folded(Linear):
     baseline theta = I is the net as it was. The primary logits do not depend on theta: omega' = theta^-1 omega.
     """
 
-    deep = True
+    reads = "features"
 
     def __init__(self, base: Model, parts: NetParts, pair: TaskPair) -> None:
         super().__init__(pair)
-        self._base, self._parts = Borrowed(base), parts
+        self._base, self._parts = (base,), parts  # in a tuple: the net's parameters are not the map's
         self.head = InverseHead(self.extractor, parts.head)
 
     @property
     def base(self) -> Model:
         """The net whose features are the inputs."""
-        return self._base.module
+        return self._base[0]
 
     @property
     def name(self) -> str:
@@ -81,16 +81,7 @@ class Folded(Linear):
 
     def export(self) -> dict[str, Tensor]:
         """The state dict of the timm model with the map at `place` (see `fold_into`), all in float64."""
-        state = {
-            name: tensor.double() if tensor.is_floating_point() else tensor
-            for name, tensor in self.base.export().items()
-        }
-        head = {"weight": self.head.weight, "bias": self.head.bias}
-        state |= {f"{self._parts.classifier}.{name}": tensor for name, tensor in head.items() if tensor is not None}
-        place = self.place
-        state = {folded_name(name, place.name): tensor for name, tensor in state.items()}
-        state[f"{place.name}.{FOLD}.weight"] = weight_of(self.extractor.theta, place)
-        return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+        return self.deployed().state_dict()
 
     def facts(self) -> dict[str, Any]:
         own = {"fold": self.place.name, "stripped_by": self.place.stripped_by, "dtype": "float64"}
@@ -107,7 +98,7 @@ class InverseHead(nn.Module):
 
     def __init__(self, extractor: LinearMap, head: nn.Linear) -> None:
         super().__init__()
-        self._map = Borrowed(extractor)
+        self._map = (extractor,)
         like = {"dtype": extractor.theta.dtype, "device": extractor.theta.device}
         self.omega = nn.Parameter(head.weight.detach().to(**like), requires_grad=False)
         bias = None if head.bias is None else nn.Parameter(head.bias.detach().to(**like), requires_grad=False)
@@ -117,7 +108,7 @@ class InverseHead(nn.Module):
     @property
     def weight(self) -> Tensor:
         """[C, D], rows omega_c^T theta^-T."""
-        return torch.linalg.solve(self._map.module.theta, self.omega.T).T
+        return torch.linalg.solve(self._map[0].theta, self.omega.T).T
 
     def forward(self, z: Tensor) -> Tensor:
         return F.linear(z, self.weight, self.bias)

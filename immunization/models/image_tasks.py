@@ -1,26 +1,29 @@
-"""What a net's trainable part reads of images: preprocessing, activations, and classes in the order of its head."""
+"""What a net reads of images: preprocessing, activations, and classes in the order of its head."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from immunization.compute.machine import gpu_memory
+from immunization.compute.transfer import onto
 from immunization.data.image_loading import create_loader
-from immunization.data.images import ImagePair, ImageTask
+from immunization.data.images import ImagePair, ImageSplit, ImageTask
 from immunization.data.loaders import LabeledBatches, shuffled_parts
-from immunization.data.task import Split, Task, is_shown
+from immunization.data.task import SPLITS, Split, Task, TaskPair, is_shown
 from immunization.errors import ConfigError, DataError
-from immunization.models.activations import Activations, Stream, collect, free_space
+from immunization.models.activations import Activations, Stream, collect, fingerprint, free_space
+from immunization.models.base import Model
+from immunization.models.chain import Unit
 from immunization.terminal import counted
 
 log = logging.getLogger(__name__)
@@ -28,35 +31,230 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Reader:
-    """A net, called `name`, as far as images are read by it.
+class ImageReader(Model):
+    """A net as far as images are read by it.
 
-    `trunk` maps images to what enters the extractor, just before the net's unit `point`, and `extractor` that to
-    features [N, `width`] before immunization. The head has `outputs`. `config` says how the net wants its images.
+    `config` says how `net` wants its images; what enters the extractor is read just before its unit `point`. With
+    `fold`, only the features are read, behind which a linear map is to be trained. `order` has each task's own labels
+    for those of its files.
     """
 
     images: ImagePair
     config: dict[str, Any]
-    name: str
+    net: nn.Module
     point: str
-    trunk: Callable[[Tensor], Tensor]
-    extractor: Callable[[Tensor], Tensor]
-    width: int
-    outputs: int
+    _trunk: list[Unit]
+    fold: bool
+    order: dict[str, Tensor]
+    reference: dict[tuple[str, str], Tensor]
 
+    def trunk(self, images: Tensor) -> Tensor:
+        """What enters the extractor: activations [N, ...] of images [N, C, H, W]; no graph."""
+        with torch.no_grad():
+            x = onto(images, self.head.weight)
+            for unit in self._trunk:
+                x = unit(x)
+        return x
 
-@dataclass(frozen=True)
-class Part:
-    """One split of a task.
+    def _folded(self, pair: TaskPair) -> tuple[Model, TaskPair]:
+        """The model whose map behind the features `pair` is trained, and `pair` as it reads it."""
+        raise NotImplementedError
 
-    `x` is what the trained part (or a folded map) reads, `y` [N] are labels as the files count them, `features` [N, D]
-    those before immunization.
-    """
+    def read_tasks(self, data: ImagePair, folded: bool) -> tuple[Model, TaskPair]:
+        """The model to train and what it reads: activations at its trunk's end, or the features for a folded map."""
+        self.fold = self.fold or folded
+        weights = {"features": fingerprint([self.net]), "inputs": fingerprint(self._trunk)}
+        tasks = {}
+        for role in self.images.tasks:
+            read = {split: self._read_split(role, split, weights) for split in SPLITS}
+            self.reference |= {(role, split): features.x for split, (_, features) in read.items()}
+            tasks[role] = self._task(role, read)
+        about = data.about | {
+            "inputs": f"features of {self.name}" if self.fold else f"activations of {self.name} before {self.point}",
+            "preprocessing": {role: preprocessing(self.config, data, t) for role, t in self.images.tasks.items()},
+            "rows": {role: {s: len(split) for s, split in task.splits.items()} for role, task in tasks.items()},
+        }
+        pair = TaskPair.of(data.name, tasks, about)
+        if self.fold:
+            return self._folded(pair)
+        kept = all(isinstance(task.train.x, Tensor) for task in pair.shown.values())
+        self.loaders = None if kept else self._training_loaders
+        if self.before is not None:
+            self.before.read_tasks(data, True)  # its features take the place of this net's as the reference
+        return self, pair
 
-    x: Tensor | Stream
-    y: Tensor
-    features: Tensor
+    def read(self, role: str, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """What the extractor reads of a loader's images, and the task's own labels."""
+        return self.trunk(images), self._own(role, labels)
+
+    def _own(self, role: str, labels: Tensor) -> Tensor:
+        """The task's own labels of a loader's, on the device of the net."""
+        return self.order[role][labels].to(self.head.weight.device, non_blocking=True)
+
+    def _read_split(self, role: str, split: str, weights: Mapping[str, str]) -> tuple[Tensor | Stream, Activations]:
+        """What the trained part (or a folded map) reads of one split, and its features before immunization.
+
+        `weights` are hashes of what makes the features and the inputs. Raises DataError for images that cannot be read.
+        """
+        pair, task = self.images, self.images.tasks[role]
+        part, config = task.splits[split], preprocessing(self.config, pair, task)
+        if not len(part):
+            nothing = torch.empty(0, self.head.in_features, dtype=pair.dtype)
+            return nothing, Activations(nothing, torch.empty(0, dtype=torch.long))
+
+        def loader(size: int = pair.batch_size) -> DataLoader:
+            return create_loader(pair, part, config, batch_size=size)
+
+        rows = "" if part.rows is None else part.rows.tolist()
+        # before, features of a GPU were computed in TF32 (`machine.full_precision`)
+        device = "cpu" if pair.device.type == "cpu" else f"{pair.device.type}, no TF32"
+        about = f"{config} {part.identity} {rows} {pair.dtype} {device} {pair.on_bad_image}"
+
+        def key(name: str) -> str:
+            place = "features" if name == "features" else self.point
+            return hashlib.sha256(f"{weights[name]} {place} {about}".encode()).hexdigest()[:32]
+
+        root = None if pair.cache is None else Path(pair.cache).expanduser()
+        keys = {"features": key("features")}
+        if not self.fold:
+            shape = self.trunk(torch.zeros(1, *self.config["input_size"])).shape[1:]
+            size = len(part) * shape.numel() * pair.dtype.itemsize / GIB
+            free = not pair.augment and size < pair.cache_limit and (root is None or free_space(root) > 1.2 * size)
+            if free:
+                keys["inputs"] = key("inputs")
+            place = f"kept in {root or 'memory'}" if free else "computed from the images every time"
+            log.info("%s/%s: %d images, %.3g GiB of activations, %s", role, split, len(part), size, place)
+
+        def compute(images: Tensor) -> dict[str, Tensor]:
+            inputs = self.trunk(images)
+            return {"inputs": inputs, "features": self.extractor(inputs)}
+
+        title = f"{role}/{split}: {len(part)} images"
+        with room_for(pair):
+            done = collect(loader(), compute, keys, root, title, pair.on_bad_image == "skip")
+        features = done["features"]
+        if features.skipped:
+            log.warning("%s: %d unreadable images are left out: %s", title, len(features.skipped), features.skipped[0])
+        if self.fold:
+            return features.x, features
+        if "inputs" in done:
+            return done["inputs"].x, features
+        return Stream(loader, self.trunk, (len(features.labels), *shape)), features
+
+    def _task(self, role: str, read: Mapping[str, tuple[Tensor | Stream, Activations]]) -> Task:
+        """The task as the extractor (or a folded map) reads it, of its splits; raises DataError for an empty class."""
+        task, size, device = self.images.tasks[role], self.head.out_features, self.images.device
+        labels = {split: features.labels for split, (_, features) in read.items()}
+        classes = len(task.classes) or 1 + max(int(y.max()) for y in labels.values() if len(y))
+        order, head = torch.arange(classes), None
+        if role == "primary":
+            outputs = outputs_of(task, size, self.name, classes)
+            order = torch.empty_like(outputs)
+            order[outputs.argsort()] = torch.arange(classes)  # classes in the order of the head's outputs
+            head = None if classes == size else outputs.sort().values
+        counts = torch.bincount(labels["train"], minlength=classes)
+        if not counts.all():
+            empty = int(counts.argmin())
+            name = task.classes[empty] if task.classes else empty
+            raise DataError(f"{role} task {task.name}: class {name} is empty, no training image of it can be read")
+        splits = {}
+        for split, (x, features) in read.items():
+            y, origin = features.labels, task.splits[split].origin
+            known = len(y) == len(origin.rows)  # which images were unreadable, and left out, is not kept
+            if not self.fold and not len(y):
+                x = torch.empty(0, *read["train"][0].shape[1:])
+            splits[split] = Split(x, order[y].to(device), origin if known else None)
+        self.order[role] = order
+        return Task(task.name, **splits, classes=classes, head=head, **self._about_inputs())
+
+    def _about_inputs(self) -> dict[str, Any]:
+        """What tasks say of their inputs."""
+        width = None if self.fold else self.head.in_features
+        return {"eps": torch.finfo(self.images.dtype).eps, "width": width}
+
+    def _training_loaders(self, batch_size: int) -> dict[str, DataLoader]:
+        """Shuffled training loaders of images by role, augmented where the data set says so."""
+        pair = self.images
+        shown = [role for role in pair.tasks if is_shown(role)]
+        return {
+            role: create_loader(
+                pair,
+                pair.tasks[role].splits["train"],
+                preprocessing(self.config, pair, pair.tasks[role], training=pair.augment),
+                loaders=len(shown),
+                batch_size=batch_size,
+                is_training=True,
+                no_aug=not pair.augment,
+            )
+            for role in shown
+        }
+
+    def image_batches(self, role: str, split: str, rows: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        task = self.images.tasks[role]
+        part = task.splits[split].take(rows)
+        for images, labels in self._read(self.images, task, part, f"{role}/{split}: {len(part)} images"):
+            yield images, self._own(role, labels)
+
+    def images_of(self, task: ImageTask, split: ImageSplit) -> Iterator[tuple[Tensor, Tensor]]:
+        images = replace(self.images, crop_pct=None)  # that of the pair's own images
+        return self._read(images, task, split, f"{task.name}: {len(split)} images")
+
+    def _read(
+        self, images: ImagePair, task: ImageTask, split: ImageSplit, what: str
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images of a split as the net reads them, on its device, and their labels as the files count."""
+        for x, labels, *_ in counted(create_loader(images, split, preprocessing(self.config, images, task)), what):
+            if len(x):
+                yield onto(x, self.head.weight), labels
+
+    # --- loaders of the user's own ------------------------------------------------------------------------------------
+
+    def read_loaders(
+        self, loaders: Mapping[str, LabeledBatches], folded: bool, test: bool = False
+    ) -> tuple[Model, TaskPair]:
+        """The same as `read_tasks` for loaders by role, each of which is read once.
+
+        A tenth of the rows, in random order, is for validation; with `test`, a fifth, and another fifth for test.
+        """
+        self.fold = self.fold or folded
+        tasks = {role: self._task_of_loader(role, loader, test) for role, loader in loaders.items()}
+        pair = TaskPair("loaders", **tasks)
+        return self._folded(pair) if self.fold else (self, pair)
+
+    @torch.no_grad()
+    def _task_of_loader(self, role: str, loader: LabeledBatches, test: bool) -> Task:
+        before: ImageReader = self.before or self
+        inputs, labels, features = [], [], []
+        for images, targets in counted(loader, f"images of {role}_loader"):
+            try:
+                x = self.trunk(images)
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"{self.name} cannot read inputs of shape {tuple(images.shape[1:])} from {role}_loader: "
+                    f"{' '.join(str(error).split())[:200]}"
+                ) from error
+            inputs.append(self.extractor(x).cpu() if self.fold else x.cpu())
+            labels.append(targets)
+            if not self.fold:  # else the inputs are the features before immunization
+                features.append(before.extractor(before.trunk(images)))
+        if not labels:
+            raise DataError(f"{role}_loader gives no batches")
+        device, outputs = self.images.device, self.head.out_features
+        x, y = torch.cat(inputs), torch.cat(labels).long().to(device)
+        if role == "primary" and not 0 <= int(y.min()) <= int(y.max()) < max(outputs, 2):
+            raise ConfigError(
+                f"immunize: labels of primary_loader go from {int(y.min())} to {int(y.max())}, the model has {outputs} "
+                "outputs"
+            )
+        present, y = y.unique(return_inverse=True)
+        if len(present) < 2:
+            raise DataError(f"immunize: {role}_loader holds one class alone; at least two are needed")
+        parts = shuffled_parts(len(y), 5, 5) if test else shuffled_parts(len(y), 10, None)
+        if features:
+            self.reference |= {(role, s): torch.cat(features)[rows.to(device)] for s, rows in parts.items()}
+        splits = {s: Split(x[rows], y[rows.to(device)]) for s, rows in parts.items()}
+        head = present if role == "primary" and len(present) < outputs else None
+        return Task(role, **splits, classes=len(present), head=head, **self._about_inputs())
 
 
 def preprocessing(config: dict[str, Any], pair: ImagePair, task: ImageTask, training: bool = False) -> dict[str, Any]:
@@ -74,94 +272,6 @@ def preprocessing(config: dict[str, Any], pair: ImagePair, task: ImageTask, trai
 def room_for(pair: ImagePair) -> AbstractContextManager[None]:
     """Inside, a GPU that is too small for a batch without gradients is said to be so."""
     return gpu_memory(f"dataset.batch_size={pair.batch_size} images", "lower it")
-
-
-def read_split(reader: Reader, role: str, split: str, folded: bool, weights: Mapping[str, str]) -> Part:
-    """Everything that is computed once of the images of one split.
-
-    `weights` are hashes of what makes the features and the inputs. Raises DataError for images that cannot be read.
-    """
-    pair, task = reader.images, reader.images.tasks[role]
-    part, config = task.splits[split], preprocessing(reader.config, pair, task)
-    if not len(part):
-        nothing = torch.empty(0, reader.width, dtype=pair.dtype)
-        return Part(nothing, torch.empty(0, dtype=torch.long), nothing)
-
-    def loader(size: int = pair.batch_size) -> DataLoader:
-        return create_loader(pair, part, config, batch_size=size)
-
-    rows = "" if part.rows is None else part.rows.tolist()
-    # before, features of a GPU were computed in TF32 (`machine.full_precision`)
-    device = "cpu" if pair.device.type == "cpu" else f"{pair.device.type}, no TF32"
-    about = f"{config} {part.identity} {rows} {pair.dtype} {device} {pair.on_bad_image}"
-
-    def key(name: str) -> str:
-        place = "features" if name == "features" else reader.point
-        return hashlib.sha256(f"{weights[name]} {place} {about}".encode()).hexdigest()[:32]
-
-    root = None if pair.cache is None else Path(pair.cache).expanduser()
-    keys = {"features": key("features")}
-    if not folded:
-        shape = reader.trunk(torch.zeros(1, *reader.config["input_size"])).shape[1:]
-        size = len(part) * shape.numel() * pair.dtype.itemsize / GIB
-        free = not pair.augment and size < pair.cache_limit and (root is None or free_space(root) > 1.2 * size)
-        if free:
-            keys["inputs"] = key("inputs")
-        place = f"kept in {root or 'memory'}" if free else "computed from the images every time"
-        log.info("%s/%s: %d images, %.3g GiB of activations, %s", role, split, len(part), size, place)
-
-    def compute(images: Tensor) -> dict[str, Tensor]:
-        inputs = reader.trunk(images)
-        return {"inputs": inputs, "features": reader.extractor(inputs)}
-
-    title = f"{role}/{split}: {len(part)} images"
-    with room_for(pair):
-        done: dict[str, Activations] = collect(loader(), compute, keys, root, title, pair.on_bad_image == "skip")
-    features = done["features"]
-    if features.skipped:
-        log.warning("%s: %d unreadable images are left out: %s", title, len(features.skipped), features.skipped[0])
-    if folded:
-        x = features.x
-    elif "inputs" in done:
-        x = done["inputs"].x
-    else:
-        x = Stream(loader, reader.trunk, (len(features.labels), *shape))
-    return Part(x, features.labels, features.x)
-
-
-def task_of(reader: Reader, role: str, parts: Mapping[str, Part], folded: bool) -> tuple[Task, Tensor]:
-    """The task as the extractor (or a folded map) reads it, of its splits, and its label [classes] for each class.
-
-    Raises ConfigError for classes that the head does not have.
-    """
-    task = reader.images.tasks[role]
-    classes = len(task.classes) or 1 + max(int(part.y.max()) for part in parts.values() if len(part.y))
-    order, head = torch.arange(classes), None
-    if role == "primary":
-        outputs = outputs_of(task, reader.outputs, reader.name, classes)
-        order = torch.empty_like(outputs)
-        order[outputs.argsort()] = torch.arange(classes)  # classes in the order of the head's outputs
-        head = None if classes == reader.outputs else outputs.sort().values
-    counts = torch.bincount(parts["train"].y, minlength=classes)
-    if not counts.all():
-        empty = int(counts.argmin())
-        name = task.classes[empty] if task.classes else empty
-        raise DataError(f"{role} task {task.name}: class {name} is empty, no training image of it can be read")
-    origins = {s: task.splits[s].origin for s in parts}
-    splits = {  # which images were unreadable, and left out, is not kept
-        s: Split(
-            part.x,
-            order[part.y].to(reader.images.device),
-            origins[s] if len(part.y) == len(origins[s].rows) else None,
-        )
-        for s, part in parts.items()
-    }
-    eps = torch.finfo(reader.images.dtype).eps
-    width = None if folded else reader.width
-    if width is not None:  # an empty split has no activations either
-        x = splits["train"].x
-        splits |= {s: replace(p, x=torch.empty(0, *x.shape[1:])) for s, p in splits.items() if not len(p)}
-    return Task(task.name, **splits, classes=classes, eps=eps, width=width, head=head), order
 
 
 def outputs_of(task: ImageTask, size: int, net: str, classes: int | None = None) -> Tensor:
@@ -189,69 +299,3 @@ def outputs_of(task: ImageTask, size: int, net: str, classes: int | None = None)
         "names are no ImageNet ids: say which output means which class with dataset.primary.outputs=<csv>, or fit "
         "a head to these classes first (model.arguments.num_classes with a checkpoint that has it)"
     )
-
-
-def training_loaders(reader: Reader, batch_size: int) -> dict[str, DataLoader]:
-    """Shuffled training loaders of images by role, augmented where the data set says so."""
-    pair = reader.images
-    shown = [role for role in pair.tasks if is_shown(role)]
-    return {
-        role: create_loader(
-            pair,
-            pair.tasks[role].splits["train"],
-            preprocessing(reader.config, pair, pair.tasks[role], training=pair.augment),
-            loaders=len(shown),
-            batch_size=batch_size,
-            is_training=True,
-            no_aug=not pair.augment,
-        )
-        for role in shown
-    }
-
-
-@torch.no_grad()
-def read_loader(
-    reader: Reader, baseline: Callable[[Tensor], Tensor], role: str, loader: LabeledBatches, folded: bool, test: bool
-) -> tuple[Task, dict[str, Tensor]]:
-    """One pass over a loader of images: the task as the trained part reads it, in random order, and its features.
-
-    `baseline` maps images to these, [N, D] by split, before immunization; there are none for a folded map, which reads
-    them. A tenth of the rows is for validation; with `test`, a fifth, and another fifth for test.
-    """
-    inputs, labels, features = [], [], []
-    for images, targets in counted(loader, f"images of {role}_loader"):
-        try:
-            x = reader.trunk(images)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"{reader.name} cannot read inputs of shape {tuple(images.shape[1:])} from {role}_loader: "
-                f"{' '.join(str(error).split())[:200]}"
-            ) from error
-        inputs.append(reader.extractor(x).cpu() if folded else x.cpu())
-        labels.append(targets)
-        if not folded:
-            features.append(baseline(images))
-    if not labels:
-        raise DataError(f"{role}_loader gives no batches")
-    device, outputs = reader.images.device, reader.outputs
-    x, y = torch.cat(inputs), torch.cat(labels).long().to(device)
-    if role == "primary" and not 0 <= int(y.min()) <= int(y.max()) < max(outputs, 2):
-        raise ConfigError(
-            f"immunize: labels of primary_loader go from {int(y.min())} to {int(y.max())}, the model has {outputs} "
-            "outputs"
-        )
-    present, y = y.unique(return_inverse=True)
-    if len(present) < 2:
-        raise DataError(f"immunize: {role}_loader holds one class alone; at least two are needed")
-    parts = shuffled_parts(len(y), 5, 5) if test else shuffled_parts(len(y), 10, None)
-    splits = {s: Split(x[rows], y[rows.to(device)]) for s, rows in parts.items()}
-    own = role == "primary" and len(present) < outputs
-    task = Task(
-        role,
-        **splits,
-        classes=len(present),
-        eps=torch.finfo(reader.images.dtype).eps,
-        width=None if folded else reader.width,
-        head=present if own else None,
-    )
-    return task, {s: torch.cat(features)[rows.to(device)] for s, rows in parts.items() if features}

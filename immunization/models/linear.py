@@ -59,14 +59,13 @@ class Linear(Model):
         omega = torch.randn(outputs, d, dtype=like["dtype"])
         if init == "orthogonal":
             nn.init.orthogonal_(theta)
+            offset.zero_()
         elif init == "identity":
             nn.init.eye_(theta)
+            offset.zero_()
+            omega.zero_()
         elif init != "random":
             raise ConfigError(f"model.init must be identity, orthogonal or random, not {init!r}")
-        if init != "random":
-            offset.zero_()
-        if init == "identity":
-            omega.zero_()
         if checkpoint is not None:
             theta, omega = (tensor.to(theta) for tensor in _map_of(checkpoint, d, outputs))
         self.extractor = LinearMap(theta, offset if bias else None)
@@ -75,7 +74,7 @@ class Linear(Model):
         self.to(**like)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.extractor.bias is not None:
+        if self.linear_map() is None:
             return super().forward(x)
         return x @ (self.extractor.theta @ self.head.weight.T)  # O(N D) instead of O(N D^2)
 
@@ -106,10 +105,8 @@ class Linear(Model):
 
     @torch.no_grad()
     def factor(self, task: Task) -> Tensor:
-        theta = self.extractor.theta
-        return task.root.to(theta) @ theta if self.extractor.bias is None else self.extractor(task.train.x)
+        return self.features(task.train.x if self.linear_map() is None else task.root)
 
     def export(self) -> dict[str, Tensor]:
         """`theta` [D_in, D_out] (features are X @ theta), `omega` [outputs, D_out], `bias` [D_out] if there is one."""
-        tensors = {"theta": self.extractor.theta, "omega": self.head.weight, "bias": self.extractor.bias}
-        return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
+        return self.extractor.state_dict() | {"omega": self.head.weight.detach()}

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,27 +15,15 @@ from torch.nn import functional as F
 
 from immunization.compute import distributed
 from immunization.compute.transfer import onto
-from immunization.data.image_loading import create_loader
-from immunization.data.images import ImagePair, ImageSplit, ImageTask
-from immunization.data.loaders import LabeledBatches
-from immunization.data.task import SPLITS, Task, TaskPair
+from immunization.data.images import ImagePair
+from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
-from immunization.models.activations import Stream, fingerprint
-from immunization.models.base import Model
-from immunization.models.chain import Borrowed, Network, Tail, Unit, Whole, parameters, take_apart
+from immunization.models.activations import Stream
+from immunization.models.chain import Network, Tail, Whole, parameters, take_apart
 from immunization.models.fold import folded_map, unfold
 from immunization.models.folded import Folded
-from immunization.models.image_tasks import (
-    Reader,
-    preprocessing,
-    read_loader,
-    read_split,
-    room_for,
-    task_of,
-    training_loaders,
-)
+from immunization.models.image_tasks import ImageReader, room_for
 from immunization.models.weights import create, name_of, read_checkpoint
-from immunization.terminal import counted
 from immunization.theory.spectrum import triangular_factor
 
 log = logging.getLogger(__name__)
@@ -46,7 +32,7 @@ HUB = "hub"
 """As `reference`: the pretrained weights of the Hugging Face hub."""
 
 
-class Timm(Model):
+class Timm(ImageReader):
     """A net of timm: images -> trunk (frozen) -> extractor (features [N, D]) -> head (its own classifier).
 
     `trainable` names modules, or patterns of names such as `layer4*`; `last` is the last block, `fold` no module of the
@@ -61,7 +47,7 @@ class Timm(Model):
     empty.
     """
 
-    deep = True
+    reads = "activations"
 
     def __init__(
         self,
@@ -82,30 +68,29 @@ class Timm(Model):
             raise ConfigError(f"model={name} needs images, for example dataset=image_folders; '{pair.name}' has none")
         stored = None if checkpoint is None else read_checkpoint(checkpoint)
         self.arguments = dict(arguments or (stored.facts.get("arguments", {}) if stored else {}))
-        own = getattr(net, "pretrained_cfg", None) or {}
-        self.architecture = name or own.get("architecture") or type(net).__name__
-        stripped = None
-        if net is not None:
-            self.weights, self.license = "the caller's own", None
-        else:
+        self.weights, self.license, stripped = "the caller's own", None, None
+        if net is None:
             net = create(name, stored, pretrained, self.arguments)
+            self.weights = "weights of the hub" if pretrained else "random weights"
+            if checkpoint:
+                self.weights = Path(checkpoint).name
+            elif pretrained:  # timm states the license of its own weights
+                self.license = (getattr(net, "pretrained_cfg", None) or {}).get("license")
             if reference is None and folded_map(net) is not None:
                 stripped = copy.deepcopy(net).double()  # taking the map out costs digits
-            self.weights, self.license = Path(checkpoint).name if checkpoint else "random weights", None
-            if pretrained and not checkpoint:  # timm states the license of its own weights
-                self.weights = "weights of the hub"
-                self.license = (getattr(net, "pretrained_cfg", None) or {}).get("license")
+        own = getattr(net, "pretrained_cfg", None) or {}
+        self.architecture = name or own.get("architecture") or type(net).__name__
         self.original_dtype = next(net.parameters()).dtype
         self.images, self.head_decay, self.channels_last, self.amp = pair, head_decay, channels_last, amp is not None
         self.parts = take_apart(net, pair.size)
-        self.head, self.net = self.parts.head, self.parts.net
+        self.head, self.net, self.config = self.parts.head, self.parts.net, self.parts.config
         self.fold = trainable == "fold"
         self.trainable = [] if self.fold else self._match([trainable] if isinstance(trainable, str) else trainable)
         self._split_net()
         self.to(pair.device, pair.dtype)
         self.eval()
         self._original_head = [p.detach().clone() for p in self.head.parameters()]
-        self._before: Borrowed[Timm] | None = None
+        self._before: tuple[Timm, ...] = ()
         self.reference: dict[tuple[str, str], Tensor] = {}
         self.order: dict[str, Tensor] = {}
         if reference is not None:
@@ -117,27 +102,18 @@ class Timm(Model):
 
     @property
     def before(self) -> Timm | None:
-        return None if self._before is None else self._before.module
+        return self._before[0] if self._before else None
 
     def compare_with(self, before: Timm) -> None:
         """Take another net as the baseline; both then read images."""
-        self._before = Borrowed(before)
+        self._before = (before,)  # in a tuple: it is no part of this net
         self.reference, self._original_head = before.reference, before._original_head
-        for model in (self, before):
-            model._read_images()
+        for model in (self, before):  # no trunk
+            model._trunk, model.point, model.extractor, model.reads = [], "images", Whole(model.net), "images"
 
     @property
     def name(self) -> str:
         return self.architecture
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """How the net wants its images."""
-        return self.parts.config
-
-    @property
-    def reads_images(self) -> bool:
-        return not self._trunk
 
     def _match(self, patterns: Sequence[str]) -> list[str]:
         if list(patterns) == ["last"]:
@@ -166,20 +142,9 @@ class Timm(Model):
         if theta - {p for f in later for p in parameters(f)} or not all(isinstance(f, nn.Module) for f in later):
             first = 0  # theta is in no unit, or a unit is no module: the net runs as a whole
         self.point = units[first][0] if first < len(units) else "pooling"
-        self._trunk: list[Unit] = [f for _, f in units[:first]]
+        self._trunk = [f for _, f in units[:first]]
         self.extractor = Tail(self.net, units[first:]) if first else Whole(self.net)
-
-    def _read_images(self) -> None:
-        """Leave nothing to the trunk."""
-        self._trunk, self.point, self.extractor = [], "images", Whole(self.net)
-
-    def trunk(self, images: Tensor) -> Tensor:
-        """What enters the extractor: activations [N, ...] of images [N, C, H, W]; no graph."""
-        with torch.no_grad():
-            x = onto(images, self.head.weight)
-            for unit in self._trunk:
-                x = unit(x)
-        return x
+        self.reads = "activations" if first else "images"
 
     def train(self, mode: bool = True) -> Timm:
         super().train(False)
@@ -187,59 +152,9 @@ class Timm(Model):
             self.net.get_submodule(name).train()
         return self
 
-    # --- data ---------------------------------------------------------------------------------------------------------
-
-    def read_tasks(self, data: ImagePair, folded: bool) -> tuple[Model, TaskPair]:
-        """The model to train and what it reads: activations at its trunk's end, or the features for a folded map."""
-        folded = folded or self.fold
-        weights = {"features": fingerprint([self.net]), "inputs": fingerprint(self._trunk)}
-        reader, tasks = self._reader(), {}
-        for role in self.images.tasks:
-            parts = {split: read_split(reader, role, split, folded, weights) for split in SPLITS}
-            tasks[role], self.order[role] = task_of(reader, role, parts, folded)
-            self.reference |= {(role, split): part.features for split, part in parts.items()}
-        about = data.about | {
-            "inputs": f"features of {self.name}" if folded else f"activations of {self.name} before {self.point}",
-            "preprocessing": {role: preprocessing(self.config, data, t) for role, t in self.images.tasks.items()},
-            "rows": {role: {s: len(getattr(task, s)) for s in SPLITS} for role, task in tasks.items()},
-        }
-        pair = TaskPair.of(data.name, tasks, about)
-        if folded:
-            return self._folded(pair)
-        kept = all(isinstance(task.train.x, Tensor) for task in pair.shown.values())
-        self.loaders = None if kept else partial(training_loaders, reader)
-        if self.before is not None:
-            self.before.read_tasks(data, True)  # its features take the place of this net's as the reference
-        return self, pair
-
-    def read_loaders(
-        self, loaders: Mapping[str, LabeledBatches], folded: bool, test: bool = False
-    ) -> tuple[Model, TaskPair]:
-        """The same for loaders by role, each of which is read once; `test`: with rows for test (see `read_loader`)."""
-        before, reader, tasks = self.before or self, self._reader(), {}
-        for role, loader in loaders.items():
-            tasks[role], features = read_loader(
-                reader, lambda images: before.extractor(before.trunk(images)), role, loader, folded, test
-            )
-            self.reference |= {(role, split): part for split, part in features.items()}
-        pair = TaskPair("loaders", **tasks)
-        return self._folded(pair) if folded else (self, pair)
-
-    def _reader(self) -> Reader:
-        width, outputs = self.head.in_features, self.head.out_features
-        return Reader(self.images, self.config, self.name, self.point, self.trunk, self.extractor, width, outputs)
-
     def _folded(self, pair: TaskPair) -> tuple[Folded, TaskPair]:
         pair = pair.to(self.images.device, torch.float64)
         return Folded(self, self.parts, pair), pair
-
-    def read(self, role: str, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """What the extractor reads of a loader's images, and the task's own labels."""
-        return self.trunk(images), self._own(role, labels)
-
-    def _own(self, role: str, labels: Tensor) -> Tensor:
-        """The task's own labels of a loader's, on the device of the net."""
-        return self.order[role][labels].to(self.head.weight.device, non_blocking=True)
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -302,25 +217,6 @@ class Timm(Model):
             extractor.load_state_dict(start)  # shares its parameters with `net`
         return Network(net, self.parts.last_block(), self.config["input_size"])
 
-    def image_batches(self, role: str, split: str, rows: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        task = self.images.tasks[role]
-        part = task.splits[split].take(rows)
-        for images, labels in self._read(self.images, task, part, f"{role}/{split}: {len(part)} images"):
-            yield images, self._own(role, labels)
-
-    def images_of(self, task: ImageTask, split: ImageSplit) -> Iterator[tuple[Tensor, Tensor]]:
-        images = replace(self.images, crop_pct=None)  # that of the pair's own images
-        return self._read(images, task, split, f"{task.name}: {len(split)} images")
-
-    def _read(
-        self, images: ImagePair, task: ImageTask, split: ImageSplit, what: str
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images of a split as the net reads them, on its device, and their labels as the files count."""
-        loader = create_loader(images, split, preprocessing(self.config, images, task))
-        for x, labels, *_ in counted(loader, what):
-            if len(x):
-                yield onto(x, self.head.weight), labels
-
     # --- deployment ---------------------------------------------------------------------------------------------------
 
     def deployed(self) -> nn.Module:
@@ -335,8 +231,7 @@ class Timm(Model):
 
     def export(self) -> dict[str, Tensor]:
         """The state dict of the timm model, its own classifier included."""
-        state = dict(self.net.state_dict()) | self.head.state_dict(prefix=f"{self.parts.classifier}.")
-        return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+        return self.deployed().state_dict()
 
     def facts(self) -> dict[str, Any]:
         facts = {"architecture": self.architecture, "arguments": self.arguments, "data_config": self.config}

@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from immunization.errors import ConfigError, DataError
-from immunization.models.adapted import check_net, fold_before, is_of_timm
+from immunization.models.adapted import check_net, is_of_timm
 from immunization.models.chain import data_config
 from immunization.models.fold import FOLD, LinearMap, fold_into
-from immunization.models.hub import one_try
 from immunization.runs import files
 from immunization.runs.filenames import WEIGHTS, weights_of
 
@@ -40,6 +39,8 @@ HUB_WEIGHTS, HUB_CONFIG = "model.safetensors", "config.json"
 TOLERANCE = 1e-3
 """Largest change of an output by rounding, relative to the largest output, that passes without a word."""
 ROWS = 4096
+SECONDS = 5.0
+"""How long the Hugging Face hub has to answer."""
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -55,8 +56,12 @@ def load(path: str | Path, net: nn.Module | None = None) -> nn.Module:
     not there, was not written by this project, or was altered since; ConfigError for a net that does not fit.
     """
     path = Path(path)
-    if path.is_dir() and not (path / WEIGHTS).exists() and (path / HUB_WEIGHTS).exists():
-        tensors, facts = hub_folder(path)
+    if path.is_dir() and not (path / WEIGHTS).exists() and (path / HUB_WEIGHTS).exists():  # of timm's save_for_hf
+        tensors, _ = files.read_tensors(path / HUB_WEIGHTS)
+        config = json.loads((path / HUB_CONFIG).read_text())
+        arguments = config.get("model_args", {"num_classes": config["num_classes"]})
+        facts = {"architecture": config["architecture"], "arguments": arguments, "computed_in": "float64"}
+        facts["dtype"] = name_of(next(t.dtype for t in tensors.values() if t.is_floating_point()))
     else:
         path = weights_of(path)
         try:
@@ -90,14 +95,25 @@ def load(path: str | Path, net: nn.Module | None = None) -> nn.Module:
     return model
 
 
-def hub_folder(folder: Path) -> tuple[dict[str, Tensor], Facts]:
-    """Tensors and facts of a folder that timm's save_for_hf or push_to_hf_hub wrote."""
-    tensors, _ = files.read_tensors(folder / HUB_WEIGHTS)
-    config = json.loads((folder / HUB_CONFIG).read_text())
-    arguments = config.get("model_args", {"num_classes": config["num_classes"]})
-    facts = {"architecture": config["architecture"], "arguments": arguments, "computed_in": "float64"}
-    facts["dtype"] = name_of(next(t.dtype for t in tensors.values() if t.is_floating_point()))
-    return tensors, facts
+@contextmanager
+def one_try() -> Iterator[bool]:
+    """Whether the hub answers, which is asked once; where it does not, only what is in its cache is taken inside.
+
+    Its own client would try again for a minute, file by file.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    offline, answers = constants.HF_HUB_OFFLINE, True
+    try:
+        get_session().head(constants.ENDPOINT, timeout=SECONDS)
+    except Exception:  # of its HTTP library, which is another one from version to version
+        answers = False
+    constants.HF_HUB_OFFLINE = offline or not answers  # the environment variable is read when the hub is imported
+    try:
+        yield answers
+    finally:
+        constants.HF_HUB_OFFLINE = offline
 
 
 class Checkpoint(NamedTuple):
@@ -212,11 +228,7 @@ def _fold(net: nn.Module, tensors: Mapping[str, Tensor], facts: Facts) -> None:
     """Put the layer of the map in, if there is one: behind a module of timm, else before the classifier."""
     if place := fold_of(tensors).get("fold"):
         weight = tensors[f"{place}.{FOLD}.weight"].to(next(net.parameters()))
-        if facts.get("timm", True):
-            fold_into(net, place, weight)
-        else:
-            layer = nn.Linear(*weight.shape, bias=False, device=weight.device, dtype=weight.dtype)
-            fold_before(net, place, layer)
+        fold_into(net, place, weight, before=not facts.get("timm", True))
 
 
 def misfits(net: nn.Module, state: Mapping[str, Tensor]) -> str:
@@ -300,8 +312,11 @@ def facts_of(net: nn.Module, arguments: Mapping[str, Any]) -> Facts:
         )
     try:
         again = restore(create(facts["architecture"], None, False, facts["arguments"]), tensors, facts)
-        if not _equal(again, copy.deepcopy(net).cpu().eval(), facts["data_config"]["input_size"]):
-            raise ConfigError("its outputs differ")
+        image = torch.randn(1, *facts["data_config"]["input_size"], generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            outputs = (one(image.to(next(one.parameters()))) for one in (again, copy.deepcopy(net).cpu().eval()))
+            if not torch.allclose(*outputs, equal_nan=True):
+                raise ConfigError("its outputs differ")
     except (ConfigError, RuntimeError, AttributeError, AssertionError) as error:
         shown = ", ".join(f"{key}={value!r}" for key, value in facts["arguments"].items())
         raise ConfigError(
@@ -309,12 +324,6 @@ def facts_of(net: nn.Module, arguments: Mapping[str, Any]) -> Facts:
             f"({' '.join(str(error).split())[:200]}); say how it was made, save(model, folder, img_size=...)"
         ) from error
     return facts
-
-
-@torch.no_grad()
-def _equal(one: nn.Module, other: nn.Module, input_size: Sequence[int]) -> bool:
-    image = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(0)).to(next(one.parameters()))
-    return torch.allclose(one(image), other(image), equal_nan=True)
 
 
 def fold_of(tensors: Mapping[str, Tensor]) -> Facts:

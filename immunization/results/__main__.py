@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +20,6 @@ from rich.console import Console
 from immunization.errors import UserError
 from immunization.results import leaderboard
 from immunization.results.collect import Collection, collect
-from immunization.results.leaderboard_rows import tracks
 from immunization.results.page import REPORT, Section, markdown, sections, show, write
 from immunization.results.tables import numbers
 from immunization.runs import files
@@ -34,10 +34,8 @@ def main(arguments: list[str] | None = None) -> None:
     board = arguments[:1] == ["leaderboard"]
     options = _parser("Leaderboard" if board else "Results").parse_args(arguments[board:])
     collection = collect(options.paths)
-    rows = tracks(collection) if board else []
-    parts = (
-        leaderboard.sections(rows) if board else sections(collection, options.objective, figures=not options.no_figures)
-    )
+    rows = leaderboard.tracks(collection) if board else []
+    parts = leaderboard.sections(rows) if board else sections(collection, options.objective, not options.no_figures)
     folder = options.output
     figures = options.figures or folder / "figures"
     for place in (folder, figures):
@@ -45,11 +43,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     texts = {"results.csv": collection.frame().to_csv(index=False)}
     for table in (table for part in parts for table in part.every_table):
-        texts |= {
-            f"{table.name}.md": table.markdown(),
-            f"{table.name}.tex": table.latex(),
-            f"{table.name}.csv": table.csv(),
-        }
+        formats = {"md": table.markdown, "tex": table.latex, "csv": table.csv}
+        texts |= {f"{table.name}.{suffix}": form() for suffix, form in formats.items()}
     for name, text in texts.items():
         files.write(folder / name, text)
     suffixes = (".png",) if options.figures else (".png", ".pdf")
@@ -64,12 +59,8 @@ def main(arguments: list[str] | None = None) -> None:
         base = options.markdown.resolve().parent
         relative = {name: os.path.relpath(path.resolve(), base) for name, path in pictures.items()}
         command = shlex.join(["python", "-m", "immunization.results", *arguments])
-        files.write(
-            options.markdown,
-            leaderboard.between_marks(options.markdown, parts, relative, command)
-            if board
-            else markdown(parts, relative, command),
-        )
+        page = partial(leaderboard.between_marks, options.markdown) if board else markdown
+        files.write(options.markdown, page(parts, relative, command))
     if board:
         leaderboard.show(collection, parts, Console())
     else:

@@ -9,7 +9,6 @@ from immunization.results.settings import Setting
 from immunization.runs.verdict import attack_names, successes
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 LEARNED, HELD = "#D55E00", "#0072B2"
@@ -44,14 +43,6 @@ def attack_costs(setting: Setting, name: str) -> Plot | None:
     return Plot(name, caption, figure)
 
 
-def _row(ax: Axes, y: int, before: float | None, after: float, held: bool) -> None:
-    color = HELD if held else LEARNED
-    if before is not None:
-        ax.plot([before, after], [y, y], color=color, linestyle=":" if held else "-", linewidth=1.2)
-        ax.plot([before], [y], "o", markerfacecolor="none", color=INK)
-    ax.plot([after], [y], "s" if held else ">", color=color, markerfacecolor="none" if held else color)
-
-
 def _budget(setting: Setting, attack: str) -> float | None:
     """Operations that the attack had."""
     name = f"attack/{attack}/compute"
@@ -64,7 +55,11 @@ def _drawn(setting: Setting, rows: list[tuple[bool, float, str, float | None]]) 
     left = 0.4 + INCHES_A_LETTER * max(len(attack) for _, _, attack, _ in rows)
     figure, (ax,) = panel_axes(1, width=3.4, height=0.6 + LINE * len(rows), legend_rows=3, left=left)
     for y, (held, after, _, before) in enumerate(rows):
-        _row(ax, y, before, after, held)
+        color = HELD if held else LEARNED
+        if before is not None:
+            ax.plot([before, after], [y, y], color=color, linestyle=":" if held else "-", linewidth=1.2)
+            ax.plot([before], [y], "o", markerfacecolor="none", color=INK)
+        ax.plot([after], [y], "s" if held else ">", color=color, markerfacecolor="none" if held else color)
     ax.set_yticks(range(len(rows)), [attack for _, _, attack, _ in rows], fontsize=9)
     ax.set(xscale="log", xlabel="operations of the attacker", ylim=(-0.7, len(rows) - 0.3))
     ax.minorticks_off()

@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
 from immunization.results.collect import Run
-from immunization.results.formatting import NONE
+from immunization.results.columns import Column, Place, placed
+from immunization.results.formatting import Cell
 from immunization.results.settings import Setting
-from immunization.results.tables import Cell, Table
+from immunization.results.tables import Table
 from immunization.runs.filenames import WEIGHTS, weights_of
-from immunization.runs.verdict import attack_names, capped, interval, rows_tested, successes, undecided, verdict
+from immunization.runs.verdict import attack_names, successes, verdict
 
-NUMBERS = {
-    "immunized": "final",
-    "baseline": "final_baseline",
-    "steps ratio": "steps_ratio",
-    "operations, immunized": "cost",
-    "operations, baseline": "cost_baseline",
-    "steps, immunized": "steps",
-    "steps, baseline": "steps_baseline",
-    "ratio by Eq. 2": "steps_ratio_predicted",
-    "area, immunized": "area",
-    "area, baseline": "area_baseline",
-}
-"""Columns and the measures in them, what decides first."""
-LOWER_BOUNDS = ("steps", "steps_ratio")
-"""Measures that an attack which ran out of steps leaves as lower bounds."""
 NOTES = (
     "immunized, baseline: the held-out measure where the attacker's validation rows say to stop; learned: it is at the "
     "bar; ?: the 95 % interval of so many test rows holds the bar.",
@@ -50,7 +37,7 @@ class Audit:
     @cached_property
     def sentences(self) -> list[str]:
         """The verdict in words; the first sentence is a summary."""
-        return verdict([run.result for run in self.setting.runs])
+        return verdict(self.setting.results)
 
     @property
     def subject(self) -> str:
@@ -69,37 +56,31 @@ class Audit:
     @cached_property
     def flags(self) -> dict[str, str]:
         """Every flag of the runs with the reason of the first, and how many runs have it."""
-        reasons: dict[str, list[str]] = {}
-        for run in self.setting.runs:
-            for flag in run.result.flags:
-                reasons.setdefault(flag, []).append(run.result.reasons.get(flag, "no reason given"))
-        if len({run.result.seed for run in self.setting.runs}) < 3:
-            reasons["few_seeds"] = ["fewer than 3 seeds: nothing is known of the spread of these figures"]
-        runs = len(self.setting.runs)
-        return {
-            flag: (f"in {len(texts)} of {runs} runs: " if runs > 1 and flag != "few_seeds" else "") + texts[0]
-            for flag, texts in reasons.items()
-        }
+        results, found = self.setting.results, {}
+        for flag, count in Counter(flag for result in results for flag in result.flags).items():
+            first = next(result for result in results if flag in result.flags)
+            where = f"in {count} of {len(results)} runs: " if len(results) > 1 else ""
+            found[flag] = where + first.reasons.get(flag, "no reason given")
+        if len({result.seed for result in results}) < 3:
+            found["few_seeds"] = "fewer than 3 seeds: nothing is known of the spread of these figures"
+        return found
 
 
 def audit(setting: Setting, name: str, heading: str) -> Audit | None:
     """One row an attack, medians over the runs of the setting; None where nothing was attacked."""
-    results = [run.result for run in setting.runs]
-    costs = [successes(result) for result in results]
+    costs = [successes(result) for result in setting.results]
     names = sorted(
-        dict.fromkeys(attack for result in results for attack in attack_names(result)),
+        dict.fromkeys(attack for result in setting.results for attack in attack_names(result)),
         key=lambda attack: min((found[attack] for found in costs if attack in found), default=math.inf),
     )  # the cheapest success first, what is held last
     if not names:
         return None
-    columns = {"attack": [Cell(name) for name in names], "learned": [_learned(setting, name) for name in names]}
-    for text, key in NUMBERS.items():
-        columns[text] = [_number(setting, name, key) for name in names]
-        if key == "final" and len(results) == 1 and (rows := rows_tested(results[0])):
-            columns["95 % interval"] = [_interval(cell, rows) for cell in columns[text]]
-    shown = {text: cells for text, cells in columns.items() if any(cell.text != NONE for cell in cells)}
-    rows = [list(row) for row in zip(*shown.values(), strict=True)]
-    made = Audit(setting, Table(name, f"{heading}: attacks on {_subject(setting)}", list(shown), rows))
+
+    def cell(column: Column, attack: str) -> Cell:
+        return column.cell(setting, column.measure.format(attack=attack))
+
+    title = f"{heading}: attacks on {_subject(setting)}"
+    made = Audit(setting, Table.of(name, title, placed(Place.ATTACKS), names, cell))
     flags = [f"Flag {flag}: {text}." for flag, text in made.flags.items()]
     made.table.notes += [*made.sentences, *NOTES, *flags]
     return made
@@ -127,34 +108,3 @@ def weights(run: Run) -> str:
         return name
     with path.open("rb") as file:
         return f"{name}, SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()[:12]}"
-
-
-def _learned(setting: Setting, name: str) -> Cell:
-    """Whether the attack learns the harmful task; of several runs, in how many."""
-    results = [run.result for run in setting.runs]
-    known = [result for result in results if result.metrics.get(f"attack/{name}/final") is not None]
-    if not known:
-        return Cell(NONE)
-    count = sum(name in successes(result) for result in known)
-    if len(results) > 1:
-        return Cell(f"{count} of {len(known)}", count / len(known), strong=count > 0)
-    close = " ?" if name in undecided(results[0]) else ""
-    return Cell(f"● yes{close}" if count else f"○ no{close}", count, strong=count > 0)
-
-
-def _number(setting: Setting, name: str, key: str) -> Cell:
-    """The median, with > where that is a run's that did not come to its end."""
-    cell = Cell.of(setting.median(f"attack/{name}/{key}"))
-    if key in ("steps", "steps_baseline") and cell.value is not None:
-        cell.text = f"{cell.value:,.0f}"
-    bounds = sum(name in capped(run.result) for run in setting.runs)
-    if key in LOWER_BOUNDS and cell.value is not None and 2 * bounds >= len(setting.runs):
-        cell.text = f"> {cell.text}"
-    return cell
-
-
-def _interval(cell: Cell, rows: int) -> Cell:
-    if cell.value is None:
-        return Cell(NONE)
-    low, high = interval(cell.value, rows)
-    return Cell(f"{low:.2f} to {high:.2f}", low)

@@ -25,7 +25,9 @@ PAIR = ("dataset.primary", "dataset.harmful", "dataset.benign", "dataset.unseen"
 """Keys that choose the classes of the tasks: runs that differ in nothing else are averaged."""
 TRAINING = ("method.", "optimizer.", "scheduler.")
 """Prefixes of keys that say how a model is immunized: runs that differ in them stand side by side in one table."""
-MEASURING = ("evaluation.", "attack.")
+ATTACK = "attack."
+"""Starts the keys of the configuration that say how a run is attacked."""
+MEASURING = ("evaluation.", ATTACK)
 """Prefixes of keys that say how it is measured."""
 
 

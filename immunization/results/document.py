@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from immunization.results.collect import collect
-from immunization.results.formatting import MEASURES, NONE
+from immunization.results.columns import AUTHORS, Place, placed, published
+from immunization.results.formatting import NONE, Cell
+from immunization.results.page import kept
 from immunization.results.parts import Section
 from immunization.results.plot import Plot
 from immunization.results.seed_statistics import ENOUGH
-from immunization.results.settings import METHODS, RATIOS, Setting, by_authors, in_convention, settings
+from immunization.results.settings import METHODS, Setting, by_authors, in_convention, settings
 from immunization.results.sweep_figures import draw
-from immunization.results.tables import AUTHORS, Cell, Table, alignment, comparison, counts, published
+from immunization.results.tables import Table, alignment, comparison, counts
 from immunization.runs import files
 
 NOTE = (
@@ -93,63 +96,53 @@ def parts(sections: Sequence[Section]) -> list[Part]:
 def write(found: Sequence[Part], places: Places, command: str, titles: Sequence[str]) -> None:
     """Write the first page, a page for each part, and the figures.
 
-    `titles` are those of all sections, in order. What the first page has of the others stays as it is: to make one
-    section again, the runs of the others need not be there.
+    `titles` are those of all sections, in order. What is `kept` of the others stays as it is: to make one section
+    again, the runs of the others need not be there.
     """
     for folder in (places.page.parent, places.details, places.figures):
         folder.mkdir(parents=True, exist_ok=True)
-    before, *blocks = places.page.read_text().split("\n## ") if places.page.exists() else [""]
-    header, ruler, *lines = overview(found).pipes().splitlines()
-    rows = _by_title(line for line in before.splitlines() if line.startswith("|")) | _by_title(lines)
-    texts = {block.partition("\n")[0]: f"## {block}" for block in blocks}
+    made = {}
     for part in found:
         pictures = {plot.name: plot.png(places.figures, pdf=False) for plot in part.plots}
         page = places.details / f"{part.section.name}.md"
         files.write(page, _details(part, pictures, page))
-        texts[part.section.title] = _short(part, pictures, places)
-    order = [title for title in titles if title in texts]
-    table = [row for title in order for row in rows.get(title, ())]
-    lead = [LEAD, "\n".join([header, ruler, *table])] if table else []
+        table = overview([part])
+        rows = [dict(zip(table.header, map(asdict, row), strict=True)) for row in table.rows]
+        made[part.section.title] = {"rows": rows, "text": _short(part, pictures, places)}
+    sections = kept(places.page, made, lambda: _earlier(places.page))
+    chosen = [sections[title] for title in titles if title in sections]
+    table = overview(())
+    empty = asdict(Cell(NONE))
+    rows = [row for part in chosen for row in part["rows"]]
+    table.rows = [[Cell(**row.get(name, empty)) for name in table.header] for row in rows]
+    lead = [LEAD, table.pipes()] if table.rows else []
     first = "\n\n".join(["# Results", f"Written by `{command}`; do not edit by hand.", *lead, NOTE]) + "\n"
-    files.write(places.page, "\n".join([first, *(texts[title] for title in order)]))
+    files.write(places.page, "\n".join([first, *(part["text"] for part in chosen)]))
 
 
-def _by_title(lines: Iterable[str]) -> dict[str, list[str]]:
-    """Rows of a pipe table by their first cell, which further rows of a section leave empty."""
-    found: dict[str, list[str]] = {}
-    rows: list[str] = []
-    for line in lines:
-        if title := line.split("|")[1].strip():
-            rows = found[title] = []
-        rows.append(line)
-    return found
+def _earlier(page: Path) -> dict[str, Any]:
+    """The sections of a page beside which nothing is kept, by title."""
+    first, *blocks = page.read_text().split("\n## ") if page.is_file() else [""]
+    sections = {block.partition("\n")[0]: {"rows": [], "text": f"## {block}"} for block in blocks}
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in first.splitlines() if line.startswith("|")]
+    title = ""
+    for line in lines[2:]:
+        title = line[0] or title  # further rows of a section leave it empty
+        cells = [Cell(text, 0.0 if i > 1 and text != NONE else None) for i, text in enumerate(line)]
+        if title in sections:
+            sections[title]["rows"].append(dict(zip(lines[0], map(asdict, cells), strict=True)))
+    return sections
 
 
 def overview(found: Sequence[Part]) -> Table:
     """Methods by data set: RIR, Definition 3.1, harmful and primary steps, and the primary measure before and after."""
+    columns = placed(Place.OVERVIEW)
     rows = []
     for part in found:
         for setting in part.group if part.section.front else ():
             first = Cell(part.section.title if setting is part.group[0] else "")
-            rir, *steps = (
-                Cell.of(setting.median(name)) for name in ("rir", "steps_ratio/harmful", "steps_ratio/primary")
-            )
-            rows.append([first, Cell(setting.label), rir, _share(setting), *steps, _primary(setting)])
-    header = ["data", "method", "RIR", "Def. 3.1 holds", "harmful steps", "primary steps", "primary, before → after"]
-    return Table("overview", "", header, rows)
-
-
-def _share(setting: Setting) -> Cell:
-    holds = setting.summary("definition/immunized")
-    return Cell(f"{100 * holds.mean:.0f} %", holds.mean) if holds.n else Cell(NONE)
-
-
-def _primary(setting: Setting) -> Cell:
-    """Accuracy or R^2 before and after."""
-    for measure in ("accuracy", "r2"):
-        if change := setting.change(f"primary/{measure}"):
-            return Cell("{} {:.3f} → {:.3f}".format(MEASURES[measure], *change), change[1])
-    return Cell(NONE)
+            rows.append([first, *(column.cell(setting, column.measure) for column in columns)])
+    return Table("overview", "", ["data", *(column.heading for column in columns)], rows)
 
 
 def pair_counts(group: Sequence[Setting], name: str, heading: str) -> Table | None:
@@ -162,7 +155,7 @@ def pair_counts(group: Sequence[Setting], name: str, heading: str) -> Table | No
     for setting, values in zip(group, pairs, strict=True):
         theirs = paper.get(setting.method, {}).get("figure2")
         above = [sum(value > bound for value in values.values()) for bound in ABOVE]
-        shown = Cell("{:.0f} of {:.0f}".format(*theirs), theirs[0]) if theirs else Cell(NONE)
+        shown = Cell("{:.0f} of {:.0f}".format(*theirs), theirs[0], words=True) if theirs else Cell(NONE)
         rows.append([Cell(setting.label), *(Cell(str(n), n) for n in (len(values), *above)), shown])
     header = ["method", "pairs", *(f"RIR > {bound}" for bound in ABOVE), "paper, Fig. 2"]
     by = AUTHORS if by_authors(group) else ", rank-aware κ"
@@ -176,18 +169,11 @@ def _short(part: Part, pictures: dict[str, Path], places: Places) -> str:
     lines = [f"## {part.section.title}", "", f"{part.section.about} {part.jobs()} [Everything else]({page}).", ""]
     for table, by in zip(part.tables, ("", *part.section.objectives), strict=False):
         lines += ["Against theta_0 (Eq. 17) instead of the inputs:\n"] if by.endswith("_theta0") else []
-        lines += [table.only(_columns(part.group)).pipes(), ""]
+        lines += [table.only(Place.SHORT | Place.PAPER if by_authors(part.group) else Place.SHORT).pipes(), ""]
     if part.pairs and "figure2" in part.section.figures:
         lines += [part.pairs.pipes(), ""]
     chosen = [plot for plot in part.plots if plot.name.rpartition("_")[2] in part.section.figures]
     return "\n".join(lines + _figures(chosen, pictures, places.page))
-
-
-def _columns(group: Sequence[Setting]) -> list[str]:
-    """Columns of the short tables; the paper's are of the authors' protocol."""
-    authors, texts = by_authors(group), RATIOS.values()
-    own = [f"{text}{AUTHORS}" for text in texts] + [f"paper {text}" for text in texts] if authors else [*texts]
-    return ["method", "runs", "failed", *own]
 
 
 def _details(part: Part, pictures: dict[str, Path], page: Path) -> str:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 NONE = "–"  # noqa: RUF001
 """Stands where there is no value."""
@@ -13,6 +19,25 @@ MEASURES = {"accuracy": "accuracy", "r2": "R²", "loss": "loss"}
 
 ROLES = ("harmful", "primary", "benign")
 """The usual tasks; further ones are found in what was measured."""
+
+
+@dataclass
+class Cell:
+    """A value as text, and as a number to sort by where there is one, with its standard deviation over seeds.
+
+    `words`: the text says more than that number. `strong` marks the best of a column.
+    """
+
+    text: str
+    value: float | None = None
+    strong: bool = False
+    spread: float | None = None
+    words: bool = False
+
+    @classmethod
+    def of(cls, value: float | None, form: str = "") -> Cell:
+        """A number in three digits, or in `form`, a template; a dash for none."""
+        return cls(NONE) if value is None else cls(form.format(value) if form else number(value), value)
 
 
 def roles_in(names: Iterable[str], family: str, first: Iterable[str] = ROLES) -> list[str]:
@@ -30,3 +55,20 @@ def number(value: float) -> str:
         mantissa, _, exponent = f"{value:.3g}".partition("e")
         return f"{mantissa}e{int(exponent)}" if exponent else mantissa
     return f"{float(f'{value:.3g}'):,.6g}"
+
+
+def template(name: str, **filters: Callable[..., object]) -> Template:
+    """The page `name` of this folder, to be filled in; values are escaped in HTML."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # slow to load: most runs write no page
+
+    html = name.endswith(".html")
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=html,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=not html,
+    )
+    environment.filters |= filters
+    return environment.get_template(name)

@@ -14,8 +14,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -105,12 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _stopped(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _stopped)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         sys.exit(main())
     except KeyboardInterrupt:

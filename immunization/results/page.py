@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 from rich.console import Console
 
@@ -18,17 +19,15 @@ from immunization.results.attack_figure import attack_costs
 from immunization.results.attack_table import Audit
 from immunization.results.attack_table import audit as audit_of
 from immunization.results.collect import Collection, Problem, Run, collect
-from immunization.results.formatting import number
+from immunization.results.columns import Place, placed
+from immunization.results.formatting import Cell, number, template
 from immunization.results.plot import Plot
-from immunization.results.settings import RATIOS, Setting, best, by_authors, in_convention, settings, title
+from immunization.results.settings import Setting, best, by_authors, in_convention, settings, title
 from immunization.results.sweep_figures import draw
-from immunization.results.tables import AUTHORS, Cell, Table, alignment, comparison, counts, meanings
-from immunization.runs import files
+from immunization.results.tables import Table, alignment, comparison, counts, meanings
+from immunization.runs import files, strict_json
 
 REPORT = "report.html"
-SCREEN = ("method", "runs", "failed", "interrupted", "harmful steps ratio")
-AUDIT_SCREEN = ("attack", "learned", "immunized", "baseline", "steps ratio", "operations, immunized")
-"""Columns of the tables on a terminal, which has (i), (ii), RIR, the objective and measures of one's own too."""
 MOST = 500
 """Rows of the lists of runs and problems in the report; the CSV has all."""
 
@@ -92,17 +91,15 @@ def show(collection: Collection, parts: Sequence[Section], objective: str, conso
     console, legend = console or Console(), {}
     for part in parts:
         metric = in_convention(part.group, objective)
-        own = [name for run in part.runs for name in run.result.own_measures]
         authors, (first, *others) = by_authors(part.group), part.tables
-        columns = [name + AUTHORS * authors for name in RATIOS.values()]
         names = number_settings(part.group, console)
-        for table in (first.only([*SCREEN, *columns, metric, *own]), *others):
+        for table in (first.only(Place.TERMINAL), *others):
             console.print()
             console.print(table.renamed(names))
         legend |= dict.fromkeys([*meanings(authors), *(note for table in others for note in table.notes)])
         for made, _ in part.audits:
             console.print()
-            console.print(made.table.only(AUDIT_SCREEN))
+            console.print(made.table.only(Place.ATTACKS_TERMINAL))
             console.print(*made.sentences[:1], markup=False, highlight=False)
             legend |= dict.fromkeys(made.NOTES)
         if len(part.group) > 1 and (winner := best(part.group, metric)):
@@ -135,15 +132,7 @@ def show_left_out(collection: Collection, console: Console) -> None:
 
 def write(path: Path, collection: Collection, parts: Sequence[Section], heading: str) -> None:
     """Write the report to `path`."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["code"] = _code
-    content = environment.get_template(REPORT).render(
+    content = template(REPORT, code=_code).render(
         title=heading,
         lead=_lead(parts),
         flags_page=flags_page(path),
@@ -173,18 +162,27 @@ def flags_page(path: Path) -> str | None:
     return os.path.relpath(page, folder) if page.is_file() and folder.is_relative_to(root) else None
 
 
+def kept(page: Path, made: Mapping[str, Any], earlier: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The parts of a page by title, as a JSON file beside it keeps them: those of before, and `made` in their place.
+
+    `earlier` reads them from a page that has no such file.
+    """
+    path = page.with_suffix(".json")
+    parts = (json.loads(path.read_text()) if path.is_file() else earlier()) | made
+    strict_json.write(path, parts)
+    return parts
+
+
 def provenance(runs: Sequence[Run]) -> str:
     """Which runs, and by which commands."""
-    folders = sorted({str(run.result.folder.parent) for run in runs})
-    commands = dict.fromkeys(run.command for run in runs if run.command)
-    shown = [f"`{command}`" for command in list(commands)[:3]]
-    more = f" and {len(commands) - 3} more" if len(commands) > 3 else ""
-    where = ", ".join(folders[:3]) + (f" and {len(folders) - 3} more" if len(folders) > 3 else "")
-    return (
-        f"{len(runs)} run{'s' * (len(runs) != 1)} in {where}"
-        + (f", made by {', '.join(shown)}{more}" if shown else "")
-        + "."
-    )
+    commands = [f"`{command}`" for command in dict.fromkeys(run.command for run in runs if run.command)]
+    made = f", made by {_first(commands)}" if commands else ""
+    folders = _first(sorted({str(run.result.folder.parent) for run in runs}))
+    return f"{len(runs)} run{'s' * (len(runs) != 1)} in {folders}{made}."
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _problems(problems: Sequence[Problem]) -> Table:
@@ -193,17 +191,13 @@ def _problems(problems: Sequence[Problem]) -> Table:
 
 
 def _runs(runs: Sequence[Run]) -> Table:
-    metrics = ("ratio_harmful", "ratio_primary", "rir", "test/rir", "authors/rir", "steps_ratio/harmful")
-    rows = [
-        [
-            Cell(run.result.folder.name),
-            Cell(run.result.method),
-            Cell(str(run.result.seed), run.result.seed),
-            *(Cell.of(run.result.metrics.get(name)) for name in metrics),
-            Cell(", ".join(run.result.flags)),
-        ]
-        for run in runs[:MOST]
-    ]
+    metrics = [column.measure for column in placed(Place.RUNS)]
+    rows = []
+    for run in runs[:MOST]:
+        result = run.result
+        cells = [Cell(result.folder.name), Cell(result.method), Cell(str(result.seed), result.seed)]
+        cells += [Cell.of(result.metrics.get(name)) for name in metrics]
+        rows.append([*cells, Cell(", ".join(result.flags))])
     return Table("runs", "", ["run folder", "method", "seed", *metrics, "flags"], rows)
 
 

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from immunization.results import run_figures
-from immunization.results.screen import line, show
+from immunization.results.screen import line
+from immunization.results.screen import show as show_run
 from immunization.runs.result import Result
 from immunization.runs.tracker import Tracker
 from immunization.terminal import waiting
@@ -19,21 +18,22 @@ from immunization.terminal import waiting
 log = logging.getLogger(__name__)
 
 
-def present(config: DictConfig, result: Result, trackers: Sequence[Tracker], quiet: bool) -> None:
+def present(
+    result: Result, trackers: Sequence[Tracker], quiet: bool, figures: bool | None = None, objective: str = "rir"
+) -> None:
     """Print, draw and write what `result` holds, and close the trackers; nothing that fails here fails the run.
 
-    `quiet` prints one line instead of the table, and draws figures only with `figures=true`.
+    `quiet` prints one line instead of the table, and draws figures only with `figures=True`.
     """
-    objective = config.get("objective", "rir")
     with _harmless("the table cannot be printed"):  # first: the rest takes seconds
         if quiet:
             print(line(result, objective), flush=True)
         else:
-            show(result, objective)
+            show_run(result, objective)
             sys.stdout.flush()
     pictures: list[Path] = []
     with _harmless("the figures cannot be drawn"), waiting("drawing the figures"):
-        if config.figures or (config.figures is None and not quiet):
+        if figures or (figures is None and not quiet):
             pictures = run_figures.draw(result, result.folder)
     if any(name.startswith("attack/") for name in result.metrics):
         with _harmless("the report cannot be written"):

@@ -7,7 +7,7 @@ a solid line, the baseline a dashed one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,59 +85,43 @@ def _headline(result: Result) -> str:
 
 def norm_ratio(curves: Mapping[str, Curve]) -> Figure | None:
     """Distance to the optimum of the probe against steps of steepest descent (Eq. 16), both tasks."""
-    panels = _roles(curves, "norm_ratio")
-    if not panels:
-        return None
-    figure, axes = _panels(len(panels))
-    for ax, role in zip(axes, panels, strict=True):
-        _before_and_after(ax, curves, "norm_ratio", role)
-        ax.set(title=f"{role} task", xlabel="steps, exact line search")
-    fit_log(axes[0].yaxis, np.concatenate([line.get_ydata() for ax in axes for line in ax.lines]))
-    axes[0].set_ylabel("‖wₜ − w*‖ / ‖w₀ − w*‖")  # noqa: RUF001
-    return _with_legend(figure)
+    figure, panels = _by_task(curves, "norm_ratio", "steps, exact line search", "‖wₜ − w*‖ / ‖w₀ − w*‖")  # noqa: RUF001
+    _fit_log(panels.values())
+    return figure
 
 
 def spectra(curves: Mapping[str, Curve]) -> Figure | None:
     """Eigenvalues of both Hessians relative to the largest one: the last of them is 1/kappa."""
-    panels = _roles(curves, "spectrum")
-    if not panels:
-        return None
     relative: dict[str, Curve] = {}
     for name, curve in curves.items():
         if name.startswith("spectrum/"):
             x, y = _points(curve)
             relative[name] = {"x": x, "y": y / y[0]}
-    figure, axes = _panels(len(panels))
-    for ax, role in zip(axes, panels, strict=True):
-        _before_and_after(ax, relative, "spectrum", role)
+    figure, panels = _by_task(relative, "spectrum", "index i", "eigenvalue λᵢ / λ₁ of the Hessian")
+    for role, ax in panels.items():
         ends = (relative.get(f"spectrum/{role}{suffix}") for suffix in ("/baseline", ""))
         kappa = " → ".join(number(1 / curve["y"][-1]) for curve in ends if curve)
-        ax.set(title=f"{role} task: κ {kappa}", xlabel="index i")
-    fit_log(axes[0].yaxis, np.concatenate([line.get_ydata() for ax in axes for line in ax.lines]))
-    axes[0].set_ylabel("eigenvalue λᵢ / λ₁ of the Hessian")
-    return _with_legend(figure)
+        ax.set(title=f"{role} task: κ {kappa}")
+    _fit_log(panels.values())
+    return figure
 
 
 def learning_curves(result: Result) -> Figure | None:
     """Held-out measure of a gradient descent probe against its steps, on every task of the run."""
-    panels = _roles(result.curves, "probe")
-    if not panels:
-        return None
-    figure, axes = _panels(len(panels))
-    for ax, role in zip(axes, panels, strict=True):
-        _before_and_after(ax, result.curves, "probe", role)
+    measure = "accuracy" if "primary/accuracy" in result.metrics else "R²"
+    figure, panels = _by_task(result.curves, "probe", "steps of gradient descent", f"held-out {measure}")
+    for role, ax in panels.items():
         ratio, bar = (result.metrics.get(f"{name}/{role}") for name in ("steps_ratio", "steps_bar"))
         if bar is not None:
             ax.axhline(bar, color=INK, linewidth=1.0, linestyle=":")
             ax.text(1, bar, "90 %", fontsize=8, va="top", transform=ax.get_yaxis_transform(), ha="right")
         bound = "> " if f"capped_{role}" in result.flags else ""
         ax.set(title=f"{role} task" + ("" if ratio is None else f": steps ratio {bound}{number(ratio)}"), xscale="log")
-        ax.set_xlabel("steps of gradient descent")
         ax.minorticks_off()
-    low, high = axes[0].get_ylim()
-    axes[0].set_ylim(max(low, -0.25), min(high, 1.03))  # R^2 can start far below 0
-    axes[0].set_ylabel("held-out " + ("accuracy" if "primary/accuracy" in result.metrics else "R²"))
-    return _with_legend(figure)
+    for ax in list(panels.values())[:1]:  # they share their y axis
+        low, high = ax.get_ylim()
+        ax.set_ylim(max(low, -0.25), min(high, 1.03))  # R^2 can start far below 0
+    return figure
 
 
 def history(curves: Mapping[str, Curve]) -> Figure | None:
@@ -167,10 +151,6 @@ def history(curves: Mapping[str, Curve]) -> Figure | None:
     return figure
 
 
-def _roles(curves: Mapping[str, Curve], family: str) -> list[str]:
-    return roles_in(curves, family, COLORS)
-
-
 def _panels(count: int, share: bool = True, legend_rows: int = 1) -> tuple[Figure, list[Axes]]:
     """Axes two side by side, so narrow that their text can be read on a phone.
 
@@ -185,17 +165,28 @@ def _points(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
     return np.array(curve["x"], dtype=float), np.array(curve["y"], dtype=float)
 
 
-def _before_and_after(ax: Axes, curves: Mapping[str, Curve], family: str, role: str) -> None:
-    for state, style in STYLES.items():
-        suffix = "/baseline" if state == "baseline" else ""
-        if curve := curves.get(f"{family}/{role}{suffix}"):
-            ax.plot(*_points(curve), color=COLORS.get(kind_of(role), UNSEEN), **style)
+def _fit_log(axes: Iterable[Axes]) -> None:
+    """A logarithmic y axis, which all panels share."""
+    for ax in list(axes)[:1]:
+        fit_log(ax.yaxis, np.concatenate([line.get_ydata() for panel in axes for line in panel.lines]))
 
 
-def _with_legend(figure: Figure) -> Figure:
-    """One legend under the panels: what is solid and what is dashed holds for every color."""
+def _by_task(
+    curves: Mapping[str, Curve], family: str, xlabel: str, ylabel: str
+) -> tuple[Figure | None, dict[str, Axes]]:
+    """A panel for every task that has a curve of a family, with the baseline; one legend, as one y axis, for all."""
     from matplotlib.lines import Line2D
 
+    roles = roles_in(curves, family, COLORS)
+    if not roles:
+        return None, {}
+    figure, axes = _panels(len(roles))
+    for ax, role in zip(axes, roles, strict=True):
+        for state, style in STYLES.items():
+            if curve := curves.get(f"{family}/{role}{'/baseline' if state == 'baseline' else ''}"):
+                ax.plot(*_points(curve), color=COLORS.get(kind_of(role), UNSEEN), **style)
+        ax.set(title=f"{role} task", xlabel=xlabel)
+    axes[0].set_ylabel(ylabel)
     handles = [Line2D([], [], color=INK, label=name, **style) for name, style in STYLES.items()]
     figure.legend(handles=handles, loc="lower center", ncols=len(handles), frameon=False, handlelength=3.5)
-    return figure
+    return figure, dict(zip(roles, axes, strict=True))

@@ -9,7 +9,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from immunization.results.formatting import MEASURES, NONE, number, roles_in
+from immunization.results.columns import Place, own_measures, placed
+from immunization.results.formatting import NONE, number, roles_in
 from immunization.runs.result import Result
 from immunization.runs.verdict import EASIER, attack_groups, attack_names
 
@@ -25,14 +26,7 @@ def line(result: Result, objective: str = "rir") -> str:
     """A completed run in one line, for the jobs of a sweep."""
     name = result.folder.name if result.folder else result.method
     notes = Footnotes()
-    labels = {
-        "rir": "RIR",
-        "authors/rir": "RIR by authors' κ",
-        "ratio_harmful": "(i)",
-        "ratio_primary": "(ii)",
-        "steps_ratio/harmful": "harmful steps",
-    }
-    labels = {objective: objective} | labels
+    labels = {objective: objective} | {column.measure: column.heading for column in placed(Place.LINE)}
     values = [f"{label} {notes.cell(result, key)}" for key, label in labels.items() if key in result.metrics]
     return f"{name}: {', '.join([*values, f'{_seconds(result)} s'])}"
 
@@ -90,41 +84,40 @@ class Sheet:
         for _ in range(3):
             grid.add_column(justify="right")
 
-        ratios = {
-            "(i)  harmful κ / baseline": "ratio_harmful",
-            "(ii) primary κ / baseline": "ratio_primary",
-            "RIR = (i) / (ii)": "rir",
-        }
-        if any(name in result.metrics for name in ratios.values()):
+        ratios = {column.measure: column.heading for column in placed(Place.SPLITS)}
+        if not ratios.keys().isdisjoint(result.metrics):
             _head(grid, "", "training", "held out", "authors' κ")
-            for label, name in ratios.items():
+            for name, label in ratios.items():
                 cells = (notes.cell(result, prefix + name) for prefix in ("", "test/", "authors/"))
                 grid.add_row(label, *cells, style="bold" if name == "rir" else None)
         if "ceiling/rir" in result.metrics:
             grid.add_row("ceiling RIR*, log share", notes.cell(result, "ceiling/rir"), notes.share(result))
 
-        pairs = {"κ, harmful task": "kappa_harmful", "κ, primary task": "kappa_primary"}
-        pairs |= {f"primary {text}, held out": f"primary/{name}" for name, text in MEASURES.items()}
-        pairs["primary accuracy, own head"] = "primary/head_accuracy"
-        pairs = {label: name for label, name in pairs.items() if f"{name}_baseline" in result.metrics}
-        if pairs:
+        if pairs := [c for c in placed(Place.CHANGE) if f"{c.measure}_baseline" in result.metrics]:
             _head(grid, "", "baseline", "immunized")
-            for label, name in pairs.items():
-                grid.add_row(label, notes.cell(result, f"{name}_baseline"), notes.cell(result, name))
+            for column in pairs:
+                names = (f"{column.measure}_baseline", column.measure)
+                grid.add_row(column.heading, *(notes.cell(result, name) for name in names))
 
         roles = roles_in(result.metrics, "steps_ratio")
         for some in (roles[i : i + 3] for i in range(0, len(roles), 3)):
             _head(grid, "", *some)
-            for label, name in {"steps of a probe / baseline": "steps_ratio", "mean deviation (RFD)": "rfd"}.items():
-                grid.add_row(label, *(notes.cell(result, f"{name}/{role}") for role in some))
+            for column in placed(Place.TASKS):
+                cells = (notes.cell(result, f"{column.measure}/{role}") for role in some)
+                grid.add_row(column.heading, *cells)
 
-        asked = [self.objective] if self.objective in {*result.metrics} - {*ratios.values()} else []
-        own = [name for name in result.own_measures if name not in asked]
-        for head, names in {"objective": asked, "measures of your own": own}.items():
-            if names:
+        asked = [self.objective] if self.objective in {*result.metrics} - {*ratios} else []
+        listed = {c.measure: c.heading for c in placed(Place.SHEET) if c.measure in result.metrics}
+        own = [name for name in own_measures([result]) if name not in asked]
+        for head, lines in {
+            "objective": dict(zip(asked, asked, strict=True)),
+            "further measures": listed,
+            "measures of your own": dict(zip(own, own, strict=True)),
+        }.items():
+            if lines:
                 _head(grid, head)
-            for name in names:
-                grid.add_row(name, notes.cell(result, name))
+            for name, label in lines.items():
+                grid.add_row(label, notes.cell(result, name))
 
         for group in attack_groups(result):
             if attacks := attack_names(result, group):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import Any
 
-from immunization.results.collect import MEASURING, PAIR, TRAINING, Collection, Run, varying
-from immunization.results.formatting import number
+from immunization.data.task import kind_of
+from immunization.results.collect import ATTACK, MEASURING, PAIR, TRAINING, Collection, Run, varying
+from immunization.results.formatting import MEASURES, number
 from immunization.results.seed_statistics import ROUNDING, Summary, summarize
+from immunization.runs.result import Result
+from immunization.runs.verdict import attack_groups, fine_tuned, successes
 
 METHODS = (
     *("identity", "r_ill_only", "imma", "opt_kappa", "condition_number", "closed_form", "learning_curve"),
@@ -26,14 +32,19 @@ KEEPS = (
 
 
 class Setting:
-    """Runs that differ in nothing but the seed and the pair of classes."""
+    """Runs that differ in nothing but the seed and the pair of classes; in a leaderboard, why it stands `apart`."""
 
     def __init__(self, runs: Sequence[Run], others: Sequence[Run] = ()) -> None:
         self.runs = list(runs)
+        self.apart = ""
         self.failed, self.interrupted = ([r for r in others if r.result.interrupted is kind] for kind in (False, True))
         self.first = [*runs, *others][0]
         self.method = self.first.result.method
         self.label = self.method
+
+    @property
+    def results(self) -> list[Result]:
+        return [run.result for run in self.runs]
 
     def values(self, metric: str) -> dict[tuple[int, str, str], float]:
         """The measure of every run that has it, by seed, pair of classes, and benign and unseen classes."""
@@ -79,6 +90,65 @@ class Setting:
         if not missing:
             return None
         return f"{len(missing)} of {len(self.runs)}: {missing[0].result.reasons.get(metric, 'no reason given')}"
+
+    @cached_property
+    def primary(self) -> tuple[str, float, float] | None:
+        """The measure of the primary task, by the model's own head where it has one, before and after (`change`)."""
+        names = (f"primary/{head}{name}" for head in ("head_", "") for name in MEASURES)
+        return next(((name, *change) for name in names if (change := self.change(name))), None)
+
+    @property
+    def price(self) -> float | None:
+        """Loss on the primary task, in the units of its measure."""
+        if self.primary is None:
+            return None
+        name, before, after = self.primary
+        return after - before if name.endswith("loss") else before - after
+
+    @cached_property
+    def attacks(self) -> dict[str, Any]:
+        """Every key below `attack` of the configuration."""
+        return {key: value for key, value in self.first.settings.items() if key.startswith(ATTACK)}
+
+    @cached_property
+    def searched(self) -> list[str]:
+        """Attacks that search for their settings."""
+        return [key.split(".")[1] for key, value in self.attacks.items() if key.endswith(".search") and value]
+
+    def cost(self, kind: str = "harmful", only: Sequence[str] | None = None) -> float | None:
+        """Median over runs of the cheapest success over the baseline's, infinite where it is held; None for no data.
+
+        Of several tasks of a kind it is that of the cheapest; `only`: of these attacks alone.
+        """
+        costs = [median(cost_ratio(result, group, only) for result in self.results) for group in self._attacked(kind)]
+        return min((cost for cost in costs if cost is not None), default=None)
+
+    def fine_tuned(self, kind: str = "harmful") -> bool:
+        """Whether every run was attacked by one who fine-tunes all that was trained."""
+        return all(fine_tuned(result, group) for result in self.results for group in self._attacked(kind))
+
+    def _attacked(self, kind: str) -> list[str]:
+        groups = dict.fromkeys(group for result in self.results for group in attack_groups(result))
+        return [group for group in groups if kind_of(group.partition("_")[2] or "harmful") == kind]
+
+
+def cost_ratio(result: Result, group: str = "attack", only: Sequence[str] | None = None) -> float | None:
+    """The cheapest success over that with the baseline, of all attacks or of some; infinite where none succeeds.
+
+    None where none of them succeeds with the baseline.
+    """
+    after, before = (
+        [cost for name, cost in successes(result, stage, group).items() if only is None or name in only]
+        for stage in ("", "_baseline")
+    )
+    return min(after, default=math.inf) / min(before) if before else None
+
+
+def median(ratios: Iterable[float | None]) -> float | None:
+    """Of those that are known; infinite only where more than half of them are, which `held` claims."""
+    known = [ratio for ratio in ratios if ratio is not None]
+    middle = statistics.median(known) if known else None
+    return statistics.median_low(known) if middle == math.inf else middle
 
 
 def settings(collection: Collection) -> list[list[Setting]]:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from immunization.results.collect import varying
+from immunization.results.columns import AUTHORS, published
 from immunization.results.formatting import roles_in
 from immunization.results.leaderboard_figure import NARROW
-from immunization.results.leaderboard_rows import Row
 from immunization.results.plot import (
     INK,
     Look,
@@ -32,9 +32,9 @@ from immunization.results.plot import (
 )
 from immunization.results.seed_statistics import rank_correlation
 from immunization.results.settings import KEEPS, Setting, best, by_authors, correlations, in_convention, short_labels
-from immunization.results.tables import AUTHORS, published
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 SATURATED = 2.0
@@ -189,7 +189,7 @@ def pareto(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
     None where either is the same for all settings.
     """
     reach = {setting: setting.summary("rir").mean for setting in group if setting.seeds("rir")}
-    lost = {setting: price for setting in reach if (price := Row(setting).price) is not None}
+    lost = {setting: price for setting in reach if (price := setting.price) is not None}
     slower = {setting: steps for setting in reach if (steps := setting.median("steps_ratio/primary"))}
     by_loss = bool(lost) and max(lost.values()) - min(lost.values()) >= NARROW
     price = lost if by_loss else slower
@@ -203,9 +203,7 @@ def pareto(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
 
     figure, (ax,) = panel_axes(1, width=4.2, height=3.2)
     ax.step(*edge, where="post", color=INK, linewidth=1.0, alpha=0.5, label="front")
-    names, look = short_labels(points), looks(group)
-    for setting, *place in zip(points, x, y, strict=True):
-        ax.plot(*place, look[setting].marker, color=look[setting].color, label=names[setting])
+    _points(ax, group, points, x, y)
     if chosen is not None:
         i = points.index(chosen)
         ax.plot(x[i], y[i], "o", markersize=14, fillstyle="none", color=INK, label="chosen")
@@ -235,9 +233,7 @@ def collateral(group: Sequence[Setting], objective: str) -> tuple[Figure, str] |
     for method in dict.fromkeys(setting.method for setting in points):
         mine = [i for i, setting in enumerate(points) if setting.method == method]
         ax.plot([x[i] for i in mine], [y[i] for i in mine], color=INK, linewidth=0.8, alpha=0.4)
-    names, look = short_labels(points), looks(group)
-    for setting, *place in zip(points, x, y, strict=True):
-        ax.plot(*place, look[setting].marker, color=look[setting].color, label=names[setting])
+    _points(ax, group, points, x, y)
     ax.axvline(1, color=INK, linewidth=0.8, alpha=0.5)
     fit_log(ax.xaxis, [*x, 1.0])
     fit_log(ax.yaxis, y)
@@ -278,12 +274,15 @@ def alignment(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | 
     )
 
 
+def _points(ax: Axes, group: Sequence[Setting], points: Sequence[Setting], x: Sequence, y: Sequence) -> None:
+    """A mark for each setting of `points`, in its look among those of the group."""
+    names, look = short_labels(points), looks(group)
+    for setting, *place in zip(points, x, y, strict=True):
+        ax.plot(*place, look[setting].marker, color=look[setting].color, label=names[setting])
+
+
 def _curves(
-    group: Sequence[Setting],
-    objective: str,
-    family: str,
-    roles: Sequence[str],
-    xscale: str = "linear",
+    group: Sequence[Setting], objective: str, family: str, roles: Sequence[str], xscale: str = "linear"
 ) -> Figure | None:
     """One panel a task, one line a setting, few with a band over their runs; the baseline in thin dashes."""
     shown = [r for r in roles if any(f"{family}/{r}" in run.result.curves for s in group for run in s.runs)]
@@ -319,9 +318,8 @@ def _band(setting: Setting, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarr
         return None
     length, _ = Counter(len(curve["x"]) for curve in curves).most_common(1)[0]
     curves = [curve for curve in curves if len(curve["x"]) == length]
-    low, middle, high = np.nanquantile(
-        np.array([curve["y"] for curve in curves], dtype=float), (0.25, 0.5, 0.75), axis=0
-    )
+    y = np.array([curve["y"] for curve in curves], dtype=float)
+    low, middle, high = np.nanquantile(y, (0.25, 0.5, 0.75), axis=0)
     return np.array(curves[0]["x"], dtype=float), middle, low, high
 
 

@@ -3,41 +3,26 @@
 from __future__ import annotations
 
 import math
-import re
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import rich.table
-import yaml
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from immunization.results.collect import Run
-from immunization.results.formatting import MEASURES, NONE, number, roles_in
+from immunization.results.columns import AUTHORS, Column, Place, filled_in, own_measures, placed, published
+from immunization.results.formatting import NONE, Cell, number, roles_in
 from immunization.results.seed_statistics import ENOUGH, rank_correlation, ties
 from immunization.results.settings import KEEPS, RATIOS, Setting, best, by_authors, correlations, in_convention
 
 if TYPE_CHECKING:
     import pandas as pd
 
-COUNTS: dict[str, dict[str, Callable[[float], bool]]] = {
-    "RIR > 1": {"rir": lambda value: value > 1},
-    "(a)": {"definition/a": bool},
-    "(b)": {"definition/b": bool},
-    "(c)": {"definition/c": bool},
-    "Def. 3.1": {"definition/immunized": bool},
-    "harmful > 1": {"steps_ratio/harmful": lambda value: value > 1},
-    "primary ≤ 1": {"steps_ratio/primary": lambda value: value <= 1},
-    "benign ≤ 1": {"steps_ratio/benign": lambda value: value <= 1},
-}
-"""When a run counts as a success: it has every measure named, and each passes its test."""
-COUNTS["both"] = COUNTS["harmful > 1"] | COUNTS["primary ≤ 1"]
+T = TypeVar("T")
 
 ALIGNMENT = {"alignment/score": "score", "alignment/kernel": "kernel", "alignment/kappa_M": "κ(M)"}
 """What might predict the RIR that a pair of tasks allows."""
@@ -45,33 +30,40 @@ ALIGNMENT = {"alignment/score": "score", "alignment/kernel": "kernel", "alignmen
 GAP = 2
 """Blanks between columns on a terminal."""
 
-AUTHORS = ", authors' κ"
-"""What the name of a column ends in whose figures are by the released code's convention; all others are rank-aware."""
-
-
-@dataclass
-class Cell:
-    """A value as text, and as a number to sort by where it is one; `strong` marks the best of a column."""
-
-    text: str
-    value: float | None = None
-    strong: bool = False
-
-    @classmethod
-    def of(cls, value: float | None) -> Cell:
-        """A number in three digits; a dash for none."""
-        return cls(NONE) if value is None else cls(number(value), value)
+STAR = " ★"
+"""Follows the label of the best setting."""
 
 
 @dataclass
 class Table:
-    """Rows of cells under a header; `name` is a file name. Columns without a number are set to the left."""
+    """Rows of cells under a header; `name` is a file name. Columns without a number are set to the left.
+
+    `columns` are the entries of COLUMNS that the header is of, where it is.
+    """
 
     name: str
     title: str
     header: list[str]
     rows: list[list[Cell]]
     notes: list[str] = field(default_factory=list)
+    columns: Sequence[Column] = ()
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        title: str,
+        columns: Iterable[Column],
+        rows: Iterable[T],
+        cell: Callable[[Column, T], Cell] = lambda column, setting: column.cell(setting, column.measure),
+        there: Callable[[Cell], bool] = lambda cell: cell.text != NONE,
+    ) -> Table:
+        """One row per setting; a column in which no cell is `there` is left out, unless it is always shown."""
+        cells = {column: [cell(column, row) for row in rows] for column in columns}
+        cells = {column: own for column, own in cells.items() if column.always or any(map(there, own))}
+        notes = [column.note for column in cells if column.note]
+        lines = [list(line) for line in zip(*cells.values(), strict=True)]
+        return cls(name, title, [column.heading for column in cells], lines, notes, list(cells))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """On a terminal: no number is broken; columns that do not fit the width stand in further tables below."""
@@ -105,18 +97,17 @@ class Table:
         lines += [_pipes(f"**{cell.text}**" if cell.strong else cell.text for cell in row) for row in self.rows]
         return "\n".join(lines)
 
-    def only(self, columns: Sequence[str]) -> Table:
-        """Those of `columns` that the table has, in its own order; without the notes."""
-        chosen = [i for i, name in enumerate(self.header) if name in columns]
+    def only(self, where: Place) -> Table:
+        """The columns of one of these places; without the notes."""
+        chosen = [i for i, column in enumerate(self.columns) if column.where & where]
         rows = [[row[i] for i in chosen] for row in self.rows]
-        return Table(self.name, self.title, [self.header[i] for i in chosen], rows)
+        columns = [self.columns[i] for i in chosen]
+        return Table(self.name, self.title, [self.header[i] for i in chosen], rows, columns=columns)
 
     def renamed(self, names: Mapping[str, str]) -> Table:
         """With other names of some rows."""
-        rows = []
-        for first, *others in self.rows:
-            name, star, _ = first.text.partition(" ★")
-            rows.append([Cell(names.get(name, name) + star), *others])
+        texts = {old + star: new + star for old, new in names.items() for star in ("", STAR)}
+        rows = [[Cell(texts.get(first.text, first.text)), *others] for first, *others in self.rows]
         return replace(self, rows=rows)
 
     def latex(self) -> str:
@@ -144,98 +135,69 @@ class Table:
 
 def numbers(table: Table) -> tuple[list[str], list[list[str | float | None]]]:
     """Header and rows as data: numbers as floats, `a ± b` as two columns, None for none, and what is text as text."""
-    shape = re.compile(r"(-?[\d.,]+(?:e-?\d+)?)(?: %)?(?: ± ([\d.,]+(?:e-?\d+)?))?")
     columns: dict[str, list[str | float | None]] = {}
-    for i, name in enumerate(table.header):
-        cells = [row[i] for row in table.rows]
-        found = [shape.fullmatch(cell.text) if cell.value is not None else None for cell in cells]
-        if any(cell.text != NONE and not match for cell, match in zip(cells, found, strict=True)):
+    for name, *cells in zip(table.header, *table.rows, strict=True):
+        if any(cell.words or (cell.value is None and cell.text != NONE) for cell in cells):
             columns[name] = [None if cell.text == NONE else cell.text for cell in cells]
             continue
         columns[name] = [cell.value for cell in cells]
-        if any(match and match[2] for match in found):
-            columns[f"{name} ±"] = [float(match[2].replace(",", "")) if match and match[2] else None for match in found]
+        if any(cell.spread is not None for cell in cells):
+            columns[f"{name} ±"] = [cell.spread for cell in cells]
     return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
 
 
 def comparison(group: Sequence[Setting], name: str, heading: str, objective: str = "rir") -> Table:
     """One row a setting: (i), (ii) and RIR beside the paper's, share of the ceiling, and what it means in practice."""
     authors = by_authors(group)
-    main, other = ("authors/", "") if authors else ("", "authors/")
     objective = in_convention(group, objective)
-    own = (name for setting in group for run in setting.runs for name in run.result.own_measures)
-    start = "_theta0" if objective.endswith("_theta0") else ""  # against theta_0 in the place of the inputs
+    results = [result for setting in group for result in setting.results]
     pairs = {run.pair for setting in group for run in setting.runs}
-    seeds = {run.result.seed for setting in group for run in setting.runs}
+    words = {
+        "kappa": "authors/" if authors else "",
+        "other": "" if authors else "authors/",
+        "start": "_theta0" if objective.endswith("_theta0") else "",  # against theta_0 in the place of the inputs
+        "by": AUTHORS if authors else "",
+        "by_other": ", rank-aware κ" if authors else AUTHORS,
+    }
+    ratios = {words["kappa"] + metric + words["start"] for metric in RATIOS}
+    further = [metric for metric in dict.fromkeys([objective, *own_measures(results)]) if metric not in ratios]
+    lists = {
+        "objective": [metric for metric in further if metric == objective],
+        "own": [metric for metric in further if metric != objective],
+        "role": [
+            role for role in roles_in((m for r in results for m in r.metrics), "steps_ratio") if role != "harmful"
+        ],
+    }
     winner = best(group, objective) if len(group) > 1 else None
-    paper = published(group[0].first)
-    rivals = [setting for setting in group if setting.method != "identity"]
-    columns: dict[str, list[Cell]] = {
-        "method": [Cell(setting.label + (" ★" if setting is winner else "")) for setting in group],
-        "runs": [Cell(str(len(setting.runs)), len(setting.runs)) for setting in group],
-        "failed": [Cell(str(len(setting.failed)), len(setting.failed)) for setting in group],
-        "interrupted": [Cell(str(len(setting.interrupted)), len(setting.interrupted)) for setting in group],
-    }
-    by = AUTHORS if authors else ""
-    for metric, text in RATIOS.items():
-        strong = _strong(rivals, main + metric + start)
-        columns[text + by] = [_spread(setting, main + metric + start, setting in strong) for setting in group]
-    further = [name for name in dict.fromkeys([objective, *own]) if name not in {main + m + start for m in RATIOS}]
-    for metric in further:
-        strong = _strong(rivals, metric) if metric == objective else ()
-        columns[metric] = [_spread(setting, metric, setting in strong) for setting in group]
-    columns[f"RIR{by}, 95 % interval"] = [_interval(setting, f"{main}rir{start}") for setting in group]
-    if len(pairs) > 1:
-        columns[f"RIR{by}, median"] = [_median(setting, f"{main}rir{start}") for setting in group]
-    for metric, text in RATIOS.items():
-        columns[f"paper {text}"] = [_published(paper.get(setting.method, {}).get(metric)) for setting in group]
-    columns[f"RIR{', rank-aware κ' if authors else AUTHORS}"] = [_median(setting, other + "rir") for setting in group]
-    columns["ceiling, log share"] = [_percent(setting, "ceiling/attained") for setting in group]
-    columns["Def. 3.1 holds"] = [_percent(setting, "definition/immunized") for setting in group]
-    for measure, text in MEASURES.items():
-        if measure != "loss":
-            columns[f"primary {text}, before → after"] = [_change(setting, f"primary/{measure}") for setting in group]
-    accuracies = (paper.get(setting.method, {}).get("primary_accuracy") for setting in group)
-    columns["paper accuracy, %"] = [_published(value) for value in accuracies]
-    names = (name for setting in group for run in setting.runs for name in run.result.metrics)
-    for role in roles_in(names, "steps_ratio"):
-        columns[f"{role} steps ratio"] = [_median(setting, f"steps_ratio/{role}") for setting in group]
-    columns["seconds"] = [_seconds(setting) for setting in group]
-    columns["flags"] = [Cell(", ".join(_flags(setting)) or NONE) for setting in group]
-
-    shown = {
-        key: cells
-        for key, cells in columns.items()
-        if key in ("method", "runs", "flags", *further)
-        or any(cell.value for cell in cells)
-        or key.removesuffix(AUTHORS) in RATIOS.values()
-    }
-    rows = [list(row) for row in zip(*shown.values(), strict=True)]
-    notes = [_sample(len(seeds), len(pairs), group), _data(group[0].first)]
-    notes += _conventions(winner, objective, len(pairs) > 1, authors)
-    if start:
-        notes.append("The baseline of (i) and (ii) is theta_0 (Eq. 17), not the inputs (Eq. 15).")
-    if paper and not authors:
-        notes.append("The paper's figures are of its own preparation of the data, dataset.protocol=authors.")
-    return Table(name, heading, list(shown), rows, notes + _gaps(group, further))
+    columns = filled_in(placed(Place.COMPARISON | (Place.PAIRS if len(pairs) > 1 else Place(0))), words, lists)
+    table = Table.of(name, heading, columns, group, there=lambda cell: bool(cell.value))
+    for place, column in enumerate(table.columns):
+        strong = _strong(group, column.measure) if column.best else ()
+        for setting, row in zip(group, table.rows, strict=True):
+            row[place].strong = setting in strong
+    if winner:
+        table.rows[group.index(winner)][0].text += STAR
+    table.notes = [_sample(len({result.seed for result in results}), len(pairs), group), _data(group[0].first)]
+    table.notes += _conventions(winner, objective, len(pairs) > 1, authors)
+    if words["start"]:
+        table.notes.append("The baseline of (i) and (ii) is theta_0 (Eq. 17), not the inputs (Eq. 15).")
+    if published(group[0].first) and not authors:
+        table.notes.append("The paper's figures are of its own preparation of the data, dataset.protocol=authors.")
+    table.notes += _gaps(group, further)
+    return table
 
 
 def counts(group: Sequence[Setting], name: str, heading: str) -> Table | None:
     """In how many runs each setting does what immunization is for; None where no setting has several runs."""
     if max(len(setting.runs) for setting in group) < 2:
         return None
-    columns = {text: [_successes(setting, tests) for setting in group] for text, tests in COUNTS.items()}
-    columns = {text: cells for text, cells in columns.items() if any(cell.value is not None for cell in cells)}
-    rows = [
-        [Cell(setting.label), Cell(str(len(setting.runs)), len(setting.runs)), *cells]
-        for setting, *cells in zip(group, *columns.values(), strict=True)
-    ]
-    notes = [
+    table = Table.of(name, f"{heading}: successes", placed(Place.COUNTS), group)
+    table.notes = [
         "Runs (all seeds and pairs) of which the heading holds; a/b: of the b runs that have the measure. RIR and "
         "Definition 3.1 (a) to (c) are rank-aware. harmful, primary, benign: the steps ratio of that task; both: of "
         "the first two."
     ]
-    return Table(name, f"{heading}: successes", ["method", "runs", *columns], rows, notes)
+    return table
 
 
 def alignment(group: Sequence[Setting], name: str, heading: str) -> Table | None:
@@ -249,7 +211,7 @@ def alignment(group: Sequence[Setting], name: str, heading: str) -> Table | None
         for metric in ALIGNMENT:
             predictor = next((found for setting in group if (found := setting.pairs(metric))), {})
             r, p = rank_correlation(predictor, outcome)
-            row.append(Cell(NONE) if math.isnan(r) else Cell(f"{number(r)} (p {number(p)})", r))
+            row.append(Cell(NONE) if math.isnan(r) else Cell(f"{number(r)} (p {number(p)})", r, words=True))
         rows.append(row)
     notes = [
         "Spearman's rank correlation over ordered pairs of classes (medians over seeds); p from permutations of the "
@@ -258,79 +220,14 @@ def alignment(group: Sequence[Setting], name: str, heading: str) -> Table | None
     return Table(name, f"{heading}: what alignment predicts", ["RIR of", "pairs", *ALIGNMENT.values()], rows, notes)
 
 
-def published(run: Run) -> dict[str, dict[str, list[float]]]:
-    """What the paper reports of a run's data and model, by method and measure; nothing where it has no such table."""
-    model = str(run.settings.get("model.name", ""))
-    family = next((name for name in ("resnet18", "vit") if name in model), None)
-    return _paper().get(f"{run.result.dataset}/{family}" if family else run.result.dataset, {})
-
-
-@cache
-def _paper() -> dict[str, dict[str, dict[str, list[float]]]]:
-    return yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text())
-
-
-def _successes(setting: Setting, tests: Mapping[str, Callable[[float], bool]]) -> Cell:
-    rows = [[run.result.metrics.get(metric) for metric in tests] for run in setting.runs]
-    rows = [row for row in rows if None not in row]
-    good = sum(all(test(value) for test, value in zip(tests.values(), row, strict=True)) for row in rows)
-    text = str(good) if len(rows) == len(setting.runs) else f"{good}/{len(rows)}"
-    return Cell(text, good / len(rows)) if rows else Cell(NONE)
-
-
 def _strong(group: Sequence[Setting], metric: str) -> set[Setting]:
-    """The best of a column, and those that paired tests do not tell from it."""
-    values = {setting: setting.values(metric) for setting in group if setting.values(metric)}
+    """The best of a column, and those that paired tests do not tell from it; the baseline is left out."""
+    rivals = [setting for setting in group if setting.method != "identity"]
+    values = {setting: found for setting in rivals if (found := setting.values(metric))}
     if len(values) < 2:
         return set()
     largest = not metric.endswith("ratio_primary")
     return ties(values, sorted(values, key=lambda setting: setting.summary(metric).mean, reverse=largest))
-
-
-def _spread(setting: Setting, metric: str, strong: bool = False) -> Cell:
-    summary = setting.summary(metric)
-    if not summary.n:
-        return Cell(NONE)
-    spread = "" if math.isnan(summary.std) else f" ± {number(float(f'{summary.std:.1e}'))}"
-    return Cell(number(summary.mean) + spread, summary.mean, strong)
-
-
-def _interval(setting: Setting, metric: str) -> Cell:
-    """Of a ratio, which is never below 0."""
-    summary = setting.summary(metric)
-    if math.isnan(summary.low):
-        return Cell(NONE)
-    low = max(summary.low, 0.0)
-    return Cell(f"{number(low)} to {number(summary.high)}", low)
-
-
-def _median(setting: Setting, metric: str) -> Cell:
-    return Cell.of(setting.median(metric))
-
-
-def _published(value: Sequence[float] | None) -> Cell:
-    return Cell(NONE) if value is None else Cell(f"{number(value[0])} ± {number(value[1])}", value[0])
-
-
-def _percent(setting: Setting, metric: str) -> Cell:
-    summary = setting.summary(metric)
-    return Cell(f"{100 * summary.mean:.0f} %", summary.mean) if summary.n else Cell(NONE)
-
-
-def _change(setting: Setting, measure: str) -> Cell:
-    found = setting.change(measure)
-    return Cell("{:.3f} → {:.3f}".format(*found), found[1]) if found else Cell(NONE)
-
-
-def _seconds(setting: Setting) -> Cell:
-    totals = [sum(run.result.seconds.values()) for run in setting.runs]
-    return Cell.of(sum(totals) / len(totals) if totals else None)
-
-
-def _flags(setting: Setting) -> list[str]:
-    """Flags of the runs, and in how many of several."""
-    counted = Counter(flag for run in setting.runs for flag in run.result.flags)
-    return [flag if count == len(setting.runs) else f"{flag} ({count})" for flag, count in counted.items()]
 
 
 def _sample(seeds: int, pairs: int, group: Sequence[Setting]) -> str:

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 from torch import Tensor
 
-from immunization.config import build, snake_case
 from immunization.errors import ConfigError, Preempted, UserError
 from immunization.runs import environment, files
 from immunization.runs.filenames import (
@@ -27,48 +26,15 @@ from immunization.runs.filenames import (
     MODEL_CARD,
     OLDER_CHECKPOINT,
     OVERRIDES,
-    REFUSED,
     ROWS,
     RUN_LOG,
     WEIGHTS,
 )
 from immunization.runs.result import Result
-from immunization.runs.resume import result_settings
 from immunization.runs.tracker import Recorder, Tracker
 from immunization.usage import explained
 
 log = logging.getLogger("immunization")
-
-
-def settings_of(config: DictConfig) -> dict[str, Any]:
-    """The part of a configuration that decides the numbers of a run, resolved."""
-    return result_settings(OmegaConf.to_container(config, resolve=True))
-
-
-def unfinished(config: DictConfig, folder: Path) -> Result:
-    """The result of a run that begins: failed, until it is completed."""
-    method, model = (snake_case(config[key]._target_.rpartition(".")[2]) for key in ("method", "model"))
-    return Result(seed=config.seed, dataset=config.dataset.name, model=model, method=method, folder=folder)
-
-
-def record_failure(config: DictConfig, folder: Path, error: Exception) -> str:
-    """Write result.json for a job that failed before it had a RunFolder, and return what to say of it in one line.
-
-    What stands in the folder already stays: it tells the same, or is a completed run that was not to be written over,
-    beside which refused.txt says so to the multirun.
-    """
-    error = _in_words(error, folder)
-    if Result.completed_in(folder):
-        files.write(folder / REFUSED, str(error))
-    if not (folder / Result.file).exists():
-        try:
-            result = unfinished(config, folder)
-        except OmegaConfBaseException:  # what is wrong may be among these very keys
-            result = Result(0, *["unknown"] * 3, folder=folder)
-        result.fail(error)
-        folder.mkdir(parents=True, exist_ok=True)
-        result.write(folder)
-    return str(error)
 
 
 class RunFolder:
@@ -79,11 +45,15 @@ class RunFolder:
     in which another process is at work.
     """
 
-    def __init__(self, config: DictConfig, path: Path, overrides: Sequence[str] = ()) -> None:
-        self.config, self.path, self.overrides = config, path, list(overrides)
-        self.result = unfinished(config, path)
-        self.recorder: Recorder | None = None
-        self.trackers: list[Tracker] = []
+    recorder: Recorder | None
+    trackers: list[Tracker]
+
+    def __init__(self, result: Result) -> None:
+        self.result, self.recorder, self.trackers = result, None, []
+
+    @property
+    def path(self) -> Path:
+        return self.result.folder
 
     def __enter__(self) -> RunFolder:
         with ExitStack() as stack:
@@ -108,7 +78,7 @@ class RunFolder:
         try:
             yield
         except BaseException as error:
-            error = _in_words(error, self.path)
+            error = in_words(error, self.path)
             self.result.fail(error)
             with suppress(OSError):  # which would hide the error itself
                 self.result.write(self.path)
@@ -117,20 +87,16 @@ class RunFolder:
                 tracker.close(failed=True)
             raise error from error.__cause__
 
-    def begin(self) -> None:
+    def begin(self, config: DictConfig, overrides: Sequence[str]) -> None:
         """Write what the run is asked to do."""
-        files.write(self.path / CONFIG, OmegaConf.to_yaml(self.config, resolve=True))
-        files.write(self.path / OVERRIDES, OmegaConf.to_yaml(OmegaConf.create(self.overrides)))
+        files.write(self.path / CONFIG, OmegaConf.to_yaml(config, resolve=True))
+        files.write(self.path / OVERRIDES, OmegaConf.to_yaml(overrides))
 
-    def track(self, state: Mapping[str, Any] | None) -> None:
-        """Start the tracker of the configuration; `state` is that of the checkpoint to go on from."""
-        config = self.config
-        if config.tracker is not None:
-            tracker: Tracker = build(config, "tracker")
-            tracker.run_id = state["tracker"] if state else None
-            settings = OmegaConf.to_container(config, resolve=True)
-            tracker.start(self.path, settings, self.path.name, config.name, list(config.tags or ()))
-            self.trackers.append(tracker)
+    def track(self, tracker: Tracker, settings: dict[str, Any], state: Mapping[str, Any] | None) -> None:
+        """Start a tracker; `state` is that of the checkpoint to go on from."""
+        tracker.run_id = state["tracker"] if state else None
+        tracker.start(self.path, settings, self.path.name, settings["name"], settings["tags"] or [])
+        self.trackers.append(tracker)
 
     def record(self, device: torch.device, state: Mapping[str, Any] | None) -> None:
         """Remove what an unfinished run left, as far as `state` does not go on from it, and log steps from here on."""
@@ -192,7 +158,7 @@ def _logging_to(file: logging.Handler) -> Iterator[None]:
             file.close()
 
 
-def _in_words(error: BaseException, folder: Path) -> BaseException:
+def in_words(error: BaseException, folder: Path) -> BaseException:
     """A mistake that OmegaConf met in an interpolation, or a full disk, in one line of ours; others as they are."""
     if isinstance(error, InterpolationResolutionError | MissingMandatoryValue):
         message = ConfigError(explained(error))

@@ -22,14 +22,19 @@ PAIR = {"pair": ("dataset.primary", "dataset.harmful")}
 """What stands for several keys on the command line."""
 
 
-def audited(config: DictConfig, overrides: Iterable[str]) -> DictConfig:
-    """The configuration of an audit, with data, model, seed and dtype of the run that made its checkpoint.
+def audited(config: DictConfig, overrides: Iterable[str]) -> tuple[DictConfig, dict[str, str]]:
+    """The configuration of an audit, with data, model, seed and dtype of the run that made its checkpoint, and flags.
 
     What `overrides`, those of the command line, say of them wins. Everything else is returned as it is: a run that
-    trains, and a checkpoint without a run folder's config.yaml beside it.
+    trains, and a checkpoint without a run folder's config.yaml beside it. The flags, each with its reason, are
+    `other_data` than the checkpoint's, and `unknown_data`.
     """
-    if not (before := _made_with(config)):
-        return config
+    if config.immunize is not False or not config.model.get("checkpoint"):
+        return config, {}
+    checkpoint = Path(config.model.checkpoint).expanduser()
+    if not (before := _made_with(checkpoint)):
+        reason = "no config.yaml lies beside model.checkpoint: it may have been made on other data"
+        return config, {"unknown_data": reason}
     chosen = _keys(overrides)
     config = copy.deepcopy(config)
     with open_dict(config):
@@ -38,34 +43,21 @@ def audited(config: DictConfig, overrides: Iterable[str]) -> DictConfig:
                 config[key] = before[key]
         if "dataset" not in chosen or _target(config, "dataset") == before["dataset"]["_target_"]:
             config.dataset = _overridden(before["dataset"], config, "dataset", chosen)
-        model = _reloading(before["model"], Path(config.model.checkpoint).expanduser())
+        model = _reloading(before["model"], checkpoint)
         if "model" not in chosen or _target(config, "model") == model["_target_"]:
             config.model = _overridden(model, config, "model", {*chosen, "model.checkpoint"})
             _check_reference(config, before)
-    return config
+    data = before["dataset"], OmegaConf.to_container(config.dataset, resolve=True)
+    kept = ({key: value for key, value in one.items() if key not in PLACES} for one in data)
+    differing = ", ".join(different(*kept, "dataset."))
+    reason = f"model.checkpoint was made on other data than it is audited on ({differing})"
+    return config, {"other_data": reason} if differing else {}
 
 
-def data_flags(config: DictConfig) -> dict[str, str]:
-    """Flags of an audit, each with its reason: `other_data` than the checkpoint's, or `unknown_data`."""
-    if config.immunize is not False or OmegaConf.select(config, "model.checkpoint") is None:
-        return {}
-    if not (before := _made_with(config)):
-        return {"unknown_data": "no config.yaml lies beside model.checkpoint: it may have been made on other data"}
-    now = OmegaConf.to_container(config.dataset, resolve=True)
-    kept = ({key: value for key, value in data.items() if key not in PLACES} for data in (before["dataset"], now))
-    if differing := different(*kept, "dataset."):
-        return {"other_data": f"model.checkpoint was made on other data than it is audited on ({', '.join(differing)})"}
-    return {}
-
-
-def _made_with(config: DictConfig) -> dict[str, Any] | None:
-    """The configuration beside the checkpoint of an audit; None where there is none, or nothing is audited."""
-    checkpoint = OmegaConf.select(config, "model.checkpoint")
-    if config.immunize is not False or not checkpoint:
-        return None
-    path = Path(str(checkpoint)).expanduser()
+def _made_with(checkpoint: Path) -> dict[str, Any] | None:
+    """The configuration beside a checkpoint; None where there is none."""
     try:
-        before = read_config(path if path.is_dir() else path.parent)
+        before = read_config(checkpoint if checkpoint.is_dir() else checkpoint.parent)
     except DataError:
         return None
     parts = (before.get(key) for key in ("dataset", "model"))

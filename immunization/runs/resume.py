@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
 
 from immunization.errors import ConfigError, DataError
 from immunization.runs import files
@@ -18,22 +17,8 @@ from immunization.runs.result import Result
 log = logging.getLogger(__name__)
 
 BOOKKEEPING = (
-    *(
-        "baselines",
-        "cache",
-        "checkpoint",
-        "data_root",
-        "deterministic",
-        "entity",
-        "figures",
-        "log_every",
-        "name",
-        "objective",
-        "resume",
-        "tags",
-        "threads",
-    ),
-    *("tracker", "trusted"),
+    *("baselines", "cache", "checkpoint", "data_root", "deterministic", "entity", "figures", "log_every", "name"),
+    *("objective", "resume", "tags", "threads", "tracker", "trusted"),
 )
 """Keys that decide where and how a run is shown or saved, but no number in its result."""
 
@@ -87,50 +72,43 @@ def _without_nulls(tree: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def completed(config: DictConfig, folder: Path) -> Result | None:
-    """The result in `folder` if that is a completed run of this very configuration and `resume=true`.
+def completed(folder: Path, settings: Mapping[str, Any] | None) -> Result | None:
+    """The result in `folder` if that is a completed run of the very configuration `settings`.
 
     None if the run has to be done: there is none, it was not completed, or its files were damaged since (a warning
-    names them). A completed run is never written over: raises ConfigError for one of another configuration, and for
-    any without `resume=true`.
+    names them). What a run has done is never written over: raises ConfigError for a completed one of another
+    configuration, and, where `settings` is None as resume=true was not asked for, for any, also an interrupted one.
     """
+    result = None
     try:
         result = Result.read(folder)
+        if result.status == "completed" and settings is not None:
+            before = read_config(folder)
+            files.read_tensors(folder / WEIGHTS)
+            if (folder / ROWS).exists():
+                files.read_tensors(folder / ROWS)
     except DataError as error:
         if (folder / Result.file).exists():
             log.warning("%s; the run is done again", error)
+        result = None
+    if result is None or result.status != "completed":
+        if settings is None and (kept := [name for name in KEPT if (folder / name).exists()]):
+            raise ConfigError(
+                f"{folder} holds an interrupted run ({', '.join(kept)}): resume=true goes on with it; another folder "
+                "(hydra.run.dir=...), or this one once it is deleted, starts afresh"
+            )
         return None
-    if result.status != "completed":
-        return None
-    if not config.resume:
+    if settings is None:
         raise ConfigError(
             f"{folder} holds a completed run: its configuration with resume=true returns it, another folder "
             "(hydra.run.dir=...) starts a new one"
         )
-    try:
-        before = read_config(folder)
-        files.read_tensors(folder / WEIGHTS)
-        if (folder / ROWS).exists():
-            files.read_tensors(folder / ROWS)
-    except DataError as error:
-        log.warning("%s; the run is done again", error)
-        return None
-    now = OmegaConf.to_container(config, resolve=True)
-    if differing := different(result_settings(before), result_settings(now)):
+    if differing := different(result_settings(before), result_settings(settings)):
         raise ConfigError(
             f"{folder} holds a completed run of another configuration ({', '.join(differing)}); another folder "
             "(hydra.run.dir=..., with -m hydra.sweep.dir=...) starts a new one"
         )
     return result
-
-
-def refuse_interrupted(config: DictConfig, folder: Path) -> None:
-    """Raise ConfigError where a run without `resume=true` would throw away what an interrupted one has kept."""
-    if not config.resume and (kept := [name for name in KEPT if (folder / name).exists()]):
-        raise ConfigError(
-            f"{folder} holds an interrupted run ({', '.join(kept)}): resume=true goes on with it; another folder "
-            "(hydra.run.dir=...), or this one once it is deleted, starts afresh"
-        )
 
 
 def different(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -10,7 +10,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from immunization.config import check_trust
 from immunization.errors import ConfigError, DataError
 from immunization.runs.filenames import CONFIG
 from immunization.runs.resume import read_config
@@ -46,7 +45,6 @@ def again(arguments: Sequence[str]) -> tuple[DictConfig, Path | None]:
             config = OmegaConf.merge(config, OmegaConf.from_dotlist([argument]))
         except OmegaConfBaseException as error:
             raise ConfigError(f"{argument}: {error}") from error
-    check_trust(config, arguments)
     return config, folder
 
 

@@ -67,7 +67,8 @@ class Wandb(Tracker):
             import wandb
 
             self.folder, sweep = folder.resolve(), _sweep()
-            config = contents.with_method_name(strict_json.plain(config))
+            config = strict_json.plain(config)
+            config = contents.with_method_name(config)
             init = partial(
                 wandb.init,
                 project=self.project,

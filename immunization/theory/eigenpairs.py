@@ -1,7 +1,5 @@
 """One extreme eigenpair of a symmetric matrix, where a regularizer needs no more than that."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from scipy.linalg.lapack import dpotrf, dpotrs, dsyevr
@@ -17,9 +15,8 @@ LANCZOS = 256
 def extreme_eigenpair(gram: Tensor, index: int) -> tuple[float, Tensor]:
     """Eigenvalue (clamped at 0) and unit eigenvector of a symmetric matrix; `index` -1 is the largest, -k the k-th.
 
-    The matrix is on the CPU, also in the steps of a GPU: one pair takes less there than a whole decomposition on the
-    GPU, which knows no other, and both devices get the same numbers. No warm start from the pair of the step before:
-    see docs/performance.md.
+    The matrix is on the CPU, in the steps of a GPU too: one pair takes less there than the GPU's whole decomposition.
+    There is no warm start from the pair of the step before (docs/performance.md).
     """
     array, pair = gram.numpy(), None
     if len(gram) > LANCZOS and index in (-1, -len(gram)):
@@ -29,10 +26,9 @@ def extreme_eigenpair(gram: Tensor, index: int) -> tuple[float, Tensor]:
 
 
 def _lanczos(matrix: np.ndarray | LinearOperator) -> tuple[np.ndarray, np.ndarray] | None:
-    """The largest pair by ARPACK, to machine precision, from the same vector always; None where it is slow or misses.
+    """The largest pair by ARPACK, to machine precision; None where it is slow or misses.
 
-    It misses where many of the largest eigenvalues agree: a Krylov space then ends early, and what rounding adds to
-    it decides, on one processor by 1e-16, on another by 1e-11.
+    It misses where many of the largest eigenvalues agree: a Krylov space then ends early, and rounding decides.
     """
     size = matrix.shape[0]
     try:
@@ -54,7 +50,7 @@ def _inverse_lanczos(gram: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def lapack_eigenpair(gram: np.ndarray, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """That one pair by LAPACK, in half the time of a whole decomposition."""
+    """Eigenpair `index` by LAPACK, in half the time of a whole decomposition."""
     place = len(gram) + index + 1
     values, vectors, *_, failed = dsyevr(gram.T, range="I", il=place, iu=place, lower=1, lwork=33 * len(gram))
     if failed:

@@ -1,7 +1,5 @@
 """The attacker's gradient descent, solved and differentiated: residuals of a linear probe after any number of steps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -60,19 +58,15 @@ class _Residuals(torch.autograd.Function):
 def residuals(probes: Sequence[tuple[Tensor, Tensor]], steps: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Residuals of l2 probes after `steps` [T] of gradient descent, exact and differentiable in their factors.
 
-    Of each probe (F, c), `factor` F [m, D] and `coefficients` c [m, C] stand for features and targets of any number of
-    rows, as H = F^T F and b = F^T c do: e.g. R A and Q^T Y of features Q R behind a map A. Step size 1/lambda_1(H),
-    w_0 = 0, no bias. Returns c - F w_t [T, m, C] and the mean of its square over random c of unit length,
-    1/m sum_i (1 - lambda_i / lambda_1)^2t [T]. Both ignore the scale of F, and H may be singular. Each costs one
-    eigendecomposition of F F^T forward, and a few products of m x m matrices
-    backward (docs/performance.md).
+    Each probe is a factor F [m, D] and coefficients c [m, C], which stand for features and targets of any number of
+    rows: e.g. R A and Q^T Y of features Q R behind a map A. Step size 1/lambda_1(F^T F), w_0 = 0, no bias. Returns
+    c - F w_t [T, m, C] and the mean of its square over random c of unit length, 1/m sum_i (1 - lambda_i / lambda_1)^2t
+    [T]. Both ignore the scale of F, and F^T F may be singular. The cost is one eigendecomposition of F F^T forward and
+    a few products of m x m matrices backward.
     """
     return [_Residuals.apply(f, c, steps.to(f), *torch.linalg.eigh(f.detach() @ f.detach().T)) for f, c in probes]
 
 
 def excess(residual: Tensor) -> Tensor:
-    """||F w_t - c||^2 [T], summed over the C outputs.
-
-    Where F has rank m it is the excess loss; elsewhere it is that plus a constant, the part of c that no w reaches.
-    """
+    """||F w_t - c||^2 [T], summed over outputs: the excess loss, plus the part of c that no w reaches."""
     return residual.square().sum((1, 2))

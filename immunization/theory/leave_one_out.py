@@ -1,7 +1,5 @@
 """What ridge regression predicts of rows that it was not fitted to: the PRESS residuals of Allen (1974)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -11,18 +9,18 @@ from immunization.theory.spectrum import EPS
 
 
 def leave_one_out(features: Tensor, targets: Tensor, ridges: Sequence[float]) -> Tensor:
-    """Leave-one-out predictions [ridges, N, C] of centered targets, one solve a ridge instead of N fits.
+    """Leave-one-out predictions [ridges, N, C] of centered targets, by one solve per ridge instead of N fits.
 
     With Z the centered `features` [N, D], Y the centered `targets` [N, C] and G = Z Z^T + lambda sigma_1^2 I, row i of
 
         Y - G^-1 Y / diag(G^-1)
 
-    is z_i W for the W that minimizes ||Z W - Y||^2 + lambda sigma_1^2 ||W||^2 over all rows but i. That is exact, for
-    every lambda > 0, with both means and sigma_1, the largest singular value of Z, left as they are with row i: so are
-    rows without information predicted as 0, where means of the others alone would predict the opposite of their class.
+    is z_i W for the W that minimizes ||Z W - Y||^2 + lambda sigma_1^2 ||W||^2 over all rows but i. This is exact for
+    lambda > 0, with row i in both means and in sigma_1, the largest singular value of Z: rows without information are
+    then predicted as 0, where means of only the others would predict the opposite of their class.
 
-    float64, differentiable in `features` (sigma_1 included, so that no scale of them matters); through the smaller Gram
-    matrix, O(N D min(N, D)) a ridge. Equal features predict 0. Raises LinAlgError for features that are not finite.
+    float64, differentiable in `features` (sigma_1 included, so that their scale does not matter); O(N D min(N, D)) per
+    ridge. Equal features predict 0. Raises LinAlgError for features that are not finite.
     """
     z, y = (part - part.mean(0) for part in (features.double(), targets.double()))
     wide = len(z) <= z.shape[1]

@@ -1,7 +1,5 @@
 """The ceiling of RIR, and the linear map that attains it (docs/theory.md, section 6)."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 
@@ -20,7 +18,7 @@ BISECTIONS = 30
 Spread = Literal["geometric", "linear", "step"]
 
 
-@checked("method")
+@checked("optimal_map")
 def optimal_map(
     root_p: Tensor,
     root_h: Tensor,
@@ -35,16 +33,15 @@ def optimal_map(
     Q the eigenvectors of M = K_P^-1/2 K_H K_P^-1/2, descending. Delta falls from Delta_1 to Delta_k, k = rank(M), and
     is constant from there on: kappa(H_P) = (Delta_1 / Delta_k)^2 = `primary_ratio` kappa(K_P), kappa(H_H) = kappa(M)
     kappa(H_P). In between it falls evenly in the logarithm (`geometric`), evenly (`linear`), or at once after the first
-    half (`step`); RIR does not depend on that. R is a random rotation drawn by `generator`, or I for None.
-    The primary features keep their mean square.
+    half (`step`); RIR is the same. R is a random rotation drawn by `generator`, or I for None. The primary features
+    keep their mean square.
 
     `ridge` (relative to the largest eigenvalue) is added to both K before. Ratio (ii) is then at most the larger one of
     `primary_ratio` and 1/kappa(K_P + ridge), since kappa(H_P) <= kappa(Delta^2) max_i f_i / min_i f_i with f_i =
-    lambda_i / (lambda_i + ridge lambda_1) the eigenvalues of K_P in the units of the regularized one.
+    lambda_i / (lambda_i + ridge lambda_1).
 
-    Directions outside of range(K_P), which no primary feature has, keep their length and stay orthogonal to the rest,
-    so that a primary probe never sees them. If K_H reaches there, RIR has no maximum; A is then optimal for K_H
-    projected onto range(K_P).
+    Directions outside of range(K_P) keep their length and stay orthogonal to the rest: no primary probe sees them. If
+    K_H reaches there, RIR has no maximum, and A is optimal for K_H projected onto range(K_P).
 
     Raises ConfigError for a `primary_ratio` outside of [1/kappa(K_P), 1] or a negative `ridge`, DataError for roots of
     different width, DegenerateSpectrum for a root that is zero or not finite.
@@ -55,7 +52,7 @@ def optimal_map(
     lowest = 1 / kappa
     if not lowest * (1 - 1e-9) <= primary_ratio <= 1:
         raise ConfigError(
-            f"method.primary_ratio={primary_ratio}: no map takes ratio (ii) out of [1/kappa(K_P), 1] = "
+            f"primary_ratio={primary_ratio}: no map takes ratio (ii) out of [1/kappa(K_P), 1] = "
             f"[{lowest:.6g}, 1] and keeps condition (b)"
         )
     if ridge:
@@ -86,8 +83,8 @@ def bounded_map(
 ) -> Tensor:
     """`optimal_map` with the least ridge, from `ridge` on, at which the condition number of A is at most `bound`.
 
-    The ridge is found by bisection of its logarithm: a larger one takes K_P, and so A, nearer to a multiple of a
-    rotation. A attains the ceiling of the regularized K, not necessarily the largest RIR that the bound allows.
+    A larger ridge takes K_P, and so A, nearer to a multiple of a rotation. A attains the ceiling of the regularized K,
+    not necessarily the largest RIR that the bound allows.
     """
 
     def excess(candidate: float) -> float:
@@ -101,6 +98,24 @@ def bounded_map(
         middle = (low + high) / 2
         low, high = (middle, high) if excess(10**middle) > 1 else (low, middle)
     return optimal_map(root_p, root_h, primary_ratio, 10**high, spread, generator)
+
+
+def nearest_bounded(a: Tensor, bound: float) -> Tensor:
+    """The matrix nearest to `a` [D, D] in the Frobenius norm with sigma_1 / sigma_D <= `bound`.
+
+    Its singular values are those of `a`, clipped to [floor, bound floor]; the floor changes them least in the sum of
+    squares. `a` itself where it is within the bound.
+    """
+    u, sigma, vh = torch.linalg.svd(a)
+    near = sigma.cpu()  # on a GPU every comparison below would wait
+    if near[0] <= bound * near[-1]:
+        return a
+    low, high = near[-1], near[0] / bound
+    for _ in range(2 * BISECTIONS):
+        floor = (low + high) / 2
+        slope = (floor - near).clamp(min=0).sum() - bound * (near - bound * floor).clamp(min=0).sum()
+        low, high = (low, floor) if slope > 0 else (floor, high)
+    return u * near.clamp(high, bound * high).to(sigma, non_blocking=True) @ vh
 
 
 def _spectrum(root: Tensor, ridge: float, name: str) -> tuple[float, Tensor, Tensor]:

@@ -1,7 +1,5 @@
 """Gradients in theta multiplied by K^-1, K = X^T X (Alg. 1), by a ridge solve or the pseudo-inverse."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 
@@ -26,8 +24,8 @@ class _Ridge:
             self._factorize(False)
         if self.singular:
             raise DegenerateSpectrum(
-                f"K + ridge I cannot be inverted: K is singular and method.ridge={ridge:g} too small; raise "
-                "method.ridge, or set method.precondition=pinv"
+                f"K + ridge I cannot be inverted: K is singular and ridge={ridge:g} too small; raise ridge, or set "
+                "precondition=pinv"
             )
 
     def _factorize(self, few: bool) -> None:

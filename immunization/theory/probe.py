@@ -4,8 +4,6 @@ Features F = U S V^T [N, D] of rank k, targets Y [N, C], no bias, w_0 = 0. With 
 t steps of size 1/lambda_1 lead exactly to w_t = V diag((1 - (1 - r)^t) / sigma) c, whatever t is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -22,7 +20,7 @@ class Probe:
     """Linear probing of one set of features; every tensor is float64.
 
     `sigma` [k] descending, `vectors` V [D, k], `coefficients` c = U^T Y [k, C]. The first `resolved` <= k directions
-    stand above the rounding errors of float64; minimum-norm solutions use these alone.
+    stand above the rounding errors of float64; minimum-norm solutions use only these.
     """
 
     sigma: Tensor
@@ -32,18 +30,14 @@ class Probe:
 
     @classmethod
     def of(
-        cls,
-        features: Tensor | Iterable[Tensor],
-        targets: Tensor,
-        eps: float = spectrum.EPS,
-        rank: int | None = None,
-    ) -> Probe:
+        cls, features: Tensor | Iterable[Tensor], targets: Tensor, eps: float = spectrum.EPS, rank: int | None = None
+    ) -> "Probe":
         """The probe of features F and targets Y [N, C] by one triangular factor of [F | Y], in O((D + C)^2) memory.
 
         `features` is one matrix [N, D] or any iterable of batches [n_i, D] in the order of the targets. Directions with
-        sigma <= sigma_1 max(N, D) eps are noise: `eps` is the machine epsilon of the dtype in which the features were
-        stored, and `rank` the number of directions to keep all the same, where it is known beforehand. Raises
-        DegenerateSpectrum for features that are all zero or not finite, ValueError where F and Y differ in rows.
+        sigma <= sigma_1 max(N, D) eps are noise, `eps` being the machine epsilon of the features' first dtype; `rank`
+        as in `fit`. Raises DegenerateSpectrum for features that are all zero or not finite, ValueError where F and Y
+        differ in rows.
         """
         width = 0
 
@@ -64,12 +58,11 @@ class Probe:
         return cls.fit(factor[:, :width], factor[:, width:], max(rows, width) * eps, rank)
 
     @classmethod
-    def fit(cls, factor: Tensor, targets: Tensor, tolerance: float, rank: int | None = None) -> Probe:
-        """The probe of features and targets, or of any two matrices [m, D], [m, C] that these were rotated into.
+    def fit(cls, factor: Tensor, targets: Tensor, tolerance: float, rank: int | None = None) -> "Probe":
+        """The probe of features and targets, or of any [m, D], [m, C] that these were rotated into, as R and Q^T Y are.
 
-        Such are R and Q^T Y of F = Q R: the blocks of a (batched) QR of [F | Y]. `tolerance` is the noise floor
-        relative to sigma_1; `rank` is the number of directions to keep where it is known beforehand. Raises
-        DegenerateSpectrum for features that are all zero or not finite.
+        `tolerance` is the noise floor relative to sigma_1; `rank` is the number of directions to keep where it is known
+        beforehand. Raises DegenerateSpectrum for features that are all zero or not finite.
         """
         if not torch.isfinite(factor).all():
             raise DegenerateSpectrum("the features hold NaN or infinite values; their spectrum does not exist")

@@ -1,7 +1,5 @@
 """Matrix products in half the operations, where a matrix is symmetric or triangular (docs/performance.md)."""
 
-from __future__ import annotations
-
 import torch
 from scipy.linalg.blas import dtrmm
 from torch import Tensor

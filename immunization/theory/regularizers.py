@@ -1,16 +1,4 @@
-"""The regularizers of the paper and their gradients; H = F^T F is the Hessian of a linear probe on features F.
-
-| what | equation | function |
-|---|---|---|
-| R_well(S), well-conditioned primary task | Eq. 3 | `r_well`, of features `r_well_of_features` |
-| R_ill(S), ill-conditioned harmful task, and its gradient | Eq. 12, 13 | `r_ill`, of features `r_ill_of_features` |
-| dR_well/dH, dR_ill/dH | Thm. 4.2, Alg. 1 | `r_well_slope`, `r_ill_slope` |
-| R_well in power means, without kinks | docs/theory.md, section 2 | the same, `power` < inf |
-| log kappa(H), smooth, for Opt-kappa | docs/theory.md, section 2 | `log_condition_number` |
-| log kappa(H + 1e-6 I), the released code's | docs/theory.md, section 5 | `log_authors_condition_number` |
-"""
-
-from __future__ import annotations
+"""The regularizers of the paper and their gradients; H = F^T F is the Hessian of a linear probe on features F."""
 
 import math
 from functools import partial
@@ -30,7 +18,7 @@ WIDE = 0.85
 
 
 Scalar = float | Tensor
-"""A number; of a GPU, where nothing on the CPU depends on it, a tensor [] in float64, which is not waited for."""
+"""A number; on a GPU, where nothing on the CPU depends on it, a tensor [] in float64, which is not waited for."""
 
 
 class Slope(Protocol):
@@ -39,16 +27,13 @@ class Slope(Protocol):
     def __call__(self, hessian: Tensor, *, divided: bool = False, weight: float = 1.0) -> tuple[Scalar, Tensor]: ...
 
 
-# --- Of a Hessian H of rank k -----------------------------------------------------------------------------------------
-
-
 def r_well_slope(
     hessian: Tensor, rank: int, power: float = math.inf, divided: bool = False, weight: float = 1.0
 ) -> tuple[Scalar, Tensor]:
-    """R_well(H) = lambda_1^2 / 2 - ||H||_F^2 / (2k) (Eq. 3), and `weight` dR/dH = lambda_1 v_1 v_1^T - H / k.
+    """R_well(H) = lambda_1^2 / 2 - ||H||_F^2 / (2k), and `weight` dR/dH = lambda_1 v_1 v_1^T - H / k (Eq. 3, Thm. 4.2).
 
-    A finite `power` p puts the power mean M_p of the eigenvalues in the place of lambda_1 (`r_well`). `hessian` [n, n]
-    is symmetric, float64, of rank k. `divided`: the second is `weight` H^-1 dR/dH. Raises LinAlgError where H is not
+    A finite `power` p puts the power mean M_p of the eigenvalues in the place of lambda_1. `hessian` [n, n] is
+    symmetric, float64, of rank k. `divided`: the second is `weight` H^-1 dR/dH. Raises LinAlgError where H is not
     finite; on a GPU with a finite `power`, which needs nothing from the CPU, both results are then not finite.
     """
     if power < math.inf:
@@ -63,8 +48,8 @@ def r_well_slope(
 def r_ill_slope(hessian: Tensor, rank: int, divided: bool = False, weight: float = 1.0) -> tuple[float, Tensor]:
     """R_ill(H) = 1/d, d = ||H||_F^2 / (2k) - lambda_k^2 / 2, and `weight` dR/dH = (lambda_k v_k v_k^T - H / k) / d^2.
 
-    That is Eq. 12 and 13. Arguments and errors as in `r_well_slope`; lambda_k is 0 where k exceeds the size of H.
-    DegenerateSpectrum is raised where H is zero or all k eigenvalues agree.
+    These are Eq. 12 and 13. Arguments and errors as in `r_well_slope`; lambda_k is 0 where k exceeds the size of H.
+    Raises DegenerateSpectrum where H is zero or all k eigenvalues agree.
     """
     near = hessian.cpu()
     norm = _norm(near)
@@ -146,9 +131,6 @@ def hessian_slope(features: Tensor, slope_of: Slope) -> tuple[Scalar, Tensor]:
     return slope_of(gram(features))
 
 
-# --- Of features F, differentiated to F or to theta -------------------------------------------------------------------
-
-
 class _WithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx, value: Tensor, gradients: tuple[Tensor, ...], *leaves: Tensor) -> Tensor:
@@ -220,9 +202,6 @@ def r_ill_of_features(features: Tensor, rank: int, theta: Tensor | None = None) 
     Raises DegenerateSpectrum where the k eigenvalues are all equal.
     """
     return _of_features(features, theta, partial(r_ill_slope, rank=rank))
-
-
-# --- log kappa --------------------------------------------------------------------------------------------------------
 
 
 def _factor(f: Tensor) -> Tensor:

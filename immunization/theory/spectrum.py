@@ -5,9 +5,7 @@ kappa(H) = (sigma_1 / sigma_k)^2 with sigma the singular values of F and k its n
 from F or its triangular factor, never from eigenvalues of H, which would lose half of the digits.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
@@ -41,20 +39,17 @@ def triangular_factor(features: Tensor | Iterable[Tensor]) -> tuple[Tensor, int]
     [min(N, D), D] in float64 and N. Batches are gathered to D rows before each QR, so that its cost stays O(N D^2).
     """
     pending: list[Tensor] = []
-    factor, rows, waiting = None, 0, 0
+    rows = waiting = 0
     for batch in _as_batches(features):
         if not torch.isfinite(batch).all():
             raise DegenerateSpectrum("the features hold NaN or infinite values; their spectrum does not exist")
         pending.append(batch.detach().double())
         rows, waiting = rows + len(batch), waiting + len(batch)
         if waiting >= batch.shape[1]:
-            factor = torch.linalg.qr(torch.cat(pending if factor is None else [factor, *pending]), mode="r").R
-            pending, waiting = [], 0
-    if pending:
-        factor = torch.linalg.qr(torch.cat(pending if factor is None else [factor, *pending]), mode="r").R
-    if factor is None:
+            pending, waiting = [torch.linalg.qr(torch.cat(pending), mode="r").R], 0
+    if not pending:
         raise DegenerateSpectrum("no features were given: the matrix has no rows")
-    return factor, rows
+    return torch.linalg.qr(torch.cat(pending), mode="r").R if waiting or len(pending) > 1 else pending[0], rows
 
 
 def numerical_rank(sigma: Tensor, shape: tuple[int, int], eps: float = EPS) -> int:
@@ -93,7 +88,7 @@ def svd(matrix: Tensor, full_matrices: bool = False) -> tuple[Tensor, Tensor, Te
 def dimensions_outside(root: Tensor, other: Tensor, rows: int, eps: float = EPS) -> int:
     """Dimensions of the row space of `other` [m, D] outside of that of `root` [k, D], which has full rank k.
 
-    That is the rank of both together minus k; `rows`, for which both stand, and `eps` set the tolerance.
+    `rows`, for which both stand, and `eps` set the tolerance.
     """
     k, width = root.shape
     if k == width:
@@ -153,7 +148,7 @@ def authors_condition_number(features: Tensor | Iterable[Tensor]) -> float:
 
 
 def authors_condition_number_of(sigma: Tensor, width: int) -> float:
-    """The same from all singular values [min(N, D)], descending, of features [N, D = `width`]."""
+    """`authors_condition_number` of all singular values [min(N, D)], descending, of features [N, D = `width`]."""
     eigenvalues = sigma.square()
     if not torch.isfinite(eigenvalues).all():
         raise DegenerateSpectrum("the features are too large: F^T F overflows, and has no eigenvalues")
@@ -163,6 +158,12 @@ def authors_condition_number_of(sigma: Tensor, width: int) -> float:
     return ((eigenvalues[0] + AUTHORS_RIDGE) / (smallest + AUTHORS_RIDGE)).item()
 
 
+def ratios(kappa: Mapping[str, float]) -> dict[str, float]:
+    """`rir`, `ratio_harmful`, `ratio_primary` (Eq. 15) of `kappa_<role>` and `kappa_<role>_baseline`."""
+    harmful, primary = (kappa[f"kappa_{role}"] / kappa[f"kappa_{role}_baseline"] for role in ("harmful", "primary"))
+    return {"rir": harmful / primary, "ratio_harmful": harmful, "ratio_primary": primary}
+
+
 def rir(
     harmful: Tensor, harmful_baseline: Tensor, primary: Tensor, primary_baseline: Tensor, **options: object
 ) -> dict[str, float]:
@@ -170,6 +171,6 @@ def rir(
 
     Each argument is a feature matrix [N, D] or an iterable of batches; `options` go to `condition_number`.
     """
-    ratio_harmful = condition_number(harmful, **options) / condition_number(harmful_baseline, **options)
-    ratio_primary = condition_number(primary, **options) / condition_number(primary_baseline, **options)
-    return {"rir": ratio_harmful / ratio_primary, "ratio_harmful": ratio_harmful, "ratio_primary": ratio_primary}
+    after = {"kappa_harmful": harmful, "kappa_primary": primary}
+    before = {"kappa_harmful_baseline": harmful_baseline, "kappa_primary_baseline": primary_baseline}
+    return ratios({name: condition_number(features, **options) for name, features in (after | before).items()})

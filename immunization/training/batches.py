@@ -1,8 +1,6 @@
-"""Batches of the tasks that methods are shown, side by side, from rows that are stored."""
+"""Batches of the tasks that methods are shown, side by side."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,68 +13,28 @@ from immunization.errors import ConfigError
 from immunization.models.base import Batch
 
 
-class RowPasses:
-    """Passes over the training rows of one task; it knows how many batches of the current one it gave."""
+class Passes:
+    """Passes over the training data of one task; `taken` batches of the current one were given."""
 
-    def __init__(self, task: Task, batch_size: int | None, generator: torch.Generator) -> None:
-        self.task, self.batch_size, self.generator = task, batch_size, generator
-        self.start: Tensor | None = None
-        self.taken = 0
+    taken = 0
 
     def rest(self) -> Iterator[Batch]:
         """What is left of the pass, all of it at first."""
-        task, x, y = self.task, self.task.train.x, self.task.train.y
-        if self.batch_size is None:
-            if task.width:
-                raise ConfigError("method.batch_size must be set: a net is trained on batches, not on all rows at once")
-            if not self.taken:
-                self.taken = 1
-                yield Batch(x, y, task.rank, task.triangle.to(x), True)
-        else:
-            self.start = self.generator.get_state()
-            order = torch.randperm(len(x), generator=self.generator)
-            chunks = order[: len(x) - len(x) % self.batch_size].split(self.batch_size)[self.taken :]
-            parts = gathered(x, [distributed.share(rows) for rows in chunks], y.device)
-            for rows, inputs in zip(chunks, parts, strict=True):
-                self.taken += 1
-                labels, first = y[rows.to(y.device, non_blocking=True)], self.taken == 1
-                yield Batch(inputs, labels, min(len(rows), task.rank), first=first)
-        self.start, self.taken = None, 0
+        raise NotImplementedError
 
     def forever(self) -> Iterator[Batch]:
         while True:
             yield from self.rest()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"generator": self.generator.get_state() if self.start is None else self.start, "taken": self.taken}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.generator.set_state(state["generator"])
-        self.taken = state["taken"]
+class Batches:
+    """Batches of all tasks side by side; one epoch is one pass over D_H, every other task goes on and cycles."""
 
+    steps_per_epoch: int
 
-class PairedBatches:
-    """Batches of all tasks side by side; one epoch is one pass over D_H, D_P goes on where it was and cycles.
-
-    So do further harmful tasks.
-
-    Full batches carry the task's compressed root. Mini-batches are shuffled by `generator`; the incomplete last one
-    of a pass is left out, since the rank of its Hessian would differ.
-    """
-
-    def __init__(self, pair: TaskPair, batch_size: int | None, generator: torch.Generator) -> None:
-        for key, task in pair.shown.items():
-            if batch_size is not None and batch_size > len(task.train):
-                raise ConfigError(
-                    f"method.batch_size={batch_size} is above the {len(task.train)} training rows of the {key} task; "
-                    "lower it, or set it to null for full batches"
-                )
-        # a generator for each task, in the same state: tasks of as many rows are shuffled alike, as in the release
-        state = generator.get_state()
-        own = {role: torch.Generator().set_state(state) for role in pair.shown} | {"harmful": generator}
-        self.passes = {role: RowPasses(task, batch_size, own[role]) for role, task in pair.shown.items()}
-        self.others = [one.forever() for role, one in self.passes.items() if role != "harmful"]
-        self.steps_per_epoch = 1 if batch_size is None else len(pair.harmful.train) // batch_size
+    def __init__(self, passes: Mapping[str, Passes]) -> None:
+        self.passes = passes
+        self.others = [one.forever() for role, one in passes.items() if role != "harmful"]
 
     def epoch(self) -> Iterator[tuple[Batch, ...]]:
         """Batches (primary, harmful, further harmful ones) of one epoch, or what `load_state_dict` leaves of it."""
@@ -92,3 +50,58 @@ class PairedBatches:
         """Go to where `state_dict` was taken; before the first batch only."""
         for role, one in self.passes.items():
             one.load_state_dict(state[role])
+
+
+class RowPasses(Passes):
+    """Passes over stored rows, shuffled by `generator`; None for `batch_size`: all rows at once."""
+
+    def __init__(self, task: Task, batch_size: int | None, generator: torch.Generator) -> None:
+        self.task, self.batch_size, self.generator = task, batch_size, generator
+        self.start: Tensor | None = None
+
+    def rest(self) -> Iterator[Batch]:
+        task, x, y = self.task, self.task.train.x, self.task.train.y
+        if self.batch_size is None:
+            if len(x.shape) != 2:
+                raise ConfigError("method.batch_size must be set: a net is trained on batches, not on all rows at once")
+            if not self.taken:
+                self.taken = 1
+                yield Batch(x, y, task.rank, task.triangle.to(x), True)
+        else:
+            self.start = self.generator.get_state()
+            order = torch.randperm(len(x), generator=self.generator)
+            chunks = order[: len(x) - len(x) % self.batch_size].split(self.batch_size)[self.taken :]
+            parts = gathered(x, [distributed.share(rows) for rows in chunks], y.device)
+            for rows, inputs in zip(chunks, parts, strict=True):
+                self.taken += 1
+                labels, first = y[rows.to(y.device, non_blocking=True)], self.taken == 1
+                yield Batch(inputs, labels, min(len(rows), task.rank), first=first)
+        self.start, self.taken = None, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state() if self.start is None else self.start, "taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+        self.taken = state["taken"]
+
+
+class PairedBatches(Batches):
+    """Batches of stored rows.
+
+    Full batches carry the task's compressed root. The incomplete last mini-batch of a pass is left out, since the rank
+    of its Hessian would differ. Raises ConfigError for a `batch_size` above a task's rows.
+    """
+
+    def __init__(self, pair: TaskPair, batch_size: int | None, generator: torch.Generator) -> None:
+        for key, task in pair.shown.items():
+            if batch_size is not None and batch_size > len(task.train):
+                raise ConfigError(
+                    f"method.batch_size={batch_size} is above the {len(task.train)} training rows of the {key} task; "
+                    "lower it, or set it to null for full batches"
+                )
+        # a generator per task, in the same state: tasks of as many rows are shuffled alike, as in the release
+        state = generator.get_state()
+        own = {role: torch.Generator().set_state(state) for role in pair.shown} | {"harmful": generator}
+        super().__init__({role: RowPasses(task, batch_size, own[role]) for role, task in pair.shown.items()})
+        self.steps_per_epoch = 1 if batch_size is None else len(pair.harmful.train) // batch_size

@@ -15,10 +15,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from immunization.checks import AtLeastOne, Positive
 from immunization.errors import ConfigError, DataError
 from immunization.runs import files
 from immunization.runs.filenames import CHECKPOINT, OLDER_CHECKPOINT
-from immunization.runs.resume import different
+from immunization.runs.resume import different, result_settings
 from immunization.training.signals import Stop
 
 log = logging.getLogger(__name__)
@@ -52,13 +53,13 @@ class Checkpointer:
         folder: Path,
         config: Mapping[str, Any],
         stop: Stop,
-        every: int | None = None,
-        seconds: float | None = 60.0,
+        every: AtLeastOne | None = None,
+        seconds: Positive | None = 60.0,
     ) -> None:
-        self.path, self.config, self.stop = folder / CHECKPOINT, _plain(config), stop
-        self.every, self.seconds = every, seconds
+        self.path, self.stop, self.every, self.seconds = folder / CHECKPOINT, stop, every, seconds
         self.began = time.monotonic()
         self.due = self._next(0.0)
+        self.config = json.loads(json.dumps(result_settings(config), default=str))
 
     def _next(self, cost: float) -> float:
         if self.every is not None or self.seconds is None:
@@ -86,11 +87,14 @@ class Checkpointer:
             self.write(step, state)
 
 
-def read(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+def read(folder: Path, config: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The state in a run folder's checkpoint; None, with a warning, for a damaged one, and where there is none.
 
-    Raises ConfigError if it belongs to another configuration than `config`, DataError if another version wrote it.
+    Raises ConfigError if it belongs to another configuration than `config`, DataError if another version wrote it. A
+    run without resume=true has no `config` to compare, and starts from the beginning.
     """
+    if config is None:
+        return None
     path, older = folder / CHECKPOINT, folder / OLDER_CHECKPOINT
     if not path.exists():
         if older.exists():
@@ -105,13 +109,9 @@ def read(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     if version != VERSION:
         raise DataError(f"{path} was made by another version; another hydra.run.dir=... starts afresh")
-    if differing := different(before, config):
+    if differing := different(before, result_settings(config)):
         raise ConfigError(
             f"{folder} holds a run of another configuration ({', '.join(differing)}): give that one to go on with it, "
             "or another hydra.run.dir=... to start afresh"
         )
     return state
-
-
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    return json.loads(json.dumps(config, default=str))

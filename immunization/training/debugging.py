@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
 
+from immunization.checks import AtLeastOne
 from immunization.data.images import ImagePair, ImageTask
 from immunization.data.task import TaskPair
 
@@ -20,14 +20,9 @@ TRACE = "trace.json"
 class Debug:
     """The key `debug` of a configuration: exactly `steps` steps, on `rows` training rows of each task, profiled."""
 
-    steps: int | None = None
-    rows: int | None = None
-    profile: bool = False
-
-    @classmethod
-    def of(cls, config: DictConfig) -> Debug:
-        """That of `config`; without the key, nothing changes."""
-        return cls(**(config.get("debug") or {}))
+    steps: AtLeastOne | None = None
+    rows: AtLeastOne | None = None
+    profile: bool | None = None
 
     def few(self, data: TaskPair | ImagePair) -> TaskPair | ImagePair:
         """`data` with `rows` training rows of each task, evenly spaced, so that every class has its share."""

@@ -1,7 +1,5 @@
 """Whether a training diverges, seen without waiting for a GPU in every step."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -14,7 +12,7 @@ DIVERGENCE = 1e12
 """A loss above this multiple of the first one counts as diverged."""
 
 UNSEEN = 1000
-"""Losses that stay on a GPU at most: each takes the smallest block that its memory is given out in."""
+"""Most losses that stay on a GPU."""
 
 
 @dataclass
@@ -29,15 +27,15 @@ class Progress:
 class Watch:
     """Judges the loss of every step: on a CPU at once, on a GPU together with those before whenever it is looked at.
 
-    The verdict is the same: Diverged names the first bad step and its loss. As a context, it looks at the end, and
-    where an error ends the training early, since that may have met what a bad step left behind.
+    Diverged names the first bad step and its loss. As a context, it also looks at the end and before any error leaves,
+    since that may have met what a bad step left behind.
     """
 
     def __init__(self, name: str, at: Progress) -> None:
         self.name, self.at = name, at
         self.unseen: list[tuple[int, Tensor]] = []
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> "Watch":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -1,7 +1,5 @@
 """The one training loop that all methods share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -10,15 +8,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from immunization.methods.base import Method
 from immunization.models.base import Model
-from immunization.training.batches import PairedBatches
+from immunization.training.batches import Batches
 from immunization.training.divergence import Progress, Watch
-from immunization.training.loaders import LoaderBatches
 
 
 def train(
     method: Method,
     model: Model,
-    batches: PairedBatches | LoaderBatches,
+    batches: Batches,
     optimizer: torch.optim.Optimizer,
     on_step: Callable[[int, dict[str, Tensor]], None] = lambda step, terms: None,
     progress: Progress | None = None,
@@ -28,13 +25,11 @@ def train(
 ) -> int:
     """Run `method` for its epochs and return the number of steps taken.
 
-    `on_step(step, terms)` sees every step (counted from 1) after the update. `progress` is where to go on, and is
-    kept up to date. `scheduler` steps after every step of `optimizer` (ReduceLROnPlateau is told the loss), and the
-    learning rate of the step joins its terms as `lr`. After step `most` it ends, wherever its epoch is. Raises
-    Diverged on a non-finite loss, or one above 1e12 times the first; the parameters are then those before the bad
-    step. On a GPU losses are looked at together, before `logged` steps and at the end: to look is to wait for it. The
-    parameters are then those before the look; the step that is named is the bad one. Raises ConfigError for a step
-    without a loss.
+    `on_step(step, terms)` sees every step (counted from 1) after the update. `progress` is where to go on, and is kept
+    up to date. `scheduler` steps after every step of `optimizer` (ReduceLROnPlateau is told the loss); the learning
+    rate joins the terms as `lr`. Training ends after step `most`. Raises ConfigError for a step without a loss, and
+    Diverged on a non-finite loss, or one above 1e12 times the first; the parameters are then those before the bad step,
+    on a GPU those before the look at it, which comes with `logged` steps and at the end.
     """
     at = Progress() if progress is None else progress
     told = isinstance(scheduler, ReduceLROnPlateau)

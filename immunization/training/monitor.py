@@ -1,7 +1,5 @@
 """What a training logs: the terms of a step, and the condition numbers of both Hessians."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -21,8 +19,8 @@ from immunization.theory.spectrum import features_of
 class Monitor:
     """Sends the terms of a step and the condition numbers of all Hessians to every tracker.
 
-    A net's condition numbers take a pass over its data, so they are renewed every `period` steps, an epoch. The last
-    numbers also stay in `result.metrics`, so that a run that fails later keeps them.
+    A net's condition numbers take a pass over its data and are renewed every `period` steps, an epoch. The last numbers
+    stay in `result.metrics` for a run that fails later.
     """
 
     def __init__(self, model: Model, pair: TaskPair, result: Result, trackers: Sequence[Tracker] = ()) -> None:

@@ -1,14 +1,13 @@
-"""The optimizer of a run, and the scheduler of its learning rate, from their configurations."""
+"""The optimizer of a run, and the scheduler of its learning rate."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -22,27 +21,28 @@ ENDS = ("T_max", "total_steps")
 """Those of schedulers that climb again, or fail, in a training that goes on."""
 
 
-def optimizer_of(config: DictConfig, parameters: Iterable[Tensor] | Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The optimizer of a configuration for parameters or groups of them; raises ConfigError."""
+def optimizer_of(
+    make: Callable[..., torch.optim.Optimizer], parameters: Iterable[Tensor] | Iterable[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """The optimizer that `make` makes for parameters or groups of them; raises ConfigError."""
     try:
-        return build(config, "optimizer")(parameters)
+        return make(parameters)
     except (TypeError, ValueError) as error:  # torch's way to refuse a value
         raise ConfigError(f"optimizer: {error}") from error
 
 
-def scheduler_of(config: DictConfig, optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler | None:
-    """The scheduler of a configuration for a training of `steps` steps, each of them followed by one of its own.
+def scheduler_of(settings: Mapping[str, Any], optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler | None:
+    """The scheduler of a plain configuration for a training of `steps` steps, each of them followed by one of its own.
 
     The keys of `LENGTHS` are numbers of steps or, as fractions, shares of `steps`; in a part of a SequentialLR, of the
     steps of that part. None where none is configured, or there are no steps. Raises ConfigError for a scheduler that
     does not fit: a length above `steps`, or an end before.
     """
-    if config.get("scheduler") is None or not steps:
+    if settings.get("scheduler") is None or not steps:
         return None
     try:
-        node = _fitted(OmegaConf.to_container(config.scheduler, resolve=True), steps, "scheduler")
-        fitted = {"scheduler": node | {"_convert_": "all"}, "trusted": config.get("trusted")}
-        scheduler = _attached(build(OmegaConf.create(fitted), "scheduler"), optimizer)
+        node = _fitted(settings["scheduler"], steps, "scheduler")
+        scheduler = _attached(build({**settings, "scheduler": node | {"_convert_": "all"}}, "scheduler"), optimizer)
     except (KeyError, TypeError, ValueError) as error:  # torch's ways to refuse a value
         raise ConfigError(f"scheduler: {error}") from error
     if not isinstance(scheduler, LRScheduler):

@@ -1,6 +1,4 @@
-"""Signals that end a run: what is being trained comes to the end of its step, and into a checkpoint, first."""
-
-from __future__ import annotations
+"""Signals that end a run: a training first comes to the end of its step, and into a checkpoint."""
 
 import os
 import signal
@@ -20,17 +18,13 @@ PAUSE = 0.05
 
 DELICATE = f"{os.sep}pydantic{os.sep}"
 
-
 STARTING: dict[int, Handler] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 """What `preemptible` takes the place of: a handler that somebody else has set stays."""
 
 
 @contextmanager
 def preemptible() -> Iterator[None]:
-    """Inside, SIGTERM ends the process with one line and exit code 143, also before a run listens to it.
-
-    So does Ctrl-C, with 130, until `imported`.
-    """
+    """Inside, SIGTERM (and Ctrl-C, until `imported`) ends the process with one line and exit code 143 (130)."""
     main = threading.current_thread() is threading.main_thread()
     taken = {number: old for number, old in STARTING.items() if main and signal.getsignal(number) is old}
     for number in taken:
@@ -43,7 +37,7 @@ def preemptible() -> Iterator[None]:
 
 
 def imported() -> None:
-    """From here on Ctrl-C is KeyboardInterrupt: no import is left that would swallow it or turn it into an error."""
+    """From here on Ctrl-C is KeyboardInterrupt: no import is left that would swallow it."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -55,9 +49,9 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 class Stop:
-    """SIGTERM, which says that this process has to end, Ctrl-C, and the signal a cluster's launcher listens to.
+    """SIGTERM, Ctrl-C, and the signal that a cluster's launcher listens to.
 
-    While `held`, a signal waits for the next step, after which a checkpoint is written; a second one does not wait.
+    While `held`, a signal waits for the end of the step and a checkpoint; a second one does not wait.
     """
 
     def __init__(self) -> None:
@@ -66,13 +60,13 @@ class Stop:
         self.before: dict[int, Handler] = {}
 
     @contextmanager
-    def listening(self) -> Iterator[Stop]:
+    def listening(self) -> Iterator["Stop"]:
         """Take over the signals inside; only a process's main thread can, elsewhere nothing happens."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
         for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"):
-            number = getattr(signal, name, None)  # Windows has the first two alone
+            number = getattr(signal, name, None)  # Windows has only the first two
             before = number and signal.getsignal(number)
             if name == "SIGTERM" or callable(before):  # submitit requeues a job on one of the others
                 self.before[number] = before

@@ -35,7 +35,7 @@ def dead() -> nn.Module:
 
 
 def constant() -> nn.Module:
-    """The same features for every image."""
+    """A net with equal features for every image."""
     net = dead()
     for module in net.layer4.modules():
         if isinstance(module, nn.BatchNorm2d):

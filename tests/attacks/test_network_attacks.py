@@ -80,7 +80,7 @@ def test_nets_are_needed_for_fine_tuning():
 
 
 def test_a_folded_checkpoint_is_compared_with_the_net_without_its_map(net, tmp_path):
-    """So is any checkpoint with its reference; `net` has a map of kappa 1e8 in front of every probe."""
+    """Any checkpoint with its reference is; `net` has a map of kappa 1e8 in front of every probe."""
     folded, base = net.model, net.model.base
     write_weights(tmp_path / "folded.safetensors", folded.export(), folded.facts())
     write_weights(tmp_path / "plain.safetensors", base.export(), base.facts())

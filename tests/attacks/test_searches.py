@@ -208,7 +208,7 @@ def test_operations_are_those_of_a_count_by_hand(net, part, stage):
 
 
 def test_scratch_is_a_line_of_reference_and_no_attack(net):
-    """It uses no weights; its cost is what the cheapest attack is divided by."""
+    """Scratch uses no weights; its cost is what the cheapest attack is divided by."""
     attacks = {
         "tune": FineTune("full", "adamw", [3e-3], steps=16, batch_size=24),
         "scratch": Scratch("adamw", [3e-3], steps=32, batch_size=24),

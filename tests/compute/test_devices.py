@@ -79,7 +79,7 @@ def test_float32_is_never_rounded_to_tf32(tmp_path, monkeypatch):
 
 
 def test_cublas_is_told_before_its_first_product():
-    """It reads the variable once in a process, whose first job need not be the one that asks for the same bits."""
+    """cuBLAS reads the variable once per process, whose first job need not be the one that asks for the same bits."""
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
 
 

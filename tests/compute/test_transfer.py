@@ -60,17 +60,17 @@ def test_measures_keep_features_where_they_fit(monkeypatch, free):
     """What a GPU has free is asked once: features that are kept are not thrown away because they take memory."""
     pair = make_pair()
     model = Linear(pair).double()
-    expected = Comparison(pair, model).sigma("harmful", "train", "after")
+    expected = Comparison(pair, model).sigma("harmful", "train", "immunized")
     with pretended_gpu():
         asked = []
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: asked.append(free) or (free, free))
         pair = pair.to("cuda", torch.float64)
         comparison = Comparison(pair, Linear(pair))
         for _ in range(2):
-            comparison.features("harmful", "train", "after")
+            comparison.features("harmful", "train", "immunized")
         assert len(asked) == 1
         assert (("features", "harmful", "train") in comparison._once) is bool(free)
-        found = comparison.sigma("harmful", "train", "after").cpu()
+        found = comparison.sigma("harmful", "train", "immunized").cpu()
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
 
 

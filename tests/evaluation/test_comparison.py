@@ -20,9 +20,9 @@ def test_features_go_with_the_comparison_without_the_garbage_collector():
     try:
         comparison = Comparison(TaskPair("pair", task, task), model)
         RelativeRatio()(comparison)
-        features = weakref.ref(comparison.features("harmful", "train", "after"))
+        features = weakref.ref(comparison.features("harmful", "train", "immunized"))
         assert torch.equal(features(), task.train.x)
-        assert features() is comparison.features("harmful", "train", "after")
+        assert features() is comparison.features("harmful", "train", "immunized")
         del comparison
         assert features() is None
     finally:

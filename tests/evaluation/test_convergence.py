@@ -150,7 +150,7 @@ def test_norm_ratio_curves_start_at_one_and_fall():
 
 def test_chunks_of_the_grid_change_nothing(monkeypatch):
     harmful, grid = classification(0, classes=3), LearningCurves().grid
-    probe = compare(TaskPair("pair", harmful, harmful), eye(5)).probe("harmful", "before")
+    probe = compare(TaskPair("pair", harmful, harmful), eye(5)).probe("harmful", "baseline")
     whole = held_out_curve(probe, harmful, harmful.test.x, grid)
     monkeypatch.setattr(evaluation.convergence, "CHUNK", 1)
     assert torch.equal(held_out_curve(probe, harmful, harmful.test.x, grid), whole)

@@ -20,14 +20,14 @@ def test_comparison_is_exact_and_batched(folders, monkeypatch, kept):
     comparison = Comparison(tasks, model)
     features = model.features(tasks.harmful.train.x)
     sigma = torch.linalg.svdvals(features)
-    found = comparison.sigma("harmful", "train", "after")
+    found = comparison.sigma("harmful", "train", "immunized")
     torch.testing.assert_close(found, sigma[: len(found)], rtol=1e-8, atol=1e-12)
-    probe = comparison.probe("harmful", "after")
+    probe = comparison.probe("harmful", "immunized")
     targets = tasks.harmful.targets(tasks.harmful.train.y)
     expected = torch.linalg.lstsq(features, targets, driver="gelsd").solution
     torch.testing.assert_close(features @ probe.optimum(), features @ expected, rtol=1e-6, atol=1e-6)
     rows = torch.tensor([5, 60, 2])
-    torch.testing.assert_close(comparison.sampled("harmful", "after", rows), features[rows])
+    torch.testing.assert_close(comparison.sampled("harmful", "immunized", rows), features[rows])
 
 
 def test_features_are_computed_once_for_all_measures(folders):

@@ -8,6 +8,7 @@ from immunization.config import compose
 from immunization.errors import ConfigError
 from immunization.evaluation import Measures
 from immunization.evaluation.objective import check_objective
+from immunization.experiment import resolve
 
 pytestmark = pytest.mark.trains
 
@@ -16,7 +17,7 @@ ATTACK = "attack=[closed_form_probe]"
 
 
 def check(*overrides: str) -> None:
-    check_objective(compose(overrides), overrides)
+    resolve(compose(overrides), overrides)
 
 
 @pytest.mark.parametrize(
@@ -26,10 +27,9 @@ def check(*overrides: str) -> None:
 )
 def test_whatever_a_run_measures_may_be_its_objective(options, tmp_path):
     result = run([*options, ALL, ATTACK], folder=tmp_path)
-    config = compose([ALL, ATTACK])
+    experiment = resolve(compose([ALL, ATTACK]))
     for name in result.metrics:
-        config.objective = name
-        check_objective(config, [f"objective={name}"])
+        check_objective(name, experiment.evaluation, experiment.attack)
 
 
 @pytest.mark.parametrize(

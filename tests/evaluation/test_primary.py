@@ -48,7 +48,7 @@ def test_a_net_whose_own_head_is_at_chance_is_flagged(folders):
     assert untrained.flags == ["head_at_chance"]
     assert "chance is 0.250: it was not trained on this task" in untrained.reasons["head_at_chance"]
     comparison = Comparison(tasks, model)
-    model.head.omega.data = comparison.probe("primary", "before").optimum().T
+    model.head.omega.data = comparison.probe("primary", "baseline").optimum().T
     assert OwnHead()(comparison).flags == []
 
 
@@ -67,7 +67,7 @@ def definition(monkeypatch, harmful=2.0, primary=1.0, after=0.9, before=0.9, cla
     monkeypatch.setattr(
         evaluation.primary,
         "retrained_head",
-        lambda _, state: dict.fromkeys(("accuracy", "r2"), (after, before)[state == "before"]),
+        lambda _, stage: dict.fromkeys(("accuracy", "r2"), (after, before)[stage == "baseline"]),
     )
     primary_task = classification(0, classes) if classes else regression(0)
     return Definition()(compare(TaskPair("pair", primary_task, regression(10)), eye(5))).metrics

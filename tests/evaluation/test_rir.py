@@ -121,9 +121,9 @@ def test_a_bias_is_part_of_the_features():
     model.extractor.theta.data, model.extractor.bias.data = theta, bias
     comparison = Comparison(pair, model)
     features = pair.primary.train.x @ theta + bias
-    torch.testing.assert_close(comparison.sigma("primary", "train", "after"), torch.linalg.svdvals(features))
+    torch.testing.assert_close(comparison.sigma("primary", "train", "immunized"), torch.linalg.svdvals(features))
     torch.testing.assert_close(
-        comparison.sigma("primary", "test", "after"), torch.linalg.svdvals(pair.primary.test.x @ theta + bias)
+        comparison.sigma("primary", "test", "immunized"), torch.linalg.svdvals(pair.primary.test.x @ theta + bias)
     )
     best = torch.linalg.lstsq(features, pair.primary.train.y[:, None]).solution
-    torch.testing.assert_close(comparison.probe("primary", "after").optimum(), best)
+    torch.testing.assert_close(comparison.probe("primary", "immunized").optimum(), best)

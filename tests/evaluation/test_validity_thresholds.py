@@ -48,7 +48,7 @@ def test_the_released_codes_ridge_sets_kappa_below_ten_times_itself(eigenvalue, 
 
 @pytest.mark.parametrize(("lost", "dropped"), [(1, False), (2, True)])
 def test_a_primary_accuracy_may_fall_by_one_point(lost, dropped):
-    """Of 100 rows, theta drops the only feature by which `lost` of them are told from class 0."""
+    """Theta drops the only feature by which `lost` of 100 rows are told from class 0."""
     y = torch.tensor([0] * 50 + [1] * (50 - lost) + [2] * lost)
     task = Task("known", *(Split(torch.nn.functional.one_hot(y, 3).double(), y) for _ in range(3)), classes=3)
     pair = TaskPair("known", task, task)

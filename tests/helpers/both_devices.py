@@ -1,4 +1,4 @@
-"""The same on the CPU and on a pretended GPU."""
+"""One computation on the CPU and on a pretended GPU."""
 
 from __future__ import annotations
 

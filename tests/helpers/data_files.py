@@ -34,7 +34,7 @@ def with_nan() -> np.ndarray:
 
 
 def npz(tmp: Path, **changes: np.ndarray | None) -> None:
-    """Those matrices as a file; None leaves one out."""
+    """`matrices` as a file; None leaves one out."""
     np.savez(tmp / "pair.npz", **{name: value for name, value in matrices(**changes).items() if value is not None})
 
 

@@ -37,5 +37,5 @@ def idx(array: np.ndarray) -> bytes:
 
 
 def write_idx(path: Path, array: np.ndarray) -> None:
-    """The same as a file, packed where its name ends with .gz."""
+    """`array` as an IDX file, packed where its name ends with .gz."""
     path.write_bytes(gzip.compress(idx(array)) if path.suffix == ".gz" else idx(array))

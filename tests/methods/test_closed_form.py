@@ -197,7 +197,7 @@ def test_bad_input():
     p, h = roots(0, 4)
     with pytest.raises(ConfigError, match=r"method\.ridge"):
         ClosedForm(ridge=-1e-3)
-    with pytest.raises(ConfigError, match=r"method\.spread"):
+    with pytest.raises(ConfigError, match=r"optimal_map\.spread"):
         optimal_map(p, h, spread="even")
     with pytest.raises(DegenerateSpectrum, match="primary features are all zero"):
         optimal_map(torch.zeros(3, 4), h)

@@ -96,7 +96,7 @@ def test_collapse_under_the_statistics_of_the_batch(net):
 
 
 def test_collapse_of_inner_blocks_by_hand(net):
-    """Of trained blocks before the last, pooled, relative to what theta_0 makes of D_P there."""
+    """Outputs of trained blocks before the last, pooled, relative to what theta_0 makes of D_P there."""
     model, tasks = opened(net, ["layer2", "layer3", "layer4"])
     terms, (_, harmful) = stepped(Forget(1, 16, path=0, inner=1.0, floor=0.01), model, tasks)
 
@@ -151,7 +151,7 @@ def test_the_path_is_that_of_the_batch_and_the_rows_that_this_pass_has_shown():
 
 
 def test_no_row_is_twice_in_the_bank_of_a_harmful_task_that_cycles():
-    """Of further harmful tasks a pass may begin within an epoch, and go on after it."""
+    """A pass over a further harmful task may begin within an epoch, and go on after it."""
     pair = make_pair((24, 40), classes=3)
     others = make_pair((16, 56), classes=3)
     pair = replace(pair, more={"harmful_short": others.primary, "harmful_long": others.harmful})

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from immunization.data.task import SPLITS, Split, Task, TaskPair
 from immunization.methods import LearningCurve, OptKappa
 from immunization.methods.learning_curve import PACE
-from immunization.methods.linear_map import centered_task, generalizing_step, probe_of_inputs
+from immunization.methods.linear_map import centered_task, generalizing_step, probe_of_inputs, rescale
 from immunization.models import Linear
 
 
@@ -19,6 +19,14 @@ def noisy(noise: float, seed: int = 0) -> Task:
         x = gaussian(n, 8, seed=seed + n) * torch.logspace(0, -1, 8).double() + 1.0
         parts.append(Split(x, x[:, 0] + noise * gaussian(n, seed=seed + n + 1)))
     return Task("noisy", *parts)
+
+
+@pytest.mark.parametrize(("factor", "power"), [(1.0, 1.0), (3.0, 4.0), (0.3, 0.25), (1e-6, 2.0**-20)])
+def test_theta_is_rescaled_by_the_nearest_power_of_two(factor, power):
+    theta = torch.eye(8, dtype=torch.float64) / factor
+    scaled = torch.nn.Parameter(theta.clone())
+    rescale(scaled, probe_of_inputs(noisy(0.1)))
+    assert torch.equal(scaled.data, theta * power)
 
 
 def test_the_centered_task_subtracts_the_mean_of_the_training_rows_everywhere():

@@ -9,12 +9,12 @@ from torch.nn import functional as F
 
 from immunization.config import compose
 from immunization.data.task import Task
+from immunization.experiment import Parts, assemble, resolve
 from immunization.methods.attacker import fitted_head
 from immunization.models import Model
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
 from immunization.training.optimization import optimizer_of
-from immunization.training.session import Parts, assemble
 
 pytestmark = [pytest.mark.trains, pytest.mark.slow]
 
@@ -28,10 +28,11 @@ def cache(tmp_path_factory) -> str:
 def immunized(options: list[str], cache: str) -> Parts:
     """What `python launch.py experiment=digits_deep ...` trains."""
     config = compose(["experiment=digits_deep", "tracker=none", "threads=1", f"model.cache={cache}", *options])
-    parts = assemble(config)
+    experiment = resolve(config)
+    parts = assemble(experiment)
     parts.method.setup(parts.model, parts.trained_on)
     batches = PairedBatches(parts.trained_on, parts.method.batch_size, torch.Generator().manual_seed(0))
-    train(parts.method, parts.model, batches, optimizer_of(config, parts.model.groups()))
+    train(parts.method, parts.model, batches, optimizer_of(experiment.optimizer, parts.model.groups()))
     return parts
 
 

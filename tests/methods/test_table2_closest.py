@@ -29,7 +29,7 @@ def test_every_method_has_its_set_up(method, chosen):
 
 @pytest.mark.parametrize("method", ["r_ill_only", "imma", "opt_kappa", "released_condition_number"])
 def test_a_pair_of_digits(method, tmp_path):
-    """Of noise: MNIST itself need not be there."""
+    """The images are noise: MNIST itself need not be there."""
     raw, draw = tmp_path / "MNIST" / "raw", np.random.default_rng(0)
     raw.mkdir(parents=True)
     for part, count in (("train", 1500), ("t10k", 50)):

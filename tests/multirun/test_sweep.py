@@ -14,8 +14,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from immunization import run
-from immunization.config import CONF, check, class_of, compose
+from immunization.config import CONF, class_of, compose
 from immunization.errors import ConfigError
+from immunization.experiment import resolve
 from immunization.multirun.callback import SweepSummary
 from immunization.runs.result import Result
 from immunization.runs.resume import completed, read_config, result_settings
@@ -175,22 +176,23 @@ def single(tmp_path_factory) -> tuple[Path, Result]:
 
 
 def test_a_completed_run_of_another_configuration_is_refused(single):
-    assert completed(compose([*QUICK, "resume=true"]), single[0])
+    assert completed(single[0], resolve(compose(QUICK)).settings)
     for change in ("seed=1", "dataset.harmful=2", "evaluation=[rir,primary]"):
         with pytest.raises(ConfigError, match="holds a completed run of another configuration"):
-            completed(compose([*QUICK, "resume=true", change]), single[0])
+            completed(single[0], resolve(compose([*QUICK, change])).settings)
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "result.json", "immunized.safetensors"])
 def test_an_empty_or_damaged_folder_is_not_completed(name, single, tmp_path, caplog):
     config = compose([*QUICK, "resume=true"])
-    assert completed(config, tmp_path / "nowhere") is None
+    settings = resolve(config).settings
+    assert completed(tmp_path / "nowhere", settings) is None
     folder = Path(shutil.copytree(single[0], tmp_path / "run"))
     content = (folder / name).read_bytes()
     for damaged in (content[: len(content) // 2], b""):
         (folder / name).write_bytes(damaged)
         caplog.clear()
-        assert completed(config, folder) is None
+        assert completed(folder, settings) is None
         assert name in caplog.text
     assert run(config, folder=folder).metrics == single[1].metrics
 
@@ -242,7 +244,7 @@ def test_every_agent_file_composes_and_runs_one_step(name, tmp_path):
 def test_every_table_is_a_multirun_by_itself(name):
     job = first_job(name, "experiment")
     assert any(argument.startswith("seed=") for argument in job)
-    check(compose(job))
+    resolve(compose(job))
 
 
 def test_a_pair_that_is_none_is_refused():

@@ -27,8 +27,8 @@ def folder(tmp_path):
         for kind in ("accuracy", "compute"):
             curves[f"attack/{name}/{kind}"] = {"x": [1.0, cost], "y": [0.5, final]}
     about = {"classes": {"primary": 0, "harmful": 1}, "rows": {"harmful": {"train": 220, "val": 72, "test": 72}}}
-    capped = {"attacks_capped": "these never come 90% of the way: slow (8192)"}
-    made = make_run(tmp_path / "run", measures=measures, curves=curves, about=about, reasons=capped)
+    about["attacks_capped"] = ["slow"]
+    made = make_run(tmp_path / "run", measures=measures, curves=curves, about=about)
     (made / "immunized.safetensors").write_bytes(b"weights")
     return made
 

@@ -12,11 +12,12 @@ from matplotlib.text import Text
 from immunization.errors import DataError
 from immunization.results.__main__ import main
 from immunization.results.collect import collect
+from immunization.results.columns import Place, placed
 from immunization.results.formatting import NONE
-from immunization.results.leaderboard import MARKS, cells, sections
+from immunization.results.leaderboard import MARKS, sections, tracks
 from immunization.results.leaderboard_figure import Point, resistance
-from immunization.results.leaderboard_rows import median, tracks
 from immunization.results.plot import INK, Look
+from immunization.results.settings import median
 
 ATTACKS = {"probe": {"steps": 100}, "tuned": {"steps": 64, "search": 20}}
 
@@ -50,11 +51,11 @@ def folder(tmp_path):
 
 
 def rows_of(folder):
-    return {row.setting.method: row for rows in tracks(collect([folder])) for row in rows}
+    return {row.method: row for rows in tracks(collect([folder])) for row in rows}
 
 
 def texts(row):
-    return {key: cell.text for key, cell in cells(row).items()}
+    return {column.heading: column.cell(row, column.measure).text for column in placed(Place.BOARD)}
 
 
 def test_a_row_says_what_is_paid(folder):
@@ -145,7 +146,7 @@ def test_rows_of_one_method_say_in_what_they_differ(tmp_path):
     for lambdas in ((1.0, 1.0), (1.0, 2.0)):
         board_run(tmp_path / str(lambdas), "condition_number", {"probe": 300.0}, lambdas=lambdas)
     ((one, other),) = tracks(collect([tmp_path]))
-    assert [row.setting.label for row in (one, other)] == ["condition_number lambda_H=1", "condition_number lambda_H=2"]
+    assert [row.label for row in (one, other)] == ["condition_number lambda_H=1", "condition_number lambda_H=2"]
 
 
 def test_weaker_attacks_stand_apart_with_the_reason(folder):
@@ -168,7 +169,7 @@ def test_of_equally_strong_attacks_those_of_most_rows_count(folder):
     few = ATTACKS | {"probe": {"steps": 100, "samples": 5}}
     board_run(folder / "a_few", "identity", {"probe": 100.0}, attacks=few)
     rows = [row for rows in tracks(collect([folder])) for row in rows]
-    apart = {row.setting.label: row.apart for row in rows if row.apart}
+    apart = {row.label: row.apart for row in rows if row.apart}
     assert list(apart.values()) == ["attack.probe.samples=5 where others have None"]
 
 
@@ -182,13 +183,13 @@ def test_failed_and_diverged_runs_are_shown(folder):
 
 def test_one_command_writes_everything_and_a_folder_more_is_a_row_more(folder, tmp_path, capsys):
     page = tmp_path / "page.md"
-    page.write_text(f"Before.\n\n{MARKS[0]}\nold\n{MARKS[1]}\n\nAfter.\n")
+    page.write_text(f"Before, between `{MARKS[0]}` and `{MARKS[1]}`.\n\n{MARKS[0]}\nold\n{MARKS[1]}\n\nAfter.\n")
     mine = board_run(tmp_path.parent / f"{tmp_path.name}_mine", "mine", {"probe": 300.0, "tuned": 250.0})
     out = tmp_path / "out"
     main(["leaderboard", str(folder), str(mine), "--output", str(out), "--markdown", str(page)])
     assert "mine" in capsys.readouterr().out
     text = page.read_text()
-    assert text.startswith("Before.")
+    assert text.startswith(f"Before, between `{MARKS[0]}` and `{MARKS[1]}`.\n")
     assert text.endswith("After.\n")
     assert "old" not in text
     assert "| mine | 1 | 1 |" in text

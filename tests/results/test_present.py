@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from helpers.made_runs import make_run
-from omegaconf import OmegaConf
 
 from immunization.results import run_figures
 from immunization.results.present import present
@@ -39,7 +38,7 @@ def result(tmp_path) -> Result:
 @pytest.mark.parametrize(("figures", "quiet", "drawn"), [(None, False, True), (None, True, False), (True, True, True)])
 def test_figures_are_drawn_and_handed_to_the_trackers(figures, quiet, drawn, result, capsys):
     tracker = Noting()
-    present(OmegaConf.create({"figures": figures}), result, [tracker], quiet)
+    present(result, [tracker], quiet, figures=figures)
     assert ("learning_curves.png" in tracker.figures) == drawn
     assert tracker.closed == [False]
     assert (len(capsys.readouterr().out.splitlines()) == 1) == quiet
@@ -48,20 +47,20 @@ def test_figures_are_drawn_and_handed_to_the_trackers(figures, quiet, drawn, res
 def test_the_table_comes_before_the_figures(result, monkeypatch, capsys):
     shown = []
     monkeypatch.setattr(run_figures, "draw", lambda *_: shown.append(capsys.readouterr().out) or [])
-    present(OmegaConf.create({"figures": True}), result, [], quiet=False)
+    present(result, [], quiet=False, figures=True)
     assert "RIR" in shown[0]
 
 
 def test_a_run_that_measured_nothing_says_so(result, capsys):
     result.metrics = {}
-    present(OmegaConf.create({"figures": False}), result, [], quiet=False)
+    present(result, [], quiet=False, figures=False)
     assert "nothing was measured: choose evaluation=[rir,...] or attack=[...]" in capsys.readouterr().out
 
 
 def test_failures_are_warnings_and_stop_nothing(result, monkeypatch, capsys, caplog):
     monkeypatch.setattr(run_figures, "draw", lambda *_: 1 / 0)
     broken, whole = Noting(fails=True), Noting()
-    present(OmegaConf.create({"figures": True}), result, [broken, whole], quiet=True)
+    present(result, [broken, whole], quiet=True, figures=True)
     assert "the figures cannot be drawn (ZeroDivisionError" in caplog.text
     assert "a tracker failed at the end (RuntimeError: no network)" in caplog.text
     assert broken.closed == whole.closed == [False]
@@ -70,11 +69,11 @@ def test_failures_are_warnings_and_stop_nothing(result, monkeypatch, capsys, cap
 
 
 def test_only_an_audit_gets_a_page(result):
-    present(OmegaConf.create({"figures": False}), result, [], quiet=True)
+    present(result, [], quiet=True, figures=False)
     assert not (result.folder / "report.html").exists()
     result.metrics["attack/sgd/final"] = 0.5
     result.write(result.folder)
-    present(OmegaConf.create({"figures": False}), result, [], quiet=True)
+    present(result, [], quiet=True, figures=False)
     assert "attacks on condition_number" in (result.folder / "report.html").read_text()
 
 

@@ -66,9 +66,15 @@ def test_interval_is_wilsons(good, rows):
     assert interval(good / rows, rows) == pytest.approx((expected.low, expected.high), abs=1e-7)
 
 
-def test_capped_reads_the_flag():
-    result = audited(linear_probe=0.5)
+def test_capped_attacks_are_those_that_the_run_names():
+    result = audited(**{"linear_probe": 0.5, "lora-sgd": 0.5, "lora": 0.9})
     assert capped(result) == set()
+    result.about["attacks_capped"] = ["linear_probe", "lora-sgd"]
+    assert capped(result) == {"linear_probe", "lora-sgd"}
+
+
+def test_runs_without_that_list_have_the_names_in_their_flag():
+    result = audited(**{"linear_probe": 0.5, "lora-sgd": 0.5, "lora": 0.9})
     result.reasons["attacks_capped"] = (
         "these never come 90% of the way, which count: linear_probe (8192), lora-sgd (30)"
     )

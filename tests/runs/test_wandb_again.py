@@ -55,8 +55,9 @@ def test_groups_and_unknown_keys_are_refused(offline, argument):
 def test_code_of_others_is_trusted_on_the_command_line_alone(tmp_path):
     config = {"method": {"_target_": "evil.Method"}, "dataset": {"name": "d"}, "trusted": ["evil"], "seed": 0}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    arguments = [f"wandb_run={tmp_path}"]
     with pytest.raises(ConfigError, match=r"trusted=.*command line"):
-        again([f"wandb_run={tmp_path}"])
+        run(*again(arguments), arguments)
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path):

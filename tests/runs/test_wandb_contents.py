@@ -125,9 +125,9 @@ def test_tables_go_out_as_numbers_and_a_spread_as_a_column_of_its_own():
     rows = [
         [
             Cell("imma"),
-            Cell("1.63 ± 0.081", 1.6321),
+            Cell("1.63 ± 0.081", 1.6321, spread=0.081),
             Cell("67 %", 2 / 3),
-            Cell("0.9 → 0.8", 0.8),
+            Cell("0.9 → 0.8", 0.8, words=True),
             Cell("1,200", 1200.4),
         ],
         [Cell("identity"), Cell("–"), Cell("–"), Cell("–"), Cell("3.11e12", 3.1112e12)],  # noqa: RUF001

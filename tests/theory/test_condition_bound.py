@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from immunization.theory.condition_bound import nearest_bounded, power_of_two
+from immunization.theory.optimal_map import nearest_bounded
 
 
 def test_nearest_matrix_has_the_bound_and_no_other_clipping_is_nearer():
@@ -20,8 +20,3 @@ def test_nearest_matrix_has_the_bound_and_no_other_clipping_is_nearer():
 def test_matrix_within_the_bound_stays():
     a = torch.eye(3, dtype=torch.float64) + 0.1
     assert nearest_bounded(a, 5.0) is a
-
-
-@pytest.mark.parametrize(("factor", "power"), [(1.0, 1.0), (3.0, 4.0), (0.3, 0.25), (1e-6, 2.0**-20)])
-def test_power_of_two(factor, power):
-    assert power_of_two(factor) == power

@@ -48,7 +48,7 @@ def test_its_gradient_is_that_of_finite_differences(rows, columns):
 
 @pytest.mark.parametrize(("rows", "columns"), [(9, 3), (5, 7)])
 def test_no_scale_of_the_features_matters(rows, columns):
-    """So the gradient has no part along them."""
+    """The gradient has no part along the features."""
     x, y = gaussian(rows, columns, seed=2), gaussian(rows, 2, seed=3)
     assert_close(leave_one_out(1e-6 * x, y, RIDGES), leave_one_out(x, y, RIDGES), rtol=1e-8, atol=1e-10)
     centered = (x - x.mean(0)).requires_grad_()

@@ -36,7 +36,7 @@ def test_cancelled_gradient_is_the_inverse_of_k_times_autograds(name, rows):
 @pytest.mark.parametrize("name", ["r_well", "r_ill"])
 @pytest.mark.parametrize("rows", [20, 4])
 def test_ridge_and_pseudo_inverse_of_a_regularizer(name, rows):
-    """The same through `preconditioned_product`: (K + r I)^-1 grad and K^+ grad, for regular and singular K."""
+    """Gradients through `preconditioned_product`: (K + r I)^-1 grad and K^+ grad, for regular and singular K."""
     x, theta = gaussian(rows, 6, seed=1), gaussian(6, 6, seed=2)
     exact, naive = each_regularizer(min(rows, 6))[name]
     k = x.T @ x
@@ -58,7 +58,7 @@ def test_the_side_of_the_outputs_whatever_the_number_of_rows(rows, ridge):
     (found,) = gradient(lambda t: (preconditioned_product(x, t, "ridge", ridge, "output") * weights).sum(), theta)
     expected = x.T @ weights @ torch.linalg.inv(x.T @ x + ridge * torch.eye(7, dtype=x.dtype))
     assert_close(found, expected, rtol=1e-7, atol=1e-9 * expected.abs().max().item())
-    with pytest.raises(DegenerateSpectrum, match=r"raise method\.ridge"):
+    with pytest.raises(DegenerateSpectrum, match=r"raise ridge"):
         gradient(lambda t: preconditioned_product(x[:2], t, "ridge", 1e-30, "output").sum(), theta)
 
 
@@ -103,5 +103,5 @@ def test_preconditioners_that_do_not_exist_are_refused(mode, side):
 def test_singular_k_without_ridge_is_named(rows):
     x = gaussian(rows, 2, seed=1) @ gaussian(2, 5, seed=2)
     theta = gaussian(5, 5, seed=3).requires_grad_()
-    with pytest.raises(DegenerateSpectrum, match=r"K is singular and method\.ridge=0 too small"):
+    with pytest.raises(DegenerateSpectrum, match=r"K is singular and ridge=0 too small"):
         preconditioned_product(x, theta, "ridge", ridge=0.0)

@@ -71,7 +71,7 @@ def step_in_theta(regularizer, sigma, eta):
 
 
 def assert_is_the_step(regularizer, sigma, eta, moved):
-    """Of every 5000th row: the step with this project's gradient is that of the formula."""
+    """The step with this project's gradient is that of the formula, for every 5000th row."""
     for before, step, after in zip(sigma[::5000], eta[::5000, 0], moved[::5000], strict=True):
         values = step_in_theta(regularizer, before, step)[1]
         assert_close(values, after.sort(descending=True).values, rtol=1e-6, atol=1e-12 * after.max().item())

@@ -60,7 +60,7 @@ def test_proposition_3_2_gives_a_diagonal_of_the_hessian(size, seed):
 @quick
 @given(size=st.integers(2, 6), seed=seeds)
 def test_proposition_3_2_holds_for_shared_singular_vectors(size, seed):
-    """It is right where the left singular vectors of theta are eigenvectors of K."""
+    """The proposition is right where the left singular vectors of theta are eigenvectors of K."""
     q = orthonormal(size, size, seed)
     k = q * torch.logspace(1, -1, size, dtype=torch.float64) @ q.T
     theta = q * torch.linspace(3, 1, size, dtype=torch.float64) @ orthonormal(size, size, seed + 1).T
@@ -101,7 +101,7 @@ def after_descent(function, s, eta):
 
 
 def assert_is_the_step(regularizer, sigma, eta, moved):
-    """Of every 5000th row: descent with this project's gradient takes diag(sigma) where the formula says."""
+    """Descent with this project's gradient takes diag(sigma) where the formula says, for every 5000th row."""
     for before, step, after in zip(sigma[::5000], eta[::5000, 0], moved[::5000], strict=True):
         values = torch.linalg.svdvals(after_descent(regularizer, torch.diag(before), step))
         assert_close(values, after.abs().sort(descending=True).values, rtol=1e-7, atol=1e-12 * before[0].item())
@@ -190,8 +190,8 @@ def test_steps_on_power_means_lower_kappa(sigma, seed, p, share):
 
 
 def test_theorem_4_1_1_is_false():
-    """It says that R_ill = 0 iff kappa is infinite. But diag(1, e) has R_ill -> 4 as e -> 0 and kappa -> infinity, and
-    R_ill(c diag(2, 1)) -> 0 at kappa = 2 as c grows: R_ill can be lowered by inflating the features alone."""
+    """The claim: R_ill = 0 iff kappa is infinite. But diag(1, e) has R_ill -> 4 as e -> 0 and kappa -> infinity, and
+    R_ill(c diag(2, 1)) -> 0 at kappa = 2 as c grows: to inflate the features is enough to lower R_ill."""
     for e in (1e-2, 1e-4, 1e-8):
         assert r_ill(torch.diag(tensor(1.0, e)), rank=2).item() == pytest.approx(4, rel=2 * e**2 + 1e-12)
     base = r_ill(torch.diag(tensor(2.0, 1.0))).item()

@@ -23,7 +23,7 @@ from immunization.results.collect import collect
 from immunization.results.settings import settings
 from immunization.runs.tracker import history
 from immunization.training import checkpoint
-from immunization.training.optimization import optimizer_of, scheduler_of
+from immunization.training.optimization import scheduler_of
 
 pytestmark = pytest.mark.trains
 
@@ -42,7 +42,7 @@ def scheduled(overrides: list[str], steps: int = 20) -> tuple[torch.optim.Optimi
     for change in changes:
         OmegaConf.update(config, change.key_or_group, change.value())
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=RATE)
-    return optimizer, scheduler_of(config, optimizer, steps)
+    return optimizer, scheduler_of(OmegaConf.to_container(config), optimizer, steps)
 
 
 def cosine(t: float, steps: float) -> float:
@@ -224,10 +224,9 @@ def torchs(name: str, **arguments: object) -> dict:
     ],
 )
 def test_what_is_no_scheduler_of_this_training(node, message):
-    config = OmegaConf.create({"scheduler": node, "optimizer": torchs("SGD", lr=0.1)})
-    optimizer = optimizer_of(config, [torch.zeros(1, requires_grad=True)])
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     with pytest.raises(ConfigError, match=re.escape(message)):
-        scheduler_of(config, optimizer, 20)
+        scheduler_of({"scheduler": node}, optimizer, 20)
 
 
 LR = "_target_: torch.optim.lr_scheduler"
@@ -251,7 +250,7 @@ CHAINED = (
 )
 def test_any_other_scheduler_of_torch_needs_only_a_yaml(node):
     """It steps to the end, and goes on from its state where that was cut."""
-    config = OmegaConf.create(f"scheduler: {{_partial_: true, {node}}}")
+    config = yaml.safe_load(f"scheduler: {{_partial_: true, {node}}}")
 
     def taken(cut: int | None = None) -> list[float]:
         rates, state = [], None

@@ -6,11 +6,11 @@ import torch
 from immunization import run
 from immunization.config import compose
 from immunization.errors import ConfigError
-from immunization.training.session import assemble
+from immunization.experiment import assemble, resolve
 
 
 def parts_of(*overrides: str):
-    return assemble(compose(["tracker=none", *overrides]))
+    return assemble(resolve(compose(["tracker=none", *overrides])))
 
 
 def test_the_method_has_so_many_rows_of_each_harmful_class():

@@ -1,0 +1,181 @@
+"""What a configuration asks for, as objects: checked and looked up once, then assembled. Nothing else reads it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+
+from immunization.checks import AtLeastOne, Positive, Seed, check_arguments, check_value
+from immunization.compute import distributed, machine, randomness
+from immunization.config import CONF, build, factory, target_of
+from immunization.data.images import ImagePair
+from immunization.data.task import TaskPair
+from immunization.errors import ConfigError
+from immunization.evaluation import Comparison, Measures
+from immunization.evaluation.objective import check_objective
+from immunization.methods import Method, Unmodified, combined
+from immunization.models import Model
+from immunization.runs.tracker import Tracker
+from immunization.terminal import importing
+from immunization.training.checkpoint import Checkpointer
+from immunization.training.debugging import Debug
+from immunization.training.optimization import scheduler_of
+
+GLOBAL = ("experiment", "hparams", "launcher", "sweeps")
+"""Groups whose files set keys of the whole configuration."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A configuration that was checked: its values, the objects it names, and factories of those that need others.
+
+    `model` is called with the keyword `pair`, `optimizer` with parameters or groups of them, `scheduler` with an
+    optimizer and the number of its steps. `settings` is the configuration itself, resolved, to be written down.
+    """
+
+    settings: dict[str, Any]
+    dataset: Callable[[], TaskPair | ImagePair]
+    model: Callable[..., Model]
+    method: Callable[[], Method]
+    optimizer: Callable[..., torch.optim.Optimizer]
+    scheduler: Callable[..., torch.optim.lr_scheduler.LRScheduler | None]
+    evaluation: dict[str, Callable[[Comparison], Measures]]
+    attack: dict[str, Any]
+    tracker: Callable[[], Tracker] | None
+    debug: Debug
+    checkpoint: dict[str, Any]
+    device: Literal["auto", "cpu", "cuda"]
+    dtype: Literal["float64", "float32"]
+    seed: Seed
+    harmful_samples: AtLeastOne | None
+    baselines: str | None
+    threads: AtLeastOne | None
+    log_every: AtLeastOne | None
+    immunize: bool
+    resume: bool
+    figures: bool | None
+    deterministic: bool
+    objective: object
+
+
+class Parts(NamedTuple):
+    """What a run is made of: the tasks as they are measured (`pair`) and trained on; `start` holds theta_0."""
+
+    method: Method
+    model: Model
+    pair: TaskPair
+    trained_on: TaskPair
+    start: dict[str, Tensor]
+    device: torch.device
+
+
+def resolve(config: DictConfig, overrides: Iterable[str] = ()) -> Experiment:
+    """The experiment that a composed configuration asks for. Raises ConfigError, which names the key, for a mistake.
+
+    An `objective=` among `overrides`, those of the command line, must be something that it measures.
+    """
+    _check_files(config)
+    for key in sorted(OmegaConf.missing_keys(config)):
+        raise ConfigError(f"{key}: Missing mandatory value: {key}")
+    settings: dict[str, Any] = OmegaConf.to_container(config, resolve=True)
+    values = {field.name: settings.get(field.name) for field in fields(Experiment)}
+    values |= {key: values[key] or {} for key in ("debug", "checkpoint", "evaluation", "attack")}
+    for group, options in (("", Experiment), ("debug", Debug), ("checkpoint", Checkpointer)):
+        check_arguments(options, values[group] if group else values, group)
+    _check_together(settings)
+    machine.device_of(settings["device"])
+    for group in ("evaluation", "attack"):
+        values[group] = {name: build(settings, f"{group}.{name}") for name in values[group]}
+    if any(override.startswith("objective=") for override in overrides):
+        check_objective(str(values["objective"]), values["evaluation"], values["attack"])
+    for group in ("tracker", "dataset", "model", "optimizer"):
+        if values[group] is not None:
+            values[group] = factory(settings, group)
+    values["method"] = factory(settings, "method") if values["immunize"] else Unmodified
+    values["scheduler"] = partial(scheduler_of, settings)
+    return Experiment(**values | {"settings": settings, "debug": Debug(**values["debug"])})
+
+
+def _check_files(config: DictConfig) -> None:
+    """Raise ConfigError where what a file says would silently be lost: local.yaml on a group, or a group's own file."""
+    path = CONF / "local.yaml"  # it stands before the groups, which win over what it says of them
+    own, known = (OmegaConf.load(file) if file.is_file() else {} for file in (path, CONF / "config.yaml"))
+    for key in own:
+        if key not in known:
+            raise ConfigError(f"{path}: {key} is none of its keys, which are {', '.join(map(str, known))}")
+    for group in GLOBAL:
+        if isinstance(ignored := config.get(group), DictConfig):
+            raise ConfigError(
+                f"{group}: a file of this group lacks the first line `# @package _global_`, without which what it sets "
+                f"({', '.join(map(str, ignored))}) has no effect; add that line"
+            )
+
+
+def _check_together(settings: Mapping[str, Any]) -> None:
+    """Rules that no single constructor can see."""
+    if (lr := settings["optimizer"].get("lr")) is not None:
+        check_value("optimizer.lr", lr, Positive)
+    for key in ("tags", "trusted"):
+        if not isinstance(value := settings.get(key) or [], list):
+            raise ConfigError(f"{key} must be a list, [a,b] on the command line, not {value!r}")
+    data, model = settings["dataset"], settings["model"]
+    kind = target_of(settings, "model")
+    gives = str(inspect.signature(target_of(settings, "dataset")).return_annotation)
+    if getattr(kind, "reads", "rows") != "rows" and "TaskPair" in gives:  # and not images
+        raise ConfigError(
+            f"model={model.get('name', 'digits_net')} needs images, for example dataset=image_folders or "
+            f"digits_deep; dataset={data.get('name')} has none"
+        )
+    precondition = settings["method"].get("precondition") if settings["immunize"] else None  # an audit's does nothing
+    if precondition not in (None, "none") and not getattr(kind, "preconditioned", False):
+        raise ConfigError("method.precondition needs model=linear: the matrix K of a deep net is not defined; use none")
+    if model.get("bias") and precondition == "cancelled":
+        raise ConfigError("method.precondition=cancelled needs model.bias=false; with a bias use ridge or pinv")
+    if model.get("amp") and settings["dtype"] == "float64":
+        raise ConfigError(
+            f"model.amp={model['amp']} needs dtype=float32: torch leaves what is computed in float64 as it is"
+        )
+
+
+def assemble(experiment: Experiment) -> Parts:
+    """Data, method and model of a run, from its seed; sets the threads."""
+    randomness.seed(experiment.seed)
+    machine.choose_threads(experiment.threads, None)
+    data = experiment.debug.few(experiment.dataset())
+    device = machine.device_of(experiment.device, data.dim)
+    data = data.to(device, torch.float64)
+    method = experiment.method()
+    with distributed.main_process_first():
+        model = experiment.model(pair=data.to(device, getattr(torch, experiment.dtype)))
+        model, pair = model.read_tasks(data, method.folds)
+    machine.choose_threads(experiment.threads, None if model.trains_layers else pair.dim)
+    if distributed.size() > 1 and (method.alone or not model.trains_layers):
+        raise ConfigError(
+            f"method={method.name} on {model.name} is not trained by several processes: nets whose layers are trained "
+            "are, by methods that simulate no attacker; start it without torchrun"
+        )
+    method = combined(method, pair)
+    shown = pair.harmful_tasks
+    if (samples := experiment.harmful_samples) is not None:
+        if model.loaders is not None:
+            raise ConfigError(
+                "harmful_samples needs activations that are kept: set dataset.augment=false, or raise "
+                "dataset.cache_limit"
+            )
+        few = {role: task.few(samples, experiment.seed) for role, task in shown.items()}
+        shown = {role: replace(task, train=task.train.take(few[role])) for role, task in shown.items()}
+    trained_on = pair.with_tasks(shown).to(device, model.dtype)
+    if method.epochs:  # a process's first optimizer imports torch's compiler, seconds that are not the method's
+        with importing("importing torch's optimizers"):
+            torch.optim.SGD([torch.zeros(1)])
+    kept = experiment.attack or not model.trains_layers  # of rows it is small, and a baseline of its own
+    start = copy.deepcopy(model.extractor.state_dict()) if kept else {}
+    return Parts(method, model, pair, trained_on, start, device)
