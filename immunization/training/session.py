@@ -12,7 +12,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from immunization.compute import distributed, machine, randomness
-from immunization.data.task import TaskPair
 from immunization.errors import DataError
 from immunization.runs.filenames import CHECKPOINT
 from immunization.runs.folder import RunFolder
@@ -77,7 +76,8 @@ class TrainingSession:
                 steps, method.epochs = self.debug.steps, math.ceil(self.debug.steps / self.batches.steps_per_epoch)
             self.steps = steps
             self.optimizer = optimizer_of(self.experiment.optimizer, model.groups())
-            self.scheduler = self.experiment.scheduler(self.optimizer, steps)
+            make = self.experiment.scheduler
+            self.scheduler = make and make(self.optimizer, steps)
             distributed.attach(model.extractor, self.optimizer)
             if self.state:
                 self.load_state_dict(self.state)
@@ -88,7 +88,8 @@ class TrainingSession:
 
     def _train(self, steps: int) -> None:
         period, method = self.monitor.period, self.method
-        every = self.experiment.log_every or log_interval(self.pair, steps)
+        large = self.pair.primary.width is None and self.pair.dim > machine.SMALL  # a log line costs more than a step
+        every = self.experiment.log_every or max(1, steps // (LOG_LINES // 2 if large else LOG_LINES))
 
         def logged(step: int) -> bool:
             return step % every == 0 or step == steps or (step % period == 0 and period > 1)
@@ -137,9 +138,3 @@ class TrainingSession:
                 f"{self.monitor.result.folder / CHECKPOINT} does not fit this run ({error}): the data, the weights or "
                 "the program have changed; another hydra.run.dir=... starts afresh"
             ) from error
-
-
-def log_interval(pair: TaskPair, steps: int) -> int:
-    """Steps between two log lines of a training of `steps` steps, where none are asked for."""
-    cheap = pair.primary.width is not None or pair.dim <= machine.SMALL  # else a log line costs more than a step
-    return max(1, steps // (LOG_LINES if cheap else LOG_LINES // 2))
