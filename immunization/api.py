@@ -90,7 +90,8 @@ def immunize(
     if augmented and not solver.folds:
         batches = LoaderBatches(loaders, lambda _, x, y: (base.trunk(x), y.to(base.head.weight.device)), pair.dim)
     optimizer = optimizer_of(experiment.optimizer, trained.groups())
-    schedule = experiment.scheduler(optimizer, solver.epochs * batches.steps_per_epoch)
+    make = experiment.scheduler
+    schedule = make and make(optimizer, solver.epochs * batches.steps_per_epoch)
     train(solver, trained, batches, optimizer, scheduler=schedule)
     solver.finish(trained)
     tensors, facts = exported(trained, pair.primary)

@@ -40,29 +40,29 @@ def main(cfg: DictConfig) -> float:
     imported()
 
     job = HydraConfig.get()
-    sweep = job.mode == RunMode.MULTIRUN
+    folder, sweep = Path(job.runtime.output_dir), job.mode == RunMode.MULTIRUN
     overrides = OmegaConf.to_container(job.overrides.task)  # as they were typed, ${...} included
+
+    def failed(said: object) -> float:
+        if not sweep:
+            sys.exit(f"error: {said}")
+        print(f"{folder.name}: error: {said}", file=sys.stderr, flush=True)
+        return math.nan
+
     try:
-        result = run(cfg, job.runtime.output_dir, overrides, quiet=sweep)
+        result = run(cfg, folder, overrides, quiet=sweep)
     except Exception as error:
         if sweep:  # recorded in result.json; the other jobs go on, and the summary at the end counts it
-            said = record_failure(cfg, Path(job.runtime.output_dir), error)
-            print(f"{os.path.basename(job.runtime.output_dir)}: error: {said}", file=sys.stderr, flush=True)
-            return math.nan
+            return failed(record_failure(cfg, folder, error))
         if _VERBOSE or not isinstance(error, UserError):
             raise
-        sys.exit(f"error: {error}")
+        return failed(error)
     value = result.metrics.get(cfg.objective)
-    if value is not None:
-        return value
-    if any(override.startswith("objective=") for override in overrides):
+    if value is None and any(override.startswith("objective=") for override in overrides):
         close = ", ".join(get_close_matches(str(cfg.objective), result.metrics, 5, 0.0)) or "none"
         why = result.reasons.get(cfg.objective, f"this run has no measure of that name; the closest are: {close}")
-        said = f"error: objective={cfg.objective}: {why} (the run itself is complete)"
-        if not sweep:
-            sys.exit(said)
-        print(f"{os.path.basename(job.runtime.output_dir)}: {said}", file=sys.stderr, flush=True)
-    return math.nan
+        return failed(f"objective={cfg.objective}: {why} (the run itself is complete)")
+    return math.nan if value is None else value
 
 
 def cli() -> None:

@@ -47,8 +47,8 @@ def job_folder(multirun: str, number: int, name: str, resume: bool) -> str:
 
 
 def snake_case(name: str) -> str:
-    """The name of a class as its YAML is called: ConditionNumber -> condition_number."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+    """The name of a class, or the last of a `_target_`, as its YAML is called: ConditionNumber -> condition_number."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name.rpartition(".")[2]).lower()
 
 
 def class_of(pair: str, place: int) -> int:

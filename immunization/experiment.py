@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -20,7 +22,6 @@ from immunization.data.images import ImagePair
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
 from immunization.evaluation import Comparison, Measures
-from immunization.evaluation.objective import check_objective
 from immunization.methods import Method, Unmodified, combined
 from immunization.models import Model
 from immunization.runs.tracker import Tracker
@@ -46,7 +47,7 @@ class Experiment:
     model: Callable[..., Model]
     method: Callable[[], Method]
     optimizer: Callable[..., torch.optim.Optimizer]
-    scheduler: Callable[..., torch.optim.lr_scheduler.LRScheduler | None]
+    scheduler: Callable[..., torch.optim.lr_scheduler.LRScheduler | None] | None
     evaluation: dict[str, Callable[[Comparison], Measures]]
     attack: dict[str, Any]
     tracker: Callable[[], Tracker] | None
@@ -91,7 +92,7 @@ def resolve(config: DictConfig, overrides: Iterable[str] = ()) -> Experiment:
     for group, options in (("", Experiment), ("debug", Debug), ("checkpoint", Checkpointer)):
         check_arguments(options, values[group] if group else values, group)
     _check_together(settings)
-    machine.device_of(settings["device"])
+    machine.device_of(settings["device"])  # a GPU that is not there is said so before the data are read
     for group in ("evaluation", "attack"):
         values[group] = {name: build(settings, f"{group}.{name}") for name in values[group]}
     if any(override.startswith("objective=") for override in overrides):
@@ -100,7 +101,8 @@ def resolve(config: DictConfig, overrides: Iterable[str] = ()) -> Experiment:
         if values[group] is not None:
             values[group] = factory(settings, group)
     values["method"] = factory(settings, "method") if values["immunize"] else Unmodified
-    values["scheduler"] = partial(scheduler_of, settings)
+    if values["scheduler"] is not None:  # its lengths are shares of the training, whose steps are not known yet
+        values["scheduler"] = partial(scheduler_of, settings)
     return Experiment(**values | {"settings": settings, "debug": Debug(**values["debug"])})
 
 
@@ -142,6 +144,23 @@ def _check_together(settings: Mapping[str, Any]) -> None:
     if model.get("amp") and settings["dtype"] == "float64":
         raise ConfigError(
             f"model.amp={model['amp']} needs dtype=float32: torch leaves what is computed in float64 as it is"
+        )
+
+
+def check_objective(objective: str, evaluations: Mapping[str, object], attacks: Collection[str]) -> None:
+    """Raise ConfigError for an `objective` that none of these evaluations and attacks measures.
+
+    An evaluation says in `names` what it measures, as patterns; one without them, a user's own, may measure anything.
+    """
+    if objective.startswith("undetermined/"):
+        return
+    names = [name for evaluation in evaluations.values() for name in getattr(evaluation, "names", ("*",))]
+    if attacks:
+        names += [f"attack{of}/{name}/*" for name in (*attacks, "worst") for of in ("", "_unseen*", "_harmful*")]
+    if not any(fnmatchcase(objective, name) for name in names):
+        close = ", ".join(get_close_matches(objective, dict.fromkeys(names), 5, 0.0)) or "none"
+        raise ConfigError(
+            f"objective={objective}: no chosen evaluation or attack measures that; the closest are: {close}"
         )
 
 

@@ -23,11 +23,10 @@ from immunization.results.present import present
 from immunization.runs import files, strict_json
 from immunization.runs.filenames import ATTACKS, REFUSED, settings_file
 from immunization.runs.folder import RunFolder, in_words, log
-from immunization.runs.heartbeat import heartbeat
 from immunization.runs.origin import audited
 from immunization.runs.result import Result
 from immunization.runs.resume import completed
-from immunization.terminal import doing, importing, waiting
+from immunization.terminal import doing, heartbeat, importing, waiting
 from immunization.training import checkpoint
 from immunization.training.session import TrainingSession
 from immunization.training.signals import Stop
@@ -178,8 +177,7 @@ def evaluate(evaluations: Mapping[str, Callable[[Comparison], Measures]], compar
 
 def _identity(config: DictConfig) -> tuple[int, str, str, str]:
     """Seed, data set, model and method of a run, with which its `Result` begins."""
-    method, model = (snake_case(config[key]._target_.rpartition(".")[2]) for key in ("method", "model"))
-    return config.seed, config.dataset.name, model, method
+    return config.seed, config.dataset.name, snake_case(config.model._target_), snake_case(config.method._target_)
 
 
 def record_failure(config: DictConfig, folder: Path, error: Exception) -> str:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import gc
 import io
+import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import TypeVar
 
 Batch = TypeVar("Batch", bound=Sequence[Sized])
+
+SECONDS = 60.0
+"""Between two lines of `heartbeat`."""
 
 _doing: list[Callable[[], str]] = []
 
@@ -56,6 +62,27 @@ def counted(batches: Iterable[Batch], what: str) -> Iterator[Batch]:
         for batch in bar:
             yield batch
             done += len(batch[0])
+
+
+@contextmanager
+def heartbeat(aloud: bool) -> Iterator[None]:
+    """Inside, log `where` the run is every minute; `aloud` also on stderr."""
+    log, ended, began = logging.getLogger("immunization"), threading.Event(), time.monotonic()
+
+    def beat() -> None:
+        while not ended.wait(SECONDS):
+            line = f"{where()}, {(time.monotonic() - began) / 60:.0f} min since the start"
+            log.info("%s", line)
+            if aloud:
+                print(line, file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @contextmanager

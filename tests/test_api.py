@@ -156,10 +156,7 @@ def warned(*arguments, **options) -> list[str]:
 def test_immunize_warns_where_harm_became_easier(net, tmp_path):
     """Without a weight on the harmful task, what makes the primary one fast makes it fast, too."""
     options = {"epochs": 50, "optimizer__lr": 1e-2}
-    reasons = warned(net, loader(4, 0), loader(3, 1), lambda_H=0.0, **options)
-    assert any("on the training rows, a fresh probe learns the harmful task in 0." in reason for reason in reasons)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with pytest.warns(match="on the training rows, a fresh probe learns the harmful task in 0."):
         easier = immunization.immunize(net, loader(4, 0), loader(3, 1), lambda_H=0.0, **options)
     card = (immunization.save(easier, tmp_path) / "model_card.md").read_text()
     assert card.index("**Do not use this model: on the training rows, a fresh probe") < card.index("## Made from")

@@ -246,7 +246,7 @@ def attack_steps(setting: Setting, measure: str, form: str = "") -> Cell:
     return cell
 
 
-def test_interval(setting: Setting, measure: str) -> Cell:
+def rows_interval(setting: Setting, measure: str) -> Cell:
     """What the test rows of a single run leave open."""
     final, rows = setting.median(measure), rows_tested(setting.results[0]) if len(setting.runs) == 1 else None
     if final is None or not rows:
@@ -375,7 +375,7 @@ COLUMNS = [
     Column("{attack}", "attack", _AUDIT, lambda _, attack: Cell(attack)),
     Column("{attack}", "learned", _AUDIT, learned),
     Column("attack/{attack}/final", "immunized", _AUDIT, middle),
-    Column("attack/{attack}/final", "95 % interval", Place.ATTACKS, test_interval),
+    Column("attack/{attack}/final", "95 % interval", Place.ATTACKS, rows_interval),
     Column("attack/{attack}/final_baseline", "baseline", _AUDIT, middle),
     Column("attack/{attack}/steps_ratio", "steps ratio", _AUDIT, attack_steps),
     Column("attack/{attack}/cost", "operations, immunized", _AUDIT, middle),
@@ -403,9 +403,9 @@ def filled_in(
             yield replace(column, measure=column.measure.format(**known), heading=column.heading.format(**known))
 
 
-def own_measures(results: Iterable[Result]) -> list[str]:
-    """Metrics of evaluations that are not of this package and that no column has, to be shown as they are called."""
-    known = {column.measure for column in COLUMNS}
+def own_measures(results: Iterable[Result], where: Place) -> list[str]:
+    """Metrics of evaluations that are not of this package, to be shown as they are called: no column there has them."""
+    known = {column.measure for column in placed(where)}
     return list(dict.fromkeys(name for result in results for name in result.own_measures if name not in known))
 
 

@@ -108,7 +108,7 @@ class Sheet:
 
         asked = [self.objective] if self.objective in {*result.metrics} - {*ratios} else []
         listed = {c.measure: c.heading for c in placed(Place.SHEET) if c.measure in result.metrics}
-        own = [name for name in own_measures([result]) if name not in asked]
+        own = [name for name in own_measures([result], Place.SHEET) if name not in asked]
         for head, lines in {
             "objective": dict(zip(asked, asked, strict=True)),
             "further measures": listed,

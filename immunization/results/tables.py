@@ -160,13 +160,13 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
         "by_other": ", rank-aware κ" if authors else AUTHORS,
     }
     ratios = {words["kappa"] + metric + words["start"] for metric in RATIOS}
-    further = [metric for metric in dict.fromkeys([objective, *own_measures(results)]) if metric not in ratios]
+    own = own_measures(results, Place.TERMINAL)
+    further = [metric for metric in dict.fromkeys([objective, *own]) if metric not in ratios]
+    roles = roles_in((metric for result in results for metric in result.metrics), "steps_ratio")
     lists = {
         "objective": [metric for metric in further if metric == objective],
         "own": [metric for metric in further if metric != objective],
-        "role": [
-            role for role in roles_in((m for r in results for m in r.metrics), "steps_ratio") if role != "harmful"
-        ],
+        "role": [role for role in roles if role != "harmful"],  # which has an entry of its own
     }
     winner = best(group, objective) if len(group) > 1 else None
     columns = filled_in(placed(Place.COMPARISON | (Place.PAIRS if len(pairs) > 1 else Place(0))), words, lists)

@@ -45,11 +45,10 @@ class RunFolder:
     in which another process is at work.
     """
 
-    recorder: Recorder | None
-    trackers: list[Tracker]
-
     def __init__(self, result: Result) -> None:
-        self.result, self.recorder, self.trackers = result, None, []
+        self.result = result
+        self.recorder: Recorder | None = None
+        self.trackers: list[Tracker] = []
 
     @property
     def path(self) -> Path:

@@ -31,7 +31,7 @@ def with_method_name(config: Mapping[str, Any]) -> dict[str, Any]:
     method = config.get("method")
     if not isinstance(method, Mapping):
         return dict(config)
-    return {**config, "method": {**method, "name": snake_case(str(method["_target_"]).rpartition(".")[2])}}
+    return {**config, "method": {**method, "name": snake_case(str(method["_target_"]))}}
 
 
 def title(config: Mapping[str, Any], name: str, sweep: bool) -> str:

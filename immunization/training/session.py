@@ -76,7 +76,8 @@ class TrainingSession:
                 steps, method.epochs = self.debug.steps, math.ceil(self.debug.steps / self.batches.steps_per_epoch)
             self.steps = steps
             self.optimizer = optimizer_of(self.experiment.optimizer, model.groups())
-            self.scheduler = self.experiment.scheduler(self.optimizer, steps)
+            make = self.experiment.scheduler
+            self.scheduler = make and make(self.optimizer, steps)
             distributed.attach(model.extractor, self.optimizer)
             if self.state:
                 self.load_state_dict(self.state)
@@ -86,7 +87,9 @@ class TrainingSession:
         method.finish(model)
 
     def _train(self, steps: int) -> None:
-        every, period, method = self.log_interval(steps), self.monitor.period, self.method
+        period, method = self.monitor.period, self.method
+        large = not self.model.trains_layers and self.pair.dim > machine.SMALL  # a log line costs more than a step
+        every = self.experiment.log_every or max(1, steps // (LOG_LINES // 2 if large else LOG_LINES))
 
         def logged(step: int) -> bool:
             return step % every == 0 or step == steps or (step % period == 0 and period > 1)
@@ -106,11 +109,6 @@ class TrainingSession:
             with room, self.keeper.stop.after_steps(), self.debug.watching(self.monitor.result.folder):
                 parts = method, self.model, self.batches, self.optimizer
                 train(*parts, on_step, self.progress, self.scheduler, self.debug.steps, logged)
-
-    def log_interval(self, steps: int) -> int:
-        """Steps between two log lines of a training of `steps` steps."""
-        cheap = self.model.trains_layers or self.pair.dim <= machine.SMALL  # else a log line costs more than a step
-        return self.experiment.log_every or max(1, steps // (LOG_LINES if cheap else LOG_LINES // 2))
 
     def _stateful(self) -> dict[str, Any]:
         parts = {"method": self.method, "optimizer": self.optimizer, "batches": self.batches, "monitor": self.monitor}

@@ -7,8 +7,7 @@ from immunization import run
 from immunization.config import compose
 from immunization.errors import ConfigError
 from immunization.evaluation import Measures
-from immunization.evaluation.objective import check_objective
-from immunization.experiment import resolve
+from immunization.experiment import check_objective, resolve
 
 pytestmark = pytest.mark.trains
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from helpers.repository import ROOT
 
-from immunization import run
+from immunization import run, terminal
 from immunization.errors import ConfigError
-from immunization.runs import heartbeat
 from immunization.runs.filenames import CHECKPOINT
 from immunization.runs.result import Result
 
@@ -108,7 +107,7 @@ def test_sigterm_amid_an_import_of_a_run_waits_for_its_end(tmp_path, monkeypatch
 
 
 def test_a_run_without_a_terminal_says_where_it_is(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(heartbeat, "SECONDS", 0.01)
+    monkeypatch.setattr(terminal, "SECONDS", 0.01)
     run([*LONG[:3], "method.epochs=300", "figures=false"], folder=tmp_path)
     assert "condition_number: step" in (said := capsys.readouterr().err)
     assert "of 300, 0 min since the start" in said

@@ -32,9 +32,14 @@ def test_every_table_has_all_of_its_runs():
 
 @pytest.mark.parametrize("quick", [False, True], ids=["whole", "quick"])
 def test_every_multirun_composes_and_builds_its_methods(quick):
+    seen = set()
     for run in (run for section in sections(quick) for run in section.multiruns):
         jobs = {next((word for word in job if word.startswith("method=")), None): job for job in run.jobs}
+        first = next(iter(jobs))
         for method, job in jobs.items():
+            if method in seen and method != first:
+                continue
+            seen.add(method)
             config = compose(job)
             assert OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
             assert method in (None, f"method={build(config, 'method').name}")

@@ -371,6 +371,7 @@ def test_mistakes_in_the_scheduler_of_immunize(net):
     options = {"method": "condition_number", "trainable": "layer4", "augmented": True, "scheduler": "cosine"}
     with pytest.raises(DataError, match="cannot say how many batches it gives"):
         immunization.immunize(net, loader(4, 0), Endless(), **options)
+    immunization.immunize(net, loader(4, 0), Endless(), **options | {"scheduler": "none", "epochs": 1})
 
 
 class Endless:
