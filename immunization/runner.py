@@ -149,7 +149,7 @@ def measure(experiment: Experiment, parts: Parts, run: RunFolder, flags: dict[st
             for role in pair.attacked:
                 victim = Victim(model, comparison, start, role)
                 kept = KeptCurves(run.path / ATTACKS, experiment.settings["attack"], victim, experiment.baselines)
-                measures.merge(run_attacks(experiment.attack, victim, kept))
+                measures.merge(run_attacks(experiment.attack, victim, kept, experiment.suite))
     run.result.about = run.result.about | measures.about
     for role in pair.attacked:
         found = measures.about.get("attackers" if role == "harmful" else f"attackers_{role}", {})
