@@ -1,7 +1,5 @@
 """Whether what a run is asked to maximize is measured by it at all, found out before the run."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """Where a run is, every minute, for those who see no progress bar: in files of a cluster, and in run.log."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading
