@@ -1,7 +1,5 @@
 """Immunization and audits of models in Python."""
 
-from __future__ import annotations
-
 import copy
 import json
 import warnings

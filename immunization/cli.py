@@ -3,8 +3,6 @@
 Light on purpose (no torch): help, completion and mistakes in the arguments are answered at once.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -1,7 +1,5 @@
 """What a configuration asks for, as objects: checked and looked up once, then assembled. Nothing else reads it."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping

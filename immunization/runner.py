@@ -1,7 +1,5 @@
 """One run: data -> model and frozen baseline -> method -> evaluation -> attacks -> result, figures and table."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress

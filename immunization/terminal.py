@@ -1,7 +1,5 @@
 """Standard output and error, what is being done, and the wait before a run has anything to show: shorter, too."""
 
-from __future__ import annotations
-
 import gc
 import io
 import logging

@@ -1,7 +1,5 @@
 """What the YAML groups offer, for `--help` and for messages: options of each group, and values with their comments."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

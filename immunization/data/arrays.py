@@ -1,7 +1,5 @@
 """The user's own matrices: inputs and targets of both tasks from an npz or safetensors file, or from CSV files."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """CIFAR-10 for a small net: some classes are D_P, to which the net is fitted, others D_H, and one is a benign task."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """scikit-learn's digits for a small net: some are D_P, to which the net is fitted, others D_H, benign or unseen."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Images as a model reads them: timm's loaders over a split, in which an image that cannot be read is named."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any

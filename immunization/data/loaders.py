@@ -1,7 +1,5 @@
 """Tasks from loaders of the user's own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 

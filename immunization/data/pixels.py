@@ -1,7 +1,5 @@
 """Pairs of binary tasks on images of ten classes: scikit-learn's digits, MNIST and FashionMNIST."""
 
-from __future__ import annotations
-
 import gzip
 import zlib
 from collections.abc import Sequence

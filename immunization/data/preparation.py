@@ -1,7 +1,5 @@
 """What data sets share: options, random splits, standardization, and the common range of two tasks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal

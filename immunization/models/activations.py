@@ -4,8 +4,6 @@ An entry is a folder named by a hash of everything its content depends on; it ho
 `labels.bin` (int64) and `entry.json` (shape, dtype, checksums, images left out). It is renamed into place when whole.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

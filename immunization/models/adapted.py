@@ -1,7 +1,5 @@
 """Nets of any library as nets of timm: features and classifier of whatever ends in a linear layer."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 

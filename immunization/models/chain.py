@@ -1,7 +1,5 @@
 """A timm net taken apart: its classifier, and the units that it applies one after another."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

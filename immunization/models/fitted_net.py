@@ -1,7 +1,5 @@
 """Small nets fitted to the primary images themselves: the deep pipeline without pretrained weights."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Sequence

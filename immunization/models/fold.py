@@ -1,7 +1,5 @@
 """Linear maps: by themselves, and folded into a timm net, behind its features, with the inverse in the classifier."""
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence

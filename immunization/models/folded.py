@@ -1,7 +1,5 @@
 """A linear map behind the features of a frozen net and its inverse in the head, in training."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any

@@ -1,7 +1,5 @@
 """What a net reads of images: preprocessing, activations, and classes in the order of its head."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping

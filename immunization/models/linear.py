@@ -1,7 +1,5 @@
 """The linear extractor of the paper's theory: X~ = X theta."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

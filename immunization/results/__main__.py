@@ -3,8 +3,6 @@
 `python -m immunization.results leaderboard PATH...`: a row a method instead, what it costs and what attackers pay.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """The section on attacks of a report: the verdict, who was audited, what each attack reached, and the flags."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections import Counter

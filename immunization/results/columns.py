@@ -4,8 +4,6 @@ A measure that should stand somewhere is one entry of COLUMNS, from which all ta
 the model card are made.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import statistics

@@ -1,7 +1,5 @@
 """RESULTS.md and the pages of docs/results/: one table first, then the details beside the paper's figures, short."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

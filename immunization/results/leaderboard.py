@@ -1,7 +1,5 @@
 """The leaderboard as tables, a figure, files and the part of a page: what rows cost, and what attackers pay."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

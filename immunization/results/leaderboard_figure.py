@@ -1,7 +1,5 @@
 """Harm resisted against price, a point a method, with labels beside the axes that cannot overlap."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Completed jobs are left as they are, so that it can be stopped and started again at any time.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """The model card beside an immunized net: what it is made of, what was measured, and what it does not promise."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

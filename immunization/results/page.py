@@ -1,7 +1,5 @@
 """report.html: tables, figures and everything left out, in one file that needs no network."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What RESULTS.md is made of, as parts.yaml lists it: sections, their multiruns, and their jobs."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What follows a completed run: the table on the screen, then figures, an audit's page, the end of its trackers."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """One run on the terminal, within its width, and in one line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderResult

@@ -3,8 +3,6 @@
 scipy is loaded where it is needed: scipy.stats takes as long as all else at the end of a multirun of one seed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What can be compared: runs that differ in nothing but the seed and the pair of classes, in groups of one data set."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """environment.json: what a run was made with, so that its numbers can be traced and repeated."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

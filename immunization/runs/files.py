@@ -1,7 +1,5 @@
 """Atomic writing of files, tensors with a checksum, and locks."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import io

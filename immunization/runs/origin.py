@@ -1,7 +1,5 @@
 """Where an audited checkpoint comes from: its run folder says on which data, and with which model, it was made."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Mapping
 from pathlib import Path

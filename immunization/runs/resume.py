@@ -1,7 +1,5 @@
 """Which keys of a configuration decide the numbers of a run, and whether a folder holds the completed run already."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """JSON that every parser reads (no NaN or Infinity), written so that a killed process leaves no half file."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 A tracker is one class with the four methods of `Tracker` and one YAML file in conf/tracker.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`wandb_run=...`: the configuration of a tracked run, from W&B's server or from an offline run's folder, run again."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ A checkpoint is one file of `torch.save` in the run folder, a ZIP archive whose 
 in one step, and removed once the result is written.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time

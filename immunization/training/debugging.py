@@ -1,7 +1,5 @@
 """What `debug=one_step`, `overfit` and `profiler` change in a training: its length, its rows, and who watches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

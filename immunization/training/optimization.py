@@ -1,7 +1,5 @@
 """The optimizer of a run, and the scheduler of its learning rate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import pairwise
