@@ -151,7 +151,9 @@ class TrainingSession:
         method.finish(model)
 
     def _train(self, steps: int) -> None:
-        every, period, method = self.log_interval(steps), self.monitor.period, self.method
+        period, method = self.monitor.period, self.method
+        cheap = self.model.trains_layers or self.pair.dim <= machine.SMALL  # else a log line costs more than a step
+        every = self.config.log_every or max(1, steps // (LOG_LINES if cheap else LOG_LINES // 2))
 
         def logged(step: int) -> bool:
             return step % every == 0 or step == steps or (step % period == 0 and period > 1)
@@ -171,11 +173,6 @@ class TrainingSession:
             with room, self.keeper.stop.after_steps(), self.debug.watching(self.monitor.result.folder):
                 parts = method, self.model, self.batches, self.optimizer
                 train(*parts, on_step, self.progress, self.scheduler, self.debug.steps, logged)
-
-    def log_interval(self, steps: int) -> int:
-        """Steps between two log lines of a training of `steps` steps."""
-        cheap = self.model.trains_layers or self.pair.dim <= machine.SMALL  # else a log line costs more than a step
-        return self.config.log_every or max(1, steps // (LOG_LINES if cheap else LOG_LINES // 2))
 
     def _stateful(self) -> dict[str, Any]:
         parts = {"method": self.method, "optimizer": self.optimizer, "batches": self.batches, "monitor": self.monitor}
