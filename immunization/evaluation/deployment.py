@@ -102,7 +102,7 @@ class Deployment:
                 measures.miss("the net as it was before training is not kept", name)
                 continue
             try:
-                logits = logits_in(net, form, batches).to(labels.device, task.test.x.dtype)
+                logits = logits_in(net, form, batches).to(labels.device, comparison.model.dtype)
             except (RuntimeError, NotImplementedError) as error:  # an operation that this machine lacks in the format
                 measures.miss(f"the net does not run in {form}: {' '.join(str(error).split())[:100]}", name)
                 continue

@@ -154,9 +154,8 @@ def collect(
 ) -> dict[str, Activations]:
     """One pass over `loader`: what `compute` makes of the images, by name; entries that exist are not computed.
 
-    `loader` gives images, labels, messages about unreadable ones and perhaps kinds, which are counted in the log.
-
-    `keys` gives the key of each name. Of several processes that need the same entries one computes them, the others
+    `loader` gives images, labels, messages about unreadable ones and perhaps kinds, which are counted in the log;
+    `keys` the key of each name. Of several processes that need the same entries one computes them, the others
     wait. Raises DataError that names all unreadable images, unless they are to be skipped.
     """
     found = {name: load(root, key) for name, key in keys.items()}

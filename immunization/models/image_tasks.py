@@ -21,7 +21,8 @@ from immunization.data.task import SPLITS, Split, Task, TaskPair, is_shown
 from immunization.errors import ConfigError, DataError
 from immunization.models.activations import Activations, Stream, collect, fingerprint, free_space
 from immunization.models.base import Model
-from immunization.models.chain import Unit
+from immunization.models.chain import NetParts, Unit
+from immunization.models.folded import Folded
 from immunization.terminal import counted
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class ImageReader(Model):
 
     images: ImagePair
     config: dict[str, Any]
+    parts: NetParts
     net: nn.Module
     point: str
     _trunk: list[Unit]
@@ -55,8 +57,9 @@ class ImageReader(Model):
         return x
 
     def _folded(self, pair: TaskPair) -> tuple[Model, TaskPair]:
-        """The model whose map behind the features `pair` is trained, and `pair` as it reads it."""
-        raise NotImplementedError
+        """The map behind the features that is to be trained, and the tasks as it reads them."""
+        pair = pair.to(self.images.device, torch.float64)
+        return Folded(self, self.parts, pair), pair
 
     def read_tasks(self, data: ImagePair, folded: bool) -> tuple[Model, TaskPair]:
         """The model to train and what it reads: activations at its trunk's end, or the features for a folded map."""

@@ -16,12 +16,11 @@ from torch.nn import functional as F
 from immunization.compute import distributed
 from immunization.compute.transfer import onto
 from immunization.data.images import ImagePair
-from immunization.data.task import Task, TaskPair
+from immunization.data.task import Task
 from immunization.errors import ConfigError
 from immunization.models.activations import Stream
 from immunization.models.chain import Network, Tail, Whole, parameters, take_apart
 from immunization.models.fold import folded_map, unfold
-from immunization.models.folded import Folded
 from immunization.models.image_tasks import ImageReader, room_for
 from immunization.models.weights import create, name_of, read_checkpoint
 from immunization.theory.spectrum import triangular_factor
@@ -151,10 +150,6 @@ class Timm(ImageReader):
         for name in self.trainable if mode else ():
             self.net.get_submodule(name).train()
         return self
-
-    def _folded(self, pair: TaskPair) -> tuple[Folded, TaskPair]:
-        pair = pair.to(self.images.device, torch.float64)
-        return Folded(self, self.parts, pair), pair
 
     # --- training -----------------------------------------------------------------------------------------------------
 

@@ -100,10 +100,12 @@ def test_the_quick_track_runs_and_keeps_its_net(root, tmp_path):
 def test_augmented_images_are_computed_anew_and_cannot_be_fewer_for_the_method(root, tmp_path):
     options = ["experiment=leaderboard/cifar", f"dataset.root={root}", f"cache={tmp_path}", "method=clamp"]
     options += ["dataset.augment=true", "dataset.max_samples=20", "model.fit_epochs=1", "dataset.val_fraction=0.2"]
-    options += ["attack=[]", "evaluation=[own_head]", "method.epochs=1", "method.batch_size=8", "figures=false"]
+    options += ["attack=[]", "evaluation=[own_head,deployment]", "method.epochs=1", "method.batch_size=8"]
+    options += ["figures=false"]
     result = run(options, folder=tmp_path / "run", quiet=True)
     assert "computed from the images every time" in (tmp_path / "run" / "run.log").read_text()
     assert result.status == "completed"
+    assert 0 <= result.metrics["deployment/accuracy_float32"] <= 1
     with pytest.raises(
         ConfigError, match=r"harmful_samples needs activations that are kept: set dataset\.augment=false"
     ):
