@@ -24,8 +24,6 @@ from immunization.runs.verdict import BAR, capped, interval, rows_tested, succes
 
 AUTHORS = ", authors' κ"
 """What the name of a column ends in whose figures are by the released code's convention; all others are rank-aware."""
-HELD, UNTRAINED = "held", "not attacked by training"
-"""No attack learns the task: one fine-tuned all that was trained, or none did."""
 
 
 class Place(Flag):
@@ -189,7 +187,7 @@ def cost(setting: Setting, kind: str) -> Cell:
     only, kind = (setting.searched, "harmful") if kind == "searched" else (None, kind)
     ratio = None if only == [] else setting.cost(kind, only)
     if ratio == math.inf:
-        return Cell(HELD if setting.fine_tuned(kind) else UNTRAINED, 1e300, words=True)
+        return Cell(setting.unbroken(kind), 1e300, words=True)
     return Cell.of(ratio)
 
 
@@ -356,6 +354,11 @@ COLUMNS = [
     Column(
         *("", "searched, before → after", _PAGE, searched),
         note="Searched: the best, held out, that attackers reach who search for their settings.",
+    ),
+    Column(
+        *("worth/removed", "worth removed", EVERYWHERE, middle),
+        note="Worth removed: of what theta_0 is worth to the best attacker, beside one without the model, how much "
+        "immunization takes away; 0 is no defence.",
     ),
     Column("searched", "searched cost / baseline's", _PAGE, cost),
     Column(
