@@ -95,7 +95,7 @@ def execute(config: DictConfig, run: RunFolder, stop: Stop, state: Mapping[str, 
     method, model, pair = parts.method, parts.model, parts.pair
     for one in attacks.values():
         for task in pair.attacked.values():
-            one.check(task)
+            one.check(task, model)
     run.result.about, run.result.method, run.result.model = pair.about, method.name, model.name
     log.info("%s: %s", pair.name, pair.about)
 

@@ -20,7 +20,7 @@ from immunization.attacks.probes import (
 from immunization.attacks.renewed import RenewedStatistics
 from immunization.attacks.suite import run_attacks
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
-from immunization.attacks.without import RandomNet, RawInputs, Scratch
+from immunization.attacks.without import FreshPart, RandomNet, RawInputs, Scratch
 
 __all__ = [
     "LBFGS",
@@ -33,6 +33,7 @@ __all__ = [
     "ConjugateGradients",
     "EarlierLayers",
     "FineTune",
+    "FreshPart",
     "Inapplicable",
     "KeptCurves",
     "LeastSquares",

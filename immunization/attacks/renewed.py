@@ -11,12 +11,9 @@ from torch import Tensor, nn
 from immunization.attacks.base import AttackCurve
 from immunization.attacks.direct import ClosedFormProbe
 from immunization.attacks.least_squares import require_held_out
-from immunization.attacks.victim import Inapplicable, Stage, Victim
+from immunization.attacks.victim import BATCH, Inapplicable, Stage, Victim
 from immunization.data.task import SPLITS
 from immunization.models.chain import BATCH_NORMS
-
-BATCH = 64
-"""Images of a batch."""
 
 
 class RenewedStatistics(ClosedFormProbe):
