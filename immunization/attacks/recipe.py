@@ -33,11 +33,11 @@ class Recipe:
     `schedule` is that of the rate after `warmup`, a share of all steps in which it grows from 0. `standardize`: the
     head reads features of mean 0 and deviation 1 as they are at the start, instead of features with one factor for all.
     `batchnorm`: the mode of BatchNorm in what is trained. `head_first`: the head starts from ridge regression on the
-    features at the start, and not from 0. `decay`: the rate of a block is that of the block behind it times this, and
-    that of the last block is the head's times this. `average`: what is measured in the second half of the steps is the
-    mean of the weights, and of the statistics of BatchNorm, since its beginning. `mirror`: each training image is
-    mirrored with probability 1/2, and the outputs for an image and its mirror image are averaged. `smoothing`: of
-    labels.
+    features at the start, and not from 0; BatchNorm in train mode first gets the statistics of the own images. `decay`:
+    the rate of a block is that of the block behind it times this, and that of the last block is the head's times this.
+    `average`: what is measured in the second half of the steps is the mean of the weights, and of the statistics of
+    BatchNorm, since its beginning. `mirror`: each training image is mirrored with probability 1/2, and the outputs for
+    an image and its mirror image are averaged. `smoothing`: of labels.
     """
 
     rate: NonNegative

@@ -14,6 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from immunization.attacks.probes import svd_flops
 from immunization.attacks.recipe import OPTIMIZERS, WHOLE, Budget, Recipe
+from immunization.attacks.renewed import renew
+from immunization.attacks.victim import BATCH
 from immunization.data.task import Task
 from immunization.errors import DegenerateSpectrum
 from immunization.models.chain import BATCH_NORMS, Network
@@ -25,10 +27,10 @@ NORM = 10.0
 SAMPLE = 512
 """Training images of which features are standardized."""
 
-RIDGES = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.1)
+RIDGES = (1e-5, 1e-4, 1e-3, 0.01, 0.1)
 """Of a head that is solved for first, relative to the largest eigenvalue."""
 
-SHARPNESS = (1.0, 3.0, 10.0, 30.0, 100.0)
+SHARPNESS = (1.0, 3.0, 10.0, 30.0)
 """What predictions of targets are multiplied by to be logits."""
 
 Adapt = Callable[[Network, str], tuple[list[nn.Parameter], list[nn.Module]]]
@@ -192,6 +194,9 @@ class Tuner:
         views = self.rows * (1 + recipe.mirror)
         before, behind = self._passes(network, start)
         opened.flops = before * views
+        if recipe.head_first and recipe.batchnorm == "train":
+            self._renew(opened)
+            opened.flops += behind * self.rows
         if recipe.standardize:
             opened.shift, opened.scale = self._standardization(opened, seed)
             opened.flops += behind * min(SAMPLE, self.rows)
@@ -215,6 +220,15 @@ class Tuner:
         with FlopCounterMode(display=False) as behind:
             network(x, start)
         return float(before.get_total_flops()), float(behind.get_total_flops())
+
+    @torch.no_grad()
+    def _renew(self, opened: Opened) -> None:
+        """Give BatchNorm of what is trained the statistics that it has in training, for a head that is solved for."""
+        batches = torch.arange(self.rows).tensor_split(math.ceil(self.rows / BATCH))
+        inputs = (opened.rows("train", batch) for batch in batches)
+        renew(nn.ModuleList(opened.moving), inputs, lambda x: opened.network(x, opened.start))
+        features = opened.network(opened.rows("train", batches[0]), opened.start)
+        opened.scale = features.square().mean().rsqrt()
 
     @torch.no_grad()
     def _standardization(self, opened: Opened, seed: int) -> tuple[Tensor, Tensor]:

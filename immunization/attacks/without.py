@@ -27,7 +27,6 @@ class FreshPart(FineTune, group="attack.fresh_part"):
     rates = (3e-4, 1e-3, 3e-3)
     steps = 256
     schedule = "linear"
-    mirror = True
 
     def trains_all(self, victim: Victim) -> bool:
         return False
@@ -49,7 +48,6 @@ class Scratch(FreshPart, group="attack.scratch", without=["scope", "precision"])
     rates = (1e-4, 1e-3, 0.01)
     steps = 1024
     schedule = "constant"
-    mirror = False
 
 
 class RandomNet(BlockProbe, group="attack.random_net", without=["precision", "renewed"]):

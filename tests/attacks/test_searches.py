@@ -12,9 +12,9 @@ from immunization import run
 from immunization.attacks import FineTune, KeptCurves, LoRA, Scratch, run_attacks
 from immunization.attacks.base import areas
 from immunization.attacks.recipe import Budget, Recipe
-from immunization.attacks.without import redrawn
 from immunization.attacks.tuning import Tuner
 from immunization.attacks.victim import Inapplicable
+from immunization.attacks.without import redrawn
 from immunization.errors import ConfigError
 from immunization.models.chain import Network
 from immunization.runs.verdict import attack_names
