@@ -175,7 +175,9 @@ class Network(nn.Module):
     def _suffix(self, name: str) -> list[nn.Module]:
         known = [unit for unit, f in self.units if parameters(f)]
         if not known:
-            raise ConfigError(f"attack.*.scope={name}: the net has no blocks to begin at; use head, last, trained or full")
+            raise ConfigError(
+                f"attack.*.scope={name}: the net has no blocks to begin at; use head, last, trained or full"
+            )
         begin = next((unit for unit in known if f"{unit}.".startswith(f"{name}.")), None)
         if begin is None:
             raise ConfigError(
