@@ -110,7 +110,7 @@ def train(
         parts = assemble(experiment)
     for attack in experiment.attack.values():
         for task in parts.pair.attacked.values():
-            attack.check(task)
+            attack.check(task, parts.model)
     run.result.about, run.result.method, run.result.model = parts.pair.about, parts.method.name, parts.model.name
     log.info("%s: %s", parts.pair.name, parts.pair.about)
     if leads:

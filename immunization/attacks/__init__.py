@@ -21,5 +21,5 @@ from immunization.attacks.probes import (
 from immunization.attacks.renewed import RenewedStatistics
 from immunization.attacks.suite import run_attacks
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
-from immunization.attacks.without import RandomNet, RawInputs, Scratch
+from immunization.attacks.without import FreshPart, RandomNet, RawInputs, Scratch
 from immunization.attacks.worth import Suite

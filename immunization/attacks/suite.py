@@ -251,7 +251,7 @@ def _worst(outcomes: list[Outcome], victim: Victim, measures: Measures) -> float
     measures.put("attack/worst/attacks", len(whole))
     measures.put("attack/worst/test_rows", len(victim.task.test))
     measures.put("attack/worst/successful", len(after))
-    measures.put("attack/worst/fine_tuned", any(outcome.attack.trains_all for outcome in whole.values()))
+    measures.put("attack/worst/fine_tuned", any(outcome.attack.trains_all(victim) for outcome in whole.values()))
     for key in ("final", "final_baseline", "gap", "area", "area_baseline", "steps", "steps_baseline", "steps_ratio"):
         if (value := measures.metrics.get(f"attack/{cheapest}/{key}")) is not None:
             measures.put(f"attack/worst/{key}", value)

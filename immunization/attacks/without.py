@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -10,7 +11,6 @@ import torch.nn.functional as F
 from immunization.attacks.block_probe import BlockProbe
 from immunization.attacks.network import FineTune
 from immunization.attacks.pooling import Outputs, outputs_of
-from immunization.attacks.recipe import Scope
 from immunization.attacks.renewed import images_of, renew_from
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.models.chain import BATCH_NORMS, Network
@@ -19,21 +19,35 @@ SIDE = 32
 """Larger images are averaged to this many pixels before they are read as they are."""
 
 
-class Scratch(FineTune, group="attack.scratch", without=["scope", "precision"]):
+class FreshPart(FineTune, group="attack.fresh_part"):
+    """A part of the net drawn anew, and then trained, behind what stands before it: nothing of the part is used."""
+
+    scope = "trained"
+    optimizer = "adamw"
+    rates = (3e-4, 1e-3, 3e-3)
+    steps = 256
+    schedule = "linear"
+
+    def trains_all(self, victim: Victim) -> bool:
+        return False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (self.scope,)
+
+    def network(self, victim: Victim, stage: Stage, part: str) -> Network:
+        return redrawn(super().network(victim, stage, part), part)
+
+
+class Scratch(FreshPart, group="attack.scratch", without=["scope", "precision"]):
     """The same architecture from random weights, trained as `FineTune` trains the whole net."""
 
     reference = True
 
-    optimizer = "adamw"
+    scope = "full"
     rates = (1e-4, 1e-3, 0.01)
     steps = 1024
-
-    @property
-    def parts(self) -> tuple[Scope, ...]:
-        return ("full",)
-
-    def network(self, victim: Victim, stage: Stage) -> Network:
-        return redrawn(super().network(victim, stage))
+    schedule = "constant"
 
 
 class RandomNet(BlockProbe, group="attack.random_net", without=["precision", "renewed"]):
@@ -68,18 +82,22 @@ class RawInputs(BlockProbe, group="attack.raw_inputs", without=["precision", "re
 
 
 @torch.no_grad()
-def redrawn(network: Network) -> Network:
-    """`network` with every weight drawn anew, in place, as its layers and then the net itself draw them.
+def redrawn(network: Network, part: str = "full") -> Network:
+    """`network` with every weight of a part drawn anew, in place, as its layers and then the net itself draw them.
 
-    Raises Inapplicable for a net with weights that neither draws.
+    Raises Inapplicable for a part with weights that neither draws.
     """
-    for parameter in network.parameters():
+    drawn = copy.deepcopy(network)
+    for parameter in drawn.parameters():
         parameter.fill_(torch.nan)
-    for module in network.modules():
+    for module in drawn.modules():
         if isinstance(draw := getattr(module, "reset_parameters", None), Callable):
             draw()
-    if isinstance(draw := getattr(network.whole.net, "init_weights", None), Callable):  # of timm
+    if isinstance(draw := getattr(drawn.whole.net, "init_weights", None), Callable):  # of timm
         draw()
-    if left := [name for name, parameter in network.named_parameters() if not torch.isfinite(parameter).all()]:
-        raise Inapplicable(f"nobody knows how to draw the weights {', '.join(left)} anew")
+    left = {parameter: name for name, parameter in drawn.named_parameters() if not torch.isfinite(parameter).all()}
+    for old, new in zip(network.part(part), drawn.part(part), strict=True):
+        if names := [left[parameter] for parameter in new.parameters() if parameter in left]:
+            raise Inapplicable(f"nobody knows how to draw the weights {', '.join(names)} anew")
+        old.load_state_dict(new.state_dict())
     return network

@@ -145,7 +145,7 @@ def test_nothing_is_spent_beyond_the_budget_and_schedules_end_with_it():
 
 def tuner_of(victim, stage="baseline") -> Tuner:
     splits = {split: victim.images(split) for split in ("train", "val", "test")}
-    return Tuner(victim.task, splits, lambda: victim.network(stage), FineTune().adapt)
+    return Tuner(victim.task, splits, lambda part: victim.network(stage), FineTune().adapt)
 
 
 def test_what_a_recipe_says_is_done(net):
