@@ -164,7 +164,8 @@ def put(found: Worth, suffix: str, measures: Measures) -> None:
                 "the model is worth cannot be told from 0, and no defence of it can be measured"
             )
             measures.miss(reason, *(f"{key}{end}{suffix}" for end in ("", "_low", "_high")))
-            measures.flag(f"worth_undetermined{suffix}", reason)
+            if not suffix:
+                measures.flag("worth_undetermined", reason)
             continue
         for end, number in (("", value.value), ("_low", value.low), ("_high", value.high)):
             measures.put(f"{key}{end}{suffix}", number)

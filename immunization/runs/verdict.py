@@ -142,10 +142,7 @@ def _attacks(results: Sequence[Result]) -> list[str]:
         "90 % of the way from chance to the best that any attack makes of the baseline."
     )
     if (share := result.metrics.get("attack/worst/cost_over_scratch")) is not None:
-        lines.append(
-            f"The cheapest attack takes {share:.3g} times the operations of training the same net from random weights, "
-            "one way to do without the model, and not the cheapest."
-        )
+        lines.append(f"The cheapest attack takes {share:.3g} times the operations of the cheapest without the model.")
     if close := undecided(result):
         which = ", ".join(close) if len(close) < 4 else f"{len(close)} of the attacks"
         lines.append(f"On {rows_tested(result)} test rows {which} cannot be told from that bar (95 % interval).")
@@ -164,13 +161,12 @@ def _worth(result: Result, measure: str) -> list[str]:
     metrics = result.metrics
     if metrics.get("worth/before") is None:
         return []
-    reached = ", ".join(
-        f"{words} {metrics[f'worth/{key}']:.3f}"
-        for key, words in (("before", "with theta_0"), ("after", "with theta_I"), ("without", "without the model"))
+    reached = [f"{metrics[f'worth/{key}']:.3f}" for key in ("before", "after", "without")]
+    line = "The best attacker's held-out {}: {} with theta_0, {} with theta_I, {} without the model".format(
+        measure, *reached
     )
-    line = f"The best attacker comes to a held-out {measure} of {reached}"
     if (removed := metrics.get("worth/removed")) is None:
-        return [f"{line}: theta_0 is worth nothing that could be told from 0, and no defence of it can be measured."]
+        return [f"{line}. What theta_0 is worth cannot be told from nothing, and no defence of it can be measured."]
     low, high = (metrics[f"worth/removed_{end}"] for end in ("low", "high"))
     lines = [f"{line}: {removed:.2f} of what theta_0 is worth is removed (95 % interval {low:.2f} to {high:.2f})."]
     few = sorted(int(name.rpartition("_")[2]) for name in metrics if name.startswith("worth/before_"))
