@@ -192,7 +192,8 @@ class Tuner:
         views = self.rows * (1 + recipe.mirror)
         before, behind = self._passes(network, start)
         opened.flops = before * views
-        if recipe.head_first and recipe.batchnorm == "train":
+        norms = any(isinstance(module, BATCH_NORMS) for part in moving for module in part.modules())
+        if recipe.head_first and recipe.batchnorm == "train" and norms:
             self._renew(opened)
             opened.flops += behind * self.rows
         if recipe.standardize:

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.trains
 
 ATTACKS = sorted(path.stem for path in (CONF / "attack").glob("*.yaml") if not path.stem.startswith("all"))
 NETS = {name for name in ATTACKS if "finetune" in name or "lora" in name}
-NETS |= {"scratch", "sgrc", "earlier_layers", "earlier_layers_renewed", "renewed_statistics"}
+NETS |= {"scratch", "sgrc", "earlier_layers", "earlier_layers_renewed", "renewed_statistics", "fresh_part"}
 
 
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name not in NETS])
