@@ -133,7 +133,7 @@ def _attacks(results: Sequence[Result]) -> list[str]:
             f"{measure} {known[best]:.3f}. That is no proof: others may."
         ]
         if why := {
-            UNTRAINED: "No attack fine-tuned the whole net",
+            UNTRAINED: "No attack fine-tuned all that was immunized",
             UNNUMBERED: "The suite attack=standard did not run",
         }.get(unbroken(result)):
             lines.append(f"{why}, so nobody can say that it holds.")

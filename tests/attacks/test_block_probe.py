@@ -110,7 +110,8 @@ def test_one_who_has_no_model_reads_nothing_of_it(images):
 
 def test_linear_maps_have_no_blocks():
     victim = victim_of(classes(), torch.eye(6, dtype=torch.float64))
-    with pytest.raises(Inapplicable, match="deep net"):
-        BlockProbe().run(victim, "immunized")
+    for attack in (BlockProbe(), RandomNet(), RawInputs()):
+        with pytest.raises(Inapplicable, match="deep net"):
+            attack.run(victim, "immunized")
     curve = Neighbours().run(victim, "immunized")
     assert curve.final > 0.8

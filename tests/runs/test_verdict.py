@@ -34,7 +34,7 @@ def test_the_number_in_the_table_decides():
 
 def test_without_fine_tuning_nobody_says_that_it_holds():
     result = audited(probe=0.5)
-    assert "No attack fine-tuned the whole net, so nobody can say that it holds." in verdict([result])
+    assert "No attack fine-tuned all that was immunized, so nobody can say that it holds." in verdict([result])
     result.metrics["attack/worst/fine_tuned"] = 1.0
     assert "The suite attack=standard did not run, so nobody can say that it holds." in verdict([result])
     result.about["suite"] = {"version": "standard-1", "theta_0": "secret"}
