@@ -34,7 +34,7 @@ class RenewedStatistics(ClosedFormProbe):
 
 
 def images_of(victim: Victim) -> dict[str, Tensor]:
-    """What the net reads, by split. Raises Inapplicable where a split to measure on is empty, or nothing reads images."""
+    """What the net reads, by split. Raises Inapplicable for a linear map, and where a split to measure on is empty."""
     require_held_out(victim.task)
     if not victim.model.deep:
         raise Inapplicable("a linear map reads rows of features: this attack needs the images of a deep net")

@@ -349,7 +349,8 @@ COLUMNS = [
         always=True,
         note="Cost: operations of the cheapest attack that learns the harmful task over those of the cheapest with the "
         "baseline; of several harmful tasks the least. Held: in most runs none does within its budget, which is no "
-        "proof; not attacked by training: the same, but no attack fine-tuned all that was immunized; not attacked by standard: the same, but attack=standard did not run.",
+        "proof; not attacked by training: the same, but no attack fine-tuned all that was immunized; not attacked "
+        "by standard: the same, but attack=standard did not run.",
     ),
     Column(
         *("", "searched, before → after", _PAGE, searched),

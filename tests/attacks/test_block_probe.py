@@ -44,7 +44,7 @@ def test_what_layer4_has_lost_is_read_before_it(images, wipe):
     curve = BlockProbe().run(victim, "immunized")
     assert curve.final > 0.9
     assert not any(block.startswith("layer4") for block in curve.found["blocks"])
-    assert_close(curve.scores.mean(1), curve.test)
+    assert_close(curve.scores.double().mean(1), curve.test)
     assert (curve.flops.diff() > 0).all()
     assert (curve.val.diff() >= 0).all()
 

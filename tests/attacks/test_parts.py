@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_passed_again_and_paid_for_once(resnet, monkeypatch
     assert tuner_of(resnet).open(PLAIN, 0).start > 0
     for key in [key for key in resnet._once if key[0] == "activations"]:
         del resnet._once[key]
-    monkeypatch.setattr(victim, "MOST", 1e-6)
+    monkeypatch.setattr(victim, "KEPT_IMAGES", 1e-6)
     assert tuner_of(resnet).open(PLAIN, 0).start == 0
     assert torch.equal(attack.run(resnet, "immunized").flops, kept.flops)
 
