@@ -178,7 +178,7 @@ def audit(
         audited.set_head(comparison.probe("primary", "immunized").optimum().T)
     measures = evaluate(experiment.evaluation, comparison)
     victim = Victim(audited, comparison, audited.extractor.state_dict())
-    measures.merge(run_attacks(experiment.attack, victim))
+    measures.merge(run_attacks(experiment.attack, victim, suite=experiment.suite))
     found = {key: getattr(measures, key) for key in ("metrics", "reasons", "curves", "flags", "about")}
     return Result(seed, "loaders", audited.name, "unmodified", "completed", **found)
 

@@ -48,6 +48,7 @@ class Experiment:
     scheduler: Callable[..., torch.optim.lr_scheduler.LRScheduler | None] | None
     evaluation: dict[str, Callable[[Comparison], Measures]]
     attack: dict[str, Any]
+    suite: Any
     tracker: Callable[[], Tracker] | None
     debug: Debug
     checkpoint: dict[str, Any]
@@ -93,6 +94,8 @@ def resolve(config: DictConfig, overrides: Iterable[str] = ()) -> Experiment:
     machine.device_of(settings["device"])  # a GPU that is not there is said so before the data are read
     for group in ("evaluation", "attack"):
         values[group] = {name: build(settings, f"{group}.{name}") for name in values[group]}
+    if settings["suite"]:
+        values["suite"] = build(settings, "suite")
     if any(override.startswith("objective=") for override in overrides):
         check_objective(str(values["objective"]), values["evaluation"], values["attack"])
     for group in ("tracker", "dataset", "model", "optimizer"):

@@ -110,7 +110,7 @@ def train(
         parts = assemble(experiment)
     for attack in experiment.attack.values():
         for task in parts.pair.attacked.values():
-            attack.check(task)
+            attack.check(task, parts.model)
     run.result.about, run.result.method, run.result.model = parts.pair.about, parts.method.name, parts.model.name
     log.info("%s: %s", parts.pair.name, parts.pair.about)
     if leads:
@@ -147,7 +147,7 @@ def measure(experiment: Experiment, parts: Parts, run: RunFolder, flags: dict[st
             for role in pair.attacked:
                 victim = Victim(model, comparison, start, role)
                 kept = KeptCurves(run.path / ATTACKS, experiment.settings["attack"], victim, experiment.baselines)
-                measures.merge(run_attacks(experiment.attack, victim, kept))
+                measures.merge(run_attacks(experiment.attack, victim, kept, experiment.suite))
     run.result.about = run.result.about | measures.about
     for role in pair.attacked:
         found = measures.about.get("attackers" if role == "harmful" else f"attackers_{role}", {})

@@ -1,10 +1,12 @@
 """Attacks on an immunized extractor: one class each, chosen by the list `attack=[...]` (conf/attack/*.yaml)."""
 
 from immunization.attacks.base import Attack, AttackCurve
+from immunization.attacks.block_probe import BlockProbe
 from immunization.attacks.direct import ClosedFormProbe, LogisticProbe
 from immunization.attacks.earlier import EarlierLayers, RenewedEarlierLayers
 from immunization.attacks.kept import KeptCurves
 from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeCurves, require_held_out
+from immunization.attacks.neighbours import Neighbours
 from immunization.attacks.network import FineTune, LoRA
 from immunization.attacks.probes import (
     LBFGS,
@@ -17,6 +19,7 @@ from immunization.attacks.probes import (
     WhitenedProbe,
 )
 from immunization.attacks.renewed import RenewedStatistics
-from immunization.attacks.scratch import Scratch
 from immunization.attacks.suite import run_attacks
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
+from immunization.attacks.without import FreshPart, RandomNet, RawInputs, Scratch
+from immunization.attacks.worth import Suite

@@ -11,6 +11,7 @@ from immunization.attacks.victim import Precision, Stage, Victim
 from immunization.checks import AtLeastOne, Component, Seed
 from immunization.data.task import Task
 from immunization.errors import ConfigError
+from immunization.models import Model
 
 
 @dataclass
@@ -22,6 +23,8 @@ class AttackCurve:
     `diverged` are the settings that did not stay finite; `at_edge`: the best one was the smallest or largest tried.
     `epochs` are places in [T] by passes over the training rows. `found` are settings that were searched for or
     replayed, and `finals` what they reach with each seed, of which the curve is the best on the validation split.
+    `scores` [T, N] is what each test row adds to `test`, the mean over them: bool where all are hits or misses, else
+    float32.
     """
 
     steps: Tensor
@@ -36,6 +39,12 @@ class AttackCurve:
     epochs: dict[int, int] | None = None
     found: dict[str, Any] | None = None
     finals: tuple[float, ...] = ()
+    scores: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.scores is not None:  # hits and misses take one byte each
+            hits = self.scores.bool()
+            self.scores = hits if torch.equal(hits.to(self.scores), self.scores) else self.scores.float()
 
     @property
     def final(self) -> float:
@@ -59,8 +68,8 @@ class Attack(Component, group="attack.*"):
     """Whether nothing is to be expected beyond the ends of the settings: 0, or where the method is unstable."""
     reference = False
     """Whether it does not use the model's weights: no attack, but one way to do without the model."""
-    trains_all = False
-    """Whether it fine-tunes all that a method may have trained."""
+    trains = False
+    """Whether it trains the net, which takes long."""
 
     _: KW_ONLY
     steps: AtLeastOne
@@ -80,8 +89,12 @@ class Attack(Component, group="attack.*"):
         """What settings of this attack are settings of."""
         return type(self).__name__
 
-    def check(self, task: Task) -> None:
-        """Raise ConfigError where the harmful task lacks what the attack was asked to use."""
+    def check(self, task: Task, model: Model) -> None:
+        """Raise ConfigError where the harmful task or the model lacks what the attack was asked to use."""
+
+    def trains_all(self, victim: Victim) -> bool:
+        """Whether it fine-tunes all that was immunized; without such an attack nothing is called held."""
+        return False
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
         """Attack one stage. Raises Inapplicable where the model or the data do not allow it."""

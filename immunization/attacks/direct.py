@@ -56,18 +56,18 @@ class LogisticProbe(Attack):
         rows = torch.arange(len(train)) if rows is None else rows
         scale = problem.test.norm() / features["test"].norm()
         train = (train[rows.to(train.device)] * scale) @ basis
-        val, test, steps = [], [], []
+        hits, steps = {"val": [], "test": []}, []
         for strength in self.settings:
             model = LogisticRegression(C=strength, max_iter=self.steps)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ConvergenceWarning)
                 model.fit(train.cpu().numpy(), y[rows].numpy())
-            for split, scores in (("val", val), ("test", test)):
-                whitened = getattr(problem, split) @ basis
-                scores.append([model.score(whitened.cpu().numpy(), getattr(task, split).y.cpu().numpy())])
+            for split, found in hits.items():
+                guessed = torch.from_numpy(model.predict((getattr(problem, split) @ basis).cpu().numpy()))
+                found.append((guessed == getattr(task, split).y.cpu()).double()[None])
             steps.append(int(model.n_iter_.max()))
-        val, test = (torch.tensor(scores, dtype=torch.float64) for scores in (val, test))
-        curve = self.choose([1], torch.zeros(1), val, test, task.chance)
+        val, test = (torch.stack(found) for found in hits.values())
+        curve = self.choose([1], torch.zeros(1), val.mean(2), test.mean(2), task.chance, scores=test)
         taken = steps[self.settings.index(curve.setting)]
         curve.steps = torch.tensor([taken])
         curve.flops = torch.tensor([problem.flops + problem.per_pass * taken], dtype=torch.float64)

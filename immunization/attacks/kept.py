@@ -21,7 +21,7 @@ from immunization.runs import environment, files
 
 log = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 """Version of the file, to be raised whenever `AttackCurve` changes."""
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -45,7 +45,7 @@ class KeptCurves:
         self.baselines = KeptBaselines(Path(baselines).expanduser(), settings, victim) if baselines else None
         victim_key = _digest(_identity(victim))
         self.prefix = "" if victim.role == "harmful" else f"{victim.role}/"
-        self.keys = {name: {"settings": value, "victim": victim_key} for name, value in settings.items()}
+        self.settings, self.victim_key = settings, victim_key
         self.kept: dict[str, dict[str, Any]] = {}
         with suppress(DataError, KeyError, TypeError):  # none, or a damaged one, or another version's
             content = files.read_archive(path)
@@ -54,15 +54,18 @@ class KeptCurves:
     def get(self, name: str) -> Curves | None:
         """The curves of an attack on every stage; None where it has to be run."""
         entry = self.kept.get(self.prefix + name)
-        if entry is None or entry["key"] != self.keys[name]:
+        if entry is None or entry["key"] != self._key(name):
             return None
         log.info("attack %s: done before", name)
         return {stage: AttackCurve(**fields) for stage, fields in entry["curves"].items()}
 
+    def _key(self, name: str) -> dict[str, object]:
+        return {"settings": _settings(self.settings, name), "victim": self.victim_key}
+
     def put(self, name: str, curves: Curves) -> None:
         """Keep the curves of an attack that is done."""
         self.kept[self.prefix + name] = {
-            "key": self.keys[name],
+            "key": self._key(name),
             "curves": {stage: vars(curve) for stage, curve in curves.items()},
         }
         files.write_archive(self.path, {"version": VERSION, "attacks": self.kept})
@@ -85,7 +88,7 @@ class KeptBaselines:
 
     def __call__(self, name: str, attack: Callable[[], AttackCurve]) -> AttackCurve:
         """The curve of the attack `name`, which `attack` runs where no run has done so."""
-        settings = json.dumps(self.settings[name], sort_keys=True)
+        settings = json.dumps(_settings(self.settings, name), sort_keys=True)
         key = hashlib.sha256(f"{VERSION} {settings} {self.victim}".encode()).hexdigest()[:32]
         path, locks = self.root / f"{key}.pt", self.root / ".locks"
         locks.mkdir(parents=True, exist_ok=True)
@@ -97,6 +100,12 @@ class KeptBaselines:
             curve = attack()
             files.write_archive(path, {"attack": name, "curve": vars(curve)})
             return curve
+
+
+def _settings(settings: Mapping[str, object], name: str) -> object:
+    """Those of an attack; one on few images is called <attack>@<images>.<draw>."""
+    own, at, images = name.partition("@")
+    return [settings[own], images] if at else settings[own]
 
 
 def _source() -> str:

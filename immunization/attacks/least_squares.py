@@ -88,13 +88,18 @@ class LeastSquares:
 
 
 class ProbeCurves:
-    """What every setting of a probe reaches: `val`, `test` and `excess` [settings, T] at the T steps of the grid."""
+    """What every setting of a probe reaches: `val`, `test` and `excess` [settings, T] at the T steps of the grid.
+
+    `scores` [settings, T, N] are what test rows add to `test`.
+    """
 
     def __init__(self, problem: LeastSquares, grid: Sequence[int], settings: int) -> None:
         self.problem, self.grid = problem, list(grid)
         self.val, self.test, self.excess = (
             torch.full((settings, len(self.grid)), torch.nan, dtype=torch.float64) for _ in range(3)
         )
+        shape = (*self.test.shape, len(problem.task.test))
+        self.scores = torch.zeros(shape, dtype=torch.bool if problem.task.classes else torch.float64)
         self.flops = torch.zeros(len(self.grid), dtype=torch.float64)
         self.done = 0
 
@@ -112,7 +117,9 @@ class ProbeCurves:
             self.excess[:, i] = excess = self.problem.excess(weights).cpu()
             bounded = torch.isfinite(excess) & (excess < DIVERGENCE)
             self.val[:, i] = task.measure(self.problem.val @ weights, task.val.y).cpu().where(bounded, torch.nan)
-            self.test[:, i] = task.measure(self.problem.test @ weights, task.test.y).cpu().where(bounded, torch.nan)
+            test = self.problem.test @ weights
+            self.test[:, i] = task.measure(test, task.test.y).cpu().where(bounded, torch.nan)
+            self.scores[:, i] = task.scores(test, task.test.y).to(self.scores)
             self.flops[i] = self.problem.flops + self.problem.per_pass * (step if passes is None else passes)
             self.done += 1
             return bool((excess < CONVERGED).all())
@@ -121,7 +128,7 @@ class ProbeCurves:
     def finish(self) -> None:
         """A descent that ended early has converged: the rest of each curve is its last value."""
         last = max(self.done - 1, 0)
-        for curve in (self.val, self.test, self.excess):
+        for curve in (self.val, self.test, self.excess, self.scores):
             curve[:, self.done :] = curve[:, last : last + 1]
         self.flops[self.done :] = self.flops[last]
 
@@ -156,7 +163,7 @@ class ProbeAttack(Attack):
         curves = ProbeCurves(problem, grid, len(self.settings))
         self.descend(problem, curves)
         curves.finish()
-        facts = {"excess": curves.excess, "kappa": self.condition_number(problem)}
+        facts = {"excess": curves.excess, "kappa": self.condition_number(problem), "scores": curves.scores}
         return self.choose(grid, curves.flops, curves.val, curves.test, problem.task.chance, **facts)
 
     def problem(self, victim: Victim, features: Mapping[str, Tensor]) -> "LeastSquares":

@@ -5,31 +5,37 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, replace
 from functools import partial
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from immunization.attacks.base import Attack, AttackCurve, areas, step_grid
-from immunization.attacks.recipe import WEIGHT_DECAY, Budget, Optimizer, Recipe, Scope
+from immunization.attacks.recipe import WEIGHT_DECAY, WHOLE, Budget, Optimizer, Recipe, Schedule
 from immunization.attacks.replay import read_recipes
 from immunization.attacks.search import require_optuna, search
 from immunization.attacks.tuning import Tuner
 from immunization.attacks.victim import Inapplicable, Stage, Victim
-from immunization.checks import AtLeastOne, AtLeastTwo
+from immunization.checks import AtLeastOne, AtLeastTwo, Fraction, Share
 from immunization.data.task import Task
 from immunization.errors import ConfigError
+from immunization.models import Model
 from immunization.models.chain import Network
+
+OWN = ("schedule", "head_first", "decay", "average", "mirror", "smoothing")
+"""Settings of a recipe that are options of an attack."""
 
 Rates = Mapping[Optimizer, Sequence[float]]
 
 
 class FineTune(Attack):
-    """A fresh linear head and a part of the net trained by cross-entropy on mini-batches, one learning rate for both.
+    """A fresh linear head and a part of the net trained by cross-entropy on mini-batches.
 
-    `scope`: `full`, the whole net and the map behind it, if there is one, `last`, its last block and the map, or
-    `head`. Features are scaled to a mean square of 1 at the start, by one factor; the head starts at 0. What is trained
-    is in train mode. A step takes the clipped gradient of a mini-batch.
+    `scope`: `full`, the whole net and the map behind it, if there is one, `last`, its last block and the map, `head`,
+    `trained`, what was immunized, or the name of a block or a stage (`layer4`, `blocks.9`), with which all from there
+    on is meant. With the last two, what stands before is passed once. Features are scaled to a mean square of 1 at the
+    start, by one factor; the head starts at 0. What is trained is in train mode. The clipped gradient of a mini-batch
+    is one step. `schedule`, `head_first`, `decay`, `average`, `mirror` and `smoothing` are those of a `Recipe`.
 
     The best of `rates` on the validation split is used; with `search=N`, the best of `known_recipes` and N more
     (`search.py`) within the same operations; or the recipes of the file `replay`. What was searched or replayed runs
@@ -37,16 +43,23 @@ class FineTune(Attack):
     the place of `steps`.
     """
 
+    trains = True
     fixed_rates: ClassVar[Rates] = {"sgd": (0.003, 0.03, 0.3), "adamw": (1e-4, 1e-3, 0.01)}
     """The rates in conf/attack, for every optimizer."""
 
-    scope: Scope = "full"
+    scope: str = "full"
     optimizer: Optimizer = "sgd"
     rates: Sequence[float] = (0.003, 0.03, 0.3)
     _: KW_ONLY
     steps: AtLeastOne = 64
     epochs: Sequence[AtLeastOne] | None = None
     batch_size: AtLeastTwo = 32
+    schedule: Schedule = "constant"
+    head_first: bool = False
+    decay: Share = 1.0
+    average: bool = False
+    mirror: bool = False
+    smoothing: Fraction = 0.0
     search: AtLeastOne | None = None
     replay: str | None = None
     seeds: AtLeastOne = 3
@@ -60,25 +73,32 @@ class FineTune(Attack):
             require_optuna()
         self.replayed = read_recipes(self.replay, self.kind, self.parts) if self.replay else {}
 
-    @property
-    def trains_all(self) -> bool:
-        return self.scope == "full"
+    def trains_all(self, victim: Victim) -> bool:
+        if self.scope == "full":
+            return True
+        network = victim.network("immunized")
+        trained, own = ({p for m in network.part(name) for p in m.parameters()} for name in ("trained", self.scope))
+        return trained <= own
 
     @property
-    def parts(self) -> tuple[Scope, ...]:
+    def parts(self) -> tuple[str, ...]:
         """Parts of a net that may be trained, the smallest first."""
-        parts = get_args(Scope)
-        return parts[: parts.index(self.scope) + 1]
+        if self.scope == "full":
+            return (*WHOLE[:-1], "trained", "full")
+        return WHOLE[: WHOLE.index(self.scope) + 1] if self.scope in WHOLE else ("head", self.scope)
 
-    def check(self, task: Task) -> None:
+    def check(self, task: Task, model: Model) -> None:
         if self.search and not len(task.val):
             raise ConfigError(
                 "attack: a search needs validation images of the harmful task: set dataset.val_fraction above 0"
             )
+        if model.deep and self.scope not in (*WHOLE, "trained"):
+            model.network().part(self.scope)
 
     def recipe(self, rate: float) -> Recipe:
-        """The recipe of the fixed grid with one of its rates."""
-        return Recipe(rate, self.optimizer, self.batch_size, self.scope, WEIGHT_DECAY[self.optimizer])
+        """That of the fixed grid with one of its rates."""
+        own = {name: getattr(self, name) for name in OWN}
+        return Recipe(rate, self.optimizer, self.batch_size, self.scope, WEIGHT_DECAY[self.optimizer], **own)
 
     def known_recipes(self) -> list[Recipe]:
         """The grids of this attack and its relatives in conf/attack, but for rates of 0: a search begins with them."""
@@ -86,43 +106,47 @@ class FineTune(Attack):
         others = [
             replace(own[0], rate=rate, optimizer=optimizer, part=part, weight_decay=WEIGHT_DECAY[optimizer])
             for part in self.parts
-            if part != "head"
+            if part in ("last", "full") or part == self.scope != "head"
             for optimizer, rates in self.fixed_rates.items()
             for rate in rates
         ]
         return [recipe for recipe in dict.fromkeys(own + others) if recipe.rate > 0]
 
-    def network(self, victim: Victim, stage: Stage) -> Network:
-        """The net that is trained."""
+    def network(self, victim: Victim, stage: Stage, part: str) -> Network:
+        """The net whose `part` is trained; what stands before it is as the victim has it."""
         return victim.network(stage, self.precision)
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
-        self.network(victim, "baseline")  # Inapplicable where there is no net
-        rows = self.rows(victim.task)
-        splits = {"train": victim.images("train", None if rows is None else tuple(rows.tolist()))}
+        self.network(victim, "baseline", self.scope)  # Inapplicable where there is no net
+        few = self.rows(victim.task)
+        rows = None if few is None else tuple(few.tolist())
+        splits = {"train": victim.images("train", rows)}
         splits |= {split: victim.images(split) for split in ("val", "test")}
         if not all(len(y) for _, y in splits.values()):
-            self.check(victim.task)
+            self.check(victim.task, victim.model)
             raise Inapplicable("the harmful task needs validation and test images")
-        tuner = Tuner(victim.task, splits, partial(self.network, victim, stage), self.adapt)
+        activations = partial(victim.activations, stage, self.precision, rows)
+        tuner = Tuner(victim.task, splits, partial(self.network, victim, stage), self.adapt, activations)
         marks = {epochs: math.ceil(epochs * tuner.rows / self.batch_size) for epochs in self.epochs}
         steps = max(marks.values(), default=self.steps)
         grid = sorted({*step_grid(steps, per_octave=1), *marks.values()})
-        budget = Budget(grid, tuner.step_cost(self.recipe(self.settings[0]), self.seed))
+        recipe = self.recipe(self.settings[0])
+        budget = Budget(grid, tuner.step_cost(recipe, self.seed), tuner.open(recipe, self.seed).flops)
         curve = self._searched(tuner, budget, stage) if self.search or self.replayed else self._fixed(tuner, budget)
         curve.epochs = {epochs: grid.index(step) for epochs, step in marks.items()} or None
         return curve
 
-    def adapt(self, network: Network, part: Scope) -> tuple[list[nn.Parameter], list[nn.Module]]:
+    def adapt(self, network: Network, part: str) -> tuple[list[nn.Parameter], list[nn.Module]]:
         """Parameters of a part of `network`, to be trained, and what of it is in train mode meanwhile."""
-        parts = {"head": [], "last": network.last(), "full": [network]}[part]
-        return [p for module in parts for p in module.parameters()], parts
+        modules = network.part(part)
+        return list(dict.fromkeys(p for module in modules for p in module.parameters())), modules
 
     def _fixed(self, tuner: Tuner, budget: Budget) -> AttackCurve:
         """The best rate of the grid."""
         courses = [tuner.train(self.recipe(rate), budget, self.seed) for rate in self.settings]
         val, test = (_stacked([getattr(course, split) for course in courses]) for split in ("val", "test"))
-        return self.choose(budget.grid, budget.flops, val, test, tuner.task.chance)
+        scores = torch.stack([torch.stack(course.scores) for course in courses])
+        return self.choose(budget.grid, budget.flops, val, test, tuner.task.chance, scores=scores)
 
     def _searched(self, tuner: Tuner, budget: Budget, stage: Stage) -> AttackCurve:
         """The recipe that was found or replayed, with the seed that is best on the validation split."""
@@ -141,12 +165,13 @@ class FineTune(Attack):
             AttackCurve(
                 torch.tensor(budget.grid),
                 budget.flops,
-                *scores,
+                *measures,
                 setting=recipe.rate,
                 diverged=() if torch.isfinite(area).any() else (recipe.rate,),
                 found={"recipe": asdict(recipe), "steps": courses[0].steps[-1]} | facts,
+                scores=torch.stack(course.scores),
             )
-            for course, *scores in zip(courses, val, test, strict=True)
+            for course, *measures in zip(courses, val, test, strict=True)
         ]
         best = curves[int(area.argmax())]
         best.finals = tuple(curve.final for curve, finite in zip(curves, torch.isfinite(area), strict=True) if finite)
@@ -157,7 +182,6 @@ class LoRA(FineTune, group="attack.lora", without=["scope"]):
     """Low-rank adapters of peft on every convolution and linear layer, and a fresh head; the net stays in eval mode."""
 
     fixed_rates: ClassVar[Rates] = {"adamw": (0.001, 0.01, 0.1), "sgd": (0.03, 0.3, 3.0)}
-    trains_all = False
 
     optimizer = "adamw"
     rates = (0.001, 0.01, 0.1)
@@ -167,11 +191,14 @@ class LoRA(FineTune, group="attack.lora", without=["scope"]):
     def kind(self) -> str:
         return f"LoRA of rank {self.rank}"
 
+    def trains_all(self, victim: Victim) -> bool:
+        return False
+
     @property
-    def parts(self) -> tuple[Scope, ...]:
+    def parts(self) -> tuple[str, ...]:
         return ("full",)
 
-    def adapt(self, network: Network, part: Scope) -> tuple[list[nn.Parameter], list[nn.Module]]:
+    def adapt(self, network: Network, part: str) -> tuple[list[nn.Parameter], list[nn.Module]]:
         try:
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError as error:

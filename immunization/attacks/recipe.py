@@ -9,12 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from immunization.checks import AtLeastTwo, Fraction, NonNegative
+from immunization.checks import AtLeastTwo, Fraction, NonNegative, Share
 
 Optimizer = Literal["sgd", "adamw"]
-Scope = Literal["head", "last", "full"]
 Schedule = Literal["constant", "linear", "cosine"]
 Norms = Literal["train", "eval"]
+
+WHOLE = ("head", "last", "full")
+"""Parts with which every step passes the whole net; with others, what stands before them is passed once."""
 
 OPTIMIZERS = {"sgd": partial(torch.optim.SGD, momentum=0.9), "adamw": torch.optim.AdamW}
 
@@ -24,22 +26,32 @@ WEIGHT_DECAY: dict[Optimizer, float] = {"sgd": 0.0, "adamw": 0.01}
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a fresh head and a part of a net are trained.
+    """How a fresh head and a part of a net (`Network.part`) are trained.
 
     `schedule` is that of the rate after `warmup`, a share of all steps in which it grows from 0. `standardize`: the
     head reads features of mean 0 and deviation 1 as they are at the start, instead of features with one factor for all.
-    `batchnorm`: the mode of BatchNorm in what is trained.
+    `batchnorm`: the mode of BatchNorm in what is trained. `head_first`: the head starts from ridge regression on the
+    features at the start, and not from 0; BatchNorm in train mode first gets the statistics of the own images. `decay`:
+    the rate of a block is that of the block behind it times this, and that of the last block is the head's times this.
+    `average`: what is measured in the second half of the steps is the mean of the weights, and of the statistics of
+    BatchNorm, since its beginning. `mirror`: each training image is mirrored with probability 1/2, and the outputs for
+    an image and its mirror image are averaged. `smoothing`: of labels.
     """
 
     rate: NonNegative
     optimizer: Optimizer
     batch_size: AtLeastTwo
-    part: Scope
+    part: str
     weight_decay: NonNegative
     schedule: Schedule = "constant"
     warmup: Fraction = 0.0
     standardize: bool = False
     batchnorm: Norms = "train"
+    head_first: bool = False
+    decay: Share = 1.0
+    average: bool = False
+    mirror: bool = False
+    smoothing: Fraction = 0.0
 
     def rate_at(self, step: int, steps: int) -> float:
         """The learning rate of `step`, 1 to `steps`."""
@@ -53,16 +65,20 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Budget:
-    """Operations at which an attack is measured, the last of which are all it has: `grid` [T] steps of `unit` each."""
+    """Operations at which an attack is measured, the last of which are all it has: `grid` [T] steps of `unit` each.
+
+    `start` of them come before the first step.
+    """
 
     grid: Sequence[int]
     unit: float
+    start: float = 0.0
 
     @property
     def flops(self) -> Tensor:
         """The operations [T]."""
-        return self.unit * torch.tensor(self.grid, dtype=torch.float64)
+        return self.start + self.unit * torch.tensor(self.grid, dtype=torch.float64)
 
     def steps(self, start: float, cost: float) -> list[int]:
-        """Steps [T] of `cost` operations that they pay for, when `start` of them are spent before the first step."""
-        return [max(0, math.floor((step * self.unit - start) / cost + 1e-9)) for step in self.grid]
+        """Steps [T] of `cost` operations that they pay for, when `start` are spent before; -1: not even these."""
+        return [max(-1, math.floor((self.start + step * self.unit - start) / cost + 1e-9)) for step in self.grid]

@@ -1,7 +1,7 @@
 """An attacker who renews the statistics of BatchNorm, which are no weights and cost one pass over the images."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -9,12 +9,9 @@ from torch import Tensor, nn
 from immunization.attacks.base import AttackCurve
 from immunization.attacks.direct import ClosedFormProbe
 from immunization.attacks.least_squares import require_held_out
-from immunization.attacks.victim import Inapplicable, Stage, Victim
+from immunization.attacks.victim import BATCH, Inapplicable, Stage, Victim
 from immunization.data.task import SPLITS
 from immunization.models.chain import BATCH_NORMS
-
-BATCH = 64
-"""Images of a batch."""
 
 
 class RenewedStatistics(ClosedFormProbe):
@@ -37,8 +34,10 @@ class RenewedStatistics(ClosedFormProbe):
 
 
 def images_of(victim: Victim) -> dict[str, Tensor]:
-    """What the net reads, by split. Raises Inapplicable where a split to measure on is empty."""
+    """What the net reads, by split. Raises Inapplicable for a linear map, and where a split to measure on is empty."""
     require_held_out(victim.task)
+    if not victim.model.deep:
+        raise Inapplicable("a linear map reads rows of features: this attack needs the images of a deep net")
     return {split: victim.images(split)[0] for split in SPLITS}
 
 
@@ -55,14 +54,19 @@ def renew_from(network: nn.Module, images: Tensor, rows: Tensor | None) -> int:
 
 
 @torch.no_grad()
-def renew(network: nn.Module, batches: Iterable[Tensor]) -> None:
-    """Give each BatchNorm the mean, over batches, of their statistics; the rest, dropout too, stays in eval mode."""
+def renew(network: nn.Module, batches: Iterable[Tensor], forward: Callable[[Tensor], Tensor] | None = None) -> None:
+    """Give each BatchNorm the mean, over batches, of their statistics; the rest, dropout too, stays in eval mode.
+
+    `forward` passes a batch, where `network` is only a part of what does so.
+    """
     norms = [module for module in network.modules() if isinstance(module, BATCH_NORMS)]
+    momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None
         norm.train()
     for batch in batches:
-        network(batch)
-    for norm in norms:
+        (forward or network)(batch)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
         norm.eval()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 import torch
 
 from immunization.attacks.base import areas
-from immunization.attacks.recipe import OPTIMIZERS, Budget, Norms, Recipe, Schedule, Scope
+from immunization.attacks.recipe import OPTIMIZERS, Budget, Norms, Recipe, Schedule
 from immunization.attacks.tuning import Course, ShouldStop, Tuner
 from immunization.errors import ConfigError
 
@@ -20,6 +20,8 @@ RATES = (1e-5, 1.0)
 WARMUPS = (0.0, 0.3)
 WEIGHT_DECAYS = (0.0, 1e-4, 1e-3, 0.01, 0.1)
 BATCH_SIZES = (8, 32, 128)
+DECAYS = (0.5, 0.8, 1.0)
+SMOOTHINGS = (0.0, 0.1)
 PATIENCE = 2
 """Measurements of a trial before it may be stopped for being below the median of those before it."""
 
@@ -49,7 +51,7 @@ def require_optuna() -> None:
 
 
 def search(
-    tuner: Tuner, budget: Budget, known: Sequence[Recipe], parts: Sequence[Scope], trials: int, seed: int
+    tuner: Tuner, budget: Budget, known: Sequence[Recipe], parts: Sequence[str], trials: int, seed: int
 ) -> Found:
     """The best of the `known` recipes, which are tried first and in full, and of `trials` more.
 
@@ -83,10 +85,12 @@ def search(
     return Found(best[1], best[2], len(known) + trials, stopped, spent)
 
 
-def draw(trial: Trial, known: Sequence[Recipe], parts: Sequence[Scope], rows: int) -> Recipe:
+def draw(trial: Trial, known: Sequence[Recipe], parts: Sequence[str], rows: int) -> Recipe:
     """A recipe of `parts` by a trial; the space has that of every known recipe, and no batch of more than `rows`."""
     rates = [recipe.rate for recipe in known]
-    sizes = {recipe.batch_size for recipe in known}
+    sizes, decays, smoothings = (
+        {getattr(recipe, name) for recipe in known} for name in ("batch_size", "decay", "smoothing")
+    )
     return Recipe(
         rate=trial.suggest_float("rate", min(*RATES, *rates), max(*RATES, *rates), log=True),
         optimizer=trial.suggest_categorical("optimizer", list(OPTIMIZERS)),
@@ -97,6 +101,11 @@ def draw(trial: Trial, known: Sequence[Recipe], parts: Sequence[Scope], rows: in
         warmup=trial.suggest_float("warmup", *WARMUPS),
         standardize=trial.suggest_categorical("standardize", [False, True]),
         batchnorm=trial.suggest_categorical("batchnorm", get_args(Norms)),
+        head_first=trial.suggest_categorical("head_first", [False, True]),
+        decay=trial.suggest_categorical("decay", sorted({*DECAYS} | decays)),
+        average=trial.suggest_categorical("average", [False, True]),
+        mirror=trial.suggest_categorical("mirror", [False, True]),
+        smoothing=trial.suggest_categorical("smoothing", sorted({*SMOOTHINGS} | smoothings)),
     )
 
 

@@ -1,19 +1,22 @@
 """Attacks on theta_I and on what it is compared with, turned into measures; the cheapest one that succeeds."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 
+import torch
 from tqdm import tqdm
 
-from immunization.attacks import reference
+from immunization.attacks import reference, worth
 from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.flags import PLACES, flags_of
 from immunization.attacks.kept import KeptCurves
 from immunization.attacks.outcome import Outcome, first, learned, listed, never_finite, put_final, reached
 from immunization.attacks.replay import found_settings
 from immunization.attacks.victim import Inapplicable, Stage, Victim
+from immunization.attacks.worth import Draw, Suite
 from immunization.data.task import LEARNED, MARGIN
 from immunization.evaluation.measures import Measures, Role
 from immunization.terminal import doing
@@ -24,7 +27,9 @@ EXCESSES = {"1e-2": 1e-2, "1e-4": 1e-4}
 """Relative excess training losses to which steps are counted."""
 
 
-def run_attacks(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves | None = None) -> Measures:
+def run_attacks(
+    attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves | None = None, suite: Suite | None = None
+) -> Measures:
     """Run `attacks` and measure each, under `attack/<name>/`, and the worst of them, under `attack/worst/`.
 
     An attack that does not apply to the model or the data has only `attack/<name>/final`, None with the reason. Attacks
@@ -32,11 +37,13 @@ def run_attacks(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves 
     `reference/<name>/`. Where the victim's task is not `harmful`, all these names carry its role,
     `attack_<role>/<name>/`, and so do the flags.
     """
-    measures = _of_one_task(attacks, victim, kept)
+    measures = _of_one_task(attacks, victim, kept, suite)
     return measures if victim.role == "harmful" else _named(measures, victim.role)
 
 
-def _of_one_task(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves | None) -> Measures:
+def _of_one_task(
+    attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves | None, suite: Suite | None
+) -> Measures:
     measures, outcomes, references = Measures(), [], {}
     bar = tqdm(attacks.items(), bar_format="{desc} |{bar}|", disable=None, leave=False)
     for number, (name, attack) in enumerate(bar, 1):
@@ -58,7 +65,54 @@ def _of_one_task(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves
     measures.about["attacks_capped"] = [outcome.name for outcome in outcomes if outcome.capped]
     bar = _worst(outcomes, victim, measures)
     reference.measure(references, bar, victim.task.measure_name, measures)
+    if references:
+        everything = _draw({outcome.name: outcome.curves for outcome in outcomes}, references.values())
+        _worth(attacks, victim, kept, suite, everything, measures)
     return measures
+
+
+def _worth(
+    attacks: Mapping[str, Attack],
+    victim: Victim,
+    kept: KeptCurves | None,
+    suite: Suite | None,
+    everything: Draw,
+    measures: Measures,
+) -> None:
+    """What the model is worth with all of the attacker's images, and with as few as the suite says."""
+    task, public = victim.task, suite is not None and suite.theta_0 == "public"
+    guess = torch.full((len(task.test),), task.chance, dtype=torch.float64)
+    worth.measure([everything], guess, "", measures, public)
+    if suite is not None:
+        measures.about["suite"] = {"version": suite.version, "theta_0": suite.theta_0}
+    bar = tqdm(bar_format="{desc} |{bar}|", disable=None, leave=False)
+    for images in suite.images if suite is not None and task.classes else ():
+        if len(task.few(images, 0)) == len(task.train):
+            reason = f"no class of the harmful task has more than {images} training images"
+            measures.miss(reason, f"worth/theta_0_{images}", f"worth/removed_{images}")
+            continue
+        draws = []
+        for number in range(suite.draws):
+            curves, references = {}, []
+            for name, attack in attacks.items():
+                if number and attack.trains:
+                    continue
+                own = replace(attack, samples=images, seed=attack.seed + number)
+                where = partial(_at, bar, f"{name}, {images} images a class, draw {number + 1}")
+                with suppress(Inapplicable):
+                    found = _run(f"{name}@{images}.{number}", own, victim, kept, where)
+                    if attack.reference:
+                        references.append(found["baseline"])
+                    else:
+                        curves[name] = found
+            draws.append(_draw(curves, references))
+        worth.measure(draws, guess, f"_{images}", measures, public)
+
+
+def _draw(curves: Mapping[str, Mapping[Stage, AttackCurve]], references: Iterable[AttackCurve]) -> Draw:
+    """Those curves that say what each test row adds."""
+    before, after = ([found[stage] for found in curves.values()] for stage in ("baseline", "immunized"))
+    return Draw(*([curve for curve in group if curve.scores is not None] for group in (before, after, references)))
 
 
 def _named(measures: Measures, role: Role) -> Measures:
@@ -197,7 +251,7 @@ def _worst(outcomes: list[Outcome], victim: Victim, measures: Measures) -> float
     measures.put("attack/worst/attacks", len(whole))
     measures.put("attack/worst/test_rows", len(victim.task.test))
     measures.put("attack/worst/successful", len(after))
-    measures.put("attack/worst/fine_tuned", any(outcome.attack.trains_all for outcome in whole.values()))
+    measures.put("attack/worst/fine_tuned", any(outcome.attack.trains_all(victim) for outcome in whole.values()))
     for key in ("final", "final_baseline", "gap", "area", "area_baseline", "steps", "steps_baseline", "steps_ratio"):
         if (value := measures.metrics.get(f"attack/{cheapest}/{key}")) is not None:
             measures.put(f"attack/worst/{key}", value)

@@ -1,16 +1,23 @@
 """The one loop of all attacks that train a net: a fresh head and a part of the net, on mini-batches, by a recipe."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.flop_counter import FlopCounterMode
 
-from immunization.attacks.recipe import OPTIMIZERS, Budget, Recipe, Scope
+from immunization.attacks.probes import svd_flops
+from immunization.attacks.recipe import OPTIMIZERS, WHOLE, Budget, Recipe
+from immunization.attacks.renewed import renew
+from immunization.attacks.victim import BATCH
 from immunization.data.task import Task
+from immunization.errors import DegenerateSpectrum
 from immunization.models.chain import BATCH_NORMS, Network
+from immunization.theory.probe import Probe, ridge_weights
 
 NORM = 10.0
 """Longest gradient that is not clipped."""
@@ -18,8 +25,17 @@ NORM = 10.0
 SAMPLE = 512
 """Training images of which features are standardized."""
 
-Adapt = Callable[[Network, Scope], tuple[list[nn.Parameter], list[nn.Module]]]
+RIDGES = (1e-5, 1e-4, 1e-3, 0.01, 0.1)
+"""Of a head that is solved for first, relative to the largest eigenvalue."""
+
+SHARPNESS = (1.0, 3.0, 10.0, 30.0)
+"""What predictions of targets are multiplied by to be logits."""
+
+Adapt = Callable[[Network, str], tuple[list[nn.Parameter], list[nn.Module]]]
 """Parameters of a net to train, and what of it is in train mode meanwhile."""
+
+Activations = Callable[[int, bool], Sequence[Mapping[str, Tensor]] | None]
+"""`Victim.activations` of a unit, with mirror images or without."""
 
 ShouldStop = Callable[[list[float]], bool]
 """Whether to stop, asked with the validation measures so far."""
@@ -30,44 +46,75 @@ class Course:
     """What a training reached: `val` and `test` [T], the task's measure, after `steps` [T] mini-batches.
 
     Both are NaN from where it did not stay finite on, and end early where it was stopped. `spent`: operations.
+    `scores` [T, N] is what each test row adds to `test`.
     """
 
     val: list[float]
     test: list[float]
     steps: list[int]
     spent: float
+    scores: list[Tensor] = field(default_factory=list)
 
 
 @dataclass
 class Opened:
-    """A copy of the net that is trained, its head, and how features enter it: head((features - shift) * scale)."""
+    """A copy of the net that is trained, its head, and how features enter it: head((features - shift) * scale).
+
+    What the net reads are images, and mirror images, by split or, from the unit `start` on, what it makes of them.
+    """
 
     network: Network
     head: nn.Linear
     parameters: list[nn.Parameter]
     moving: list[nn.Module]
-    shift: Tensor | float
+    inputs: Sequence[Mapping[str, Tensor]]
+    start: int
     scale: Tensor
-    flops: float
+    shift: Tensor | float = 0.0
+    flops: float = 0.0
     """Operations before the first step."""
+    solved: bool = False
+    """Whether the head is one that says something before it is trained."""
 
-    def logits(self, images: Tensor) -> Tensor:
-        features = self.network(images)
-        return self.head(self.scale * (features if isinstance(self.shift, float) else features - self.shift))
+    def read(self, x: Tensor) -> Tensor:
+        """What the head reads, [N, D]."""
+        features = self.network(x, self.start)
+        return self.scale * (features if isinstance(self.shift, float) else features - self.shift)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.head(self.read(x))
+
+    def rows(self, split: str, rows: Sequence[int] | Tensor | slice, mirrored: bool = False) -> Tensor:
+        """Rows of a split as the net reads them, of the images or of mirror images."""
+        if mirrored and len(self.inputs) == 1:
+            return self.inputs[0][split][rows].flip(-1)
+        return self.inputs[mirrored][split][rows]
+
+    @torch.no_grad()
+    def whole(self, read: Callable[[Tensor], Tensor], split: str, mirrored: bool = False) -> Tensor:
+        """`read` of all rows of a split."""
+        count = len(self.inputs[0][split])
+        return torch.cat([read(self.rows(split, slice(i, i + 256), mirrored)) for i in range(0, count, 256)])
 
 
 class Tuner:
     """Trains copies of one net on the images of a task, each by a recipe.
 
-    `splits` [train, val, test] are images and labels, `network` gives a copy of the net, `adapt` says what of it a
-    recipe trains.
+    `splits` [train, val, test] are images and labels, `network` gives a copy of the net whose part is to be trained,
+    `adapt` says what of it that is, `activations` has what the units before it make of the images. They are paid for
+    as if they were kept, also where they are not.
     """
 
     def __init__(
-        self, task: Task, splits: Mapping[str, tuple[Tensor, Tensor]], network: Callable[[], Network], adapt: Adapt
+        self,
+        task: Task,
+        splits: Mapping[str, tuple[Tensor, Tensor]],
+        network: Callable[[str], Network],
+        adapt: Adapt,
+        activations: Activations = lambda start, mirrored: None,
     ) -> None:
-        self.task, self.splits, self.network, self.adapt = task, splits, network, adapt
-        self._costs: dict[tuple[int, Scope], float] = {}
+        self.task, self.splits, self.network, self.adapt, self.activations = task, splits, network, adapt, activations
+        self._costs: dict[tuple[int, str], float] = {}
 
     @property
     def rows(self) -> int:
@@ -78,11 +125,19 @@ class Tuner:
         """Train a copy within the budget; `seed` draws batches, the head's bias and what `adapt` adds."""
         cost = self.step_cost(recipe, seed)
         opened = self.open(recipe, seed)
-        optimizer = OPTIMIZERS[recipe.optimizer](opened.parameters, lr=recipe.rate, weight_decay=recipe.weight_decay)
+        depths = opened.network.depths() if recipe.decay < 1 else {}
+        groups: dict[int, list[nn.Parameter]] = {}
+        for parameter in opened.parameters:
+            groups.setdefault(depths.get(parameter, 0), []).append(parameter)
+        optimizer = OPTIMIZERS[recipe.optimizer](
+            [{"params": group, "share": recipe.decay**depth} for depth, group in groups.items()],
+            lr=recipe.rate,
+            weight_decay=recipe.weight_decay,
+        )
         due = budget.steps(opened.flops, cost)
-        course = Course([], [], due, opened.flops)
-        stopped = self._measured(course, 0, opened) and should_stop(course.val)
-        for step, (x, y) in enumerate(self._batches(recipe.batch_size, due[-1], seed), 1):
+        course, average = Course([], [], due, opened.flops if due[-1] >= 0 else 0.0), None
+        stopped = any(self._measured(course, step, opened, recipe) and should_stop(course.val) for step in (-1, 0))
+        for step, (x, y) in enumerate(self._batches(opened, recipe, due[-1], seed), 1):
             if stopped or len(course.val) == len(due):
                 break
             loss = self.loss(opened, recipe, x, y)
@@ -90,10 +145,16 @@ class Tuner:
             loss.backward()
             nn.utils.clip_grad_norm_(opened.parameters, NORM)
             for group in optimizer.param_groups:
-                group["lr"] = recipe.rate_at(step, due[-1])
+                group["lr"] = recipe.rate_at(step, due[-1]) * group["share"]
             optimizer.step()
             course.spent += cost
-            stopped = self._measured(course, step, opened) and should_stop(course.val)
+            measured = opened
+            if recipe.average and step > due[-1] // 2:
+                own = nn.ModuleList([opened.network, opened.head])
+                average = average or AveragedModel(own, use_buffers=True)  # of BatchNorm's, no pass is to be paid for
+                average.update_parameters(own)
+                measured = replace(opened, network=average.module[0], head=average.module[1])
+            stopped = self._measured(course, step, measured, recipe) and should_stop(course.val)
         return course
 
     def step_cost(self, recipe: Recipe, seed: int = 0) -> float:
@@ -102,7 +163,10 @@ class Tuner:
         if key not in self._costs:
             x, y = (part[: recipe.batch_size] for part in self.splits["train"])
             with torch.random.fork_rng():
-                opened = self.open(recipe, seed)
+                opened = self.open(replace(recipe, standardize=False, head_first=False), seed)
+                opened.start = self._start(opened.network, recipe)
+                with torch.no_grad():
+                    x = opened.network.before(x, opened.start)
                 with FlopCounterMode(display=False) as counter:
                     self.loss(opened, recipe, x, y).backward()
             self._costs[key] = float(counter.get_total_flops())
@@ -110,44 +174,108 @@ class Tuner:
 
     def open(self, recipe: Recipe, seed: int) -> Opened:
         """A fresh copy, prepared as the recipe says; nothing is trained yet."""
-        x = self.splits["train"][0]
+        images = {split: x for split, (x, _) in self.splits.items()}
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            network = self.network()
+            network = self.network(recipe.part)
             with torch.no_grad():
-                features = network(x[: recipe.batch_size])
+                features = network(images["train"][: recipe.batch_size])
             head = nn.Linear(features.shape[1], self.task.outputs).to(features)
             nn.init.zeros_(head.weight)
             parameters, moving = self.adapt(network, recipe.part)
         network.requires_grad_(False)
         parameters = [parameter.requires_grad_(True) for parameter in [*parameters, *head.parameters()]]
-        shift, scale, flops = 0.0, features.square().mean().rsqrt(), 0.0
+        start = self._start(network, recipe)
+        kept = self.activations(start, recipe.mirror) if start else None
+        inputs = (kept, start) if kept else ([images], 0)
+        opened = Opened(network, head, parameters, moving, *inputs, features.square().mean().rsqrt())
+        views = self.rows * (1 + recipe.mirror)
+        before, behind = self._passes(network, start)
+        opened.flops = before * views
+        norms = any(isinstance(module, BATCH_NORMS) for part in moving for module in part.modules())
+        if recipe.head_first and recipe.batchnorm == "train" and norms:
+            self._renew(opened)
+            opened.flops += behind * self.rows
         if recipe.standardize:
-            shift, scale, flops = self._standardization(network, seed)
-        return Opened(network, head, parameters, moving, shift, scale, flops)
+            opened.shift, opened.scale = self._standardization(opened, seed)
+            opened.flops += behind * min(SAMPLE, self.rows)
+        if recipe.head_first:
+            self._solve(opened, recipe)
+            opened.flops += behind * views + svd_flops(views, features.shape[1])
+        return opened
+
+    def _start(self, network: Network, recipe: Recipe) -> int:
+        """Unit of an opened net at which steps begin: all before it is frozen."""
+        if recipe.part in WHOLE:
+            return 0
+        return network.start_of(parameter for parameter in network.parameters() if parameter.requires_grad)
 
     @torch.no_grad()
-    def _standardization(self, network: Network, seed: int) -> tuple[Tensor, Tensor, float]:
-        """Mean [D] and inverse deviation [D] of features over some training images, and the operations of them.
+    def _passes(self, network: Network, start: int) -> tuple[float, float]:
+        """Operations of one image up to a unit, and from there on."""
+        image = self.splits["train"][0][:1]
+        with FlopCounterMode(display=False) as before:
+            x = network.before(image, start)
+        with FlopCounterMode(display=False) as behind:
+            network(x, start)
+        return float(before.get_total_flops()), float(behind.get_total_flops())
+
+    @torch.no_grad()
+    def _renew(self, opened: Opened) -> None:
+        """Give BatchNorm of what is trained the statistics that it has in training, for a head that is solved for."""
+        batches = torch.arange(self.rows).tensor_split(math.ceil(self.rows / BATCH))
+        inputs = (opened.rows("train", batch) for batch in batches)
+        renew(nn.ModuleList(opened.moving), inputs, lambda x: opened.network(x, opened.start))
+        features = opened.network(opened.rows("train", batches[0]), opened.start)
+        opened.scale = features.square().mean().rsqrt()
+
+    @torch.no_grad()
+    def _standardization(self, opened: Opened, seed: int) -> tuple[Tensor, Tensor]:
+        """Mean [D] and inverse deviation [D] of features over some training images.
 
         A feature that does not vary, up to rounding, keeps its size.
         """
-        x = self.splits["train"][0]
-        rows = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[:SAMPLE]
-        with FlopCounterMode(display=False) as counter:
-            features = torch.cat([network(x[part]) for part in rows.split(256)])
+        rows = torch.randperm(self.rows, generator=torch.Generator().manual_seed(seed))[:SAMPLE]
+        features = torch.cat([opened.network(opened.rows("train", part), opened.start) for part in rows.split(256)])
         deviation, largest = features.std(0, correction=0), features.abs().amax(0)
         deviation = deviation.where(deviation > 10 * torch.finfo(deviation.dtype).eps * largest, 1.0)
-        return features.mean(0), 1 / deviation, float(counter.get_total_flops())
+        return features.mean(0), 1 / deviation
 
-    def _batches(self, size: int, steps: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        (x, y), order = self.splits["train"], []
+    @torch.no_grad()
+    def _solve(self, opened: Opened, recipe: Recipe) -> None:
+        """Start the head from ridge regression; ridge and sharpness are those of the smallest loss on validation rows.
+
+        Where features tell nothing apart, it stays as it is.
+        """
+        sides = range(1 + recipe.mirror)
+        train = torch.cat([opened.whole(opened.read, "train", bool(side)) for side in sides]).double()
+        val = opened.whole(opened.read, "val").double()
+        targets = self.task.targets(self.splits["train"][1]).repeat(len(sides), 1)
+        mean, middle = train.mean(0), targets.mean(0)
+        with suppress(DegenerateSpectrum):
+            probe = Probe.of(train - mean, targets - middle)
+            ridges = torch.tensor(RIDGES).to(train) * probe.sigma[0] ** 2
+            weights = ridge_weights(probe.sigma, probe.vectors, probe.coefficients, ridges)
+            found = [(factor * w, factor * (middle - mean @ w)) for w in weights for factor in SHARPNESS]
+            labels = self.splits["val"][1]
+            losses = torch.stack([self.task.loss(val @ weight + bias, labels) for weight, bias in found])
+            weight, bias = found[int(losses.argmin())]
+            opened.head.weight.copy_(weight.T)
+            opened.head.bias.copy_(bias)
+            opened.solved = True
+
+    def _batches(self, opened: Opened, recipe: Recipe, steps: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        size, order, labels = recipe.batch_size, [], self.splits["train"][1]
         generator = torch.Generator().manual_seed(seed)
         for _ in range(steps):
             if len(order) < size:
-                order += torch.randperm(len(x), generator=generator).tolist()
-            batch, order = order[:size], order[size:]
-            yield x[batch], y[batch]
+                order += torch.randperm(self.rows, generator=generator).tolist()
+            batch, order = torch.tensor(order[:size]), order[size:]
+            x = opened.rows("train", batch)
+            if recipe.mirror:
+                coins = torch.rand(len(batch), generator=generator) < 0.5
+                x[coins.to(x.device)] = opened.rows("train", batch[coins], True)
+            yield x, labels[batch]
 
     def loss(self, opened: Opened, recipe: Recipe, x: Tensor, y: Tensor) -> Tensor:
         """The loss of a mini-batch in the modes that the recipe trains in, with a graph."""
@@ -156,22 +284,29 @@ class Tuner:
             for module in part.modules() if recipe.batchnorm == "eval" else ():
                 if isinstance(module, BATCH_NORMS):
                     module.eval()
-        return self.task.loss(opened.logits(x), y)
+        return self.task.loss(opened.logits(x), y, recipe.smoothing)
 
-    def _measured(self, course: Course, step: int, opened: Opened) -> bool:
+    def _measured(self, course: Course, step: int, opened: Opened, recipe: Recipe) -> bool:
         """Add the measures at every point of the course that is at `step`, if any; an untrained head guesses."""
         place, due = len(course.val), course.steps
         if place == len(due) or due[place] != step:
             return False
-        val, test = (self._held_out(opened, split) if step else self.task.chance for split in ("val", "test"))
+        val = test = self.task.chance
+        scores = torch.full((len(self.splits["test"][1]),), test, dtype=torch.float64)
+        if step > 0 or (step == 0 and opened.solved):
+            (val, _), (test, scores) = (self._held_out(opened, split, recipe) for split in ("val", "test"))
         points = len(due) - place if math.isnan(val) else due.count(step)  # NaN is for good
         course.val += [val] * points
         course.test += [test if not math.isnan(val) else torch.nan] * points
+        course.scores += [scores] * points
         return True
 
-    @torch.no_grad()
-    def _held_out(self, opened: Opened, split: str) -> float:
-        images, labels = self.splits[split]
+    def _held_out(self, opened: Opened, split: str, recipe: Recipe) -> tuple[float, Tensor]:
+        """The task's measure, and what each row adds to it."""
+        labels = self.splits[split][1]
         opened.network.eval()
-        logits = torch.cat([opened.logits(part) for part in images.split(256)])
-        return self.task.measure(logits, labels).item() if torch.isfinite(logits).all() else torch.nan
+        sides = [opened.whole(opened.logits, split, bool(side)) for side in range(1 + recipe.mirror)]
+        logits = torch.stack(sides).mean(0)
+        if not torch.isfinite(logits).all():
+            return torch.nan, torch.full((len(labels),), torch.nan, dtype=torch.float64)
+        return self.task.measure(logits, labels).item(), self.task.scores(logits, labels).cpu()

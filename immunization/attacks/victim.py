@@ -2,13 +2,14 @@
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from immunization.compute.transfer import room
-from immunization.data.task import Split, Task
+from immunization.data.task import SPLITS, Split, Task
 from immunization.evaluation.comparison import Comparison, Once
 from immunization.evaluation.measures import Role, Stage
 from immunization.models import Model
@@ -16,6 +17,9 @@ from immunization.models.activations import take
 from immunization.models.chain import Network
 
 Precision = Literal["float32", "bfloat16", "int8"]
+
+BATCH = 64
+"""Images of a batch."""
 
 GIB = 2**30
 KEPT_IMAGES = 4
@@ -98,7 +102,40 @@ class Victim:
             network = self.model.before.network()
         else:
             network = self.model.network(self.start)
+        if self.model.before is not None:
+            network.trained = self._once("changed", self._changed)
         return rounded(network, precision).to(next(network.parameters())).eval().requires_grad_(True)
+
+    def _changed(self) -> list[str]:
+        """Modules of the net whose weights or statistics are not those of the net it is compared with, by name."""
+        after, before = (model.network().state_dict() for model in (self.model, self.model.before))
+        own = [n for n, x in after.items() if n not in before or not torch.equal(x, before[n].to(x))]
+        return list(dict.fromkeys(name.rpartition(".")[0] for name in own))
+
+    def activations(
+        self, stage: Stage, precision: Precision | None, rows: tuple[int, ...] | None, start: int, mirrored: bool
+    ) -> list[dict[str, Tensor]] | None:
+        """What the units of the net before `start` make of images, some of those for training, by split: [N, ...].
+
+        Of the images and, with `mirrored`, of their mirror images. Computed once. None where they take more memory than
+        images may; to stay below that, those of other units are dropped.
+        """
+        place = ("activations", stage, precision, start, rows)
+        keys = [(*place, flipped) for flipped in range(1 + mirrored)]
+        if all(key in self._once for key in keys):
+            return [self._once[key] for key in keys]
+        images = {split: self.images(split, rows if split == "train" else None)[0] for split in SPLITS}
+        network = self.network(stage, precision)
+        with torch.no_grad():
+            one = network.before(images["train"][:1], start)
+        size = len(keys) * sum(map(len, images.values())) * one.numel() * one.itemsize
+        if size > (most := room(one.device, KEPT_IMAGES * GIB)):
+            return None
+        others = [key for key in self._once if key[0] == "activations" and key[:-1] != place]
+        if size + sum(x.nbytes for key in others for x in self._once[key].values()) > most:
+            for key in others:
+                del self._once[key]
+        return [self._once(key, partial(_before, network, start, images, bool(key[-1]))) for key in keys]
 
     def images(self, split: str, rows: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
         """Images [N, C, H, W], preprocessed for the net, and labels [N]: some rows of a split of the attacked task."""
@@ -129,6 +166,14 @@ class Victim:
             return forward_flops(self.extractor("immunized"), (self.task.dim,))
         network = self.network("immunized")
         return forward_flops(network, network.input_size)
+
+
+@torch.no_grad()
+def _before(network: Network, start: int, images: Mapping[str, Tensor], flipped: bool) -> dict[str, Tensor]:
+    return {
+        split: torch.cat([network.before(part.flip(-1) if flipped else part, start) for part in x.split(BATCH)])
+        for split, x in images.items()
+    }
 
 
 def forward_flops(network: nn.Module, input_size: tuple[int, ...]) -> float:

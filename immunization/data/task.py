@@ -180,12 +180,18 @@ class Task:
 
     def measure(self, predictions: Tensor, y: Tensor) -> Tensor:
         """Accuracy (sign or argmax) or R^2 of predictions [..., N, outputs]; leading dimensions are kept."""
-        if predictions.shape[-1] > 1:
-            return (predictions.argmax(-1) == self._labels(predictions, y)).double().mean(-1)
         if self.classes:
-            return ((predictions[..., 0] > 0) == (y > 0)).double().mean(-1)
+            return self.scores(predictions, y).mean(-1)
         residual = ((predictions[..., 0] - y) ** 2).sum(-1)
         return 1 - residual / ((y - y.mean()) ** 2).sum()
+
+    def scores(self, predictions: Tensor, y: Tensor) -> Tensor:
+        """What each row adds, [..., N]: the measure is their mean. Of classes 1 for a hit, and else 0."""
+        if predictions.shape[-1] > 1:
+            return (predictions.argmax(-1) == self._labels(predictions, y)).double()
+        if self.classes:
+            return ((predictions[..., 0] > 0) == (y > 0)).double()
+        return 1 - (predictions[..., 0] - y) ** 2 / (y - y.mean()).square().mean()
 
     def _labels(self, predictions: Tensor, y: Tensor) -> Tensor:
         """Labels as the columns of `predictions` count them: those of a model's own head, or of a probe."""

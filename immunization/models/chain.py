@@ -1,7 +1,7 @@
 """A timm net taken apart: its classifier, and the units that it applies one after another."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -74,18 +74,20 @@ class Chain(nn.Module):
         return [(name, part) for name, part in parts if any(p.ndim > 1 for p in part.parameters())]
 
     @contextmanager
-    def watched(self) -> Iterator[dict[str, Tensor]]:
+    def watched(self, reduce: Callable[[Tensor, bool, int], Any] | None = None) -> Iterator[dict[str, Any]]:
         """Inside, the dict has what each block gave when it last ran, averaged over places or tokens: [N, channels].
 
         Blocks come by name, in the order in which they ran first. Those that give anything else than a tensor with a
-        row an image are left out.
+        row per image are left out. `reduce` takes the place of the average: of the output, whether channels come last
+        in a map, and the number of tokens before those of the patches.
         """
-        seen: dict[str, Tensor] = {}
-        last = getattr(self._net[0], "output_fmt", "NCHW") == "NHWC"
+        seen: dict[str, Any] = {}
+        net = self._net[0]
+        last, prefix = getattr(net, "output_fmt", "NCHW") == "NHWC", getattr(net, "num_prefix_tokens", 0)
 
         def keep(name: str, _module: nn.Module, _inputs: object, x: object) -> None:
             if isinstance(x, Tensor) and x.ndim in (2, 3, 4):
-                seen[name] = pooled(x, last)
+                seen[name] = reduce(x, last, prefix) if reduce else pooled(x, last)
 
         hooks = [module.register_forward_hook(partial(keep, name)) for name, module in self.blocks()]
         try:
@@ -121,24 +123,95 @@ class Whole(Chain):
 
 
 class Network(nn.Module):
-    """A whole net as one who attacks it has it: images -> features [N, D], all of it trainable."""
+    """A whole net as one who attacks it has it: images -> features [N, D], all of it trainable.
 
-    def __init__(self, net: nn.Module, last_block: str, input_size: tuple[int, int, int]) -> None:
+    `units` are those of `NetParts`, of this very net; `trained` are names of modules of `net` that were immunized.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        last_block: str,
+        input_size: tuple[int, int, int],
+        units: Sequence[tuple[str, Unit]] = (),
+        trained: Sequence[str] = (),
+    ) -> None:
         super().__init__()
         self.whole, self.last_block, self.input_size = Whole(net), last_block, input_size
+        self.units, self.trained = list(units), [f"whole.net.{name}" for name in trained]
         self.map: nn.Linear | None = None
 
     def fold(self, theta: Tensor) -> None:
         """Put a copy of the map theta [D, D] behind the features."""
         self.map = nn.Linear(*theta.shape, bias=False)
         self.map.weight.data = theta.detach().T.clone()
+        self.trained = ["map"]
+
+    def part(self, name: str) -> list[nn.Module]:
+        """Modules of a part of the net: of none (`head`), `last`, of what was `trained`, `full`.
+
+        Or of all from a block or a stage of this name to the end, with the map. Raises ConfigError for any other name.
+        """
+        if name == "trained":
+            modules = dict(self.named_modules())
+            return [modules[module] for module in self.trained if module in modules]
+        parts = {"head": [], "last": self.last(), "full": [self]}
+        return parts[name] if name in parts else self._suffix(name)
+
+    def _suffix(self, name: str) -> list[nn.Module]:
+        known = [unit for unit, f in self.units if parameters(f)]
+        if not known:
+            raise ConfigError(
+                f"attack.*.scope={name}: the net has no blocks to begin at; use head, last, trained or full"
+            )
+        begin = next((unit for unit in known if f"{unit}.".startswith(f"{name}.")), None)
+        if begin is None:
+            raise ConfigError(
+                f"attack.*.scope={name}: no block of the net is called so; use head, last, trained, full or one of "
+                f"{', '.join(known)}"
+            )
+        if begin == known[0]:
+            return [self]
+        first = [unit for unit, _ in self.units].index(begin)
+        return [f for _, f in self.units[first:] if isinstance(f, nn.Module)] + self._ends()
+
+    def _ends(self) -> list[nn.Module]:
+        """What stands behind all units: modules of the net that are in none, and the map."""
+        inside = {unit.partition(".")[0] for unit, _ in self.units}
+        ends = [module for name, module in self.whole.net.named_children() if name not in inside]
+        return ends if self.map is None else [*ends, self.map]
+
+    def start_of(self, trained: Iterable[nn.Parameter]) -> int:
+        """Index of the unit before which nothing has any of these parameters; 0 also for a net that is no chain."""
+        if not self.units or not isinstance(self.units[-1][1], nn.Module):
+            return 0
+        ends = {parameter for module in self._ends() for parameter in module.parameters()}
+        return first_with(self.units, set(trained) - ends)
+
+    def depths(self) -> dict[nn.Parameter, int]:
+        """Of each parameter, which block it belongs to, counted from the end from 1 on; 0 behind all blocks."""
+        blocks = [parameters(f) for _, f in reversed(self.units) if parameters(f)]
+        depths = dict.fromkeys(self.whole.net.parameters(recurse=False), len(blocks))
+        return depths | {parameter: depth for depth, block in enumerate(blocks, 1) for parameter in block}
 
     def last(self) -> list[nn.Module]:
         """The last block of the net, and the map behind it, if there is one."""
         return [self.whole.net.get_submodule(self.last_block), *([] if self.map is None else [self.map])]
 
-    def forward(self, images: Tensor) -> Tensor:
-        features = self.whole(images)
+    def before(self, images: Tensor, start: int) -> Tensor:
+        """What the units before the one with index `start` make of images: [N, ...]."""
+        for _, unit in self.units[:start]:
+            images = unit(images)
+        return images
+
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:
+        """Features of images, or of what `before` makes of them."""
+        if start:
+            for _, unit in self.units[start:]:
+                x = unit(x)
+            features = self.whole.net.forward_head(x, pre_logits=True)
+        else:
+            features = self.whole(x)
         return features if self.map is None else self.map(features)
 
 
@@ -171,6 +244,14 @@ def data_config(net: nn.Module) -> dict[str, Any]:
 
 def parameters(unit: Unit) -> list[nn.Parameter]:
     return list(unit.parameters()) if isinstance(unit, nn.Module) else []
+
+
+def first_with(units: Sequence[tuple[str, Unit]], trained: set[nn.Parameter]) -> int:
+    """Index of the first unit with one of these parameters; 0 where those from there on are no chain with all."""
+    first = next((i for i, (_, f) in enumerate(units) if trained & set(parameters(f))), len(units))
+    later = [f for _, f in units[first:]]
+    chain = all(isinstance(f, nn.Module) for f in later)
+    return first if chain and trained <= {p for f in later for p in parameters(f)} else 0
 
 
 @torch.no_grad()

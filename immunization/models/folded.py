@@ -51,7 +51,9 @@ class Folded(Linear):
 
     def network(self, start: Mapping[str, Tensor] | None = None) -> Network:
         if start is not None:  # the baseline has no map
-            return (self.base.before or self.base).network()
+            network = (self.base.before or self.base).network()
+            network.trained = []
+            return network
         network = self.base.network()
         network.fold(self.extractor.theta)
         return network

@@ -19,7 +19,7 @@ from immunization.data.images import ImagePair
 from immunization.data.task import Task
 from immunization.errors import ConfigError
 from immunization.models.activations import Stream
-from immunization.models.chain import Network, Tail, Whole, parameters, take_apart
+from immunization.models.chain import Network, Tail, Whole, first_with, parameters, take_apart
 from immunization.models.fold import folded_map, unfold
 from immunization.models.image_tasks import ImageReader, room_for
 from immunization.models.weights import create, name_of, read_checkpoint
@@ -136,10 +136,7 @@ class Timm(ImageReader):
         """Trunk: everything before the first trainable unit, in the order of execution."""
         units = self.parts.units
         theta = {p for p in self.net.parameters() if p.requires_grad}
-        first = next((i for i, (_, f) in enumerate(units) if theta & set(parameters(f))), len(units))
-        later = [f for _, f in units[first:]]
-        if theta - {p for f in later for p in parameters(f)} or not all(isinstance(f, nn.Module) for f in later):
-            first = 0  # theta is in no unit, or a unit is no module: the net runs as a whole
+        first = first_with(units, theta)
         self.point = units[first][0] if first < len(units) else "pooling"
         self._trunk = [f for _, f in units[:first]]
         self.extractor = Tail(self.net, units[first:]) if first else Whole(self.net)
@@ -207,10 +204,10 @@ class Timm(ImageReader):
         return folded_map(extractor)
 
     def network(self, start: Mapping[str, Tensor] | None = None) -> Network:
-        net, extractor = copy.deepcopy((self.net, self.extractor))
+        net, extractor, units = copy.deepcopy((self.net, self.extractor, self.parts.units))
         if start is not None:
             extractor.load_state_dict(start)  # shares its parameters with `net`
-        return Network(net, self.parts.last_block(), self.config["input_size"])
+        return Network(net, self.parts.last_block(), self.config["input_size"], units, self.trainable)
 
     # --- deployment ---------------------------------------------------------------------------------------------------
 

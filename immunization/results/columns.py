@@ -24,8 +24,6 @@ from immunization.runs.verdict import BAR, capped, interval, rows_tested, succes
 
 AUTHORS = ", authors' κ"
 """What the name of a column ends in whose figures are by the released code's convention; all others are rank-aware."""
-HELD, UNTRAINED = "held", "not attacked by training"
-"""No attack learns the task: one fine-tuned all that was trained, or none did."""
 
 
 class Place(Flag):
@@ -189,7 +187,7 @@ def cost(setting: Setting, kind: str) -> Cell:
     only, kind = (setting.searched, "harmful") if kind == "searched" else (None, kind)
     ratio = None if only == [] else setting.cost(kind, only)
     if ratio == math.inf:
-        return Cell(HELD if setting.fine_tuned(kind) else UNTRAINED, 1e300, words=True)
+        return Cell(setting.unbroken(kind), 1e300, words=True)
     return Cell.of(ratio)
 
 
@@ -351,11 +349,17 @@ COLUMNS = [
         always=True,
         note="Cost: operations of the cheapest attack that learns the harmful task over those of the cheapest with the "
         "baseline; of several harmful tasks the least. Held: in most runs none does within its budget, which is no "
-        "proof; not attacked by training: the same, but no attack fine-tuned the whole net.",
+        "proof; not attacked by training: the same, but no attack fine-tuned all that was immunized; not attacked "
+        "by standard: the same, but attack=standard did not run.",
     ),
     Column(
         *("", "searched, before → after", _PAGE, searched),
         note="Searched: the best, held out, that attackers reach who search for their settings.",
+    ),
+    Column(
+        *("worth/removed", "worth removed", EVERYWHERE, middle),
+        note="Worth removed: of what theta_0 is worth to the best attacker, beside one without the model, how much "
+        "immunization takes away; 0 is no defence.",
     ),
     Column("searched", "searched cost / baseline's", _PAGE, cost),
     Column(

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from immunization.errors import DataError
 from immunization.results.collect import ATTACK, Collection
-from immunization.results.columns import HELD, UNTRAINED, Place, placed
+from immunization.results.columns import Place, placed
 from immunization.results.leaderboard_figure import Point, resistance
 from immunization.results.page import Section, kept, number_settings, show_left_out
 from immunization.results.plot import looks
@@ -68,7 +68,7 @@ def sections(tracks: Iterable[Sequence[Setting]]) -> list[Section]:
             tables.append(Table.of(f"{name}_apart", f"{title}{APART}", placed(Place.BOARD), apart))
             tables[1].notes[:0] = [f"{row.label}: {row.apart}." for row in apart]
         points = [
-            Point(row.label, max(price, 0.0), cost, look[row], HELD if row.fine_tuned() else UNTRAINED)
+            Point(row.label, max(price, 0.0), cost, look[row], row.unbroken())
             for row in together
             if (price := row.price) is not None and (cost := row.cost()) is not None
         ]

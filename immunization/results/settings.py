@@ -11,7 +11,7 @@ from immunization.results.collect import ATTACK, MEASURING, PAIR, TRAINING, Coll
 from immunization.results.formatting import MEASURES, number
 from immunization.results.seed_statistics import ROUNDING, Summary, summarize
 from immunization.runs.result import Result
-from immunization.runs.verdict import attack_groups, fine_tuned, successes
+from immunization.runs.verdict import HELD, UNNUMBERED, UNTRAINED, attack_groups, successes, unbroken
 
 METHODS = (
     *("identity", "r_ill_only", "imma", "opt_kappa", "condition_number", "closed_form", "learning_curve"),
@@ -121,9 +121,10 @@ class Setting:
         costs = [median(cost_ratio(result, group, only) for result in self.results) for group in self._attacked(kind)]
         return min((cost for cost in costs if cost is not None), default=None)
 
-    def fine_tuned(self, kind: str = "harmful") -> bool:
-        """Whether every run was attacked by one who fine-tunes all that was trained."""
-        return all(fine_tuned(result, group) for result in self.results for group in self._attacked(kind))
+    def unbroken(self, kind: str = "harmful") -> str:
+        """What is said where no attack learns the task in most runs."""
+        words = {unbroken(result, group) for result in self.results for group in self._attacked(kind)}
+        return next(word for word in (UNTRAINED, UNNUMBERED, HELD) if word in words)
 
     def _attacked(self, kind: str) -> list[str]:
         groups = dict.fromkeys(group for result in self.results for group in attack_groups(result))

@@ -1,6 +1,8 @@
 """conf/attack: options that inherit, choices of several, and defaults that constructor and YAML state alike."""
 
+import hashlib
 import inspect
+import json
 
 import pytest
 from hydra.utils import get_object
@@ -11,6 +13,7 @@ from immunization.errors import ConfigError
 
 READ = {path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in (CONF / "attack").glob("*.yaml")}
 SEVERAL = {name for name, content in READ.items() if "defaults" in content and "_here_" not in str(content["defaults"])}
+SUITES = {"quick", "standard", "nightly"}
 FILES = {name: content for name, content in READ.items() if name not in SEVERAL}
 HEIRS = {name: content for name, content in FILES.items() if "common/" not in str(content.get("defaults", "common/"))}
 WHOLE = OmegaConf.to_container(compose([f"attack=[{','.join(sorted(FILES))}]"]).attack)
@@ -18,20 +21,20 @@ WHOLE = OmegaConf.to_container(compose([f"attack=[{','.join(sorted(FILES))}]"]).
 
 def test_all_options_together_are_those_asked_for():
     assert sorted(WHOLE) == sorted(FILES)
-    assert len(HEIRS) == 18
 
 
 def test_one_option_may_stand_for_several():
     """`all` is every attack by its fixed grid; `all_searched` has those that search and the line of reference, too."""
     whole = {"all", "all_features", "all_features_short", "all_probes", "all_probes_short", "all_searched"}
-    assert whole | {"all_finetune", "all_leaderboard"} == SEVERAL
+    assert whole | {"all_finetune", "all_leaderboard"} | SUITES == SEVERAL
     fixed, searched = (set(compose([f"attack=[{name}]"]).attack) for name in ("all", "all_searched"))
     assert compose(["attack=[all_searched]"]).attack.scratch.search == 20
     assert fixed <= searched
     assert searched - fixed == {"scratch", "sgrc", "searched_finetune", "searched_lora"}
     track, every = (compose([f"attack=[{name}]"]).attack for name in ("all_leaderboard", "all_searched"))
     assert track == {name: options for name, options in every.items() if name != "earlier_layers_renewed"}
-    assert {name for name in FILES if name.endswith(("probe", "finetune", "lora"))} <= searched <= set(FILES)
+    known = searched | set(compose(["attack=[nightly]"]).attack)
+    assert {name for name in FILES if name.endswith(("probe", "finetune", "lora"))} <= known <= set(FILES)
     probes = compose(["attack=[all_probes]"]).attack
     assert not any("finetune" in name or "lora" in name for name in probes)
     features = compose(["attack=[all_features]"]).attack
@@ -42,6 +45,18 @@ def test_one_option_may_stand_for_several():
         assert {name for name in names if short[name] != names[name]} == {"adam", "adamw", "adam_scaled"}
     assert compose(["attack=[all_probes,lora]", "attack.adam.steps=3"]).attack.adam.steps == 3
     assert set(compose(["attack=[all_probes,lora]"]).attack) == {*probes, "lora"}
+
+
+def test_a_numbered_suite_is_never_changed():
+    """Whoever changes an attacker, its settings or the list gives the suite another number, and this test its hash."""
+    content = compose(["attack=[standard]"])
+    numbered = {key: OmegaConf.to_container(content[key], resolve=True) for key in ("attack", "suite")}
+    digest = hashlib.sha256(json.dumps(numbered, sort_keys=True).encode()).hexdigest()
+    assert (content.suite.version, digest[:16]) == ("standard-1", "345f9589a9ce1203")
+    nightly, quick = (compose([f"attack=[{name}]"]) for name in ("nightly", "quick"))
+    assert (nightly.suite.version, quick.suite.version) == ("nightly-1", "quick-1")
+    assert numbered["attack"].keys() < nightly.attack.keys()
+    assert quick.attack.keys() < numbered["attack"].keys()
 
 
 @pytest.mark.parametrize("name", HEIRS)

@@ -29,9 +29,11 @@ from immunization.runs.verdict import verdict
 
 pytestmark = pytest.mark.trains
 
-ATTACKS = sorted(path.stem for path in (CONF / "attack").glob("*.yaml") if not path.stem.startswith("all"))
+LISTS = ("all", "quick", "standard", "nightly")
+ATTACKS = sorted(path.stem for path in (CONF / "attack").glob("*.yaml") if not path.stem.startswith(LISTS))
 NETS = {name for name in ATTACKS if "finetune" in name or "lora" in name}
-NETS |= {"scratch", "sgrc", "earlier_layers", "earlier_layers_renewed", "renewed_statistics"}
+NETS |= {"scratch", "sgrc", "earlier_layers", "earlier_layers_renewed", "renewed_statistics", "fresh_part"}
+NETS |= {"block_probe", "block_probe_renewed", "random_net", "raw_inputs"}
 
 
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name not in NETS])

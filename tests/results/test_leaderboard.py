@@ -29,6 +29,7 @@ def board_run(folder, method, costs, seed=0, attacks=ATTACKS, more=(), **changes
         measures |= {f"attack/{name}/final": 0.9 if cost else 0.6, f"attack/{name}/cost": cost}
         measures |= {f"attack/{name}/final_baseline": 0.95, f"attack/{name}/cost_baseline": before}
     measures |= {"steps_ratio/unseen": 0.5} | one_attack("unseen", "probe", 120.0)
+    changes = {"about": {"suite": {"version": "standard-1", "theta_0": "secret"}}} | changes
     made = make_run(folder, method, seed, measures=measures | dict(more), **changes)
     config = yaml.safe_load((made / "config.yaml").read_text())
     (made / "config.yaml").write_text(yaml.safe_dump(config | {"attack": attacks}))
@@ -84,6 +85,16 @@ def test_nothing_is_held_that_nobody_fine_tuned(tmp_path):
     labels = [text.get_text() for text in figure.findobj(Text)]
     assert any("(not attacked by training)" in label for label in labels)
     assert not any("held)" in label for label in labels)
+
+
+def test_nothing_is_held_by_a_list_of_ones_own(tmp_path):
+    board_run(tmp_path / "run", "closed_form", {"probe": None}, about={})
+    assert texts(rows_of(tmp_path)["closed_form"])["cost / baseline's"] == "not attacked by standard"
+
+
+def test_what_is_removed_has_a_column(tmp_path):
+    board_run(tmp_path / "run", "closed_form", {"probe": None}, more={"worth/removed": 0.25})
+    assert texts(rows_of(tmp_path)["closed_form"])["worth removed"] == "0.25"
 
 
 def test_a_gain_of_the_primary_task_is_not_plotted(tmp_path):

@@ -34,9 +34,29 @@ def test_the_number_in_the_table_decides():
 
 def test_without_fine_tuning_nobody_says_that_it_holds():
     result = audited(probe=0.5)
-    assert "No attack fine-tuned the whole net, so nobody can say that it holds." in verdict([result])
+    assert "No attack fine-tuned all that was immunized, so nobody can say that it holds." in verdict([result])
     result.metrics["attack/worst/fine_tuned"] = 1.0
-    assert not any("fine-tuned" in line for line in verdict([result]))
+    assert "The suite attack=standard did not run, so nobody can say that it holds." in verdict([result])
+    result.about["suite"] = {"version": "standard-1", "theta_0": "secret"}
+    assert not any("nobody can say" in line for line in verdict([result]))
+
+
+def test_what_the_model_is_worth_comes_first():
+    result = audited(probe=0.9)
+    result.metrics |= {"worth/before": 0.87, "worth/after": 0.83, "worth/without": 0.27, "worth/removed": None}
+    first = verdict([result])[0]
+    assert first.startswith(
+        "The best attacker's held-out accuracy: 0.870 with theta_0, 0.830 with theta_I, 0.270 without"
+    )
+    assert first.endswith("no defence of it can be measured.")
+    result.metrics |= {"worth/removed": 0.067, "worth/removed_low": 0.02, "worth/removed_high": 0.11}
+    result.metrics |= {"worth/before_10": 0.7, "worth/removed_10": 0.04, "worth/before_5": 0.5, "worth/removed_5": 0.02}
+    result.about["suite"] = {"version": "standard-1", "theta_0": "public"}
+    first, few, suite, held, *_ = verdict([result])
+    assert first.endswith("0.07 of what theta_0 is worth is removed (95 % interval 0.02 to 0.11).")
+    assert few == "With 5 / 10 images of each class it is 0.02 / 0.04."
+    assert suite == "Attackers are those of standard-1; theta_0 is public, and every attacker has it."
+    assert held.startswith("It does not hold")
 
 
 def test_few_rows_leave_it_open():

@@ -1,0 +1,138 @@
+"""What an attacker reads of a net: the output of every block, pooled in several ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from immunization.data.task import SPLITS
+from immunization.models.chain import Network
+
+BATCH = 64
+"""Images of a batch."""
+
+CHANNELS = 512
+"""Of more channels, poolings other than the average read this many random combinations."""
+
+PROJECTIONS = 64
+"""Random combinations of channels whose covariances are read."""
+
+POOLINGS: dict[str, tuple[str, ...]] = {
+    "average": ("average",),
+    "rich": ("average", "maximum", "deviation", "2x2", "class"),
+    "fine": ("average", "maximum", "deviation", "2x2", "class", "3x3"),
+    "second": ("average", "maximum", "deviation", "2x2", "class", "covariance"),
+}
+"""Poolings that are read side by side, by name; a block has those that its output allows."""
+
+
+Part = tuple[str, str]
+"""A block and a pooling of its output."""
+
+
+@dataclass
+class Outputs:
+    """What blocks make of the images of a task.
+
+    `parts` [views, N, D], by block and pooling and then by split, in float32: views are the image and, where it was
+    asked for, its mirror image. `flops`: operations of one image from the input up to and with a block, in the order in
+    which blocks run.
+    """
+
+    parts: dict[Part, dict[str, Tensor]]
+    flops: dict[str, float]
+
+    @property
+    def blocks(self) -> list[str]:
+        found = {block for block, _ in self.parts}
+        return [block for block in self.flops if block in found]
+
+    def columns(self, blocks: Iterable[str], poolings: str, split: str) -> Tensor:
+        """Blocks side by side, [views, N, D]."""
+        parts = [(block, pooling) for block in blocks for pooling in POOLINGS[poolings]]
+        return torch.cat([self.parts[part][split] for part in parts if part in self.parts], 2)
+
+    def cost(self, blocks: Iterable[str]) -> float:
+        """Operations of one image up to the last of some blocks."""
+        return max(self.flops[block] for block in blocks)
+
+
+@torch.no_grad()
+def outputs_of(network: Network, images: Mapping[str, Tensor], mirrored: bool) -> Outputs:
+    """What every block of a net makes of images [N, C, H, W] by split, and of their mirror images."""
+    parts: dict[Part, dict[str, Tensor]] = {}
+    for split in SPLITS:
+        views = [_pooled(network, images[split])]
+        views += [_pooled(network, images[split].flip(-1))] if mirrored else []
+        for part in views[0]:
+            parts.setdefault(part, {})[split] = torch.stack([view[part] for view in views])
+    return Outputs(parts, prefix_flops(network))
+
+
+def _pooled(network: Network, images: Tensor) -> dict[Part, Tensor]:
+    batches: dict[Part, list[Tensor]] = {}
+    with network.whole.watched(poolings) as seen:
+        for batch in images.split(BATCH):
+            seen.clear()
+            network(batch)
+            for block, found in seen.items():
+                for pooling, x in found.items():
+                    batches.setdefault((block, pooling), []).append(x.float().cpu())
+    found = {part: torch.cat(columns) for part, columns in batches.items()}
+    return {part: x for part, x in found.items() if len(x) == len(images)}
+
+
+def poolings(x: Tensor, last: bool, prefix: int) -> dict[str, Tensor]:
+    """[N, d] of the output of a block by the name of the pooling: of a map, of tokens, of rows.
+
+    `last`: channels of a map come last. `prefix`: tokens before those of the image's patches.
+    """
+    if x.ndim == 2:
+        return {"average": x}
+    tokens = None
+    if x.ndim == 3:
+        tokens, x = x[:, :prefix], x[:, prefix:]
+        side = round(x.shape[1] ** 0.5)
+        x = x.transpose(1, 2).unflatten(2, (side, side) if side**2 == x.shape[1] else (x.shape[1], 1))
+    elif last:
+        x = x.permute(0, 3, 1, 2)
+    found = {"average": x.mean((2, 3))}
+    if tokens is not None and tokens.shape[1]:
+        found["class"] = tokens[:, 0]
+    if x.shape[2] * x.shape[3] == 1:
+        return found
+    if x.shape[1] > CHANNELS:
+        x = _combined(x, CHANNELS)
+    flat = x.flatten(2)
+    found |= {"maximum": flat.amax(2), "deviation": flat.std(2, correction=0)}
+    for side in (2, 3):
+        if min(x.shape[2:]) >= side:
+            found[f"{side}x{side}"] = F.adaptive_avg_pool2d(x, side).flatten(1)
+    few = _combined(x, min(PROJECTIONS, x.shape[1])).flatten(2)
+    few = few - few.mean(2, keepdim=True)
+    covariance = few @ few.transpose(1, 2) / few.shape[2]
+    i, j = torch.triu_indices(*covariance.shape[1:])
+    covariance = covariance[:, i, j]
+    found["covariance"] = covariance.sign() * covariance.abs().sqrt()
+    return found
+
+
+def _combined(x: Tensor, channels: int) -> Tensor:
+    generator = torch.Generator().manual_seed(channels)
+    mixing = torch.randn(channels, x.shape[1], generator=generator) / x.shape[1] ** 0.5
+    return torch.einsum("kc,nchw->nkhw", mixing.to(x), x)
+
+
+@torch.no_grad()
+def prefix_flops(network: Network) -> dict[str, float]:
+    """Operations of one image from the input up to and with each block, by name."""
+    image = torch.zeros(1, *network.input_size).to(next(network.parameters()))
+    with FlopCounterMode(display=False) as counter:
+        with network.whole.watched(lambda *_: float(counter.get_total_flops())) as seen:
+            network(image)
+        return dict(seen)

@@ -1,0 +1,103 @@
+"""Attackers who do without the model: what the harmful task costs, and comes to, with none of its weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from immunization.attacks.block_probe import BlockProbe
+from immunization.attacks.network import FineTune
+from immunization.attacks.pooling import Outputs, outputs_of
+from immunization.attacks.renewed import images_of, renew_from
+from immunization.attacks.victim import Inapplicable, Stage, Victim
+from immunization.models.chain import BATCH_NORMS, Network
+
+SIDE = 32
+"""Larger images are averaged to this many pixels before they are read as they are."""
+
+
+class FreshPart(FineTune, group="attack.fresh_part"):
+    """A part of the net drawn anew, and then trained, behind what stands before it: nothing of the part is used."""
+
+    scope = "trained"
+    optimizer = "adamw"
+    rates = (3e-4, 1e-3, 3e-3)
+    steps = 256
+    schedule = "linear"
+
+    def trains_all(self, victim: Victim) -> bool:
+        return False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (self.scope,)
+
+    def network(self, victim: Victim, stage: Stage, part: str) -> Network:
+        return redrawn(super().network(victim, stage, part), part)
+
+
+class Scratch(FreshPart, group="attack.scratch", without=["scope", "precision"]):
+    """The same architecture from random weights, trained as `FineTune` trains the whole net."""
+
+    reference = True
+
+    scope = "full"
+    rates = (1e-4, 1e-3, 0.01)
+    steps = 1024
+    schedule = "constant"
+
+
+class RandomNet(BlockProbe, group="attack.random_net", without=["precision", "renewed"]):
+    """What `BlockProbe` reads, of the same architecture with random weights and the statistics of the own images."""
+
+    reference = True
+
+    def read(self, victim: Victim, stage: Stage) -> tuple[Outputs, float]:
+        images = images_of(victim)
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            network = redrawn(victim.network(stage))
+        norms = any(isinstance(module, BATCH_NORMS) for module in network.modules())
+        passes = renew_from(network, images["train"], None) if norms else 0
+        return outputs_of(network, images, self.mirrored), victim.flops_per_row() * passes
+
+
+class RawInputs(BlockProbe, group="attack.raw_inputs", without=["precision", "renewed"]):
+    """Ridge regression on the images themselves, averaged to at most 32 x 32 pixels."""
+
+    reference = True
+
+    def read(self, victim: Victim, stage: Stage) -> tuple[Outputs, float]:
+        parts: dict[str, dict[str, torch.Tensor]] = {"pixels": {}, "coarse": {}}
+        for split, images in images_of(victim).items():
+            views = torch.stack([images, images.flip(-1)]) if self.mirrored else images[None]
+            for name, side in (("pixels", SIDE), ("coarse", SIDE // 4)):
+                size = [min(side, length) for length in images.shape[2:]]
+                small = F.adaptive_avg_pool2d(views.flatten(0, 1), size).flatten(1)
+                parts[name][split] = small.unflatten(0, views.shape[:2]).float().cpu()
+        return Outputs({(name, "average"): found for name, found in parts.items()}, dict.fromkeys(parts, 0.0)), 0.0
+
+
+@torch.no_grad()
+def redrawn(network: Network, part: str = "full") -> Network:
+    """`network` with every weight of a part drawn anew, in place, as its layers and then the net itself draw them.
+
+    Raises Inapplicable for a part with weights that neither draws.
+    """
+    drawn = copy.deepcopy(network)
+    for parameter in drawn.parameters():
+        parameter.fill_(torch.nan)
+    for module in drawn.modules():
+        if isinstance(draw := getattr(module, "reset_parameters", None), Callable):
+            draw()
+    if isinstance(draw := getattr(drawn.whole.net, "init_weights", None), Callable):  # of timm
+        draw()
+    left = {parameter: name for name, parameter in drawn.named_parameters() if not torch.isfinite(parameter).all()}
+    for old, new in zip(network.part(part), drawn.part(part), strict=True):
+        if names := [left[parameter] for parameter in new.parameters() if parameter in left]:
+            raise Inapplicable(f"nobody knows how to draw the weights {', '.join(names)} anew")
+        old.load_state_dict(new.state_dict())
+    return network

@@ -1,0 +1,171 @@
+"""What a released model is worth to an attacker, and how much of it a defence takes away.
+
+With `best` over all attackers, who choose their settings on validation rows, at n training images of each class and
+within b operations: A_0(n, b) is the best accuracy of one who has theta_0, A_I(n, b) that with theta_I and A_none(n, b)
+that without the model. Who has a model may leave it aside, so that A_none is at most A_0 and A_I but for noise.
+
+    worth = A_0 - A_none,    removed = (A_0 - A_I) / (A_0 - A_none)
+
+`removed` is 0 for no defence, and 1 for a model that is of no use any more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from immunization.attacks.base import AttackCurve
+from immunization.checks import AtLeastOne, Component
+from immunization.evaluation.measures import Measures
+
+LEVEL = 0.95
+"""Of all intervals."""
+
+PER_DECADE = 2
+"""Budgets of operations in a decade at which worth is measured."""
+
+
+@dataclass
+class Draw:
+    """Curves of all attackers with the images of one draw: with theta_0, with theta_I, and without the model."""
+
+    before: list[AttackCurve] = field(default_factory=list)
+    after: list[AttackCurve] = field(default_factory=list)
+    without: list[AttackCurve] = field(default_factory=list)
+
+
+class Suite(Component, group="suite"):
+    """A numbered list of attackers, in result.json and on every page; rows of different versions are never compared.
+
+    Beside all of the attacker's images, worth is measured at each number of `images` of each class, with `draws` sets
+    of them; attackers who train a net have the first of these. `theta_0`: whether the attacker can have the net as it
+    was before immunization, too; where it is public no defence takes anything away. Raises ConfigError.
+    """
+
+    version: str
+    images: Sequence[AtLeastOne] = ()
+    draws: AtLeastOne = 1
+    theta_0: Literal["secret", "public"] = "secret"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value and the ends of its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Worth:
+    """Best accuracies, what theta_0 is worth, and how much of it is removed; None where theta_0 is worth nothing."""
+
+    before: float
+    after: float
+    without: float
+    worth: Estimate
+    removed: Estimate | None
+
+
+def worth(before: Tensor, after: Tensor, without: Tensor) -> Worth:
+    """From scores [draws, N] of the best attackers: what each test row adds to their accuracy in each draw.
+
+    The rows are the same for all, so that differences are taken row by row. `removed` is None where the interval of the
+    worth holds 0.
+    """
+    gain, loss = before - without, before - after
+    value = estimate(gain)
+    removed = None
+    if value.low > 0:
+        ratio = (loss.mean() / gain.mean()).item()
+        around = estimate((loss - ratio * gain) / gain.mean())  # of mean 0: what a row moves the ratio by
+        removed = Estimate(ratio, ratio + around.low, ratio + around.high)
+    return Worth(*(scores.mean().item() for scores in (before, after, without)), value, removed)
+
+
+def estimate(scores: Tensor) -> Estimate:
+    """Mean of [draws, N] with an interval for rows and draws that are both samples.
+
+    Its variance is that of a layout of two crossed random factors without replication, with Satterthwaite's degrees of
+    freedom for Student's t: a bootstrap of two or three draws would be too narrow.
+    """
+    from scipy.stats import t
+
+    draws, rows = scores.shape
+    mean, by_row, by_draw = scores.mean(), scores.mean(0), scores.mean(1, keepdim=True)
+    terms, twice = [(by_row.var().item() / rows, rows - 1)], 0.0
+    if draws > 1:
+        terms.append((by_draw.var().item() / draws, draws - 1))
+        rest = (scores - by_row - by_draw + mean).square().sum().item() / ((draws - 1) * (rows - 1))
+        twice = rest / (draws * rows)  # is in both terms
+    variance = max(sum(part for part, _ in terms) - twice, terms[0][0])
+    half = 0.0
+    if variance > 0:
+        freedom = variance**2 / sum(part**2 / df for part, df in terms)
+        half = t.ppf((1 + LEVEL) / 2, freedom) * math.sqrt(variance)
+    return Estimate(mean.item(), mean.item() - half, mean.item() + half)
+
+
+def best(curves: Iterable[AttackCurve], guess: Tensor, budget: float = math.inf) -> Tensor:
+    """Scores [N] of test rows by the attacker who is best on validation rows within a budget; `guess` without one."""
+    top, found = -math.inf, guess
+    for curve in curves:
+        val = curve.val.where((curve.flops <= budget) & torch.isfinite(curve.val), -torch.inf)
+        place = len(val) - 1 - int(val.flip(0).argmax())  # of equals, the one who has learned from most
+        if val[place] > top:
+            top, found = val[place].item(), curve.scores[place].to(guess)
+    return found
+
+
+def at(draws: Sequence[Draw], guess: Tensor, public: bool, budget: float = math.inf) -> Worth:
+    """The worth that all attackers show within a budget; where theta_0 is `public`, who has theta_I has it, too."""
+    groups = [
+        (draw.before + draw.without, (draw.before if public else draw.after) + draw.without, draw.without)
+        for draw in draws
+    ]
+    return worth(*(torch.stack([best(group[i], guess, budget) for group in groups]) for i in range(3)))
+
+
+def budgets(draws: Sequence[Draw]) -> list[float]:
+    """A geometric grid of operations from the cheapest attacker to the dearest."""
+    flops = torch.cat([curve.flops for draw in draws for curve in (*draw.before, *draw.after, *draw.without)])
+    low, high = (math.log10(max(value, 1.0)) for value in (flops.min().item(), flops.max().item()))
+    count = max(2, math.ceil((high - low) * PER_DECADE) + 1)
+    return [*torch.logspace(low, high, count, dtype=torch.float64).tolist()[:-1], flops.max().item()]
+
+
+def measure(draws: Sequence[Draw], guess: Tensor, suffix: str, measures: Measures, public: bool = False) -> None:
+    """Put `worth/<measure><suffix>`, with the ends of intervals, and the curves against operations."""
+    found = at(draws, guess, public)
+    put(found, suffix, measures)
+    grid = budgets(draws)
+    steps = [at(draws, guess, public, budget) for budget in grid]
+    for name in ("before", "after", "without"):
+        measures.curves[f"worth/{name}{suffix}"] = {"x": grid, "y": [getattr(step, name) for step in steps]}
+    known = [(budget, step.removed.value) for budget, step in zip(grid, steps, strict=True) if step.removed]
+    if known:
+        measures.curves[f"worth/removed{suffix}"] = dict(zip("xy", map(list, zip(*known, strict=True)), strict=True))
+
+
+def put(found: Worth, suffix: str, measures: Measures) -> None:
+    for name in ("before", "after", "without"):
+        measures.put(f"worth/{name}{suffix}", getattr(found, name))
+    for name in ("worth", "removed"):
+        key, value = ("worth/theta_0" if name == "worth" else "worth/removed"), getattr(found, name)
+        if value is None:
+            reason = (
+                f"with theta_0 the best attacker has {found.before:.3f}, without the model {found.without:.3f}: what "
+                "the model is worth cannot be told from 0, and no defence of it can be measured"
+            )
+            measures.miss(reason, *(f"{key}{end}{suffix}" for end in ("", "_low", "_high")))
+            if not suffix:
+                measures.flag("worth_undetermined", reason)
+            continue
+        for end, number in (("", value.value), ("_low", value.low), ("_high", value.high)):
+            measures.put(f"{key}{end}{suffix}", number)

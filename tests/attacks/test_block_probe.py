@@ -1,0 +1,117 @@
+"""An attacker who reads any blocks of a net, and those who have no model."""
+
+import itertools
+
+import pytest
+import torch
+from helpers.matrices import gaussian
+from helpers.victims import classes, colored_pair, net_victim, victim_of
+from sklearn.linear_model import Ridge
+from torch.testing import assert_close
+
+from immunization.attacks import BlockProbe, Inapplicable, Neighbours, RandomNet, RawInputs
+from immunization.attacks.block_probe import nested, ridge_predictions
+from immunization.attacks.pooling import POOLINGS, outputs_of, poolings, prefix_flops
+from immunization.attacks.renewed import images_of
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    return colored_pair(tmp_path_factory.mktemp("images"))
+
+
+def untouched(images, name="test_resnet", trainable="layer4", **arguments):
+    return net_victim(images, lambda model: None, name, trainable, **arguments)
+
+
+@pytest.mark.parametrize("shape", [(30, 7), (20, 50)])
+def test_both_ways_to_solve_are_ridge_regression(shape):
+    train, others = gaussian(*shape, seed=0), gaussian(9, shape[1], seed=1)
+    train = train - train.mean(0)
+    targets = gaussian(shape[0], 3, seed=2)
+    size = train.square().sum() / min(shape)
+    expected = Ridge(alpha=float(0.1 * size)).fit(train, targets).predict(others)
+    assert_close(ridge_predictions(train, targets, others, [0.1])[0], torch.tensor(expected))
+
+
+@pytest.mark.parametrize("wipe", ["zero", "scale"])
+def test_what_layer4_has_lost_is_read_before_it(images, wipe):
+    def defend(model):
+        for parameter in model.trained().values():
+            parameter.mul_(0 if wipe == "zero" else 1e-6)
+
+    victim = net_victim(images, defend, "test_resnet", "layer4")
+    curve = BlockProbe().run(victim, "immunized")
+    assert curve.final > 0.9
+    assert not any(block.startswith("layer4") for block in curve.found["blocks"])
+    assert_close(curve.scores.double().mean(1), curve.test)
+    assert (curve.flops.diff() > 0).all()
+    assert (curve.val.diff() >= 0).all()
+
+
+def test_the_cost_is_that_of_the_part_that_is_passed(images):
+    victim = untouched(images)
+    network = victim.network("baseline")
+    flops = prefix_flops(network)
+    assert list(flops) == [name for name, _ in network.whole.blocks()]
+    assert list(flops.values()) == sorted(flops.values())
+    assert flops[list(flops)[-1]] == victim.flops_per_row()
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 8, 8), (4, 17, 6), (4, 6), (4, 6, 1, 1)])
+def test_poolings_of_maps_tokens_and_rows(shape):
+    x = gaussian(4, torch.Size(shape).numel() // 4, seed=0).reshape(shape)
+    found = poolings(x, False, 1 if x.ndim == 3 else 0)
+    assert all(part.shape[0] == 4 and part.ndim == 2 for part in found.values())
+    if shape == (4, 6, 8, 8):
+        assert set(found) == {name for names in POOLINGS.values() for name in names} - {"class"}
+        assert_close(found["2x2"].reshape(4, 6, 4).mean(2), found["average"])
+        assert_close(poolings(x.permute(0, 2, 3, 1), True, 0)["maximum"], found["maximum"])
+    if x.ndim == 3:
+        assert torch.equal(found["class"], x[:, 0])
+        assert_close(found["average"], x[:, 1:].mean(1))
+
+
+def test_mirror_images_are_a_second_view(images):
+    victim = untouched(images)
+    network, own = victim.network("baseline"), images_of(victim)
+    outputs = outputs_of(network, own, mirrored=True)
+    mirrored = outputs_of(network, {split: x.flip(-1) for split, x in own.items()}, mirrored=False)
+    both, other = outputs.columns(outputs.blocks, "rich", "val"), mirrored.columns(outputs.blocks, "rich", "val")
+    assert_close(both[1], other[0])
+
+
+def test_training_images_grow_from_few_to_all(images):
+    task = untouched(images).task
+    parts = list(nested(task, torch.arange(len(task.train)), seed=0))
+    assert [len(part) for part in parts[:-1]] == [15, 30][: len(parts) - 1]
+    assert len(parts[-1]) == len(task.train)
+    assert all(set(a.tolist()) <= set(b.tolist()) for a, b in itertools.pairwise(parts))
+    few = BlockProbe(samples=5).run(untouched(images), "baseline")
+    assert few.steps.max() == 15
+
+
+def test_blocks_of_a_vit(images):
+    curve = BlockProbe(mirrored=False).run(untouched(images, "test_vit", "blocks.5", img_size=32), "baseline")
+    assert curve.final > 0.6
+
+
+def test_one_who_has_no_model_reads_nothing_of_it(images):
+    """Neither the weights of theta_I nor those of theta_0 decide what they find."""
+    own, other = untouched(images), untouched(images, trainable="layer3")
+    with torch.no_grad():
+        for parameter in other.model.net.parameters():
+            parameter.add_(1.0)
+    for attack in (RandomNet(), RawInputs()):
+        curves = [attack.run(victim, stage) for victim in (own, other) for stage in ("immunized", "baseline")]
+        assert all(torch.equal(curve.test, curves[0].test) for curve in curves)
+        assert attack.reference
+
+
+def test_linear_maps_have_no_blocks():
+    victim = victim_of(classes(), torch.eye(6, dtype=torch.float64))
+    for attack in (BlockProbe(), RandomNet(), RawInputs()):
+        with pytest.raises(Inapplicable, match="deep net"):
+            attack.run(victim, "immunized")
+    curve = Neighbours().run(victim, "immunized")
+    assert curve.final > 0.8
