@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from omegaconf import OmegaConf
@@ -127,6 +127,7 @@ def audit(
     reference: nn.Module | None = None,
     *,
     attacks: str | Sequence[str] | None = None,
+    budget: Literal["quick", "standard", "nightly"] | None = None,
     seed: int = 0,
     **options: Any,
 ) -> Result:
@@ -134,9 +135,11 @@ def audit(
 
     `model` is a classifier as for `immunize`, compared with `reference`, the same before it was immunized (None: the
     model without the map that `immunize` folded in), or what `load` gives for a linear map, which is compared with its
-    inputs; its loaders give rows [n, D]. `attacks` are names, or one, of conf/attack (None: those of experiment=audit),
-    `options` their keys as `adam__steps=100`. Of each loader, which is read once into memory, a fifth of the rows is
-    for test and a fifth for validation. Returns the measures of experiment=audit; `result.verdict` says them in words.
+    inputs; its loaders give rows [n, D]. `budget` is a numbered list of attackers, which also says what the model is
+    worth and how much of that is removed (docs/attacks.md); or `attacks` are names, or one, of conf/attack (None: those
+    of experiment=audit). `options` are keys of attacks, as `adam__steps=100`. Of each loader, which is read once into
+    memory, a fifth of the rows is for test and a fifth for validation. Returns the measures of experiment=audit;
+    `result.verdict` says them in words.
 
     Raises ConfigError, DataError.
     """
@@ -146,6 +149,10 @@ def audit(
     check_value("seed", seed, Seed)
     torch.manual_seed(seed)
     check_value("attacks", attacks, str | Sequence[str] | None)
+    check_value("budget", budget, Literal["quick", "standard", "nightly"] | None)
+    if budget and attacks:
+        raise ConfigError("audit: budget is a list of attacks; give one of budget and attacks")
+    attacks = budget or attacks
     attacks = [attacks] if isinstance(attacks, str) else attacks
     overrides = [] if attacks is None else [f"attack=[{','.join(attacks)}]"]
     config = compose(["experiment=audit", "tracker=none", *overrides])

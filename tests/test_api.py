@@ -211,8 +211,11 @@ def test_an_audit_of_a_folded_net(net):
     with_reference = immunization.audit(immune, loader(4, 1), loader(3, 2), net, attacks=["undo"], undo__steps=64)
     key = "attack/undo/final_baseline"
     assert with_reference.metrics[key] == pytest.approx(result.metrics[key], abs=0.05)
-    unchanged = immunization.audit(net, loader(4, 1), loader(3, 2), net, attacks="linear_probe")
+    unchanged = immunization.audit(net, loader(4, 1), loader(3, 2), net, budget="quick")
     assert "unchanged" in unchanged.flags
+    assert unchanged.about["suite"]["version"] == "quick-1"
+    assert unchanged.metrics["worth/after"] == unchanged.metrics["worth/before"]
+    assert "with theta_0" in unchanged.verdict[0]
 
 
 def test_an_audit_of_a_linear_map(tmp_path):
@@ -232,6 +235,10 @@ def test_an_audit_of_a_linear_map(tmp_path):
 def test_mistakes_of_an_audit_are_named(net):
     with pytest.raises(ConfigError, match="as it was before immunization"):
         immunization.audit(net, loader(4, 1), loader(3, 2))
+    with pytest.raises(ConfigError, match="give one of budget and attacks"):
+        immunization.audit(net, loader(4, 1), loader(3, 2), net, attacks="adam", budget="quick")
+    with pytest.raises(ConfigError, match="budget must be one of quick, standard, nightly, or null"):
+        immunization.audit(net, loader(4, 1), loader(3, 2), net, budget="large")
     with pytest.raises(ConfigError, match="'attack/linear_prob'; did you mean linear_probe"):
         immunization.audit(net, loader(4, 1), loader(3, 2), net, attacks=["linear_prob"])
     with pytest.raises(ConfigError, match="no option 'adam__rate'"):
