@@ -6,7 +6,7 @@ from collections import defaultdict
 from functools import cache
 
 import pytest
-from helpers.options import nodes
+from helpers.options import OPTIONS, nodes
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
@@ -16,7 +16,7 @@ from immunization.data.image_folders import open_task
 from immunization.errors import ConfigError
 
 COMPONENTS = ("attack", "dataset", "evaluation", "method", "model", "tracker")  # those of torch have torch's defaults
-FILES = [path for group in COMPONENTS for path in CONF.glob(f"{group}/*.yaml")]
+FILES = [CONF / group / f"{name}.yaml" for group, name in OPTIONS if group in COMPONENTS]
 TARGETS = sorted({target for path in FILES for target in re.findall(r"_target_: ([\w.]+)", path.read_text())})
 
 

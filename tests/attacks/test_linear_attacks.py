@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.matrices import gaussian, orthonormal
+from helpers.options import OPTIONS
 from helpers.victims import classes, quadratic, victim_of
 
 from immunization import run
@@ -19,7 +20,7 @@ from immunization.attacks import (
     run_attacks,
 )
 from immunization.attacks.victim import round_to
-from immunization.config import CONF, build, compose
+from immunization.config import build, compose
 from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.evaluation import Comparison
@@ -29,8 +30,7 @@ from immunization.runs.verdict import verdict
 
 pytestmark = pytest.mark.trains
 
-LISTS = ("all", "quick", "standard", "nightly")
-ATTACKS = sorted(path.stem for path in (CONF / "attack").glob("*.yaml") if not path.stem.startswith(LISTS))
+ATTACKS = [name for group, name in OPTIONS if group == "attack"]
 NETS = {name for name in ATTACKS if "finetune" in name or "lora" in name}
 NETS |= {"scratch", "sgrc", "earlier_layers", "earlier_layers_renewed", "renewed_statistics", "fresh_part"}
 NETS |= {"block_probe", "block_probe_renewed", "random_net", "raw_inputs"}

@@ -13,10 +13,13 @@ SETUPS = ("experiment", "hparams", "hydra", "debug", "launcher", "sweeps")
 MULTIPLE = ("evaluation", "attack")
 """Groups of which a run takes several options."""
 
+LISTS = ("all", "quick", "standard", "nightly")
+"""What the names of options begin with that stand for several."""
+
 OPTIONS = sorted(
     (path.parent.name, path.stem)
     for path in CONF.glob("*/*.yaml")
-    if path.parent.name not in SETUPS and not path.stem.startswith("all")  # several options in one
+    if path.parent.name not in SETUPS and not path.stem.startswith(LISTS)
 )
 
 
