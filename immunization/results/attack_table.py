@@ -1,6 +1,5 @@
 """The section on attacks of a report: the verdict, who was audited, what each attack reached, and the flags."""
 
-import hashlib
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from immunization.results.columns import Column, Place, placed
 from immunization.results.formatting import Cell
 from immunization.results.settings import Setting
 from immunization.results.tables import Table
+from immunization.runs import files
 from immunization.runs.filenames import WEIGHTS, weights_of
 from immunization.runs.verdict import attack_names, successes, verdict
 
@@ -99,10 +99,7 @@ def _checkpoint(run: Run) -> str | None:
 def weights(run: Run) -> str:
     """The checkpoint that was audited, else the weights that the run left, by their name and SHA-256."""
     place = _checkpoint(run)
-    path = Path(place).expanduser() if place else run.result.folder / WEIGHTS
-    path = weights_of(path)
+    path = weights_of(Path(place).expanduser()) if place else run.result.folder / WEIGHTS
     name = f"checkpoint {path.parent.name}/{path.name}" if place else "its own weights"
-    if not path.is_file():
-        return name
-    with path.open("rb") as file:
-        return f"{name}, SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()[:12]}"
+    digest = files.sha256(path)
+    return f"{name}, SHA-256 {digest[:12]}" if digest else name

@@ -1,24 +1,22 @@
 """The leaderboard as tables, a figure, files and the part of a page: what rows cost, and what attackers pay."""
 
-import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from immunization.errors import DataError
+from immunization.results.attack_figures import Point, resistance
 from immunization.results.collect import ATTACK, Collection
 from immunization.results.columns import HELD, UNTRAINED, Place, placed
-from immunization.results.leaderboard_figure import Point, resistance
-from immunization.results.page import Section, kept, number_settings, show_left_out
+from immunization.results.page import Section, kept
 from immunization.results.plot import looks
 from immunization.results.settings import Setting, grouped, named
 from immunization.results.tables import Table
-from immunization.runs import strict_json
+from immunization.runs import files
 from immunization.runs.filenames import ENVIRONMENT, ROWS
 
 MARKS = "<!-- leaderboard -->", "<!-- /leaderboard -->"
@@ -67,12 +65,13 @@ def sections(tracks: Iterable[Sequence[Setting]]) -> list[Section]:
         if apart:
             tables.append(Table.of(f"{name}_apart", f"{title}{APART}", placed(Place.BOARD), apart))
             tables[1].notes[:0] = [f"{row.label}: {row.apart}." for row in apart]
-        points = [
-            Point(row.label, max(price, 0.0), cost, look[row], HELD if row.fine_tuned() else UNTRAINED)
-            for row in together
-            if (price := row.price) is not None and (cost := row.cost()) is not None
-        ]
-        made.append(Section(rows, tables, [resistance(points, name, title)] if points else [], []))
+        points = []
+        for row in together:
+            if (price := row.price) is not None and (cost := row.cost()) is not None:
+                held = f" ({HELD if row.fine_tuned() else UNTRAINED})" if math.isinf(cost) else ""
+                points.append(Point(row.label + held, max(price, 0.0), cost, look[row]))
+        legend = [column.note for table in tables for column in table.only(Place.TERMINAL).columns if column.note]
+        made.append(Section(rows, tables, [resistance(points, name, title)] if points else [], legend))
     return made
 
 
@@ -83,7 +82,7 @@ def write_rows(tracks: Iterable[Sequence[Setting]], folder: Path) -> list[Path]:
     for title, rows in _titled(tracks):
         for i, row in enumerate(rows, 1):
             written.append(folder / f"{_file(title)}_{i:02d}_{row.method}.json")
-            strict_json.write(written[-1], record(row))
+            files.write_json(written[-1], record(row))
     return written
 
 
@@ -104,24 +103,10 @@ def record(row: Setting) -> dict[str, Any]:
         },
         "code": json.loads(environment.read_text()) if environment.is_file() else None,
         "data": run.result.about,
-        "rows_sha256": {result.folder.name: _digest(result.folder / ROWS) for result in results},
+        "rows_sha256": {result.folder.name: files.sha256(result.folder / ROWS) for result in results},
         "runs": [{"seed": r.seed, "metrics": r.metrics, "flags": r.flags} for r in results],
         "failed": {one.result.folder.name: one.result.error for one in row.failed},
     }
-
-
-def show(collection: Collection, parts: Sequence[Section], console: Console) -> None:
-    """Print the tables with some of their columns, and what was left out."""
-    legend = []
-    for part in parts:
-        names = number_settings(part.group, console)
-        for made in part.tables:
-            shown = made.only(Place.BOARD_TERMINAL)
-            legend += [column.note for column in shown.columns if column.note]
-            console.print()
-            console.print(shown.renamed(names))
-    console.print("", *dict.fromkeys(legend), sep="\n", markup=False, highlight=False)
-    show_left_out(collection, console)
 
 
 def between_marks(path: Path, parts: Sequence[Section], pictures: Mapping[str, str], command: str) -> str:
@@ -177,7 +162,3 @@ def _titled(tracks: Iterable[Sequence[Setting]]) -> Iterator[tuple[str, Sequence
 
 def _file(title: str) -> str:
     return title.replace(", ", "_")
-
-
-def _digest(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None

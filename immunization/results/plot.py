@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -83,8 +83,7 @@ def inked() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class Look:
+class Look(NamedTuple):
     """How a line or the points of a setting are drawn: color, line and marker all tell it from others."""
 
     color: str

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from immunization.results.attack_figures import NARROW
 from immunization.results.collect import varying
 from immunization.results.columns import AUTHORS, published
 from immunization.results.formatting import roles_in
-from immunization.results.leaderboard_figure import NARROW
 from immunization.results.plot import (
     INK,
     Look,

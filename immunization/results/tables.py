@@ -98,7 +98,9 @@ class Table:
         return "\n".join(lines)
 
     def only(self, where: Place) -> Table:
-        """The columns of one of these places; without the notes."""
+        """The columns of one of these places, without the notes; a table that is of no columns as it is."""
+        if not self.columns:
+            return self
         chosen = [i for i, column in enumerate(self.columns) if column.where & where]
         rows = [[row[i] for i in chosen] for row in self.rows]
         columns = [self.columns[i] for i in chosen]
@@ -160,7 +162,7 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
         "by_other": ", rank-aware κ" if authors else AUTHORS,
     }
     ratios = {words["kappa"] + metric + words["start"] for metric in RATIOS}
-    own = own_measures(results, Place.TERMINAL)
+    own = own_measures(results, Place.COMPARISON | Place.TERMINAL)
     further = [metric for metric in dict.fromkeys([objective, *own]) if metric not in ratios]
     roles = roles_in((metric for result in results for metric in result.metrics), "steps_ratio")
     lists = {

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from immunization.runs import strict_json
+from immunization.runs import files
 from immunization.runs.filenames import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +39,7 @@ def describe(device: torch.device | str) -> dict[str, Any]:
 
 def write(folder: str | Path, device: torch.device | str) -> None:
     """Write environment.json into the run folder."""
-    strict_json.write(Path(folder) / ENVIRONMENT, describe(device))
+    files.write_json(Path(folder) / ENVIRONMENT, describe(device))
 
 
 def command_of(folder: str | Path) -> str | None:

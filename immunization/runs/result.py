@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypedDict
 
 from immunization.errors import DataError, UserError
-from immunization.runs import strict_json
+from immunization.runs import files
 from immunization.runs.verdict import verdict
 
 INTERRUPTED = "interrupted"
@@ -76,7 +76,7 @@ class Result:
         """The content of result.json: non-finite numbers are None, and every metric that is None has a reason."""
         content = {"schema": self.schema} | {key.name: getattr(self, key.name) for key in fields(self)}
         del content["folder"]
-        content = strict_json.plain(content)
+        content = files.plain(content)
         for name, value in content["metrics"].items():
             if value is None:
                 raw = self.metrics[name]
@@ -87,7 +87,7 @@ class Result:
     def write(self, folder: str | Path) -> Path:
         """Write result.json, which ends in a checksum of its content, into `folder` in one step and return its path."""
         path, content = Path(folder) / self.file, self.as_dict()
-        strict_json.write(path, content | {"sha256": _checksum(content)})
+        files.write_json(path, content | {"sha256": _checksum(content)})
         return path
 
     @classmethod

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from immunization.checks import Positive, check_value, checked
-from immunization.runs import strict_json
+from immunization.runs import files
 from immunization.runs import wandb_contents as contents
 from immunization.runs.result import Result
 from immunization.runs.tracker import Tracker
@@ -67,7 +67,7 @@ class Wandb(Tracker):
             import wandb
 
             self.folder, sweep = folder.resolve(), _sweep()
-            config = strict_json.plain(config)
+            config = files.plain(config)
             config = contents.with_method_name(config)
             init = partial(
                 wandb.init,

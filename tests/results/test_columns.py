@@ -49,7 +49,7 @@ def test_of_several_runs(collection, tmp_path):
         table = part.tables[0]
         assert table.rows[0][table.header.index("my score")].text == "0.5 ± 0.35"
         assert "mine/score" not in table.header
-    text = printed(page.show, collection, sections, "rir") + printed(leaderboard.show, collection, board)
+    text = printed(page.show, collection, sections) + printed(page.show, collection, board)
     assert text.count("my score") == 2
     page.write(tmp_path / "report.html", collection, sections, "Title")
     assert "<button>mine/score</button>" in (tmp_path / "report.html").read_text()  # in the list of runs
