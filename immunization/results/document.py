@@ -9,30 +9,18 @@ from typing import Any
 
 from immunization.results.collect import collect
 from immunization.results.columns import AUTHORS, Place, placed, published
-from immunization.results.formatting import NONE, Cell
+from immunization.results.formatting import NONE, Cell, template
 from immunization.results.page import kept
 from immunization.results.parts import Section
 from immunization.results.plot import Plot
 from immunization.results.seed_statistics import ENOUGH
-from immunization.results.settings import METHODS, Setting, by_authors, in_convention, settings
+from immunization.results.settings import Setting, by_authors, in_convention, place, settings
 from immunization.results.sweep_figures import draw
 from immunization.results.tables import Table, alignment, comparison, counts
 from immunization.runs import files
 
-NOTE = (
-    "In the tables below (i) and (ii) are κ of the harmful and of the primary Hessian over the baseline's, and RIR is "
-    "(i) / (ii): mean ± standard deviation over seeds, of the mean over pairs where there are several. Bold: the best "
-    f"of a column and, from {ENOUGH} seeds on, what a paired test does not tell from it; ★: the largest RIR among "
-    "settings that keep the primary task. The pages behind the links have every column, the commands, and all figures."
-)
 ABOVE = (1, 2, 10, 100)
 """Pairs are counted whose RIR is above these."""
-LEAD = (
-    "What a reader wants to know first; medians over all runs, Definition 3.1 as the share of runs in which it holds, "
-    "the primary measure as a mean. RIR and Definition 3.1 are rank-aware. Harmful and primary steps: those of a probe "
-    "by gradient descent over the steps it takes on the baseline; **immunized means many harmful steps and at most 1 "
-    "primary**, whatever RIR says."
-)
 
 
 @dataclass(frozen=True)
@@ -54,8 +42,7 @@ class Part:
     @cached_property
     def group(self) -> list[Setting]:
         """All settings, in the order of METHODS."""
-        order = {method: place for place, method in enumerate(METHODS)}
-        return sorted((s for group in self.groups for s in group), key=lambda s: order.get(s.method, len(order)))
+        return sorted((setting for group in self.groups for setting in group), key=place)
 
     @cached_property
     def tables(self) -> list[Table]:
@@ -113,9 +100,10 @@ def write(found: Sequence[Part], places: Places, command: str, titles: Sequence[
     empty = asdict(Cell(NONE))
     rows = [row for part in chosen for row in part["rows"]]
     table.rows = [[Cell(**row.get(name, empty)) for name in table.header] for row in rows]
-    lead = [LEAD, table.pipes()] if table.rows else []
-    first = "\n\n".join(["# Results", f"Written by `{command}`; do not edit by hand.", *lead, NOTE]) + "\n"
-    files.write(places.page, "\n".join([first, *(part["text"] for part in chosen)]))
+    text = template("results.jinja").render(
+        command=command, overview=table, enough=ENOUGH, sections=[part["text"] for part in chosen]
+    )
+    files.write(places.page, text)
 
 
 def _earlier(page: Path) -> dict[str, Any]:

@@ -1,12 +1,10 @@
 """How values are shown, on the screen, in tables and in figures."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -35,7 +33,7 @@ class Cell:
     words: bool = False
 
     @classmethod
-    def of(cls, value: float | None, form: str = "") -> Cell:
+    def of(cls, value: float | None, form: str = "") -> Self:
         """A number in three digits, or in `form`, a template; a dash for none."""
         return cls(NONE) if value is None else cls(form.format(value) if form else number(value), value)
 
@@ -57,7 +55,7 @@ def number(value: float) -> str:
     return f"{float(f'{value:.3g}'):,.6g}"
 
 
-def template(name: str, **filters: Callable[..., object]) -> Template:
+def template(name: str, **filters: Callable[..., object]) -> "Template":
     """The page `name` of this folder, to be filled in; values are escaped in HTML."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # slow to load: most runs write no page
 

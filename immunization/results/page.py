@@ -106,7 +106,7 @@ def show(collection: Collection, parts: Sequence[Section], console: Console | No
         names = {}
         if any(setting.label != setting.method for setting in part.group):  # long names stand above, with a number each
             names = {setting.label: f"{i} {setting.method}" for i, setting in enumerate(part.group, 1)}
-            plain("", *(f"{i} {label}" for i, label in enumerate(names, 1)), sep="\n")
+            plain("", *(f"{i} {setting.label}" for i, setting in enumerate(part.group, 1)), sep="\n")
         for table in part.tables:
             console.print("", table.only(Place.TERMINAL).renamed(names), sep="\n")
         for made, _ in part.audits:

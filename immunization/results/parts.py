@@ -25,10 +25,6 @@ class Multirun:
     folder: Path
 
     @property
-    def name(self) -> str:
-        return "/".join(self.folder.parts[-2:])
-
-    @property
     def command(self) -> str:
         """What a reader types for the same runs, in a folder of their own."""
         return f"python launch.py -m {' '.join(self.overrides)} launcher=joblib tracker=none"
@@ -101,16 +97,16 @@ def read(folder: Path, quick: bool = False, path: Path | None = None) -> list[Se
     sections = []
     for name, entry in content["sections"].items():
         data, lacking = _data(entry, config)
-        runs = {key: run for key, run in entry["multiruns"].items() if not quick or "quick" in run}
-        multiruns = [
-            Multirun(_changed(run["overrides"], run["quick"] if quick else ()), data, folder.resolve() / name / key)
-            for key, run in runs.items()
-        ]
-        lists = {key: tuple(entry.get(key, ())) for key in ("objectives", "figures")}
-        texts = {key: entry[key].strip() for key in ("title", "about")}
+        multiruns = []
+        for key, run in entry["multiruns"].items():
+            if not quick or "quick" in run:
+                words = [*run["overrides"], *(run["quick"] if quick else ())]
+                overrides = {word.partition("=")[0]: word for word in words}  # a later one of the same key in its place
+                multiruns.append(Multirun(tuple(overrides.values()), data, folder.resolve() / name / key))
         if multiruns:
-            front = entry.get("front", False)
-            sections.append(Section(name, **texts, **lists, front=front, multiruns=tuple(multiruns), lacking=lacking))
+            texts, front = (entry["title"].strip(), entry["about"].strip()), entry.get("front", False)
+            lists = (tuple(entry.get(key, ())) for key in ("objectives", "figures"))
+            sections.append(Section(name, *texts, front, *lists, tuple(multiruns), lacking))
     return sections
 
 
@@ -126,8 +122,3 @@ def _data(entry: dict[str, Any], config: DictConfig) -> tuple[tuple[str, ...], s
     if root:
         return (f"dataset.root='{place}'", "dataset.download=false"), None
     return ((f"data_root='{place}'",) if needs else ()), None
-
-
-def _changed(overrides: Sequence[str], changes: Sequence[str]) -> tuple[str, ...]:
-    """Overrides of which later ones of the same key stand in the place of earlier ones."""
-    return tuple({word.partition("=")[0]: word for word in [*overrides, *changes]}.values())

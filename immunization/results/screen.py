@@ -26,7 +26,8 @@ def line(result: Result, objective: str = "rir") -> str:
     notes = Footnotes()
     labels = {objective: objective} | {column.measure: column.heading for column in placed(Place.LINE)}
     values = [f"{label} {notes.cell(result, key)}" for key, label in labels.items() if key in result.metrics]
-    return f"{name}: {', '.join([*values, f'{_seconds(result)} s'])}"
+    seconds = number(sum(result.seconds.values())) if result.seconds else NONE
+    return f"{name}: {', '.join([*values, f'{seconds} s'])}"
 
 
 class Footnotes:
@@ -47,23 +48,6 @@ class Footnotes:
         """A metric as text; where it is null, a dash and the mark of its reason."""
         value = result.metrics.get(name)
         return NONE + self.mark(result.reasons.get(name)) if value is None else number(value)
-
-    def share(self, result: Result) -> str:
-        """How much of the ceiling was attained, in percent of its logarithm."""
-        value = result.metrics.get("ceiling/attained")
-        return self.cell(result, "ceiling/attained") if value is None else f"{100 * value:.0f} %"
-
-    def verdict(self, result: Result) -> str:
-        """Definition 3.1: yes, or no with the conditions that do not hold."""
-        holds = {letter: result.metrics.get(f"definition/{letter}") for letter in "abc"}
-        if result.metrics.get("definition/immunized") is None:
-            return self.cell(result, "definition/immunized")
-        failed = [letter for letter, value in holds.items() if not value]
-        return f"no ({', '.join(failed)})" if failed else "yes"
-
-    def flag(self, result: Result, flag: str) -> str:
-        """The mark of a flag, whose name stands in the note."""
-        return self.mark(f"{flag}: {result.reasons.get(flag, 'no reason given')}")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield _list({self.mark(text): text for text in self.texts})
@@ -89,7 +73,9 @@ class Sheet:
                 cells = (notes.cell(result, prefix + name) for prefix in ("", "test/", "authors/"))
                 grid.add_row(label, *cells, style="bold" if name == "rir" else None)
         if "ceiling/rir" in result.metrics:
-            grid.add_row("ceiling RIR*, log share", notes.cell(result, "ceiling/rir"), notes.share(result))
+            share, cells = result.metrics.get("ceiling/attained"), [notes.cell(result, "ceiling/rir")]
+            cells += [notes.cell(result, "ceiling/attained") if share is None else f"{100 * share:.0f} %"]
+            grid.add_row("ceiling RIR*, log share", *cells)
 
         if pairs := [c for c in placed(Place.CHANGE) if f"{c.measure}_baseline" in result.metrics]:
             _head(grid, "", "baseline", "immunized")
@@ -107,15 +93,11 @@ class Sheet:
         asked = [self.objective] if self.objective in {*result.metrics} - {*ratios} else []
         listed = {c.measure: c.heading for c in placed(Place.SHEET) if c.measure in result.metrics}
         own = [name for name in own_measures([result], Place.SHEET) if name not in asked]
-        for head, lines in {
-            "objective": dict(zip(asked, asked, strict=True)),
-            "further measures": listed,
-            "measures of your own": dict(zip(own, own, strict=True)),
-        }.items():
-            if lines:
+        for head, names in {"objective": asked, "further measures": listed, "measures of your own": own}.items():
+            if names:
                 _head(grid, head)
-            for name, label in lines.items():
-                grid.add_row(label, notes.cell(result, name))
+            for name in names:
+                grid.add_row(listed[name] if names is listed else name, notes.cell(result, name))
 
         for group in attack_groups(result):
             if attacks := attack_names(result, group):
@@ -157,20 +139,16 @@ def _facts(result: Result, notes: Footnotes) -> Table:
     elif not result.metrics:
         facts.add_row("note", Text("nothing was measured: choose evaluation=[rir,...] or attack=[...]"))
     if "definition/immunized" in result.metrics:
-        facts.add_row("Definition 3.1", notes.verdict(result))
+        failed = ", ".join(letter for letter in "abc" if not result.metrics.get(f"definition/{letter}"))
+        known = result.metrics["definition/immunized"] is not None
+        holds = (f"no ({failed})" if failed else "yes") if known else notes.cell(result, "definition/immunized")
+        facts.add_row("Definition 3.1", holds)
     if result.flags:
-        facts.add_row("flags", Text(", ".join(flag + notes.flag(result, flag) for flag in result.flags), "yellow"))
+        reasons = {flag: f"{flag}: {result.reasons.get(flag, 'no reason given')}" for flag in result.flags}
+        facts.add_row("flags", Text(", ".join(flag + notes.mark(why) for flag, why in reasons.items()), "yellow"))
     facts.add_row("seconds", ", ".join(f"{name} {value:.3g}" for name, value in result.seconds.items()) or NONE)
     if result.folder is not None:
-        facts.add_row("run folder", Text(_short(result.folder), overflow="fold"))
+        folder, here = result.folder.resolve(), Path.cwd()
+        inside = folder.relative_to(here) if folder.is_relative_to(here) else folder
+        facts.add_row("run folder", Text(str(inside), overflow="fold"))
     return facts
-
-
-def _seconds(result: Result) -> str:
-    return number(sum(result.seconds.values())) if result.seconds else NONE
-
-
-def _short(folder: Path) -> str:
-    """The folder relative to the working directory where it lies inside."""
-    folder = folder.resolve()
-    return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)

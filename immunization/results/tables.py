@@ -1,19 +1,16 @@
 """Tables over many runs, in the shape of the paper's Tables 1 to 3, as text for a terminal, Markdown, LaTeX and CSV."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import rich.table
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from immunization.results.collect import Run
 from immunization.results.columns import AUTHORS, Column, Place, filled_in, own_measures, placed, published
 from immunization.results.formatting import NONE, Cell, number, roles_in
 from immunization.results.seed_statistics import ENOUGH, rank_correlation, ties
@@ -57,7 +54,7 @@ class Table:
         rows: Iterable[T],
         cell: Callable[[Column, T], Cell] = lambda column, setting: column.cell(setting, column.measure),
         there: Callable[[Cell], bool] = lambda cell: cell.text != NONE,
-    ) -> Table:
+    ) -> Self:
         """One row per setting; a column in which no cell is `there` is left out, unless it is always shown."""
         cells = {column: [cell(column, row) for row in rows] for column in columns}
         cells = {column: own for column, own in cells.items() if column.always or any(map(there, own))}
@@ -67,8 +64,10 @@ class Table:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """On a terminal: no number is broken; columns that do not fit the width stand in further tables below."""
-        texts = ([cell.text for cell in row] for row in self.rows)
-        columns = [[_narrow(name, cells), *cells] for name, *cells in zip(self.header, *texts, strict=True)]
+        columns = []
+        for name, *cells in zip(self.header, *([cell.text for cell in row] for row in self.rows), strict=True):
+            wide = max(map(len, [*name.split(), *cells]))  # a header is no wider than its words or the cells below it
+            columns.append([textwrap.fill(name, wide, break_on_hyphens=False), *cells])
         widths = [max(cell_len(line) for text in column for line in text.split("\n")) + GAP for column in columns]
         yield Text(self.title, "italic")
         start = 1
@@ -97,7 +96,7 @@ class Table:
         lines += [_pipes(f"**{cell.text}**" if cell.strong else cell.text for cell in row) for row in self.rows]
         return "\n".join(lines)
 
-    def only(self, where: Place) -> Table:
+    def only(self, where: Place) -> Self:
         """The columns of one of these places, without the notes; a table that is of no columns as it is."""
         if not self.columns:
             return self
@@ -106,7 +105,7 @@ class Table:
         columns = [self.columns[i] for i in chosen]
         return Table(self.name, self.title, [self.header[i] for i in chosen], rows, columns=columns)
 
-    def renamed(self, names: Mapping[str, str]) -> Table:
+    def renamed(self, names: Mapping[str, str]) -> Self:
         """With other names of some rows."""
         texts = {old + star: new + star for old, new in names.items() for star in ("", STAR)}
         rows = [[Cell(texts.get(first.text, first.text)), *others] for first, *others in self.rows]
@@ -129,7 +128,7 @@ class Table:
         """Comma-separated, with the cells as they are shown."""
         return self._frame(lambda cell: cell.text).to_csv(index=False, lineterminator="\n")
 
-    def _frame(self, text: Callable[[Cell], str]) -> pd.DataFrame:
+    def _frame(self, text: Callable[[Cell], str]) -> "pd.DataFrame":
         import pandas as pd  # slow to load, and a run that only prints its table does without it
 
         return pd.DataFrame([[text(cell) for cell in row] for row in self.rows], columns=self.header)
@@ -179,7 +178,9 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
             row[place].strong = setting in strong
     if winner:
         table.rows[group.index(winner)][0].text += STAR
-    table.notes = [_sample(len({result.seed for result in results}), len(pairs), group), _data(group[0].first)]
+    facts = [f"{name}: {text}" for name, text in group[0].first.result.about.items() if isinstance(text, str)]
+    table.notes = [_sample(len({result.seed for result in results}), len(pairs), group)]
+    table.notes += [f"Data: {'; '.join(facts) or 'not described'}."]  # which decides what any method can attain
     table.notes += _conventions(winner, objective, len(pairs) > 1, authors)
     if words["start"]:
         table.notes.append("The baseline of (i) and (ii) is theta_0 (Eq. 17), not the inputs (Eq. 15).")
@@ -240,12 +241,6 @@ def _sample(seeds: int, pairs: int, group: Sequence[Setting]) -> str:
     return text + ("; the settings have different numbers of runs" if len(sizes) > 1 else "") + "."
 
 
-def _data(run: Run) -> str:
-    """How the data were prepared, which decides what any method can attain."""
-    facts = (f"{name}: {text}" for name, text in run.result.about.items() if isinstance(text, str))
-    return f"Data: {'; '.join(facts) or 'not described'}."
-
-
 def meanings(authors: bool) -> list[str]:
     """What the columns of a comparison are, with kappa by the authors' convention or rank-aware."""
     convention = "the released code's κ, smallest eigenvalue above 1e-6 of H + 1e-6 I" if authors else "rank-aware κ"
@@ -277,11 +272,6 @@ def _gaps(group: Sequence[Setting], further: Iterable[str]) -> list[str]:
             if reason := setting.reason(metric):
                 gaps.setdefault(f"No value of {text} in {reason}", []).append(setting.label)
     return [f"{text} ({', '.join(labels)})." for text, labels in gaps.items()]
-
-
-def _narrow(name: str, cells: Iterable[str]) -> str:
-    """A header in lines no longer than its words or the cells below it."""
-    return textwrap.fill(name, max(map(len, [*name.split(), *cells])), break_on_hyphens=False)
 
 
 def _pipes(cells: Iterable[str]) -> str:

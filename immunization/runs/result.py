@@ -1,12 +1,10 @@
 """What a run leaves behind, read from and written to result.json: measures, curves and flags."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypedDict
+from typing import Any, ClassVar, Literal, Self, TypedDict
 
 from immunization.errors import DataError, UserError
 from immunization.runs import files
@@ -91,7 +89,7 @@ class Result:
         return path
 
     @classmethod
-    def read(cls, path: str | Path) -> Result:
+    def read(cls, path: str | Path) -> Self:
         """The result in a run folder, or in the file at `path`; raises DataError if there is none to trust."""
         path = Path(path)
         path = path / cls.file if path.is_dir() else path

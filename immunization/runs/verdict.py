@@ -162,6 +162,5 @@ def _several(results: Sequence[Result]) -> str:
 
 def _classes(result: Result) -> bool:
     """Whether the harmful task is one of classes."""
-    return any(key.startswith(ATTACK) and key.endswith("/accuracy") for key in result.curves) or (
-        "primary/accuracy" in result.metrics
-    )
+    attacked = any(key.startswith(ATTACK) and key.endswith("/accuracy") for key in result.curves)
+    return attacked or "primary/accuracy" in result.metrics
