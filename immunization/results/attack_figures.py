@@ -9,8 +9,7 @@ from immunization.results.settings import Setting
 from immunization.runs.verdict import attack_names, successes
 
 LEARNED, HELD = "#D55E00", "#0072B2"
-INCHES_A_LETTER = 0.08
-"""Of names in letters of 9 points."""
+INCHES_A_LETTER = 0.08  # of names in letters of 9 points
 NARROW = 0.01
 """Of the primary measure, to both sides of none lost, figures show at least so much: less is rounding."""
 

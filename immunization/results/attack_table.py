@@ -67,29 +67,25 @@ class Audit:
 def audit(setting: Setting, name: str, heading: str) -> Audit | None:
     """One row an attack, medians over the runs of the setting; None where nothing was attacked."""
     costs = [successes(result) for result in setting.results]
-    names = sorted(
-        dict.fromkeys(attack for result in setting.results for attack in attack_names(result)),
-        key=lambda attack: min((found[attack] for found in costs if attack in found), default=math.inf),
-    )  # the cheapest success first, what is held last
-    if not names:
+    cheapest = {
+        attack: min((found[attack] for found in costs if attack in found), default=math.inf)
+        for result in setting.results
+        for attack in attack_names(result)
+    }
+    if not (names := sorted(cheapest, key=cheapest.__getitem__)):  # the cheapest success first, what is held last
         return None
 
     def cell(column: Column, attack: str) -> Cell:
         return column.cell(setting, column.measure.format(attack=attack))
 
-    title = f"{heading}: attacks on {_subject(setting)}"
+    places, subject = set(map(_checkpoint, setting.runs)), setting.label
+    if setting.method == "unmodified" and len(places) == 1 and (place := places.pop()):
+        subject = f"checkpoint {Path(place).name}"  # audited as it stands
+    title = f"{heading}: attacks on {subject}"
     made = Audit(setting, Table.of(name, title, placed(Place.ATTACKS), names, cell))
     flags = [f"Flag {flag}: {text}." for flag, text in made.flags.items()]
     made.table.notes += [*made.sentences, *NOTES, *flags]
     return made
-
-
-def _subject(setting: Setting) -> str:
-    """The method, or the checkpoint that was audited as it stands."""
-    places = set(map(_checkpoint, setting.runs))
-    if setting.method == "unmodified" and len(places) == 1 and (place := places.pop()):
-        return f"checkpoint {Path(place).name}"
-    return setting.label
 
 
 def _checkpoint(run: Run) -> str | None:

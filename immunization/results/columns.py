@@ -76,6 +76,10 @@ class Column:
     note: str = ""
 
 
+def label(setting: Setting, measure: str) -> Cell:
+    return Cell(setting.label)
+
+
 def size(setting: Setting, runs: str) -> Cell:
     """How many `runs`, `failed` or `interrupted` there are."""
     count = len(getattr(setting, runs))
@@ -257,13 +261,7 @@ _FASTER = {"steps_ratio/harmful": _ABOVE_1}
 _KEPT = {"steps_ratio/primary": _AT_MOST_1}
 
 COLUMNS = [
-    Column(
-        "",
-        "method",
-        _SETTINGS | Place.OVERVIEW | Place.COUNTS | _BOARD,
-        lambda setting, _: Cell(setting.label),
-        always=True,
-    ),
+    Column("", "method", _SETTINGS | Place.OVERVIEW | Place.COUNTS | _BOARD, label, always=True),
     # One run.
     Column("ratio_harmful", "(i)  harmful κ / baseline", Place.SPLITS | Place.RUNS, mean),
     Column("ratio_primary", "(ii) primary κ / baseline", Place.SPLITS | Place.RUNS, mean),

@@ -60,13 +60,8 @@ def template(name: str, **filters: Callable[..., object]) -> "Template":
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # slow to load: most runs write no page
 
     html = name.endswith(".html")
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=html,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=not html,
-    )
+    blocks = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": not html}
+    folder = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=folder, autoescape=html, undefined=StrictUndefined, **blocks)
     environment.filters |= filters
     return environment.get_template(name)

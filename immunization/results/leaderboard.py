@@ -57,7 +57,7 @@ def sections(tracks: Iterable[Sequence[Setting]]) -> list[Section]:
     """One for each track: the table, one more for what stands apart, and the figure."""
     made = []
     for title, rows in _titled(tracks):
-        name, look = f"leaderboard_{_file(title)}", looks(rows)
+        name, look = f"leaderboard_{title.replace(', ', '_')}", looks(rows)
         together, apart = ([row for row in rows if bool(row.apart) is side] for side in (False, True))
         tables = [Table.of(name, title, placed(Place.BOARD), together)]
         if len({len(row.runs) for row in together}) > 1:
@@ -81,7 +81,7 @@ def write_rows(tracks: Iterable[Sequence[Setting]], folder: Path) -> list[Path]:
     written = []
     for title, rows in _titled(tracks):
         for i, row in enumerate(rows, 1):
-            written.append(folder / f"{_file(title)}_{i:02d}_{row.method}.json")
+            written.append(folder / f"{title.replace(', ', '_')}_{i:02d}_{row.method}.json")
             files.write_json(written[-1], record(row))
     return written
 
@@ -121,9 +121,8 @@ def between_marks(path: Path, parts: Sequence[Section], pictures: Mapping[str, s
     tracks = kept(path, {part.tables[0].title: _block(part, pictures) for part in parts}, lambda: _earlier(old))
     text = "\n\n".join(tracks[title]["text"] for title in sorted(tracks))
     columns = {name for track in tracks.values() for name in track["columns"]}
-    legend = "\n".join(
-        f"- {column.note}" for column in placed(Place.BOARD) if column.note and column.heading in columns
-    )
+    notes = (column.note for column in placed(Place.BOARD) if column.heading in columns)
+    legend = "\n".join(f"- {note}" for note in notes if note)
     lead = f"Written by `{command}`, which leaves other tracks as they are; do not edit by hand."
     return f"{before}{MARKS[0]}\n{lead}\n\n{text}\n\n{legend}\n{MARKS[1]}{after}"
 
@@ -158,7 +157,3 @@ def _titled(tracks: Iterable[Sequence[Setting]]) -> Iterator[tuple[str, Sequence
         title = f"{run.dataset}, {run.model}"
         seen[title] += 1
         yield title + (f", {seen[title]}" if seen[title] > 1 else ""), rows
-
-
-def _file(title: str) -> str:
-    return title.replace(", ", "_")

@@ -55,10 +55,9 @@ def write(folder: str | Path, facts: dict[str, Any], made: dict[str, Any] | None
 
 def _data(result: Result | None) -> list[str]:
     """The data of a run, without the folders where they lay."""
-    about = result.about if result else {}
+    about, lines = result.about if result else {}, []
     if "data" not in about:
         return ["Data: loaders of the one who made it, of which nothing else is known."]
-    lines = []
     for role, name in about["data"].items():
         rows = about["rows"][role]
         images = f"{rows['train']} training, {rows['val']} validation and {rows['test']} test images"

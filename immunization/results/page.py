@@ -172,13 +172,11 @@ def _first(names: Sequence[str]) -> str:
 
 
 def _runs(runs: Sequence[Run]) -> Table:
-    metrics = [column.measure for column in placed(Place.RUNS)]
-    rows = []
-    for run in runs[:MOST]:
-        result = run.result
-        cells = [Cell(result.folder.name), Cell(result.method), Cell(str(result.seed), result.seed)]
-        cells += [Cell.of(result.metrics.get(name)) for name in metrics]
-        rows.append([*cells, Cell(", ".join(result.flags))])
+    metrics, rows = [column.measure for column in placed(Place.RUNS)], []
+    for result in (run.result for run in runs[:MOST]):
+        known = Cell(result.folder.name), Cell(result.method), Cell(str(result.seed), result.seed)
+        measured = (Cell.of(result.metrics.get(name)) for name in metrics)
+        rows.append([*known, *measured, Cell(", ".join(result.flags))])
     return Table("runs", "", ["run folder", "method", "seed", *metrics, "flags"], rows)
 
 

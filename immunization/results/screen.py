@@ -50,7 +50,10 @@ class Footnotes:
         return NONE + self.mark(result.reasons.get(name)) if value is None else number(value)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield _list({self.mark(text): text for text in self.texts})
+        grid = Table.grid(padding=(0, 1))
+        for text in self.texts:
+            grid.add_row(Text(self.mark(text), "dim"), Text(text, "dim", overflow="fold"))
+        yield grid
 
 
 class Sheet:
@@ -116,13 +119,6 @@ class Sheet:
             yield Padding(Text(sentence), (0, 0, 1, 2))
         yield Padding(_facts(result, notes), (0, 0, 0, 2))
         yield Padding(notes, (1 if notes.texts else 0, 0, 0, 2))
-
-
-def _list(items: dict[str, str]) -> Table:
-    grid = Table.grid(padding=(0, 1))
-    for key, text in items.items():
-        grid.add_row(Text(key, "dim"), Text(text, "dim", overflow="fold"))
-    return grid
 
 
 def _head(grid: Table, *cells: str) -> None:

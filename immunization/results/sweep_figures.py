@@ -6,7 +6,7 @@ A method has the same color in every figure, its settings shades of it. Data, se
 from __future__ import annotations
 
 import math
-from collections import Counter
+import statistics
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -104,17 +104,16 @@ def pair_maps(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | 
     group = [setting for setting in group if len({run.pair for run in setting.runs}) > 2]
     if not group:
         return None
-    metric, paper, maps = in_convention(group, "rir"), published(group[0].first), []
-    for setting in group:
+    metric, paper = in_convention(group, "rir"), published(group[0].first)
+    columns = min(len(group), 2 if len(group) == 4 else COLUMNS)
+    figure, axes = plot.panel_axes(len(group), width=3.1, height=3.0, right=1.0, columns=columns)
+    for ax, setting in zip(axes, group, strict=True):
         cells: dict[str, list[float]] = {}
         for (_, pair, _), value in setting.values(metric).items():
             if value > 0:
                 cells.setdefault(pair, []).append(math.log10(value))
-        rows = [[cells.get(f"{a}→{b}") for b in classes] for a in classes]
-        maps.append(np.array([[np.mean(cell) if cell else math.nan for cell in row] for row in rows]))
-    columns = min(len(group), 2 if len(group) == 4 else COLUMNS)
-    figure, axes = plot.panel_axes(len(group), width=3.1, height=3.0, right=1.0, columns=columns)
-    for ax, setting, values in zip(axes, group, maps, strict=True):
+        rows = [[cells.get(f"{a}→{b}", math.nan) for b in classes] for a in classes]
+        values = np.array([[np.mean(cell) for cell in row] for row in rows])
         drawn = plot.image(ax, values, classes, classes, cmap="RdBu", vmin=-SATURATED, vmax=SATURATED)
         plot.write_values(ax, values, drawn, "z.1f")
         above, known = int((values > 0).sum()), int(np.isfinite(values).sum())
@@ -295,7 +294,7 @@ def _band(setting: Setting, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarr
     curves = [run.result.curves[name] for run in setting.runs if name in run.result.curves]
     if not curves:
         return None
-    length, _ = Counter(len(curve["x"]) for curve in curves).most_common(1)[0]
+    length = statistics.mode(len(curve["x"]) for curve in curves)
     curves = [curve for curve in curves if len(curve["x"]) == length]
     y = np.array([curve["y"] for curve in curves], dtype=float)
     low, middle, high = np.nanquantile(y, (0.25, 0.5, 0.75), axis=0)

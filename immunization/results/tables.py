@@ -179,9 +179,21 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     if winner:
         table.rows[group.index(winner)][0].text += STAR
     facts = [f"{name}: {text}" for name, text in group[0].first.result.about.items() if isinstance(text, str)]
-    table.notes = [_sample(len({result.seed for result in results}), len(pairs), group)]
+    seeds = len({result.seed for result in results})
+    sample = f"{seeds} seed{'s' * (seeds != 1)}" + (f", {len(pairs)} pairs of classes" if len(pairs) > 1 else "")
+    sample += "; fewer than 3, so nothing is known of the spread over seeds" if seeds < 3 else ""
+    sample += "; the settings have different numbers of runs" if len({len(s.runs) for s in group}) > 1 else ""
+    table.notes = [f"{sample}."]
     table.notes += [f"Data: {'; '.join(facts) or 'not described'}."]  # which decides what any method can attain
-    table.notes += _conventions(winner, objective, len(pairs) > 1, authors)
+    table.notes += [
+        *meanings(authors),
+        f"Mean ± standard deviation over seeds{' of the mean over pairs' if len(pairs) > 1 else ''}, and Student's 95 "
+        "% interval of it; steps ratios, R² and the RIR of the other κ are medians over all runs.",
+        f"Bold: the best mean of a column; from {ENOUGH} seeds on, also the next ones down to the first that a paired "
+        "t-test (logarithms of the same seeds and pairs, Holm, 5 %) tells from it. The baseline identity is left out.",
+    ]
+    if winner:
+        table.notes.append(f"★: the largest mean of the objective, {objective}, among {KEEPS}.")
     if words["start"]:
         table.notes.append("The baseline of (i) and (ii) is theta_0 (Eq. 17), not the inputs (Eq. 15).")
     if published(group[0].first) and not authors:
@@ -233,14 +245,6 @@ def _strong(group: Sequence[Setting], metric: str) -> set[Setting]:
     return ties(values, sorted(values, key=lambda setting: setting.summary(metric).mean, reverse=largest))
 
 
-def _sample(seeds: int, pairs: int, group: Sequence[Setting]) -> str:
-    text = f"{seeds} seed{'s' * (seeds != 1)}" + (f", {pairs} pairs of classes" if pairs > 1 else "")
-    sizes = {len(setting.runs) for setting in group}
-    if seeds < 3:
-        text += "; fewer than 3, so nothing is known of the spread over seeds"
-    return text + ("; the settings have different numbers of runs" if len(sizes) > 1 else "") + "."
-
-
 def meanings(authors: bool) -> list[str]:
     """What the columns of a comparison are, with kappa by the authors' convention or rank-aware."""
     convention = "the released code's κ, smallest eigenvalue above 1e-6 of H + 1e-6 I" if authors else "rank-aware κ"
@@ -249,18 +253,6 @@ def meanings(authors: bool) -> list[str]:
         "Steps ratio: steps of a gradient descent probe with the immunized extractor over those with the baseline. "
         "RIR sees the spectrum alone; this is what an attacker meets.",
     ]
-
-
-def _conventions(winner: Setting | None, objective: str, pairs: bool, authors: bool) -> list[str]:
-    notes = [
-        *meanings(authors),
-        "Mean ± standard deviation over seeds"
-        + (" of the mean over pairs" if pairs else "")
-        + ", and Student's 95 % interval of it; steps ratios, R² and the RIR of the other κ are medians over all runs.",
-        f"Bold: the best mean of a column; from {ENOUGH} seeds on, also the next ones down to the first that a paired "
-        "t-test (logarithms of the same seeds and pairs, Holm, 5 %) tells from it. The baseline identity is left out.",
-    ]
-    return notes + ([f"★: the largest mean of the objective, {objective}, among {KEEPS}."] if winner else [])
 
 
 def _gaps(group: Sequence[Setting], further: Iterable[str]) -> list[str]:

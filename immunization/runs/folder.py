@@ -85,7 +85,7 @@ class RunFolder:
 
     def record(self, device: torch.device, state: Mapping[str, Any] | None) -> None:
         """Remove what an unfinished run left, as far as `state` does not go on from it, and log steps from here on."""
-        environment.write(self.path, device)
+        files.write_json(self.path / filenames.ENVIRONMENT, environment.describe(device))
         names = [Result.file, filenames.WEIGHTS, filenames.ROWS, filenames.ARRAYS, filenames.MODEL_CARD]
         names += [] if state else [filenames.CHECKPOINT, filenames.OLDER_CHECKPOINT]
         for path in (*(self.path / name for name in names), *self.path.glob(f".*{files.PART}")):

@@ -27,16 +27,12 @@ log = logging.getLogger(__name__)
 
 ModeOfWandb = Literal["online", "offline", "disabled", "shared", "dryrun", "run"]
 """What its variable WANDB_MODE may be; the last two are its old names of offline and online."""
-
 DataTable = tuple[list[str], list[list[str | float | bool | None]]]
 """Header and rows."""
-
 STEPS = "curves/step"
 """What the curves are drawn against: steps of the probe or attack, not of the training."""
-
 NO_STEPS = ("spectrum/", "/compute", "/excess")
 """In names of curves that are left to result.json: against an index, against operations, and twice as much to send."""
-
 POINTS = 64
 """At most about so many of each curve: thousands of runs have to fit into a project."""
 
@@ -123,8 +119,7 @@ class Wandb(Tracker):
 
                 shown: dict[str, object] = {f"figures/{path.stem}": Image(str(path)) for path in figures}
                 header, rows = attack_table(result)
-                if rows:
-                    shown["attacks"] = Table(columns=header, data=rows)
+                shown |= {"attacks": Table(columns=header, data=rows)} if rows else {}
                 self.run.log(shown)
                 for row in curve_rows(result):
                     self.run.log(row)
@@ -271,7 +266,7 @@ def curve_rows(result: Result) -> Iterator[dict[str, float]]:
     yield from (rows[x] for x in sorted(rows))
 
 
-def attack_table(result: Result) -> tuple[list[str], list[list[str | float | bool | None]]]:
+def attack_table(result: Result) -> DataTable:
     """Header and a row an attack: its name, whether it learns the harmful task, and its measures as numbers."""
     metrics, names, learned = result.as_dict()["metrics"], attack_names(result), successes(result)
     tails = (key.removeprefix(ATTACK).partition("/") for key in metrics if key.startswith(ATTACK))
