@@ -43,12 +43,9 @@ def attack_costs(setting: Setting, name: str) -> Plot | None:
         ax.set_yticks(range(len(rows)), [attack for _, _, attack, _ in rows], fontsize=9)
         ax.set(xscale="log", xlabel="operations of the attacker", ylim=(-0.7, len(rows) - 0.3))
         ax.minorticks_off()
-        for label, marker, face, edge in (
-            ("learns the task (immunized)", ">", LEARNED, LEARNED),
-            ("does not, with all of its budget", "s", "none", HELD),
-            ("baseline, the same attack", "o", "none", INK),
-        ):
-            ax.plot([], [], marker, color=edge, markerfacecolor=face, label=label)
+        ax.plot([], [], ">", color=LEARNED, label="learns the task (immunized)")
+        ax.plot([], [], "s", color=HELD, markerfacecolor="none", label="does not, with all of its budget")
+        ax.plot([], [], "o", color=INK, markerfacecolor="none", label="baseline, the same attack")
         figure.legend(*ax.get_legend_handles_labels(), loc="lower left", frameon=False, fontsize=9)
         headline(figure, [setting])
     caption = (

@@ -7,9 +7,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
+from immunization.results.attack_figures import attack_costs
 from immunization.results.collect import Run
 from immunization.results.columns import Column, Place, placed
 from immunization.results.formatting import Cell
+from immunization.results.plot import Plot
 from immunization.results.settings import Setting
 from immunization.results.tables import Table
 from immunization.runs import files
@@ -26,10 +28,11 @@ NOTES = (
 
 @dataclass
 class Audit:
-    """The attacks on one setting, with the table of them."""
+    """The attacks on one setting, with the table and the figure of them."""
 
     setting: Setting
     table: Table
+    plot: Plot | None
     NOTES: ClassVar[tuple[str, ...]] = NOTES
 
     @cached_property
@@ -82,7 +85,8 @@ def audit(setting: Setting, name: str, heading: str) -> Audit | None:
     if setting.method == "unmodified" and len(places) == 1 and (place := places.pop()):
         subject = f"checkpoint {Path(place).name}"  # audited as it stands
     title = f"{heading}: attacks on {subject}"
-    made = Audit(setting, Table.of(name, title, placed(Place.ATTACKS), names, cell))
+    table = Table.of(name, title, placed(Place.ATTACKS), names, cell)
+    made = Audit(setting, table, attack_costs(setting, f"{name}_costs"))
     flags = [f"Flag {flag}: {text}." for flag, text in made.flags.items()]
     made.table.notes += [*made.sentences, *NOTES, *flags]
     return made

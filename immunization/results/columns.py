@@ -257,8 +257,7 @@ def rows_interval(setting: Setting, measure: str) -> Cell:
 
 
 _ABOVE_1, _AT_MOST_1 = partial(operator.lt, 1), partial(operator.ge, 1)
-_FASTER = {"steps_ratio/harmful": _ABOVE_1}
-_KEPT = {"steps_ratio/primary": _AT_MOST_1}
+_FASTER, _KEPT = {"steps_ratio/harmful": _ABOVE_1}, {"steps_ratio/primary": _AT_MOST_1}
 
 COLUMNS = [
     Column("", "method", _SETTINGS | Place.OVERVIEW | Place.COUNTS | _BOARD, label, always=True),

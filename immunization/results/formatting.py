@@ -13,8 +13,6 @@ NONE = "–"  # noqa: RUF001
 """Stands where there is no value."""
 MEASURES = {"accuracy": "accuracy", "r2": "R²", "loss": "loss"}
 """What may be measured on the primary task, by its name in result.json, and how it is called."""
-
-
 ROLES = ("harmful", "primary", "benign")
 """The usual tasks; further ones are found in what was measured."""
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from immunization.errors import ConfigError, UserError
-from immunization.results.document import Places, parts, write
+from immunization.results.document import Places, write
 from immunization.results.parts import Multirun, read
 
 POLL, QUIET = 1.0, 60.0
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     places = Places(own / "RESULTS.md", own / "docs/results", own / "docs/images/results")
     if options.quick:
         command += " QUICK=1"
-    if not (found := parts(known)):
+    if not (found := [section for section in known if section.groups]):
         raise UserError("no job is completed: there is nothing to write")
     write(found, places, command, [section.title for section in known])
     print(f"written: {places.page}, {places.details}{os.sep}, {places.figures}{os.sep}")

@@ -14,7 +14,6 @@ from typing import Any
 from markupsafe import Markup, escape
 from rich.console import Console
 
-from immunization.results.attack_figures import attack_costs
 from immunization.results.attack_table import Audit
 from immunization.results.attack_table import audit as audit_of
 from immunization.results.collect import Collection, Run, collect
@@ -42,16 +41,16 @@ class Section:
     tables: list[Table]
     plots: list[Plot]
     legend: list[str]
-    audits: Sequence[tuple[Audit, Plot | None]] = ()
+    audits: Sequence[Audit] = ()
     conclusion: str = ""
 
     @property
     def every_table(self) -> list[Table]:
-        return self.tables + [made.table for made, _ in self.audits]
+        return self.tables + [audit.table for audit in self.audits]
 
     @property
     def every_plot(self) -> list[Plot]:
-        return [plot for _, plot in self.audits if plot] + self.plots
+        return [audit.plot for audit in self.audits if audit.plot] + self.plots
 
     @property
     def runs(self) -> list[Run]:
@@ -71,7 +70,7 @@ def sections(collection: Collection, objective: str, figures: bool = True) -> li
         audits = []
         for j, setting in enumerate(group, 1):
             if found := audit_of(setting, f"{name}_attacks_{j}", heading):
-                audits.append((found, attack_costs(setting, f"{name}_attacks_{j}_costs")))
+                audits.append(found)
                 legend += found.NOTES
         part = Section(group, tables, draw(group, name, objective) if figures else [], legend, audits)
         metric = in_convention(group, objective)
@@ -109,7 +108,7 @@ def show(collection: Collection, parts: Sequence[Section], console: Console | No
             plain("", *(f"{i} {setting.label}" for i, setting in enumerate(part.group, 1)), sep="\n")
         for table in part.tables:
             console.print("", table.only(Place.TERMINAL).renamed(names), sep="\n")
-        for made, _ in part.audits:
+        for made in part.audits:
             console.print("", made.table.only(Place.TERMINAL), sep="\n")
             plain(*made.sentences[:1])
         if part.conclusion:
@@ -127,7 +126,7 @@ def write(path: Path, collection: Collection, parts: Sequence[Section], heading:
     problems = [[Cell(p.kind), Cell(str(p.folder)), Cell(p.message)] for p in collection.problems[:MOST]]
     content = template(REPORT, code=_code).render(
         title=heading,
-        lead=next(iter(parts[0].audits[0][0].sentences), None) if one_audit else None,
+        lead=next(iter(parts[0].audits[0].sentences), None) if one_audit else None,
         flags_page=flags_page(path),
         counts=collection.counts(),
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),

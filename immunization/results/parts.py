@@ -1,4 +1,4 @@
-"""What RESULTS.md is made of, as parts.yaml lists it: sections, their multiruns, and their jobs."""
+"""What RESULTS.md is made of, as parts.yaml lists it: sections with tables and figures, their multiruns and jobs."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,6 +12,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from immunization.config import CONF, compose
 from immunization.errors import ConfigError
+from immunization.results.collect import collect
+from immunization.results.plot import Plot
+from immunization.results.settings import Setting, place, settings
+from immunization.results.sweep_figures import draw
+from immunization.results.tables import Table, alignment, comparison, counts, pair_counts
 from immunization.runs.result import Result
 from immunization.runs.resume import different, read_config, result_settings
 
@@ -62,11 +67,9 @@ class Multirun:
 
     def check(self) -> None:
         """Raise ConfigError where completed jobs are of another configuration; one of each method is looked at."""
-        missing = set(self.missing())
         first: dict[str, int] = {}
-        for number, job in enumerate(self.jobs):
-            if number not in missing:
-                first.setdefault(next((word for word in job if word.startswith("method=")), ""), number)
+        for number in sorted({*range(len(self.jobs))} - {*self.missing()}):
+            first.setdefault(next((word for word in self.jobs[number] if word.startswith("method=")), ""), number)
         for number in first.values():
             folder = next(self.folder.glob(f"{number}_*"))
             now = OmegaConf.to_container(compose(self.jobs[number]), resolve=True)
@@ -88,6 +91,40 @@ class Section:
     figures: tuple[str, ...]
     multiruns: tuple[Multirun, ...]
     lacking: str | None
+
+    @cached_property
+    def groups(self) -> list[list[Setting]]:
+        """The settings that have completed runs, in groups that can be compared."""
+        folders = [run.folder for run in self.multiruns if next(run.folder.glob("*/result.json"), None)]
+        found = settings(collect(folders)) if folders else []
+        return [group for group in found if any(setting.runs for setting in group)]
+
+    @cached_property
+    def group(self) -> list[Setting]:
+        """All settings, in the order of METHODS: they stand in one table."""
+        return sorted((setting for group in self.groups for setting in group), key=place)
+
+    @cached_property
+    def pairs(self) -> Table | None:
+        return pair_counts(self.group, self.name, self.title)
+
+    @cached_property
+    def tables(self) -> list[Table]:
+        """The comparison, once more by each further objective, and what else there is to count."""
+        further = [comparison(self.group, self.name, f"Every measure, {by}", by) for by in self.objectives]
+        more = (self.pairs, counts(self.group, self.name, self.title), alignment(self.group, self.name, self.title))
+        return [comparison(self.group, self.name, "Every measure"), *further, *filter(None, more)]
+
+    @cached_property
+    def plots(self) -> list[Plot]:
+        """Every figure; those with a panel a method where settings differ in more than the method."""
+        return draw(self.group, self.name, kinds=None if len(self.groups) == 1 else ("figure2",))
+
+    def jobs(self) -> str:
+        """How many runs are behind it, and whether some are missing."""
+        there = sum(len(setting.runs) + len(setting.failed) for setting in self.group)
+        asked = sum(len(run.jobs) for run in self.multiruns)
+        return f"{there:,} runs." if there == asked else f"{there:,} of {asked:,} runs, the others are still to come."
 
 
 def read(folder: Path, quick: bool = False, path: Path | None = None) -> list[Section]:

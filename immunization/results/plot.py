@@ -93,10 +93,9 @@ class Look(NamedTuple):
 
 def looks(group: Sequence[Setting]) -> dict[Setting, Look]:
     """One look a setting: the color of its method, in shades from dark to light where a method has several settings."""
-    methods, found = [setting.method for setting in group], {}
-    for i, setting in enumerate(group):
-        found[setting] = _look(setting.method, methods[:i].count(setting.method), methods.count(setting.method))
-    return found
+    methods = [setting.method for setting in group]
+    places = (methods[:i].count(method) for i, method in enumerate(methods))
+    return {s: _look(s.method, place, methods.count(s.method)) for s, place in zip(group, places, strict=True)}
 
 
 def _look(method: str, place: int, count: int) -> Look:

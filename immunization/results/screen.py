@@ -1,8 +1,9 @@
 """One run on the terminal, within its width, and in one line."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -17,7 +18,7 @@ SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 def show(result: Result, objective: str = "rir", console: Console | None = None) -> None:
     """Print a run as a sheet, with what it is to maximize, and reasons and flags as footnotes."""
-    (console or Console()).print(Sheet(result, objective), highlight=False)
+    (console or Console()).print(Group(*_sheet(result, objective)), highlight=False)
 
 
 def line(result: Result, objective: str = "rir") -> str:
@@ -30,95 +31,80 @@ def line(result: Result, objective: str = "rir") -> str:
     return f"{name}: {', '.join([*values, f'{seconds} s'])}"
 
 
-class Footnotes:
-    """Numbered notes; the same text keeps its number."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
+class Footnotes(dict[str, str]):
+    """Notes with their numbers; the same text keeps its number."""
 
     def mark(self, text: str | None) -> str:
         """The superscript that points to `text`; nothing where there is no text."""
-        if not text:
-            return ""
-        if text not in self.texts:
-            self.texts.append(text)
-        return str(self.texts.index(text) + 1).translate(SUPERSCRIPT)
+        return self.setdefault(text, str(len(self) + 1).translate(SUPERSCRIPT)) if text else ""
 
     def cell(self, result: Result, name: str) -> str:
         """A metric as text; where it is null, a dash and the mark of its reason."""
         value = result.metrics.get(name)
         return NONE + self.mark(result.reasons.get(name)) if value is None else number(value)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        grid = Table.grid(padding=(0, 1))
-        for text in self.texts:
-            grid.add_row(Text(self.mark(text), "dim"), Text(text, "dim", overflow="fold"))
-        yield grid
 
-
-class Sheet:
+def _sheet(result: Result, objective: str) -> Iterator[RenderableType]:
     """One run, key by key: condition numbers side by side by split and convention, then what they mean in practice."""
+    notes = Footnotes()
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(max_width=32, overflow="fold")
+    for _ in range(3):
+        grid.add_column(justify="right")
 
-    def __init__(self, result: Result, objective: str) -> None:
-        self.result, self.objective = result, objective
+    ratios = {column.measure: column.heading for column in placed(Place.SPLITS)}
+    if not ratios.keys().isdisjoint(result.metrics):
+        _head(grid, "", "training", "held out", "authors' κ")
+        for name, label in ratios.items():
+            cells = (notes.cell(result, prefix + name) for prefix in ("", "test/", "authors/"))
+            grid.add_row(label, *cells, style="bold" if name == "rir" else None)
+    if "ceiling/rir" in result.metrics:
+        share, cells = result.metrics.get("ceiling/attained"), [notes.cell(result, "ceiling/rir")]
+        cells += [notes.cell(result, "ceiling/attained") if share is None else f"{100 * share:.0f} %"]
+        grid.add_row("ceiling RIR*, log share", *cells)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        result, notes = self.result, Footnotes()
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(max_width=32, overflow="fold")
-        for _ in range(3):
-            grid.add_column(justify="right")
+    if pairs := [c for c in placed(Place.CHANGE) if f"{c.measure}_baseline" in result.metrics]:
+        _head(grid, "", "baseline", "immunized")
+        for column in pairs:
+            names = (f"{column.measure}_baseline", column.measure)
+            grid.add_row(column.heading, *(notes.cell(result, name) for name in names))
 
-        ratios = {column.measure: column.heading for column in placed(Place.SPLITS)}
-        if not ratios.keys().isdisjoint(result.metrics):
-            _head(grid, "", "training", "held out", "authors' κ")
-            for name, label in ratios.items():
-                cells = (notes.cell(result, prefix + name) for prefix in ("", "test/", "authors/"))
-                grid.add_row(label, *cells, style="bold" if name == "rir" else None)
-        if "ceiling/rir" in result.metrics:
-            share, cells = result.metrics.get("ceiling/attained"), [notes.cell(result, "ceiling/rir")]
-            cells += [notes.cell(result, "ceiling/attained") if share is None else f"{100 * share:.0f} %"]
-            grid.add_row("ceiling RIR*, log share", *cells)
+    roles = roles_in(result.metrics, "steps_ratio")
+    for some in (roles[i : i + 3] for i in range(0, len(roles), 3)):
+        _head(grid, "", *some)
+        for column in placed(Place.TASKS):
+            cells = (notes.cell(result, f"{column.measure}/{role}") for role in some)
+            grid.add_row(column.heading, *cells)
 
-        if pairs := [c for c in placed(Place.CHANGE) if f"{c.measure}_baseline" in result.metrics]:
-            _head(grid, "", "baseline", "immunized")
-            for column in pairs:
-                names = (f"{column.measure}_baseline", column.measure)
-                grid.add_row(column.heading, *(notes.cell(result, name) for name in names))
+    asked = [objective] if objective in {*result.metrics} - {*ratios} else []
+    listed = {c.measure: c.heading for c in placed(Place.SHEET) if c.measure in result.metrics}
+    own = [name for name in own_measures([result], Place.SHEET) if name not in asked]
+    for head, names in {"objective": asked, "further measures": listed, "measures of your own": own}.items():
+        if names:
+            _head(grid, head)
+        for name in names:
+            grid.add_row(listed[name] if names is listed else name, notes.cell(result, name))
 
-        roles = roles_in(result.metrics, "steps_ratio")
-        for some in (roles[i : i + 3] for i in range(0, len(roles), 3)):
-            _head(grid, "", *some)
-            for column in placed(Place.TASKS):
-                cells = (notes.cell(result, f"{column.measure}/{role}") for role in some)
-                grid.add_row(column.heading, *cells)
+    for group in attack_groups(result):
+        if attacks := attack_names(result, group):
+            task = group.partition("_")[2] or "harmful"
+            _head(grid, f"attacks on the {task} task", "baseline", "immunized", "steps ratio")
+            for name in attacks:
+                keys = (f"{group}/{name}/{key}" for key in ("final_baseline", "final", "steps_ratio"))
+                grid.add_row(name, *(notes.cell(result, key) for key in keys))
 
-        asked = [self.objective] if self.objective in {*result.metrics} - {*ratios} else []
-        listed = {c.measure: c.heading for c in placed(Place.SHEET) if c.measure in result.metrics}
-        own = [name for name in own_measures([result], Place.SHEET) if name not in asked]
-        for head, names in {"objective": asked, "further measures": listed, "measures of your own": own}.items():
-            if names:
-                _head(grid, head)
-            for name in names:
-                grid.add_row(listed[name] if names is listed else name, notes.cell(result, name))
-
-        for group in attack_groups(result):
-            if attacks := attack_names(result, group):
-                task = group.partition("_")[2] or "harmful"
-                _head(grid, f"attacks on the {task} task", "baseline", "immunized", "steps ratio")
-                for name in attacks:
-                    keys = (f"{group}/{name}/{key}" for key in ("final_baseline", "final", "steps_ratio"))
-                    grid.add_row(name, *(notes.cell(result, key) for key in keys))
-
-        yield Text.assemble((result.method, "bold"), f" on {result.dataset}, {result.model}, seed {result.seed}")
-        easier = EASIER in result.flags  # the first sentence then comes before every figure
-        for sentence in result.verdict[:easier]:
-            yield Padding(Text(sentence, "bold red"), (0, 0, 1, 2))
-        yield Padding(grid, (0, 0, 1, 2))
-        for sentence in result.verdict[easier:]:
-            yield Padding(Text(sentence), (0, 0, 1, 2))
-        yield Padding(_facts(result, notes), (0, 0, 0, 2))
-        yield Padding(notes, (1 if notes.texts else 0, 0, 0, 2))
+    yield Text.assemble((result.method, "bold"), f" on {result.dataset}, {result.model}, seed {result.seed}")
+    easier = EASIER in result.flags  # the first sentence then comes before every figure
+    for sentence in result.verdict[:easier]:
+        yield Padding(Text(sentence, "bold red"), (0, 0, 1, 2))
+    yield Padding(grid, (0, 0, 1, 2))
+    for sentence in result.verdict[easier:]:
+        yield Padding(Text(sentence), (0, 0, 1, 2))
+    yield Padding(_facts(result, notes), (0, 0, 0, 2))
+    footnotes = Table.grid(padding=(0, 1))
+    for text, mark in notes.items():
+        footnotes.add_row(Text(mark, "dim"), Text(text, "dim", overflow="fold"))
+    yield Padding(footnotes, (1 if notes else 0, 0, 0, 2))
 
 
 def _head(grid: Table, *cells: str) -> None:

@@ -119,7 +119,15 @@ class Setting:
 
         Of several tasks of a kind it is that of the cheapest; `only`: of these attacks alone.
         """
-        costs = [median(cost_ratio(result, group, only) for result in self.results) for group in self._attacked(kind)]
+        costs = []
+        for group in self._attacked(kind):
+            ratios = []
+            for result in self.results:
+                after, before = (successes(result, stage, group) for stage in ("", "_baseline"))
+                if before := [cost for name, cost in before.items() if only is None or name in only]:
+                    after = [cost for name, cost in after.items() if only is None or name in only]
+                    ratios.append(min(after, default=math.inf) / min(before))
+            costs.append(median(ratios))
         return min((cost for cost in costs if cost is not None), default=None)
 
     def fine_tuned(self, kind: str = "harmful") -> bool:
@@ -129,18 +137,6 @@ class Setting:
     def _attacked(self, kind: str) -> list[str]:
         groups = dict.fromkeys(group for result in self.results for group in attack_groups(result))
         return [group for group in groups if kind_of(group.partition("_")[2] or "harmful") == kind]
-
-
-def cost_ratio(result: Result, group: str = "attack", only: Sequence[str] | None = None) -> float | None:
-    """The cheapest success over that with the baseline, of all attacks or of some; infinite where none succeeds.
-
-    None where none of them succeeds with the baseline.
-    """
-    after, before = (
-        [cost for name, cost in successes(result, stage, group).items() if only is None or name in only]
-        for stage in ("", "_baseline")
-    )
-    return min(after, default=math.inf) / min(before) if before else None
 
 
 def median(ratios: Iterable[float | None]) -> float | None:

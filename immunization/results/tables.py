@@ -24,6 +24,9 @@ T = TypeVar("T")
 ALIGNMENT = {"alignment/score": "score", "alignment/kernel": "kernel", "alignment/kappa_M": "κ(M)"}
 """What might predict the RIR that a pair of tasks allows."""
 
+ABOVE = (1, 2, 10, 100)
+"""Pairs are counted whose RIR is above these."""
+
 GAP = 2
 """Blanks between columns on a terminal."""
 
@@ -200,6 +203,24 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
         table.notes.append("The paper's figures are of its own preparation of the data, dataset.protocol=authors.")
     table.notes += _gaps(group, further)
     return table
+
+
+def pair_counts(group: Sequence[Setting], name: str, heading: str) -> Table | None:
+    """Fig. 2 in numbers: of how many pairs of classes RIR is above a bound, beside the paper's count."""
+    metric, paper = in_convention(group, "rir"), published(group[0].first)
+    pairs = [setting.pairs(metric) for setting in group]
+    if max(map(len, pairs)) < 3:
+        return None
+    rows = []
+    for setting, values in zip(group, pairs, strict=True):
+        theirs = paper.get(setting.method, {}).get("figure2")
+        above = [sum(value > bound for value in values.values()) for bound in ABOVE]
+        shown = Cell("{:.0f} of {:.0f}".format(*theirs), theirs[0], words=True) if theirs else Cell(NONE)
+        rows.append([Cell(setting.label), *(Cell(str(n), n) for n in (len(values), *above)), shown])
+    header = ["method", "pairs", *(f"RIR > {bound}" for bound in ABOVE), "paper, Fig. 2"]
+    by = AUTHORS if by_authors(group) else ", rank-aware κ"
+    notes = [f"Pairs by the median RIR over seeds{by}. The paper counts RIR much greater than 1, and names no bound."]
+    return Table(name, f"{heading}: pairs, as Fig. 2 counts them", header, rows, notes)
 
 
 def counts(group: Sequence[Setting], name: str, heading: str) -> Table | None:

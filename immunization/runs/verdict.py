@@ -7,6 +7,7 @@ the bar of the run. That is the number that tables show, so words and tables can
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
@@ -150,10 +151,8 @@ def _attacks(results: Sequence[Result]) -> list[str]:
 def _several(results: Sequence[Result]) -> str:
     broken = [(found, successes(result, "_baseline")) for result in results if (found := successes(result))]
     line = f"In {len(broken)} of {len(results)} runs an attack learns the harmful task"
-    cheapest = [next(iter(found)) for found, _ in broken]
-    if cheapest:
-        most = max(dict.fromkeys(cheapest), key=cheapest.count)
-        line += f"; the cheapest is {most} in {cheapest.count(most)} of them"
+    if cheapest := Counter(next(iter(found)) for found, _ in broken).most_common(1):
+        line += "; the cheapest is {} in {} of them".format(*cheapest[0])
     ratios = [min(found.values()) / min(before.values()) for found, before in broken if before]
     if ratios:
         line += f", and takes {median(ratios):.2g} times the operations that the baseline takes (median)"
