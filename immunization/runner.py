@@ -18,7 +18,7 @@ from immunization.experiment import Experiment, Parts, assemble, resolve
 from immunization.models.weights import exported, rounding_flag
 from immunization.results import model_card
 from immunization.results.present import present
-from immunization.runs import files, strict_json
+from immunization.runs import files
 from immunization.runs.filenames import ATTACKS, REFUSED, settings_file
 from immunization.runs.folder import RunFolder, in_words, log
 from immunization.runs.origin import audited
@@ -152,7 +152,7 @@ def measure(experiment: Experiment, parts: Parts, run: RunFolder, flags: dict[st
     for role in pair.attacked:
         found = measures.about.get("attackers" if role == "harmful" else f"attackers_{role}", {})
         for name, settings in found.items():
-            strict_json.write(run.path / settings_file(name, role), settings)
+            files.write_json(run.path / settings_file(name, role), settings)
     run.result.metrics, run.result.reasons = measures.metrics, measures.reasons
     run.result.curves, run.result.flags = measures.curves, measures.flags
     if facts:

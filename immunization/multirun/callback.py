@@ -1,7 +1,5 @@
 """What a multirun does beside its jobs: it protects earlier runs, sums up at the end, and fails if a job failed."""
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback
@@ -87,7 +85,7 @@ class SweepSummary(Callback):
             sys.exit(1)
 
 
-def _summary(config: DictConfig) -> Collection:
+def _summary(config: DictConfig) -> "Collection":
     """Print and save the table over all jobs; what a job refused to write over is none of them, from here on it is."""
     from immunization.results.collect import collect
     from immunization.results.page import summarize

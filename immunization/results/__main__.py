@@ -4,7 +4,6 @@
 """
 
 import argparse
-import hashlib
 import os
 import shlex
 import sys
@@ -12,8 +11,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-
-from rich.console import Console
 
 from immunization.errors import UserError
 from immunization.results import leaderboard
@@ -59,10 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         command = shlex.join(["python", "-m", "immunization.results", *arguments])
         page = partial(leaderboard.between_marks, options.markdown) if board else markdown
         files.write(options.markdown, page(parts, relative, command))
-    if board:
-        leaderboard.show(collection, parts, Console())
-    else:
-        show(collection, parts, options.objective)
+    show(collection, parts)
     print(f"report: {folder / REPORT}")
     if options.wandb:
         _log(options, collection, parts, list(pictures.values()))
@@ -76,15 +70,11 @@ def _tidy(folder: Path, written: Iterable[Path]) -> None:
     for line in record.read_text().splitlines() if record.is_file() else []:
         digest, _, name = line.partition("  ")
         old = (root / name).resolve()
-        if name not in inside and root in old.parents and old.is_file() and _digest(old) == digest:
+        if name not in inside and root in old.parents and files.sha256(old) == digest:
             old.unlink()
             with suppress(OSError):  # other files are left in its folder
                 old.parent.rmdir()
-    files.write(record, "".join(f"{_digest(path)}  {name}\n" for name, path in inside.items()))
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    files.write(record, "".join(f"{files.sha256(path)}  {name}\n" for name, path in inside.items()))
 
 
 def _log(options: argparse.Namespace, collection: Collection, parts: list[Section], pictures: list[Path]) -> None:

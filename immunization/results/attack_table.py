@@ -1,6 +1,5 @@
 """The section on attacks of a report: the verdict, who was audited, what each attack reached, and the flags."""
 
-import hashlib
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -8,11 +7,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
+from immunization.results.attack_figures import attack_costs
 from immunization.results.collect import Run
 from immunization.results.columns import Column, Place, placed
 from immunization.results.formatting import Cell
+from immunization.results.plot import Plot
 from immunization.results.settings import Setting
 from immunization.results.tables import Table
+from immunization.runs import files
 from immunization.runs.filenames import WEIGHTS, weights_of
 from immunization.runs.verdict import attack_names, successes, verdict
 
@@ -26,10 +28,11 @@ NOTES = (
 
 @dataclass
 class Audit:
-    """The attacks on one setting, with the table of them."""
+    """The attacks on one setting, with the table and the figure of them."""
 
     setting: Setting
     table: Table
+    plot: Plot | None
     NOTES: ClassVar[tuple[str, ...]] = NOTES
 
     @cached_property
@@ -67,29 +70,26 @@ class Audit:
 def audit(setting: Setting, name: str, heading: str) -> Audit | None:
     """One row an attack, medians over the runs of the setting; None where nothing was attacked."""
     costs = [successes(result) for result in setting.results]
-    names = sorted(
-        dict.fromkeys(attack for result in setting.results for attack in attack_names(result)),
-        key=lambda attack: min((found[attack] for found in costs if attack in found), default=math.inf),
-    )  # the cheapest success first, what is held last
-    if not names:
+    cheapest = {
+        attack: min((found[attack] for found in costs if attack in found), default=math.inf)
+        for result in setting.results
+        for attack in attack_names(result)
+    }
+    if not (names := sorted(cheapest, key=cheapest.__getitem__)):  # the cheapest success first, what is held last
         return None
 
     def cell(column: Column, attack: str) -> Cell:
         return column.cell(setting, column.measure.format(attack=attack))
 
-    title = f"{heading}: attacks on {_subject(setting)}"
-    made = Audit(setting, Table.of(name, title, placed(Place.ATTACKS), names, cell))
+    places, subject = set(map(_checkpoint, setting.runs)), setting.label
+    if setting.method == "unmodified" and len(places) == 1 and (place := places.pop()):
+        subject = f"checkpoint {Path(place).name}"  # audited as it stands
+    title = f"{heading}: attacks on {subject}"
+    table = Table.of(name, title, placed(Place.ATTACKS), names, cell)
+    made = Audit(setting, table, attack_costs(setting, f"{name}_costs"))
     flags = [f"Flag {flag}: {text}." for flag, text in made.flags.items()]
     made.table.notes += [*made.sentences, *NOTES, *flags]
     return made
-
-
-def _subject(setting: Setting) -> str:
-    """The method, or the checkpoint that was audited as it stands."""
-    places = set(map(_checkpoint, setting.runs))
-    if setting.method == "unmodified" and len(places) == 1 and (place := places.pop()):
-        return f"checkpoint {Path(place).name}"
-    return setting.label
 
 
 def _checkpoint(run: Run) -> str | None:
@@ -99,10 +99,7 @@ def _checkpoint(run: Run) -> str | None:
 def weights(run: Run) -> str:
     """The checkpoint that was audited, else the weights that the run left, by their name and SHA-256."""
     place = _checkpoint(run)
-    path = Path(place).expanduser() if place else run.result.folder / WEIGHTS
-    path = weights_of(path)
+    path = weights_of(Path(place).expanduser()) if place else run.result.folder / WEIGHTS
     name = f"checkpoint {path.parent.name}/{path.name}" if place else "its own weights"
-    if not path.is_file():
-        return name
-    with path.open("rb") as file:
-        return f"{name}, SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()[:12]}"
+    digest = files.sha256(path)
+    return f"{name}, SHA-256 {digest[:12]}" if digest else name

@@ -1,7 +1,5 @@
 """Any number of result.json files as one table, and a list of every folder that was left out of it, with the reason."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -93,7 +91,7 @@ class Collection:
         kinds = Counter(problem.kind for problem in self.problems)
         return ", ".join([f"{len(self.runs)} completed", *(f"{n} {kind}" for kind, n in sorted(kinds.items()))])
 
-    def frame(self) -> pd.DataFrame:
+    def frame(self) -> "pd.DataFrame":
         """A tidy table: a row for each completed run, columns of what it was, what differs, and what was measured."""
         import pandas as pd
 
@@ -102,7 +100,8 @@ class Collection:
             {
                 **{key: getattr(run.result, key) for key in ("dataset", "model", "method", "seed")},
                 "pair": run.pair,
-                **{name: _cell(run.settings.get(name)) for name in varied},
+                # lists and other objects as text
+                **{k: _text(v) if isinstance(v := run.settings.get(k), list | dict) else v for k in varied},
                 **run.result.metrics,
                 **{f"seconds/{name}": value for name, value in run.result.seconds.items()},
                 "flags": " ".join(run.result.flags),
@@ -132,13 +131,11 @@ def collect(paths: Iterable[str | Path]) -> Collection:
             collection.problems.append(Problem(folder, "failed", refused.read_text()))
             continue
         if run.result.status != "completed":
-            kind, message = "failed", run.result.error or "no reason given"
-            if run.result.interrupted:
-                kind, message = "interrupted", "resume=true goes on with it"
-            collection.problems.append(Problem(folder, kind, message, run if run.config else None))
+            left = "interrupted", "resume=true goes on with it"
+            left = left if run.result.interrupted else ("failed", run.result.error or "no reason given")
+            collection.problems.append(Problem(folder, *left, run if run.config else None))
             continue
-        before = latest.get(run.identity)
-        if before is not None:
+        if before := latest.get(run.identity):
             older, run = sorted((before, run), key=lambda r: (r.result.folder / Result.file).stat().st_mtime)
             message = f"the same configuration and seed as {run.result.folder}, which is newer"
             collection.problems.append(Problem(older.result.folder, "repeated", message))
@@ -181,8 +178,9 @@ def _read(folder: Path) -> Run:
     if not (folder / Result.file).exists():
         raise DataError(f"{folder} has no {Result.file}; the run was killed or is still going")
     result = Result.read(folder)
-    numbers = (*_values(result.metrics), *_values(result.seconds))
-    curves = _values(result.curves)
+    if not all(isinstance(part, dict) for part in (result.metrics, result.curves, result.seconds)):
+        raise DataError("metrics, curves and seconds of a result must be mappings; the file was edited")
+    curves, numbers = result.curves.values(), (*result.metrics.values(), *result.seconds.values())
     sound = (
         all(value is None or isinstance(value, int | float) for value in numbers)
         and all(isinstance(curve, dict) and len(curve.get("x", ())) == len(curve.get("y", "?")) for curve in curves)
@@ -200,20 +198,9 @@ def _read(folder: Path) -> Run:
     return Run(result, config, command_of(folder))
 
 
-def _values(mapping: object) -> list[object]:
-    if not isinstance(mapping, dict):
-        raise DataError("metrics, curves and seconds of a result must be mappings; the file was edited")
-    return list(mapping.values())
-
-
 def _key(settings: Mapping[str, Any], keep: Callable[[str], bool]) -> str:
     """The settings whose names pass `keep`, as text, so that equal settings have equal keys."""
     return json.dumps({name: value for name, value in sorted(settings.items()) if keep(name)}, default=str)
-
-
-def _cell(value: object) -> bool | float | str | None:
-    """A setting as a table can hold it: lists and other objects as text."""
-    return value if value is None or isinstance(value, bool | int | float | str) else _text(value)
 
 
 def _text(value: object) -> str:

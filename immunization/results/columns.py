@@ -38,22 +38,21 @@ class Place(Flag):
     RUNS = auto()  # the list of runs in a report, under the name of the measure
     COMPARISON = auto()  # settings of one group: reports, and the pages behind RESULTS.md
     PAIRS = auto()  # the same, where there are several pairs of classes
-    TERMINAL = auto()  # those of COMPARISON that are printed after a sweep
+    TERMINAL = auto()  # those of a table that are printed
     SHORT = auto()  # those of COMPARISON in RESULTS.md
     PAPER = auto()  # further ones of SHORT, where the data are prepared as the authors'
     OVERVIEW = auto()  # the first table of RESULTS.md
     COUNTS = auto()  # the table of successes
     BOARD = auto()  # the leaderboard's files
     BOARD_PAGE = auto()  # those of BOARD in a page
-    BOARD_TERMINAL = auto()  # those of BOARD that are printed
     ATTACKS = auto()  # an audit: one row per attack
-    ATTACKS_TERMINAL = auto()  # those of ATTACKS that are printed
 
 
 _SETTINGS = Place.COMPARISON | Place.TERMINAL | Place.SHORT
 _PAGE = Place.BOARD | Place.BOARD_PAGE
-_BOARD = _PAGE | Place.BOARD_TERMINAL
-_AUDIT = Place.ATTACKS | Place.ATTACKS_TERMINAL
+_BOARD = _PAGE | Place.TERMINAL
+_AUDIT = Place.ATTACKS | Place.TERMINAL
+_COUNTS = Place.COUNTS | Place.TERMINAL
 EVERYWHERE = Place.LINE | Place.SHEET | Place.CARD | Place.RUNS | _SETTINGS | Place.OVERVIEW | _BOARD
 """For a measure of its own."""
 
@@ -73,6 +72,10 @@ class Column:
     always: bool = False
     best: bool = False
     note: str = ""
+
+
+def label(setting: Setting, measure: str) -> Cell:
+    return Cell(setting.label)
 
 
 def size(setting: Setting, runs: str) -> Cell:
@@ -252,17 +255,10 @@ def rows_interval(setting: Setting, measure: str) -> Cell:
 
 
 _ABOVE_1, _AT_MOST_1 = partial(operator.lt, 1), partial(operator.ge, 1)
-_FASTER = {"steps_ratio/harmful": _ABOVE_1}
-_KEPT = {"steps_ratio/primary": _AT_MOST_1}
+_FASTER, _KEPT = {"steps_ratio/harmful": _ABOVE_1}, {"steps_ratio/primary": _AT_MOST_1}
 
 COLUMNS = [
-    Column(
-        "",
-        "method",
-        _SETTINGS | Place.OVERVIEW | Place.COUNTS | _BOARD,
-        lambda setting, _: Cell(setting.label),
-        always=True,
-    ),
+    Column("", "method", _SETTINGS | Place.OVERVIEW | Place.COUNTS | _BOARD, label, always=True),
     # One run.
     Column("ratio_harmful", "(i)  harmful κ / baseline", Place.SPLITS | Place.RUNS, mean),
     Column("ratio_primary", "(ii) primary κ / baseline", Place.SPLITS | Place.RUNS, mean),
@@ -319,13 +315,13 @@ COLUMNS = [
     Column("steps_ratio/primary", "primary steps", Place.OVERVIEW, middle),
     Column("accuracy r2", "primary, before → after", Place.OVERVIEW, first_change),
     # In how many runs a setting does what immunization is for.
-    Column("", "RIR > 1", Place.COUNTS, passing({"rir": _ABOVE_1})),
-    *(Column("", f"({part})", Place.COUNTS, passing({f"definition/{part}": bool})) for part in "abc"),
-    Column("", "Def. 3.1", Place.COUNTS, passing({"definition/immunized": bool})),
-    Column("", "harmful > 1", Place.COUNTS, passing(_FASTER)),
-    Column("", "primary ≤ 1", Place.COUNTS, passing(_KEPT)),
-    Column("", "benign ≤ 1", Place.COUNTS, passing({"steps_ratio/benign": _AT_MOST_1})),
-    Column("", "both", Place.COUNTS, passing(_FASTER | _KEPT)),
+    Column("", "RIR > 1", _COUNTS, passing({"rir": _ABOVE_1})),
+    *(Column("", f"({part})", _COUNTS, passing({f"definition/{part}": bool})) for part in "abc"),
+    Column("", "Def. 3.1", _COUNTS, passing({"definition/immunized": bool})),
+    Column("", "harmful > 1", _COUNTS, passing(_FASTER)),
+    Column("", "primary ≤ 1", _COUNTS, passing(_KEPT)),
+    Column("", "benign ≤ 1", _COUNTS, passing({"steps_ratio/benign": _AT_MOST_1})),
+    Column("", "both", _COUNTS, passing(_FASTER | _KEPT)),
     # The leaderboard.
     Column("", "runs", _BOARD, board_runs, always=True),
     Column("", "seeds", _PAGE, lambda setting, _: Cell.of(len({result.seed for result in setting.results}))),
@@ -407,7 +403,7 @@ def filled_in(
 
 def own_measures(results: Iterable[Result], where: Place) -> list[str]:
     """Metrics of evaluations that are not of this package, to be shown as they are called: no column there has them."""
-    known = {column.measure for column in placed(where)}
+    known = {column.measure for column in COLUMNS if where in column.where}
     return list(dict.fromkeys(name for result in results for name in result.own_measures if name not in known))
 
 

@@ -1,12 +1,10 @@
 """How values are shown, on the screen, in tables and in figures."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -15,8 +13,6 @@ NONE = "–"  # noqa: RUF001
 """Stands where there is no value."""
 MEASURES = {"accuracy": "accuracy", "r2": "R²", "loss": "loss"}
 """What may be measured on the primary task, by its name in result.json, and how it is called."""
-
-
 ROLES = ("harmful", "primary", "benign")
 """The usual tasks; further ones are found in what was measured."""
 
@@ -35,7 +31,7 @@ class Cell:
     words: bool = False
 
     @classmethod
-    def of(cls, value: float | None, form: str = "") -> Cell:
+    def of(cls, value: float | None, form: str = "") -> Self:
         """A number in three digits, or in `form`, a template; a dash for none."""
         return cls(NONE) if value is None else cls(form.format(value) if form else number(value), value)
 
@@ -57,18 +53,13 @@ def number(value: float) -> str:
     return f"{float(f'{value:.3g}'):,.6g}"
 
 
-def template(name: str, **filters: Callable[..., object]) -> Template:
+def template(name: str, **filters: Callable[..., object]) -> "Template":
     """The page `name` of this folder, to be filled in; values are escaped in HTML."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # slow to load: most runs write no page
 
     html = name.endswith(".html")
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=html,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=not html,
-    )
+    blocks = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": not html}
+    folder = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=folder, autoescape=html, undefined=StrictUndefined, **blocks)
     environment.filters |= filters
     return environment.get_template(name)

@@ -1,24 +1,22 @@
 """The leaderboard as tables, a figure, files and the part of a page: what rows cost, and what attackers pay."""
 
-import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from immunization.errors import DataError
+from immunization.results.attack_figures import Point, resistance
 from immunization.results.collect import ATTACK, Collection
 from immunization.results.columns import Place, placed
-from immunization.results.leaderboard_figure import Point, resistance
-from immunization.results.page import Section, kept, number_settings, show_left_out
+from immunization.results.page import Section, kept
 from immunization.results.plot import looks
 from immunization.results.settings import Setting, grouped, named
 from immunization.results.tables import Table
-from immunization.runs import strict_json
+from immunization.runs import files
 from immunization.runs.filenames import ENVIRONMENT, ROWS
 
 MARKS = "<!-- leaderboard -->", "<!-- /leaderboard -->"
@@ -59,7 +57,7 @@ def sections(tracks: Iterable[Sequence[Setting]]) -> list[Section]:
     """One for each track: the table, one more for what stands apart, and the figure."""
     made = []
     for title, rows in _titled(tracks):
-        name, look = f"leaderboard_{_file(title)}", looks(rows)
+        name, look = f"leaderboard_{title.replace(', ', '_')}", looks(rows)
         together, apart = ([row for row in rows if bool(row.apart) is side] for side in (False, True))
         tables = [Table.of(name, title, placed(Place.BOARD), together)]
         if len({len(row.runs) for row in together}) > 1:
@@ -67,12 +65,13 @@ def sections(tracks: Iterable[Sequence[Setting]]) -> list[Section]:
         if apart:
             tables.append(Table.of(f"{name}_apart", f"{title}{APART}", placed(Place.BOARD), apart))
             tables[1].notes[:0] = [f"{row.label}: {row.apart}." for row in apart]
-        points = [
-            Point(row.label, max(price, 0.0), cost, look[row], row.unbroken())
-            for row in together
-            if (price := row.price) is not None and (cost := row.cost()) is not None
-        ]
-        made.append(Section(rows, tables, [resistance(points, name, title)] if points else [], []))
+        points = []
+        for row in together:
+            if (price := row.price) is not None and (cost := row.cost()) is not None:
+                held = f" ({row.unbroken()})" if math.isinf(cost) else ""
+                points.append(Point(row.label + held, max(price, 0.0), cost, look[row]))
+        legend = [column.note for table in tables for column in table.only(Place.TERMINAL).columns if column.note]
+        made.append(Section(rows, tables, [resistance(points, name, title)] if points else [], legend))
     return made
 
 
@@ -82,8 +81,8 @@ def write_rows(tracks: Iterable[Sequence[Setting]], folder: Path) -> list[Path]:
     written = []
     for title, rows in _titled(tracks):
         for i, row in enumerate(rows, 1):
-            written.append(folder / f"{_file(title)}_{i:02d}_{row.method}.json")
-            strict_json.write(written[-1], record(row))
+            written.append(folder / f"{title.replace(', ', '_')}_{i:02d}_{row.method}.json")
+            files.write_json(written[-1], record(row))
     return written
 
 
@@ -104,24 +103,10 @@ def record(row: Setting) -> dict[str, Any]:
         },
         "code": json.loads(environment.read_text()) if environment.is_file() else None,
         "data": run.result.about,
-        "rows_sha256": {result.folder.name: _digest(result.folder / ROWS) for result in results},
+        "rows_sha256": {result.folder.name: files.sha256(result.folder / ROWS) for result in results},
         "runs": [{"seed": r.seed, "metrics": r.metrics, "flags": r.flags} for r in results],
         "failed": {one.result.folder.name: one.result.error for one in row.failed},
     }
-
-
-def show(collection: Collection, parts: Sequence[Section], console: Console) -> None:
-    """Print the tables with some of their columns, and what was left out."""
-    legend = []
-    for part in parts:
-        names = number_settings(part.group, console)
-        for made in part.tables:
-            shown = made.only(Place.BOARD_TERMINAL)
-            legend += [column.note for column in shown.columns if column.note]
-            console.print()
-            console.print(shown.renamed(names))
-    console.print("", *dict.fromkeys(legend), sep="\n", markup=False, highlight=False)
-    show_left_out(collection, console)
 
 
 def between_marks(path: Path, parts: Sequence[Section], pictures: Mapping[str, str], command: str) -> str:
@@ -136,9 +121,8 @@ def between_marks(path: Path, parts: Sequence[Section], pictures: Mapping[str, s
     tracks = kept(path, {part.tables[0].title: _block(part, pictures) for part in parts}, lambda: _earlier(old))
     text = "\n\n".join(tracks[title]["text"] for title in sorted(tracks))
     columns = {name for track in tracks.values() for name in track["columns"]}
-    legend = "\n".join(
-        f"- {column.note}" for column in placed(Place.BOARD) if column.note and column.heading in columns
-    )
+    notes = (column.note for column in placed(Place.BOARD) if column.heading in columns)
+    legend = "\n".join(f"- {note}" for note in notes if note)
     lead = f"Written by `{command}`, which leaves other tracks as they are; do not edit by hand."
     return f"{before}{MARKS[0]}\n{lead}\n\n{text}\n\n{legend}\n{MARKS[1]}{after}"
 
@@ -173,11 +157,3 @@ def _titled(tracks: Iterable[Sequence[Setting]]) -> Iterator[tuple[str, Sequence
         title = f"{run.dataset}, {run.model}"
         seen[title] += 1
         yield title + (f", {seen[title]}" if seen[title] > 1 else ""), rows
-
-
-def _file(title: str) -> str:
-    return title.replace(", ", "_")
-
-
-def _digest(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None

@@ -9,15 +9,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from tqdm import tqdm
 
 from immunization.errors import ConfigError, UserError
-from immunization.results.document import Places, parts, write
-from immunization.results.parts import Multirun, Section, read
+from immunization.results.document import Places, write
+from immunization.results.parts import Multirun, read
 
 POLL, QUIET = 1.0, 60.0
 """Seconds between two looks at the run folders, and between two lines where there is no terminal."""
@@ -36,7 +36,14 @@ def main(arguments: list[str] | None = None) -> int:
     for run in multiruns:
         run.check()
     left = {run: run.missing() for run in multiruns}
-    announce(chosen, left, folder)
+    print(f"run folders: {folder}{os.sep}; what is completed there is not run again")
+    for section in chosen:
+        what = f"left out, {section.lacking}"
+        if not section.lacking:
+            missing = sum(len(left[run]) for run in section.multiruns)
+            jobs = sum(len(run.jobs) for run in section.multiruns)
+            what = f"{jobs:,} jobs, {f'{missing:,} to run' if missing else 'all completed'}"
+        print(f"{section.name}: {what}", flush=True)
     if options.dry_run:
         return 0
     failed = [run for run in multiruns if left[run] and not complete(run, left[run])]
@@ -44,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     places = Places(own / "RESULTS.md", own / "docs/results", own / "docs/images/results")
     if options.quick:
         command += " QUICK=1"
-    if not (found := parts(known)):
+    if not (found := [section for section in known if section.groups]):
         raise UserError("no job is completed: there is nothing to write")
     write(found, places, command, [section.title for section in known])
     print(f"written: {places.page}, {places.details}{os.sep}, {places.figures}{os.sep}")
@@ -53,27 +60,15 @@ def main(arguments: list[str] | None = None) -> int:
     return int(bool(failed))
 
 
-def announce(sections: Sequence[Section], left: Mapping[Multirun, Sequence[int]], folder: Path) -> None:
-    """What will be run, and what is left out and why."""
-    print(f"run folders: {folder}{os.sep}; what is completed there is not run again")
-    for section in sections:
-        if section.lacking:
-            print(f"{section.name}: left out, {section.lacking}")
-            continue
-        jobs = sum(len(run.jobs) for run in section.multiruns)
-        missing = sum(len(left[run]) for run in section.multiruns)
-        print(f"{section.name}: {jobs:,} jobs, {f'{missing:,} to run' if missing else 'all completed'}", flush=True)
-
-
 def complete(run: Multirun, left: Sequence[int]) -> bool:
     """Run what is left of a multirun, with a progress bar; False where a job failed."""
     joblib = importlib.util.find_spec("hydra_plugins.hydra_joblib_launcher")
     command = [sys.executable, "-m", "immunization", *run.arguments, *(["launcher=joblib"] if joblib else [])]
     run.folder.parent.mkdir(parents=True, exist_ok=True)
-    jobs, every = len(run.jobs), 0.1 if sys.stderr.isatty() else QUIET
+    name, jobs, every = "/".join(run.folder.parts[-2:]), len(run.jobs), 0.1 if sys.stderr.isatty() else QUIET
     with (
         Path(f"{run.folder}.log").open("a") as log,
-        tqdm(total=jobs, initial=jobs - len(left), desc=run.name, unit="job", mininterval=every) as bar,
+        tqdm(total=jobs, initial=jobs - len(left), desc=name, unit="job", mininterval=every) as bar,
     ):
         # a group of its own: with it end the processes of its launcher
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)

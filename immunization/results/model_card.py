@@ -55,10 +55,9 @@ def write(folder: str | Path, facts: dict[str, Any], made: dict[str, Any] | None
 
 def _data(result: Result | None) -> list[str]:
     """The data of a run, without the folders where they lay."""
-    about = result.about if result else {}
+    about, lines = result.about if result else {}, []
     if "data" not in about:
         return ["Data: loaders of the one who made it, of which nothing else is known."]
-    lines = []
     for role, name in about["data"].items():
         rows = about["rows"][role]
         images = f"{rows['train']} training, {rows['val']} validation and {rows['test']} test images"
@@ -74,15 +73,10 @@ def _name(data: str) -> str:
 
 def _rows(result: Result | None, rounding: float | None) -> list[tuple[str, str]]:
     """Measures and their values."""
-    metrics = result.metrics if result else {}
-    rows = [
-        (column.heading, _value(result, column.measure)) for column in placed(Place.CARD) if column.measure in metrics
-    ]
-    if rounding is not None:
-        rows.append(
-            ("outputs, rounded to the file's dtype: largest change, relative to the largest", f"{rounding:.1g}")
-        )
-    return rows
+    columns = [column for column in placed(Place.CARD) if result and column.measure in result.metrics]
+    rows = [(column.heading, _value(result, column.measure)) for column in columns]
+    change = "outputs, rounded to the file's dtype: largest change, relative to the largest"
+    return rows if rounding is None else [*rows, (change, f"{rounding:.1g}")]
 
 
 def _value(result: Result, name: str) -> str:

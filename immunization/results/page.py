@@ -7,23 +7,23 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup, escape
 from rich.console import Console
 
-from immunization.results.attack_figure import attack_costs
 from immunization.results.attack_table import Audit
 from immunization.results.attack_table import audit as audit_of
-from immunization.results.collect import Collection, Problem, Run, collect
+from immunization.results.collect import Collection, Run, collect
 from immunization.results.columns import Place, placed
 from immunization.results.formatting import Cell, number, template
 from immunization.results.plot import Plot
 from immunization.results.settings import Setting, best, by_authors, in_convention, settings, title
 from immunization.results.sweep_figures import draw
 from immunization.results.tables import Table, alignment, comparison, counts, meanings
-from immunization.runs import files, strict_json
+from immunization.runs import files
 
 REPORT = "report.html"
 MOST = 500
@@ -32,20 +32,25 @@ MOST = 500
 
 @dataclass
 class Section:
-    """The runs of one group with tables, of which the first is the comparison, figures, and audits with theirs."""
+    """The runs of one group with tables, of which the first is the comparison, figures, and audits with theirs.
+
+    On a terminal `conclusion` stands below the tables, and each line of `legend` once below all sections.
+    """
 
     group: list[Setting]
     tables: list[Table]
     plots: list[Plot]
-    audits: list[tuple[Audit, Plot | None]]
+    legend: list[str]
+    audits: Sequence[Audit] = ()
+    conclusion: str = ""
 
     @property
     def every_table(self) -> list[Table]:
-        return self.tables + [made.table for made, _ in self.audits]
+        return self.tables + [audit.table for audit in self.audits]
 
     @property
     def every_plot(self) -> list[Plot]:
-        return [plot for _, plot in self.audits if plot] + self.plots
+        return [audit.plot for audit in self.audits if audit.plot] + self.plots
 
     @property
     def runs(self) -> list[Run]:
@@ -61,11 +66,19 @@ def sections(collection: Collection, objective: str, figures: bool = True) -> li
         name = f"{i}_{re.sub(r'[^a-z0-9]+', '_', heading.lower()).strip('_')[:60]}"
         more = (counts(group, f"{name}_counts", heading), alignment(group, f"{name}_alignment", heading))
         tables = [comparison(group, name, heading, objective), *filter(None, more)]
+        legend = [*meanings(by_authors(group)), *(note for table in tables[1:] for note in table.notes)]
         audits = []
         for j, setting in enumerate(group, 1):
             if found := audit_of(setting, f"{name}_attacks_{j}", heading):
-                audits.append((found, attack_costs(setting, f"{name}_attacks_{j}_costs")))
-        made.append(Section(group, tables, draw(group, name, objective) if figures else [], audits))
+                audits.append(found)
+                legend += found.NOTES
+        part = Section(group, tables, draw(group, name, objective) if figures else [], legend, audits)
+        metric = in_convention(group, objective)
+        if len(group) > 1 and (winner := best(group, metric)):
+            mean = number(winner.summary(metric).mean)
+            among = "of settings that immunize and keep the primary task"
+            part.conclusion = f"★ largest mean {metric} {among}: {winner.label} ({mean})"
+        made.append(part)
     return made
 
 
@@ -74,7 +87,7 @@ def summarize(collection: Collection, folder: Path, objective: str, console: Con
     parts = sections(collection, objective)
     files.write(folder / "results.csv", collection.frame().to_csv(index=False))
     write(folder / REPORT, collection, parts, f"Sweep {folder.name}")
-    show(collection, parts, objective, console)
+    show(collection, parts, console)
     (console or Console()).print(f"report: {folder / REPORT}", highlight=False, soft_wrap=True)
 
 
@@ -84,73 +97,47 @@ def audit(folder: Path) -> None:
     write(folder / REPORT, collection, sections(collection, "rir", figures=False), f"Audit {folder.name}")
 
 
-def show(collection: Collection, parts: Sequence[Section], objective: str, console: Console | None = None) -> None:
-    """Print the tables, the best setting of each, and what was left out."""
-    console, legend = console or Console(), {}
+def show(collection: Collection, parts: Sequence[Section], console: Console | None = None) -> None:
+    """Print the tables with some of their columns, and what is left out of every average and why."""
+    console = console or Console()
+    plain = partial(console.print, markup=False, highlight=False)
     for part in parts:
-        metric = in_convention(part.group, objective)
-        authors, (first, *others) = by_authors(part.group), part.tables
-        names = number_settings(part.group, console)
-        for table in (first.only(Place.TERMINAL), *others):
-            console.print()
-            console.print(table.renamed(names))
-        legend |= dict.fromkeys([*meanings(authors), *(note for table in others for note in table.notes)])
-        for made, _ in part.audits:
-            console.print()
-            console.print(made.table.only(Place.ATTACKS_TERMINAL))
-            console.print(*made.sentences[:1], markup=False, highlight=False)
-            legend |= dict.fromkeys(made.NOTES)
-        if len(part.group) > 1 and (winner := best(part.group, metric)):
-            mean = number(winner.summary(metric).mean)
-            among = "of settings that immunize and keep the primary task"
-            console.print(f"★ largest mean {metric} {among}: {winner.label} ({mean})", markup=False, highlight=False)
-    console.print("", *legend, sep="\n", markup=False, highlight=False)
-    show_left_out(collection, console)
-
-
-def number_settings(group: Sequence[Setting], console: Console) -> dict[str, str]:
-    """Short names by label: method and number, with a line for each that says its keys; none where methods will do."""
-    if all(setting.label == setting.method for setting in group):
-        return {}
-    console.print()
-    for i, setting in enumerate(group, 1):
-        console.print(f"{i} {setting.label}", markup=False, highlight=False)
-    return {setting.label: f"{i} {setting.method}" for i, setting in enumerate(group, 1)}
-
-
-def show_left_out(collection: Collection, console: Console) -> None:
-    """Print how many runs there are, and which are left out of every average and why."""
-    console.print()
-    console.print(collection.counts(), highlight=False)
+        names = {}
+        if any(setting.label != setting.method for setting in part.group):  # long names stand above, with a number each
+            names = {setting.label: f"{i} {setting.method}" for i, setting in enumerate(part.group, 1)}
+            plain("", *(f"{i} {setting.label}" for i, setting in enumerate(part.group, 1)), sep="\n")
+        for table in part.tables:
+            console.print("", table.only(Place.TERMINAL).renamed(names), sep="\n")
+        for made in part.audits:
+            console.print("", made.table.only(Place.TERMINAL), sep="\n")
+            plain(*made.sentences[:1])
+        if part.conclusion:
+            plain(part.conclusion)
+    plain("", *dict.fromkeys(line for part in parts for line in part.legend), sep="\n")
+    console.print("", collection.counts(), sep="\n", highlight=False)
     for (kind, message), same in Counter((p.kind, p.message) for p in collection.problems).most_common(20):
         folder = next(p.folder for p in collection.problems if (p.kind, p.message) == (kind, message))
-        text = f"{same} {kind}: {message}\n  {'first ' if same > 1 else ''}{folder}"
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        plain(f"{same} {kind}: {message}\n  {'first ' if same > 1 else ''}{folder}", soft_wrap=True)
 
 
 def write(path: Path, collection: Collection, parts: Sequence[Section], heading: str) -> None:
-    """Write the report to `path`."""
+    """Write the report to `path`; of one audit the summary of the verdict then stands above everything."""
+    one_audit = len(parts) == 1 and len(parts[0].group) == 1 and parts[0].audits
+    problems = [[Cell(p.kind), Cell(str(p.folder)), Cell(p.message)] for p in collection.problems[:MOST]]
     content = template(REPORT, code=_code).render(
         title=heading,
-        lead=_lead(parts),
+        lead=next(iter(parts[0].audits[0].sentences), None) if one_audit else None,
         flags_page=flags_page(path),
         counts=collection.counts(),
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         sections=[(part, provenance(part.runs)) for part in parts],
         left_out=len(collection.problems),
-        problems=_problems(collection.problems),
+        problems=Table("problems", "", ["what", "folder", "why"], problems),
         completed=len(collection.runs),
         runs=_runs(collection.runs),
         most=MOST,
     )
     files.write(path, content)
-
-
-def _lead(parts: Sequence[Section]) -> str | None:
-    """The summary of the verdict where the page is of one audit; it then stands above everything."""
-    if len(parts) == 1 and len(parts[0].group) == 1 and parts[0].audits:
-        return next(iter(parts[0].audits[0][0].sentences), None)
-    return None
 
 
 def flags_page(path: Path) -> str | None:
@@ -167,7 +154,7 @@ def kept(page: Path, made: Mapping[str, Any], earlier: Callable[[], dict[str, An
     """
     path = page.with_suffix(".json")
     parts = (json.loads(path.read_text()) if path.is_file() else earlier()) | made
-    strict_json.write(path, parts)
+    files.write_json(path, parts)
     return parts
 
 
@@ -183,19 +170,12 @@ def _first(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _problems(problems: Sequence[Problem]) -> Table:
-    rows = [[Cell(problem.kind), Cell(str(problem.folder)), Cell(problem.message)] for problem in problems[:MOST]]
-    return Table("problems", "", ["what", "folder", "why"], rows)
-
-
 def _runs(runs: Sequence[Run]) -> Table:
-    metrics = [column.measure for column in placed(Place.RUNS)]
-    rows = []
-    for run in runs[:MOST]:
-        result = run.result
-        cells = [Cell(result.folder.name), Cell(result.method), Cell(str(result.seed), result.seed)]
-        cells += [Cell.of(result.metrics.get(name)) for name in metrics]
-        rows.append([*cells, Cell(", ".join(result.flags))])
+    metrics, rows = [column.measure for column in placed(Place.RUNS)], []
+    for result in (run.result for run in runs[:MOST]):
+        known = Cell(result.folder.name), Cell(result.method), Cell(str(result.seed), result.seed)
+        measured = (Cell.of(result.metrics.get(name)) for name in metrics)
+        rows.append([*known, *measured, Cell(", ".join(result.flags))])
     return Table("runs", "", ["run folder", "method", "seed", *metrics, "flags"], rows)
 
 

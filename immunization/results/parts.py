@@ -1,4 +1,4 @@
-"""What RESULTS.md is made of, as parts.yaml lists it: sections, their multiruns, and their jobs."""
+"""What RESULTS.md is made of, as parts.yaml lists it: sections with tables and figures, their multiruns and jobs."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,6 +12,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from immunization.config import CONF, compose
 from immunization.errors import ConfigError
+from immunization.results.collect import collect
+from immunization.results.plot import Plot
+from immunization.results.settings import Setting, place, settings
+from immunization.results.sweep_figures import draw
+from immunization.results.tables import Table, alignment, comparison, counts, pair_counts
 from immunization.runs.result import Result
 from immunization.runs.resume import different, read_config, result_settings
 
@@ -23,10 +28,6 @@ class Multirun:
     overrides: tuple[str, ...]
     data: tuple[str, ...]
     folder: Path
-
-    @property
-    def name(self) -> str:
-        return "/".join(self.folder.parts[-2:])
 
     @property
     def command(self) -> str:
@@ -66,11 +67,9 @@ class Multirun:
 
     def check(self) -> None:
         """Raise ConfigError where completed jobs are of another configuration; one of each method is looked at."""
-        missing = set(self.missing())
         first: dict[str, int] = {}
-        for number, job in enumerate(self.jobs):
-            if number not in missing:
-                first.setdefault(next((word for word in job if word.startswith("method=")), ""), number)
+        for number in sorted({*range(len(self.jobs))} - {*self.missing()}):
+            first.setdefault(next((word for word in self.jobs[number] if word.startswith("method=")), ""), number)
         for number in first.values():
             folder = next(self.folder.glob(f"{number}_*"))
             now = OmegaConf.to_container(compose(self.jobs[number]), resolve=True)
@@ -93,6 +92,40 @@ class Section:
     multiruns: tuple[Multirun, ...]
     lacking: str | None
 
+    @cached_property
+    def groups(self) -> list[list[Setting]]:
+        """The settings that have completed runs, in groups that can be compared."""
+        folders = [run.folder for run in self.multiruns if next(run.folder.glob("*/result.json"), None)]
+        found = settings(collect(folders)) if folders else []
+        return [group for group in found if any(setting.runs for setting in group)]
+
+    @cached_property
+    def group(self) -> list[Setting]:
+        """All settings, in the order of METHODS: they stand in one table."""
+        return sorted((setting for group in self.groups for setting in group), key=place)
+
+    @cached_property
+    def pairs(self) -> Table | None:
+        return pair_counts(self.group, self.name, self.title)
+
+    @cached_property
+    def tables(self) -> list[Table]:
+        """The comparison, once more by each further objective, and what else there is to count."""
+        further = [comparison(self.group, self.name, f"Every measure, {by}", by) for by in self.objectives]
+        more = (self.pairs, counts(self.group, self.name, self.title), alignment(self.group, self.name, self.title))
+        return [comparison(self.group, self.name, "Every measure"), *further, *filter(None, more)]
+
+    @cached_property
+    def plots(self) -> list[Plot]:
+        """Every figure; those with a panel a method where settings differ in more than the method."""
+        return draw(self.group, self.name, kinds=None if len(self.groups) == 1 else ("figure2",))
+
+    def jobs(self) -> str:
+        """How many runs are behind it, and whether some are missing."""
+        there = sum(len(setting.runs) + len(setting.failed) for setting in self.group)
+        asked = sum(len(run.jobs) for run in self.multiruns)
+        return f"{there:,} runs." if there == asked else f"{there:,} of {asked:,} runs, the others are still to come."
+
 
 def read(folder: Path, quick: bool = False, path: Path | None = None) -> list[Section]:
     """The list at `path` (the package's own), with run folders below `folder`; `quick`: its small form."""
@@ -101,16 +134,16 @@ def read(folder: Path, quick: bool = False, path: Path | None = None) -> list[Se
     sections = []
     for name, entry in content["sections"].items():
         data, lacking = _data(entry, config)
-        runs = {key: run for key, run in entry["multiruns"].items() if not quick or "quick" in run}
-        multiruns = [
-            Multirun(_changed(run["overrides"], run["quick"] if quick else ()), data, folder.resolve() / name / key)
-            for key, run in runs.items()
-        ]
-        lists = {key: tuple(entry.get(key, ())) for key in ("objectives", "figures")}
-        texts = {key: entry[key].strip() for key in ("title", "about")}
+        multiruns = []
+        for key, run in entry["multiruns"].items():
+            if not quick or "quick" in run:
+                words = [*run["overrides"], *(run["quick"] if quick else ())]
+                overrides = {word.partition("=")[0]: word for word in words}  # a later one of the same key in its place
+                multiruns.append(Multirun(tuple(overrides.values()), data, folder.resolve() / name / key))
         if multiruns:
-            front = entry.get("front", False)
-            sections.append(Section(name, **texts, **lists, front=front, multiruns=tuple(multiruns), lacking=lacking))
+            texts, front = (entry["title"].strip(), entry["about"].strip()), entry.get("front", False)
+            lists = (tuple(entry.get(key, ())) for key in ("objectives", "figures"))
+            sections.append(Section(name, *texts, front, *lists, tuple(multiruns), lacking))
     return sections
 
 
@@ -126,8 +159,3 @@ def _data(entry: dict[str, Any], config: DictConfig) -> tuple[tuple[str, ...], s
     if root:
         return (f"dataset.root='{place}'", "dataset.download=false"), None
     return ((f"data_root='{place}'",) if needs else ()), None
-
-
-def _changed(overrides: Sequence[str], changes: Sequence[str]) -> tuple[str, ...]:
-    """Overrides of which later ones of the same key stand in the place of earlier ones."""
-    return tuple({word.partition("=")[0]: word for word in [*overrides, *changes]}.values())

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -83,8 +83,7 @@ def inked() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class Look:
+class Look(NamedTuple):
     """How a line or the points of a setting are drawn: color, line and marker all tell it from others."""
 
     color: str
@@ -94,10 +93,9 @@ class Look:
 
 def looks(group: Sequence[Setting]) -> dict[Setting, Look]:
     """One look a setting: the color of its method, in shades from dark to light where a method has several settings."""
-    members: dict[str, list[Setting]] = {}
-    for setting in group:
-        members.setdefault(setting.method, []).append(setting)
-    return {setting: _look(name, i, len(own)) for name, own in members.items() for i, setting in enumerate(own)}
+    methods = [setting.method for setting in group]
+    places = (methods[:i].count(method) for i, method in enumerate(methods))
+    return {s: _look(s.method, place, methods.count(s.method)) for s, place in zip(group, places, strict=True)}
 
 
 def _look(method: str, place: int, count: int) -> Look:
@@ -173,17 +171,12 @@ def legend_below(figure: Figure, ax: Axes, columns: int = 2) -> None:
         columns, letters = 1, int((width - HANDLE) / LETTER)
         labels = [textwrap.fill(label, letters, break_long_words=False, break_on_hyphens=False) for label in labels]
         rows = sum(label.count("\n") + 1 for label in labels)
-    _raise(figure, LINE * rows)
+    room, before = LINE * rows, figure.get_size_inches()[1]
+    figure.set_size_inches(width, height := before + room)
+    for panel in figure.axes:  # what is drawn keeps its size
+        x, y, wide, tall = panel.get_position().bounds
+        panel.set_position((x, (y * before + room) / height, wide, tall * before / height))
     figure.legend(handles, labels, loc="lower left", ncols=columns, frameon=False, handlelength=3.5, fontsize=9)
-
-
-def _raise(figure: Figure, inches: float) -> None:
-    """Make room below everything that is drawn, which keeps its size."""
-    width, height = figure.get_size_inches()
-    figure.set_size_inches(width, height + inches)
-    for ax in figure.axes:
-        x, y, wide, tall = ax.get_position().bounds
-        ax.set_position((x, (y * height + inches) / (height + inches), wide, tall * height / (height + inches)))
 
 
 def fit_log(axis: Axis, values: Sequence[float] | np.ndarray) -> None:

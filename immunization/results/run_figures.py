@@ -7,7 +7,7 @@ a solid line, the baseline a dashed one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,13 +17,11 @@ from immunization.data.task import kind_of
 from immunization.results.formatting import number, roles_in
 from immunization.results.plot import INK, LINE, fit_log, panel_axes
 from immunization.runs import tracker
-from immunization.runs.result import Result
+from immunization.runs.result import Curve, Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from immunization.runs.result import Curve
 
 COLORS = {"primary": "#0072B2", "harmful": "#D55E00", "benign": "#009E73"}
 """Of the usual tasks; a further one has the color of its kind, an unseen one that of UNSEEN."""
@@ -57,16 +55,16 @@ DPI = 100
 def draw(result: Result, folder: str | Path) -> list[Path]:
     """Draw every figure that the run has curves for into `folder`, as PNG and SVG; return the PNG paths."""
     folder = Path(folder)
-    figures = {
-        "norm_ratio": norm_ratio(result.curves),
-        "spectra": spectra(result.curves),
-        "learning_curves": learning_curves(result),
-        "history": history(tracker.history(folder)),
-    }
+    figures = {"norm_ratio": norm_ratio(result.curves), "spectra": spectra(result.curves)}
+    figures |= {"learning_curves": learning_curves(result), "history": history(tracker.history(folder))}
+    rows = result.about.get("rows")
+    counts = {role: sum(task.values()) for role, task in rows.items()} if isinstance(rows, dict) else {}
+    headline = f"{result.method} on {result.dataset} ({result.model}, seed {result.seed})"
+    headline += f"\nrows: {', '.join(f'{count:,} {role}' for role, count in counts.items())}" if counts else ""
     paths = []
     for name, figure in figures.items():
         if figure is not None:
-            figure.suptitle(_headline(result), fontsize=11)
+            figure.suptitle(headline, fontsize=11)
             for ax in figure.axes:
                 ax.title.set_fontsize(10)
             paths.append(folder / f"{name}.png")
@@ -75,34 +73,20 @@ def draw(result: Result, folder: str | Path) -> list[Path]:
     return paths
 
 
-def _headline(result: Result) -> str:
-    """Method, data, model, seed, and the rows of each task where the data say how many."""
-    title = f"{result.method} on {result.dataset} ({result.model}, seed {result.seed})"
-    rows = result.about.get("rows")
-    counts = {role: sum(task.values()) for role, task in rows.items()} if isinstance(rows, dict) else {}
-    return title + (f"\nrows: {', '.join(f'{count:,} {role}' for role, count in counts.items())}" if counts else "")
-
-
 def norm_ratio(curves: Mapping[str, Curve]) -> Figure | None:
     """Distance to the optimum of the probe against steps of steepest descent (Eq. 16), both tasks."""
-    figure, panels = _by_task(curves, "norm_ratio", "steps, exact line search", "‖wₜ − w*‖ / ‖w₀ − w*‖")  # noqa: RUF001
-    _fit_log(panels.values())
-    return figure
+    return _by_task(curves, "norm_ratio", "steps, exact line search", "‖wₜ − w*‖ / ‖w₀ − w*‖", log=True)[0]  # noqa: RUF001
 
 
 def spectra(curves: Mapping[str, Curve]) -> Figure | None:
     """Eigenvalues of both Hessians relative to the largest one: the last of them is 1/kappa."""
-    relative: dict[str, Curve] = {}
-    for name, curve in curves.items():
-        if name.startswith("spectrum/"):
-            x, y = _points(curve)
-            relative[name] = {"x": x, "y": y / y[0]}
-    figure, panels = _by_task(relative, "spectrum", "index i", "eigenvalue λᵢ / λ₁ of the Hessian")
+    points = {name: _points(curve) for name, curve in curves.items() if name.startswith("spectrum/")}
+    relative = {name: {"x": x, "y": y / y[0]} for name, (x, y) in points.items()}
+    figure, panels = _by_task(relative, "spectrum", "index i", "eigenvalue λᵢ / λ₁ of the Hessian", log=True)
     for role, ax in panels.items():
         ends = (relative.get(f"spectrum/{role}{suffix}") for suffix in ("/baseline", ""))
         kappa = " → ".join(number(1 / curve["y"][-1]) for curve in ends if curve)
         ax.set(title=f"{role} task: κ {kappa}")
-    _fit_log(panels.values())
     return figure
 
 
@@ -118,19 +102,19 @@ def learning_curves(result: Result) -> Figure | None:
         bound = "> " if f"capped_{role}" in result.flags else ""
         ax.set(title=f"{role} task" + ("" if ratio is None else f": steps ratio {bound}{number(ratio)}"), xscale="log")
         ax.minorticks_off()
-    for ax in list(panels.values())[:1]:  # they share their y axis
-        low, high = ax.get_ylim()
+    if figure:
+        low, high = ax.get_ylim()  # of all panels
         ax.set_ylim(max(low, -0.25), min(high, 1.03))  # R^2 can start far below 0
     return figure
 
 
 def history(curves: Mapping[str, Curve]) -> Figure | None:
     """Loss terms, condition numbers, RIR with its parts, and a scheduled learning rate, against training steps."""
-    groups: dict[str, list[str]] = {"loss and its terms": [], "condition numbers κ": [], "RIR = (i) / (ii)": []}
-    terms, kappas, ratios = groups.values()
+    kappas = [name for name in curves if name.startswith("kappa_")]
+    ratios = [name for name in curves if name.startswith(("ratio_", "rir"))]
+    terms = [name for name in curves if name not in (*kappas, *ratios, "lr")]
+    groups = {"loss and its terms": terms, "condition numbers κ": kappas, "RIR = (i) / (ii)": ratios}
     groups["learning rate"] = [name for name in curves if name == "lr"]
-    for name in [name for name in curves if name != "lr"]:
-        (kappas if name.startswith("kappa_") else ratios if name.startswith(("ratio_", "rir")) else terms).append(name)
     groups = {title: names for title, names in groups.items() if names}
     if not groups:
         return None
@@ -165,14 +149,8 @@ def _points(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
     return np.array(curve["x"], dtype=float), np.array(curve["y"], dtype=float)
 
 
-def _fit_log(axes: Iterable[Axes]) -> None:
-    """A logarithmic y axis, which all panels share."""
-    for ax in list(axes)[:1]:
-        fit_log(ax.yaxis, np.concatenate([line.get_ydata() for panel in axes for line in panel.lines]))
-
-
 def _by_task(
-    curves: Mapping[str, Curve], family: str, xlabel: str, ylabel: str
+    curves: Mapping[str, Curve], family: str, xlabel: str, ylabel: str, log: bool = False
 ) -> tuple[Figure | None, dict[str, Axes]]:
     """A panel for every task that has a curve of a family, with the baseline; one legend, as one y axis, for all."""
     from matplotlib.lines import Line2D
@@ -187,6 +165,8 @@ def _by_task(
                 ax.plot(*_points(curve), color=COLORS.get(kind_of(role), UNSEEN), **style)
         ax.set(title=f"{role} task", xlabel=xlabel)
     axes[0].set_ylabel(ylabel)
+    if log:  # all panels share the axis
+        fit_log(axes[0].yaxis, np.concatenate([line.get_ydata() for ax in axes for line in ax.lines]))
     handles = [Line2D([], [], color=INK, label=name, **style) for name, style in STYLES.items()]
     figure.legend(handles=handles, loc="lower center", ncols=len(handles), frameon=False, handlelength=3.5)
     return figure, dict(zip(roles, axes, strict=True))

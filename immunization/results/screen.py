@@ -1,8 +1,9 @@
 """One run on the terminal, within its width, and in one line."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -17,7 +18,7 @@ SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 def show(result: Result, objective: str = "rir", console: Console | None = None) -> None:
     """Print a run as a sheet, with what it is to maximize, and reasons and flags as footnotes."""
-    (console or Console()).print(Sheet(result, objective), highlight=False)
+    (console or Console()).print(Group(*_sheet(result, objective)), highlight=False)
 
 
 def line(result: Result, objective: str = "rir") -> str:
@@ -26,121 +27,84 @@ def line(result: Result, objective: str = "rir") -> str:
     notes = Footnotes()
     labels = {objective: objective} | {column.measure: column.heading for column in placed(Place.LINE)}
     values = [f"{label} {notes.cell(result, key)}" for key, label in labels.items() if key in result.metrics]
-    return f"{name}: {', '.join([*values, f'{_seconds(result)} s'])}"
+    seconds = number(sum(result.seconds.values())) if result.seconds else NONE
+    return f"{name}: {', '.join([*values, f'{seconds} s'])}"
 
 
-class Footnotes:
-    """Numbered notes; the same text keeps its number."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
+class Footnotes(dict[str, str]):
+    """Notes with their numbers; the same text keeps its number."""
 
     def mark(self, text: str | None) -> str:
         """The superscript that points to `text`; nothing where there is no text."""
-        if not text:
-            return ""
-        if text not in self.texts:
-            self.texts.append(text)
-        return str(self.texts.index(text) + 1).translate(SUPERSCRIPT)
+        return self.setdefault(text, str(len(self) + 1).translate(SUPERSCRIPT)) if text else ""
 
     def cell(self, result: Result, name: str) -> str:
         """A metric as text; where it is null, a dash and the mark of its reason."""
         value = result.metrics.get(name)
         return NONE + self.mark(result.reasons.get(name)) if value is None else number(value)
 
-    def share(self, result: Result) -> str:
-        """How much of the ceiling was attained, in percent of its logarithm."""
-        value = result.metrics.get("ceiling/attained")
-        return self.cell(result, "ceiling/attained") if value is None else f"{100 * value:.0f} %"
 
-    def verdict(self, result: Result) -> str:
-        """Definition 3.1: yes, or no with the conditions that do not hold."""
-        holds = {letter: result.metrics.get(f"definition/{letter}") for letter in "abc"}
-        if result.metrics.get("definition/immunized") is None:
-            return self.cell(result, "definition/immunized")
-        failed = [letter for letter, value in holds.items() if not value]
-        return f"no ({', '.join(failed)})" if failed else "yes"
-
-    def flag(self, result: Result, flag: str) -> str:
-        """The mark of a flag, whose name stands in the note."""
-        return self.mark(f"{flag}: {result.reasons.get(flag, 'no reason given')}")
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield _list({self.mark(text): text for text in self.texts})
-
-
-class Sheet:
+def _sheet(result: Result, objective: str) -> Iterator[RenderableType]:
     """One run, key by key: condition numbers side by side by split and convention, then what they mean in practice."""
+    notes = Footnotes()
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(max_width=32, overflow="fold")
+    for _ in range(3):
+        grid.add_column(justify="right")
 
-    def __init__(self, result: Result, objective: str) -> None:
-        self.result, self.objective = result, objective
+    ratios = {column.measure: column.heading for column in placed(Place.SPLITS)}
+    if not ratios.keys().isdisjoint(result.metrics):
+        _head(grid, "", "training", "held out", "authors' κ")
+        for name, label in ratios.items():
+            cells = (notes.cell(result, prefix + name) for prefix in ("", "test/", "authors/"))
+            grid.add_row(label, *cells, style="bold" if name == "rir" else None)
+    if "ceiling/rir" in result.metrics:
+        share, cells = result.metrics.get("ceiling/attained"), [notes.cell(result, "ceiling/rir")]
+        cells += [notes.cell(result, "ceiling/attained") if share is None else f"{100 * share:.0f} %"]
+        grid.add_row("ceiling RIR*, log share", *cells)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        result, notes = self.result, Footnotes()
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(max_width=32, overflow="fold")
-        for _ in range(3):
-            grid.add_column(justify="right")
+    if pairs := [c for c in placed(Place.CHANGE) if f"{c.measure}_baseline" in result.metrics]:
+        _head(grid, "", "baseline", "immunized")
+        for column in pairs:
+            names = (f"{column.measure}_baseline", column.measure)
+            grid.add_row(column.heading, *(notes.cell(result, name) for name in names))
 
-        ratios = {column.measure: column.heading for column in placed(Place.SPLITS)}
-        if not ratios.keys().isdisjoint(result.metrics):
-            _head(grid, "", "training", "held out", "authors' κ")
-            for name, label in ratios.items():
-                cells = (notes.cell(result, prefix + name) for prefix in ("", "test/", "authors/"))
-                grid.add_row(label, *cells, style="bold" if name == "rir" else None)
-        if "ceiling/rir" in result.metrics:
-            grid.add_row("ceiling RIR*, log share", notes.cell(result, "ceiling/rir"), notes.share(result))
+    roles = roles_in(result.metrics, "steps_ratio")
+    for some in (roles[i : i + 3] for i in range(0, len(roles), 3)):
+        _head(grid, "", *some)
+        for column in placed(Place.TASKS):
+            cells = (notes.cell(result, f"{column.measure}/{role}") for role in some)
+            grid.add_row(column.heading, *cells)
 
-        if pairs := [c for c in placed(Place.CHANGE) if f"{c.measure}_baseline" in result.metrics]:
-            _head(grid, "", "baseline", "immunized")
-            for column in pairs:
-                names = (f"{column.measure}_baseline", column.measure)
-                grid.add_row(column.heading, *(notes.cell(result, name) for name in names))
+    asked = [objective] if objective in {*result.metrics} - {*ratios} else []
+    listed = {c.measure: c.heading for c in placed(Place.SHEET) if c.measure in result.metrics}
+    own = [name for name in own_measures([result], Place.SHEET) if name not in asked]
+    for head, names in {"objective": asked, "further measures": listed, "measures of your own": own}.items():
+        if names:
+            _head(grid, head)
+        for name in names:
+            grid.add_row(listed[name] if names is listed else name, notes.cell(result, name))
 
-        roles = roles_in(result.metrics, "steps_ratio")
-        for some in (roles[i : i + 3] for i in range(0, len(roles), 3)):
-            _head(grid, "", *some)
-            for column in placed(Place.TASKS):
-                cells = (notes.cell(result, f"{column.measure}/{role}") for role in some)
-                grid.add_row(column.heading, *cells)
+    for group in attack_groups(result):
+        if attacks := attack_names(result, group):
+            task = group.partition("_")[2] or "harmful"
+            _head(grid, f"attacks on the {task} task", "baseline", "immunized", "steps ratio")
+            for name in attacks:
+                keys = (f"{group}/{name}/{key}" for key in ("final_baseline", "final", "steps_ratio"))
+                grid.add_row(name, *(notes.cell(result, key) for key in keys))
 
-        asked = [self.objective] if self.objective in {*result.metrics} - {*ratios} else []
-        listed = {c.measure: c.heading for c in placed(Place.SHEET) if c.measure in result.metrics}
-        own = [name for name in own_measures([result], Place.SHEET) if name not in asked]
-        for head, lines in {
-            "objective": dict(zip(asked, asked, strict=True)),
-            "further measures": listed,
-            "measures of your own": dict(zip(own, own, strict=True)),
-        }.items():
-            if lines:
-                _head(grid, head)
-            for name, label in lines.items():
-                grid.add_row(label, notes.cell(result, name))
-
-        for group in attack_groups(result):
-            if attacks := attack_names(result, group):
-                task = group.partition("_")[2] or "harmful"
-                _head(grid, f"attacks on the {task} task", "baseline", "immunized", "steps ratio")
-                for name in attacks:
-                    keys = (f"{group}/{name}/{key}" for key in ("final_baseline", "final", "steps_ratio"))
-                    grid.add_row(name, *(notes.cell(result, key) for key in keys))
-
-        yield Text.assemble((result.method, "bold"), f" on {result.dataset}, {result.model}, seed {result.seed}")
-        easier = EASIER in result.flags  # the first sentence then comes before every figure
-        for sentence in result.verdict[:easier]:
-            yield Padding(Text(sentence, "bold red"), (0, 0, 1, 2))
-        yield Padding(grid, (0, 0, 1, 2))
-        for sentence in result.verdict[easier:]:
-            yield Padding(Text(sentence), (0, 0, 1, 2))
-        yield Padding(_facts(result, notes), (0, 0, 0, 2))
-        yield Padding(notes, (1 if notes.texts else 0, 0, 0, 2))
-
-
-def _list(items: dict[str, str]) -> Table:
-    grid = Table.grid(padding=(0, 1))
-    for key, text in items.items():
-        grid.add_row(Text(key, "dim"), Text(text, "dim", overflow="fold"))
-    return grid
+    yield Text.assemble((result.method, "bold"), f" on {result.dataset}, {result.model}, seed {result.seed}")
+    easier = EASIER in result.flags  # the first sentence then comes before every figure
+    for sentence in result.verdict[:easier]:
+        yield Padding(Text(sentence, "bold red"), (0, 0, 1, 2))
+    yield Padding(grid, (0, 0, 1, 2))
+    for sentence in result.verdict[easier:]:
+        yield Padding(Text(sentence), (0, 0, 1, 2))
+    yield Padding(_facts(result, notes), (0, 0, 0, 2))
+    footnotes = Table.grid(padding=(0, 1))
+    for text, mark in notes.items():
+        footnotes.add_row(Text(mark, "dim"), Text(text, "dim", overflow="fold"))
+    yield Padding(footnotes, (1 if notes else 0, 0, 0, 2))
 
 
 def _head(grid: Table, *cells: str) -> None:
@@ -157,20 +121,16 @@ def _facts(result: Result, notes: Footnotes) -> Table:
     elif not result.metrics:
         facts.add_row("note", Text("nothing was measured: choose evaluation=[rir,...] or attack=[...]"))
     if "definition/immunized" in result.metrics:
-        facts.add_row("Definition 3.1", notes.verdict(result))
+        failed = ", ".join(letter for letter in "abc" if not result.metrics.get(f"definition/{letter}"))
+        known = result.metrics["definition/immunized"] is not None
+        holds = (f"no ({failed})" if failed else "yes") if known else notes.cell(result, "definition/immunized")
+        facts.add_row("Definition 3.1", holds)
     if result.flags:
-        facts.add_row("flags", Text(", ".join(flag + notes.flag(result, flag) for flag in result.flags), "yellow"))
+        reasons = {flag: f"{flag}: {result.reasons.get(flag, 'no reason given')}" for flag in result.flags}
+        facts.add_row("flags", Text(", ".join(flag + notes.mark(why) for flag, why in reasons.items()), "yellow"))
     facts.add_row("seconds", ", ".join(f"{name} {value:.3g}" for name, value in result.seconds.items()) or NONE)
     if result.folder is not None:
-        facts.add_row("run folder", Text(_short(result.folder), overflow="fold"))
+        folder, here = result.folder.resolve(), Path.cwd()
+        inside = folder.relative_to(here) if folder.is_relative_to(here) else folder
+        facts.add_row("run folder", Text(str(inside), overflow="fold"))
     return facts
-
-
-def _seconds(result: Result) -> str:
-    return number(sum(result.seconds.values())) if result.seconds else NONE
-
-
-def _short(folder: Path) -> str:
-    """The folder relative to the working directory where it lies inside."""
-    folder = folder.resolve()
-    return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)

@@ -15,13 +15,10 @@ T = TypeVar("T")
 
 LEVEL = 0.95
 """Confidence of the intervals; tests are significant below 1 - LEVEL."""
-
 ENOUGH = 5
 """Seeds that a paired test needs: with fewer, it tells hardly any two methods apart."""
-
 ROUNDING = 1e-9
 """Values that agree but for such a share are the same."""
-
 PERMUTATIONS = 9999
 """Random permutations behind a p-value, which is at least the reciprocal of their number."""
 

@@ -46,10 +46,12 @@ class Setting:
 
     def values(self, metric: str) -> dict[tuple[int, str, str], float]:
         """The measure of every run that has it, by seed, pair of classes, and benign and unseen classes."""
-        others = [str([run.settings.get(key) for key in ("dataset.benign", "dataset.unseen")]) for run in self.runs]
-        keys = [(run.result.seed, run.pair, other) for run, other in zip(self.runs, others, strict=True)]
-        numbers = [run.result.metrics.get(metric) for run in self.runs]
-        return {key: float(value) for key, value in zip(keys, numbers, strict=True) if value is not None}
+        found = {}
+        for run in self.runs:
+            if (value := run.result.metrics.get(metric)) is not None:
+                others = str([run.settings.get(key) for key in ("dataset.benign", "dataset.unseen")])
+                found[run.result.seed, run.pair, others] = float(value)
+        return found
 
     def seeds(self, metric: str) -> list[float]:
         """The mean over all pairs of classes, for each seed."""
@@ -84,10 +86,9 @@ class Setting:
 
     def reason(self, metric: str) -> str | None:
         """Why runs have no value of the measure."""
-        missing = [run for run in self.runs if run.result.metrics.get(metric) is None and metric in run.result.metrics]
-        if not missing:
-            return None
-        return f"{len(missing)} of {len(self.runs)}: {missing[0].result.reasons.get(metric, 'no reason given')}"
+        missing = [result.reasons for result in self.results if result.metrics.get(metric, ...) is None]
+        first = missing[0].get(metric, "no reason given") if missing else ""
+        return f"{len(missing)} of {len(self.runs)}: {first}" if missing else None
 
     @cached_property
     def primary(self) -> tuple[str, float, float] | None:
@@ -118,7 +119,15 @@ class Setting:
 
         Of several tasks of a kind it is that of the cheapest; `only`: of these attacks alone.
         """
-        costs = [median(cost_ratio(result, group, only) for result in self.results) for group in self._attacked(kind)]
+        costs = []
+        for group in self._attacked(kind):
+            ratios = []
+            for result in self.results:
+                after, before = (successes(result, stage, group) for stage in ("", "_baseline"))
+                if before := [cost for name, cost in before.items() if only is None or name in only]:
+                    after = [cost for name, cost in after.items() if only is None or name in only]
+                    ratios.append(min(after, default=math.inf) / min(before))
+            costs.append(median(ratios))
         return min((cost for cost in costs if cost is not None), default=None)
 
     def unbroken(self, kind: str = "harmful") -> str:
@@ -129,18 +138,6 @@ class Setting:
     def _attacked(self, kind: str) -> list[str]:
         groups = dict.fromkeys(group for result in self.results for group in attack_groups(result))
         return [group for group in groups if kind_of(group.partition("_")[2] or "harmful") == kind]
-
-
-def cost_ratio(result: Result, group: str = "attack", only: Sequence[str] | None = None) -> float | None:
-    """The cheapest success over that with the baseline, of all attacks or of some; infinite where none succeeds.
-
-    None where none of them succeeds with the baseline.
-    """
-    after, before = (
-        [cost for name, cost in successes(result, stage, group).items() if only is None or name in only]
-        for stage in ("", "_baseline")
-    )
-    return min(after, default=math.inf) / min(before) if before else None
 
 
 def median(ratios: Iterable[float | None]) -> float | None:
@@ -159,9 +156,10 @@ def settings(collection: Collection) -> list[list[Setting]]:
 def grouped(collection: Collection, key: Callable[[Run], str]) -> list[list[Setting]]:
     """The settings of all runs, also of those that did not complete, in groups of the same `key`."""
     groups: dict[str, dict[str, tuple[list[Run], list[Run]]]] = {}
-    others = (problem.run for problem in collection.problems if problem.run)
-    for run, place in [*((run, 0) for run in collection.runs), *((run, 1) for run in others)]:
-        groups.setdefault(key(run), {}).setdefault(run.setting, ([], []))[place].append(run)
+    others = [problem.run for problem in collection.problems if problem.run]
+    for side, runs in enumerate((collection.runs, others)):
+        for run in runs:
+            groups.setdefault(key(run), {}).setdefault(run.setting, ([], []))[side].append(run)
     return [[Setting(*runs) for runs in group.values()] for group in groups.values()]
 
 
@@ -210,7 +208,8 @@ def title(group: Sequence[Setting], others: Sequence[Sequence[Setting]] = ()) ->
     words = [f"{first.result.dataset}, {first.result.model}"]
     same = [other[0].first for other in others if other[0].first.result.dataset == first.result.dataset]
     names = dict.fromkeys(["dataset.protocol"] if "dataset.protocol" in first.settings else [])
-    names |= dict.fromkeys(name for name in varying([run.settings for run in same]) if _of_group(name))
+    differing = varying([run.settings for run in same])
+    names |= dict.fromkeys(name for name in differing if not name.startswith(TRAINING) and name not in PAIR)
     known = {name: first.settings[name] for name in names if first.settings.get(name) is not None}
     # evaluations and attacks that only some have, by name: their keys would fill a page
     some = sorted(name for name in names if name.startswith(MEASURING) and name.endswith("._target_"))
@@ -236,8 +235,12 @@ def named(group: Sequence[Setting], without: tuple[str, ...] = ("dataset.",)) ->
         same = [other.first.settings for other in group if other.method == setting.method]
         names = [name for name in varying(same) if not name.startswith(without) and not name.endswith("_partial_")]
         setting.label = " ".join([setting.method, *(_label(name, setting.first.settings.get(name)) for name in names)])
-    order = {method: place for place, method in enumerate(METHODS)}
-    return sorted(group, key=lambda setting: (order.get(setting.method, len(order)), setting.method))
+    return sorted(group, key=lambda setting: (place(setting), setting.method))
+
+
+def place(setting: Setting) -> int:
+    """Among METHODS; all others come last."""
+    return METHODS.index(setting.method) if setting.method in METHODS else len(METHODS)
 
 
 def _label(name: str, value: object) -> str:
@@ -245,10 +248,6 @@ def _label(name: str, value: object) -> str:
     if name.endswith("._target_"):
         return f"{name.removesuffix('._target_')}={str(value).rpartition('.')[2]}"
     return f"{name.removeprefix('method.')}={_value(value)}"
-
-
-def _of_group(name: str) -> bool:
-    return not name.startswith(TRAINING) and name not in PAIR
 
 
 def _value(value: object) -> str:

@@ -6,30 +6,18 @@ A method has the same color in every figure, its settings shades of it. Data, se
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+import statistics
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from immunization.results import plot
+from immunization.results.attack_figures import NARROW
 from immunization.results.collect import varying
 from immunization.results.columns import AUTHORS, published
 from immunization.results.formatting import roles_in
-from immunization.results.leaderboard_figure import NARROW
-from immunization.results.plot import (
-    INK,
-    Look,
-    Plot,
-    color_bar,
-    fit_log,
-    headline,
-    image,
-    inked,
-    legend_below,
-    looks,
-    panel_axes,
-    write_values,
-)
+from immunization.results.plot import INK, Look, Plot
 from immunization.results.seed_statistics import rank_correlation
 from immunization.results.settings import KEEPS, Setting, best, by_authors, correlations, in_convention, short_labels
 
@@ -58,21 +46,14 @@ def draw(
 ) -> list[Plot]:
     """Every figure, or those of `kinds`, that the runs of one group have the data for; `name` starts the file names."""
     group = [setting for setting in group if setting.runs]
-    makers: dict[str, Callable[[Sequence[Setting], str], tuple[Figure, str] | None]] = {
-        "figure1": norm_ratio,
-        "figure2": pair_maps,
-        "figure3": probes,
-        "lambdas": lambdas,
-        "pareto": pareto,
-        "collateral": collateral,
-        "alignment": alignment,
-    }
+    makers = {"figure1": norm_ratio, "figure2": pair_maps, "figure3": probes}
+    makers |= {"lambdas": lambdas, "pareto": pareto, "collateral": collateral, "alignment": alignment}
     plots = []
-    with inked():
+    with plot.inked():
         for key, make in makers.items():
             if (kinds is None or key in kinds) and (made := make(group, objective)):
                 figure, caption = made
-                headline(figure, group)
+                plot.headline(figure, group)
                 plots.append(Plot(f"{name}_{key}", caption, figure))
     return plots
 
@@ -118,30 +99,30 @@ def probes(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
 
 def pair_maps(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | None:
     """Fig. 2: log10 RIR of every ordered pair of classes, one map a method."""
-    classes = sorted({name for setting in group for run in setting.runs for name in run.pair.split("→")}, key=_order)
+    names = {name for setting in group for run in setting.runs for name in run.pair.split("→")}
+    classes = sorted(names, key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name))
     group = [setting for setting in group if len({run.pair for run in setting.runs}) > 2]
     if not group:
         return None
-    metric, paper, maps = in_convention(group, "rir"), published(group[0].first), []
-    for setting in group:
+    metric, paper = in_convention(group, "rir"), published(group[0].first)
+    columns = min(len(group), 2 if len(group) == 4 else COLUMNS)
+    figure, axes = plot.panel_axes(len(group), width=3.1, height=3.0, right=1.0, columns=columns)
+    for ax, setting in zip(axes, group, strict=True):
         cells: dict[str, list[float]] = {}
         for (_, pair, _), value in setting.values(metric).items():
             if value > 0:
                 cells.setdefault(pair, []).append(math.log10(value))
-        rows = [[cells.get(f"{a}→{b}") for b in classes] for a in classes]
-        maps.append(np.array([[np.mean(cell) if cell else math.nan for cell in row] for row in rows]))
-    columns = min(len(group), 2 if len(group) == 4 else COLUMNS)
-    figure, axes = panel_axes(len(group), width=3.1, height=3.0, right=1.0, columns=columns)
-    for ax, setting, values in zip(axes, group, maps, strict=True):
-        drawn = image(ax, values, classes, classes, cmap="RdBu", vmin=-SATURATED, vmax=SATURATED)
-        write_values(ax, values, drawn, "z.1f")
+        rows = [[cells.get(f"{a}→{b}", math.nan) for b in classes] for a in classes]
+        values = np.array([[np.mean(cell) for cell in row] for row in rows])
+        drawn = plot.image(ax, values, classes, classes, cmap="RdBu", vmin=-SATURATED, vmax=SATURATED)
+        plot.write_values(ax, values, drawn, "z.1f")
         above, known = int((values > 0).sum()), int(np.isfinite(values).sum())
         count = paper.get(setting.method, {}).get("figure2")
         theirs = f" (paper: {count[0]:.0f})" if count else ""
         ax.set(title=f"{setting.label}\nRIR > 1 in {above} of {known}{theirs}", xlabel="harmful class")
         ax.set_ylabel("primary class")
     by = AUTHORS if by_authors(group) else ""
-    color_bar(figure, drawn, axes[columns - 1], f"log₁₀ RIR{by}, mean over seeds", extend="both")
+    plot.color_bar(figure, drawn, axes[columns - 1], f"log₁₀ RIR{by}, mean over seeds", extend="both")
     return figure, (
         "Fig. 2 of the paper. RIR of every ordered pair of classes, blue above 1 and red below, in full color from 100 "
         "and 1/100 on; blank where there is no pair or no run."
@@ -164,20 +145,17 @@ def lambdas(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | No
     levels = [sorted({setting.first.settings[name] for setting in members}) for name in axes_of]
     if min(map(len, levels)) < 2:
         return None
-    measures = [objective, *(name for name in ("steps_ratio/harmful",) if name != objective)]
-    values = np.full((len(measures), len(levels[1]), len(levels[0])), math.nan)
-    for setting in members:
-        column, row = (level.index(setting.first.settings[name]) for level, name in zip(levels, axes_of, strict=True))
-        for panel, measure in enumerate(measures):
-            mean = setting.median(measure)
-            values[panel, row, column] = math.log10(mean) if mean and mean > 0 else math.nan
-    figure, axes = panel_axes(len(measures), width=3.2, height=2.8, right=0.9, gap=1.7)
-    for ax, measure, panel in zip(axes, measures, values, strict=True):
+    cell = {tuple(setting.first.settings[name] for name in axes_of): setting for setting in members}
+    measures = dict.fromkeys([objective, "steps_ratio/harmful"])
+    figure, axes = plot.panel_axes(len(measures), width=3.2, height=2.8, right=0.9, gap=1.7)
+    for ax, measure in zip(axes, measures, strict=True):
+        medians = [[cell[x, y].median(measure) if (x, y) in cell else None for x in levels[0]] for y in levels[1]]
+        values = np.array([[math.log10(m) if m and m > 0 else math.nan for m in row] for row in medians])
         names = [[f"{value:.3g}" for value in level] for level in levels]
-        drawn = image(ax, panel, *names, cmap="viridis", origin="lower", aspect="auto")
-        write_values(ax, panel, drawn)
+        drawn = plot.image(ax, values, *names, cmap="viridis", origin="lower", aspect="auto")
+        plot.write_values(ax, values, drawn)
         ax.set(title=f"log₁₀ {measure}", xlabel="lambda_H")
-        color_bar(figure, drawn, ax)
+        plot.color_bar(figure, drawn, ax)
     axes[0].set_ylabel("lambda_P")
     return figure, f"{method} over both weights, log₁₀ of the median over the runs; blank where there is no value."
 
@@ -200,8 +178,7 @@ def pareto(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
     front = [i for i in np.argsort(x) if y[i] >= y[x <= x[i]].max()]
     edge = np.append(x[front], x.max()), np.append(y[front], y.max())  # paying more never makes the best worse
     chosen = best(points, objective)
-
-    figure, (ax,) = panel_axes(1, width=4.2, height=3.2)
+    figure, (ax,) = plot.panel_axes(1, width=4.2, height=3.2)
     ax.step(*edge, where="post", color=INK, linewidth=1.0, alpha=0.5, label="front")
     _points(ax, group, points, x, y)
     if chosen is not None:
@@ -210,11 +187,11 @@ def pareto(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
     ax.axhline(1, color=INK, linewidth=0.8, linestyle=":")
     ax.axvline(0 if by_loss else 1, color=INK, linewidth=0.8, linestyle=":")
     ax.set(ylabel="RIR", xlabel="lost on the primary task, held out")
-    fit_log(ax.yaxis, [*y, 1.0])
+    plot.fit_log(ax.yaxis, [*y, 1.0])
     if not by_loss:
-        fit_log(ax.xaxis, [*x, 1.0])
+        plot.fit_log(ax.xaxis, [*x, 1.0])
         ax.set_xlabel("steps of a fresh primary probe / baseline")
-    legend_below(figure, ax, columns=1)
+    plot.legend_below(figure, ax, columns=1)
     mark = "Circled" if chosen else "No setting is circled, which would be"
     return figure, (
         "RIR (mean) against what the primary task pays, one point a setting; up and left is better, and no setting is "
@@ -229,17 +206,17 @@ def collateral(group: Sequence[Setting], objective: str) -> tuple[Figure, str] |
     if len(points) < 2:
         return None
     x, y = ([setting.median(name) for setting in points] for name in roles)
-    figure, (ax,) = panel_axes(1, width=4.2, height=3.2)
+    figure, (ax,) = plot.panel_axes(1, width=4.2, height=3.2)
     for method in dict.fromkeys(setting.method for setting in points):
         mine = [i for i, setting in enumerate(points) if setting.method == method]
         ax.plot([x[i] for i in mine], [y[i] for i in mine], color=INK, linewidth=0.8, alpha=0.4)
     _points(ax, group, points, x, y)
     ax.axvline(1, color=INK, linewidth=0.8, alpha=0.5)
-    fit_log(ax.xaxis, [*x, 1.0])
-    fit_log(ax.yaxis, y)
+    plot.fit_log(ax.xaxis, [*x, 1.0])
+    plot.fit_log(ax.yaxis, y)
     ax.set_xlabel("steps of a benign task's probe / baseline\n(left of the line is faster)")
     ax.set_ylabel("steps of the harmful probe / baseline")
-    legend_below(figure, ax, columns=1)
+    plot.legend_below(figure, ax, columns=1)
     return figure, (
         "What slowing the harmful task costs a benign task that no method was shown: steps of fresh probes by gradient "
         "descent over those with the baseline, median over the runs. Up and to the left is better."
@@ -252,10 +229,10 @@ def alignment(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | 
     if not outcomes:
         return None
     score = next(found for setting in group if (found := setting.pairs("alignment/score")))
-    drawn_as = {setting.label: look for setting, look in looks(group).items()}
+    drawn_as = {setting.label: look for setting, look in plot.looks(group).items()}
     panels = {"the largest attainable": {"ceiling": outcomes.pop("ceiling")}, "reached": outcomes}
     panels = {title: series for title, series in panels.items() if any(series.values())}
-    figure, axes = panel_axes(len(panels), width=3.2, height=3.0, legend_rows=2 * len(outcomes) + 2)
+    figure, axes = plot.panel_axes(len(panels), width=3.2, height=3.0, legend_rows=2 * len(outcomes) + 2)
     for ax, (heading, series) in zip(axes, panels.items(), strict=True):
         for label, values in series.items():
             r, p = rank_correlation(score, values)
@@ -265,8 +242,9 @@ def alignment(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | 
             x, y = ([measure[pair] for pair in known] for measure in (score, values))
             ax.plot(x, y, look.marker, markersize=4, alpha=0.7, color=look.color, label=text)
         ax.set(title=f"RIR, {heading}", yscale="log", xlabel="alignment score of K_P and K_H")
-    handles = [line for ax in axes for line in ax.lines]
-    figure.legend(handles=handles, loc="lower left", ncols=2, frameon=False, fontsize=9)
+    figure.legend(
+        handles=[line for ax in axes for line in ax.lines], loc="lower left", ncols=2, frameon=False, fontsize=9
+    )
     return figure, (
         "Does the alignment of both tasks predict the RIR? One point a pair of classes; a score of 1/2 stands for "
         "unrelated tasks, 1 for aligned ones. r: Spearman's rank correlation, p by permutations of the classes where "
@@ -276,7 +254,7 @@ def alignment(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | 
 
 def _points(ax: Axes, group: Sequence[Setting], points: Sequence[Setting], x: Sequence, y: Sequence) -> None:
     """A mark for each setting of `points`, in its look among those of the group."""
-    names, look = short_labels(points), looks(group)
+    names, look = short_labels(points), plot.looks(group)
     for setting, *place in zip(points, x, y, strict=True):
         ax.plot(*place, look[setting].marker, color=look[setting].color, label=names[setting])
 
@@ -288,12 +266,12 @@ def _curves(
     shown = [r for r in roles if any(f"{family}/{r}" in run.result.curves for s in group for run in s.runs)]
     if not shown:
         return None
-    look = looks(group)
+    look = plot.looks(group)
     if len(group) > MOST:
         scored = [setting for setting in group if setting.seeds(objective)]
         group = sorted(scored, key=lambda setting: -setting.summary(objective).mean)[:MOST]
     names = short_labels(group)
-    figure, axes = panel_axes(len(shown), width=3.2, height=2.8)
+    figure, axes = plot.panel_axes(len(shown), width=3.2, height=2.8)
     for ax, role in zip(axes, shown, strict=True):
         for setting in group:
             if band := _band(setting, f"{family}/{role}"):
@@ -307,7 +285,7 @@ def _curves(
         if before:
             ax.plot(*before[:2], color=INK, linestyle=(0, (5, 3)), linewidth=1.0, label="baseline")
         ax.set(title=f"{role} task", xscale=xscale)
-    legend_below(figure, axes[0])
+    plot.legend_below(figure, axes[0])
     return figure
 
 
@@ -316,12 +294,8 @@ def _band(setting: Setting, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarr
     curves = [run.result.curves[name] for run in setting.runs if name in run.result.curves]
     if not curves:
         return None
-    length, _ = Counter(len(curve["x"]) for curve in curves).most_common(1)[0]
+    length = statistics.mode(len(curve["x"]) for curve in curves)
     curves = [curve for curve in curves if len(curve["x"]) == length]
     y = np.array([curve["y"] for curve in curves], dtype=float)
     low, middle, high = np.nanquantile(y, (0.25, 0.5, 0.75), axis=0)
     return np.array(curves[0]["x"], dtype=float), middle, low, high
-
-
-def _order(name: str) -> tuple[bool, float, str]:
-    return (not name.isdecimal(), float(name) if name.isdecimal() else 0.0, name)

@@ -1,19 +1,16 @@
 """Tables over many runs, in the shape of the paper's Tables 1 to 3, as text for a terminal, Markdown, LaTeX and CSV."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import rich.table
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from immunization.results.collect import Run
 from immunization.results.columns import AUTHORS, Column, Place, filled_in, own_measures, placed, published
 from immunization.results.formatting import NONE, Cell, number, roles_in
 from immunization.results.seed_statistics import ENOUGH, rank_correlation, ties
@@ -26,6 +23,9 @@ T = TypeVar("T")
 
 ALIGNMENT = {"alignment/score": "score", "alignment/kernel": "kernel", "alignment/kappa_M": "κ(M)"}
 """What might predict the RIR that a pair of tasks allows."""
+
+ABOVE = (1, 2, 10, 100)
+"""Pairs are counted whose RIR is above these."""
 
 GAP = 2
 """Blanks between columns on a terminal."""
@@ -57,7 +57,7 @@ class Table:
         rows: Iterable[T],
         cell: Callable[[Column, T], Cell] = lambda column, setting: column.cell(setting, column.measure),
         there: Callable[[Cell], bool] = lambda cell: cell.text != NONE,
-    ) -> Table:
+    ) -> Self:
         """One row per setting; a column in which no cell is `there` is left out, unless it is always shown."""
         cells = {column: [cell(column, row) for row in rows] for column in columns}
         cells = {column: own for column, own in cells.items() if column.always or any(map(there, own))}
@@ -67,8 +67,10 @@ class Table:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """On a terminal: no number is broken; columns that do not fit the width stand in further tables below."""
-        texts = ([cell.text for cell in row] for row in self.rows)
-        columns = [[_narrow(name, cells), *cells] for name, *cells in zip(self.header, *texts, strict=True)]
+        columns = []
+        for name, *cells in zip(self.header, *([cell.text for cell in row] for row in self.rows), strict=True):
+            wide = max(map(len, [*name.split(), *cells]))  # a header is no wider than its words or the cells below it
+            columns.append([textwrap.fill(name, wide, break_on_hyphens=False), *cells])
         widths = [max(cell_len(line) for text in column for line in text.split("\n")) + GAP for column in columns]
         yield Text(self.title, "italic")
         start = 1
@@ -97,14 +99,16 @@ class Table:
         lines += [_pipes(f"**{cell.text}**" if cell.strong else cell.text for cell in row) for row in self.rows]
         return "\n".join(lines)
 
-    def only(self, where: Place) -> Table:
-        """The columns of one of these places; without the notes."""
+    def only(self, where: Place) -> Self:
+        """The columns of one of these places, without the notes; a table that is of no columns as it is."""
+        if not self.columns:
+            return self
         chosen = [i for i, column in enumerate(self.columns) if column.where & where]
         rows = [[row[i] for i in chosen] for row in self.rows]
         columns = [self.columns[i] for i in chosen]
         return Table(self.name, self.title, [self.header[i] for i in chosen], rows, columns=columns)
 
-    def renamed(self, names: Mapping[str, str]) -> Table:
+    def renamed(self, names: Mapping[str, str]) -> Self:
         """With other names of some rows."""
         texts = {old + star: new + star for old, new in names.items() for star in ("", STAR)}
         rows = [[Cell(texts.get(first.text, first.text)), *others] for first, *others in self.rows]
@@ -127,7 +131,7 @@ class Table:
         """Comma-separated, with the cells as they are shown."""
         return self._frame(lambda cell: cell.text).to_csv(index=False, lineterminator="\n")
 
-    def _frame(self, text: Callable[[Cell], str]) -> pd.DataFrame:
+    def _frame(self, text: Callable[[Cell], str]) -> "pd.DataFrame":
         import pandas as pd  # slow to load, and a run that only prints its table does without it
 
         return pd.DataFrame([[text(cell) for cell in row] for row in self.rows], columns=self.header)
@@ -160,7 +164,7 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
         "by_other": ", rank-aware κ" if authors else AUTHORS,
     }
     ratios = {words["kappa"] + metric + words["start"] for metric in RATIOS}
-    own = own_measures(results, Place.TERMINAL)
+    own = own_measures(results, Place.COMPARISON | Place.TERMINAL)
     further = [metric for metric in dict.fromkeys([objective, *own]) if metric not in ratios]
     roles = roles_in((metric for result in results for metric in result.metrics), "steps_ratio")
     lists = {
@@ -177,14 +181,46 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
             row[place].strong = setting in strong
     if winner:
         table.rows[group.index(winner)][0].text += STAR
-    table.notes = [_sample(len({result.seed for result in results}), len(pairs), group), _data(group[0].first)]
-    table.notes += _conventions(winner, objective, len(pairs) > 1, authors)
+    facts = [f"{name}: {text}" for name, text in group[0].first.result.about.items() if isinstance(text, str)]
+    seeds = len({result.seed for result in results})
+    sample = f"{seeds} seed{'s' * (seeds != 1)}" + (f", {len(pairs)} pairs of classes" if len(pairs) > 1 else "")
+    sample += "; fewer than 3, so nothing is known of the spread over seeds" if seeds < 3 else ""
+    sample += "; the settings have different numbers of runs" if len({len(s.runs) for s in group}) > 1 else ""
+    table.notes = [f"{sample}."]
+    table.notes += [f"Data: {'; '.join(facts) or 'not described'}."]  # which decides what any method can attain
+    table.notes += [
+        *meanings(authors),
+        f"Mean ± standard deviation over seeds{' of the mean over pairs' if len(pairs) > 1 else ''}, and Student's 95 "
+        "% interval of it; steps ratios, R² and the RIR of the other κ are medians over all runs.",
+        f"Bold: the best mean of a column; from {ENOUGH} seeds on, also the next ones down to the first that a paired "
+        "t-test (logarithms of the same seeds and pairs, Holm, 5 %) tells from it. The baseline identity is left out.",
+    ]
+    if winner:
+        table.notes.append(f"★: the largest mean of the objective, {objective}, among {KEEPS}.")
     if words["start"]:
         table.notes.append("The baseline of (i) and (ii) is theta_0 (Eq. 17), not the inputs (Eq. 15).")
     if published(group[0].first) and not authors:
         table.notes.append("The paper's figures are of its own preparation of the data, dataset.protocol=authors.")
     table.notes += _gaps(group, further)
     return table
+
+
+def pair_counts(group: Sequence[Setting], name: str, heading: str) -> Table | None:
+    """Fig. 2 in numbers: of how many pairs of classes RIR is above a bound, beside the paper's count."""
+    metric, paper = in_convention(group, "rir"), published(group[0].first)
+    pairs = [setting.pairs(metric) for setting in group]
+    if max(map(len, pairs)) < 3:
+        return None
+    rows = []
+    for setting, values in zip(group, pairs, strict=True):
+        theirs = paper.get(setting.method, {}).get("figure2")
+        above = [sum(value > bound for value in values.values()) for bound in ABOVE]
+        shown = Cell("{:.0f} of {:.0f}".format(*theirs), theirs[0], words=True) if theirs else Cell(NONE)
+        rows.append([Cell(setting.label), *(Cell(str(n), n) for n in (len(values), *above)), shown])
+    header = ["method", "pairs", *(f"RIR > {bound}" for bound in ABOVE), "paper, Fig. 2"]
+    by = AUTHORS if by_authors(group) else ", rank-aware κ"
+    notes = [f"Pairs by the median RIR over seeds{by}. The paper counts RIR much greater than 1, and names no bound."]
+    return Table(name, f"{heading}: pairs, as Fig. 2 counts them", header, rows, notes)
 
 
 def counts(group: Sequence[Setting], name: str, heading: str) -> Table | None:
@@ -230,20 +266,6 @@ def _strong(group: Sequence[Setting], metric: str) -> set[Setting]:
     return ties(values, sorted(values, key=lambda setting: setting.summary(metric).mean, reverse=largest))
 
 
-def _sample(seeds: int, pairs: int, group: Sequence[Setting]) -> str:
-    text = f"{seeds} seed{'s' * (seeds != 1)}" + (f", {pairs} pairs of classes" if pairs > 1 else "")
-    sizes = {len(setting.runs) for setting in group}
-    if seeds < 3:
-        text += "; fewer than 3, so nothing is known of the spread over seeds"
-    return text + ("; the settings have different numbers of runs" if len(sizes) > 1 else "") + "."
-
-
-def _data(run: Run) -> str:
-    """How the data were prepared, which decides what any method can attain."""
-    facts = (f"{name}: {text}" for name, text in run.result.about.items() if isinstance(text, str))
-    return f"Data: {'; '.join(facts) or 'not described'}."
-
-
 def meanings(authors: bool) -> list[str]:
     """What the columns of a comparison are, with kappa by the authors' convention or rank-aware."""
     convention = "the released code's κ, smallest eigenvalue above 1e-6 of H + 1e-6 I" if authors else "rank-aware κ"
@@ -252,18 +274,6 @@ def meanings(authors: bool) -> list[str]:
         "Steps ratio: steps of a gradient descent probe with the immunized extractor over those with the baseline. "
         "RIR sees the spectrum alone; this is what an attacker meets.",
     ]
-
-
-def _conventions(winner: Setting | None, objective: str, pairs: bool, authors: bool) -> list[str]:
-    notes = [
-        *meanings(authors),
-        "Mean ± standard deviation over seeds"
-        + (" of the mean over pairs" if pairs else "")
-        + ", and Student's 95 % interval of it; steps ratios, R² and the RIR of the other κ are medians over all runs.",
-        f"Bold: the best mean of a column; from {ENOUGH} seeds on, also the next ones down to the first that a paired "
-        "t-test (logarithms of the same seeds and pairs, Holm, 5 %) tells from it. The baseline identity is left out.",
-    ]
-    return notes + ([f"★: the largest mean of the objective, {objective}, among {KEEPS}."] if winner else [])
 
 
 def _gaps(group: Sequence[Setting], further: Iterable[str]) -> list[str]:
@@ -275,11 +285,6 @@ def _gaps(group: Sequence[Setting], further: Iterable[str]) -> list[str]:
             if reason := setting.reason(metric):
                 gaps.setdefault(f"No value of {text} in {reason}", []).append(setting.label)
     return [f"{text} ({', '.join(labels)})." for text, labels in gaps.items()]
-
-
-def _narrow(name: str, cells: Iterable[str]) -> str:
-    """A header in lines no longer than its words or the cells below it."""
-    return textwrap.fill(name, max(map(len, [*name.split(), *cells])), break_on_hyphens=False)
 
 
 def _pipes(cells: Iterable[str]) -> str:

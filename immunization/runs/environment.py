@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from immunization.runs import strict_json
 from immunization.runs.filenames import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,11 +34,6 @@ def describe(device: torch.device | str) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
-
-
-def write(folder: str | Path, device: torch.device | str) -> None:
-    """Write environment.json into the run folder."""
-    strict_json.write(Path(folder) / ENVIRONMENT, describe(device))
 
 
 def command_of(folder: str | Path) -> str | None:

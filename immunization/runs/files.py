@@ -1,10 +1,11 @@
-"""Atomic writing of files, tensors with a checksum, and locks."""
+"""Atomic writing of files, strict JSON, tensors with a checksum, and locks."""
 
 import errno
 import hashlib
 import io
 import json
 import logging
+import math
 import os
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -42,6 +43,29 @@ def write(path: Path, content: bytes | memoryview | str) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         part.unlink(missing_ok=True)
+
+
+def sha256(path: Path) -> str | None:
+    """The digest of a file in hexadecimal digits; None where there is none."""
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+def plain(value: object) -> Any:
+    """`value` with tensors and arrays as lists, non-finite numbers as None, and other objects as text."""
+    if hasattr(value, "tolist"):  # tensors, arrays and numpy scalars
+        value = value.tolist()
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [plain(item) for item in value]
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write `value`, made `plain`, as JSON that every parser reads; raises OSError as `write` does."""
+    write(path, json.dumps(plain(value), indent=2, allow_nan=False) + "\n")
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:

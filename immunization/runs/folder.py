@@ -1,7 +1,5 @@
 """The folder of one run: made, locked, logged to and filled; what fails on the way is recorded in it."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import sys
@@ -9,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -17,19 +15,7 @@ from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 from torch import Tensor
 
 from immunization.errors import ConfigError, Preempted, UserError
-from immunization.runs import environment, files
-from immunization.runs.filenames import (
-    ARRAYS,
-    ATTACKS,
-    CHECKPOINT,
-    CONFIG,
-    MODEL_CARD,
-    OLDER_CHECKPOINT,
-    OVERRIDES,
-    ROWS,
-    RUN_LOG,
-    WEIGHTS,
-)
+from immunization.runs import environment, filenames, files
 from immunization.runs.result import Result
 from immunization.runs.tracker import Recorder, Tracker
 from immunization.usage import explained
@@ -54,17 +40,17 @@ class RunFolder:
     def path(self) -> Path:
         return self.result.folder
 
-    def __enter__(self) -> RunFolder:
+    def __enter__(self) -> Self:
         with ExitStack() as stack:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
-                file = logging.FileHandler(self.path / RUN_LOG)
+                file = logging.FileHandler(self.path / filenames.RUN_LOG)
             except OSError as error:
                 raise ConfigError(
                     f"the run folder cannot be written ({error}); choose another one, hydra.run.dir=..."
                 ) from error
             stack.enter_context(_logging_to(file))
-            stack.enter_context(files.locked(self.path / RUN_LOG))
+            stack.enter_context(files.locked(self.path / filenames.RUN_LOG))
             self._stack = stack.pop_all()
         return self
 
@@ -88,8 +74,8 @@ class RunFolder:
 
     def begin(self, config: DictConfig, overrides: Sequence[str]) -> None:
         """Write what the run is asked to do."""
-        files.write(self.path / CONFIG, OmegaConf.to_yaml(config, resolve=True))
-        files.write(self.path / OVERRIDES, OmegaConf.to_yaml(overrides))
+        files.write(self.path / filenames.CONFIG, OmegaConf.to_yaml(config, resolve=True))
+        files.write(self.path / filenames.OVERRIDES, OmegaConf.to_yaml(overrides))
 
     def track(self, tracker: Tracker, settings: dict[str, Any], state: Mapping[str, Any] | None) -> None:
         """Start a tracker; `state` is that of the checkpoint to go on from."""
@@ -99,9 +85,9 @@ class RunFolder:
 
     def record(self, device: torch.device, state: Mapping[str, Any] | None) -> None:
         """Remove what an unfinished run left, as far as `state` does not go on from it, and log steps from here on."""
-        environment.write(self.path, device)
-        names = [Result.file, WEIGHTS, ROWS, ARRAYS, MODEL_CARD]
-        names += [] if state else [CHECKPOINT, OLDER_CHECKPOINT]
+        files.write_json(self.path / filenames.ENVIRONMENT, environment.describe(device))
+        names = [Result.file, filenames.WEIGHTS, filenames.ROWS, filenames.ARRAYS, filenames.MODEL_CARD]
+        names += [] if state else [filenames.CHECKPOINT, filenames.OLDER_CHECKPOINT]
         for path in (*(self.path / name for name in names), *self.path.glob(f".*{files.PART}")):
             path.unlink(missing_ok=True)
         self.recorder = Recorder(self.path, state["recorder"] if state else None)
@@ -122,17 +108,17 @@ class RunFolder:
         sources: Mapping[str, str],
     ) -> None:
         """Write the immunized model, and which rows of which source each split of each task holds."""
-        files.write_weights(self.path / WEIGHTS, weights, facts)
+        files.write_weights(self.path / filenames.WEIGHTS, weights, facts)
         if rows:
-            files.write_tensors(self.path / ROWS, rows, sources)
+            files.write_tensors(self.path / filenames.ROWS, rows, sources)
 
     def finish(self, arrays: Mapping[str, Tensor]) -> None:
         """Write the completed result and all arrays that were measured; nothing is left to go on from."""
         if arrays:
-            files.write_tensors(self.path / ARRAYS, arrays)
+            files.write_tensors(self.path / filenames.ARRAYS, arrays)
         self.result.status = "completed"
         self.result.write(self.path)
-        for name in (CHECKPOINT, ATTACKS):
+        for name in (filenames.CHECKPOINT, filenames.ATTACKS):
             (self.path / name).unlink(missing_ok=True)
 
 

@@ -39,10 +39,10 @@ def audited(config: DictConfig, overrides: Iterable[str]) -> tuple[DictConfig, d
         for key in OF_THE_RUN:
             if key not in chosen and key in before:
                 config[key] = before[key]
-        if "dataset" not in chosen or _target(config, "dataset") == before["dataset"]["_target_"]:
+        if "dataset" not in chosen or config.dataset._target_ == before["dataset"]["_target_"]:
             config.dataset = _overridden(before["dataset"], config, "dataset", chosen)
         model = _reloading(before["model"], checkpoint)
-        if "model" not in chosen or _target(config, "model") == model["_target_"]:
+        if "model" not in chosen or config.model._target_ == model["_target_"]:
             config.model = _overridden(model, config, "model", {*chosen, "model.checkpoint"})
             _check_reference(config, before)
     data = before["dataset"], OmegaConf.to_container(config.dataset, resolve=True)
@@ -55,15 +55,11 @@ def audited(config: DictConfig, overrides: Iterable[str]) -> tuple[DictConfig, d
 def _made_with(checkpoint: Path) -> dict[str, Any] | None:
     """The configuration beside a checkpoint; None where there is none."""
     try:
-        before = read_config(checkpoint if checkpoint.is_dir() else checkpoint.parent)
+        before = read_config(weights_of(checkpoint).parent)
     except DataError:
         return None
     parts = (before.get(key) for key in ("dataset", "model"))
     return before if all(isinstance(part, dict) and "_target_" in part for part in parts) else None
-
-
-def _target(config: DictConfig, group: str) -> str:
-    return str(config[group]._target_)
 
 
 def _keys(overrides: Iterable[str]) -> set[str]:
@@ -85,7 +81,7 @@ def _reloading(model: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
     """`model` so that it takes its weights from `checkpoint`, with what it was made from as the baseline of a net."""
     model = dict(model)
     if "checkpoint" not in model:  # one that makes its own weights: a net of timm, or a model that we do not know
-        if "architecture" not in (facts := _facts(checkpoint)):
+        if "architecture" not in (facts := files.read_weights(weights_of(checkpoint))[1]):
             return {"_target_": "immunization.models.weights.restored", "model": {**model, "_partial_": True}}
         known = {"name": facts["architecture"], "arguments": facts["arguments"]}
         return {"_target_": "immunization.models.Timm", **known, "trainable": model.get("trainable", "last")}
@@ -103,14 +99,10 @@ def _reloading(model: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
 def _check_reference(config: DictConfig, before: Mapping[str, Any]) -> None:
     """Raise ConfigError for an immunized net without a folded map where its baseline is not known."""
     changed = before.get("immunize", True) and before["method"]["_target_"] != "immunization.methods.Identity"
-    if not changed or _target(config, "model") != "immunization.models.Timm" or config.model.get("reference"):
+    if not changed or config.model._target_ != "immunization.models.Timm" or config.model.get("reference"):
         return
-    if "fold" not in _facts(Path(config.model.checkpoint).expanduser()):
+    if "fold" not in files.read_weights(weights_of(Path(config.model.checkpoint).expanduser()))[1]:
         raise ConfigError(
             f"model.checkpoint={config.model.checkpoint}: its run folder does not say where the weights before "
             "immunization are; give model=timm model.reference=<file or run folder>, or hub for the pretrained ones"
         )
-
-
-def _facts(checkpoint: Path) -> dict[str, Any]:
-    return files.read_weights(weights_of(checkpoint))[1]

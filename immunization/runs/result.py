@@ -1,15 +1,13 @@
 """What a run leaves behind, read from and written to result.json: measures, curves and flags."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypedDict
+from typing import Any, ClassVar, Literal, Self, TypedDict
 
 from immunization.errors import DataError, UserError
-from immunization.runs import strict_json
+from immunization.runs import files
 from immunization.runs.verdict import verdict
 
 INTERRUPTED = "interrupted"
@@ -76,7 +74,7 @@ class Result:
         """The content of result.json: non-finite numbers are None, and every metric that is None has a reason."""
         content = {"schema": self.schema} | {key.name: getattr(self, key.name) for key in fields(self)}
         del content["folder"]
-        content = strict_json.plain(content)
+        content = files.plain(content)
         for name, value in content["metrics"].items():
             if value is None:
                 raw = self.metrics[name]
@@ -87,11 +85,11 @@ class Result:
     def write(self, folder: str | Path) -> Path:
         """Write result.json, which ends in a checksum of its content, into `folder` in one step and return its path."""
         path, content = Path(folder) / self.file, self.as_dict()
-        strict_json.write(path, content | {"sha256": _checksum(content)})
+        files.write_json(path, content | {"sha256": _checksum(content)})
         return path
 
     @classmethod
-    def read(cls, path: str | Path) -> Result:
+    def read(cls, path: str | Path) -> Self:
         """The result in a run folder, or in the file at `path`; raises DataError if there is none to trust."""
         path = Path(path)
         path = path / cls.file if path.is_dir() else path

@@ -77,7 +77,6 @@ def completed(folder: Path, settings: Mapping[str, Any] | None) -> Result | None
     names them). What a run has done is never written over: raises ConfigError for a completed one of another
     configuration, and, where `settings` is None as resume=true was not asked for, for any, also an interrupted one.
     """
-    result = None
     try:
         result = Result.read(folder)
         if result.status == "completed" and settings is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from immunization.errors import DataError
-from immunization.runs import strict_json
+from immunization.runs import files
 from immunization.runs.filenames import METRICS
 from immunization.runs.result import Curve, Result
 
@@ -60,7 +60,7 @@ class Recorder(Tracker):
         self.file.seek(len(kept))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        line = (strict_json.dumps({"step": step, **metrics}) + "\n").encode()
+        line = (json.dumps(files.plain({"step": step, **metrics}), allow_nan=False) + "\n").encode()
         self.file.write(line)
         self.file.flush()
         self.digest.update(line)

@@ -7,6 +7,7 @@ the bar of the run. That is the number that tables show, so words and tables can
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
@@ -183,10 +184,8 @@ def _worth(result: Result, measure: str) -> list[str]:
 def _several(results: Sequence[Result]) -> str:
     broken = [(found, successes(result, "_baseline")) for result in results if (found := successes(result))]
     line = f"In {len(broken)} of {len(results)} runs an attack learns the harmful task"
-    cheapest = [next(iter(found)) for found, _ in broken]
-    if cheapest:
-        most = max(dict.fromkeys(cheapest), key=cheapest.count)
-        line += f"; the cheapest is {most} in {cheapest.count(most)} of them"
+    if cheapest := Counter(next(iter(found)) for found, _ in broken).most_common(1):
+        line += "; the cheapest is {} in {} of them".format(*cheapest[0])
     ratios = [min(found.values()) / min(before.values()) for found, before in broken if before]
     if ratios:
         line += f", and takes {median(ratios):.2g} times the operations that the baseline takes (median)"
@@ -195,6 +194,5 @@ def _several(results: Sequence[Result]) -> str:
 
 def _classes(result: Result) -> bool:
     """Whether the harmful task is one of classes."""
-    return any(key.startswith(ATTACK) and key.endswith("/accuracy") for key in result.curves) or (
-        "primary/accuracy" in result.metrics
-    )
+    attacked = any(key.startswith(ATTACK) and key.endswith("/accuracy") for key in result.curves)
+    return attacked or "primary/accuracy" in result.metrics

@@ -22,8 +22,7 @@ def again(arguments: Sequence[str]) -> tuple[DictConfig, Path | None]:
     composed before a run; DataError for a run that cannot be read.
     """
     (reference,) = (argument.removeprefix(KEY) for argument in arguments if argument.startswith(KEY))
-    config = OmegaConf.create(tracked_config(reference))
-    folder = None
+    config, folder = OmegaConf.create(tracked_config(reference)), None
     for argument in (argument for argument in arguments if not argument.startswith(KEY)):
         key, equals, value = argument.partition("=")
         if key == "hydra.run.dir":
@@ -32,9 +31,8 @@ def again(arguments: Sequence[str]) -> tuple[DictConfig, Path | None]:
         if argument == "tracker=none":
             config.tracker = None
             continue
-        missing = object()
-        before = OmegaConf.select(config, key, default=missing) if equals else missing
-        if before is missing or OmegaConf.is_config(before):
+        before = OmegaConf.select(config, key, default=...) if equals else ...
+        if before is ... or OmegaConf.is_config(before):
             raise ConfigError(
                 f"{argument}: beside wandb_run= only single values of the tracked run can be changed, as in seed=3, "
                 "tracker=none and hydra.run.dir=..."

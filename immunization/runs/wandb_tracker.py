@@ -1,10 +1,9 @@
-"""The tracker for Weights & Biases, https://wandb.ai."""
-
-from __future__ import annotations
+"""The tracker for Weights & Biases, https://wandb.ai, and what a run shows there: its name, curves, attacks, model."""
 
 import logging
 import netrc
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,10 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from immunization.checks import Positive, check_value, checked
-from immunization.runs import strict_json
-from immunization.runs import wandb_contents as contents
+from immunization.config import snake_case
+from immunization.runs import files
+from immunization.runs.filenames import CONFIG, MODEL_CARD, WEIGHTS
 from immunization.runs.result import Result
 from immunization.runs.tracker import Tracker
+from immunization.runs.verdict import ATTACK, attack_names, successes
 
 if TYPE_CHECKING:
     import wandb
@@ -26,9 +27,14 @@ log = logging.getLogger(__name__)
 
 ModeOfWandb = Literal["online", "offline", "disabled", "shared", "dryrun", "run"]
 """What its variable WANDB_MODE may be; the last two are its old names of offline and online."""
-
 DataTable = tuple[list[str], list[list[str | float | bool | None]]]
 """Header and rows."""
+STEPS = "curves/step"
+"""What the curves are drawn against: steps of the probe or attack, not of the training."""
+NO_STEPS = ("spectrum/", "/compute", "/excess")
+"""In names of curves that are left to result.json: against an index, against operations, and twice as much to send."""
+POINTS = 64
+"""At most about so many of each curve: thousands of runs have to fit into a project."""
 
 
 class Wandb(Tracker):
@@ -67,17 +73,18 @@ class Wandb(Tracker):
             import wandb
 
             self.folder, sweep = folder.resolve(), _sweep()
-            config = strict_json.plain(config)
-            config = contents.with_method_name(config)
+            config = files.plain(config)
+            if "method" in config:
+                config["method"]["name"] = snake_case(config["method"]["_target_"])  # W&B can group runs by it
             init = partial(
                 wandb.init,
                 project=self.project,
                 entity=self.entity,
                 dir=str(self.folder),  # W&B's service may have been started in another folder
                 config=config,
-                name=contents.title(config, name, bool(sweep)),
+                name=title(config, name, bool(sweep)),
                 group=f"{group}-{sweep.name}" if sweep else group,
-                job_type=contents.job_type(config),
+                job_type=job_type(config),
                 tags=tags,
                 id=self.run_id,
                 resume="allow" if self.run_id else None,
@@ -93,8 +100,8 @@ class Wandb(Tracker):
                 why = f"cannot be used online, this run is tracked offline ({str(error).partition(chr(10))[0]})"
                 self.run = init(mode="offline")
             self.run_id = self.run.id
-            self.run.define_metric(contents.STEPS, hidden=True, summary="none")
-            self.run.define_metric("curves/*", step_metric=contents.STEPS, summary="none")
+            self.run.define_metric(STEPS, hidden=True, summary="none")
+            self.run.define_metric("curves/*", step_metric=STEPS, summary="none")
             if self.run.offline:
                 self._say_offline(why, sweep)
             elif self.run.url:
@@ -111,19 +118,24 @@ class Wandb(Tracker):
                 from wandb import Image, Table
 
                 shown: dict[str, object] = {f"figures/{path.stem}": Image(str(path)) for path in figures}
-                header, rows = contents.attack_table(result)
-                if rows:
-                    shown["attacks"] = Table(columns=header, data=rows)
+                header, rows = attack_table(result)
+                shown |= {"attacks": Table(columns=header, data=rows)} if rows else {}
                 self.run.log(shown)
-                for row in contents.curve_rows(result):
+                for row in curve_rows(result):
                     self.run.log(row)
                 content = result.as_dict()
                 known = {name: value for name, value in content["metrics"].items() if value is not None}
                 seconds = {f"seconds/{name}": value for name, value in content["seconds"].items()}
                 self.run.summary.update(known | seconds | {"status": result.status, "flags": result.flags})
         with self._guard("did not take the model"):
-            if self.run and (self.model if self.model is not None else not _sweep()):
-                self._keep_model(result)
+            wanted = self.model if self.model is not None else not _sweep()
+            if self.run and wanted and (made := model_artifact(result, self.folder)):
+                artifact, aliases = made
+                logged = self.run.log_artifact(artifact, aliases=aliases)
+                if self.link and self.run.offline:  # only a server can link it
+                    log.warning("W&B is offline: the model is not linked to %s (tracker.link)", self.link)
+                elif self.link:
+                    self.run.link_artifact(logged, self.link, aliases=aliases)
 
     def report(self, tables: Mapping[str, DataTable], figures: list[Path], page: Path) -> None:
         """Log what sums up many runs: tables (name -> header and rows), PNG figures and an HTML page."""
@@ -137,17 +149,6 @@ class Wandb(Tracker):
                 }
                 shown |= {f"figures/{path.stem}": Image(str(path)) for path in figures}
                 self.run.log(shown | {"report": Html(str(page))})
-
-    def _keep_model(self, result: Result) -> None:
-        """Upload the model as a version of its artifact; only a server can link it."""
-        if not (made := contents.model_artifact(result, self.folder)):
-            return
-        artifact, aliases = made
-        logged = self.run.log_artifact(artifact, aliases=aliases)
-        if self.link and self.run.offline:
-            log.warning("W&B is offline: the model is not linked to %s (tracker.link)", self.link)
-        elif self.link:
-            self.run.link_artifact(logged, self.link, aliases=aliases)
 
     def _say_offline(self, why: str, sweep: Path | None) -> None:
         """Name the command that uploads the run later; on the terminal if being offline is no wish, in run.log else."""
@@ -189,7 +190,7 @@ class Wandb(Tracker):
             return "online", ""
         return "offline", "has no account here (`wandb login`), this run is tracked offline"
 
-    def _settings(self) -> wandb.Settings:
+    def _settings(self) -> "wandb.Settings":
         """Quiet and quick: what this leaves out stands in environment.json, config.yaml and run.log."""
         import wandb
 
@@ -233,3 +234,65 @@ def _in_netrc(hosts: list[str]) -> bool:
             return False
         return any(accounts.authenticators(host) for host in hosts)
     return False
+
+
+def title(config: Mapping[str, Any], name: str, sweep: bool) -> str:
+    """`closed_form digits 0-1 seed 3`; in a sweep the run folder's name in place of the seed."""
+    if "method" not in config:
+        return name
+    data = config.get("dataset", {})
+    pair = [data.get(role) for role in ("primary", "harmful")]
+    classes = f" {pair[0]}-{pair[1]}" if all(isinstance(label, int) for label in pair) else ""
+    last = name if sweep else f"seed {config.get('seed')}"
+    return f"{config['method'].get('name')} {data.get('name', '')}{classes} {last}".strip()[:128]
+
+
+def job_type(config: Mapping[str, Any]) -> str:
+    """What a run does: `immunize`, `audit` of a model as it stands, or `summary` of many runs."""
+    if "method" not in config:
+        return "summary"
+    return "immunize" if config.get("immunize", True) else "audit"
+
+
+def curve_rows(result: Result) -> Iterator[dict[str, float]]:
+    """The curves over steps, a row a step: `curves/step` and `curves/<name>` of every curve that has a point there."""
+    rows: dict[float, dict[str, float]] = {}
+    for name, curve in result.as_dict()["curves"].items():
+        if not any(part in name for part in NO_STEPS):
+            points = list(zip(curve["x"], curve["y"], strict=True))
+            for x, y in points[:: len(points) // POINTS + 1] + points[-1:]:
+                if y is not None:
+                    rows.setdefault(x, {STEPS: x})[f"curves/{name}"] = y
+    yield from (rows[x] for x in sorted(rows))
+
+
+def attack_table(result: Result) -> DataTable:
+    """Header and a row an attack: its name, whether it learns the harmful task, and its measures as numbers."""
+    metrics, names, learned = result.as_dict()["metrics"], attack_names(result), successes(result)
+    tails = (key.removeprefix(ATTACK).partition("/") for key in metrics if key.startswith(ATTACK))
+    measures = list(dict.fromkeys(measure for name, _, measure in tails if name in names))
+    rows = []
+    for name in names:
+        learns = None if metrics.get(f"{ATTACK}{name}/final") is None else name in learned
+        rows.append([name, learns, *(metrics.get(f"{ATTACK}{name}/{measure}") for measure in measures)])
+    return ["attack", "learns", *measures], rows
+
+
+def model_artifact(result: Result, folder: Path) -> "tuple[wandb.Artifact, list[str]] | None":
+    """The weights with card, configuration and result, and the aliases of this version; None where there are none.
+
+    Runs of one model on one data set are versions of one artifact.
+    """
+    import wandb
+
+    if not (folder / WEIGHTS).is_file():
+        return None
+    name = re.sub(r"[^\w.-]+", "-", f"immunized-{result.model}-{result.dataset}")[:128]
+    facts = {key: getattr(result, key) for key in ("method", "seed", "dataset", "model", "flags")}
+    measured = {key: value for key, value in result.as_dict()["metrics"].items() if "/" not in key}
+    artifact = wandb.Artifact(name, type="model", metadata=facts | measured)
+    for path in (folder / file for file in (WEIGHTS, MODEL_CARD, CONFIG, Result.file)):
+        if path.is_file():
+            artifact.add_file(str(path), policy="immutable")  # not copied: an offline run uploads it from where it is
+    seed = f"seed-{result.seed}"
+    return artifact, [result.method, seed, f"{result.method}-{seed}"]

@@ -8,7 +8,7 @@ from helpers.made_runs import make_run
 from matplotlib.colors import to_hex
 
 from immunization.results import page
-from immunization.results.attack_figure import HELD, LEARNED, attack_costs
+from immunization.results.attack_figures import HELD, LEARNED, attack_costs
 from immunization.results.attack_table import audit
 from immunization.results.collect import collect
 from immunization.results.settings import settings

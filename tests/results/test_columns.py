@@ -9,7 +9,7 @@ from rich.console import Console
 from immunization.results import columns, leaderboard, model_card, page
 from immunization.results.collect import collect
 from immunization.results.columns import EVERYWHERE, Column, mean
-from immunization.results.document import Places, parts, write
+from immunization.results.document import Places, write
 from immunization.results.parts import Multirun, Section
 from immunization.results.screen import line, show
 
@@ -49,7 +49,7 @@ def test_of_several_runs(collection, tmp_path):
         table = part.tables[0]
         assert table.rows[0][table.header.index("my score")].text == "0.5 ± 0.35"
         assert "mine/score" not in table.header
-    text = printed(page.show, collection, sections, "rir") + printed(leaderboard.show, collection, board)
+    text = printed(page.show, collection, sections) + printed(page.show, collection, board)
     assert text.count("my score") == 2
     page.write(tmp_path / "report.html", collection, sections, "Title")
     assert "<button>mine/score</button>" in (tmp_path / "report.html").read_text()  # in the list of runs
@@ -57,7 +57,7 @@ def test_of_several_runs(collection, tmp_path):
 
 def test_in_the_results(collection, tmp_path):
     run = Multirun(("seed=0,1",), (), tmp_path / "runs")
-    found = parts([Section("mine", "Mine", "About it.", True, (), (), (run,), None)])
+    found = [Section("mine", "Mine", "About it.", True, (), (), (run,), None)]
     write(found, Places(tmp_path / "RESULTS.md", tmp_path / "docs", tmp_path / "images"), "make results", ["Mine"])
     text = (tmp_path / "RESULTS.md").read_text()
     assert text.count("| my score |") == 2  # in the first table, and in the section's own

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from helpers.made_runs import make_run
 
-from immunization.results.document import Part, Places, overview, parts, write
+from immunization.results.document import Places, overview, write
 from immunization.results.formatting import NONE
 from immunization.results.parts import Multirun, Section
 
@@ -21,7 +21,7 @@ def section(name: str, folder: Path, objectives: tuple[str, ...] = (), figures: 
 
 
 @pytest.fixture
-def found(tmp_path) -> list[Part]:
+def found(tmp_path) -> list[Section]:
     """Pairs of MNIST in the authors' protocol, a failed run among them, and digits of another start each."""
     for i, (method, pair) in enumerate(
         (m, p) for m in ("condition_number", "opt_kappa") for p in ((0, 1), (0, 2), (1, 2))
@@ -45,7 +45,7 @@ def found(tmp_path) -> list[Part]:
         section("pairs", tmp_path / "pairs", ("authors/rir_theta0",), ("figure2",)),
         section("starts", tmp_path / "starts"),
     ]
-    return parts([*sections, section("nothing", tmp_path / "nothing")])
+    return [part for part in [*sections, section("nothing", tmp_path / "nothing")] if part.groups]
 
 
 def test_the_first_table_has_a_row_for_each_method_by_data_set(found):
@@ -113,7 +113,7 @@ def test_sections_whose_runs_are_not_there_stay_as_they_are(found, tmp_path):
 def test_settings_of_several_groups_stand_in_one_table_without_figures(tmp_path):
     for i, protocol in enumerate(("one_vs_rest", "authors")):
         make_run(tmp_path / "s" / f"{i}_x", ("condition_number", "r_ill_only")[i], protocol=protocol)
-    (part,) = parts([section("s", tmp_path / "s")])
+    part = section("s", tmp_path / "s")
     assert len(part.groups) == 2
     assert [setting.method for setting in part.group] == ["r_ill_only", "condition_number"]
     assert part.plots == []

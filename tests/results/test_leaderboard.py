@@ -11,11 +11,11 @@ from matplotlib.text import Text
 
 from immunization.errors import DataError
 from immunization.results.__main__ import main
+from immunization.results.attack_figures import Point, resistance
 from immunization.results.collect import collect
 from immunization.results.columns import Place, placed
 from immunization.results.formatting import NONE
 from immunization.results.leaderboard import MARKS, sections, tracks
-from immunization.results.leaderboard_figure import Point, resistance
 from immunization.results.plot import INK, Look
 from immunization.results.settings import median
 

@@ -132,7 +132,7 @@ def test_what_is_marked_best_is_best(tmp_path, cases, marked, capsys):
     assert [line.get_ydata().tolist() for line in circles] == ([[10.0]] if marked else [])
     starred = [row[0].text for row in part.tables[0].rows if "★" in row[0].text]
     assert starred == (["condition_number lambda_H=1 ★"] if marked else [])
-    show(collection, made, "rir")
+    show(collection, made)
     assert ("★" in capsys.readouterr().out) == marked
     assert ("No setting is circled" in plot.caption) != marked
 
@@ -227,7 +227,7 @@ def test_the_terminal_has_whole_numbers_settings_on_lines_of_their_own_and_a_leg
     for seed in range(3):
         grid(tmp_path / str(seed), seed=seed, measures={"steps_ratio/harmful": 1680.0 * 3**seed})
     collection = collect([tmp_path])
-    show(collection, sections(collection, "rir", figures=False), "rir")
+    show(collection, sections(collection, "rir", figures=False))
     lines = capsys.readouterr().out.splitlines()
     assert 60 < max(map(len, lines)) <= width
     for i in range(3):
@@ -246,7 +246,7 @@ def test_the_objective_and_measures_of_ones_own_are_in_the_table(tmp_path, capsy
         grid(tmp_path / str(seed), seed=seed, measures=measures, about={"own_measures": ["mine/score"]})
     collection = collect([tmp_path])
     made = sections(collection, "test/rir", figures=False)
-    show(collection, made, "test/rir")
+    show(collection, made)
     printed = capsys.readouterr().out
     assert "124 ± 1.4" in printed
     assert "0.5 ± 0.35" in printed

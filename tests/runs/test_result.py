@@ -14,7 +14,7 @@ from rich.console import Console
 from immunization.errors import DataError
 from immunization.results.formatting import number
 from immunization.results.screen import line, show
-from immunization.runs import environment, strict_json
+from immunization.runs import environment, files
 from immunization.runs.result import Result
 
 UNBOUNDED = "range(K_H) is not inside range(K_P): unbounded"
@@ -151,13 +151,13 @@ def test_a_run_counts_as_failed_until_it_completes():
 
 def test_plain_takes_tensors_arrays_and_paths_apart(tmp_path):
     value = {"t": torch.tensor([[1.0, math.inf]]), "n": torch.arange(2).numpy(), "p": tmp_path, 3: (True, None)}
-    assert strict_json.plain(value) == {"t": [[1.0, None]], "n": [0, 1], "p": str(tmp_path), "3": [True, None]}
+    assert files.plain(value) == {"t": [[1.0, None]], "n": [0, 1], "p": str(tmp_path), "3": [True, None]}
 
 
 def test_environment_says_what_ran_and_is_quick(tmp_path):
-    environment.write(tmp_path, torch.device("cpu"))
+    environment.describe("cpu")
     started = time.process_time()
-    environment.write(tmp_path, torch.device("cpu"))
+    files.write_json(tmp_path / "environment.json", environment.describe("cpu"))
     assert time.process_time() - started < 0.1
     content = json.loads((tmp_path / "environment.json").read_text())
     assert content["packages"]["torch"] == torch.__version__.partition("+")[0]

@@ -9,8 +9,7 @@ from helpers.wandb_offline import kept, summary, values
 from immunization import run
 from immunization.results.tables import Cell, Table, numbers
 from immunization.runs.result import Result
-from immunization.runs.wandb_contents import attack_table, curve_rows, job_type, model_artifact, title
-from immunization.runs.wandb_tracker import Wandb
+from immunization.runs.wandb_tracker import Wandb, attack_table, curve_rows, job_type, model_artifact, title
 
 pytestmark = pytest.mark.trains
 
