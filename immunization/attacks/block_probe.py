@@ -18,7 +18,7 @@ from immunization.data.task import SPLITS, Task
 FEWEST = 5
 """Training images of each class at which the curve begins; every further point has twice as many."""
 
-SEARCHED = 2000
+SEARCHED = 1000
 """Most training images on which sets of blocks are compared."""
 
 LARGEST = 4
