@@ -353,7 +353,7 @@ COLUMNS = [
         note="Searched: the best, held out, that attackers reach who search for their settings.",
     ),
     Column(
-        *("worth/removed", "worth removed", EVERYWHERE, middle),
+        *("worth/removed", "worth removed", EVERYWHERE ^ Place.OVERVIEW, middle),
         note="Worth removed: of what theta_0 is worth to the best attacker, beside one without the model, how much "
         "immunization takes away; 0 is no defence.",
     ),
