@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cache, partial, reduce
 
 import torch
 from torch import Tensor
@@ -17,6 +19,9 @@ from immunization.data.task import SPLITS, Task
 
 FEWEST = 5
 """Training images of each class at which the curve begins; every further point has twice as many."""
+
+MOST = 2500
+"""Most training images that are read."""
 
 SEARCHED = 1000
 """Most training images on which sets of blocks are compared."""
@@ -35,6 +40,42 @@ class Reading:
     blocks: tuple[str, ...]
     poolings: str
     views: int = 1
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Inner products of columns with mean 0 and deviation 1: `own` [n, n] of training rows, `others` [M, n] with them.
+
+    Those of blocks side by side are sums. `columns` were read.
+    """
+
+    own: Tensor
+    others: Tensor
+    columns: int = 0
+
+    def __add__(self, more: Kernel) -> Kernel:
+        return Kernel(self.own + more.own, self.others + more.others, self.columns + more.columns)
+
+    @classmethod
+    def of(cls, train: Tensor, others: Tensor) -> Kernel:
+        """From columns [n, D] and [M, D]; those that do not vary, up to rounding, are left out."""
+        mean, deviation = train.mean(0), train.std(0, correction=0)
+        alive = deviation > NOISE * train.abs().amax(0)
+        train, others = ((x[:, alive] - mean[alive]) / deviation[alive] for x in (train, others))
+        return cls(train @ train.T, others @ train.T, int(alive.sum()))
+
+    def ridge_predictions(self, targets: Tensor, ridges: Sequence[float]) -> Tensor:
+        """Predictions [ridges, M, C] by ridge regression with an intercept, for targets [n, C].
+
+        Ridges are relative to the mean of the diagonal: as the smallest is far above the rounding of float64, the
+        systems are solved directly.
+        """
+        mean, size = targets.mean(0), self.own.diagonal().mean()
+        if not self.columns:
+            return mean.expand(len(ridges), len(self.others), -1)
+        eye = torch.eye(len(self.own), dtype=self.own.dtype)
+        factors = (torch.linalg.cholesky(self.own + ridge * size * eye) for ridge in ridges)
+        return torch.stack([self.others @ torch.cholesky_solve(targets - mean, factor) for factor in factors]) + mean
 
 
 @dataclass(frozen=True)
@@ -116,90 +157,70 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
     def _search(self, task: Task, outputs: Outputs, rows: Tensor) -> Iterator[Fit]:
         """Fits on some training rows: of every block, of blocks side by side, and of variations of the best of them."""
         few = rows[:: math.ceil(len(rows) / SEARCHED)]
+        kernel = cache(partial(_kernel, outputs, few))
 
-        def tried(readings: Iterator[Reading] | Sequence[Reading]) -> list[Fit]:
-            found = (self._fit(task, outputs, reading, few) for reading in readings)
-            return [fit for fit in found if fit is not None]
+        def tried(readings: Iterable[Reading]) -> list[Fit]:
+            return [self._fit(task, outputs, reading, few, kernel) for reading in readings]
 
-        single = tried([Reading((block,), poolings) for block in outputs.blocks for poolings in ("average", "rich")])
-        if not single:
+        if not sum(kernel(block, "rich", 1).columns for block in outputs.blocks):
             raise Inapplicable("no block of the net tells the images of the harmful task apart")
-        fits = single + tried([Reading(tuple(outputs.blocks), "rich")])
-        best = max((fit for fit in single if fit.reading.poolings == "rich"), key=_val)
+        fits = tried(Reading((block,), poolings) for block in outputs.blocks for poolings in ("average", "rich"))
+        best = max((fit for fit in fits if fit.reading.poolings == "rich"), key=_val)
+        fits += tried([Reading(tuple(outputs.blocks), "rich")])
         while len(best.reading.blocks) < min(LARGEST, len(outputs.blocks)):
             own = best.reading.blocks
-            larger = tried([Reading((*own, block), "rich") for block in outputs.blocks if block not in own])
+            larger = tried(Reading((*own, block), "rich") for block in outputs.blocks if block not in own)
             fits += larger
             better = max(larger, key=_val)
             if better.val <= best.val:
                 break
             best = better
-        best = max(fits, key=_val)
-        blocks = best.reading.blocks
-        fits += tried([Reading(blocks, name) for name in POOLINGS if name != best.reading.poolings])
-        best = max(fits, key=_val)
+        chosen = max(fits, key=_val).reading
+        fits += tried(Reading(chosen.blocks, name) for name in POOLINGS if name != chosen.poolings)
+        chosen = max(fits, key=_val).reading
+        whole = partial(_kernel, outputs, rows)
         if len(few) < len(rows):
-            fits = [fit for fit in (self._fit(task, outputs, best.reading, rows),) if fit is not None]
+            fits = [self._fit(task, outputs, chosen, rows, whole)]
+        if outputs.views > 1:
+            fits.append(self._fit(task, outputs, replace(chosen, views=outputs.views), rows, whole))
         yield from fits
-        views = next(iter(outputs.parts.values()))["train"].shape[0]
-        if views > 1:
-            best = max(fits, key=_val)
-            mirrored = self._fit(task, outputs, Reading(best.reading.blocks, best.reading.poolings, views), rows)
-            yield from [] if mirrored is None else [mirrored]
 
-    def _fit(self, task: Task, outputs: Outputs, reading: Reading, rows: Tensor) -> Fit | None:
-        """The best ridge; None where nothing that is read varies."""
-        parts = [outputs.columns(reading.blocks, reading.poolings, split)[: reading.views].double() for split in SPLITS]
-        train, y = parts[0][:, rows].flatten(0, 1), task.train.y.cpu()[rows].repeat(reading.views)
-        mean, largest = train.mean(0), train.abs().amax(0)
-        deviation = train.std(0, correction=0)
-        alive = deviation > NOISE * largest
-        if not alive.any():
-            return None
-        train, val, test = ((x[..., alive] - mean[alive]) / deviation[alive] for x in (train, *parts[1:]))
-        targets = task.targets(y)
-        predicted = ridge_predictions(train, targets, torch.cat([val, test], 1).flatten(0, 1), self.settings)
-        predicted = predicted.unflatten(1, (reading.views, -1)).mean(1)
-        found = task.measure(predicted[:, : val.shape[1]], task.val.y.cpu())
-        best = int(found.argmax())
-        n, d = train.shape
-        small = min(n, d)
-        flops = outputs.cost(reading.blocks) * n + 2.0 * n * d * small + small**3 / 3
-        return Fit(reading, self.settings[best], found[best].item(), flops, predicted[best, val.shape[1] :])
+    def _fit(
+        self,
+        task: Task,
+        outputs: Outputs,
+        reading: Reading,
+        rows: Tensor,
+        kernel: Callable[[str, str, int], Kernel],
+    ) -> Fit:
+        """The best ridge on validation rows; one whose columns do not vary guesses."""
+        views, y = reading.views, task.train.y.cpu()[rows].repeat(reading.views)
+        read = reduce(operator.add, (kernel(block, reading.poolings, views) for block in reading.blocks))
+        predicted = read.ridge_predictions(task.targets(y), self.settings)
+        predicted = predicted.unflatten(1, (views, -1)).mean(1)
+        val = task.measure(predicted[:, : len(task.val)], task.val.y.cpu())
+        best, n = int(val.argmax()), len(y)
+        flops = outputs.cost(reading.blocks) * n + 2.0 * n**2 * read.columns + n**3 / 3
+        return Fit(reading, self.settings[best], val[best].item(), flops, predicted[best, len(task.val) :])
 
 
 def _val(fit: Fit) -> float:
     return fit.val
 
 
+def _kernel(outputs: Outputs, rows: Tensor, block: str, poolings: str, views: int) -> Kernel:
+    """That of one block; training rows of all views below each other, validation and then test rows of each view."""
+    train, val, test = (outputs.columns([block], poolings, split)[:views].double() for split in SPLITS)
+    return Kernel.of(train[:, rows].flatten(0, 1), torch.cat([val, test], 1).flatten(0, 1))
+
+
 def nested(task: Task, rows: Tensor, seed: int) -> Iterator[Tensor]:
-    """Growing parts of training rows, those that have `FEWEST`, 2 `FEWEST` ... of each class, and all of them."""
+    """Growing parts of training rows: `FEWEST` of each class, twice as many, and so on to all, but at most `MOST`."""
     chosen, count = set(rows.tolist()), FEWEST
     while True:
         own = torch.tensor([row for row in task.few(count, seed).tolist() if row in chosen])
-        if len(own) >= len(rows):
+        if len(own) >= min(len(rows), MOST):
             break
         yield own
         count *= 2
-    yield rows
-
-
-def ridge_predictions(train: Tensor, targets: Tensor, others: Tensor, ridges: Sequence[float]) -> Tensor:
-    """Predictions [ridges, M, C] for `others` [M, D] by ridge regression with an intercept on `train` [N, D].
-
-    Columns have mean 0. Ridges are relative to the mean eigenvalue of the smaller Gram matrix; as the smallest is far
-    above the rounding of float64, that matrix is solved directly.
-    """
-    n, d = train.shape
-    mean = targets.mean(0)
-    gram = train @ train.T if n <= d else train.T @ train
-    right = targets - mean if n <= d else train.T @ (targets - mean)
-    left = others @ train.T if n <= d else others
-    size = gram.diagonal().mean()
-    eye = torch.eye(len(gram), dtype=gram.dtype)
-    return (
-        torch.stack(
-            [left @ torch.cholesky_solve(right, torch.linalg.cholesky(gram + ridge * size * eye)) for ridge in ridges]
-        )
-        + mean
-    )
+    yield own if len(own) <= MOST else own[torch.linspace(0, len(own) - 1, MOST).long()]

@@ -48,6 +48,10 @@ class Outputs:
     flops: dict[str, float]
 
     @property
+    def views(self) -> int:
+        return len(next(iter(self.parts.values()))["train"])
+
+    @property
     def blocks(self) -> list[str]:
         found = {block for block, _ in self.parts}
         return [block for block in self.flops if block in found]

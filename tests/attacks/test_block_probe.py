@@ -1,16 +1,19 @@
 """An attacker who reads any blocks of a net, and those who have no model."""
 
 import itertools
+import operator
+from functools import reduce
 
 import pytest
 import torch
 from helpers.matrices import gaussian
 from helpers.victims import classes, colored_pair, net_victim, victim_of
 from sklearn.linear_model import Ridge
+from sklearn.preprocessing import StandardScaler
 from torch.testing import assert_close
 
 from immunization.attacks import BlockProbe, Inapplicable, Neighbours, RandomNet, RawInputs
-from immunization.attacks.block_probe import nested, ridge_predictions
+from immunization.attacks.block_probe import Kernel, nested
 from immunization.attacks.pooling import POOLINGS, outputs_of, poolings, prefix_flops
 from immunization.attacks.renewed import images_of
 
@@ -25,13 +28,29 @@ def untouched(images, name="test_resnet", trainable="layer4", **arguments):
 
 
 @pytest.mark.parametrize("shape", [(30, 7), (20, 50)])
-def test_both_ways_to_solve_are_ridge_regression(shape):
-    train, others = gaussian(*shape, seed=0), gaussian(9, shape[1], seed=1)
-    train = train - train.mean(0)
-    targets = gaussian(shape[0], 3, seed=2)
-    size = train.square().sum() / min(shape)
-    expected = Ridge(alpha=float(0.1 * size)).fit(train, targets).predict(others)
-    assert_close(ridge_predictions(train, targets, others, [0.1])[0], torch.tensor(expected))
+def test_blocks_side_by_side_are_ridge_regression_on_standardized_columns(shape):
+    train, others, targets = (
+        gaussian(*shape, seed=0) * 3 + 1,
+        gaussian(9, shape[1], seed=1),
+        gaussian(shape[0], 3, seed=2),
+    )
+    scaler = StandardScaler().fit(train)
+    alpha = 0.1 * shape[1]  # the mean of the diagonal of Z Z^T is the number of columns
+    model = Ridge(alpha=alpha).fit(scaler.transform(train), targets)
+    parts = [Kernel.of(a, b) for a, b in zip(train.split(4, 1), others.split(4, 1), strict=True)]
+    read = reduce(operator.add, parts)
+    expected = torch.tensor(model.predict(scaler.transform(others)))
+    assert read.columns == shape[1]
+    assert_close(read.ridge_predictions(targets, [0.1])[0], expected)
+
+
+def test_columns_that_do_not_vary_are_left_out():
+    train, others = gaussian(10, 4, seed=0), gaussian(3, 4, seed=1)
+    train[:, 1] = 5.0
+    assert Kernel.of(train, others).columns == 3
+    nothing = Kernel.of(torch.full_like(train, 2.0), others)
+    assert nothing.columns == 0
+    assert_close(nothing.ridge_predictions(train, [0.1])[0], train.mean(0).expand(3, -1))
 
 
 @pytest.mark.parametrize("wipe", ["zero", "scale"])
