@@ -171,10 +171,11 @@ def _worth(result: Result, measure: str) -> list[str]:
     low, high = (metrics[f"worth/removed_{end}"] for end in ("low", "high"))
     lines = [f"{line}: {removed:.2f} of what theta_0 is worth is removed (95 % interval {low:.2f} to {high:.2f})."]
     few = sorted(int(name.rpartition("_")[2]) for name in metrics if name.startswith("worth/before_"))
-    known = [(n, found) for n in few if (found := metrics.get(f"worth/removed_{n}")) is not None]
+    known = [n for n in few if metrics.get(f"worth/removed_{n}") is not None]
     if known:
-        shares = " / ".join(f"{found:.2f}" for _, found in known)
-        lines.append(f"With {' / '.join(str(n) for n, _ in known)} images of each class it is {shares}.")
+        shares = [[metrics[f"worth/removed{end}_{n}"] for end in ("", "_low", "_high")] for n in known]
+        said = ("{}: {:.2f} ({:.2f} to {:.2f})".format(n, *share) for n, share in zip(known, shares, strict=True))
+        lines.append(f"With so many images of each class, {', '.join(said)}.")
     if suite := result.about.get("suite"):
         secret = "" if suite["theta_0"] == "secret" else "; theta_0 is public, and every attacker has it"
         lines.append(f"Attackers are those of {suite['version']}{secret}.")

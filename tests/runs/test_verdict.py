@@ -50,11 +50,15 @@ def test_what_the_model_is_worth_comes_first():
     )
     assert first.endswith("no defence of it can be measured.")
     result.metrics |= {"worth/removed": 0.067, "worth/removed_low": 0.02, "worth/removed_high": 0.11}
-    result.metrics |= {"worth/before_10": 0.7, "worth/removed_10": 0.04, "worth/before_5": 0.5, "worth/removed_5": 0.02}
+    for images, removed in ((10, 0.04), (5, 0.02)):
+        ends = {"": removed, "_low": removed - 0.2, "_high": removed + 0.2}
+        result.metrics |= {f"worth/before_{images}": 0.5} | {
+            f"worth/removed{end}_{images}": x for end, x in ends.items()
+        }
     result.about["suite"] = {"version": "standard-1", "theta_0": "public"}
     first, few, suite, held, *_ = verdict([result])
     assert first.endswith("0.07 of what theta_0 is worth is removed (95 % interval 0.02 to 0.11).")
-    assert few == "With 5 / 10 images of each class it is 0.02 / 0.04."
+    assert few == "With so many images of each class, 5: 0.02 (-0.18 to 0.22), 10: 0.04 (-0.16 to 0.24)."
     assert suite == "Attackers are those of standard-1; theta_0 is public, and every attacker has it."
     assert held.startswith("It does not hold")
 
