@@ -94,7 +94,7 @@ def resolve(config: DictConfig, overrides: Iterable[str] = ()) -> Experiment:
     machine.device_of(settings["device"])  # a GPU that is not there is said so before the data are read
     for group in ("evaluation", "attack"):
         values[group] = {name: build(settings, f"{group}.{name}") for name in values[group]}
-    if settings["suite"]:
+    if values["suite"]:
         values["suite"] = build(settings, "suite")
     if any(override.startswith("objective=") for override in overrides):
         check_objective(str(values["objective"]), values["evaluation"], values["attack"])

@@ -80,14 +80,21 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Fit:
-    """A ridge regression: what it reads, its ridge, its measure on validation rows and the operations it takes."""
+    """A ridge regression: what it reads, its ridge, its measure on validation rows, and predictions for test rows.
+
+    Operations are `passes` of the net and those of the `regression`. `predicted` is [N, outputs].
+    """
 
     reading: Reading
     ridge: float
     val: float
-    flops: float
+    passes: float
+    regression: float
     predicted: Tensor
-    """For test rows, [N, outputs]."""
+
+    @property
+    def flops(self) -> float:
+        return self.passes + self.regression
 
 
 class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
@@ -127,11 +134,11 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         everything = self.rows(task)
         everything = torch.arange(len(task.train)) if everything is None else everything
         fits: list[tuple[int, Fit]] = []
-        searched = 0.0
+        searched = outputs.views * outputs.cost(outputs.blocks) * min(len(everything), MOST)  # one pass for all of them
         for rows in nested(task, everything, self.seed):
-            for fit in self._search(task, outputs, rows):
-                fits.append((len(rows), fit))
-                searched += fit.flops
+            found, spent = self._search(task, outputs, rows)
+            fits += [(len(rows), fit) for fit in found]
+            searched += spent
         best: list[tuple[int, Fit]] = []
         for rows, fit in sorted(fits, key=lambda item: item[1].flops):
             if not best or (fit.val, rows) > (best[-1][1].val, best[-1][0]):
@@ -154,8 +161,11 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
             },
         )
 
-    def _search(self, task: Task, outputs: Outputs, rows: Tensor) -> Iterator[Fit]:
-        """Fits on some training rows: of every block, of blocks side by side, and of variations of the best of them."""
+    def _search(self, task: Task, outputs: Outputs, rows: Tensor) -> tuple[list[Fit], float]:
+        """Fits on some training rows: of every block, of blocks side by side, and of variations of the best of them.
+
+        And the operations of all regressions, also of those on fewer rows, which only say what to read.
+        """
         few = rows[:: math.ceil(len(rows) / SEARCHED)]
         kernel = cache(partial(_kernel, outputs, few))
 
@@ -178,12 +188,14 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         chosen = max(fits, key=_val).reading
         fits += tried(Reading(chosen.blocks, name) for name in POOLINGS if name != chosen.poolings)
         chosen = max(fits, key=_val).reading
-        whole = partial(_kernel, outputs, rows)
+        whole, spent = partial(_kernel, outputs, rows), sum(fit.regression for fit in fits)
         if len(few) < len(rows):
             fits = [self._fit(task, outputs, chosen, rows, whole)]
+            spent += fits[0].regression
         if outputs.views > 1:
             fits.append(self._fit(task, outputs, replace(chosen, views=outputs.views), rows, whole))
-        yield from fits
+            spent += fits[-1].regression
+        return fits, spent
 
     def _fit(
         self,
@@ -200,8 +212,8 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         predicted = predicted.unflatten(1, (views, -1)).mean(1)
         val = task.measure(predicted[:, : len(task.val)], task.val.y.cpu())
         best, n = int(val.argmax()), len(y)
-        flops = outputs.cost(reading.blocks) * n + 2.0 * n**2 * read.columns + n**3 / 3
-        return Fit(reading, self.settings[best], val[best].item(), flops, predicted[best, len(task.val) :])
+        passes, regression = outputs.cost(reading.blocks) * n, 2.0 * n**2 * read.columns + n**3 / 3
+        return Fit(reading, self.settings[best], val[best].item(), passes, regression, predicted[best, len(task.val) :])
 
 
 def _val(fit: Fit) -> float:

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from immunization.attacks.base import AttackCurve
 from immunization.attacks.direct import ClosedFormProbe
-from immunization.attacks.renewed import BATCH, images_of, renew_from
+from immunization.attacks.pooling import passed
+from immunization.attacks.renewed import images_of, renew_from
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.data.task import SPLITS
 from immunization.models.chain import Network
@@ -47,13 +48,8 @@ class RenewedEarlierLayers(EarlierLayers):
     renewed = True
 
 
-@torch.no_grad()
 def pooled_outputs(network: Network, images: Tensor) -> dict[str, Tensor]:
     """What each block of `network` makes of images, averaged over places or tokens: [N, channels], float64, by name."""
-    batches: list[dict[str, Tensor]] = []
-    with network.whole.watched() as seen:
-        for part in images.split(BATCH):
-            seen.clear()
-            network(part)
-            batches.append({name: x.double() for name, x in seen.items() if len(x) == len(part)})
-    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    batches = list(passed(network, images))
+    found = {name: torch.cat([batch[name] for batch in batches]).double() for name in batches[0]}
+    return {name: x for name, x in found.items() if len(x) == len(images)}

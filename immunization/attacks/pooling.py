@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from immunization.attacks.victim import BATCH
 from immunization.data.task import SPLITS
 from immunization.models.chain import Network
-
-BATCH = 64
-"""Images of a batch."""
 
 CHANNELS = 512
 """Of more channels, poolings other than the average read this many random combinations."""
@@ -31,10 +30,6 @@ POOLINGS: dict[str, tuple[str, ...]] = {
 """Poolings that are read side by side, by name; a block has those that its output allows."""
 
 
-Part = tuple[str, str]
-"""A block and a pooling of its output."""
-
-
 @dataclass
 class Outputs:
     """What blocks make of the images of a task.
@@ -44,7 +39,7 @@ class Outputs:
     which blocks run.
     """
 
-    parts: dict[Part, dict[str, Tensor]]
+    parts: dict[tuple[str, str], dict[str, Tensor]]
     flops: dict[str, float]
 
     @property
@@ -69,7 +64,7 @@ class Outputs:
 @torch.no_grad()
 def outputs_of(network: Network, images: Mapping[str, Tensor], mirrored: bool) -> Outputs:
     """What every block of a net makes of images [N, C, H, W] by split, and of their mirror images."""
-    parts: dict[Part, dict[str, Tensor]] = {}
+    parts: dict[tuple[str, str], dict[str, Tensor]] = {}
     for split in SPLITS:
         views = [_pooled(network, images[split])]
         views += [_pooled(network, images[split].flip(-1))] if mirrored else []
@@ -78,17 +73,26 @@ def outputs_of(network: Network, images: Mapping[str, Tensor], mirrored: bool) -
     return Outputs(parts, prefix_flops(network))
 
 
-def _pooled(network: Network, images: Tensor) -> dict[Part, Tensor]:
-    batches: dict[Part, list[Tensor]] = {}
-    with network.whole.watched(poolings) as seen:
+def _pooled(network: Network, images: Tensor) -> dict[tuple[str, str], Tensor]:
+    batches: dict[tuple[str, str], list[Tensor]] = {}
+    for seen in passed(network, images, poolings):
+        for block, found in seen.items():
+            for pooling, x in found.items():
+                batches.setdefault((block, pooling), []).append(x.float().cpu())
+    found = {part: torch.cat(columns) for part, columns in batches.items()}
+    return {part: x for part, x in found.items() if len(x) == len(images)}
+
+
+@torch.no_grad()
+def passed(
+    network: Network, images: Tensor, reduce: Callable[[Tensor, bool, int], Any] | None = None
+) -> Iterator[dict[str, Any]]:
+    """What each block makes of one batch of images after the other, by name, as `Chain.watched` has it."""
+    with network.whole.watched(reduce) as seen:
         for batch in images.split(BATCH):
             seen.clear()
             network(batch)
-            for block, found in seen.items():
-                for pooling, x in found.items():
-                    batches.setdefault((block, pooling), []).append(x.float().cpu())
-    found = {part: torch.cat(columns) for part, columns in batches.items()}
-    return {part: x for part, x in found.items() if len(x) == len(images)}
+            yield dict(seen)
 
 
 def poolings(x: Tensor, last: bool, prefix: int) -> dict[str, Tensor]:

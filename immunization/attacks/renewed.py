@@ -46,11 +46,16 @@ def renew_from(network: nn.Module, images: Tensor, rows: Tensor | None) -> int:
 
     Raises Inapplicable for a net without BatchNorm.
     """
-    if not any(isinstance(module, BATCH_NORMS) for module in network.modules()):
+    if not norms_of(network):
         raise Inapplicable("the net has no BatchNorm whose statistics could be renewed")
     own = images if rows is None else images[rows.to(images.device)]
     renew(network, own.tensor_split(math.ceil(len(own) / BATCH)))  # no batch of one image, which may have no variance
     return len(own)
+
+
+def norms_of(network: nn.Module) -> list[nn.Module]:
+    """Its layers with statistics of batches."""
+    return [module for module in network.modules() if isinstance(module, BATCH_NORMS)]
 
 
 @torch.no_grad()
@@ -59,7 +64,7 @@ def renew(network: nn.Module, batches: Iterable[Tensor], forward: Callable[[Tens
 
     `forward` passes a batch, where `network` is only a part of what does so.
     """
-    norms = [module for module in network.modules() if isinstance(module, BATCH_NORMS)]
+    norms = norms_of(network)
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()

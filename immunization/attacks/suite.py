@@ -65,9 +65,11 @@ def _of_one_task(
     measures.about["attacks_capped"] = [outcome.name for outcome in outcomes if outcome.capped]
     bar = _worst(outcomes, victim, measures)
     reference.measure(references, bar, victim.task.measure_name, measures)
-    if references:
-        everything = _draw({outcome.name: outcome.curves for outcome in outcomes}, references.values())
-        _worth(attacks, victim, kept, suite, everything, measures)
+    if suite is not None:
+        measures.about["suite"] = {"version": suite.version, "theta_0": suite.theta_0}
+    everything = _draw({outcome.name: outcome.curves for outcome in outcomes}, references.values())
+    if everything.without:
+        _worth(attacks, victim, kept, suite or Suite(version=""), everything, measures)
     return measures
 
 
@@ -75,18 +77,16 @@ def _worth(
     attacks: Mapping[str, Attack],
     victim: Victim,
     kept: KeptCurves | None,
-    suite: Suite | None,
+    suite: Suite,
     everything: Draw,
     measures: Measures,
 ) -> None:
     """What the model is worth with all of the attacker's images, and with as few as the suite says."""
-    task, public = victim.task, suite is not None and suite.theta_0 == "public"
+    task, public = victim.task, suite.theta_0 == "public"
     guess = torch.full((len(task.test),), task.chance, dtype=torch.float64)
     worth.measure([everything], guess, "", measures, public)
-    if suite is not None:
-        measures.about["suite"] = {"version": suite.version, "theta_0": suite.theta_0}
     bar = tqdm(bar_format="{desc} |{bar}|", disable=None, leave=False)
-    for images in suite.images if suite is not None and task.classes else ():
+    for images in suite.images if task.classes else ():
         if len(task.few(images, 0)) == len(task.train):
             reason = f"no class of the harmful task has more than {images} training images"
             measures.miss(reason, f"worth/theta_0_{images}", f"worth/removed_{images}")

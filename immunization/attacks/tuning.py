@@ -12,11 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from immunization.attacks.probes import svd_flops
 from immunization.attacks.recipe import OPTIMIZERS, WHOLE, Budget, Recipe
-from immunization.attacks.renewed import renew
+from immunization.attacks.renewed import norms_of, renew
 from immunization.attacks.victim import BATCH
 from immunization.data.task import Task
 from immunization.errors import DegenerateSpectrum
-from immunization.models.chain import BATCH_NORMS, Network
+from immunization.models.chain import Network
 from immunization.theory.probe import Probe, ridge_weights
 
 NORM = 10.0
@@ -192,8 +192,7 @@ class Tuner:
         views = self.rows * (1 + recipe.mirror)
         before, behind = self._passes(network, start)
         opened.flops = before * views
-        norms = any(isinstance(module, BATCH_NORMS) for part in moving for module in part.modules())
-        if recipe.head_first and recipe.batchnorm == "train" and norms:
+        if recipe.head_first and recipe.batchnorm == "train" and any(map(norms_of, moving)):
             self._renew(opened)
             opened.flops += behind * self.rows
         if recipe.standardize:
@@ -281,9 +280,8 @@ class Tuner:
         """The loss of a mini-batch in the modes that the recipe trains in, with a graph."""
         for part in opened.moving:
             part.train()
-            for module in part.modules() if recipe.batchnorm == "eval" else ():
-                if isinstance(module, BATCH_NORMS):
-                    module.eval()
+            for norm in norms_of(part) if recipe.batchnorm == "eval" else ():
+                norm.eval()
         return self.task.loss(opened.logits(x), y, recipe.smoothing)
 
     def _measured(self, course: Course, step: int, opened: Opened, recipe: Recipe) -> bool:

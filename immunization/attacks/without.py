@@ -11,9 +11,12 @@ import torch.nn.functional as F
 from immunization.attacks.block_probe import BlockProbe
 from immunization.attacks.network import FineTune
 from immunization.attacks.pooling import Outputs, outputs_of
-from immunization.attacks.renewed import images_of, renew_from
+from immunization.attacks.renewed import images_of, norms_of, renew_from
 from immunization.attacks.victim import Inapplicable, Stage, Victim
-from immunization.models.chain import BATCH_NORMS, Network
+from immunization.models.chain import Network
+
+WEIGHTS = 0
+"""Seed of a random net."""
 
 SIDE = 32
 """Larger images are averaged to this many pixels before they are read as they are."""
@@ -51,17 +54,19 @@ class Scratch(FreshPart, group="attack.scratch", without=["scope", "precision"])
 
 
 class RandomNet(BlockProbe, group="attack.random_net", without=["precision", "renewed"]):
-    """What `BlockProbe` reads, of the same architecture with random weights and the statistics of the own images."""
+    """What `BlockProbe` reads, of the same architecture with random weights and the statistics of the own images.
+
+    The weights are the same for all draws of images, so that the net is passed once.
+    """
 
     reference = True
 
     def read(self, victim: Victim, stage: Stage) -> tuple[Outputs, float]:
         images = images_of(victim)
         with torch.random.fork_rng():
-            torch.manual_seed(self.seed)
+            torch.manual_seed(WEIGHTS)
             network = redrawn(victim.network(stage))
-        norms = any(isinstance(module, BATCH_NORMS) for module in network.modules())
-        passes = renew_from(network, images["train"], None) if norms else 0
+        passes = renew_from(network, images["train"], None) if norms_of(network) else 0
         return outputs_of(network, images, self.mirrored), victim.flops_per_row() * passes
 
 

@@ -12,7 +12,7 @@ from sklearn.linear_model import Ridge
 from sklearn.preprocessing import StandardScaler
 from torch.testing import assert_close
 
-from immunization.attacks import BlockProbe, Inapplicable, Neighbours, RandomNet, RawInputs
+from immunization.attacks import BlockProbe, Inapplicable, Neighbours, RandomNet, RawInputs, block_probe
 from immunization.attacks.block_probe import Kernel, nested
 from immunization.attacks.pooling import POOLINGS, outputs_of, poolings, prefix_flops
 from immunization.attacks.renewed import images_of
@@ -125,6 +125,23 @@ def test_one_who_has_no_model_reads_nothing_of_it(images):
         curves = [attack.run(victim, stage) for victim in (own, other) for stage in ("immunized", "baseline")]
         assert all(torch.equal(curve.test, curves[0].test) for curve in curves)
         assert attack.reference
+
+
+def test_no_draw_of_images_decides_what_another_finds(images):
+    """The random net is the same for all, whichever runs first."""
+    first, second = untouched(images), untouched(images)
+    seeds = [RandomNet(samples=3, seed=seed) for seed in (0, 1)]
+    here, there = (attack.run(first, "baseline") for attack in seeds), (a.run(second, "baseline") for a in seeds[::-1])
+    assert all(torch.equal(a.val, b.val) for a, b in zip(here, list(there)[::-1], strict=True))
+
+
+def test_a_search_pays_for_what_it_tried_on_fewer_images(images, monkeypatch):
+    attack, victim = BlockProbe(mirrored=False), untouched(images)
+    whole = attack.run(victim, "baseline").found["search_flops"]
+    monkeypatch.setattr(block_probe, "SEARCHED", 15)
+    curve = attack.run(victim, "baseline")
+    assert curve.flops.max() < curve.found["search_flops"] < whole
+    assert curve.found["search_flops"] > victim.flops_per_row() * len(victim.task.train)
 
 
 def test_linear_maps_have_no_blocks():

@@ -95,3 +95,6 @@ def test_a_run_says_what_is_removed_at_few_images(victim):
 
 def test_without_an_attacker_who_lacks_the_model_there_is_no_worth(victim):
     assert not any(name.startswith("worth/") for name in run_attacks({"near": Neighbours()}, victim).metrics)
+    named = run_attacks({"near": Neighbours()}, victim, suite=Suite(version="test-1", images=[2]))
+    assert named.about["suite"]["version"] == "test-1"
+    assert not any(name.startswith("worth/") for name in named.metrics)
