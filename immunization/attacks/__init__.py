@@ -3,7 +3,6 @@
 from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.block_probe import BlockProbe
 from immunization.attacks.direct import ClosedFormProbe, LogisticProbe
-from immunization.attacks.earlier import EarlierLayers, RenewedEarlierLayers
 from immunization.attacks.kept import KeptCurves
 from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeCurves, require_held_out
 from immunization.attacks.neighbours import Neighbours
@@ -18,7 +17,6 @@ from immunization.attacks.probes import (
     Undo,
     WhitenedProbe,
 )
-from immunization.attacks.renewed import RenewedStatistics
 from immunization.attacks.suite import run_attacks
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
 from immunization.attacks.without import FreshPart, RandomNet, RawInputs, Scratch

@@ -24,7 +24,8 @@ class AttackCurve:
     `epochs` are places in [T] by passes over the training rows. `found` are settings that were searched for or
     replayed, and `finals` what they reach with each seed, of which the curve is the best on the validation split.
     `scores` [T, N] is what each test row adds to `test`, the mean over them: bool where all are hits or misses, else
-    float32.
+    float32. `others` are the operations of all else that was tried to find the setting. `path`: the points are those of
+    one training, with others between them, and not each an attempt of its own.
     """
 
     steps: Tensor
@@ -40,6 +41,8 @@ class AttackCurve:
     found: dict[str, Any] | None = None
     finals: tuple[float, ...] = ()
     scores: Tensor | None = None
+    others: float = 0.0
+    path: bool = True
 
     def __post_init__(self) -> None:
         if self.scores is not None:  # hits and misses take one byte each
@@ -50,6 +53,13 @@ class AttackCurve:
     def final(self) -> float:
         """Test measure where an attacker stops: at the first maximum on the validation split."""
         return self.test[self.val.argmax()].item()
+
+    @classmethod
+    def of_guessing(cls, task: Task) -> "AttackCurve":
+        """That of an attacker who finds nothing to learn from."""
+        chance = torch.tensor([task.chance], dtype=torch.float64)
+        nothing = torch.zeros(1, dtype=torch.float64)
+        return cls(nothing.long(), nothing, chance, chance, scores=chance.expand(1, len(task.test)))
 
 
 class Attack(Component, group="attack.*"):
@@ -105,12 +115,20 @@ class Attack(Component, group="attack.*"):
         return None if self.samples is None else task.few(self.samples, self.seed)
 
     def choose(
-        self, grid: Sequence[int], flops: Tensor, val: Tensor, test: Tensor, floor: float, **facts: object
+        self,
+        grid: Sequence[int],
+        flops: Tensor,
+        val: Tensor,
+        test: Tensor,
+        floor: float,
+        shared: float = 0.0,
+        **facts: object,
     ) -> AttackCurve:
         """The curve of the setting whose validation curve has the largest mean over the (geometric) grid.
 
         `val` and `test` are [settings, T]; a row with NaN has diverged. A measure below `floor`, that of guessing,
-        counts as guessing. Where every setting diverged, the curve is NaN throughout.
+        counts as guessing. Where every setting diverged, the curve is NaN throughout. `shared` operations are spent
+        once for all settings.
         """
         area = areas(val, floor)
         diverged = area == -torch.inf
@@ -124,6 +142,7 @@ class Attack(Component, group="attack.*"):
             setting=self.settings[best],
             diverged=tuple(s for s, bad in zip(self.settings, diverged.tolist(), strict=True) if bad),
             at_edge=not inside and bool(area[best] > area.min()),
+            others=(len(self.settings) - 1) * (flops[-1].item() - shared),
             **{name: value[best] if isinstance(value, Tensor) else value for name, value in facts.items()},
         )
 

@@ -104,7 +104,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
     blocks are added one at a time as long as validation rows gain, then other poolings and mirror images are tried. All
     this is done with 5 training images of each class, with twice as many, and so on up to all: the curve goes through
     the readings that do better on validation rows than all that cost less. Operations are those of the part of the net
-    that is passed, of the regression, and not of the search, which `AttackCurve.found` has.
+    that is passed, of the regression, and not of the search, which `AttackCurve.others` has.
 
     `renewed`: BatchNorm first gets the statistics of the attacker's training images. Deep nets only.
     """
@@ -152,12 +152,13 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
             test=task.measure(predicted, task.test.y.cpu()),
             scores=task.scores(predicted, task.test.y.cpu()),
             setting=last.ridge,
+            others=max(0.0, searched - last.flops),
+            path=False,
             found={
                 "blocks": list(last.reading.blocks),
                 "poolings": last.reading.poolings,
                 "mirrored": last.reading.views > 1,
                 "ridge": last.ridge,
-                "search_flops": searched,
             },
         )
 

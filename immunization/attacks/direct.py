@@ -1,9 +1,10 @@
 """Attacks on frozen features that take no steps: ridge regression in closed form, and logistic regression."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeCurves
@@ -25,11 +26,14 @@ class ClosedFormProbe(ProbeAttack, without=["steps", "scaling"]):
     steps = 1
     ridges: Sequence[float] = RIDGES
 
+    def problem(self, victim: Victim, features: Mapping[str, Tensor]) -> LeastSquares:
+        problem = super().problem(victim, features)
+        problem.flops += decomposition_flops(problem)  # once for all ridges
+        return problem
+
     def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
         ridges = torch.tensor(self.settings, dtype=torch.float64).to(problem.sigma)
-        weights = ridge_weights(problem.sigma, problem.vectors, problem.target, ridges)
-        passes = decomposition_flops(problem) / problem.per_pass
-        curves.record(1, weights, passes)
+        curves.record(1, ridge_weights(problem.sigma, problem.vectors, problem.target, ridges), passes=0)
 
 
 class LogisticProbe(Attack):
@@ -71,4 +75,5 @@ class LogisticProbe(Attack):
         taken = steps[self.settings.index(curve.setting)]
         curve.steps = torch.tensor([taken])
         curve.flops = torch.tensor([problem.flops + problem.per_pass * taken], dtype=torch.float64)
+        curve.others = problem.per_pass * (sum(steps) - taken)
         return curve

@@ -25,6 +25,12 @@ def at_chance(outcome: Outcome) -> Iterator[str]:
         yield outcome.name
 
 
+def blind(outcome: Outcome) -> Iterator[str]:
+    """An attack that has something to learn from with the baseline, and nothing with theta_I."""
+    if outcome.telling and outcome.blind:
+        yield outcome.name
+
+
 def below_chance(outcome: Outcome) -> Iterator[str]:
     """An attack that works on the baseline and is worse than guessing on theta_I."""
     if outcome.telling and outcome.after.test.max().item() < outcome.chance - MARGIN:
@@ -53,6 +59,7 @@ def not_converged(outcome: Outcome) -> Iterator[str]:
 MEANINGS: dict[Callable[[Outcome], Iterator[str]], str] = {
     diverged: "no success of a defence, these were tried in a way that does not work",
     at_chance: "these stay at chance on the baseline too, which says nothing of theta_I",
+    blind: "these find features of theta_I that are the same for all rows, and guess",
     below_chance: "these are worse than chance on theta_I, where an attacker would flip the answer",
     capped: f"these never come {LEARNED:.0%} of the way from chance to the baseline's best within their steps, "
     "which count instead",

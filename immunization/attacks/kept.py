@@ -21,7 +21,7 @@ from immunization.runs import environment, files
 
 log = logging.getLogger(__name__)
 
-VERSION = 3
+VERSION = 4
 """Version of the file, to be raised whenever `AttackCurve` changes."""
 
 PACKAGE = Path(__file__).resolve().parents[1]

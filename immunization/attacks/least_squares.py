@@ -164,7 +164,8 @@ class ProbeAttack(Attack):
         self.descend(problem, curves)
         curves.finish()
         facts = {"excess": curves.excess, "kappa": self.condition_number(problem), "scores": curves.scores}
-        return self.choose(grid, curves.flops, curves.val, curves.test, problem.task.chance, **facts)
+        measured = (curves.flops, curves.val, curves.test, problem.task.chance)
+        return self.choose(grid, *measured, shared=problem.flops, **facts)
 
     def problem(self, victim: Victim, features: Mapping[str, Tensor]) -> "LeastSquares":
         """What this attacker learns from: features as they prepare them, and what these cost."""

@@ -45,4 +45,4 @@ class Neighbours(Attack, group="attack.neighbours", without=["steps"]):
         val, test = hits[:, None, : len(val)], hits[:, None, len(val) :]
         flops = victim.flops_per_row() * len(train) + 2.0 * likeness.numel() * train.shape[1]
         spent = torch.tensor([flops], dtype=torch.float64)
-        return self.choose([1], spent, val.mean(-1), test.mean(-1), task.chance, scores=test)
+        return self.choose([1], spent, val.mean(-1), test.mean(-1), task.chance, shared=flops, scores=test)

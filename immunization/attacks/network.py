@@ -146,18 +146,20 @@ class FineTune(Attack):
         courses = [tuner.train(self.recipe(rate), budget, self.seed) for rate in self.settings]
         val, test = (_stacked([getattr(course, split) for course in courses]) for split in ("val", "test"))
         scores = torch.stack([torch.stack(course.scores) for course in courses])
-        return self.choose(budget.grid, budget.flops, val, test, tuner.task.chance, scores=scores)
+        measured = (budget.flops, val, test, tuner.task.chance)
+        return self.choose(budget.grid, *measured, shared=budget.start, scores=scores)
 
     def _searched(self, tuner: Tuner, budget: Budget, stage: Stage) -> AttackCurve:
         """The recipe that was found or replayed, with the seed that is best on the validation split."""
         if self.replayed:
             if stage not in self.replayed:
                 raise ConfigError(f"attack: the file to replay holds no settings for the stage {stage}")
-            recipe, facts = self.replayed[stage], {}
+            recipe, facts, others = self.replayed[stage], {}, 0.0
             courses = [tuner.train(recipe, budget, self.seed)]
         else:
             found = search(tuner, budget, self.known_recipes(), self.parts, self.search, self.seed)
             recipe, facts, courses = found.recipe, found.facts, [found.course]
+            others = found.spent - found.course.spent
         courses += [tuner.train(recipe, budget, self.seed + i) for i in range(1, self.seeds)]
         val, test = (_stacked([getattr(course, split) for course in courses]) for split in ("val", "test"))
         area = areas(val, tuner.task.chance)
@@ -170,6 +172,7 @@ class FineTune(Attack):
                 diverged=() if torch.isfinite(area).any() else (recipe.rate,),
                 found={"recipe": asdict(recipe), "steps": courses[0].steps[-1]} | facts,
                 scores=torch.stack(course.scores),
+                others=others + sum(each.spent for each in courses if each is not course),
             )
             for course, *measures in zip(courses, val, test, strict=True)
         ]

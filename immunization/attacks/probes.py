@@ -183,8 +183,12 @@ class Undo(LinearProbe, group="attack.undo", without=["scaling"]):
 
     def problem(self, victim: Victim, features: Mapping[str, Tensor]) -> LeastSquares:
         problem, d = super().problem(victim, features), victim.task.dim
-        both = sum(len(victim.comparison.tasks[role].train) for role in ("primary", victim.role))
-        problem.flops += svd_flops(both if self.how == "relearn" else d, d)
+        if self.how == "strip":
+            problem.flops += svd_flops(d, d)
+            return problem
+        primary, own = (len(victim.comparison.tasks[role].train) for role in ("primary", victim.role))
+        nets = 1 if victim.raw(victim.role, "train") else 2  # theta_0 is passed, too, where it is a net
+        problem.flops += svd_flops(primary + own, d) + victim.flops_per_row() * (primary + (nets - 1) * (primary + own))
         return problem
 
     def features(self, victim: Victim, stage: Stage) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""An attacker who renews the statistics of BatchNorm, which are no weights and cost one pass over the images."""
+"""The statistics of BatchNorm, which are no weights: an attacker renews them by one pass over their images."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -6,31 +6,10 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from immunization.attacks.base import AttackCurve
-from immunization.attacks.direct import ClosedFormProbe
 from immunization.attacks.least_squares import require_held_out
-from immunization.attacks.victim import BATCH, Inapplicable, Stage, Victim
+from immunization.attacks.victim import BATCH, Inapplicable, Victim
 from immunization.data.task import SPLITS
 from immunization.models.chain import BATCH_NORMS
-
-
-class RenewedStatistics(ClosedFormProbe):
-    """Ridge regression on features of the net whose BatchNorm has mean and variance of the attacker's training images.
-
-    Operations are those of `ClosedFormProbe` and of one pass more over the training images. Only deep nets with
-    BatchNorm.
-    """
-
-    def run(self, victim: Victim, stage: Stage) -> AttackCurve:
-        network, images = victim.network(stage, self.precision), images_of(victim)
-        passes = renew_from(network, images["train"], self.rows(victim.task))
-        with torch.no_grad():
-            features = {
-                split: torch.cat([network(part).double() for part in x.split(BATCH)]) for split, x in images.items()
-            }
-        curve = self.probe(victim, features)
-        curve.flops = curve.flops + victim.flops_per_row() * passes
-        return curve
 
 
 def images_of(victim: Victim) -> dict[str, Tensor]:

@@ -52,7 +52,7 @@ class Victim:
     ) -> Tensor:
         """Features [N, D] of one split of a task, the attacked one by default."""
         role = role or self.role
-        raw = stage == "baseline" and self._raw(role, split)  # the map is I, which every precision holds
+        raw = stage == "baseline" and self.raw(role, split)  # the map is I, which every precision holds
         if raw or (precision is None and stage != "start"):
             return self.comparison.features(role, split, "immunized" if stage == "immunized" else "baseline")
         key = ("features", stage, split, precision, role)
@@ -77,14 +77,15 @@ class Victim:
     def _starts_elsewhere(self) -> bool:
         """Whether theta_0 differs from the baseline, where that is the inputs, and from theta_I."""
         current = self.model.extractor.state_dict()
-        if not self._raw(self.role, "train") or all(torch.equal(self.start[n].to(t), t) for n, t in current.items()):
+        if not self.raw(self.role, "train") or all(torch.equal(self.start[n].to(t), t) for n, t in current.items()):
             return False
         extractor = self.extractor("start")
         with torch.no_grad():
             root = self.task.root.to(next(extractor.parameters()))
             return not torch.equal(extractor(root), root)
 
-    def _raw(self, role: str, split: str) -> bool:
+    def raw(self, role: str, split: str) -> bool:
+        """Whether features of the baseline are the inputs as they are."""
         return self.model.baseline_features(role, split) is None
 
     @torch.no_grad()

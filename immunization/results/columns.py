@@ -349,6 +349,10 @@ COLUMNS = [
         "by standard: the same, but attack=standard did not run.",
     ),
     Column(
+        *("attack/worst/flops_ratio_searched", "the same with search", _PAGE, middle),
+        note="With search: what an attacker spends on settings that are worse is counted, too.",
+    ),
+    Column(
         *("", "searched, before → after", _PAGE, searched),
         note="Searched: the best, held out, that attackers reach who search for their settings.",
     ),
@@ -378,6 +382,8 @@ COLUMNS = [
     Column("attack/{attack}/steps_ratio", "steps ratio", _AUDIT, attack_steps),
     Column("attack/{attack}/cost", "operations, immunized", _AUDIT, middle),
     Column("attack/{attack}/cost_baseline", "operations, baseline", Place.ATTACKS, middle),
+    Column("attack/{attack}/cost_searched", "with search, immunized", Place.ATTACKS, middle),
+    Column("attack/{attack}/cost_searched_baseline", "with search, baseline", Place.ATTACKS, middle),
     Column("attack/{attack}/steps", "steps, immunized", Place.ATTACKS, partial(attack_steps, form="{:,.0f}")),
     Column("attack/{attack}/steps_baseline", "steps, baseline", Place.ATTACKS, partial(middle, form="{:,.0f}")),
     Column("attack/{attack}/steps_ratio_predicted", "ratio by Eq. 2", Place.ATTACKS, middle),

@@ -125,6 +125,8 @@ def _attacks(results: Sequence[Result]) -> list[str]:
         price = f"{cost:.2g} operations"
         if before:
             price = f"{cost / min(before.values()):.3g} times the operations of the cheapest attack on the baseline"
+            if (searched := result.metrics.get("attack/worst/flops_ratio_searched")) is not None:
+                price += f" ({searched:.3g} times where the search for settings is paid for)"
         count = f"{len(found)} of {len(tried)} attacks"
         lines = [f"It does not hold: {count} learn the harmful task; the cheapest, {name}, takes {price}."]
     else:

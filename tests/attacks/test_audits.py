@@ -83,7 +83,7 @@ def test_an_attack_says_which_of_how_many_it_is_and_on_what(monkeypatch, capsys)
     monkeypatch.setattr(LinearProbe, "run", noted)
     run_attacks({"first": LinearProbe(steps=4), "second": LinearProbe(steps=4)}, victim)
     assert seen == [
-        f"attack {n} on {on}" for n in ("1 of 2, first", "2 of 2, second") for on in ("theta_I", "the baseline")
+        f"attack {n} on {on}" for n in ("1 of 2, first", "2 of 2, second") for on in ("the baseline", "theta_I")
     ]
     assert where() == "at work"
     assert capsys.readouterr() == ("", "")  # no terminal

@@ -1,7 +1,9 @@
 """An attacker who reads any blocks of a net, and those who have no model."""
 
 import itertools
+import json
 import operator
+from dataclasses import replace
 from functools import reduce
 
 import pytest
@@ -10,12 +12,25 @@ from helpers.matrices import gaussian
 from helpers.victims import classes, colored_pair, net_victim, victim_of
 from sklearn.linear_model import Ridge
 from sklearn.preprocessing import StandardScaler
+from torch import nn
 from torch.testing import assert_close
 
-from immunization.attacks import BlockProbe, Inapplicable, Neighbours, RandomNet, RawInputs, block_probe
+from immunization import run
+from immunization.attacks import (
+    BlockProbe,
+    ClosedFormProbe,
+    Inapplicable,
+    Neighbours,
+    RandomNet,
+    RawInputs,
+    block_probe,
+    run_attacks,
+)
 from immunization.attacks.block_probe import Kernel, nested
-from immunization.attacks.pooling import POOLINGS, outputs_of, poolings, prefix_flops
-from immunization.attacks.renewed import images_of
+from immunization.attacks.pooling import POOLINGS, outputs_of, passed, poolings, prefix_flops
+from immunization.attacks.renewed import images_of, renew
+from immunization.data.task import Split
+from immunization.models.chain import Network, pooled
 
 
 @pytest.fixture(scope="module")
@@ -127,21 +142,113 @@ def test_one_who_has_no_model_reads_nothing_of_it(images):
         assert attack.reference
 
 
-def test_no_draw_of_images_decides_what_another_finds(images):
-    """The random net is the same for all, whichever runs first."""
-    first, second = untouched(images), untouched(images)
-    seeds = [RandomNet(samples=3, seed=seed) for seed in (0, 1)]
-    here, there = (attack.run(first, "baseline") for attack in seeds), (a.run(second, "baseline") for a in seeds[::-1])
-    assert all(torch.equal(a.val, b.val) for a, b in zip(here, list(there)[::-1], strict=True))
+def test_the_random_net_is_the_same_for_all_draws_of_images(images):
+    drawn = [RandomNet(samples=3, seed=seed).read(untouched(images), "baseline")[0] for seed in (0, 1)]
+    assert all(torch.equal(x["test"], drawn[1].parts[part]["test"]) for part, x in drawn[0].parts.items())
 
 
 def test_a_search_pays_for_what_it_tried_on_fewer_images(images, monkeypatch):
     attack, victim = BlockProbe(mirrored=False), untouched(images)
-    whole = attack.run(victim, "baseline").found["search_flops"]
+    whole = attack.run(victim, "baseline").others
     monkeypatch.setattr(block_probe, "SEARCHED", 15)
     curve = attack.run(victim, "baseline")
-    assert curve.flops.max() < curve.found["search_flops"] < whole
-    assert curve.found["search_flops"] > victim.flops_per_row() * len(victim.task.train)
+    assert 0 < curve.others < whole
+    assert curve.flops[-1] + curve.others > victim.flops_per_row() * len(victim.task.train)
+
+
+class Odd(nn.Module):
+    """Its blocks run in another order than they are defined in, one twice, and one gives a tuple."""
+
+    class Pair(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), x
+
+    def __init__(self):
+        super().__init__()
+        self.second, self.first, self.pair = nn.Linear(3, 3), nn.Linear(3, 3), self.Pair(3, 3)
+
+    def forward_features(self, x):
+        return self.second(self.second(self.pair(self.first(x))[0]))
+
+    def forward_head(self, x, pre_logits):
+        return x
+
+
+def test_blocks_come_as_they_run_and_those_without_a_tensor_are_left_out():
+    network, x = Network(Odd(), "second", (3,)), torch.rand(20, 3)
+    outputs = outputs_of(network, {"train": x, "val": x, "test": x}, mirrored=False)
+    assert outputs.blocks == ["first", "second"]
+    assert_close(outputs.columns(["second"], "average", "test")[0], network(x))
+    assert [list(seen) for seen in passed(network, x)] == [["first", "second"]]
+    assert not any(module._forward_hooks for module in network.modules())
+
+
+def test_pooling():
+    x = torch.rand(2, 3, 4, 5)
+    assert_close(pooled(x)[1, 2], x[1, 2].mean())
+    assert_close(pooled(x, channels_last=True)[1, 2], x[1, :, :, 2].mean())
+    assert_close(pooled(x[0])[1, 2], x[0, 1, :, 2].mean())
+    assert_close(pooled(x[0, 0]), x[0, 0])
+
+
+def silence(model):
+    for key, buffer in model.extractor.named_buffers():
+        if key.endswith("running_mean"):
+            buffer += 1e6  # behind it every ReLU is silent
+
+
+def test_statistics_that_silence_the_net_are_renewed_at_the_cost_of_a_pass(images):
+    victim = net_victim(images, silence, "test_resnet", "layer1")
+    before = {key: tensor.clone() for key, tensor in victim.model.state_dict().items()}
+    attacks = {"features": ClosedFormProbe(), "blocks": BlockProbe(), "renewed": BlockProbe(renewed=True)}
+    measures = run_attacks(attacks, victim)
+    values = measures.metrics
+    assert values["attack/renewed/final"] > 0.6
+    assert values["attack/features/final"] == victim.task.chance
+    assert "features" in measures.reasons["attacks_blind"]
+    assert all(torch.equal(tensor, before[key]) for key, tensor in victim.model.state_dict().items())
+    extra = [attack.read(victim, "baseline")[1] for attack in (attacks["blocks"], attacks["renewed"])]
+    assert extra == [0, victim.flops_per_row() * len(victim.task.train)]
+
+
+def test_a_net_without_batchnorm_has_none_to_renew(images):
+    victim = net_victim(images, silence, "test_vit", "blocks.5", img_size=32)
+    found = run_attacks({"it": BlockProbe(renewed=True)}, victim)
+    assert found.metrics["attack/it/final"] is None
+    assert "no BatchNorm" in found.reasons["attack/it/final"]
+
+
+def test_statistics_are_those_of_the_images_and_nothing_is_drawn():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(3)).eval()
+    x = torch.randn(40, 3, dtype=torch.float64) * 2 + 5
+    net.double()
+    before = torch.get_rng_state()
+    renew(net, x.split(20))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not net[1].training
+    assert_close(net[1].running_mean, x.mean(0))
+    assert_close(net[1].running_var, torch.stack([part.var(0) for part in x.split(20)]).mean(0))
+
+
+def test_a_run_says_what_was_read(tmp_path):
+    """From the command line: the blocks stand in result.json, and in a file for each task that was attacked."""
+    options = ["experiment=digits_deep", "tracker=none", "figures=false", "evaluation=[]", "method=identity"]
+    tasks = ["dataset.benign=null", "dataset.unseen=[7,8]"]
+    result = run([*options, *tasks, "attack=[block_probe]", "attack.block_probe.mirrored=false"], folder=tmp_path)
+    for kind in ("", "_unseen"):
+        file = tmp_path / f"attack{kind}_block_probe.json"
+        assert json.loads(file.read_text()) == result.about[f"attackers{kind}"]["block_probe"]
+    found = result.about["attackers"]["block_probe"]
+    assert found["immunized"] == found["baseline"]
+
+
+@pytest.mark.parametrize("attack", [BlockProbe(), RawInputs(), Neighbours()])
+def test_without_validation_images_they_do_not_apply(images, attack):
+    victim = untouched(images)
+    victim.task = replace(victim.task, val=Split(victim.task.val.x[:0], victim.task.val.y[:0]))
+    with pytest.raises(Inapplicable, match=r"has no val split: set dataset.val_fraction above 0"):
+        attack.run(victim, "baseline")
 
 
 def test_linear_maps_have_no_blocks():

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from immunization.attacks import AttackCurve, LinearProbe
-from immunization.attacks.flags import MEANINGS, flags_of
+from immunization.attacks.flags import flags_of
 from immunization.attacks.outcome import Outcome
 
 WORKS = [0.5, 0.6, 0.8, 0.9, 0.9, 0.9]  # chance is 0.5, so the bar lies at 0.86
@@ -54,6 +54,13 @@ def test_capped(best, found):
     assert raised(curve([best] * 6)) == ({"attacks_capped": "it (6)"} if found else {})
 
 
+def test_blind():
+    """An attacker who guesses took no step."""
+    guesses = curve([0.5])
+    guesses.steps = torch.zeros(1)
+    assert raised(guesses) == {"attacks_blind": "it"}
+
+
 def test_edge():
     assert raised(curve(FAILS, at_edge=True)) == {"attacks_capped": "it (6)", "attacks_edge": "it (learning rate 0.3)"}
     assert "attacks_edge" not in raised(curve(FAILS))
@@ -82,4 +89,3 @@ def test_several_attacks_share_a_flag_that_says_what_it_means():
         "these never come 90% of the way from chance to the baseline's best within their steps, which count instead: "
         "one (6), other (6)"
     )
-    assert len(MEANINGS) == 6

@@ -11,13 +11,13 @@ from torch import nn
 
 from immunization.attacks import (
     Adam,
+    BlockProbe,
     ClosedFormProbe,
     FineTune,
     FreshPart,
     Inapplicable,
     LogisticProbe,
     LoRA,
-    RenewedStatistics,
     Scratch,
     Victim,
     recipe,
@@ -227,7 +227,7 @@ ATTACKS = {
     "lora": LoRA(rates=[0.01], steps=1, rank=2, batch_size=12),
     "scratch": Scratch(rates=[0.01], steps=2, batch_size=12),
     "closed": ClosedFormProbe(),
-    "renewed": RenewedStatistics(),
+    "renewed": BlockProbe(renewed=True),
     "logistic": LogisticProbe(),
     "adam": Adam(steps=8),
 }

@@ -13,13 +13,13 @@ SETUPS = ("experiment", "hparams", "hydra", "debug", "launcher", "sweeps")
 MULTIPLE = ("evaluation", "attack")
 """Groups of which a run takes several options."""
 
-LISTS = ("all", "quick", "standard", "nightly")
-"""What the names of options begin with that stand for several."""
+LISTS = ("probes", "quick", "standard", "nightly")
+"""Options that stand for several."""
 
 OPTIONS = sorted(
     (path.parent.name, path.stem)
     for path in CONF.glob("*/*.yaml")
-    if path.parent.name not in SETUPS and not path.stem.startswith(LISTS)
+    if path.parent.name not in SETUPS and path.stem not in LISTS
 )
 
 
