@@ -80,7 +80,7 @@ def test_mistakes_are_named(net):
         immunization.immunize(net, loader(6, 0), loader(3, 1))
     with pytest.raises(DataError, match="harmful_loader gives no batches"):
         immunization.immunize(net, loader(4, 0), [])
-    with pytest.raises(DataError, match="harmful_loader holds one class alone"):
+    with pytest.raises(DataError, match="harmful_loader holds only one class"):
         immunization.immunize(net, loader(4, 0), loader(1, 0))
     both = loader(4, 0)
     with pytest.raises(ConfigError, match="primary_loader and harmful_loader are the same"):

@@ -65,6 +65,7 @@ class LogisticProbe(Attack):
             model = LogisticRegression(C=strength, max_iter=self.steps)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ConvergenceWarning)
+                warnings.filterwarnings("ignore", message="The number of unique classes")  # few images of many
                 model.fit(train.cpu().numpy(), y[rows].numpy())
             for split, found in hits.items():
                 guessed = torch.from_numpy(model.predict((getattr(problem, split) @ basis).cpu().numpy()))

@@ -88,10 +88,6 @@ class FineTune(Attack):
         return WHOLE[: WHOLE.index(self.scope) + 1] if self.scope in WHOLE else ("head", self.scope)
 
     def check(self, task: Task, model: Model) -> None:
-        if self.search and not len(task.val):
-            raise ConfigError(
-                "attack: a search needs validation images of the harmful task: set dataset.val_fraction above 0"
-            )
         if model.deep and self.scope not in (*WHOLE, "trained"):
             model.network().part(self.scope)
 

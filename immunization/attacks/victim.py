@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -21,6 +22,9 @@ Precision = Literal["float32", "bfloat16", "int8"]
 BATCH = 64
 """Images of a batch."""
 
+INNER = 5
+"""Of so many training rows of a class one takes the place of a validation row, where there are none."""
+
 GIB = 2**30
 KEPT_IMAGES = 4
 """GiB of images that an attack on a net keeps in memory; on a GPU at most a quarter of what it has free."""
@@ -34,7 +38,8 @@ class Victim:
     """The task of `role`, a harmful one, as an attacker sees it through the extractor of each stage.
 
     `start` is the extractor's state dict before immunization. Features are float64, computed once per stage, split and
-    precision of the weights; `precision=None` leaves them as they are.
+    precision of the weights; `precision=None` leaves them as they are. Where the task has no validation rows, the
+    attacker takes every `INNER`-th training row of a class for that.
     """
 
     def __init__(
@@ -42,6 +47,9 @@ class Victim:
     ) -> None:
         self.model, self.comparison, self.start, self.role = model, comparison, start, role
         self.task: Task = comparison.tasks[role]
+        self._inner: dict[str, Tensor] = {}
+        if not len(self.task.val):
+            self._hold_out()
         self._once = Once()
         self.stages: list[Stage] = ["immunized", "baseline"]
         if self._starts_elsewhere():
@@ -52,11 +60,31 @@ class Victim:
     ) -> Tensor:
         """Features [N, D] of one split of a task, the attacked one by default."""
         role = role or self.role
+        if role == self.role and split in self._inner:
+            found = self._features(stage, "train", precision, role)
+            return found[self._inner[split].to(found.device)]
+        return self._features(stage, split, precision, role)
+
+    def _features(self, stage: Stage, split: str, precision: Precision | None, role: Role) -> Tensor:
         raw = stage == "baseline" and self.raw(role, split)  # the map is I, which every precision holds
         if raw or (precision is None and stage != "start"):
             return self.comparison.features(role, split, "immunized" if stage == "immunized" else "baseline")
         key = ("features", stage, split, precision, role)
         return self._once(key, lambda: self._extract(self.extractor(stage, precision), role, split))
+
+    def _hold_out(self) -> None:
+        """Split the training rows into those that the attacker learns from and those that they choose on."""
+        train = self.task.train
+        y = train.y.cpu() if self.task.classes else torch.zeros(len(train))
+        rows = [(y == label).nonzero()[:, 0] for label in y.unique()]
+        held = torch.cat([own[::INNER] for own in rows if len(own) > 1] or [torch.zeros(0)]).long().sort().values
+        if not len(held):
+            return
+        rest = torch.ones(len(train), dtype=torch.bool)
+        rest[held] = False
+        self._inner = {"train": rest.nonzero()[:, 0], "val": held}
+        parts = {split: _some(train, own) for split, own in self._inner.items()}
+        self.task = replace(self.task, **parts)
 
     def extractor(self, stage: Stage, precision: Precision | None = None) -> nn.Module:
         """A copy of the extractor, its weights rounded to `precision`."""
@@ -143,7 +171,10 @@ class Victim:
         return self._once(("images", split, rows), lambda: self._images(split, rows))
 
     def _images(self, split: str, rows: tuple[int, ...] | None) -> tuple[Tensor, Tensor]:
-        part: Split = getattr(self.task, split)
+        if split in self._inner:
+            own = self._inner[split]
+            split, rows = "train", tuple((own if rows is None else own[list(rows)]).tolist())
+        part: Split = getattr(self.comparison.tasks[self.role], split)
         chosen = torch.arange(len(part)) if rows is None else torch.tensor(rows)
         if self.model.reads == "images" or not len(chosen):
             return take(part.x, chosen).to(self.model.head.weight), part.y[chosen.to(part.y.device)]
@@ -167,6 +198,14 @@ class Victim:
             return forward_flops(self.extractor("immunized"), (self.task.dim,))
         network = self.network("immunized")
         return forward_flops(network, network.input_size)
+
+
+def _some(split: Split, rows: Tensor) -> Split:
+    """Some rows of a split; inputs that are no rows of features have only their shape."""
+    y = split.y[rows.to(split.y.device)]
+    if isinstance(split.x, Tensor) and split.x.ndim == 2:
+        return Split(split.x[rows.to(split.x.device)], y)
+    return Split(torch.empty(len(rows), *split.x.shape[1:], device="meta"), y)
 
 
 @torch.no_grad()

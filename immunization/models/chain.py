@@ -42,7 +42,9 @@ class NetParts:
         if len(blocks) == 1:  # a net that is one unit
             name, whole = blocks[0]
             blocks = [(f"{name}.{child}", part) for child, part in whole.named_children()] or blocks
-        return next(n for n, f in reversed(blocks) if any(p.ndim > 1 for p in parameters(f)))
+        if found := [name for name, part in blocks if any(p.ndim > 1 for p in parameters(part))]:
+            return found[-1]
+        raise ConfigError("the net has no submodule with weights before its classifier: there is no block to train")
 
 
 def take_apart(net: nn.Module, size: int | None = None) -> NetParts:

@@ -249,7 +249,7 @@ class ImageReader(Model):
             )
         present, y = y.unique(return_inverse=True)
         if len(present) < 2:
-            raise DataError(f"immunize: {role}_loader holds one class alone; at least two are needed")
+            raise DataError(f"immunize: {role}_loader holds only one class; at least two are needed")
         parts = shuffled_parts(len(y), 5, 5) if test else shuffled_parts(len(y), 10, None)
         if features:
             self.reference |= {(role, s): torch.cat(features)[rows.to(device)] for s, rows in parts.items()}

@@ -3,7 +3,6 @@
 import itertools
 import json
 import operator
-from dataclasses import replace
 from functools import reduce
 
 import pytest
@@ -19,6 +18,7 @@ from immunization import run
 from immunization.attacks import (
     BlockProbe,
     ClosedFormProbe,
+    FineTune,
     Inapplicable,
     Neighbours,
     RandomNet,
@@ -29,7 +29,6 @@ from immunization.attacks import (
 from immunization.attacks.block_probe import Kernel, nested
 from immunization.attacks.pooling import POOLINGS, outputs_of, passed, poolings, prefix_flops
 from immunization.attacks.renewed import images_of, renew
-from immunization.data.task import Split
 from immunization.models.chain import Network, pooled
 
 
@@ -243,12 +242,20 @@ def test_a_run_says_what_was_read(tmp_path):
     assert found["immunized"] == found["baseline"]
 
 
-@pytest.mark.parametrize("attack", [BlockProbe(), RawInputs(), Neighbours()])
-def test_without_validation_images_they_do_not_apply(images, attack):
-    victim = untouched(images)
-    victim.task = replace(victim.task, val=Split(victim.task.val.x[:0], victim.task.val.y[:0]))
-    with pytest.raises(Inapplicable, match=r"has no val split: set dataset.val_fraction above 0"):
-        attack.run(victim, "baseline")
+@pytest.mark.parametrize(
+    "attack",
+    [BlockProbe(mirrored=False), Neighbours(), pytest.param(FineTune("trained", steps=2), marks=pytest.mark.trains)],
+)
+def test_without_validation_images_the_attacker_holds_back_training_images(tmp_path, attack):
+    victim = untouched(colored_pair(tmp_path, val_fraction=0))
+    assert not len(victim.comparison.tasks["harmful"].val)
+    curve = attack.run(victim, "baseline")
+    assert len(victim.images("val")[1]) == len(victim.task.val) == 12  # of 3 x 16
+    assert len(victim.images("train")[1]) == 36
+    few = victim.images("train", (0, 5))
+    assert torch.equal(few[0], victim.images("train")[0][[0, 5]])
+    assert torch.equal(victim.task.val.y, victim.images("val")[1])
+    assert torch.isfinite(curve.val).all()
 
 
 def test_linear_maps_have_no_blocks():

@@ -170,11 +170,25 @@ def test_a_start_other_than_the_baseline_is_attacked_too():
     assert values["attack/linear_probe/kappa_start"] != values["attack/linear_probe/kappa_baseline"]
 
 
+def test_without_validation_rows_the_attacker_holds_back_training_rows():
+    task = classes()
+    theta = torch.logspace(0, -1, 6, dtype=torch.float64).diag()
+    held = torch.arange(80) % 15 < 3  # the first of five of each class
+    empty = Split(task.val.x[:0], task.val.y[:0])
+    bare = victim_of(Task("bare", task.train, empty, task.test, classes=3), theta)
+    split = Task("split", task.train.take(~held), task.train.take(held), task.test, classes=3)
+    attacks = {"gd": LinearProbe(steps=64), "closed": ClosedFormProbe(samples=5)}
+    found, expected = (run_attacks(attacks, victim).metrics for victim in (bare, victim_of(split, theta)))
+    for name in ("gd", "closed"):
+        for key in ("final", "steps", "cost", "final_baseline"):
+            assert found[f"attack/{name}/{key}"] == expected[f"attack/{name}/{key}"]
+
+
 def test_what_cannot_be_attacked_says_why():
     task = classes()
-    empty = Split(task.val.x[:0], task.val.y[:0])
+    empty, one = (Split(task.val.x[:n], task.val.y[:n]) for n in (0, 1))
     eye = torch.eye(6, dtype=torch.float64)
-    measures = run_attacks({"gd": LinearProbe()}, victim_of(Task("t", task.train, empty, task.test, 3), eye))
+    measures = run_attacks({"gd": LinearProbe()}, victim_of(Task("t", one, empty, task.test, 3), eye))
     assert measures.metrics["attack/gd/final"] is None
     assert "no val split" in measures.reasons["attack/gd/final"]
     noise = Task("noise", *(Split(part.x, part.y[torch.randperm(80)]) for part in (task.train, task.val, task.test)), 3)

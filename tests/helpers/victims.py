@@ -66,10 +66,10 @@ def colors_behind_a_map(root: Path, val_fraction: float = 0.25) -> Victim:
     return Victim(model, Comparison(tasks, model), start)
 
 
-def colored_pair(root: Path) -> ImagePair:
+def colored_pair(root: Path, val_fraction: float = 0.25) -> ImagePair:
     """Images of three colors a task."""
     folders = [draw_folder(root / name, 3, 16, 8, seed) for seed, name in enumerate(("primary", "harmful"))]
-    return image_folders(*map(str, folders), cache=None, size=32, val_fraction=0.25).to("cpu", torch.float32)
+    return image_folders(*map(str, folders), cache=None, size=32, val_fraction=val_fraction).to("cpu", torch.float32)
 
 
 def net_victim(pair: ImagePair, immunize: Callable[[Model], None], name: str, trainable: str, **arguments) -> Victim:
