@@ -188,7 +188,7 @@ class Tuner:
         start = self._start(network, recipe)
         kept = self.activations(start, recipe.mirror) if start else None
         inputs = (kept, start) if kept else ([images], 0)
-        opened = Opened(network, head, parameters, moving, *inputs, features.square().mean().rsqrt())
+        opened = Opened(network, head, parameters, moving, *inputs, _unit(features))
         views = self.rows * (1 + recipe.mirror)
         before, behind = self._passes(network, start)
         opened.flops = before * views
@@ -226,7 +226,7 @@ class Tuner:
         inputs = (opened.rows("train", batch) for batch in batches)
         renew(nn.ModuleList(opened.moving), inputs, lambda x: opened.network(x, opened.start))
         features = opened.network(opened.rows("train", batches[0]), opened.start)
-        opened.scale = features.square().mean().rsqrt()
+        opened.scale = _unit(features)
 
     @torch.no_grad()
     def _standardization(self, opened: Opened, seed: int) -> tuple[Tensor, Tensor]:
@@ -308,3 +308,8 @@ class Tuner:
         if not torch.isfinite(logits).all():
             return torch.nan, torch.full((len(labels),), torch.nan, dtype=torch.float64)
         return self.task.measure(logits, labels).item(), self.task.scores(logits, labels).cpu()
+
+
+def _unit(features: Tensor) -> Tensor:
+    """The factor that gives features a mean square of 1; 1 for features that are all 0."""
+    return features.square().mean().rsqrt().nan_to_num(posinf=1.0)
