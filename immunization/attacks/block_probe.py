@@ -120,7 +120,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
         key = ("outputs", type(self), stage, self.precision, self.mirrored, self.renewed)
-        outputs, extra = victim._once(key, lambda: self.read(victim, stage))
+        outputs, extra = victim.once(key, lambda: self.read(victim, stage))
         return self.probe(victim.task, outputs, extra)
 
     def read(self, victim: Victim, stage: Stage) -> tuple[Outputs, float]:
@@ -223,7 +223,7 @@ def _val(fit: Fit) -> float:
 
 def _kernel(outputs: Outputs, rows: Tensor, block: str, poolings: str, views: int) -> Kernel:
     """That of one block; training rows of all views below each other, validation and then test rows of each view."""
-    train, val, test = (outputs.columns([block], poolings, split)[:views].double() for split in SPLITS)
+    train, val, test = (outputs.columns(block, poolings, split)[:views].double() for split in SPLITS)
     return Kernel.of(train[:, rows].flatten(0, 1), torch.cat([val, test], 1).flatten(0, 1))
 
 

@@ -51,9 +51,9 @@ class Outputs:
         found = {block for block, _ in self.parts}
         return [block for block in self.flops if block in found]
 
-    def columns(self, blocks: Iterable[str], poolings: str, split: str) -> Tensor:
-        """Blocks side by side, [views, N, D]."""
-        parts = [(block, pooling) for block in blocks for pooling in POOLINGS[poolings]]
+    def columns(self, block: str, poolings: str, split: str) -> Tensor:
+        """Poolings of a block side by side, [views, N, D]."""
+        parts = [(block, pooling) for pooling in POOLINGS[poolings]]
         return torch.cat([self.parts[part][split] for part in parts if part in self.parts], 2)
 
     def cost(self, blocks: Iterable[str]) -> float:

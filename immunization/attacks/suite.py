@@ -1,10 +1,10 @@
 """Attacks on theta_I and on what it is compared with, turned into measures; the cheapest one that succeeds."""
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -106,7 +106,8 @@ def _worth(
             for name, attack in attacks.items():
                 if number and attack.trains:
                     continue
-                own = replace(attack, samples=images, seed=attack.seed + number)
+                own = copy.copy(attack)
+                own.samples, own.seed = images, attack.seed + number
                 where = partial(_at, bar, f"{name}, {images} images a class, draw {number + 1}")
                 with suppress(Inapplicable):
                     found = _run(f"{name}@{images}.{number}", own, victim, kept, where)
@@ -115,6 +116,9 @@ def _worth(
                     else:
                         curves[name] = found
             draws.append(_draw(curves, references))
+        if not any(draw.before for draw in draws):
+            measures.miss("no attacker takes so few images", f"worth/theta_0_{images}", f"worth/removed_{images}")
+            continue
         worth.measure(draws, guess, f"_{images}", measures, public)
 
 

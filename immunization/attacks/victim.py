@@ -50,7 +50,7 @@ class Victim:
         self._inner: dict[str, Tensor] = {}
         if not len(self.task.val):
             self._hold_out()
-        self._once = Once()
+        self.once = Once()  # also for what attacks keep of it
         self.stages: list[Stage] = ["immunized", "baseline"]
         if self._starts_elsewhere():
             self.stages.append("start")
@@ -70,7 +70,7 @@ class Victim:
         if raw or (precision is None and stage != "start"):
             return self.comparison.features(role, split, "immunized" if stage == "immunized" else "baseline")
         key = ("features", stage, split, precision, role)
-        return self._once(key, lambda: self._extract(self.extractor(stage, precision), role, split))
+        return self.once(key, lambda: self._extract(self.extractor(stage, precision), role, split))
 
     def _hold_out(self) -> None:
         """Split the training rows into those that the attacker learns from and those that they choose on."""
@@ -132,7 +132,7 @@ class Victim:
         else:
             network = self.model.network(self.start)
         if self.model.before is not None:
-            network.trained = self._once("changed", self._changed)
+            network.trained = self.once("changed", self._changed)
         return rounded(network, precision).to(next(network.parameters())).eval().requires_grad_(True)
 
     def _changed(self) -> list[str]:
@@ -151,8 +151,8 @@ class Victim:
         """
         place = ("activations", stage, precision, start, rows)
         keys = [(*place, flipped) for flipped in range(1 + mirrored)]
-        if all(key in self._once for key in keys):
-            return [self._once[key] for key in keys]
+        if all(key in self.once for key in keys):
+            return [self.once[key] for key in keys]
         images = {split: self.images(split, rows if split == "train" else None)[0] for split in SPLITS}
         network = self.network(stage, precision)
         with torch.no_grad():
@@ -160,15 +160,15 @@ class Victim:
         size = len(keys) * sum(map(len, images.values())) * one.numel() * one.itemsize
         if size > (most := room(one.device, KEPT_IMAGES * GIB)):
             return None
-        others = [key for key in self._once if key[0] == "activations" and key[:-1] != place]
-        if size + sum(x.nbytes for key in others for x in self._once[key].values()) > most:
+        others = [key for key in self.once if key[0] == "activations" and key[:-1] != place]
+        if size + sum(x.nbytes for key in others for x in self.once[key].values()) > most:
             for key in others:
-                del self._once[key]
-        return [self._once(key, partial(_before, network, start, images, bool(key[-1]))) for key in keys]
+                del self.once[key]
+        return [self.once(key, partial(_before, network, start, images, bool(key[-1]))) for key in keys]
 
     def images(self, split: str, rows: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
         """Images [N, C, H, W], preprocessed for the net, and labels [N]: some rows of a split of the attacked task."""
-        return self._once(("images", split, rows), lambda: self._images(split, rows))
+        return self.once(("images", split, rows), lambda: self._images(split, rows))
 
     def _images(self, split: str, rows: tuple[int, ...] | None) -> tuple[Tensor, Tensor]:
         if split in self._inner:
@@ -191,7 +191,7 @@ class Victim:
 
     def flops_per_row(self) -> float:
         """Floating-point operations of one forward pass of one input through the immunized extractor."""
-        return self._once("flops", self._flops)
+        return self.once("flops", self._flops)
 
     def _flops(self) -> float:
         if not self.model.deep:

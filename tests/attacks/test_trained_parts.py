@@ -119,8 +119,8 @@ def test_what_does_not_fit_is_passed_again_and_paid_for_once(resnet, monkeypatch
     attack = FineTune("layer4", rates=[0.01], steps=2, batch_size=12)
     kept = attack.run(resnet, "immunized")
     assert tuner_of(resnet).open(PLAIN, 0).start > 0
-    for key in [key for key in resnet._once if key[0] == "activations"]:
-        del resnet._once[key]
+    for key in [key for key in resnet.once if key[0] == "activations"]:
+        del resnet.once[key]
     monkeypatch.setattr(victim, "KEPT_IMAGES", 1e-6)
     assert tuner_of(resnet).open(PLAIN, 0).start == 0
     assert torch.equal(attack.run(resnet, "immunized").flops, kept.flops)

@@ -5,7 +5,7 @@ import torch
 from helpers.victims import colored_pair, net_victim
 from torch.testing import assert_close
 
-from immunization.attacks import AttackCurve, BlockProbe, Neighbours, RandomNet, RawInputs, Suite, run_attacks
+from immunization.attacks import Attack, AttackCurve, BlockProbe, Neighbours, RandomNet, RawInputs, Suite, run_attacks
 from immunization.attacks.worth import Draw, at, best, worth
 
 ROWS = 400
@@ -98,3 +98,25 @@ def test_without_an_attacker_who_lacks_the_model_there_is_no_worth(victim):
     named = run_attacks({"near": Neighbours()}, victim, suite=Suite(version="test-1", images=[2]))
     assert named.about["suite"]["version"] == "test-1"
     assert not any(name.startswith("worth/") for name in named.metrics)
+
+
+class Plain(Attack):
+    """An attack of somebody's own: with a constructor, and without scores of test rows."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(steps=1, seed=seed)
+
+    tries = "own"
+    own = (0.1,)
+
+    def run(self, victim, stage) -> AttackCurve:
+        one = torch.ones(1, dtype=torch.float64)
+        return AttackCurve(torch.ones(1), one, one, one, setting=0.1)
+
+
+def test_attacks_without_scores_have_no_part_in_the_worth(victim):
+    suite = Suite(version="test-1", images=[2])
+    measures = run_attacks({"plain": Plain(), "raw": RawInputs(mirrored=False)}, victim, suite=suite)
+    assert measures.metrics["attack/plain/final"] == 1
+    assert measures.metrics["worth/before"] == measures.metrics["worth/without"]
+    assert measures.reasons["worth/removed_2"] == "no attacker takes so few images"
