@@ -16,7 +16,7 @@ from immunization.checks import Seed, check_value
 from immunization.compute import machine
 from immunization.config import compose
 from immunization.data.images import ImagePair
-from immunization.data.loaders import LabeledBatches, Loader, rows_of_loader
+from immunization.data.loaders import LabeledBatches, Loader, Loaders, rows_of_loader
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError, DegenerateSpectrum
 from immunization.evaluation import Comparison, LearningCurves
@@ -122,8 +122,8 @@ def save(model: nn.Module, folder: str | Path, result: Result | None = None, **a
 @machine.full_precision()
 def audit(
     model: nn.Module,
-    primary_loader: Loader,
-    harmful_loader: Loader,
+    primary_loader: Loaders | None = None,
+    harmful_loader: Loaders | None = None,
     reference: nn.Module | None = None,
     *,
     attacks: str | Sequence[str] | None = None,
@@ -131,15 +131,21 @@ def audit(
     seed: int = 0,
     **options: Any,
 ) -> Result:
-    """Attack a model with harmful data: how much does its immunization hold?
+    """Attack a model with harmful data: what is it worth to an attacker, and how much of that is removed?
+
+        immunization.audit(model, harmful_loaders, reference=model_before, budget="standard").verdict
+
+    A single loader is that of the harmful task, and only attacks are measured; with two, the primary task's comes
+    first, and the measures of experiment=audit are taken. Each is a loader, of which a fifth of the rows is for test
+    and a fifth for validation, or a dict of one for `train`, one for `test` and, if there are such rows, one for `val`.
+    They are read once into memory.
 
     `model` is a classifier as for `immunize`, compared with `reference`, the same before it was immunized (None: the
     model without the map that `immunize` folded in), or what `load` gives for a linear map, which is compared with its
     inputs; its loaders give rows [n, D]. `budget` is a numbered list of attackers, which also says what the model is
     worth and how much of that is removed (docs/attacks.md); or `attacks` are names, or one, of conf/attack (None: those
-    of experiment=audit). `options` are keys of attacks, as `adam__steps=100`. Of each loader, which is read once into
-    memory, a fifth of the rows is for test and a fifth for validation. Returns the measures of experiment=audit;
-    `result.verdict` says them in words.
+    of experiment=audit). `options` are keys of attacks, as `adam__steps=100`. `result.verdict` says the measures in
+    words.
 
     Raises ConfigError, DataError.
     """
@@ -152,6 +158,10 @@ def audit(
     check_value("budget", budget, Literal["quick", "standard", "nightly"] | None)
     if budget and attacks:
         raise ConfigError("audit: budget is a list of attacks; give one of budget and attacks")
+    if harmful_loader is None:
+        primary_loader, harmful_loader = None, primary_loader
+    if harmful_loader is None:
+        raise ConfigError("audit: give a loader of the harmful task, audit(model, harmful_loader, ...)")
     attacks = budget or attacks
     attacks = [attacks] if isinstance(attacks, str) else attacks
     overrides = [] if attacks is None else [f"attack=[{','.join(attacks)}]"]
@@ -164,8 +174,9 @@ def audit(
     experiment = resolve(config)
     audited: Model
     if isinstance(model, LinearMap):
-        rows = {"primary": primary_loader, "harmful": harmful_loader}
-        pair = TaskPair("loaders", **{role: rows_of_loader(role, loader) for role, loader in rows.items()})
+        harmful = rows_of_loader("harmful", harmful_loader)
+        primary = harmful if primary_loader is None else rows_of_loader("primary", primary_loader)
+        pair = TaskPair("loaders", primary, harmful)
         pair = pair.to(model.theta.device, torch.float64)
         audited = Linear(pair)
         audited.extractor = copy.deepcopy(model).double()
@@ -183,7 +194,7 @@ def audit(
     comparison = Comparison(pair, audited)
     if isinstance(model, LinearMap):  # which comes without a head
         audited.set_head(comparison.probe("primary", "immunized").optimum().T)
-    measures = evaluate(experiment.evaluation, comparison)
+    measures = evaluate({} if primary_loader is None else experiment.evaluation, comparison)
     victim = Victim(audited, comparison, audited.extractor.state_dict())
     measures.merge(run_attacks(experiment.attack, victim, suite=experiment.suite))
     found = {key: getattr(measures, key) for key in ("metrics", "reasons", "curves", "flags", "about")}
@@ -216,16 +227,17 @@ def _easier(model: Model, pair: TaskPair) -> str | None:
     return None
 
 
-def _loaders(primary: Loader, harmful: Loader) -> dict[str, LabeledBatches]:
+def _loaders(primary: Loaders | None, harmful: Loaders) -> dict[str, LabeledBatches]:
     if primary is harmful:
         raise ConfigError("primary_loader and harmful_loader are the same; give every task data of its own")
-    return {"primary": LabeledBatches("primary", primary), "harmful": LabeledBatches("harmful", harmful)}
+    given = {"primary": primary, "harmful": harmful}
+    return {role: LabeledBatches(role, loader) for role, loader in given.items() if loader is not None}
 
 
 def _copy(model: nn.Module, loaders: dict[str, LabeledBatches]) -> nn.Module:
     """A copy of a model in timm's form. Raises ConfigError for what is no model with a linear classifier."""
     check_net("the model", model)
-    return adapted(copy.deepcopy(model), loaders["primary"].first)
+    return adapted(copy.deepcopy(model), next(iter(loaders.values())).first)
 
 
 def _images(net: nn.Module, like: Tensor, trainable: str | Sequence[str] = "last") -> Timm:

@@ -247,3 +247,24 @@ def test_mistakes_of_an_audit_are_named(net):
         immunization.audit(net, [], [], net, attacks=["adam"], adam__steps=0)  # before anything is read
     with pytest.raises(DataError, match="harmful_loader gives no batches"):
         immunization.audit(net, loader(4, 1), [], net, attacks=["adam"])
+
+
+def test_an_audit_by_harmful_data_alone(net):
+    """As short as it can be: no primary task, splits by one loader or by a loader each, the whole list of attackers."""
+    x, y = loader(3, 1, 72).dataset.tensors
+    parts = {"train": slice(0, 48), "test": slice(48, 72)}
+    splits = {split: DataLoader(TensorDataset(x[part], y[part]), batch_size=16) for split, part in parts.items()}
+    result = immunization.audit(net, splits, reference=net, budget="quick")
+    assert result.metrics["worth/before"] == result.metrics["worth/after"]
+    assert result.metrics["attack/worst/test_rows"] == 24
+    assert not any(name.startswith(("rir", "primary/")) for name in result.metrics)
+    assert "with theta_0" in result.verdict[0]
+    (one,) = (immunization.audit(net, loader(3, 1, 60), reference=net, attacks=["neighbours"]),)
+    assert one.metrics["attack/worst/test_rows"] == 12
+    with pytest.raises(ConfigError, match="harmful_loader: give one loader each for train, test and perhaps val, not"):
+        immunization.audit(net, {"train": loader(3, 1)}, reference=net, attacks=["neighbours"])
+    with pytest.raises(ConfigError, match="give a loader of the harmful task"):
+        immunization.audit(net, reference=net)
+    rows = {split: DataLoader(TensorDataset(torch.randn(30, 4), torch.arange(30) % 2)) for split in ("train", "test")}
+    linear = immunization.audit(immunization.models.fold.LinearMap(torch.eye(4)), rows, attacks=["closed_form_probe"])
+    assert linear.metrics["attack/worst/gap"] == 0

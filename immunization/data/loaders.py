@@ -6,7 +6,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from immunization.data.task import Split, Task
+from immunization.data.task import SPLITS, Split, Task
 from immunization.errors import ConfigError, DataError
 
 Item = tuple[Tensor, ...] | Mapping[str, Tensor]
@@ -15,24 +15,40 @@ Loader = Iterable[Item]
 
 Each is a tuple that begins with these two, or a dict that holds them under one of the names below.
 """
+Loaders = Loader | Mapping[str, Loader]
+"""A loader, or one each for `train`, `test` and, if there are such rows, `val`."""
 INPUTS = ("image", "images", "pixel_values", "x")
 LABELS = ("label", "labels", "y", "target")
 
 
 class LabeledBatches:
-    """(inputs, labels) of a loader, every batch checked; empty ones are left out. Raises ConfigError and DataError.
+    """(inputs, labels) of all loaders, every batch checked; empty ones are left out. Raises ConfigError and DataError.
 
     `classes`: labels must be integers.
     """
 
-    def __init__(self, role: str, loader: Loader, classes: bool = True) -> None:
-        self.name, self.loader, self.classes = f"{role}_loader", loader, classes
-        if not isinstance(loader, Iterable):
-            raise ConfigError(f"{self.name} must give batches of inputs and labels; {type(loader).__name__} gives none")
+    def __init__(self, role: str, loaders: Loaders, classes: bool = True) -> None:
+        self.name, self.classes = f"{role}_loader", classes
+        self.loaders = dict(loaders) if isinstance(loaders, Mapping) else {"": loaders}
+        if isinstance(loaders, Mapping) and not {"train", "test"} <= self.loaders.keys() <= set(SPLITS):
+            given = ", ".join(map(str, loaders))
+            raise ConfigError(f"{self.name}: give one loader each for train, test and perhaps val, not for {given}")
+        for loader in self.loaders.values():
+            if not isinstance(loader, Iterable):
+                kind = type(loader).__name__
+                raise ConfigError(f"{self.name} must give batches of inputs and labels; {kind} gives none")
         self._begun: Iterator[tuple[Tensor, Tensor]] | None = None
+        self._rows = dict.fromkeys(self.loaders, 0)
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return sum(map(len, self.loaders.values()))
+
+    def parts(self, val: int, test: int | None) -> dict[str, Tensor]:
+        """Rows of each split, once all were read: those of its loader, or else as `shuffled_parts` has it."""
+        if "" in self.loaders:
+            return shuffled_parts(self._rows[""], val, test)
+        rows = torch.arange(sum(self._rows.values())).split([*self._rows.values()])
+        return {split: torch.zeros(0, dtype=torch.long) for split in SPLITS} | dict(zip(self._rows, rows, strict=True))
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         batches, self._begun = self._begun or self._batches(), None
@@ -48,8 +64,8 @@ class LabeledBatches:
         return batch[0]
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        shape = None
-        for item in self.loader:
+        shape, self._rows = None, dict.fromkeys(self.loaders, 0)
+        for split, item in ((split, item) for split, loader in self.loaders.items() for item in loader):
             x, y = self._pair(item)
             if x.ndim < 2 or y.shape != x.shape[:1]:
                 raise DataError(
@@ -65,6 +81,7 @@ class LabeledBatches:
                     f"{self.name} gives inputs of shapes {tuple(shape)} and {tuple(x.shape[1:])}; one is needed"
                 )
             shape = x.shape[1:]
+            self._rows[split] += len(x)
             if len(x):
                 yield x, y
 
@@ -86,15 +103,16 @@ class LabeledBatches:
         return x, y
 
 
-def rows_of_loader(role: str, loader: Loader) -> Task:
-    """The task of a loader of rows [n, D] and labels: a fifth of the rows is for validation, another one for test."""
-    batches = [(x.double(), y) for x, y in LabeledBatches(role, loader, classes=False)]
+def rows_of_loader(role: str, loaders: Loaders) -> Task:
+    """The task of rows [n, D] and labels; of a single loader a fifth is for validation, another one for test."""
+    labeled = LabeledBatches(role, loaders, classes=False)
+    batches = [(x.double(), y) for x, y in labeled]
     if not batches:
         raise DataError(f"{role}_loader gives no batches")
     x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
     classes = 0 if y.is_floating_point() else len(y.unique())
     y = y.double() if not classes else y.unique(return_inverse=True)[1]
-    parts = shuffled_parts(len(y), 5, 5)
+    parts = labeled.parts(5, 5)
     return Task(role, **{split: Split(x[rows], y[rows]) for split, rows in parts.items()}, classes=classes)
 
 

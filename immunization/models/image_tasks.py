@@ -16,7 +16,7 @@ from immunization.compute.machine import gpu_memory
 from immunization.compute.transfer import onto
 from immunization.data.image_loading import create_loader
 from immunization.data.images import ImagePair, ImageSplit, ImageTask
-from immunization.data.loaders import LabeledBatches, shuffled_parts
+from immunization.data.loaders import LabeledBatches
 from immunization.data.task import SPLITS, Split, Task, TaskPair, is_shown
 from immunization.errors import ConfigError, DataError
 from immunization.models.activations import Activations, Stream, collect, fingerprint, free_space
@@ -215,10 +215,14 @@ class ImageReader(Model):
     ) -> tuple[Model, TaskPair]:
         """The same as `read_tasks` for loaders by role, each of which is read once.
 
-        A tenth of the rows, in random order, is for validation; with `test`, a fifth, and another fifth for test.
+        Of a single loader a tenth of the rows, in random order, is for validation; with `test`, a fifth, and another
+        fifth for test. Without a primary loader the harmful task stands for the primary one.
         """
         self.fold = self.fold or folded
         tasks = {role: self._task_of_loader(role, loader, test) for role, loader in loaders.items()}
+        if "primary" not in tasks:
+            tasks["primary"] = tasks["harmful"]
+            self.reference |= {("primary", split): x for (_, split), x in self.reference.items()}
         pair = TaskPair("loaders", **tasks)
         return self._folded(pair) if self.fold else (self, pair)
 
@@ -250,7 +254,7 @@ class ImageReader(Model):
         present, y = y.unique(return_inverse=True)
         if len(present) < 2:
             raise DataError(f"immunize: {role}_loader holds only one class; at least two are needed")
-        parts = shuffled_parts(len(y), 5, 5) if test else shuffled_parts(len(y), 10, None)
+        parts = loader.parts(5, 5) if test else loader.parts(10, None)
         if features:
             self.reference |= {(role, s): torch.cat(features)[rows.to(device)] for s, rows in parts.items()}
         splits = {s: Split(x[rows], y[rows.to(device)]) for s, rows in parts.items()}
