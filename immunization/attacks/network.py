@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, replace
 from functools import partial
 from typing import ClassVar
@@ -14,10 +14,10 @@ from immunization.attacks.base import Attack, AttackCurve, areas, step_grid
 from immunization.attacks.recipe import WEIGHT_DECAY, WHOLE, Budget, Optimizer, Recipe, Schedule
 from immunization.attacks.replay import read_recipes
 from immunization.attacks.search import require_optuna, search
-from immunization.attacks.tuning import Tuner
+from immunization.attacks.tuning import Course, ShouldStop, Tuner
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.checks import AtLeastOne, AtLeastTwo, Fraction, Share
-from immunization.data.task import Task
+from immunization.data.task import MARGIN, Task
 from immunization.errors import ConfigError
 from immunization.models import Model
 from immunization.models.chain import Network
@@ -138,12 +138,24 @@ class FineTune(Attack):
         return list(dict.fromkeys(p for module in modules for p in module.parameters())), modules
 
     def _fixed(self, tuner: Tuner, budget: Budget) -> AttackCurve:
-        """The best rate of the grid."""
-        courses = [tuner.train(self.recipe(rate), budget, self.seed) for rate in self.settings]
+        """The best rate of the grid, of which the middle comes first.
+
+        A rate that cannot become the best any more is stopped, and keeps its last measures.
+        """
+        made: dict[float, Course] = {}
+        middle = self.settings[len(self.settings) // 2]
+        for rate in (middle, *(rate for rate in self.settings if rate != middle)):
+            hopeless = _hopeless(made.values(), len(budget.grid), tuner.task.chance)
+            course = made[rate] = tuner.train(self.recipe(rate), budget, self.seed, hopeless)
+            for measures in (course.val, course.test, course.scores):
+                measures += [measures[-1]] * (len(budget.grid) - len(measures))
+        courses = [made[rate] for rate in self.settings]
         val, test = (_stacked([getattr(course, split) for course in courses]) for split in ("val", "test"))
         scores = torch.stack([torch.stack(course.scores) for course in courses])
-        measured = (budget.flops, val, test, tuner.task.chance)
-        return self.choose(budget.grid, *measured, shared=budget.start, scores=scores)
+        curve = self.choose(budget.grid, budget.flops, val, test, tuner.task.chance, scores=scores)
+        spent = [course.spent - budget.start for course in courses]
+        curve.others = sum(spent) - spent[self.settings.index(curve.setting)]
+        return curve
 
     def _searched(self, tuner: Tuner, budget: Budget, stage: Stage) -> AttackCurve:
         """The recipe that was found or replayed, with the seed that is best on the validation split."""
@@ -210,6 +222,18 @@ class LoRA(FineTune, group="attack.lora", without=["scope"]):
         exactly = "|".join(map(re.escape, layers))  # peft takes a list of names for their endings
         inject_adapter_in_model(LoraConfig(r=self.rank, lora_alpha=self.rank, target_modules=exactly), network)
         return [p for name, p in network.named_parameters() if "lora_" in name], []
+
+
+def _hopeless(courses: Collection[Course], points: int, floor: float) -> ShouldStop:
+    """Whether a course that was MARGIN above the best one, from here on and at its best, would still be behind it."""
+    val = _stacked([course.val for course in courses]) if courses else torch.full((1, points), -torch.inf)
+    best = areas(val, floor)
+    most, top = val[best.argmax()].max().item() + MARGIN, best.max().item()
+
+    def should_stop(val: list[float]) -> bool:
+        return sum(max(value, floor) for value in val) + (points - len(val)) * most < points * top
+
+    return should_stop
 
 
 def _stacked(rows: list[list[float]]) -> Tensor:

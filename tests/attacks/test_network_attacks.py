@@ -9,6 +9,7 @@ from immunization.attacks import (
     LoRA,
     Undo,
     Victim,
+    network,
     run_attacks,
 )
 from immunization.evaluation import Comparison
@@ -104,3 +105,16 @@ def test_a_folded_checkpoint_is_compared_with_the_net_without_its_map(net, tmp_p
                 torch.testing.assert_close(victim.network(stage)(x), victim.features(stage, "test"))
         logits = model.logits(pair.primary.test.x)
         torch.testing.assert_close(logits, model.baseline_logits(pair.primary), rtol=1e-6, atol=1e-6)
+
+
+def test_a_rate_that_cannot_win_any_more_is_stopped(net, monkeypatch):
+    """The chosen curve is that of whoever trains all rates to the end; what was not trained is not paid for."""
+    attack = FineTune("full", "adamw", [1e-8, 3e-3, 1e-7], steps=16, batch_size=24)
+    attack.settings = [1e-8, 3e-3, 1e-7]
+    stopped = attack.run(net, "baseline")
+    monkeypatch.setattr(network, "_hopeless", lambda *_: lambda val: False)
+    whole = attack.run(net, "baseline")
+    assert whole.setting == stopped.setting == 3e-3
+    assert torch.equal(whole.val, stopped.val)
+    assert torch.equal(whole.scores, stopped.scores)
+    assert 0 < stopped.others < whole.others
