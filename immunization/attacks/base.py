@@ -106,6 +106,10 @@ class Attack(Component, group="attack.*"):
         """Whether it fine-tunes all that was immunized; without such an attack nothing is called held."""
         return False
 
+    def untouched(self, victim: Victim) -> bool:
+        """Whether it uses nothing that immunization changed, so that it is left to an attacker of any theta_I."""
+        return False
+
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
         """Attack one stage. Raises Inapplicable where the model or the data do not allow it."""
         raise NotImplementedError

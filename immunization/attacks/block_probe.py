@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ from immunization.attacks.pooling import POOLINGS, Outputs, outputs_of
 from immunization.attacks.renewed import images_of, renew_from
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.data.task import SPLITS, Task
+from immunization.models import Model
 
 FEWEST = 5
 """Training images of each class at which the curve begins; every further point has twice as many."""
@@ -119,9 +121,13 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
     renewed: bool = False
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
-        key = ("outputs", type(self), stage, self.precision, self.mirrored, self.renewed)
+        key = ("outputs", type(self).read, stage, self.precision, self.mirrored, self.renewed)
         outputs, extra = victim.once(key, lambda: self.read(victim, stage))
-        return self.probe(victim.task, outputs, extra)
+        return self.probe(victim.task, self.readable(victim, outputs), extra)
+
+    def readable(self, victim: Victim, outputs: Outputs) -> Outputs:
+        """What of the outputs of all blocks the attacker reads. Raises Inapplicable."""
+        return outputs
 
     def read(self, victim: Victim, stage: Stage) -> tuple[Outputs, float]:
         """The outputs of all blocks, and the operations of what was done to the net before. Raises Inapplicable."""
@@ -215,6 +221,31 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         best, n = int(val.argmax()), len(y)
         passes, regression = outputs.cost(reading.blocks) * n, 2.0 * n**2 * read.columns + n**3 / 3
         return Fit(reading, self.settings[best], val[best].item(), passes, regression, predicted[best, len(task.val) :])
+
+
+class FrozenBlocks(BlockProbe, group="attack.frozen_blocks", without=["steps"]):
+    """What `BlockProbe` reads before a part of the net begins: no defence of this part can take it away.
+
+    `scope`: `trained`, what was immunized, or the name of a block or a stage, with which all from there on is meant.
+    """
+
+    scope: str = "trained"
+
+    def check(self, task: Task, model: Model) -> None:
+        if model.deep and self.scope != "trained":
+            model.network().part(self.scope)
+
+    def untouched(self, victim: Victim) -> bool:
+        return victim.same_outside(self.scope)
+
+    def readable(self, victim: Victim, outputs: Outputs) -> Outputs:
+        network = victim.network("baseline")
+        part = {parameter for module in network.part(self.scope) for parameter in module.parameters()}
+        modules = dict(network.whole.blocks())
+        before = list(itertools.takewhile(lambda block: part.isdisjoint(modules[block].parameters()), outputs.blocks))
+        if not before:
+            raise Inapplicable(f"attack.*.scope={self.scope}: no block of the net stands before it")
+        return outputs.of(before)
 
 
 def _val(fit: Fit) -> float:

@@ -51,6 +51,11 @@ class Outputs:
         found = {block for block, _ in self.parts}
         return [block for block in self.flops if block in found]
 
+    def of(self, blocks: Iterable[str]) -> Outputs:
+        """Those of some blocks."""
+        own = set(blocks)
+        return Outputs({part: x for part, x in self.parts.items() if part[0] in own}, self.flops)
+
     def columns(self, block: str, poolings: str, split: str) -> Tensor:
         """Poolings of a block side by side, [views, N, D]."""
         parts = [(block, pooling) for pooling in POOLINGS[poolings]]

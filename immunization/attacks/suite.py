@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 
@@ -46,10 +46,12 @@ def _of_one_task(
     attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves | None, suite: Suite | None
 ) -> Measures:
     measures, outcomes, references = Measures(), [], {}
+    untouched = {name for name, attack in attacks.items() if attack.untouched(victim)}
     bar = tqdm(attacks.items(), bar_format="{desc} |{bar}|", disable=None, leave=False)
     for number, (name, attack) in enumerate(bar, 1):
         try:
-            curves = _run(name, attack, victim, kept, partial(_at, bar, f"attack {number} of {len(attacks)}, {name}"))
+            where = partial(_at, bar, f"attack {number} of {len(attacks)}, {name}")
+            curves = _run(name, attack, victim, kept, where, name in untouched)
         except Inapplicable as error:
             measures.miss(str(error), f"{'reference' if attack.reference else 'attack'}/{name}/final")
             continue
@@ -68,9 +70,9 @@ def _of_one_task(
     reference.measure(references, bar, victim.task.measure_name, measures)
     if suite is not None:
         measures.about["suite"] = {"version": suite.version, "theta_0": suite.theta_0}
-    everything = _draw({outcome.name: outcome.curves for outcome in outcomes}, references.values())
+    everything = _draw({outcome.name: outcome.curves for outcome in outcomes}, references.values(), untouched)
     if everything.without:
-        _worth(attacks, victim, kept, suite or Suite(version=""), everything, measures)
+        _worth(attacks, victim, kept, suite or Suite(version=""), everything, untouched, measures)
     return measures
 
 
@@ -80,6 +82,7 @@ def _worth(
     kept: KeptCurves | None,
     suite: Suite,
     everything: Draw,
+    untouched: Container[str],
     measures: Measures,
 ) -> None:
     """What the model is worth with all of the attacker's images, and with as few as the suite says."""
@@ -102,22 +105,25 @@ def _worth(
                 own.samples, own.seed = images, attack.seed + number
                 where = partial(_at, bar, f"{name}, {images} images a class, draw {number + 1}")
                 with suppress(Inapplicable):
-                    found = _run(f"{name}@{images}.{number}", own, victim, kept, where)
+                    found = _run(f"{name}@{images}.{number}", own, victim, kept, where, name in untouched)
                     if attack.reference:
                         references.append(found["baseline"])
                     else:
                         curves[name] = found
-            draws.append(_draw(curves, references))
+            draws.append(_draw(curves, references, untouched))
         if not any(draw.before for draw in draws):
             measures.miss("no attacker takes so few images", f"worth/theta_0_{images}", f"worth/removed_{images}")
             continue
         worth.measure(draws, guess, f"_{images}", measures, public)
 
 
-def _draw(curves: Mapping[str, Mapping[Stage, AttackCurve]], references: Iterable[AttackCurve]) -> Draw:
+def _draw(
+    curves: Mapping[str, Mapping[Stage, AttackCurve]], references: Iterable[AttackCurve], untouched: Container[str]
+) -> Draw:
     """Those curves that say what each test row adds."""
     before, after = ([found[stage] for found in curves.values()] for stage in ("baseline", "immunized"))
-    return Draw(*([curve for curve in group if curve.scores is not None] for group in (before, after, references)))
+    groups = (before, after, references, [found["baseline"] for name, found in curves.items() if name in untouched])
+    return Draw(*([curve for curve in group if curve.scores is not None] for group in groups))
 
 
 def _named(measures: Measures, role: Role) -> Measures:
@@ -151,8 +157,12 @@ def _run(
     victim: Victim,
     kept: KeptCurves | None,
     at: Callable[[Stage], AbstractContextManager[None]],
+    untouched: bool,
 ) -> dict[Stage, AttackCurve]:
-    """The curves of an attack on every stage; of a reference, which is the same for all, on the baseline's net."""
+    """The curves of an attack on every stage; of a reference, which is the same for all, on the baseline's net.
+
+    One that is `untouched` by immunization has the same curve on every stage.
+    """
     if reason := victim.comparison.no_test(victim.role):
         raise Inapplicable(reason)
     if kept and (curves := kept.get(name)) is not None:
@@ -162,7 +172,9 @@ def _run(
         baseline = shared(name, partial(run, "baseline")) if shared else run("baseline")
     curves = {"baseline": baseline}
     for stage in [] if attack.reference else victim.stages:
-        if stage != "baseline":
+        if untouched:
+            curves[stage] = baseline
+        elif stage != "baseline":
             with at(stage):
                 try:
                     curves[stage] = run(stage)

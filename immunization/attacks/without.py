@@ -38,6 +38,9 @@ class FreshPart(FineTune, group="attack.fresh_part"):
     def parts(self) -> tuple[str, ...]:
         return (self.scope,)
 
+    def untouched(self, victim: Victim) -> bool:
+        return victim.same_outside(self.scope)
+
     def network(self, victim: Victim, stage: Stage, part: str) -> Network:
         return redrawn(super().network(victim, stage, part), part)
 

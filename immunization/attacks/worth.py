@@ -6,7 +6,10 @@ that without the model. Who has a model may leave it aside, so that A_none is at
 
     worth = A_0 - A_none,    removed = (A_0 - A_I) / (A_0 - A_none)
 
-`removed` is 0 for no defence, and 1 for a model that is of no use any more.
+`removed` is 0 for no defence, and 1 for a model that is of no use any more. With A_left(n, b) for attackers who use
+nothing of theta_0 that immunization changed, no defence of the same part of the net removes more than its
+
+    ceiling = (A_0 - A_left) / (A_0 - A_none).
 """
 
 from __future__ import annotations
@@ -30,13 +33,21 @@ PER_DECADE = 2
 """Budgets of operations in a decade at which worth is measured."""
 
 
+KEYS = {"worth": "worth/theta_0", "removed": "worth/removed", "ceiling": "ceiling/worth"}
+"""Metrics that have intervals."""
+
+
 @dataclass
 class Draw:
-    """Curves of all attackers with the images of one draw: with theta_0, with theta_I, and without the model."""
+    """Curves of all attackers with the images of one draw: with theta_0, with theta_I, and without the model.
+
+    `untouched` are those who use nothing that immunization changed.
+    """
 
     before: list[AttackCurve] = field(default_factory=list)
     after: list[AttackCurve] = field(default_factory=list)
     without: list[AttackCurve] = field(default_factory=list)
+    untouched: list[AttackCurve] = field(default_factory=list)
 
 
 class Suite(Component, group="suite"):
@@ -64,29 +75,35 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Worth:
-    """Best accuracies, what theta_0 is worth, and how much of it is removed; None where theta_0 is worth nothing."""
+    """Best accuracies, what theta_0 is worth, how much of it is removed, and how much could be.
+
+    The last two are None where theta_0 is worth nothing; the `ceiling` also where nobody leaves the part aside.
+    """
 
     before: float
     after: float
     without: float
     worth: Estimate
     removed: Estimate | None
+    ceiling: Estimate | None = None
 
 
-def worth(before: Tensor, after: Tensor, without: Tensor) -> Worth:
+def worth(before: Tensor, after: Tensor, without: Tensor, left: Tensor | None = None) -> Worth:
     """From scores [draws, N] of the best attackers: what each test row adds to their accuracy in each draw.
 
     The rows are the same for all, so that differences are taken row by row. `removed` is None where the interval of the
     worth holds 0.
     """
-    gain, loss = before - without, before - after
+    gain = before - without
     value = estimate(gain)
-    removed = None
-    if value.low > 0:
-        ratio = (loss.mean() / gain.mean()).item()
-        around = estimate((loss - ratio * gain) / gain.mean())  # of mean 0: what a row moves the ratio by
-        removed = Estimate(ratio, ratio + around.low, ratio + around.high)
-    return Worth(*(scores.mean().item() for scores in (before, after, without)), value, removed)
+    shares = [None if other is None or not value.low > 0 else _share(before - other, gain) for other in (after, left)]
+    return Worth(*(scores.mean().item() for scores in (before, after, without)), value, *shares)
+
+
+def _share(loss: Tensor, gain: Tensor) -> Estimate:
+    ratio = (loss.mean() / gain.mean()).item()
+    around = estimate((loss - ratio * gain) / gain.mean())  # of mean 0: what a row moves the ratio by
+    return Estimate(ratio, ratio + around.low, ratio + around.high)
 
 
 def estimate(scores: Tensor) -> Estimate:
@@ -125,11 +142,12 @@ def best(curves: Iterable[AttackCurve], guess: Tensor, budget: float = math.inf)
 
 def at(draws: Sequence[Draw], guess: Tensor, public: bool, budget: float = math.inf) -> Worth:
     """The worth that all attackers show within a budget; where theta_0 is `public`, who has theta_I has it, too."""
-    groups = [
-        (draw.before + draw.without, (draw.before if public else draw.after) + draw.without, draw.without)
-        for draw in draws
+    groups = [(draw.before, draw.before if public else draw.after, [], draw.untouched) for draw in draws]
+    scores = [
+        torch.stack([best(group[i] + draw.without, guess, budget) for draw, group in zip(draws, groups, strict=True)])
+        for i in range(4)
     ]
-    return worth(*(torch.stack([best(group[i], guess, budget) for group in groups]) for i in range(3)))
+    return worth(*scores[:3], scores[3] if any(draw.untouched for draw in draws) and not public else None)
 
 
 def budgets(draws: Sequence[Draw]) -> list[float]:
@@ -156,8 +174,10 @@ def measure(draws: Sequence[Draw], guess: Tensor, suffix: str, measures: Measure
 def put(found: Worth, suffix: str, measures: Measures) -> None:
     for name in ("before", "after", "without"):
         measures.put(f"worth/{name}{suffix}", getattr(found, name))
-    for name in ("worth", "removed"):
-        key, value = ("worth/theta_0" if name == "worth" else "worth/removed"), getattr(found, name)
+    for name, key in KEYS.items():
+        value = getattr(found, name)
+        if value is None and name == "ceiling":
+            continue
         if value is None:
             reason = (
                 f"with theta_0 the best attacker has {found.before:.3f}, without the model {found.without:.3f}: what "
@@ -169,3 +189,8 @@ def put(found: Worth, suffix: str, measures: Measures) -> None:
             continue
         for end, number in (("", value.value), ("_low", value.low), ("_high", value.high)):
             measures.put(f"{key}{end}{suffix}", number)
+    if found.ceiling and found.ceiling.low > 0:
+        measures.put(f"ceiling/worth_attained{suffix}", found.removed.value / found.ceiling.value)
+    elif found.ceiling:
+        reason = "what stands before the immunized part serves as well as the whole net"
+        measures.miss(reason, f"ceiling/worth_attained{suffix}")

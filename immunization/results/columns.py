@@ -361,6 +361,11 @@ COLUMNS = [
         note="Worth removed: of what theta_0 is worth to the best attacker, beside one without the model, how much "
         "immunization takes away; 0 is no defence.",
     ),
+    Column(
+        *("ceiling/worth", "ceiling of worth removed", _PAGE | Place.COMPARISON, middle),
+        note="Ceiling of worth removed: what an attacker loses who reads what stands before the immunized layers, "
+        "trains these layers anew, or has no model.",
+    ),
     Column("searched", "searched cost / baseline's", _PAGE, cost),
     Column(
         *("", "SGRC", _PAGE, sgrc),

@@ -172,6 +172,8 @@ def _worth(result: Result, measure: str) -> list[str]:
         return [f"{line}. What theta_0 is worth cannot be told from nothing, and no defence of it can be measured."]
     low, high = (metrics[f"worth/removed_{end}"] for end in ("low", "high"))
     lines = [f"{line}: {removed:.2f} of what theta_0 is worth is removed (95 % interval {low:.2f} to {high:.2f})."]
+    if (ceiling := metrics.get("ceiling/worth")) is not None:
+        lines.append(f"What stands before the immunized layers leaves {max(ceiling, 0):.2f} to be removed at most.")
     few = sorted(int(name.rpartition("_")[2]) for name in metrics if name.startswith("worth/before_"))
     known = [n for n in few if metrics.get(f"worth/removed_{n}") is not None]
     if known:

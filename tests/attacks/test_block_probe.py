@@ -19,6 +19,7 @@ from immunization.attacks import (
     BlockProbe,
     ClosedFormProbe,
     FineTune,
+    FrozenBlocks,
     Inapplicable,
     Neighbours,
     RandomNet,
@@ -29,6 +30,7 @@ from immunization.attacks import (
 from immunization.attacks.block_probe import Kernel, nested
 from immunization.attacks.pooling import POOLINGS, outputs_of, passed, poolings, prefix_flops
 from immunization.attacks.renewed import images_of, renew
+from immunization.errors import ConfigError
 from immunization.models.chain import Network, pooled
 
 
@@ -153,6 +155,28 @@ def test_a_search_pays_for_what_it_tried_on_fewer_images(images, monkeypatch):
     curve = attack.run(victim, "baseline")
     assert 0 < curve.others < whole
     assert curve.flops[-1] + curve.others > victim.flops_per_row() * len(victim.task.train)
+
+
+def test_what_stands_before_the_immunized_part_is_read_once_for_both_stages(images, monkeypatch):
+    def forget(model):
+        for parameter in model.trained().values():
+            parameter.zero_()
+
+    victim, attack, seen = net_victim(images, forget, "test_resnet", "layer3*"), FrozenBlocks(mirrored=False), []
+    real = FrozenBlocks.run
+    monkeypatch.setattr(FrozenBlocks, "run", lambda self, *args: seen.append(args[1]) or real(self, *args))
+    measures = run_attacks({"it": attack}, victim)
+    assert seen == ["baseline"]
+    assert measures.metrics["attack/it/final"] == measures.metrics["attack/it/final_baseline"] > 0.6
+    blocks = measures.about["attackers"]["it"]["immunized"]["blocks"]
+    assert all(block.startswith(("conv1", "layer1", "layer2")) for block in blocks)
+    assert torch.equal(real(attack, victim, "immunized").test, real(attack, victim, "baseline").test)
+    assert victim.same_outside("layer3")
+    assert not victim.same_outside("layer4")
+    with pytest.raises(Inapplicable, match="no block of the net stands before it"):
+        FrozenBlocks(scope="conv1").run(victim, "baseline")
+    with pytest.raises(ConfigError, match="layer9"):
+        FrozenBlocks(scope="layer9").check(victim.task, victim.model)
 
 
 class Odd(nn.Module):

@@ -6,7 +6,8 @@ from helpers.victims import colored_pair, net_victim
 from torch.testing import assert_close
 
 from immunization.attacks import Attack, AttackCurve, BlockProbe, Neighbours, RandomNet, RawInputs, Suite, run_attacks
-from immunization.attacks.worth import Draw, at, best, worth
+from immunization.attacks.worth import Draw, at, best, put, worth
+from immunization.evaluation.measures import Measures
 
 ROWS = 400
 
@@ -68,6 +69,26 @@ def test_who_has_a_model_may_leave_it_aside_or_take_the_public_one():
     draw = Draw([before], [after], [without])
     assert at([draw], guess, public=False).removed.value == 1
     assert at([draw], guess, public=True).removed.value == 0
+
+
+def test_no_defence_of_a_part_removes_more_than_its_ceiling():
+    guess = torch.full((ROWS,), 0.1, dtype=torch.float64)
+    before, after, without, left = (
+        curve([scores.mean()], scores, [1.0]) for scores in (hits(a, i) for i, a in enumerate((0.8, 0.55, 0.2, 0.5)))
+    )
+    found = at([Draw([before, left], [after, left], [without], [left])], guess, public=False)
+    assert_close(found.ceiling.value, ((before.test - left.test) / (before.test - without.test)).item())
+    assert found.ceiling.low < found.ceiling.value < found.ceiling.high
+    measures = Measures()
+    put(found, "_5", measures)
+    assert measures.metrics["ceiling/worth_5"] == found.ceiling.value
+    attained = found.removed.value / found.ceiling.value
+    assert measures.metrics["ceiling/worth_attained_5"] == attained < 1
+    shallow = at([Draw([before], [before], [without], [before])], guess, public=False)
+    put(shallow, "", measures)
+    assert measures.metrics["ceiling/worth"] == 0
+    assert "serves as well" in measures.reasons["ceiling/worth_attained"]
+    assert at([Draw([before], [after], [without])], guess, public=False).ceiling is None
 
 
 @pytest.fixture(scope="module")
