@@ -1,4 +1,4 @@
-"""RESULTS.md and the pages of docs/results/: one table first, then the details beside the paper's figures, short."""
+"""RESULTS.md and the pages of docs/results/: one table over all data sets, then each section beside the paper."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -28,8 +28,8 @@ class Places:
 def write(found: Sequence[Section], places: Places, command: str, titles: Sequence[str]) -> None:
     """Write the first page, a page for each part, and the figures.
 
-    `titles` are those of all sections, in order. What is `kept` of the others stays as it is: to make one section
-    again, the runs of the others need not be there.
+    `titles` are those of all sections, in order. Sections without runs stay as they were `kept`. A section of the first
+    table has no table of its own there, unless the paper's figures stand beside it.
     """
     for folder in (places.page.parent, places.details, places.figures):
         folder.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,8 @@ def write(found: Sequence[Section], places: Places, command: str, titles: Sequen
         page = places.details / f"{part.name}.md"
         files.write(page, _filled("details.jinja", page, part, pictures))
         columns = Place.SHORT | Place.PAPER if by_authors(part.group) else Place.SHORT
-        tables = [table.only(columns) for table in part.tables[: 1 + len(part.objectives)]]
+        own = part.tables[: 1 + len(part.objectives)] if by_authors(part.group) or not part.front else ()
+        tables = [table.only(columns) for table in own]
         text = _filled("section.jinja", places.page, part, pictures | {"page": page}, tables=tables)
         table = overview([part])
         rows = [dict(zip(table.header, map(asdict, row), strict=True)) for row in table.rows]
@@ -56,7 +57,7 @@ def write(found: Sequence[Section], places: Places, command: str, titles: Sequen
 
 
 def _earlier(page: Path) -> dict[str, Any]:
-    """The sections of a page beside which nothing is kept, by title."""
+    """The sections of a page without a JSON file beside it, by title."""
     first, *blocks = page.read_text().split("\n## ") if page.is_file() else [""]
     sections = {block.partition("\n")[0]: {"rows": [], "text": f"## {block}"} for block in blocks}
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in first.splitlines() if line.startswith("|")]
