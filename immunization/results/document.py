@@ -28,8 +28,8 @@ class Places:
 def write(found: Sequence[Section], places: Places, command: str, titles: Sequence[str]) -> None:
     """Write the first page, a page for each part, and the figures.
 
-    `titles` are those of all sections, in order. Sections without runs stay as they were `kept`. A section of the first
-    table has no table of its own there, unless the paper's figures stand beside it.
+    `titles` are those of all sections, in order. Sections without runs stay as they were `kept`. On the first page, a
+    section of the first table has no other one; nor has one with several objectives, for which docs/reproduction.md is.
     """
     for folder in (places.page.parent, places.details, places.figures):
         folder.mkdir(parents=True, exist_ok=True)
@@ -39,9 +39,8 @@ def write(found: Sequence[Section], places: Places, command: str, titles: Sequen
         page = places.details / f"{part.name}.md"
         files.write(page, _filled("details.jinja", page, part, pictures))
         columns = Place.SHORT | Place.PAPER if by_authors(part.group) else Place.SHORT
-        own = part.tables[: 1 + len(part.objectives)] if by_authors(part.group) or not part.front else ()
-        tables = [table.only(columns) for table in own]
-        text = _filled("section.jinja", places.page, part, pictures | {"page": page}, tables=tables)
+        table = None if part.front or part.objectives else part.tables[0].only(columns)
+        text = _filled("section.jinja", places.page, part, pictures | {"page": page}, table=table)
         table = overview([part])
         rows = [dict(zip(table.header, map(asdict, row), strict=True)) for row in table.rows]
         made[part.title] = {"rows": rows, "text": text}
@@ -81,7 +80,7 @@ def overview(found: Sequence[Section]) -> Table:
     return Table("overview", "", ["data", *(column.heading for column in columns)], rows)
 
 
-def _filled(name: str, page: Path, part: Section, paths: Mapping[str, Path], **tables: Sequence[Table]) -> str:
+def _filled(name: str, page: Path, part: Section, paths: Mapping[str, Path], **more: Table | None) -> str:
     """A template on a section, with paths as seen from `page`, which it stands in."""
     relative = {name: os.path.relpath(path, page.parent) for name, path in paths.items()}
-    return template(name).render(part=part, paths=relative, **tables).rstrip() + "\n"
+    return template(name).render(part=part, paths=relative, **more).rstrip() + "\n"
