@@ -323,7 +323,7 @@ COLUMNS = [
     Column("", "both", _COUNTS, passing(_FASTER | _KEPT)),
     # The leaderboard.
     Column("", "runs", _BOARD, board_runs, always=True),
-    Column("", "seeds", _PAGE, lambda setting, _: Cell.of(len({result.seed for result in setting.results}))),
+    Column("", "seeds", Place.BOARD, lambda setting, _: Cell.of(len({result.seed for result in setting.results}))),
     Column(
         *("", "primary, before → after", _BOARD, board_primary),
         always=True,
@@ -337,7 +337,7 @@ COLUMNS = [
         "for primary and benign ones.",
     ),
     Column("steps_ratio/benign", "benign probe", _PAGE, middle),
-    Column("", "learned in", _PAGE, learned_in),
+    Column("", "learned in", Place.BOARD, learned_in),
     Column("", "cheapest attack", _BOARD, cheapest, always=True),
     Column(
         *("harmful", "cost / baseline's", _BOARD, cost),
@@ -356,7 +356,7 @@ COLUMNS = [
         note="Worth removed: the share of what theta_0 is worth to the best attacker, compared with one without the "
         "model, that immunization takes away; 0 is no defense.",
     ),
-    Column("searched", "searched cost / baseline's", _PAGE, cost),
+    Column("searched", "searched cost / baseline's", Place.BOARD, cost),
     Column(
         *("", "SGRC", _PAGE, sgrc),
         note="SGRC: the share of an attacker's held-out accuracy that immunization takes away when they fine-tune the "
