@@ -66,7 +66,7 @@ def test_a_chosen_scheduler_stands_in_the_table_of_hyper_parameters(tmp_path):
     first, _ = module.rows(tmp_path)
     assert first.startswith("| mine | condition_number | `method.lambda_P=5.0`, ")
     assert "`optimizer.lr=0.003`, `scheduler=cosine` | Searched on ten pairs" in first
-    assert "; source: ours; scheduler: Compared with none" in first
+    assert ". Scheduler: Compared with none" in first
 
 
 @pytest.mark.parametrize("folder", ["paper", "released"])
