@@ -10,16 +10,14 @@ HEAD = """# Default hyper-parameters
 
 A method starts from its own defaults (`conf/method/`). The data set's kind (`conf/hparams/<kind>.yaml`), your own file
 (`hparams/<dataset>/<method>.yaml`), an experiment and the command line override them, in this order. A data set
-[names its kind](components.md#data-set) in its YAML. Written by `python docs/hyperparameters.py`. Unless a source names
-another, it is ours.
+[names its kind](components.md#data-set) in its YAML. The source of every value stands beside it in
+[conf/hparams](../conf/hparams). Written by `python docs/hyperparameters.py`.
 
 | kind | data |
 |---|---|"""
 TABLE = """
-| data sets | method | values that differ from the method's own | source |
-|---|---|---|---|"""
-
-OURS = "; source: ours"
+| method | data sets | values that differ from the method's own |
+|---|---|---|"""
 
 
 def kinds() -> list[str]:
@@ -30,7 +28,7 @@ def kinds() -> list[str]:
 
 def rows(datasets: Path = CONF / "dataset") -> list[str]:
     """One table row for every method and its values on some data sets, with the data sets that share them."""
-    found: dict[str, list[str]] = {}
+    found: dict[tuple[str, str], list[str]] = {}
     for path in sorted(datasets.glob("*.yaml")):
         chosen = [entry for entry in yaml.safe_load(path.read_text()).get("defaults", []) if isinstance(entry, dict)]
         for kind in (entry["override /kind@_global_"] for entry in chosen):
@@ -40,12 +38,10 @@ def rows(datasets: Path = CONF / "dataset") -> list[str]:
                     for group in ("method", "optimizer")
                     for key, value in section.get(group, {}).items()
                 ]
-                source = section["source"].removesuffix(OURS)
                 if scheduler := section.get("scheduler"):
                     values.append(f"`scheduler={scheduler}`")
-                    source += f". Scheduler: {section['scheduler_source'].removesuffix(OURS)}"
-                found.setdefault(f"{method} | {', '.join(values)} | {source} |", []).append(path.stem)
-    return [f"| {', '.join(names)} | {row}" for row, names in sorted(found.items(), key=lambda item: item[0])]
+                found.setdefault((method, ", ".join(values)), []).append(path.stem)
+    return [f"| {method} | {', '.join(names)} | {values} |" for (method, values), names in sorted(found.items())]
 
 
 def page() -> str:

@@ -38,8 +38,6 @@ class Place(Flag):
     COMPARISON = auto()  # settings of one group: reports, and the pages behind RESULTS.md
     PAIRS = auto()  # the same, where there are several pairs of classes
     TERMINAL = auto()  # those of a table that are printed
-    SHORT = auto()  # those of COMPARISON in RESULTS.md
-    PAPER = auto()  # further ones of SHORT, where the data are prepared as the authors'
     OVERVIEW = auto()  # the first table of RESULTS.md
     COUNTS = auto()  # the table of successes
     BOARD = auto()  # the leaderboard's files
@@ -47,7 +45,7 @@ class Place(Flag):
     ATTACKS = auto()  # an audit: one row per attack
 
 
-_SETTINGS = Place.COMPARISON | Place.TERMINAL | Place.SHORT
+_SETTINGS = Place.COMPARISON | Place.TERMINAL
 _PAGE = Place.BOARD | Place.BOARD_PAGE
 _BOARD = _PAGE | Place.TERMINAL
 _AUDIT = Place.ATTACKS | Place.TERMINAL
@@ -297,9 +295,9 @@ COLUMNS = [
     Column("{own}", "{own}", Place.COMPARISON | Place.TERMINAL, mean, True),
     Column("{kappa}rir{start}", "RIR{by}, 95 % interval", Place.COMPARISON, mean_interval),
     Column("{kappa}rir{start}", "RIR{by}, median", Place.PAIRS, middle),
-    Column("ratio_harmful", "paper (i)", Place.COMPARISON | Place.PAPER, paper),
-    Column("ratio_primary", "paper (ii)", Place.COMPARISON | Place.PAPER, paper),
-    Column("rir", "paper RIR", Place.COMPARISON | Place.PAPER, paper),
+    Column("ratio_harmful", "paper (i)", Place.COMPARISON, paper),
+    Column("ratio_primary", "paper (ii)", Place.COMPARISON, paper),
+    Column("rir", "paper RIR", Place.COMPARISON, paper),
     Column("{other}rir", "RIR{by_other}", Place.COMPARISON, middle, always=True),
     Column("ceiling/attained", "ceiling, log share", Place.COMPARISON, percent),
     Column("definition/immunized", "Def. 3.1 holds", Place.COMPARISON | Place.OVERVIEW, percent),

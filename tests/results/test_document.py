@@ -1,7 +1,6 @@
 """RESULTS.md and its pages from made-up runs: the table that comes first, the paper's figures beside ours, links."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,7 +83,7 @@ def test_the_pages(found, tmp_path):
     page = places.page.read_text()
     assert page.startswith("# Results\n\nWritten by `make results`")
     assert page.index("| data | method | RIR |") < page.index("## Title of pairs")
-    assert page.count("| method |") == 1  # in the first table alone
+    assert page.count("| method |") == 1  # the first table
     assert page.count("![") == 1
     assert "7 of 4 runs" in page  # the made-up multirun has fewer
     for path in (places.page, *places.details.glob("*.md")):
@@ -97,14 +96,6 @@ def test_the_pages(found, tmp_path):
     assert "| paper RIR |" in details
     assert r"theta\_0 (Eq. 17)" in details
     assert {path.suffix for path in places.figures.iterdir()} == {".png"}
-
-
-def test_a_section_outside_of_the_first_table_has_its_own_beside_the_papers(found, tmp_path):
-    places = Places(tmp_path / "RESULTS.md", tmp_path / "docs" / "results", tmp_path / "docs" / "images")
-    write([replace(found[0], front=False, objectives=())], places, "make results", TITLES)
-    page = places.page.read_text()
-    assert "| data |" not in page
-    assert page.count("| paper RIR |") == 1
 
 
 def test_sections_whose_runs_are_not_there_stay_as_they_are(found, tmp_path):
