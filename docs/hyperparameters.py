@@ -13,17 +13,8 @@ A method starts from its own defaults (`conf/method/`). The data set's kind (`co
 [names its kind](components.md#data-set) in its YAML. The source of every value stands beside it in
 [conf/hparams](../conf/hparams). Written by `python docs/hyperparameters.py`.
 
-| kind | data |
-|---|---|"""
-TABLE = """
 | method | data sets | values that differ from the method's own |
 |---|---|---|"""
-
-
-def kinds() -> list[str]:
-    """One table row for every kind of data, with the first line of its file; what experiments choose is left out."""
-    found = [path for path in sorted((CONF / "hparams").glob("*.yaml")) if not path.stem.startswith("paper")]
-    return [f"| {path.stem} | {path.read_text().splitlines()[0].removeprefix('# ')} |" for path in found]
 
 
 def rows(datasets: Path = CONF / "dataset") -> list[str]:
@@ -46,7 +37,7 @@ def rows(datasets: Path = CONF / "dataset") -> list[str]:
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([HEAD, *kinds(), TABLE, *rows()]) + "\n"
+    return "\n".join([HEAD, *rows()]) + "\n"
 
 
 if __name__ == "__main__":

@@ -364,7 +364,7 @@ COLUMNS = [
     Column("steps_ratio/unseen", "unseen probe", _PAGE, middle),
     Column("steps_ratio/harmful", "harmful probe", _PAGE, worst),
     Column("rir", "RIR", _BOARD, worst, always=True),
-    Column("definition/immunized", "Def. 3.1", _BOARD, percent, always=True),
+    Column("definition/immunized", "Def. 3.1", Place.BOARD | Place.TERMINAL, percent, always=True),
     Column("", "flags", Place.BOARD, board_flags),
     # The attacks on one setting; the deciding ones come first.
     Column("{attack}", "attack", _AUDIT, lambda _, attack: Cell(attack)),
