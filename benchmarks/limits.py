@@ -1,4 +1,4 @@
-"""The tables of docs/limits.md: `python benchmarks/limits.py <table> [--root <folder with house_prices>]`."""
+"""The tables of docs/results/limits.md: `python benchmarks/limits.py <table> [--root <folder with house_prices>]`."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     python benchmarks/max_condition.py experiment=resnet18_cars_small,vit_cars_small data_root=<folder> --bounds=64,null
 
-runs every experiment once for each bound and prints a table for each (docs/deploy_precision.md), with `--figure` a
+runs every experiment once for each bound and prints a table for each (docs/results/precision.md), with `--figure` a
 picture. Runs stand in `--folder`, where the next command takes those that are done; other options need another folder.
 """
 

@@ -1,6 +1,6 @@
-"""`python -m immunization.results PATH...`: any number of run folders as tables, figures and one report.
+"""`python -m immunization.results PATH...`: tables, figures and one report of any number of run folders.
 
-`python -m immunization.results leaderboard PATH...`: a row a method instead, what it costs and what attackers pay.
+`python -m immunization.results leaderboard PATH...`: one row per method instead, with its price and what attackers pay.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from immunization.results.tables import numbers
 from immunization.runs import files
 
 WRITTEN = ".immunization_results.sha256"
-"""What this command wrote into its folder, as `sha256sum` lists files."""
+"""The files this command wrote into its folder, in the format of `sha256sum`."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _tidy(folder: Path, written: Iterable[Path]) -> None:
-    """Remove what an earlier call wrote into `folder` and this one did not, unless somebody changed it since."""
+    """Remove files of an earlier call that this one did not write, unless they were changed since."""
     root = folder.resolve()
     inside = {path.relative_to(root).as_posix(): path for path in map(Path.resolve, written) if root in path.parents}
     record = root / WRITTEN
@@ -99,22 +99,22 @@ def _parser(title: str) -> argparse.ArgumentParser:
         "--output",
         type=Path,
         default=Path("outputs/results"),
-        help="folder to write to; it keeps nothing of an earlier call (%(default)s)",
+        help="output folder; files of an earlier call are removed (%(default)s)",
     )
     add(
         "--objective",
         default="rir",
-        help="measure of the best setting, larger is better; no part of the leaderboard (%(default)s)",
+        help="measure that chooses the best setting, larger is better; not for the leaderboard (%(default)s)",
     )
     add("--title", default=title, help="heading of the report (%(default)s)")
     add(
         "--markdown",
         type=Path,
         metavar="FILE",
-        help="also write all tables as one document; the leaderboard: between the marks in FILE",
+        help="also write all tables to FILE; for the leaderboard, between the marks in FILE",
     )
     add("--figures", type=Path, metavar="FOLDER", help="folder for PNG figures (<output>/figures)")
-    add("--no-figures", action="store_true", help="tables alone, a few seconds faster")
+    add("--no-figures", action="store_true", help="no figures, a few seconds faster")
     add("--wandb", action="store_true", help="also log tables and figures to a summary run on W&B")
     return parser
 

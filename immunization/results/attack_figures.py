@@ -1,4 +1,4 @@
-"""What attacks cost: each one on a setting, before and after; and the cheapest on every setting beside its price."""
+"""The cost of each attack on one setting, before and after, and of the cheapest attack on every setting."""
 
 import math
 from collections.abc import Sequence
@@ -49,15 +49,15 @@ def attack_costs(setting: Setting, name: str) -> Plot | None:
         figure.legend(*ax.get_legend_handles_labels(), loc="lower left", frameon=False, fontsize=9)
         headline(figure, [setting])
     caption = (
-        "Operations until each attack learns the harmful task, with the baseline (circle) and with the immunized "
-        "extractor (filled, orange). Blue squares: attacks that do not learn it; their whole budget is drawn, so the "
-        "cost is larger, if there is one. No circle: the attack does not learn the task of the baseline."
+        "Operations until each attack learns the harmful task: on the baseline (circle) and on the immunized extractor "
+        "(filled, orange). Blue squares: the attack does not learn it within the budget drawn. No circle: it does not "
+        "learn it on the baseline."
     )
     return Plot(name, caption, figure)
 
 
 class Point(NamedTuple):
-    """A method: `price` is what the primary task loses, `cost` the attacker's over the baseline's, infinite if held."""
+    """A method: `price` is the loss on the primary task, `cost` the attacker's over the baseline's, inf if held."""
 
     label: str
     price: float
@@ -66,7 +66,7 @@ class Point(NamedTuple):
 
 
 def resistance(points: Sequence[Point], name: str, title: str) -> Plot:
-    """Harm resisted against price, with labels beside the axes that cannot overlap.
+    """Cost of the attacker against the price of a method, with labels beside the axes that cannot overlap.
 
     Methods that no attack breaks stand on a line of their own above all others.
     """
@@ -94,8 +94,7 @@ def resistance(points: Sequence[Point], name: str, title: str) -> Plot:
         ax.locator_params(axis="x", nbins=5)
         figure.suptitle(title, fontsize=10, x=0.02, ha="left", y=0.98)
     caption = (
-        "Harm resisted against price: operations of the cheapest attack that learns the harmful task over the "
-        "baseline's, median over runs, against what the primary task loses, held out. Up and left is better. "
-        "A gain counts as no loss. On the dotted line, if there is one, no attack learns the task in most runs."
+        "Cost of the cheapest attack, median over runs, against the held-out loss on the primary task; a gain counts "
+        "as no loss. Up and left is better. On a dotted line no attack learns the task in most runs."
     )
     return Plot(f"{name}_resistance", caption, figure)

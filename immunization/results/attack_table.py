@@ -1,4 +1,4 @@
-"""The section on attacks of a report: the verdict, who was audited, what each attack reached, and the flags."""
+"""The attacks in a report: the verdict, the audited model, what each attack reached, and the flags."""
 
 import math
 from collections import Counter
@@ -19,10 +19,10 @@ from immunization.runs.filenames import WEIGHTS, weights_of
 from immunization.runs.verdict import attack_names, successes, verdict
 
 NOTES = (
-    "immunized, baseline: the held-out measure where the attacker's validation rows say to stop; learned: it is at the "
-    "bar; ?: the 95 % interval of so many test rows holds the bar.",
-    "Operations: until the bar, one for all attacks. Steps: until 90 % of the way from chance to the same attack's "
-    "best on the baseline; > where they did not suffice. Eq. 2: what condition numbers alone predict.",
+    "immunized, baseline: the held-out measure at the step that the attacker's validation rows choose. learned: it "
+    "reaches the bar; ?: the 95 % interval from the number of test rows contains the bar.",
+    "Operations: until the bar, which is the same for all attacks. Steps: until 90 % of the way from guessing to the "
+    "same attack's best on the baseline; >: the budget was too small. Eq. 2: the ratio that condition numbers predict.",
 )
 
 
@@ -42,7 +42,7 @@ class Audit:
 
     @property
     def subject(self) -> str:
-        """Who was audited: method, weights, data, pair and rows."""
+        """The audited model: method, weights, data, pair and rows."""
         run, more = self.setting.runs[0], len(self.setting.runs) - 1
         result, words = run.result, [f"{self.setting.label} on {run.result.dataset}, {run.result.model}"]
         words += [weights(run)] if not more else [f"{more + 1} runs"]

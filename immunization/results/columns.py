@@ -1,7 +1,6 @@
-"""Every column of every table, and every line on one run: its measure, heading, form over several runs, and places.
+"""Every column of every table: its measure, its heading, how runs become a cell, and where it is shown.
 
-A measure that should stand somewhere is one entry of COLUMNS, from which all tables, the screen, the leaderboard and
-the model card are made.
+To show a measure, add one entry to COLUMNS. All tables, the screen, the leaderboard and the model card follow.
 """
 
 import math
@@ -23,7 +22,7 @@ from immunization.runs.result import Result
 from immunization.runs.verdict import BAR, capped, interval, rows_tested, successes, undecided
 
 AUTHORS = ", authors' κ"
-"""What the name of a column ends in whose figures are by the released code's convention; all others are rank-aware."""
+"""Ends the heading of a column by the released code's convention; all others are rank-aware."""
 
 
 class Place(Flag):
@@ -39,8 +38,6 @@ class Place(Flag):
     COMPARISON = auto()  # settings of one group: reports, and the pages behind RESULTS.md
     PAIRS = auto()  # the same, where there are several pairs of classes
     TERMINAL = auto()  # those of a table that are printed
-    SHORT = auto()  # those of COMPARISON in RESULTS.md
-    PAPER = auto()  # further ones of SHORT, where the data are prepared as the authors'
     OVERVIEW = auto()  # the first table of RESULTS.md
     COUNTS = auto()  # the table of successes
     BOARD = auto()  # the leaderboard's files
@@ -48,7 +45,7 @@ class Place(Flag):
     ATTACKS = auto()  # an audit: one row per attack
 
 
-_SETTINGS = Place.COMPARISON | Place.TERMINAL | Place.SHORT
+_SETTINGS = Place.COMPARISON | Place.TERMINAL
 _PAGE = Place.BOARD | Place.BOARD_PAGE
 _BOARD = _PAGE | Place.TERMINAL
 _AUDIT = Place.ATTACKS | Place.TERMINAL
@@ -174,19 +171,19 @@ def board_primary(setting: Setting, measure: str) -> Cell:
 
 
 def learned_in(setting: Setting, measure: str) -> Cell:
-    """In how many of the attacked runs some attack learns the task."""
+    """In how many attacked runs at least one attack learns the task."""
     found = [bool(successes(result)) for result in setting.results if BAR in result.metrics]
     return Cell(f"{sum(found)} of {len(found)}", sum(found), words=True) if found else Cell(NONE)
 
 
 def cheapest(setting: Setting, measure: str) -> Cell:
-    """The attack that most often is the cheapest success."""
+    """The attack that is most often the cheapest success."""
     best = [next(iter(found)) for result in setting.results if (found := successes(result))]
     return Cell(statistics.mode(best) if best else NONE)
 
 
 def cost(setting: Setting, kind: str) -> Cell:
-    """What the cheapest attack on tasks of a kind pays; `searched`: on harmful ones, of those that search."""
+    """Cost of the cheapest attack on tasks of a kind; `searched`: on harmful tasks, among attacks that search."""
     only, kind = (setting.searched, "harmful") if kind == "searched" else (None, kind)
     ratio = None if only == [] else setting.cost(kind, only)
     if ratio == math.inf:
@@ -195,7 +192,7 @@ def cost(setting: Setting, kind: str) -> Cell:
 
 
 def searched(setting: Setting, measure: str) -> Cell:
-    """The best that searched attackers reach before and after, medians over runs."""
+    """The best measure of attacks that search, before and after; medians over runs."""
     reached = []
     for suffix in ("_baseline", ""):
         names = [f"attack/{name}/final{suffix}" for name in setting.searched]
@@ -213,13 +210,13 @@ def sgrc(setting: Setting, measure: str) -> Cell:
 
 
 def worst(setting: Setting, measure: str) -> Cell:
-    """Over several harmful tasks, else of the only one."""
+    """The smallest value over the harmful tasks."""
     several = setting.median(f"worst/{measure.removesuffix('/harmful')}")
     return middle(setting, measure) if several is None else Cell.of(several)
 
 
 def board_flags(setting: Setting, measure: str) -> Cell:
-    """Errors of the runs that failed, else every flag of the others."""
+    """The errors of failed runs, or the flags of the others."""
     failures = dict.fromkeys(f"failed: {run.result.error}" for run in setting.failed)
     return Cell("; ".join(failures) or ", ".join(dict.fromkeys(f for r in setting.results for f in r.flags)) or NONE)
 
@@ -246,7 +243,7 @@ def attack_steps(setting: Setting, measure: str, form: str = "") -> Cell:
 
 
 def rows_interval(setting: Setting, measure: str) -> Cell:
-    """What the test rows of a single run leave open."""
+    """The interval that the test rows of a single run leave."""
     final, rows = setting.median(measure), rows_tested(setting.results[0]) if len(setting.runs) == 1 else None
     if final is None or not rows:
         return Cell(NONE)
@@ -287,7 +284,7 @@ COLUMNS = [
     Column("ratio_harmful", "(i)", Place.LINE, mean),
     Column("ratio_primary", "(ii)", Place.LINE, mean),
     Column("steps_ratio/harmful", "harmful steps", Place.LINE | Place.RUNS, middle),
-    # Settings beside each other. In braces is what `comparison` knows of their group.
+    # Settings side by side. `comparison` fills in the braces for their group.
     Column("runs", "runs", _SETTINGS | Place.COUNTS, size, always=True),
     Column("failed", "failed", _SETTINGS, size),
     Column("interrupted", "interrupted", Place.COMPARISON | Place.TERMINAL, size),
@@ -298,9 +295,9 @@ COLUMNS = [
     Column("{own}", "{own}", Place.COMPARISON | Place.TERMINAL, mean, True),
     Column("{kappa}rir{start}", "RIR{by}, 95 % interval", Place.COMPARISON, mean_interval),
     Column("{kappa}rir{start}", "RIR{by}, median", Place.PAIRS, middle),
-    Column("ratio_harmful", "paper (i)", Place.COMPARISON | Place.PAPER, paper),
-    Column("ratio_primary", "paper (ii)", Place.COMPARISON | Place.PAPER, paper),
-    Column("rir", "paper RIR", Place.COMPARISON | Place.PAPER, paper),
+    Column("ratio_harmful", "paper (i)", Place.COMPARISON, paper),
+    Column("ratio_primary", "paper (ii)", Place.COMPARISON, paper),
+    Column("rir", "paper RIR", Place.COMPARISON, paper),
     Column("{other}rir", "RIR{by_other}", Place.COMPARISON, middle, always=True),
     Column("ceiling/attained", "ceiling, log share", Place.COMPARISON, percent),
     Column("definition/immunized", "Def. 3.1 holds", Place.COMPARISON | Place.OVERVIEW, percent),
@@ -314,7 +311,7 @@ COLUMNS = [
     Column("steps_ratio/harmful", "harmful steps", Place.OVERVIEW, middle),
     Column("steps_ratio/primary", "primary steps", Place.OVERVIEW, middle),
     Column("accuracy r2", "primary, before → after", Place.OVERVIEW, first_change),
-    # In how many runs a setting does what immunization is for.
+    # In how many runs a setting succeeds.
     Column("", "RIR > 1", _COUNTS, passing({"rir": _ABOVE_1})),
     *(Column("", f"({part})", _COUNTS, passing({f"definition/{part}": bool})) for part in "abc"),
     Column("", "Def. 3.1", _COUNTS, passing({"definition/immunized": bool})),
@@ -324,29 +321,29 @@ COLUMNS = [
     Column("", "both", _COUNTS, passing(_FASTER | _KEPT)),
     # The leaderboard.
     Column("", "runs", _BOARD, board_runs, always=True),
-    Column("", "seeds", _PAGE, lambda setting, _: Cell.of(len({result.seed for result in setting.results}))),
+    Column("", "seeds", Place.BOARD, lambda setting, _: Cell.of(len({result.seed for result in setting.results}))),
     Column(
         *("", "primary, before → after", _BOARD, board_primary),
         always=True,
-        note="Primary: held out, the model's own head where it has one, else a retrained head; accuracy is a mean ± "
-        "standard deviation over seeds, of the mean over pairs. R² and loss, which one run can carry off, and ratios "
-        "are medians over runs.",
+        note="Primary: held out, by the own head or, without one, a retrained head. Accuracy: mean ± standard "
+        "deviation over seeds, of the mean over pairs. R², loss and ratios: medians over runs, since one run can "
+        "dominate a mean.",
     ),
     Column(
         *("steps_ratio/primary", "primary probe", _PAGE, middle),
-        note="Probes: steps of gradient descent over those with the baseline; 1 or less is no loss of primary and "
-        "benign tasks.",
+        note="Probe: steps ratio of a probe by gradient descent; large is good for harmful and unseen tasks, at most 1 "
+        "for primary and benign ones.",
     ),
     Column("steps_ratio/benign", "benign probe", _PAGE, middle),
-    Column("", "learned in", _PAGE, learned_in),
+    Column("", "learned in", Place.BOARD, learned_in),
     Column("", "cheapest attack", _BOARD, cheapest, always=True),
     Column(
         *("harmful", "cost / baseline's", _BOARD, cost),
         always=True,
-        note="Cost: operations of the cheapest attack that learns the harmful task over those of the cheapest with the "
-        "baseline; of several harmful tasks the least. Held: in most runs none does within its budget, which is no "
-        "proof; not attacked by training: the same, but no attack fine-tuned all that was immunized; not attacked "
-        "by standard: the same, but attack=standard did not run.",
+        note="Cost: operations of the cheapest attack that learns the harmful task, relative to the cheapest on the "
+        "baseline; the smallest over several harmful tasks. Held: no attack learns it in most runs within its budget, "
+        "which is no proof. Not attacked by training: the same, but no attack fine-tuned everything that was "
+        "immunized. Not attacked by standard: the same, but attack=standard did not run.",
     ),
     Column(
         *("attack/worst/flops_ratio_searched", "the same with search", _PAGE, middle),
@@ -354,31 +351,31 @@ COLUMNS = [
     ),
     Column(
         *("", "searched, before → after", _PAGE, searched),
-        note="Searched: the best, held out, that attackers reach who search for their settings.",
+        note="Searched: the best held-out measure among attackers who search for their settings.",
     ),
     Column(
         *("worth/removed", "worth removed", EVERYWHERE ^ Place.OVERVIEW, middle),
-        note="Worth removed: of what theta_0 is worth to the best attacker, beside one without the model, how much "
-        "immunization takes away; 0 is no defence.",
+        note="Worth removed: the share of what theta_0 is worth to the best attacker, compared with one without the "
+        "model, that immunization takes away; 0 is no defense.",
     ),
     Column(
         *("ceiling/worth", "ceiling of worth removed", _PAGE | Place.COMPARISON, middle),
-        note="Ceiling of worth removed: what an attacker loses who reads what stands before the immunized layers, "
-        "trains these layers anew, or has no model.",
+        note="Ceiling of worth removed: what is lost to an attacker who only reads what stands before the immunized "
+        "layers, trains these layers anew, or does without the model.",
     ),
-    Column("searched", "searched cost / baseline's", _PAGE, cost),
+    Column("searched", "searched cost / baseline's", Place.BOARD, cost),
     Column(
         *("", "SGRC", _PAGE, sgrc),
-        note="SGRC: share of the held-out accuracy that immunization takes from one who fine-tunes the whole net, "
-        "after the fewest and the most epochs asked for.",
+        note="SGRC: the share of an attacker's held-out accuracy that immunization takes away when they fine-tune the "
+        "whole net, after the fewest and the most epochs.",
     ),
     Column("unseen", "unseen cost / baseline's", _PAGE, cost, note="Unseen: harmful data that no method was shown."),
     Column("steps_ratio/unseen", "unseen probe", _PAGE, middle),
     Column("steps_ratio/harmful", "harmful probe", _PAGE, worst),
     Column("rir", "RIR", _BOARD, worst, always=True),
-    Column("definition/immunized", "Def. 3.1", _BOARD, percent, always=True),
+    Column("definition/immunized", "Def. 3.1", Place.BOARD | Place.TERMINAL, percent, always=True),
     Column("", "flags", Place.BOARD, board_flags),
-    # The attacks of one setting, what decides first.
+    # The attacks on one setting; the deciding ones come first.
     Column("{attack}", "attack", _AUDIT, lambda _, attack: Cell(attack)),
     Column("{attack}", "learned", _AUDIT, learned),
     Column("attack/{attack}/final", "immunized", _AUDIT, middle),
@@ -413,13 +410,13 @@ def filled_in(
 
 
 def own_measures(results: Iterable[Result], where: Place) -> list[str]:
-    """Metrics of evaluations that are not of this package, to be shown as they are called: no column there has them."""
+    """Metrics of evaluations from outside this package; they have no column and are shown by their own names."""
     known = {column.measure for column in COLUMNS if where in column.where}
     return list(dict.fromkeys(name for result in results for name in result.own_measures if name not in known))
 
 
 def published(run: Run) -> dict[str, dict[str, list[float]]]:
-    """What the paper reports of a run's data and model, by method and measure; nothing where it has no such table."""
+    """What the paper reports for a run's data and model, by method and measure; empty without such a table."""
     name = str(run.settings.get("model.name", "")).rpartition("/")[2].partition(".")[0]  # without hub and training
     model = next((key for key, names in _paper()["models"].items() if name in names), None)
     return _paper().get(f"{run.result.dataset}/{model}" if model else run.result.dataset, {})

@@ -1,4 +1,4 @@
-"""RESULTS.md and the pages of docs/results/: one table first, then the details beside the paper's figures, short."""
+"""RESULTS.md and the pages of docs/results/: one table over all data sets, and a page of details per section."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,6 @@ from immunization.results.columns import Place, placed
 from immunization.results.formatting import NONE, Cell, template
 from immunization.results.page import kept
 from immunization.results.parts import Section
-from immunization.results.seed_statistics import ENOUGH
-from immunization.results.settings import by_authors
 from immunization.results.tables import Table
 from immunization.runs import files
 
@@ -28,8 +26,7 @@ class Places:
 def write(found: Sequence[Section], places: Places, command: str, titles: Sequence[str]) -> None:
     """Write the first page, a page for each part, and the figures.
 
-    `titles` are those of all sections, in order. What is `kept` of the others stays as it is: to make one section
-    again, the runs of the others need not be there.
+    `titles` are those of all sections, in order. Sections without runs stay as they were `kept`.
     """
     for folder in (places.page.parent, places.details, places.figures):
         folder.mkdir(parents=True, exist_ok=True)
@@ -38,9 +35,7 @@ def write(found: Sequence[Section], places: Places, command: str, titles: Sequen
         pictures = {plot.name: plot.png(places.figures, pdf=False) for plot in part.plots}
         page = places.details / f"{part.name}.md"
         files.write(page, _filled("details.jinja", page, part, pictures))
-        columns = Place.SHORT | Place.PAPER if by_authors(part.group) else Place.SHORT
-        tables = [table.only(columns) for table in part.tables[: 1 + len(part.objectives)]]
-        text = _filled("section.jinja", places.page, part, pictures | {"page": page}, tables=tables)
+        text = _filled("section.jinja", places.page, part, pictures | {"page": page})
         table = overview([part])
         rows = [dict(zip(table.header, map(asdict, row), strict=True)) for row in table.rows]
         made[part.title] = {"rows": rows, "text": text}
@@ -51,12 +46,12 @@ def write(found: Sequence[Section], places: Places, command: str, titles: Sequen
     rows = [row for part in chosen for row in part["rows"]]
     table.rows = [[Cell(**row.get(name, empty)) for name in table.header] for row in rows]
     texts = [part["text"] for part in chosen]
-    page = template("results.jinja").render(command=command, overview=table, enough=ENOUGH, sections=texts)
+    page = template("results.jinja").render(command=command, overview=table, sections=texts)
     files.write(places.page, page)
 
 
 def _earlier(page: Path) -> dict[str, Any]:
-    """The sections of a page beside which nothing is kept, by title."""
+    """The sections of a page without a JSON file beside it, by title."""
     first, *blocks = page.read_text().split("\n## ") if page.is_file() else [""]
     sections = {block.partition("\n")[0]: {"rows": [], "text": f"## {block}"} for block in blocks}
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in first.splitlines() if line.startswith("|")]
@@ -80,7 +75,7 @@ def overview(found: Sequence[Section]) -> Table:
     return Table("overview", "", ["data", *(column.heading for column in columns)], rows)
 
 
-def _filled(name: str, page: Path, part: Section, paths: Mapping[str, Path], **tables: Sequence[Table]) -> str:
+def _filled(name: str, page: Path, part: Section, paths: Mapping[str, Path]) -> str:
     """A template on a section, with paths as seen from `page`, which it stands in."""
     relative = {name: os.path.relpath(path, page.parent) for name, path in paths.items()}
-    return template(name).render(part=part, paths=relative, **tables).rstrip() + "\n"
+    return template(name).render(part=part, paths=relative).rstrip() + "\n"

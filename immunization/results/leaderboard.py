@@ -1,4 +1,4 @@
-"""The leaderboard as tables, a figure, files and the part of a page: what rows cost, and what attackers pay."""
+"""The leaderboard as tables, a figure, files and part of a page: what a method costs, and what attackers pay."""
 
 import json
 import math
@@ -20,12 +20,12 @@ from immunization.runs import files
 from immunization.runs.filenames import ENVIRONMENT, ROWS
 
 MARKS = "<!-- leaderboard -->", "<!-- /leaderboard -->"
-"""Lines of a page: what stands between them is replaced."""
+"""Lines of a page; the text between them is replaced."""
 APART = ": other attacks, not comparable"
 
 
 def tracks(collection: Collection) -> list[list[Setting]]:
-    """Rows that share data and model, in the order of methods, each with why it stands apart, if it does."""
+    """Rows that share data and model, in the order of methods; `apart` says why a row is not comparable."""
     made = []
     for group in grouped(collection, lambda run: run.track):
         rows = named(group, ("dataset.", ATTACK))
@@ -38,13 +38,13 @@ def tracks(collection: Collection) -> list[list[Setting]]:
 
 
 def strength(attacks: Mapping[str, Any]) -> tuple[int, float, float]:
-    """Attacks, trials of their searches, and budgets: what is larger in this order is stronger."""
+    """Number of attacks, trials of their searches, and budgets; compared in this order."""
     sums = [sum(v for k, v in attacks.items() if k.endswith(end) and v) for end in (".search", ".steps")]
     return (len({key.split(".")[1] for key in attacks}), *sums)
 
 
 def weaker(attacks: Mapping[str, Any], strongest: Mapping[str, Any]) -> str:
-    """In what attacks differ from the strongest, in words; nothing where they do not."""
+    """How attacks differ from the strongest, in words; empty if they do not."""
     names, all_names = ({key.split(".")[1] for key in keys} for keys in (attacks, strongest))
     words = [f"without {', '.join(sorted(all_names - names))}"] if all_names - names else []
     for key in sorted({*attacks, *strongest}):
@@ -54,14 +54,14 @@ def weaker(attacks: Mapping[str, Any], strongest: Mapping[str, Any]) -> str:
 
 
 def sections(tracks: Iterable[Sequence[Setting]]) -> list[Section]:
-    """One for each track: the table, one more for what stands apart, and the figure."""
+    """One section per track: the table, a second one for rows that are not comparable, and the figure."""
     made = []
     for title, rows in _titled(tracks):
         name, look = f"leaderboard_{title.replace(', ', '_')}", looks(rows)
         together, apart = ([row for row in rows if bool(row.apart) is side] for side in (False, True))
         tables = [Table.of(name, title, placed(Place.BOARD), together)]
         if len({len(row.runs) for row in together}) > 1:
-            tables[0].notes.insert(0, "The rows have different numbers of runs.")
+            tables[0].notes.insert(0, "Rows have different numbers of runs.")
         if apart:
             tables.append(Table.of(f"{name}_apart", f"{title}{APART}", placed(Place.BOARD), apart))
             tables[1].notes[:0] = [f"{row.label}: {row.apart}." for row in apart]
@@ -76,7 +76,7 @@ def sections(tracks: Iterable[Sequence[Setting]]) -> list[Section]:
 
 
 def write_rows(tracks: Iterable[Sequence[Setting]], folder: Path) -> list[Path]:
-    """One JSON file a row in `folder`; returns their paths."""
+    """Write one JSON file per row into `folder`; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for title, rows in _titled(tracks):
@@ -87,7 +87,7 @@ def write_rows(tracks: Iterable[Sequence[Setting]], folder: Path) -> list[Path]:
 
 
 def record(row: Setting) -> dict[str, Any]:
-    """Everything that is needed to check the row, or to make it again."""
+    """Everything needed to check the row or to reproduce it."""
     run, results = row.first, row.results
     environment = run.result.folder / ENVIRONMENT
     return {
@@ -110,9 +110,9 @@ def record(row: Setting) -> dict[str, Any]:
 
 
 def between_marks(path: Path, parts: Sequence[Section], pictures: Mapping[str, str], command: str) -> str:
-    """The page at `path` with the tables, without flags, between its marks; raises DataError where it has none.
+    """The page at `path` with the tables, without flags, between its marks; raises DataError if it has no marks.
 
-    What is `kept` of other tracks stays: to make one again, the runs of the others need not be there.
+    Other tracks stay as they were `kept`, so their runs need not be present.
     """
     found = re.split(f"^(?:{'|'.join(MARKS)})$", path.read_text() if path.is_file() else "", flags=re.MULTILINE)
     if len(found) != 3:
@@ -123,12 +123,12 @@ def between_marks(path: Path, parts: Sequence[Section], pictures: Mapping[str, s
     columns = {name for track in tracks.values() for name in track["columns"]}
     notes = (column.note for column in placed(Place.BOARD) if column.heading in columns)
     legend = "\n".join(f"- {note}" for note in notes if note)
-    lead = f"Written by `{command}`, which leaves other tracks as they are; do not edit by hand."
+    lead = f"Written by `{command}`. Do not edit by hand."
     return f"{before}{MARKS[0]}\n{lead}\n\n{text}\n\n{legend}\n{MARKS[1]}{after}"
 
 
 def _block(part: Section, pictures: Mapping[str, str]) -> dict[str, Any]:
-    """One track of a page: its tables, each with its own notes, and its figure; and the names of the columns."""
+    """One track of a page: tables with their own notes, figure, and the names of the columns."""
     lines, columns = [], []
     for made in part.tables:
         shown = made.only(Place.BOARD_PAGE)
@@ -140,7 +140,7 @@ def _block(part: Section, pictures: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _earlier(page: str) -> dict[str, Any]:
-    """The tracks of a page beside which nothing is kept, by title; what the legend at its end says is made anew."""
+    """The tracks of a page without a JSON file beside it, by title; the legend is not read."""
     found: dict[str, Any] = {}
     for block in re.split("^### ", re.sub(r"(^- .*\n*)+\Z", "", page, flags=re.MULTILINE), flags=re.MULTILINE)[1:]:
         track = found.setdefault(block.partition("\n")[0].removesuffix(APART), {"text": ""})
@@ -150,7 +150,7 @@ def _earlier(page: str) -> dict[str, Any]:
 
 
 def _titled(tracks: Iterable[Sequence[Setting]]) -> Iterator[tuple[str, Sequence[Setting]]]:
-    """Tracks by data and model, with a number from the second of the same names on (other classes, other images)."""
+    """Tracks by title, data and model; tracks of the same title are numbered from the second on."""
     seen: Counter[str] = Counter()
     for rows in tracks:
         run = rows[0].first.result

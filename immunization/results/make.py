@@ -1,6 +1,6 @@
-"""`make results`, or `python -m immunization.results.make`: everything RESULTS.md is made of, and RESULTS.md itself.
+"""`make results`, or `python -m immunization.results.make`: run everything in RESULTS.md, and write it.
 
-Completed jobs are left as they are, so that it can be stopped and started again at any time.
+Completed jobs are kept, so it can be stopped and started again at any time.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from immunization.results.document import Places, write
 from immunization.results.parts import Multirun, read
 
 POLL, QUIET = 1.0, 60.0
-"""Seconds between two looks at the run folders, and between two lines where there is no terminal."""
+"""Seconds between two looks at the run folders, and between two lines without a terminal."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     for run in multiruns:
         run.check()
     left = {run: run.missing() for run in multiruns}
-    print(f"run folders: {folder}{os.sep}; what is completed there is not run again")
+    print(f"run folders: {folder}{os.sep}; completed jobs are not run again")
     for section in chosen:
         what = f"left out, {section.lacking}"
         if not section.lacking:
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.quick:
         command += " QUICK=1"
     if not (found := [section for section in known if section.groups]):
-        raise UserError("no job is completed: there is nothing to write")
+        raise UserError("no job is completed, so there is nothing to write")
     write(found, places, command, [section.title for section in known])
     print(f"written: {places.page}, {places.details}{os.sep}, {places.figures}{os.sep}")
     for run in failed:
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def complete(run: Multirun, left: Sequence[int]) -> bool:
-    """Run what is left of a multirun, with a progress bar; False where a job failed."""
+    """Run the remaining jobs of a multirun, with a progress bar; False if a job failed."""
     joblib = importlib.util.find_spec("hydra_plugins.hydra_joblib_launcher")
     command = [sys.executable, "-m", "immunization", *run.arguments, *(["launcher=joblib"] if joblib else [])]
     run.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -90,9 +90,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m immunization.results.make", description=__doc__)
     add = parser.add_argument
     add("sections", nargs="*", metavar="SECTION", help="some sections of results/parts.yaml (all)")
-    add("--quick", action="store_true", help="a small form of minutes, in outputs/results_quick with its own pages")
-    add("--output", type=Path, help="folder of the runs; the pages are then written there, too")
-    add("--dry-run", action="store_true", help="only say what would be run")
+    add(
+        "--quick",
+        action="store_true",
+        help="a small version that takes minutes, in outputs/results_quick with its own pages",
+    )
+    add("--output", type=Path, help="folder of the runs and of the pages")
+    add("--dry-run", action="store_true", help="only list what would run")
     return parser
 
 
@@ -101,7 +105,7 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        print("\ninterrupted: the same command goes on", file=sys.stderr)
+        print("\ninterrupted: the same command continues", file=sys.stderr)
         sys.exit(130)
     except (UserError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -1,4 +1,4 @@
-"""The model card beside an immunized net: what it is made of, what was measured, and what it does not promise."""
+"""The model card beside an immunized net: what it is made from, its measures and its limits."""
 
 import json
 from collections.abc import Mapping
@@ -18,15 +18,15 @@ HUB_LICENSES = ("apache-2.0", "mit", "bsd-3-clause", "cc-by-4.0", "cc-by-sa-4.0"
 
 
 def recipe(method: str, settings: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """How a net was immunized: the method, its options and the seed."""
+    """How a net was immunized: method, options and seed."""
     return {"method": method, "settings": {k: v for k, v in settings.items() if not k.startswith("_")}, "seed": seed}
 
 
 def write(folder: str | Path, facts: dict[str, Any], made: dict[str, Any] | None, result: Result | None) -> Path:
     """Write model_card.md, ready to be the README.md of a repository on the Hugging Face Hub.
 
-    `facts` are what the model stores with its weights (`exported`, `facts_of`), `made` is its `recipe`, `result` what
-    was measured; the latter two may not be known.
+    `facts` are stored with the weights (`exported`, `facts_of`), `made` is the `recipe`, `result` holds the measures;
+    the last two may be unknown.
     """
     flags = result.flags if result else []
     told = [flag for flag in (EASIER, "head_at_chance") if flag in flags]
@@ -57,16 +57,16 @@ def _data(result: Result | None) -> list[str]:
     """The data of a run, without the folders where they lay."""
     about, lines = result.about if result else {}, []
     if "data" not in about:
-        return ["Data: loaders of the one who made it, of which nothing else is known."]
+        return ["Data: the maker's own loaders; nothing else is known."]
     for role, name in about["data"].items():
         rows = about["rows"][role]
         images = f"{rows['train']} training, {rows['val']} validation and {rows['test']} test images"
         lines.append(f"{role.capitalize()} data: {_name(name)}, {about['classes'][role]} classes; {images}")
-    return [*lines, "License of the data: that of their owners; look it up before you publish."]
+    return [*lines, "License of the data: their owners'; look it up before you publish."]
 
 
 def _name(data: str) -> str:
-    """What `data` is called, a source of timm and a folder: the folder's own name alone."""
+    """The name of `data`; of a source of timm with a folder, only the folder's name."""
     source, _, folder = data.rpartition(" ") if data.partition("/")[0] in SOURCES else ("", "", data)
     return f"{source} {Path(folder).name}".strip()
 
@@ -85,12 +85,12 @@ def _value(result: Result, name: str) -> str:
         return f"none: {result.reasons.get(name, '')}"
     group, _, role = name.partition("/")
     if group == "steps_ratio" and f"capped_{role}" in result.flags:
-        return f"> {number(value)} (capped: it never came there in the steps that were counted)"
+        return f"> {number(value)} (capped: not reached within the counted steps)"
     return number(value)
 
 
 def _curves(result: Result) -> list[list[str]]:
-    """Held-out accuracy after so many steps of gradient descent on a linear probe, one row per task and state."""
+    """Held-out accuracy of a linear probe against its steps of gradient descent, one row per task and state."""
     rows = []
     for role in roles_in(result.curves, "probe"):
         for suffix, when in (("/baseline", "before"), ("", "after")):

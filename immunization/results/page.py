@@ -1,4 +1,4 @@
-"""report.html: tables, figures and everything left out, in one file that needs no network."""
+"""report.html: tables, figures and every problem, in one file that needs no network."""
 
 import json
 import os
@@ -27,14 +27,14 @@ from immunization.runs import files
 
 REPORT = "report.html"
 MOST = 500
-"""Rows of the lists of runs and problems in the report; the CSV has all."""
+"""Most rows of the report's lists of runs and problems; the CSV has all."""
 
 
 @dataclass
 class Section:
-    """The runs of one group with tables, of which the first is the comparison, figures, and audits with theirs.
+    """The runs of one group, with tables (the comparison first), figures and audits.
 
-    On a terminal `conclusion` stands below the tables, and each line of `legend` once below all sections.
+    A terminal shows `conclusion` below the tables, and each line of `legend` once, below all sections.
     """
 
     group: list[Setting]
@@ -58,7 +58,7 @@ class Section:
 
 
 def sections(collection: Collection, objective: str, figures: bool = True) -> list[Section]:
-    """One section for each preparation of the data and model."""
+    """One section per preparation of the data and model."""
     groups = settings(collection)
     made = []
     for i, group in enumerate(groups, 1):
@@ -92,13 +92,13 @@ def summarize(collection: Collection, folder: Path, objective: str, console: Con
 
 
 def audit(folder: Path) -> None:
-    """Write the report of a single run, for its attacks, into its folder."""
+    """Write the report of a single audited run into its folder."""
     collection = collect([folder])
     write(folder / REPORT, collection, sections(collection, "rir", figures=False), f"Audit {folder.name}")
 
 
 def show(collection: Collection, parts: Sequence[Section], console: Console | None = None) -> None:
-    """Print the tables with some of their columns, and what is left out of every average and why."""
+    """Print the main columns of the tables, and the runs that averages leave out, with reasons."""
     console = console or Console()
     plain = partial(console.print, markup=False, highlight=False)
     for part in parts:
@@ -121,7 +121,7 @@ def show(collection: Collection, parts: Sequence[Section], console: Console | No
 
 
 def write(path: Path, collection: Collection, parts: Sequence[Section], heading: str) -> None:
-    """Write the report to `path`; of one audit the summary of the verdict then stands above everything."""
+    """Write the report to `path`; the report of a single audit begins with its verdict."""
     one_audit = len(parts) == 1 and len(parts[0].group) == 1 and parts[0].audits
     problems = [[Cell(p.kind), Cell(str(p.folder)), Cell(p.message)] for p in collection.problems[:MOST]]
     content = template(REPORT, code=_code).render(
@@ -141,16 +141,16 @@ def write(path: Path, collection: Collection, parts: Sequence[Section], heading:
 
 
 def flags_page(path: Path) -> str | None:
-    """From a report to docs/flags.md, where it lies in a copy of the repository; else None: it says no local paths."""
+    """The path from a report inside a checkout to docs/flags.md; otherwise None, so that no local path is published."""
     root = Path(__file__).resolve().parents[2]
     page, folder = root / "docs" / "flags.md", path.resolve().parent
     return os.path.relpath(page, folder) if page.is_file() and folder.is_relative_to(root) else None
 
 
 def kept(page: Path, made: Mapping[str, Any], earlier: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The parts of a page by title, as a JSON file beside it keeps them: those of before, and `made` in their place.
+    """The parts of a page by title: the earlier ones, from a JSON file beside it, updated by `made`.
 
-    `earlier` reads them from a page that has no such file.
+    `earlier` reads them from a page that has no such file yet.
     """
     path = page.with_suffix(".json")
     parts = (json.loads(path.read_text()) if path.is_file() else earlier()) | made
@@ -159,7 +159,7 @@ def kept(page: Path, made: Mapping[str, Any], earlier: Callable[[], dict[str, An
 
 
 def provenance(runs: Sequence[Run]) -> str:
-    """Which runs, and by which commands."""
+    """Which runs, and the commands that made them."""
     commands = [f"`{command}`" for command in dict.fromkeys(run.command for run in runs if run.command)]
     made = f", made by {_first(commands)}" if commands else ""
     folders = _first(sorted({str(run.result.folder.parent) for run in runs}))
@@ -185,8 +185,8 @@ def _code(text: str) -> Markup:
 
 
 def markdown(parts: Iterable[Section], pictures: dict[str, str], command: str) -> str:
-    """The tables as one document, with the command that made each; `pictures` maps figures to their paths."""
-    lines = ["# Results", "", f"Written by `{command}`; do not edit by hand.", ""]
+    """The tables as one document, each with its command; `pictures` maps figures to their paths."""
+    lines = ["# Results", "", f"Written by `{command}`. Do not edit by hand.", ""]
     for part in parts:
         lines += [*(table.markdown() for table in part.every_table), f"Source: {_public(provenance(part.runs))}", ""]
         lines += [plot.markdown(pictures[plot.name]) for plot in part.every_plot if plot.name in pictures]
@@ -194,5 +194,5 @@ def markdown(parts: Iterable[Section], pictures: dict[str, str], command: str) -
 
 
 def _public(text: str) -> str:
-    """Without the paths of files on this machine."""
+    """The text without local paths."""
     return re.sub(r"(?<=[= ])[/~][^\s`,]*", "<folder>", text)

@@ -1,4 +1,4 @@
-"""What RESULTS.md is made of, as parts.yaml lists it: sections with tables and figures, their multiruns and jobs."""
+"""The contents of RESULTS.md, from parts.yaml: sections with their multiruns, jobs, tables and figures."""
 
 import itertools
 from collections.abc import Sequence
@@ -31,18 +31,18 @@ class Multirun:
 
     @property
     def command(self) -> str:
-        """What a reader types for the same runs, in a folder of their own."""
+        """The command for the same runs in a new folder."""
         return f"python launch.py -m {' '.join(self.overrides)} launcher=joblib tracker=none"
 
     @property
     def arguments(self) -> list[str]:
-        """What Hydra gets: the same folders every time, so that `resume=true` finds what is there."""
+        """The arguments for Hydra, with the same folder every time, so that `resume=true` finds completed jobs."""
         own = [f"hydra.sweep.dir='{self.folder}'", "resume=true", "tracker=none", "figures=false"]
         return ["-m", *self.overrides, *self.data, *own]
 
     @cached_property
     def jobs(self) -> list[list[str]]:
-        """The overrides of every job, in Hydra's order, which is that of the numbers of their folders."""
+        """The overrides of every job, in Hydra's order, by which their folders are numbered."""
         from hydra import compose as hydra_compose
         from hydra import initialize_config_dir
         from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -60,13 +60,13 @@ class Multirun:
         return [list(job) for job in itertools.product(*choices.values())]
 
     def missing(self, among: Sequence[int] | None = None) -> list[int]:
-        """Numbers of the jobs, of all or of these, that are not completed."""
+        """Numbers of the jobs that are not completed, among all or the given ones."""
         folders = {int(path.name.partition("_")[0]): path for path in self.folder.glob("[0-9]*_*")}
         numbers = range(len(self.jobs)) if among is None else among
         return [number for number in numbers if number not in folders or not Result.completed_in(folders[number])]
 
     def check(self) -> None:
-        """Raise ConfigError where completed jobs are of another configuration; one of each method is looked at."""
+        """Raise ConfigError if completed jobs have another configuration; checks one job per method."""
         first: dict[str, int] = {}
         for number in sorted({*range(len(self.jobs))} - {*self.missing()}):
             first.setdefault(next((word for word in self.jobs[number] if word.startswith("method=")), ""), number)
@@ -110,21 +110,21 @@ class Section:
 
     @cached_property
     def tables(self) -> list[Table]:
-        """The comparison, once more by each further objective, and what else there is to count."""
+        """The comparison, by each objective, and the tables of counts."""
         further = [comparison(self.group, self.name, f"Every measure, {by}", by) for by in self.objectives]
         more = (self.pairs, counts(self.group, self.name, self.title), alignment(self.group, self.name, self.title))
         return [comparison(self.group, self.name, "Every measure"), *further, *filter(None, more)]
 
     @cached_property
     def plots(self) -> list[Plot]:
-        """Every figure; those with a panel a method where settings differ in more than the method."""
+        """Every figure; only Fig. 2 where settings differ in more than the method."""
         return draw(self.group, self.name, kinds=None if len(self.groups) == 1 else ("figure2",))
 
     def jobs(self) -> str:
-        """How many runs are behind it, and whether some are missing."""
+        """The number of runs, and whether some are missing."""
         there = sum(len(setting.runs) + len(setting.failed) for setting in self.group)
         asked = sum(len(run.jobs) for run in self.multiruns)
-        return f"{there:,} runs." if there == asked else f"{there:,} of {asked:,} runs, the others are still to come."
+        return f"{there:,} runs." if there == asked else f"{there:,} of {asked:,} runs; the others are missing."
 
 
 def read(folder: Path, quick: bool = False, path: Path | None = None) -> list[Section]:
@@ -148,7 +148,7 @@ def read(folder: Path, quick: bool = False, path: Path | None = None) -> list[Se
 
 
 def _data(entry: dict[str, Any], config: DictConfig) -> tuple[tuple[str, ...], str | None]:
-    """Overrides that say where a section's data are, in data_root or the cache, or what is absent and the remedy."""
+    """Overrides for the folder of a section's data, in data_root or the cache; or what is missing, with the remedy."""
     root, needs = entry.get("root"), entry.get("needs", [])
     bases = [Path(base).expanduser().resolve() for base in (config.data_root, *([config.cache] if root else []))]
     places = [base / (root or "") for base in bases]

@@ -1,4 +1,4 @@
-"""What can be compared: runs that differ in nothing but the seed and the pair of classes, in groups of one data set."""
+"""Comparable runs: those that differ only in the seed and the pair of classes, in groups of one data set."""
 
 import math
 import statistics
@@ -18,19 +18,19 @@ METHODS = (
     *("released_condition_number", "clamp", "encoderlock", "forget", "learning_curve_net", "ntl", "sophon"),
     "unmodified",
 )
-"""The order of rows and colors: the baseline, the paper's methods as in its tables, the others; then any by name."""
+"""The order of rows and colors: the baseline, the paper's methods in its order, the others; then by name."""
 
 RATIOS = {"ratio_harmful": "(i)", "ratio_primary": "(ii)", "rir": "RIR"}
 
 KEEPS = (
-    "settings that immunize and keep the primary task in every sense measured: (i) > 1, Definition 3.1 in most runs, a "
-    "primary probe no slower than the baseline's (steps ratio at most 1)"
+    "settings that immunize and keep the primary task: (i) > 1, Definition 3.1 in most runs, and a primary steps ratio "
+    "of at most 1"
 )
-"""What a setting has to do to be marked as the best, in words."""
+"""When a setting can be marked as the best, in words."""
 
 
 class Setting:
-    """Runs that differ in nothing but the seed and the pair of classes; in a leaderboard, why it stands `apart`."""
+    """Runs that differ only in the seed and the pair of classes; `apart` says why a leaderboard lists it separately."""
 
     def __init__(self, runs: Sequence[Run], others: Sequence[Run] = ()) -> None:
         self.runs = list(runs)
@@ -45,7 +45,7 @@ class Setting:
         return [run.result for run in self.runs]
 
     def values(self, metric: str) -> dict[tuple[int, str, str], float]:
-        """The measure of every run that has it, by seed, pair of classes, and benign and unseen classes."""
+        """The measure of each run that has it, by seed, pair of classes, and benign and unseen classes."""
         found = {}
         for run in self.runs:
             if (value := run.result.metrics.get(metric)) is not None:
@@ -70,7 +70,7 @@ class Setting:
         return statistics.median(values) if values else None
 
     def change(self, measure: str) -> tuple[float, float] | None:
-        """A measure before and after: an accuracy's mean over seeds, the median over runs of what one can carry off."""
+        """A measure before and after: a mean over seeds for an accuracy, else a median over runs."""
         names = f"{measure}_baseline", measure
         if not all(map(self.seeds, names)):
             return None
@@ -115,9 +115,9 @@ class Setting:
         return [key.split(".")[1] for key, value in self.attacks.items() if key.endswith(".search") and value]
 
     def cost(self, kind: str = "harmful", only: Sequence[str] | None = None) -> float | None:
-        """Median over runs of the cheapest success over the baseline's, infinite where it is held; None for no data.
+        """Median over runs of the cheapest success relative to the baseline's; infinite if held, None without data.
 
-        Of several tasks of a kind it is that of the cheapest; `only`: of these attacks alone.
+        With several tasks of a kind, the cheapest task counts; `only` restricts the attacks.
         """
         costs = []
         for group in self._attacked(kind):
@@ -131,7 +131,7 @@ class Setting:
         return min((cost for cost in costs if cost is not None), default=None)
 
     def unbroken(self, kind: str = "harmful") -> str:
-        """What is said where no attack learns the task in most runs."""
+        """The word for a setting whose task no attack learns in most runs."""
         words = {unbroken(result, group) for result in self.results for group in self._attacked(kind)}
         return next(word for word in (UNTRAINED, UNNUMBERED, HELD) if word in words)
 
@@ -141,7 +141,7 @@ class Setting:
 
 
 def median(ratios: Iterable[float | None]) -> float | None:
-    """Of those that are known; infinite only where more than half of them are, which `held` claims."""
+    """The median of the known ratios; infinite only if more than half of them are, as `held` claims."""
     known = [ratio for ratio in ratios if ratio is not None]
     middle = statistics.median(known) if known else None
     return statistics.median_low(known) if middle == math.inf else middle
@@ -154,7 +154,7 @@ def settings(collection: Collection) -> list[list[Setting]]:
 
 
 def grouped(collection: Collection, key: Callable[[Run], str]) -> list[list[Setting]]:
-    """The settings of all runs, also of those that did not complete, in groups of the same `key`."""
+    """The settings of all runs, including those that did not complete, in groups of the same `key`."""
     groups: dict[str, dict[str, tuple[list[Run], list[Run]]]] = {}
     others = [problem.run for problem in collection.problems if problem.run]
     for side, runs in enumerate((collection.runs, others)):
@@ -164,7 +164,7 @@ def grouped(collection: Collection, key: Callable[[Run], str]) -> list[list[Sett
 
 
 def best(group: Iterable[Setting], objective: str) -> Setting | None:
-    """The setting with the largest mean of the objective among those that immunize; None where none does."""
+    """The setting with the largest mean of the objective among those that immunize; None if there is none."""
     group = list(group)
     objective = in_convention(group, objective)
     candidates = [setting for setting in group if setting.seeds(objective) and immunizes(setting, objective)]
@@ -182,9 +182,9 @@ def by_authors(group: Sequence[Setting]) -> bool:
 
 
 def immunizes(setting: Setting, objective: str = "rir") -> bool:
-    """Whether a setting does what `KEEPS` says; what no run measured is not asked for, but (i) always is.
+    """Whether a setting does what `KEEPS` says. Measures that no run has are skipped, except (i).
 
-    The convention of kappa in which (i) is read is that of the objective.
+    (i) is read in the objective's convention of kappa.
     """
     harmful = setting.median(("authors/" if objective.startswith("authors/") else "") + "ratio_harmful")
     steps, holds = setting.median("steps_ratio/primary"), setting.seeds("definition/immunized")
@@ -203,7 +203,7 @@ def short_labels(group: Sequence[Setting]) -> dict[Setting, str]:
 
 
 def title(group: Sequence[Setting], others: Sequence[Sequence[Setting]] = ()) -> str:
-    """What the runs of a group have in common: data set, model, and the keys in which the groups differ."""
+    """A group's title: data set, model, and the keys in which groups differ."""
     first = group[0].first
     words = [f"{first.result.dataset}, {first.result.model}"]
     same = [other[0].first for other in others if other[0].first.result.dataset == first.result.dataset]
@@ -220,16 +220,16 @@ def title(group: Sequence[Setting], others: Sequence[Sequence[Setting]] = ()) ->
 
 
 def correlations(group: Sequence[Setting]) -> dict[str, dict[tuple[str, str], float]]:
-    """What alignment may predict, by pair of classes: the ceiling of RIR, and the RIR that each setting reaches."""
+    """By pair of classes: the ceiling of RIR, and the RIR of each setting, which alignment may predict."""
     measured = [setting for setting in group if len(setting.pairs("alignment/score")) > 2]
     ceilings = next((found for setting in measured if (found := setting.pairs("ceiling/rir"))), {})
     return {"ceiling": ceilings} | {setting.label: setting.pairs("rir") for setting in measured} if measured else {}
 
 
 def named(group: Sequence[Setting], without: tuple[str, ...] = ("dataset.",)) -> list[Setting]:
-    """The settings of one group sorted by method, each labeled by its method and the keys in which settings differ.
+    """The settings of one group, sorted by method and labeled by method and the keys in which they differ.
 
-    Keys that start as one of `without` are in no label.
+    Labels leave out keys that start with one of `without`.
     """
     for setting in group:
         same = [other.first.settings for other in group if other.method == setting.method]

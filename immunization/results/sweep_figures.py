@@ -1,4 +1,4 @@
-"""Figures over many runs: the paper's Figs. 1 to 3, the map of both lambdas, and what is traded against what.
+"""Figures over many runs: the paper's Figs. 1 to 3, the map of both lambdas, and trade-offs.
 
 A method has the same color in every figure, its settings shades of it. Data, seeds and runs stand above each.
 """
@@ -35,10 +35,7 @@ ALIKE = 1.01
 """Ratios that differ by no more than this factor are one value to a figure."""
 BANDS = 3
 """More settings than this have no bands, which would merge."""
-_HOW = (
-    f"Median over the runs; up to {BANDS} settings have bands that hold the middle half; thin dashes: the baseline, "
-    "the raw inputs or theta_0."
-)
+_HOW = f"Medians over runs; with up to {BANDS} settings, bands hold the middle half. Thin dashes: the baseline."
 
 
 def draw(
@@ -70,8 +67,8 @@ def norm_ratio(group: Sequence[Setting], objective: str) -> tuple[Figure, str] |
             ax.set_yscale("log")
             ax.set_ylim(bottom=max(ax.get_ylim()[0], 1e-16))  # below is rounding
     return figure, (
-        "Fig. 1 of the paper. Distance of the probe to its optimum against steps of steepest descent (Eq. 16): on the "
-        "harmful task a slow curve is what is wanted, on the primary task a fast one. " + _HOW
+        "Fig. 1 of the paper. Distance of the probe to its optimum against steps of steepest descent (Eq. 16). Slow is "
+        "good for the harmful task, fast for the primary one. " + _HOW
     )
 
 
@@ -92,13 +89,13 @@ def probes(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
         if bars := [bar for setting in group if (bar := setting.median(f"steps_bar/{role}")) is not None]:
             ax.axhline(np.median(bars), color=INK, linewidth=1.2, linestyle=":")
     return figure, (
-        "Fig. 3 of the paper. What a linear probe reaches on held-out data after so many steps of gradient descent. "
-        "Dotted: 90 % of the way from chance to the baseline's best, where steps are counted. " + _HOW
+        "Fig. 3 of the paper. Held-out measure of a linear probe against its steps of gradient descent. Dotted: 90 % "
+        "of the way from guessing to the baseline's best, where steps are counted. " + _HOW
     )
 
 
 def pair_maps(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | None:
-    """Fig. 2: log10 RIR of every ordered pair of classes, one map a method."""
+    """Fig. 2: log10 RIR of every ordered pair of classes, one map per method."""
     names = {name for setting in group for run in setting.runs for name in run.pair.split("→")}
     classes = sorted(names, key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name))
     group = [setting for setting in group if len({run.pair for run in setting.runs}) > 2]
@@ -124,9 +121,9 @@ def pair_maps(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | 
     by = AUTHORS if by_authors(group) else ""
     plot.color_bar(figure, drawn, axes[columns - 1], f"log₁₀ RIR{by}, mean over seeds", extend="both")
     return figure, (
-        "Fig. 2 of the paper. RIR of every ordered pair of classes, blue above 1 and red below, in full color from 100 "
-        "and 1/100 on; blank where there is no pair or no run."
-        + (" In brackets: of how many of the 90 pairs the paper says that RIR is much greater than 1." if paper else "")
+        "Fig. 2 of the paper. RIR of every ordered pair of classes: blue above 1, red below, full color from 100 and "
+        "1/100 on, blank without a run."
+        + (" In brackets: the paper's count of pairs with RIR much greater than 1." if paper else "")
     )
 
 
@@ -157,11 +154,11 @@ def lambdas(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | No
         ax.set(title=f"log₁₀ {measure}", xlabel="lambda_H")
         plot.color_bar(figure, drawn, ax)
     axes[0].set_ylabel("lambda_P")
-    return figure, f"{method} over both weights, log₁₀ of the median over the runs; blank where there is no value."
+    return figure, f"{method} over both weights, log₁₀ of the median over runs; blank without a value."
 
 
 def pareto(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | None:
-    """RIR against what the primary task pays, one point a setting, with the front and the point a user would choose.
+    """RIR against what the primary task pays, one point per setting, with the front and the point a user would choose.
 
     An invertible linear map cannot change what a retrained head reaches in the end; then the steps it takes are shown.
     None where either is the same for all settings.
@@ -194,8 +191,8 @@ def pareto(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
     plot.legend_below(figure, ax, columns=1)
     mark = "Circled" if chosen else "No setting is circled, which would be"
     return figure, (
-        "RIR (mean) against what the primary task pays, one point a setting; up and left is better, and no setting is "
-        f"better in both than one on the front. {mark}: the largest {objective} among {KEEPS}."
+        "Mean RIR against the loss on the primary task, one point per setting. Up and left is better; no setting beats "
+        f"one on the front in both. {mark}: the largest {objective} among {KEEPS}."
     )
 
 
@@ -218,13 +215,13 @@ def collateral(group: Sequence[Setting], objective: str) -> tuple[Figure, str] |
     ax.set_ylabel("steps of the harmful probe / baseline")
     plot.legend_below(figure, ax, columns=1)
     return figure, (
-        "What slowing the harmful task costs a benign task that no method was shown: steps of fresh probes by gradient "
-        "descent over those with the baseline, median over the runs. Up and to the left is better."
+        "Steps ratio of the harmful task against that of a benign task, which no method is shown; medians over runs. "
+        "Up and left is better."
     )
 
 
 def alignment(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | None:
-    """Alignment score of both tasks against the ceiling of RIR, and against the RIR reached, one point a pair."""
+    """Alignment score of both tasks against the ceiling of RIR, and against the RIR reached, one point per pair."""
     outcomes = correlations(group)
     if not outcomes:
         return None
@@ -246,9 +243,8 @@ def alignment(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | 
         handles=[line for ax in axes for line in ax.lines], loc="lower left", ncols=2, frameon=False, fontsize=9
     )
     return figure, (
-        "Does the alignment of both tasks predict the RIR? One point a pair of classes; a score of 1/2 stands for "
-        "unrelated tasks, 1 for aligned ones. r: Spearman's rank correlation, p by permutations of the classes where "
-        "all of their pairs are there."
+        "RIR against the alignment of both tasks, one point per pair of classes. Unrelated tasks score 1/2, aligned "
+        "ones 1. r: Spearman's rank correlation; p by permutations of the classes where all pairs have runs."
     )
 
 
@@ -262,7 +258,7 @@ def _points(ax: Axes, group: Sequence[Setting], points: Sequence[Setting], x: Se
 def _curves(
     group: Sequence[Setting], objective: str, family: str, roles: Sequence[str], xscale: str = "linear"
 ) -> Figure | None:
-    """One panel a task, one line a setting, few with a band over their runs; the baseline in thin dashes."""
+    """One panel per task, one line per setting, with bands for a few settings; the baseline in thin dashes."""
     shown = [r for r in roles if any(f"{family}/{r}" in run.result.curves for s in group for run in s.runs)]
     if not shown:
         return None

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ALIGNMENT = {"alignment/score": "score", "alignment/kernel": "kernel", "alignment/kappa_M": "κ(M)"}
-"""What might predict the RIR that a pair of tasks allows."""
+"""Measures of alignment, which may predict RIR."""
 
 ABOVE = (1, 2, 10, 100)
-"""Pairs are counted whose RIR is above these."""
+"""Bounds of RIR above which pairs are counted."""
 
 GAP = 2
 """Blanks between columns on a terminal."""
@@ -36,9 +36,9 @@ STAR = " ★"
 
 @dataclass
 class Table:
-    """Rows of cells under a header; `name` is a file name. Columns without a number are set to the left.
+    """Rows of cells under a header; `name` is a file name. Columns without numbers are left-aligned.
 
-    `columns` are the entries of COLUMNS that the header is of, where it is.
+    `columns` are the entries of COLUMNS that the header comes from, if it does.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Table:
         cell: Callable[[Column, T], Cell] = lambda column, setting: column.cell(setting, column.measure),
         there: Callable[[Cell], bool] = lambda cell: cell.text != NONE,
     ) -> Self:
-        """One row per setting; a column in which no cell is `there` is left out, unless it is always shown."""
+        """One row per setting; a column without a cell that is `there` is left out, unless it is always shown."""
         cells = {column: [cell(column, row) for row in rows] for column in columns}
         cells = {column: own for column, own in cells.items() if column.always or any(map(there, own))}
         notes = [column.note for column in cells if column.note]
@@ -66,7 +66,7 @@ class Table:
         return cls(name, title, [column.heading for column in cells], lines, notes, list(cells))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """On a terminal: no number is broken; columns that do not fit the width stand in further tables below."""
+        """On a terminal: numbers are never broken; columns beyond the width follow in further tables."""
         columns = []
         for name, *cells in zip(self.header, *([cell.text for cell in row] for row in self.rows), strict=True):
             wide = max(map(len, [*name.split(), *cells]))  # a header is no wider than its words or the cells below it
@@ -100,7 +100,7 @@ class Table:
         return "\n".join(lines)
 
     def only(self, where: Place) -> Self:
-        """The columns of one of these places, without the notes; a table that is of no columns as it is."""
+        """The columns shown in one of these places, without notes; a table without `columns` is returned unchanged."""
         if not self.columns:
             return self
         chosen = [i for i, column in enumerate(self.columns) if column.where & where]
@@ -192,8 +192,8 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
         *meanings(authors),
         f"Mean ± standard deviation over seeds{' of the mean over pairs' if len(pairs) > 1 else ''}, and Student's 95 "
         "% interval of it; steps ratios, R² and the RIR of the other κ are medians over all runs.",
-        f"Bold: the best mean of a column; from {ENOUGH} seeds on, also the next ones down to the first that a paired "
-        "t-test (logarithms of the same seeds and pairs, Holm, 5 %) tells from it. The baseline identity is left out.",
+        f"Bold: the best mean of a column; from {ENOUGH} seeds on, also the next ones, down to the first that differs "
+        "by a paired t-test (logarithms of the same seeds and pairs, Holm, 5 %). The baseline identity is left out.",
     ]
     if winner:
         table.notes.append(f"★: the largest mean of the objective, {objective}, among {KEEPS}.")
@@ -206,7 +206,7 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
 
 
 def pair_counts(group: Sequence[Setting], name: str, heading: str) -> Table | None:
-    """Fig. 2 in numbers: of how many pairs of classes RIR is above a bound, beside the paper's count."""
+    """Fig. 2 in numbers: how many pairs of classes have an RIR above a bound, beside the paper's count."""
     metric, paper = in_convention(group, "rir"), published(group[0].first)
     pairs = [setting.pairs(metric) for setting in group]
     if max(map(len, pairs)) < 3:
@@ -219,19 +219,19 @@ def pair_counts(group: Sequence[Setting], name: str, heading: str) -> Table | No
         rows.append([Cell(setting.label), *(Cell(str(n), n) for n in (len(values), *above)), shown])
     header = ["method", "pairs", *(f"RIR > {bound}" for bound in ABOVE), "paper, Fig. 2"]
     by = AUTHORS if by_authors(group) else ", rank-aware κ"
-    notes = [f"Pairs by the median RIR over seeds{by}. The paper counts RIR much greater than 1, and names no bound."]
+    notes = [f"Pairs by the median RIR over seeds{by}. The paper counts RIR much greater than 1 and names no bound."]
     return Table(name, f"{heading}: pairs, as Fig. 2 counts them", header, rows, notes)
 
 
 def counts(group: Sequence[Setting], name: str, heading: str) -> Table | None:
-    """In how many runs each setting does what immunization is for; None where no setting has several runs."""
+    """How many runs of each setting succeed; None if no setting has several runs."""
     if max(len(setting.runs) for setting in group) < 2:
         return None
     table = Table.of(name, f"{heading}: successes", placed(Place.COUNTS), group)
     table.notes = [
-        "Runs (all seeds and pairs) of which the heading holds; a/b: of the b runs that have the measure. RIR and "
-        "Definition 3.1 (a) to (c) are rank-aware. harmful, primary, benign: the steps ratio of that task; both: of "
-        "the first two."
+        "How many runs (all seeds and pairs) satisfy the heading; a/b: of the b runs with the measure. RIR and "
+        "Definition 3.1 (a) to (c) are rank-aware. harmful, primary, benign: steps ratio of that task; both: harmful > "
+        "1 and primary ≤ 1."
     ]
     return table
 
@@ -250,14 +250,14 @@ def alignment(group: Sequence[Setting], name: str, heading: str) -> Table | None
             row.append(Cell(NONE) if math.isnan(r) else Cell(f"{number(r)} (p {number(p)})", r, words=True))
         rows.append(row)
     notes = [
-        "Spearman's rank correlation over ordered pairs of classes (medians over seeds); p from permutations of the "
-        "classes where all of their pairs are there, since pairs that share a class are not independent."
+        "Spearman's rank correlation over ordered pairs of classes (medians over seeds). Pairs that share a class are "
+        "not independent, so p is from permutations of the classes, where all pairs have runs."
     ]
     return Table(name, f"{heading}: what alignment predicts", ["RIR of", "pairs", *ALIGNMENT.values()], rows, notes)
 
 
 def _strong(group: Sequence[Setting], metric: str) -> set[Setting]:
-    """The best of a column, and those that paired tests do not tell from it; the baseline is left out."""
+    """The best of a column, and those that paired tests do not distinguish from it; the baseline is left out."""
     rivals = [setting for setting in group if setting.method != "identity"]
     values = {setting: found for setting in rivals if (found := setting.values(metric))}
     if len(values) < 2:
@@ -267,17 +267,17 @@ def _strong(group: Sequence[Setting], metric: str) -> set[Setting]:
 
 
 def meanings(authors: bool) -> list[str]:
-    """What the columns of a comparison are, with kappa by the authors' convention or rank-aware."""
+    """Notes on the columns of a comparison, with kappa by the authors' convention or rank-aware."""
     convention = "the released code's κ, smallest eigenvalue above 1e-6 of H + 1e-6 I" if authors else "rank-aware κ"
     return [
-        f"(i), (ii): κ of the harmful and of the primary Hessian over the baseline's; RIR = (i) / (ii); {convention}.",
-        "Steps ratio: steps of a gradient descent probe with the immunized extractor over those with the baseline. "
-        "RIR sees the spectrum alone; this is what an attacker meets.",
+        f"(i), (ii): κ of the harmful and primary Hessian, relative to the baseline; RIR = (i) / (ii); {convention}.",
+        "Steps ratio: steps of a probe by gradient descent on the immunized extractor, relative to the baseline. RIR "
+        "sees only the spectrum; this is what an attacker meets.",
     ]
 
 
 def _gaps(group: Sequence[Setting], further: Iterable[str]) -> list[str]:
-    """Which averages are over fewer runs than there are, and why."""
+    """Averages that leave out runs, and why."""
     gaps: dict[str, list[str]] = {}
     texts = RATIOS | {"ceiling/attained": "ceiling", "definition/immunized": "Def. 3.1"}
     for metric, text in ({name: name for name in further} | texts).items():

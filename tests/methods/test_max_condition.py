@@ -51,7 +51,7 @@ def test_a_bound_of_ones_own_holds(folders):
 
 
 def test_closed_form_is_not_bounded_unless_told_to(folders):
-    """Its score is a large condition number: docs/deploy_precision.md."""
+    """Its score is a large condition number: docs/results/precision.md."""
     free, _ = on_a_net(folders, ClosedForm(ridge=1e-6))
     bounded, _ = on_a_net(folders, ClosedForm(ridge=1e-6, max_condition=4.0))
     assert condition_of(free.extractor.theta) > 4 * 1.1
@@ -70,7 +70,7 @@ def test_linear_models_are_bit_for_bit_what_they_are_without_a_bound():
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment", ["resnet18_cars_small", "vit_cars_small"])
 def test_real_nets_survive_deployment_and_stay_immunized(experiment, data_dir, tmp_path):
-    """The bars of the default, on whole nets: docs/deploy_precision.md."""
+    """The bars of the default, on whole nets: docs/results/precision.md."""
     options = [f"experiment={experiment}", f"data_root={data_dir}", f"dataset.cache={tmp_path / 'cache'}"]
     metrics = run(options, tmp_path / "run").metrics
     for form, points in (("float32", 0), ("float16", 1), ("bfloat16", 1), ("int8", 3)):

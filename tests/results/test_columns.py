@@ -60,5 +60,5 @@ def test_in_the_results(collection, tmp_path):
     found = [Section("mine", "Mine", "About it.", True, (), (), (run,), None)]
     write(found, Places(tmp_path / "RESULTS.md", tmp_path / "docs", tmp_path / "images"), "make results", ["Mine"])
     text = (tmp_path / "RESULTS.md").read_text()
-    assert text.count("| my score |") == 2  # in the first table, and in the section's own
+    assert text.count("| my score |") == 1  # in the first table; the section has none of its own
     assert "| my score |" in (tmp_path / "docs" / "mine.md").read_text()

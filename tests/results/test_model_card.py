@@ -62,7 +62,7 @@ def test_what_was_capped_says_so(result, tmp_path):
     result.metrics |= {"steps_ratio/harmful": 7280.0, "steps_ratio/primary": 1.0}
     result.flags.append("capped_harmful")
     text = card(result, tmp_path)
-    assert "| > 7,280 (capped: it never came there" in text
+    assert "| > 7,280 (capped: not reached within" in text
     assert "at most 1) | 1 |" in text
 
 

@@ -162,7 +162,7 @@ def test_up_and_left_is_better_in_the_figure_of_what_is_traded(tmp_path, varied,
     assert np.array(list(points.values())) == pytest.approx(np.array([x, [10.0, 100.0, 1000.0]]).T)
     assert ax.get_xlim()[0] < ax.get_xlim()[1]
     assert ax.get_ylim()[0] < ax.get_ylim()[1]
-    assert "up and left is better" in plot.caption
+    assert "Up and left is better" in plot.caption
 
 
 @pytest.mark.parametrize("varied", [{}, {"accuracies": (0.9, 0.8, 0.7), "rirs": (10.0, 10.0, 10.0)}], ids=["x", "y"])
@@ -235,8 +235,8 @@ def test_the_terminal_has_whole_numbers_settings_on_lines_of_their_own_and_a_leg
     assert any(line.split()[:3] == ["1", "opt_kappa", "3"] for line in lines)
     assert any(line.startswith("4 condition_number ★ ") and line.endswith(" 5,040  ") for line in lines)
     text = " ".join(line.strip() for line in lines)
-    assert "(i), (ii): κ of the harmful and of the primary Hessian over the baseline's; RIR = (i) / (ii)" in text
-    assert "both: of the first two" in text
+    assert "(i), (ii): κ of the harmful and primary Hessian, relative to the baseline; RIR = (i) / (ii)" in text
+    assert "both: harmful > 1 and primary ≤ 1" in text
 
 
 def test_the_objective_and_measures_of_ones_own_are_in_the_table(tmp_path, capsys, monkeypatch):
