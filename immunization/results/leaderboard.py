@@ -18,6 +18,7 @@ from immunization.results.settings import Setting, grouped, named
 from immunization.results.tables import Table
 from immunization.runs import files
 from immunization.runs.filenames import ENVIRONMENT, ROWS
+from immunization.runs.verdict import version
 
 MARKS = "<!-- leaderboard -->", "<!-- /leaderboard -->"
 """Lines of a page; the text between them is replaced."""
@@ -62,6 +63,8 @@ def sections(tracks: Iterable[Sequence[Setting]]) -> list[Section]:
         tables = [Table.of(name, title, placed(Place.BOARD), together)]
         if len({len(row.runs) for row in together}) > 1:
             tables[0].notes.insert(0, "Rows have different numbers of runs.")
+        if suites := {suite for row in together for result in row.results if (suite := version(result))}:
+            tables[0].notes.insert(0, f"Attackers: {', '.join(sorted(suites))}.")
         if apart:
             tables.append(Table.of(f"{name}_apart", f"{title}{APART}", placed(Place.BOARD), apart))
             tables[1].notes[:0] = [f"{row.label}: {row.apart}." for row in apart]

@@ -168,6 +168,7 @@ def test_weaker_attacks_stand_apart_with_the_reason(folder):
     (section,) = sections(tracks(collect([folder])))
     together, apart = section.tables
     assert [row[0].text for row in together.rows] == ["identity", "closed_form"]
+    assert "Attackers: standard-1." in together.notes
     assert [row[0].text for row in apart.rows] == ["imma", "opt_kappa"]
     assert "not comparable" in apart.title
     assert apart.notes[:2] == [
