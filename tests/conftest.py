@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, wraps
 from pathlib import Path
 
@@ -22,14 +23,17 @@ os.environ |= (
     else {}
 )
 
+import hydra
 import omegaconf
 import pytest
 import torch
 from helpers.images import draw_folder
 from helpers.repository import ROOT
 from helpers.runs import kill_at
+from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.core.utils import JobRuntime
+from hydra._internal.config_repository import IConfigRepository
+from hydra._internal.defaults_list import DefaultsList, Overrides
 from hypothesis import settings
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.grammar_parser import parse
@@ -46,37 +50,52 @@ settings.load_profile("reproducible")
 
 _load = OmegaConf.load
 _kept = cache(lambda path: pickle.dumps(_load(path)))
+_SHIPPED = tuple(f"{folder}{os.sep}" for folder in (CONF, Path(hydra.__file__).parent))
 
 
 @wraps(_load)
 def _load_once(file) -> DictConfig:
-    """OmegaConf.load, but each file of conf/ is read once."""
+    """OmegaConf.load, but each file of conf/ and of Hydra is read once."""
     path = str(file if isinstance(file, str | Path) else file.name)
-    return pickle.loads(_kept(path)) if path.startswith(f"{CONF}{os.sep}") else _load(file)
+    return pickle.loads(_kept(path)) if path.startswith(_SHIPPED) else _load(file)
 
 
-_compose = ConfigLoaderImpl.load_configuration
-_composed: dict[tuple, bytes] = {}
+_list, _merge = config_loader_impl.create_defaults_list, ConfigLoaderImpl._compose_config_from_defaults_list
+_listed: dict[tuple, DefaultsList] = {}
+_merged: dict[str, bytes] = {}
 
 
-@wraps(_compose)
-def _compose_once(self, config_name, overrides, run_mode, *args, **kwargs) -> DictConfig:
-    """Hydra's composition, but each one of conf/ is made once: that takes 0.1 s, and some are asked for 100 times."""
-    places = {source.path for source in self.get_sources() if source.scheme() == "file"}
-    key = (config_name, *overrides, run_mode, args, *kwargs.items(), JobRuntime().get("name"))
-    if places != {str(CONF)} or any("hydra.searchpath" in override for override in overrides):
-        return _compose(self, config_name, overrides, run_mode, *args, **kwargs)
-    if key not in _composed:
-        config = _compose(self, config_name, overrides, run_mode, *args, **kwargs)
-        OmegaConf.clear_cache(config)  # of the time of day
-        _composed[key] = pickle.dumps(config)
-    composed = pickle.loads(_composed[key])
-    composed.hydra.runtime.cwd = os.getcwd()
-    return composed
+def _ours(repo: IConfigRepository) -> bool:
+    """Whether Hydra looks in conf/ only, and in no folder of a test."""
+    return [source.path for source in repo.get_sources()] == ["hydra.conf", str(CONF), ""]
+
+
+@wraps(_list)
+def _list_once(repo, config_name, overrides_list, prepend_hydra, skip_missing) -> DefaultsList:
+    """The files that a choice of options leads to, but for each choice once: most tests differ in values only."""
+    options = [override for override in overrides_list if repo.group_exists(override.key_or_group)]
+    if not _ours(repo):
+        return _list(repo, config_name, overrides_list, prepend_hydra, skip_missing)
+    key = (config_name, *(option.input_line for option in options), prepend_hydra, skip_missing)
+    if key not in _listed:
+        _listed[key] = _list(repo, config_name, options, prepend_hydra, skip_missing)
+    return replace(_listed[key], config_overrides=Overrides(repo, overrides_list).config_overrides)
+
+
+@wraps(_merge)
+def _merge_once(self, defaults, repo) -> DictConfig:
+    """The content of these files in one, without the values of the command line, but once."""
+    if not _ours(repo):
+        return _merge(self, defaults, repo)
+    key = repr(defaults)
+    if key not in _merged:
+        _merged[key] = pickle.dumps(_merge(self, defaults, repo))
+    return pickle.loads(_merged[key])
 
 
 OmegaConf.load = _load_once
-ConfigLoaderImpl.load_configuration = _compose_once
+config_loader_impl.create_defaults_list = _list_once
+ConfigLoaderImpl._compose_config_from_defaults_list = _merge_once
 omegaconf.base.parse = omegaconf._utils.parse = cache(parse)
 os.fsync = lambda _: None  # no test takes the power away
 
