@@ -1,5 +1,7 @@
 """What every test stands on: one thread per process, no network, the same numbers in every run."""
 
+import ast
+import gc
 import inspect
 import os
 import pickle
@@ -7,10 +9,14 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, wraps
+from itertools import pairwise
 from pathlib import Path
+from textwrap import dedent
+
+gc.disable()  # until the tests are collected: imports make much and leave no garbage
 
 # Set before torch, timm or wandb are imported; processes started by tests inherit them.
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
@@ -118,8 +124,24 @@ FAULT_LINES = {
     "full disks": "{} full or read-only disks met",
 }
 
-NUMBERS = re.compile(r"approx|close\(|agree|(?<![-=<])[<>]=? *[-\w(]|== *-?\d*\.\d")
-"""In the source of a test: a tolerance, an order, or a figure with decimals."""
+
+def asserts_digits(test: Callable) -> bool:
+    """Whether a test compares with a tolerance, with a figure with decimals, or by an order (not of sizes or sets)."""
+    source = dedent(inspect.getsource(test))
+    asserted = (node.test for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert))
+    compared = (node for test in asserted for node in ast.walk(test) if isinstance(node, ast.Compare))
+    return bool(re.search(r"approx|(all|is|assert_)close\(|\bagree", source)) or any(
+        _of_digits(map(ast.unparse, sides), operator)
+        for node in compared
+        for sides, operator in zip(pairwise([node.left, *node.comparators]), node.ops, strict=True)
+    )
+
+
+def _of_digits(sides: Iterable[str], operator: ast.cmpop) -> bool:
+    if isinstance(operator, ast.Lt | ast.LtE | ast.Gt | ast.GtE):
+        return not any(re.match(r"0$|len\(|set\(|\{", side) for side in sides)
+    return isinstance(operator, ast.Eq) and any(re.fullmatch(r"-?\d*\.\d+|.*e-\d+", side) for side in sides)
+
 
 _steps = Counter()
 register_optimizer_step_post_hook(lambda *_: _steps.update(["taken"]))
@@ -134,9 +156,20 @@ def pytest_addoption(parser) -> None:
 def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
     """On the oldest instructions only the tests that hold numbers against numbers: others see the same bits twice."""
     if config.getoption("--oldest"):
-        kept = {item for item in items if NUMBERS.search(inspect.getsource(item.function))}
+        kept = {item for item in items if asserts_digits(item.function)}
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: garbage is not looked for in it again and again."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or triton complains of what is left at the end of the process
 
 
 def pytest_configure(config) -> None:
