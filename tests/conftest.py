@@ -79,9 +79,9 @@ def _ours(repo: IConfigRepository) -> bool:
 @wraps(_list)
 def _list_once(repo, config_name, overrides_list, prepend_hydra, skip_missing) -> DefaultsList:
     """The files that a choice of options leads to, but for each choice once: most tests differ in values only."""
-    options = [override for override in overrides_list if repo.group_exists(override.key_or_group)]
     if not _ours(repo):
         return _list(repo, config_name, overrides_list, prepend_hydra, skip_missing)
+    options = [override for override in overrides_list if repo.group_exists(override.key_or_group)]
     key = (config_name, *(option.input_line for option in options), prepend_hydra, skip_missing)
     if key not in _listed:
         _listed[key] = _list(repo, config_name, options, prepend_hydra, skip_missing)
