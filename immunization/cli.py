@@ -17,12 +17,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from immunization import __version__
-from immunization.config import CHOOSE, CONF
+from immunization.config import CHOOSE, CONF, read_yaml
 from immunization.errors import UserError
 from immunization.multirun.callback import SweepSummary
 from immunization.terminal import importing, robust_streams
 from immunization.training.signals import imported
-from immunization.usage import explained, options, own
+from immunization.usage import explained, options
 
 _VERBOSE = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
@@ -112,6 +112,6 @@ def _flag_for_option(arguments: Iterable[str]) -> str | None:
         group, known = options(key)
         if known:
             return f"{flag}: write {group}=<option> without dashes; available for {group}: {', '.join(known)}"
-        if key in own() or options(key.partition(".")[0])[1]:
+        if key in read_yaml("config") or options(key.partition(".")[0])[1]:
             return f"{flag}: write {key}=<value> without dashes"
     return None

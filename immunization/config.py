@@ -69,11 +69,15 @@ if not (CONF / "local.yaml").is_file():  # which is optional
     ConfigStore.instance().store("local", {})
 
 
+def read_yaml(name: str) -> dict[str, Any]:
+    """The content of conf/<name>.yaml as it stands there."""
+    return yaml.load((CONF / f"{name}.yaml").read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
 @cache
 def hparams(kind: str) -> dict[str, dict[str, Any]]:
     """What methods start from on data of a kind: the sections of conf/hparams/<kind>.yaml, over those it is `like`."""
-    with (CONF / "hparams" / f"{kind}.yaml").open() as file:
-        own = yaml.load(file, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    own = read_yaml(f"hparams/{kind}")
     found = dict(hparams(own.pop("like"))) if "like" in own else {}
     for method, section in own.items():
         below = found.get(method, {}) if section else {}  # null: the method's own defaults
@@ -83,7 +87,7 @@ def hparams(kind: str) -> dict[str, dict[str, Any]]:
 
 
 class _Shared(dict):
-    """A group that Hydra does not copy anew for every configuration, which would take most of the time."""
+    """What is stored, not copied anew for every question to Hydra: that would take most of the time of `--help`."""
 
     def __deepcopy__(self, memo: object) -> _Shared:
         return self
@@ -91,7 +95,7 @@ class _Shared(dict):
 
 def _store_hparams() -> None:
     """Offer Hydra each kind of data, and its sections as what config.yaml and scheduler=default look for."""
-    ConfigStore.instance().repo |= {"hparams": _Shared(), "kind": _Shared()}
+    ConfigStore.instance().repo = _Shared(ConfigStore.instance().repo)
     store = ConfigStore.instance().store
     for kind in (path.stem for path in (CONF / "hparams").glob("*.yaml")):
         store(kind, {}, "kind", "_global_")

@@ -7,9 +7,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from textwrap import fill
-from typing import Any
 
-import yaml
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import (
@@ -20,7 +18,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from immunization.config import CONF
+from immunization.config import CONF, read_yaml
 from immunization.errors import ConfigError
 
 NESTED = "experiment"
@@ -86,7 +84,7 @@ def text_of(path: Path) -> str:
 
 def groups() -> str:
     """An entry for each group, its default marked; options in folders below a group stand behind its own."""
-    pairs = [pair for entry in own()["defaults"] if isinstance(entry, dict) for pair in entry.items()]
+    pairs = [pair for entry in read_yaml("config")["defaults"] if isinstance(entry, dict) for pair in entry.items()]
     pairs.sort(key=lambda pair: pair[0] == "scheduler")  # it stands first in config.yaml for what it asks of the others
     return "\n".join(_entry(group, _listed(group, chosen)) for group, chosen in pairs if not {" ", "@"} & {*group})
 
@@ -103,7 +101,7 @@ def _listed(group: str, chosen: str | list[str] | None) -> str:
 def values() -> str:
     """An entry for each value at the top of config.yaml, with its comment."""
     entries, above = [], ""
-    block = _text().partition("\nname:")[2].partition("\nhydra:")[0].strip()
+    block = (CONF / "config.yaml").read_text().partition("\nname:")[2].partition("\nhydra:")[0].strip()
     for line in f"name:{block}".splitlines():
         indent, key, value, comment = re.fullmatch(r"( *)(\w+): *(.*?)(?: *# (.*))?", line).groups()
         name = f"{above}.{key}" if indent else key
@@ -111,15 +109,6 @@ def values() -> str:
         if value:
             entries.append(_entry(name if "${" in value else f"{name}={value}", comment))
     return "\n".join(entries)
-
-
-def own() -> dict[str, Any]:
-    """The content of config.yaml."""
-    return yaml.safe_load(_text())
-
-
-def _text() -> str:
-    return (CONF / "config.yaml").read_text()
 
 
 def _entry(name: str, text: str) -> str:

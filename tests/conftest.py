@@ -1,5 +1,7 @@
 """What every test stands on: one thread per process, no network, the same numbers in every run."""
 
+import ast
+import gc
 import inspect
 import os
 import pickle
@@ -7,9 +9,14 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import cache, wraps
+from itertools import pairwise
 from pathlib import Path
+from textwrap import dedent
+
+gc.disable()  # until the tests are collected: imports make much and leave no garbage
 
 # Set before torch, timm or wandb are imported; processes started by tests inherit them.
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
@@ -22,14 +29,17 @@ os.environ |= (
     else {}
 )
 
+import hydra
 import omegaconf
 import pytest
 import torch
 from helpers.images import draw_folder
 from helpers.repository import ROOT
 from helpers.runs import kill_at
+from hydra._internal import config_loader_impl, defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.core.utils import JobRuntime
+from hydra._internal.config_repository import IConfigRepository
+from hydra._internal.defaults_list import DefaultsList, Overrides
 from hypothesis import settings
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.grammar_parser import parse
@@ -46,37 +56,62 @@ settings.load_profile("reproducible")
 
 _load = OmegaConf.load
 _kept = cache(lambda path: pickle.dumps(_load(path)))
+_SHIPPED = tuple(f"{folder}{os.sep}" for folder in (CONF, Path(hydra.__file__).parent))
 
 
 @wraps(_load)
 def _load_once(file) -> DictConfig:
-    """OmegaConf.load, but each file of conf/ is read once."""
+    """OmegaConf.load, but each file of conf/ and of Hydra is read once."""
     path = str(file if isinstance(file, str | Path) else file.name)
-    return pickle.loads(_kept(path)) if path.startswith(f"{CONF}{os.sep}") else _load(file)
+    return pickle.loads(_kept(path)) if path.startswith(_SHIPPED) else _load(file)
 
 
-_compose = ConfigLoaderImpl.load_configuration
-_composed: dict[tuple, bytes] = {}
+_list, _merge = config_loader_impl.create_defaults_list, ConfigLoaderImpl._compose_config_from_defaults_list
+_listed: dict[tuple, DefaultsList] = {}
+_merged: dict[str, bytes] = {}
 
 
-@wraps(_compose)
-def _compose_once(self, config_name, overrides, run_mode, *args, **kwargs) -> DictConfig:
-    """Hydra's composition, but each one of conf/ is made once: that takes 0.1 s, and some are asked for 100 times."""
-    places = {source.path for source in self.get_sources() if source.scheme() == "file"}
-    key = (config_name, *overrides, run_mode, args, *kwargs.items(), JobRuntime().get("name"))
-    if places != {str(CONF)} or any("hydra.searchpath" in override for override in overrides):
-        return _compose(self, config_name, overrides, run_mode, *args, **kwargs)
-    if key not in _composed:
-        config = _compose(self, config_name, overrides, run_mode, *args, **kwargs)
-        OmegaConf.clear_cache(config)  # of the time of day
-        _composed[key] = pickle.dumps(config)
-    composed = pickle.loads(_composed[key])
-    composed.hydra.runtime.cwd = os.getcwd()
-    return composed
+def _ours(repo: IConfigRepository) -> bool:
+    """Whether Hydra looks in conf/ only, and in no folder of a test."""
+    return [source.path for source in repo.get_sources()] == ["hydra.conf", str(CONF), ""]
+
+
+@wraps(_list)
+def _list_once(repo, config_name, overrides_list, prepend_hydra, skip_missing) -> DefaultsList:
+    """The files that a choice of options leads to, but for each choice once: most tests differ in values only."""
+    if not _ours(repo):
+        return _list(repo, config_name, overrides_list, prepend_hydra, skip_missing)
+    options = [override for override in overrides_list if repo.group_exists(override.key_or_group)]
+    key = (config_name, *(option.input_line for option in options), prepend_hydra, skip_missing)
+    if key not in _listed:
+        _listed[key] = _list(repo, config_name, options, prepend_hydra, skip_missing)
+    return replace(_listed[key], config_overrides=Overrides(repo, overrides_list).config_overrides)
+
+
+@wraps(_merge)
+def _merge_once(self, defaults, repo) -> DictConfig:
+    """The content of these files in one, without the values of the command line, but once."""
+    if not _ours(repo):
+        return _merge(self, defaults, repo)
+    key = repr(defaults)
+    if key not in _merged:
+        _merged[key] = pickle.dumps(_merge(self, defaults, repo))
+    return pickle.loads(_merged[key])
+
+
+_choices = defaults_list._create_interpolation_map
+
+
+@wraps(_choices)
+def _choices_where_needed(overrides, defaults, self_added) -> DictConfig | None:
+    """What ${...} among the defaults of a file stands for; Hydra makes it for files without any, half of its time."""
+    return _choices(overrides, defaults, self_added) if any(d.is_interpolation() for d in defaults) else None
 
 
 OmegaConf.load = _load_once
-ConfigLoaderImpl.load_configuration = _compose_once
+defaults_list._create_interpolation_map = _choices_where_needed
+config_loader_impl.create_defaults_list = _list_once
+ConfigLoaderImpl._compose_config_from_defaults_list = _merge_once
 omegaconf.base.parse = omegaconf._utils.parse = cache(parse)
 os.fsync = lambda _: None  # no test takes the power away
 
@@ -89,8 +124,24 @@ FAULT_LINES = {
     "full disks": "{} full or read-only disks met",
 }
 
-NUMBERS = re.compile(r"approx|close\(|agree|(?<![-=<])[<>]=? *[-\w(]|== *-?\d*\.\d")
-"""In the source of a test: a tolerance, an order, or a figure with decimals."""
+
+def asserts_digits(test: Callable) -> bool:
+    """Whether a test compares with a tolerance, with a figure with decimals, or by an order (not of sizes or sets)."""
+    source = dedent(inspect.getsource(test))
+    asserted = (node.test for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert))
+    compared = (node for test in asserted for node in ast.walk(test) if isinstance(node, ast.Compare))
+    return bool(re.search(r"approx|(all|is|assert_)close\(|\bagree", source)) or any(
+        _of_digits(map(ast.unparse, sides), operator)
+        for node in compared
+        for sides, operator in zip(pairwise([node.left, *node.comparators]), node.ops, strict=True)
+    )
+
+
+def _of_digits(sides: Iterable[str], operator: ast.cmpop) -> bool:
+    if isinstance(operator, ast.Lt | ast.LtE | ast.Gt | ast.GtE):
+        return not any(re.match(r"0$|len\(|set\(|\{", side) for side in sides)
+    return isinstance(operator, ast.Eq) and any(re.fullmatch(r"-?\d*\.\d+|.*e-\d+", side) for side in sides)
+
 
 _steps = Counter()
 register_optimizer_step_post_hook(lambda *_: _steps.update(["taken"]))
@@ -105,9 +156,20 @@ def pytest_addoption(parser) -> None:
 def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
     """On the oldest instructions only the tests that hold numbers against numbers: others see the same bits twice."""
     if config.getoption("--oldest"):
-        kept = {item for item in items if NUMBERS.search(inspect.getsource(item.function))}
+        kept = {item for item in items if asserts_digits(item.function)}
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: garbage is not looked for in it again and again."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or triton complains of what is left at the end of the process
 
 
 def pytest_configure(config) -> None:

@@ -1,8 +1,6 @@
 """The command line before a run: help, version, and arguments that are written in another way than Hydra's."""
 
-import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,7 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers.commands import launched
-from helpers.repository import ROOT
 
 from immunization import __version__, cli, run
 from immunization.config import CONF
@@ -28,10 +25,7 @@ def said(*arguments: str, status: int = 1) -> str:
 
 @pytest.fixture(scope="module")
 def shown() -> str:
-    """The help, from a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "immunization", "--help"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    return said("--help", status=0)
 
 
 def test_help_says_what_this_is_with_examples(shown):

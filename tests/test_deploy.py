@@ -51,6 +51,9 @@ def test_exports_answer_the_same(net, images, start, tmp_path, monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    "net", ["test_resnet", pytest.param("test_vit", marks=pytest.mark.slow)], indirect=True, scope="module"
+)
 def test_onnx_answers_the_same(net, images, tmp_path, monkeypatch):
     known = names(net, images, tmp_path, monkeypatch)
     exec(block("torch.onnx"), known)

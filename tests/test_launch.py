@@ -74,10 +74,10 @@ def test_a_run_with_the_defaults(tmp_path):
 
 
 def test_a_mistake_prints_one_line_and_exits_with_1(tmp_path):
-    done = launched(*QUICK, "dataset.primary=1", cwd=tmp_path)
+    done = launched(*QUICK, "method=magic", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout == ""
-    assert re.fullmatch(r"error: dataset\.primary=1, dataset\.harmful=1: every task needs [^\n]*\n", done.stderr)
+    assert re.fullmatch(r"error: In 'config': Could not find 'method/magic'[^\n]*\n", done.stderr)
 
 
 def test_help_is_quick_as_it_imports_nothing_heavy():

@@ -1,6 +1,5 @@
 """docs/recompute.py, ignorant of this package, finds every figure of its linear runs; rows lead back to the inputs."""
 
-import importlib.util
 import json
 import re
 import shutil
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.images import draw_folder, write_idx
-from helpers.repository import ROOT
+from helpers.recomputation import SCRIPT, recompute
 from safetensors.numpy import load_file, save_file
 from sklearn.datasets import load_digits
 
@@ -26,11 +25,6 @@ from immunization.runs.result import Result
 from immunization.training import checkpoint
 
 pytestmark = pytest.mark.trains
-
-SCRIPT = ROOT / "docs" / "recompute.py"
-spec = importlib.util.spec_from_file_location("recompute", SCRIPT)
-recompute = sys.modules["recompute"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(recompute)
 
 QUICK = ("tracker=none", "figures=false", "method.epochs=8")
 FEW = (*QUICK, "evaluation.norm_ratio.steps=30")

@@ -1,6 +1,8 @@
 """Attackers that search for their settings or replay them, and the line of reference: the net from random weights."""
 
+import copy
 import json
+from typing import ClassVar
 
 import pytest
 import torch
@@ -70,14 +72,20 @@ def test_a_search_is_never_weaker_than_the_fixed_grids_within_their_operations(n
     assert len(curve.finals) == 2
 
 
+class Few(FineTune):
+    """Tries a sixth of the known settings before it searches."""
+
+    fixed_rates: ClassVar = {"sgd": (0.03,), "adamw": ()}
+
+
 def test_a_search_is_the_same_again_and_its_settings_give_its_curve(net, tmp_path):
-    attacks = {"it": FineTune("last", search=2, seeds=2, **SMALL)}
+    attacks = {"it": Few("last", search=2, seeds=2, **SMALL)}
     first, again = (run_attacks(attacks, net) for _ in range(2))
     assert vars(first) == vars(again)
     settings = first.about["attackers"]["it"]
     file = tmp_path / "attack_it.json"
     file.write_text(json.dumps(settings))
-    replayed = run_attacks({"it": FineTune("last", replay=str(file), seeds=2, **SMALL)}, net)
+    replayed = run_attacks({"it": Few("last", replay=str(file), seeds=2, **SMALL)}, net)
     assert replayed.metrics == first.metrics
     assert replayed.curves == first.curves
     for stage in net.stages:
@@ -266,8 +274,8 @@ def test_a_run_that_searched_leaves_settings_that_another_run_takes(tmp_path):
     assert paid[0] < paid[1]
 
 
-def test_the_baseline_and_scratch_are_trained_once_for_all_maps_behind_a_net(tmp_path, monkeypatch):
-    victim = colors_behind_a_map(tmp_path)
+def test_the_baseline_and_scratch_are_trained_once_for_all_maps_behind_a_net(net, tmp_path, monkeypatch):
+    victim = copy.deepcopy(net)
     attacks = {"tune": FineTune(rates=[0.01], steps=2), "scratch": Scratch(rates=[0.01], steps=2)}
     settings = {name: {"_target_": name} for name in attacks}
     seen: list[str] = []

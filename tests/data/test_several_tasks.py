@@ -1,13 +1,10 @@
 """Any number of harmful, benign and unseen tasks: their roles, what shapes the data, and what is refused."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
 from helpers.images import draw_folder
-from helpers.repository import ROOT
+from helpers.recomputation import recompute
 
 from immunization import run
 from immunization.config import build, compose
@@ -207,7 +204,7 @@ def test_unseen_digits_of_a_net():
     assert list(dataset.tasks) == ["primary", "harmful", "harmful_6-7"]
 
 
-def test_every_measure_and_attack_is_taken_of_unseen_tasks(tmp_path):
+def test_every_measure_and_attack_is_taken_of_unseen_tasks(tmp_path, capsys):
     overrides = [*QUICK, "method=closed_form", "dataset.harmful=[3,5]", "dataset.unseen=8", "attack=[linear_probe]"]
     overrides.append("dataset.common_range=true")
     overrides.append("attack.linear_probe.steps=64")
@@ -220,5 +217,5 @@ def test_every_measure_and_attack_is_taken_of_unseen_tasks(tmp_path):
     assert metrics["worst/rir"] == min(metrics["rir"], metrics["rir_harmful_5"])
     again = run([*overrides, "resume=true"], folder=tmp_path / "run", quiet=True)
     assert again.metrics == metrics
-    command = [sys.executable, ROOT / "docs" / "recompute.py", tmp_path / "run"]
-    assert " of " in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert recompute.main([str(tmp_path / "run")]) == 0
+    assert " of " in capsys.readouterr().out

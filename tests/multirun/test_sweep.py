@@ -1,4 +1,4 @@
-"""Multiruns in real processes, what they leave in the sweep folder, and that every sweep file composes and runs."""
+"""Multiruns, what they leave in the sweep folder, and that every sweep file composes and runs."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers.commands import launched
+from helpers.commands import Ended, launched
 from helpers.repository import ROOT
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
@@ -61,10 +61,10 @@ def compose_with_hydra(overrides: list[str]):
 
 
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
+def sweep(tmp_path_factory) -> tuple[Path, Ended]:
     """Four jobs, of which two must fail because both tasks are the same digit; a value that would leave the folder."""
     folder = tmp_path_factory.mktemp("sweep")
-    return folder, launch("-m", *QUICK, *JOBS, f"hydra.sweep.dir={folder}", cwd=folder)
+    return folder, launched("-m", *QUICK, *JOBS, f"hydra.sweep.dir={folder}", cwd=folder)
 
 
 def test_a_failed_job_is_recorded_and_the_others_go_on(sweep):

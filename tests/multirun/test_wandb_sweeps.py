@@ -11,7 +11,6 @@ import yaml
 from helpers.installed import install
 from helpers.repository import ROOT
 from omegaconf import OmegaConf
-from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 from immunization.config import compose
 
@@ -49,6 +48,8 @@ def library(tmp_path_factory) -> Path:
 
 def overrides(content: dict, config: dict) -> list[str]:
     """What an agent puts behind `immunize`."""
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command_args  # 2 s
+
     command = content["command"]
     fixed = command[command.index("immunize") + 1 :]
     values = create_sweep_command_args({"args": config})["args_no_hyphens"]

@@ -77,10 +77,12 @@ def test_only_an_audit_gets_a_page(result):
     assert "attacks on condition_number" in (result.folder / "report.html").read_text()
 
 
-def test_nothing_of_the_report_is_loaded_with_the_runner_and_no_matplotlib_with_the_figures():
-    heavy = {"pandas", "jinja2", "wandb", "matplotlib"}
+def test_nothing_of_the_report_is_loaded_with_the_runner_no_matplotlib_with_the_figures_no_sklearn_with_digits():
+    heavy = {"pandas", "jinja2", "wandb", "matplotlib", "sklearn"}
     code = (
-        f"import sys, immunization.runner, immunization.results.run_figures; print(sorted({heavy} & {{*sys.modules}}))"
+        "import sys, immunization.runner, immunization.results.run_figures\n"
+        "from immunization.data.pixels import sklearn_digits; sklearn_digits()\n"
+        f"print(sorted({heavy} & {{*sys.modules}}))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
