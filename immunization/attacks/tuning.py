@@ -115,6 +115,7 @@ class Tuner:
     ) -> None:
         self.task, self.splits, self.network, self.adapt, self.activations = task, splits, network, adapt, activations
         self._costs: dict[tuple[int, str], float] = {}
+        self._counted: dict[tuple[str, int], tuple[float, float]] = {}
 
     @property
     def rows(self) -> int:
@@ -190,7 +191,10 @@ class Tuner:
         inputs = (kept, start) if kept else ([images], 0)
         opened = Opened(network, head, parameters, moving, *inputs, _unit(features))
         views = self.rows * (1 + recipe.mirror)
-        before, behind = self._passes(network, start)
+        place = (recipe.part, start)
+        if place not in self._counted:
+            self._counted[place] = self._passes(network, start)
+        before, behind = self._counted[place]
         opened.flops = before * views
         if recipe.head_first and recipe.batchnorm == "train" and any(map(norms_of, moving)):
             self._renew(opened)
