@@ -181,17 +181,20 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
 
         if not sum(kernel(block, "rich", 1).columns for block in outputs.blocks):
             raise Inapplicable("no block of the net tells the images of the harmful task apart")
-        fits = tried(Reading((block,), poolings) for block in outputs.blocks for poolings in ("average", "rich"))
-        best = max((fit for fit in fits if fit.reading.poolings == "rich"), key=_val)
+        fits = tried(Reading((block,), "average") for block in outputs.blocks)
         fits += tried([Reading(tuple(outputs.blocks), "rich")])
-        while len(best.reading.blocks) < min(LARGEST, len(outputs.blocks)):
-            own = best.reading.blocks
-            larger = tried(Reading((*own, block), "rich") for block in outputs.blocks if block not in own)
-            fits += larger
-            better = max(larger, key=_val)
-            if better.val <= best.val:
-                break
-            best = better
+        for poolings in ("rich", "covariance"):
+            single = tried(Reading((block,), poolings) for block in outputs.blocks)
+            fits += single
+            best = max(single, key=_val)
+            while len(best.reading.blocks) < min(LARGEST, len(outputs.blocks)):
+                own = best.reading.blocks
+                larger = tried(Reading((*own, block), poolings) for block in outputs.blocks if block not in own)
+                fits += larger
+                better = max(larger, key=_val)
+                if better.val <= best.val:
+                    break
+                best = better
         chosen = max(fits, key=_val).reading
         fits += tried(Reading(chosen.blocks, name) for name in POOLINGS if name != chosen.poolings)
         chosen = max(fits, key=_val).reading

@@ -16,16 +16,17 @@ from immunization.data.task import SPLITS
 from immunization.models.chain import Network
 
 CHANNELS = 512
-"""Of more channels, poolings other than the average read this many random combinations."""
+"""Of more channels, poolings other than the average read this many orthonormal combinations, drawn at random."""
 
-PROJECTIONS = 64
-"""Random combinations of channels whose covariances are read."""
+COVARIANCES = 192
+"""The same for the covariance of channels."""
 
 POOLINGS: dict[str, tuple[str, ...]] = {
     "average": ("average",),
     "rich": ("average", "maximum", "deviation", "2x2", "class"),
     "fine": ("average", "maximum", "deviation", "2x2", "class", "3x3"),
     "second": ("average", "maximum", "deviation", "2x2", "class", "covariance"),
+    "covariance": ("covariance",),
 }
 """Poolings that are read side by side, by name; a block has those that its output allows."""
 
@@ -57,9 +58,10 @@ class Outputs:
         return Outputs({part: x for part, x in self.parts.items() if part[0] in own}, self.flops)
 
     def columns(self, block: str, poolings: str, split: str) -> Tensor:
-        """Poolings of a block side by side, [views, N, D]."""
-        parts = [(block, pooling) for pooling in POOLINGS[poolings]]
-        return torch.cat([self.parts[part][split] for part in parts if part in self.parts], 2)
+        """Those poolings of a block that it has side by side, [views, N, D]."""
+        parts = [part for pooling in POOLINGS[poolings] if (part := (block, pooling)) in self.parts]
+        none = next(iter(self.parts.values()))[split][..., :0]
+        return torch.cat([none, *(self.parts[part][split] for part in parts)], 2)
 
     def cost(self, blocks: Iterable[str]) -> float:
         """Operations of one image up to the last of some blocks."""
@@ -126,19 +128,32 @@ def poolings(x: Tensor, last: bool, prefix: int) -> dict[str, Tensor]:
     for side in (2, 3):
         if min(x.shape[2:]) >= side:
             found[f"{side}x{side}"] = F.adaptive_avg_pool2d(x, side).flatten(1)
-    few = _combined(x, min(PROJECTIONS, x.shape[1])).flatten(2)
-    few = few - few.mean(2, keepdim=True)
-    covariance = few @ few.transpose(1, 2) / few.shape[2]
-    i, j = torch.triu_indices(*covariance.shape[1:])
-    covariance = covariance[:, i, j]
-    found["covariance"] = covariance.sign() * covariance.abs().sqrt()
+    few = x if x.shape[1] <= COVARIANCES else _combined(x, COVARIANCES)
+    root = covariance_root(few.flatten(2))
+    i, j = torch.triu_indices(*root.shape[1:])
+    found["covariance"] = root[:, i, j]
     return found
+
+
+def covariance_root(x: Tensor) -> Tensor:
+    """The square root of the covariance of channels over places, [N, C, C], of x [N, C, P], computed in float64.
+
+    It is read in place of the covariance since it is less uneven (Li et al., Is second-order information helpful for
+    large-scale visual recognition?, ICCV 2017). Taken from the smaller one of both Gram matrices.
+    """
+    x = (x.double() - x.double().mean(2, keepdim=True)) / x.shape[2] ** 0.5
+    wide = x.shape[1] > x.shape[2]
+    values, vectors = torch.linalg.eigh(x.transpose(1, 2) @ x if wide else x @ x.transpose(1, 2))
+    alive = values > len(values[0]) * torch.finfo(values.dtype).eps * values[:, -1:]
+    powers = values.where(alive, 1.0) ** (-0.25 if wide else 0.25) * alive
+    half = (x @ vectors if wide else vectors) * powers[:, None]
+    return half @ half.transpose(1, 2)
 
 
 def _combined(x: Tensor, channels: int) -> Tensor:
     generator = torch.Generator().manual_seed(channels)
-    mixing = torch.randn(channels, x.shape[1], generator=generator) / x.shape[1] ** 0.5
-    return torch.einsum("kc,nchw->nkhw", mixing.to(x), x)
+    mixing = torch.linalg.qr(torch.randn(x.shape[1], channels, generator=generator, dtype=torch.float64)).Q
+    return torch.einsum("ck,nchw->nkhw", mixing.to(x), x)
 
 
 @torch.no_grad()

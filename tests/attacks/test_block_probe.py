@@ -28,7 +28,7 @@ from immunization.attacks import (
     run_attacks,
 )
 from immunization.attacks.block_probe import Kernel, nested
-from immunization.attacks.pooling import POOLINGS, outputs_of, passed, poolings, prefix_flops
+from immunization.attacks.pooling import POOLINGS, covariance_root, outputs_of, passed, poolings, prefix_flops
 from immunization.attacks.renewed import images_of, renew
 from immunization.errors import ConfigError
 from immunization.models.chain import Network, pooled
@@ -105,6 +105,16 @@ def test_poolings_of_maps_tokens_and_rows(shape):
     if x.ndim == 3:
         assert torch.equal(found["class"], x[:, 0])
         assert_close(found["average"], x[:, 1:].mean(1))
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 40), (3, 9, 6)])
+def test_second_order_pooling_is_the_root_of_the_covariance(shape):
+    x = gaussian(3, shape[1] * shape[2], seed=0).reshape(shape)
+    root = covariance_root(x)
+    expected = torch.stack([torch.cov(one, correction=0) for one in x])
+    assert_close(root @ root, expected)
+    assert (torch.linalg.eigvalsh(root) > -1e-12).all()
+    assert torch.equal(covariance_root(torch.zeros_like(x)), torch.zeros(3, shape[1], shape[1], dtype=x.dtype))
 
 
 def test_mirror_images_are_a_second_view(images):
