@@ -59,10 +59,7 @@ R = TypeVar("R")
 
 
 def checked(group: str, of: type | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator of a constructor or function: its arguments, keys of `group`, are checked against its annotations.
-
-    Those of a constructor that `dataclass` wrote stand in the class `of` and in the classes above it.
-    """
+    """Check the arguments, keys of `group`, of a function against its annotations, or those of the dataclass `of`."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)

@@ -1,7 +1,4 @@
-"""The command line: `immunize`, `python -m immunization`, and `python launch.py` in a checkout; see `--help`.
-
-Light on purpose (no torch): help, completion and mistakes in the arguments are answered at once.
-"""
+"""The command line, light on purpose (no torch): help, completion and mistakes in arguments are answered at once."""
 
 import math
 import os

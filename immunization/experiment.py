@@ -78,10 +78,7 @@ class Parts(NamedTuple):
 
 
 def resolve(config: DictConfig, overrides: Iterable[str] = ()) -> Experiment:
-    """The experiment that a composed configuration asks for. Raises ConfigError, which names the key, for a mistake.
-
-    An `objective=` among `overrides`, those of the command line, must be something that it measures.
-    """
+    """The experiment that a composed configuration asks for. Raises ConfigError, which names the key, for a mistake."""
     _check_files(config)
     for key in sorted(OmegaConf.missing_keys(config)):
         raise ConfigError(f"{key}: Missing mandatory value: {key}")

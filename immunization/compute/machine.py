@@ -88,10 +88,7 @@ def set_threads(number: int) -> None:
 
 
 def choose_threads(choice: int | None, dim: int | None) -> None:
-    """Set `choice` threads; None: one for small problems of `dim` features, else (or with `dim=None`) all cores.
-
-    OMP_NUM_THREADS, which launchers set, bounds the automatic choice.
-    """
+    """Set `choice` threads; None: one for up to `SMALL` features `dim`, else all cores, or OMP_NUM_THREADS."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # one number per nesting level
     cores = int(first) if first.isdecimal() and int(first) else os.cpu_count() or 1
     set_threads(choice or (1 if dim is not None and dim <= SMALL else cores))

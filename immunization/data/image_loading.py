@@ -76,10 +76,7 @@ def collate(items: list[tuple[Any, ...] | str]) -> tuple[Tensor, Tensor, list[st
 def create_loader(
     pair: ImagePair, split: ImageSplit, config: Mapping[str, Any], loaders: int = 1, **options: Any
 ) -> Any:
-    """timm's loader over one split with a model's data config; batches are as `collate` makes them.
-
-    `loaders`: how many are read side by side, and share the cores (`transfer.reading`).
-    """
+    """timm's loader over one split with a model's data config; batches are as `collate` makes them."""
     from timm.data import create_loader as timm_loader
 
     streamed = isinstance(split.dataset, torch.utils.data.IterableDataset)

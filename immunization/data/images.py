@@ -1,8 +1,4 @@
-"""Pairs of image classification tasks for deep nets.
-
-Unlike the other data sets these hold no numbers yet: what a model reads depends on its own preprocessing, so
-`Model.read_tasks` turns an `ImagePair` into a `TaskPair` of activations.
-"""
+"""Pairs of image classification tasks for deep nets, of which `Model.read_tasks` makes a `TaskPair` of activations."""
 
 from __future__ import annotations
 

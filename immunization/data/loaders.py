@@ -20,10 +20,7 @@ LABELS = ("label", "labels", "y", "target")
 
 
 class LabeledBatches:
-    """(inputs, labels) of a loader, every batch checked; empty ones are left out. Raises ConfigError and DataError.
-
-    `classes`: labels must be integers.
-    """
+    """(inputs, labels) of a loader, empty batches left out, others checked: raises ConfigError and DataError."""
 
     def __init__(self, role: str, loader: Loader, classes: bool = True) -> None:
         self.name, self.loader, self.classes = f"{role}_loader", loader, classes

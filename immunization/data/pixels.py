@@ -197,18 +197,14 @@ def _pair(
 def _choose(
     images: Images, roles: dict[str, int], protocol: Protocol, max_samples: int | None, generator: torch.Generator
 ) -> dict[str, dict[str, tuple[Tensor, Tensor]]]:
-    """Row numbers and labels by role and split.
-
-    Negatives are dealt to the tasks from one shuffled deck of the images of classes that are nobody's, so no image is
-    in two tasks. Where tasks are so many that these are too few, every task has fewer images of either kind.
-    """
+    """Row numbers and labels by role and split; negatives are dealt from one deck, so no image is in two tasks."""
     chosen: dict[str, dict[str, tuple[Tensor, Tensor]]] = {role: {} for role in roles}
     for split, rows in images.rows.items():
         deck = rows[torch.randperm(len(rows), generator=generator)]
         labels = images.labels[deck]
         own = {role: deck[labels == digit][:max_samples] for role, digit in roles.items()}
         rest = deck[~torch.isin(labels, torch.tensor(list(roles.values())))]
-        if protocol == "one_vs_rest" and sum(map(len, own.values())) > len(rest):
+        if protocol == "one_vs_rest" and sum(map(len, own.values())) > len(rest):  # too few negatives
             own = {role: positive[: len(rest) // len(own)] for role, positive in own.items()}
         fewest = min(len(positive) for role, positive in own.items() if kind_of(role) != "unseen")
         if split == "train" and not all(map(len, own.values())):

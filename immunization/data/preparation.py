@@ -103,10 +103,7 @@ def common_basis(primary: Task, harmful: Task, *further: Task) -> Tensor:
 
 
 def finish(pair: TaskPair, common_range: bool) -> TaskPair:
-    """The last step of every data set: check that the tasks can be learned, go to the common range, say what came out.
-
-    With `common_range` the inputs of all tasks become coordinates in `common_basis` (tensor `basis`).
-    """
+    """Raise DataError for a task that cannot be learned; go to coordinates in `common_basis` with `common_range`."""
     for task in pair.tasks.values():
         x, y = task.train.x, task.train.y
         if (x == x[0]).all():

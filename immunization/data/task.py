@@ -1,9 +1,7 @@
 """Tasks and pairs of tasks: what every data set of the project resolves to.
 
-A `Task` is one supervised problem on inputs with D features, split into train, validation and test. A `TaskPair`
-holds the primary task D_P, the harmful task D_H and, where there are, further harmful ones, and benign and unseen ones,
-which no method is shown. A task's role is its kind (`primary`, `harmful`, `benign`, `unseen`), and from the second task
-of a kind on `<kind>_<name>`.
+A task's role is its kind (`primary`, `harmful`, `benign`, `unseen`), and from the second task of a kind on
+`<kind>_<name>`. No method is shown benign or unseen tasks.
 """
 
 from __future__ import annotations

@@ -14,10 +14,7 @@ TIMM = ("forward_features", "forward_head", "get_classifier")
 
 
 class Adapted(nn.Module):
-    """A net in timm's form: `body` gives the features [N, D], `classifier` the outputs.
-
-    A folded map stands behind `features`; in the net itself it stands before the classifier, in one Sequential with it.
-    """
+    """A net in timm's form: `body` gives the features [N, D], a folded map in `features` follows, then `classifier`."""
 
     fold_place = Place("features", convolution=False, stripped_by="replacing the classifier")
 

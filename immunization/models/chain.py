@@ -48,10 +48,7 @@ class NetParts:
 
 
 def take_apart(net: nn.Module, size: int | None = None) -> NetParts:
-    """Freeze `net`, in place, and take its classifier out; `size`: of images, where it is not the net's own.
-
-    Raises ConfigError for a net without a linear classifier.
-    """
+    """Freeze `net`, in place, for images of `size` or its own, and take its classifier out; raises ConfigError."""
     config = data_config(net)
     if size is not None:
         config["input_size"] = (config["input_size"][0], size, size)

@@ -130,10 +130,7 @@ def weight_of(theta: Tensor, place: Place) -> Tensor:
 
 
 def fold_into(net: nn.Module, name: str, weight: Tensor, before: bool = False) -> None:
-    """Put a layer with `weight`, called `immunization`, behind the module `name`, or `before` it.
-
-    A weight [D, D, 1, 1] is that of a convolution, [D, D] that of a linear layer.
-    """
+    """Put a layer with `weight`, [D, D] or, a convolution's, [D, D, 1, 1], behind the module `name`, or `before` it."""
     size, like = len(weight), {"bias": False, "dtype": weight.dtype, "device": weight.device}
     layer = nn.Conv2d(size, size, 1, **like) if weight.ndim == 4 else nn.Linear(size, size, **like)
     layer.weight.data.copy_(weight)

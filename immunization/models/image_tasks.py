@@ -93,10 +93,7 @@ class ImageReader(Model):
         return self.order[role][labels].to(self.head.weight.device, non_blocking=True)
 
     def _read_split(self, role: str, split: str, weights: Mapping[str, str]) -> tuple[Tensor | Stream, Activations]:
-        """What the trained part (or a folded map) reads of one split, and its features before immunization.
-
-        `weights` are hashes of what makes the features and the inputs. Raises DataError for images that cannot be read.
-        """
+        """What the trained part (or a folded map) reads of one split, and its features before immunization."""
         pair, task = self.images, self.images.tasks[role]
         part, config = task.splits[split], preprocessing(self.config, pair, task)
         if not len(part):
@@ -207,8 +204,6 @@ class ImageReader(Model):
         for x, labels, *_ in counted(create_loader(images, split, preprocessing(self.config, images, task)), what):
             if len(x):
                 yield onto(x, self.head.weight), labels
-
-    # --- loaders of the user's own ------------------------------------------------------------------------------------
 
     def read_loaders(
         self, loaders: Mapping[str, LabeledBatches], folded: bool, test: bool = False

@@ -148,8 +148,6 @@ class Timm(ImageReader):
             self.net.get_submodule(name).train()
         return self
 
-    # --- training -----------------------------------------------------------------------------------------------------
-
     def training_features(self, x: Tensor, theta: Mapping[str, Tensor] | None = None) -> Tensor:
         """Features [N, D] with a graph, in the dtype of `x`: with `channels_last` and `amp`, as asked for."""
         if self.channels_last and x.ndim == 4:
@@ -160,8 +158,6 @@ class Timm(ImageReader):
     def groups(self) -> list[dict[str, Any]]:
         theta = [p for p in self.extractor.parameters() if p.requires_grad]
         return [{"params": theta}, {"params": list(self.head.parameters()), "weight_decay": self.head_decay}]
-
-    # --- measuring ----------------------------------------------------------------------------------------------------
 
     def for_measurement(self) -> Timm:
         """Itself, in its own dtype."""
@@ -198,8 +194,6 @@ class Timm(ImageReader):
     def baseline_logits(self, task: Task) -> Tensor:
         return F.linear(self.reference["primary", "test"].to(self.head.weight), *self._original_head)
 
-    # --- attacks ------------------------------------------------------------------------------------------------------
-
     def last_map(self, extractor: nn.Module) -> Tensor | None:
         return folded_map(extractor)
 
@@ -209,8 +203,6 @@ class Timm(ImageReader):
             extractor.load_state_dict(start)  # shares its parameters with `net`
         return Network(net, self.parts.last_block(), self.config["input_size"], units, self.trainable)
 
-    # --- deployment ---------------------------------------------------------------------------------------------------
-
     def deployed(self) -> nn.Module:
         net = copy.deepcopy(self.net)
         net.set_submodule(self.parts.classifier, copy.deepcopy(self.head))
@@ -218,8 +210,6 @@ class Timm(ImageReader):
 
     def deployed_before(self) -> nn.Module | None:
         return None if self.before is None else self.before.deployed()
-
-    # --- files --------------------------------------------------------------------------------------------------------
 
     def export(self) -> dict[str, Tensor]:
         """The state dict of the timm model, its own classifier included."""

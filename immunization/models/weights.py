@@ -43,9 +43,6 @@ SECONDS = 5.0
 """How long the Hugging Face hub has to answer."""
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
 def load(path: str | Path, net: nn.Module | None = None) -> nn.Module:
     """The immunized model of a run folder, of what `save` wrote, or of a download from the Hub, in eval mode.
 
@@ -158,10 +155,7 @@ def create(name: str, checkpoint: Checkpoint | None, pretrained: bool, arguments
 
 
 def read_checkpoint(checkpoint: str) -> Checkpoint:
-    """Tensors and facts of `model.checkpoint`: a run folder, a safetensors file or a state dict (tensors only).
-
-    Raises ConfigError for what is not there or cannot be read.
-    """
+    """Tensors and facts of `model.checkpoint`: a run folder, safetensors or a state dict; raises ConfigError."""
     path = weights_of(Path(checkpoint).expanduser())
     if not path.exists():
         raise ConfigError(
@@ -245,15 +239,8 @@ def misfits(net: nn.Module, state: Mapping[str, Tensor]) -> str:
     return f"{len(problems)} tensors: {shown}" if problems else ""
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
-
-
 def exported(model: Model, task: Task) -> tuple[dict[str, Tensor], Facts]:
-    """Tensors and facts of immunized.safetensors, nets in the dtype of the original whatever they were computed in.
-
-    For a net with a folded map the facts say, under `rounding`, what that does to the outputs on `task`, the primary
-    one (see `rounding_error`).
-    """
+    """Tensors and facts of immunized.safetensors, nets in the original's dtype; `task` is for `rounding_error`."""
     tensors, facts = model.export(), model.facts()
     if not facts:
         return tensors, facts
@@ -292,10 +279,7 @@ def rounding_flag(facts: Facts) -> str | None:
 
 
 def facts_of(net: nn.Module, arguments: Mapping[str, Any]) -> Facts:
-    """What `load` needs beside the tensors; `arguments` are those of timm.create_model that the net does not know.
-
-    Raises ConfigError where they do not give the net.
-    """
+    """What `load` needs beside the tensors; raises ConfigError if timm makes another net of it and `arguments`."""
     tensors = net.state_dict()
     facts: Facts = {"architecture": type(net).__name__, "arguments": {}, "data_config": None, "timm": False}
     facts |= {"weights": "the caller's own", "license": None, "computed_in": "float64"}

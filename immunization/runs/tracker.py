@@ -1,7 +1,4 @@
-"""Where the numbers of a run go: into metrics.jsonl always, and to a tracker such as W&B besides.
-
-A tracker is one class with the four methods of `Tracker` and one YAML file in conf/tracker.
-"""
+"""Where the numbers of a run go: into metrics.jsonl always, and to a tracker such as W&B (conf/tracker) besides."""
 
 import hashlib
 import json
@@ -76,16 +73,13 @@ class Recorder(Tracker):
 
 
 def history(folder: str | Path) -> dict[str, Curve]:
-    """The curves in a run folder's metrics.jsonl, by name: x steps, y values. No file gives no curves.
-
-    A last line cut off by a killed process is left out.
-    """
+    """The curves in a run folder's metrics.jsonl, if there is one, by name: x steps, y values."""
     path = Path(folder) / METRICS
     curves: dict[str, Curve] = {}
     for line in path.read_text().splitlines() if path.is_file() else []:
         try:
             metrics = json.loads(line)
-        except ValueError:
+        except ValueError:  # the last line, cut off by a killed process
             break
         step = metrics.pop("step")
         for name, value in metrics.items():

@@ -279,10 +279,7 @@ def attack_table(result: Result) -> DataTable:
 
 
 def model_artifact(result: Result, folder: Path) -> "tuple[wandb.Artifact, list[str]] | None":
-    """The weights with card, configuration and result, and the aliases of this version; None where there are none.
-
-    Runs of one model on one data set are versions of one artifact.
-    """
+    """The weights with card, configuration and result as a version of an artifact, and its aliases; None without."""
     import wandb
 
     if not (folder / WEIGHTS).is_file():

@@ -87,11 +87,7 @@ class RowPasses(Passes):
 
 
 class PairedBatches(Batches):
-    """Batches of stored rows.
-
-    Full batches carry the task's compressed root. The incomplete last mini-batch of a pass is left out, since the rank
-    of its Hessian would differ. Raises ConfigError for a `batch_size` above a task's rows.
-    """
+    """Batches of stored rows, without the incomplete last one of a pass, the rank of whose Hessian would differ."""
 
     def __init__(self, pair: TaskPair, batch_size: int | None, generator: torch.Generator) -> None:
         for key, task in pair.shown.items():

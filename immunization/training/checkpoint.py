@@ -1,8 +1,4 @@
-"""Checkpoints: everything a run needs to go on after it was killed as if nothing had happened.
-
-A checkpoint is one file of `torch.save` in the run folder, a ZIP archive whose entries carry checksums. It is replaced
-in one step, and removed once the result is written.
-"""
+"""Checkpoints: everything a run needs to go on after it was killed as if nothing had happened."""
 
 import json
 import logging

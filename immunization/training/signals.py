@@ -49,10 +49,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 class Stop:
-    """SIGTERM, Ctrl-C, and the signal that a cluster's launcher listens to.
-
-    While `held`, a signal waits for the end of the step and a checkpoint; a second one does not wait.
-    """
+    """SIGTERM, Ctrl-C and a cluster launcher's signal: while `held`, a first one waits for a step and a checkpoint."""
 
     def __init__(self) -> None:
         self.asked: int | None = None
