@@ -51,9 +51,7 @@ EvenPower = Annotated[
     doc("an even number from 2 to 64 (larger ones underflow), or inf"),
 ]
 
-Hint = object
-"""A type, a union, a Literal, or one of those in Annotated."""
-
+Hint = object  # a type, a union, a Literal, or one of those in Annotated
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -28,8 +28,7 @@ from immunization.training.checkpoint import Checkpointer
 from immunization.training.debugging import Debug
 from immunization.training.optimization import scheduler_of
 
-GLOBAL = ("experiment", "hparams", "launcher", "sweeps")
-"""Groups whose files set keys of the whole configuration."""
+GLOBAL = ("experiment", "hparams", "launcher", "sweeps")  # groups whose files set keys of the whole configuration
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,7 @@ from typing import TypeVar
 
 Batch = TypeVar("Batch", bound=Sequence[Sized])
 
-SECONDS = 60.0
-"""Between two lines of `heartbeat`."""
-
+SECONDS = 60.0  # between two lines of `heartbeat`
 _doing: list[Callable[[], str]] = []
 
 

@@ -21,8 +21,7 @@ from torch.autograd.function import once_differentiable
 from immunization.errors import DegenerateSpectrum
 from immunization.theory import spectrum
 
-PATIENCE = timedelta(days=1)
-"""Longest wait for another process, which may be computing the activations of a large set."""
+PATIENCE = timedelta(days=1)  # longest wait for another process, which may be computing the activations of a large set
 
 
 def size() -> int:

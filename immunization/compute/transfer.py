@@ -10,11 +10,8 @@ from torch import Tensor
 
 from immunization.compute.machine import cores
 
-KEPT_SHARE = 0.25
-"""Largest share of a GPU's free memory that is kept for good."""
-
-FEW_IMAGES = 256
-"""Fewer are read before processes that read them have started."""
+KEPT_SHARE = 0.25  # largest share of a GPU's free memory that is kept for good
+FEW_IMAGES = 256  # fewer are read before processes that read them have started
 
 
 def reading(

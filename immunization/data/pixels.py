@@ -30,8 +30,7 @@ MNISTProtocol = Literal["one_vs_rest", "authors", "authors_pixels"]
 MOMENTS = {"authors": (0.1307, 0.3081), "authors_pixels": (0.0, 1.0)}
 """Mean and standard deviation of MNIST by protocol: the release's, and those that leave pixels from 0 to 1."""
 
-Digits = Digit | Sequence[Digit]
-"""The class of a task, or those of several."""
+Digits = Digit | Sequence[Digit]  # the class of a task, or those of several
 
 PARTS, KINDS = ("train", "t10k"), ("images-idx3-ubyte", "labels-idx1-ubyte")
 """What the files of MNIST are called."""

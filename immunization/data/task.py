@@ -23,8 +23,7 @@ SPLITS = ("train", "val", "test")
 LEARNED, MARGIN = 0.9, 0.05
 """A task is learned at this share of the way from chance to the baseline's best measure; within this margin of chance
 nothing is."""
-USUAL = ("primary", "harmful", "benign")
-"""Roles of the tasks that a pair usually has."""
+USUAL = ("primary", "harmful", "benign")  # roles of the tasks that a pair usually has
 
 
 def kind_of(role: str) -> str:

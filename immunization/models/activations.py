@@ -29,8 +29,7 @@ from immunization.terminal import counted
 
 log = logging.getLogger(__name__)
 
-UNFINISHED = ".unfinished-"
-"""What the name of an entry begins with while it is written."""
+UNFINISHED = ".unfinished-"  # what the name of an entry begins with while it is written
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from immunization.errors import ConfigError
 from immunization.models.fold import FOLD, Place, fold_into, recorded
 
-TIMM = ("forward_features", "forward_head", "get_classifier")
-"""What a net of timm has and others have not."""
+TIMM = ("forward_features", "forward_head", "get_classifier")  # what a net of timm has and others have not
 
 
 class Adapted(nn.Module):

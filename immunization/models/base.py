@@ -46,10 +46,8 @@ class Model(nn.Module):
     extractor: nn.Module
     head: nn.Linear
     reads: Inputs = "rows"
-    preconditioned = False
-    """Whether `hessian_term` can multiply gradients by K^-1, K = X^T X of the extractor's inputs."""
-    before: Model | None = None
-    """The model that is the baseline, where that is another one."""
+    preconditioned = False  # whether `hessian_term` can multiply gradients by K^-1, K = X^T X of the extractor's inputs
+    before: Model | None = None  # the model that is the baseline, where that is another one
     loaders: Callable[[int], Mapping[str, Iterable[tuple]]] | None = None
     """Loaders of training images by role for a batch size, where the tasks' rows are not to be trained on."""
 

@@ -16,9 +16,7 @@ from immunization.models.fold import recorded
 
 log = logging.getLogger(__name__)
 
-Unit = Callable[[Tensor], Tensor]
-"""A module or, for what a net does between its modules, a bound method of it."""
-
+Unit = Callable[[Tensor], Tensor]  # a module or, for what a net does between its modules, a bound method of it
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Layers with statistics of batches, which are no weights; those of timm inherit from them."""
 

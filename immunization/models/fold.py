@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from immunization.errors import ConfigError
 
-FOLD = "immunization"
-"""How the map's layer is called in the net."""
+FOLD = "immunization"  # how the map's layer is called in the net
 
 
 @contextmanager

@@ -27,8 +27,7 @@ from immunization.theory.spectrum import triangular_factor
 
 log = logging.getLogger(__name__)
 
-HUB = "hub"
-"""As `reference`: the pretrained weights of the Hugging Face hub."""
+HUB = "hub"  # as `reference`: the pretrained weights of the Hugging Face hub
 
 
 class Timm(ImageReader):

@@ -36,11 +36,9 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 
 HUB_WEIGHTS, HUB_CONFIG = "model.safetensors", "config.json"
-TOLERANCE = 1e-3
-"""Largest change of an output by rounding, relative to the largest output, that passes without a word."""
+TOLERANCE = 1e-3  # largest change of an output by rounding, relative to the largest output, that passes without a word
 ROWS = 4096
-SECONDS = 5.0
-"""How long the Hugging Face hub has to answer."""
+SECONDS = 5.0  # how long the Hugging Face hub has to answer
 
 
 def load(path: str | Path, net: nn.Module | None = None) -> nn.Module:

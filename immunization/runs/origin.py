@@ -16,8 +16,7 @@ PLACES = ("root", "download", "cache", "cache_limit", "workers", "batch_size", "
 """Keys of `dataset` that say where the data are and how they are read, but not which they are."""
 OF_THE_RUN = ("seed", "dtype")
 """Keys outside of `dataset` and `model` that an audit takes over too: splits and initialization hang on them."""
-PAIR = {"pair": ("dataset.primary", "dataset.harmful")}
-"""What stands for several keys on the command line."""
+PAIR = {"pair": ("dataset.primary", "dataset.harmful")}  # what stands for several keys on the command line
 
 
 def audited(config: DictConfig, overrides: Iterable[str]) -> tuple[DictConfig, dict[str, str]]:

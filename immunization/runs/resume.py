@@ -20,9 +20,7 @@ BOOKKEEPING = (
 )
 """Keys that decide where and how a run is shown or saved, but no number in its result."""
 
-WHERE = ("root", "download")
-"""Keys of `dataset` that say where its files lie, and not which they are."""
-
+WHERE = ("root", "download")  # keys of `dataset` that say where its files lie, and not which they are
 RETIRED = {
     "dataset": {"augment": False, "unseen": {"source": "", "train": "train", "test": "val"}},
     "method": {"side": "input", "rank": "data", "combine": "sum"},
@@ -33,9 +31,7 @@ RETIRED = {
 MOVED = ("immunization.models.stored.", "immunization.models.weights.")
 """What an older run folder calls a module, and what it is called now."""
 
-KEPT = (CHECKPOINT, OLDER_CHECKPOINT, ATTACKS)
-"""Files of an unfinished run that hold work of its own."""
-
+KEPT = (CHECKPOINT, OLDER_CHECKPOINT, ATTACKS)  # files of an unfinished run that hold work of its own
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where PyYAML was built with it, ten times faster
 
 

@@ -18,14 +18,11 @@ if TYPE_CHECKING:
 ATTACK = "attack/"
 """Starts the names of what the attacks measure; `attack_<role>/` where it is not on the task `harmful`."""
 BAR = "attack/worst/bar"
-EASIER = "harmful_faster"
-"""The flag that comes before every figure: what was immunized is attacked faster than before."""
-DOUBTS = ("head_at_chance", "other_data", "unknown_data")
-"""Flags that question what was attacked."""
+EASIER = "harmful_faster"  # the flag that comes before every figure: what was immunized is attacked faster than before
+DOUBTS = ("head_at_chance", "other_data", "unknown_data")  # flags that question what was attacked
 HELD, UNTRAINED, UNNUMBERED = "held", "not attacked by training", "not attacked by standard"
 """No attack learns the task: of the suite `standard`; none fine-tuned all that was trained; of another list."""
-Z = 1.959964
-"""Of a normal distribution, 95 % lie within so many standard deviations."""
+Z = 1.959964  # of a normal distribution, 95 % lie within so many standard deviations
 ROUNDING = 1e-12
 
 

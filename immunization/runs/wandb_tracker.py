@@ -27,14 +27,11 @@ log = logging.getLogger(__name__)
 
 ModeOfWandb = Literal["online", "offline", "disabled", "shared", "dryrun", "run"]
 """What its variable WANDB_MODE may be; the last two are its old names of offline and online."""
-DataTable = tuple[list[str], list[list[str | float | bool | None]]]
-"""Header and rows."""
-STEPS = "curves/step"
-"""What the curves are drawn against: steps of the probe or attack, not of the training."""
+DataTable = tuple[list[str], list[list[str | float | bool | None]]]  # header and rows
+STEPS = "curves/step"  # what the curves are drawn against: steps of the probe or attack, not of the training
 NO_STEPS = ("spectrum/", "/compute", "/excess")
 """In names of curves that are left to result.json: against an index, against operations, and twice as much to send."""
-POINTS = 64
-"""At most about so many of each curve: thousands of runs have to fit into a project."""
+POINTS = 64  # at most about so many of each curve: thousands of runs have to fit into a project
 
 
 class Wandb(Tracker):
@@ -46,8 +43,7 @@ class Wandb(Tracker):
     as an artifact (None: unless the run is one of many), `link` to which collection it is linked besides.
     """
 
-    said: ClassVar[set[str]] = set()
-    """Why runs of this process are offline; the jobs of a multirun say it once."""
+    said: ClassVar[set[str]] = set()  # why runs of this process are offline; the jobs of a multirun say it once
 
     @checked("tracker")
     def __init__(

@@ -19,8 +19,7 @@ from immunization.training.signals import Stop
 log = logging.getLogger(__name__)
 
 VERSION = 2
-SHARE = 0.01
-"""Largest share of a run's time that goes into checkpoints which the clock asks for."""
+SHARE = 0.01  # largest share of a run's time that goes into checkpoints which the clock asks for
 
 
 def kept_of(model: nn.Module) -> dict[str, Tensor]:

@@ -8,11 +8,8 @@ from torch import Tensor
 
 from immunization.errors import Diverged
 
-DIVERGENCE = 1e12
-"""A loss above this multiple of the first one counts as diverged."""
-
-UNSEEN = 1000
-"""Most losses that stay on a GPU."""
+DIVERGENCE = 1e12  # a loss above this multiple of the first one counts as diverged
+UNSEEN = 1000  # most losses that stay on a GPU
 
 
 @dataclass

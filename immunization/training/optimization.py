@@ -15,8 +15,7 @@ from immunization.errors import ConfigError
 LENGTHS = ("T_0", "T_max", "milestones", "step_size", "step_size_down", "step_size_up", "total_iters", "total_steps")
 """Keys by which torch's schedulers are told steps of the training."""
 
-ENDS = ("T_max", "total_steps")
-"""Those of schedulers that climb again, or fail, in a training that goes on."""
+ENDS = ("T_max", "total_steps")  # those of schedulers that climb again, or fail, in a training that goes on
 
 
 def optimizer_of(

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOG_LINES = 40
-"""Lines of metrics.jsonl a run writes by default."""
+LOG_LINES = 40  # lines of metrics.jsonl a run writes by default
 
 
 class TrainingSession:

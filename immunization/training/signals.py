@@ -10,11 +10,8 @@ from types import FrameType
 
 from immunization.errors import Preempted
 
-Handler = Callable[[int, FrameType | None], object] | int | None
-"""What `signal.getsignal` returns."""
-
-PAUSE = 0.05
-"""Seconds after which a signal that came amid an import, or the like, is sent again."""
+Handler = Callable[[int, FrameType | None], object] | int | None  # what `signal.getsignal` returns
+PAUSE = 0.05  # seconds after which a signal that came amid an import, or the like, is sent again
 
 DELICATE = f"{os.sep}pydantic{os.sep}"
 
