@@ -8,31 +8,16 @@ from __future__ import annotations
 
 import inspect
 import math
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from types import NoneType, UnionType
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    ParamSpec,
-    TypeVar,
-    Union,
-    dataclass_transform,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin
 
 from annotated_types import DocInfo, Ge, Gt, Le, Lt, Predicate, doc
 
 from immunization.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
 
 NonNegative = Annotated[float, Ge(0), Lt(math.inf)]
 Positive = Annotated[float, Gt(0), Lt(math.inf)]
@@ -52,18 +37,19 @@ EvenPower = Annotated[
 ]
 
 Hint = object  # a type, a union, a Literal, or one of those in Annotated
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
+
+get_type_hints = partial(typing.get_type_hints, include_extras=True)
 
 
-def checked(group: str, of: type | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def checked(group: str, of: type | None = None) -> Callable[[F], F]:
     """Check the arguments, keys of `group`, of a function against its annotations, or those of the dataclass `of`."""
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+    def decorate(function: F) -> F:
         signature = inspect.signature(function)
 
         @wraps(function)
-        def checking(*args: P.args, **kwargs: P.kwargs) -> R:
+        def checking(*args: object, **kwargs: object) -> object:
             check_arguments(of or function, signature.bind(*args, **kwargs).arguments, group)
             return function(*args, **kwargs)
 
@@ -146,7 +132,7 @@ def _range(kind: type, *bounds: Ge | Gt | Le | Lt) -> str:
 
 
 @cache
-def _validator(hint: Hint) -> TypeAdapter[object]:
+def _validator(hint: Hint) -> Any:
     from pydantic import ConfigDict, TypeAdapter  # imported by the first check: it takes a tenth of a second
 
     return TypeAdapter(hint, config=ConfigDict(strict=True))
@@ -165,11 +151,11 @@ def _plain_hints(function: Callable[..., object]) -> dict[str, Hint]:
 def _hints(function: Callable[..., object]) -> dict[str, Hint]:
     """Annotations of arguments; where `dataclass` wrote a constructor, they stand in the classes."""
     if not isinstance(function, type):
-        return get_type_hints(function, include_extras=True)
+        return get_type_hints(function)
     builder = next(base for base in function.__mro__ if "__init__" in vars(base))
     if "__dataclass_fields__" not in vars(builder):
-        return get_type_hints(builder.__init__, include_extras=True)
-    above = [get_type_hints(base, include_extras=True) for base in reversed(builder.__mro__)]
+        return get_type_hints(builder.__init__)
+    above = [get_type_hints(base) for base in reversed(builder.__mro__)]
     return {name: hint for hints in above for name, hint in hints.items() if hint is not Any}
 
 

@@ -94,7 +94,6 @@ def cli() -> None:
 
 
 def _explain(error: Exception) -> str:
-    """The message of an error, with the remedy where it names none."""
     if isinstance(error, OSError) and not isinstance(error, HydraException):
         return f"{error}; if that is the run folder, move it with hydra.run.dir=... (hydra.sweep.dir=... for -m)"
     if isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException):

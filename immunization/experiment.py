@@ -145,10 +145,7 @@ def _check_together(settings: Mapping[str, Any]) -> None:
 
 
 def check_objective(objective: str, evaluations: Mapping[str, object], attacks: Collection[str]) -> None:
-    """Raise ConfigError for an `objective` that none of these evaluations and attacks measures.
-
-    An evaluation says in `names` what it measures, as patterns; one without them, a user's own, may measure anything.
-    """
+    """Raise ConfigError for an `objective` that none of these measures, as their `names` (patterns, if any) say."""
     if objective.startswith("undetermined/"):
         return
     names = [name for evaluation in evaluations.values() for name in getattr(evaluation, "names", ("*",))]

@@ -126,10 +126,8 @@ def train(
 def measure(experiment: Experiment, parts: Parts, run: RunFolder, flags: dict[str, str]) -> None:
     """What follows the training, up to a completed result.json; `flags` has a reason for each."""
     method, pair, model, start = parts.method, parts.pair, parts.model.for_measurement(), parts.start
-    rows = {split: origin.rows for split, origin in pair.origins.items()}
-    sources = {split: origin.source for split, origin in pair.origins.items()}
     weights, facts = exported(model, pair.primary)
-    run.keep({**weights, **pair.tensors}, facts, rows, sources)
+    run.keep({**weights, **pair.tensors}, facts, pair.origins)
 
     comparison = Comparison(pair, model, start or None)
     with run.timed("evaluate"), waiting("measuring"), machine.gpu_memory("the measures", AFTERWARDS):
@@ -181,8 +179,7 @@ def _identity(config: DictConfig) -> tuple[int, str, str, str]:
 def record_failure(config: DictConfig, folder: Path, error: Exception) -> str:
     """Write result.json for a job that failed before it had a RunFolder, and return what to say of it in one line.
 
-    What stands in the folder already stays: it tells the same, or is a completed run that was not to be written over,
-    beside which refused.txt says so to the multirun.
+    What stands in the folder already stays; beside a completed run, refused.txt tells the multirun.
     """
     error = in_words(error, folder)
     if Result.completed_in(folder):

@@ -11,14 +11,8 @@ from typing import Any
 
 import yaml
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import OmegaConf
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    InterpolationResolutionError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
+from omegaconf import OmegaConf, errors
+from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
 from immunization.config import CONF
 from immunization.errors import ConfigError
@@ -52,7 +46,7 @@ def explaining() -> Iterator[None]:
 def explained(error: Exception) -> str:
     """The message of an error of Hydra or OmegaConf in one line, with the remedy where it names none."""
     cause = error.__cause__
-    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
+    if isinstance(cause, errors.ConfigKeyError | errors.ConfigAttributeError) and cause.parent_node is not None:
         keys = ", ".join(str(key) for key in cause.parent_node if not str(key).startswith("_"))
         group, _, name = str(cause.full_key).rpartition(".")
         remedy = f"allowed here are {keys}" if keys else f"choose a {group} first"
@@ -114,7 +108,6 @@ def values() -> str:
 
 
 def own() -> dict[str, Any]:
-    """The content of config.yaml."""
     return yaml.safe_load(_text())
 
 

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -65,7 +65,6 @@ def _device() -> torch.device:
 
 
 def leave() -> None:
-    """End the group."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
@@ -142,11 +141,6 @@ def summed(tensors: list[Tensor]) -> list[Tensor]:
     distributed.all_reduce(flat)
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def every_nth(batches: Iterable[Tensor]) -> Iterable[Tensor]:
-    """This process's batches of many."""
-    return islice(batches, rank(), None, size())
 
 
 def triangular_factor(batches: Iterable[Tensor], width: int) -> Tensor:

@@ -39,11 +39,7 @@ def device_of(choice: str, dim: int | None = None) -> torch.device:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Inside, a GPU computes float32 in float32.
-
-    By default cuDNN rounds the factors of convolutions to TF32, 10 bits: the features' errors would then exceed their
-    rank tolerance, float32's eps. For speed there is `model.amp=bfloat16`, only in training steps.
-    """
+    """Inside, a GPU computes float32 in float32: errors of TF32, cuDNN's default, exceed the rank tolerance."""
     kinds = torch.backends.cudnn, torch.backends.cuda.matmul
     before = [kind.allow_tf32 for kind in kinds]
     for kind in kinds:
@@ -84,7 +80,7 @@ def cores() -> int:
 def set_threads(number: int) -> None:
     """Threads of torch and of the BLAS that numpy and scipy bring, which does not ask torch for its number."""
     torch.set_num_threads(number)
-    _blas().limit(limits=number, user_api="blas")
+    _libraries().limit(limits=number, user_api="blas")
 
 
 def choose_threads(choice: int | None, dim: int | None) -> None:
@@ -94,7 +90,4 @@ def choose_threads(choice: int | None, dim: int | None) -> None:
     set_threads(choice or (1 if dim is not None and dim <= SMALL else cores))
 
 
-@cache
-def _blas() -> ThreadpoolController:
-    """The libraries in this process, which take 5 ms to find."""
-    return ThreadpoolController()
+_libraries = cache(ThreadpoolController)  # of this process, which take 5 ms to find

@@ -40,11 +40,7 @@ def onto(x: Tensor, like: Tensor) -> Tensor:
 
 
 def gathered(x: Tensor, chunks: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
-    """`x[rows]` on `device` for the indices `rows` [n] of every chunk.
-
-    For a GPU, rows on the CPU (or in a memory-mapped file) are gathered by a thread, one chunk ahead, into pinned
-    memory, from which they are copied while the GPU works.
-    """
+    """`x[rows]` on `device` for the indices `rows` [n] of every chunk; for a GPU, a thread gathers one chunk ahead."""
     if x.device.type != "cpu" or device.type == "cpu":
         for rows in chunks:
             yield x[rows.to(x.device, non_blocking=True)].to(device)

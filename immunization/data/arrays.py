@@ -165,7 +165,6 @@ def _task(
 
 
 def _classes(y: Tensor, where: str, targets: Targets) -> Tensor:
-    """The different labels of y, ascending."""
     classes = y.unique()
     if targets == "auto" and 2 * len(classes) > len(y):
         raise ConfigError(

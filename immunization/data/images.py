@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 class ImageSplit:
     """Images of one split: `dataset` gives (image, class); `rows` of it belong here, None standing for all.
 
-    `identity` changes with the files, so that whatever is computed from them can be kept under it. `source` says in
-    words what the rows of `dataset` are.
+    `identity` changes with the files: what is computed from them is kept under it. `source` names the rows in words.
     """
 
     dataset: Dataset
@@ -85,7 +84,6 @@ class ImagePair:
         """Images are no rows of features; how many a net makes of them, the net says."""
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> ImagePair:
-        """The same images, to be computed with on `device` in `dtype`."""
         return replace(self, device=torch.device(device), dtype=dtype)
 
 

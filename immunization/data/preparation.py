@@ -16,11 +16,7 @@ Normalize = Literal["shared", "each", "none"]
 def split_rows(
     strata: Tensor, val_fraction: float, test_fraction: float, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Row numbers of each split, ascending, drawn at random within every stratum.
-
-    `strata` [N] holds integers (class labels, or all the same). Fractions of a stratum are rounded down, so each of its
-    values keeps at least one training row.
-    """
+    """Row numbers of each split, ascending, drawn within every stratum of `strata` [N] (int); fractions round down."""
     parts: dict[str, list[Tensor]] = {name: [] for name in SPLITS}
     for value in strata.unique():
         rows = torch.nonzero(strata == value)[:, 0]

@@ -136,7 +136,6 @@ class Task:
 
     @property
     def splits(self) -> dict[str, Split]:
-        """Training, validation and test rows by name."""
         return {name: getattr(self, name) for name in SPLITS}
 
     @property

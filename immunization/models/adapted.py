@@ -1,15 +1,12 @@
 """Nets of any library as nets of timm: features and classifier of whatever ends in a linear layer."""
 
 from collections import OrderedDict
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from immunization.errors import ConfigError
 from immunization.models.fold import FOLD, Place, fold_into, recorded
-
-TIMM = ("forward_features", "forward_head", "get_classifier")  # what a net of timm has and others have not
 
 
 class Adapted(nn.Module):
@@ -62,12 +59,7 @@ def check_net(what: str, net: object) -> None:
 
 
 def is_of_timm(net: nn.Module) -> bool:
-    return all(hasattr(net, name) for name in TIMM)
-
-
-def adapted(net: nn.Module, first_images: Callable[[], Tensor]) -> nn.Module:
-    """`net` itself where it is of timm, else `Adapted`, which takes it apart; `first_images` gives some it can read."""
-    return net if is_of_timm(net) else Adapted(net, first_images())
+    return all(hasattr(net, name) for name in ("forward_features", "forward_head", "get_classifier"))
 
 
 @torch.no_grad()

@@ -51,10 +51,15 @@ def take_apart(net: nn.Module, size: int | None = None) -> NetParts:
     if size is not None:
         config["input_size"] = (config["input_size"][0], size, size)
     net.eval().requires_grad_(False)
-    classifier = classifier_path(net)
-    head: nn.Linear = net.get_submodule(classifier).requires_grad_(True)
+    head = net.get_classifier() if hasattr(net, "get_classifier") else None
+    classifier = next((name for name, module in net.named_modules() if module is head), None)
+    if classifier is None or not isinstance(head, nn.Linear):
+        raise ConfigError(
+            f"{type(net).__name__} has no linear classifier (it has {type(head).__name__}); methods need the primary "
+            "head: create the model with its classes"
+        )
     net.set_submodule(classifier, nn.Identity())
-    return NetParts(net, head, classifier, config, units_of(net, config["input_size"]))
+    return NetParts(net, head.requires_grad_(True), classifier, config, units_of(net, config["input_size"]))
 
 
 class Chain(nn.Module):
@@ -212,18 +217,6 @@ class Network(nn.Module):
         return features if self.map is None else self.map(features)
 
 
-def classifier_path(net: nn.Module) -> str:
-    """Name of the linear classifier; raises ConfigError for a model without one."""
-    head = net.get_classifier() if hasattr(net, "get_classifier") else None
-    path = next((name for name, module in net.named_modules() if module is head), None)
-    if path is None or not isinstance(head, nn.Linear):
-        raise ConfigError(
-            f"{type(net).__name__} has no linear classifier (it has {type(head).__name__}); methods need the primary "
-            "head: create the model with its classes"
-        )
-    return path
-
-
 def data_config(net: nn.Module) -> dict[str, Any]:
     """How the net wants its images: size, interpolation, mean, std and crop, for as many channels as it reads."""
     if isinstance(net, Adapted):
@@ -255,8 +248,7 @@ def first_with(units: Sequence[tuple[str, Unit]], trained: set[nn.Parameter]) ->
 def units_of(net: nn.Module, input_size: Sequence[int]) -> list[tuple[str, Unit]]:
     """The parts that `forward_features` applies one after another, checked on an image.
 
-    These are the children in the order in which they run (a ViT's `pos_drop` standing for `_pos_embed`), Sequential
-    ones taken apart. A net that is no such chain is one unit.
+    Children in the order in which they run (a ViT's `pos_drop` for `_pos_embed`), Sequential ones apart; else one unit.
     """
     like = next(net.parameters())
     image = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(0)).to(like)

@@ -93,8 +93,7 @@ def fold_place(net: nn.Module, input_size: Sequence[int]) -> Place:
 def _candidates(net: nn.Module, images: Tensor) -> tuple[list[Place], Tensor]:
     """Places that have the features' width, best first, and the features [N, D].
 
-    The ends of `forward_features` come first, those in the last stage, which `features_only=True` keeps, and the
-    innermost before others; then the modules of the head from its end.
+    First the ends of `forward_features`, those in the last stage and the innermost before others; then the head's.
     """
     with recorded(net.named_modules()) as ran:
         hidden = net.forward_features(images)
@@ -150,6 +149,5 @@ def unfold(net: nn.Module) -> None:
 
 def folded_map(net: nn.Module) -> Tensor | None:
     """theta [D, D] that was folded into an exported net; None where there is none."""
-    layers = (module for name, module in net.named_modules() if name.endswith(FOLD))
-    layer = next(layers, None)
+    layer = next((module for name, module in net.named_modules() if name.endswith(FOLD)), None)
     return None if layer is None else layer.weight.flatten(1).T

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from immunization.compute.machine import gpu_memory
@@ -21,7 +21,6 @@ from immunization.data.task import SPLITS, Split, Task, TaskPair, is_shown
 from immunization.errors import ConfigError, DataError
 from immunization.models.activations import Activations, Stream, collect, fingerprint, free_space
 from immunization.models.base import Model
-from immunization.models.chain import NetParts, Unit
 from immunization.models.folded import Folded
 from immunization.terminal import counted
 
@@ -33,20 +32,11 @@ GIB = 2**30
 class ImageReader(Model):
     """A net as far as images are read by it.
 
-    `config` says how `net` wants its images; what enters the extractor is read just before its unit `point`. With
-    `fold`, only the features are read, behind which a linear map is to be trained. `order` has each task's own labels
-    for those of its files.
+    `config` says how `net`, of `parts`, wants its images; what enters the extractor is read just before its unit
+    `point`, behind those of `_trunk`. With `fold`, only the features are read, behind which a linear map is to be
+    trained. `order` has each task's own labels for those of its files, `reference` the features before by role and
+    split.
     """
-
-    images: ImagePair
-    config: dict[str, Any]
-    parts: NetParts
-    net: nn.Module
-    point: str
-    _trunk: list[Unit]
-    fold: bool
-    order: dict[str, Tensor]
-    reference: dict[tuple[str, str], Tensor]
 
     def trunk(self, images: Tensor) -> Tensor:
         """What enters the extractor: activations [N, ...] of images [N, C, H, W]; no graph."""
@@ -271,10 +261,7 @@ def room_for(pair: ImagePair) -> AbstractContextManager[None]:
 
 
 def outputs_of(task: ImageTask, size: int, net: str, classes: int | None = None) -> Tensor:
-    """The output [classes] that means each class of `task` in the head of `net`, which has `size` of them.
-
-    `classes` is their number where `task` does not name them. Raises ConfigError where it is not known.
-    """
+    """The output [classes] of `net`, of `size`, for each of the `classes` of `task`; raises ConfigError if unknown."""
     classes = classes or len(task.classes)
     if task.outputs is not None:
         if not set(task.outputs) <= set(range(size)) or len(set(task.outputs)) < classes:

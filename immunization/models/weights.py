@@ -92,10 +92,7 @@ def load(path: str | Path, net: nn.Module | None = None) -> nn.Module:
 
 @contextmanager
 def one_try() -> Iterator[bool]:
-    """Whether the hub answers, which is asked once; where it does not, only what is in its cache is taken inside.
-
-    Its own client would try again for a minute, file by file.
-    """
+    """Whether the hub answers, asked once; if not, inside is only its cache: its client would try on for a minute."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
@@ -188,10 +185,7 @@ def _state_dict(path: Path) -> dict[str, Any]:
 
 
 def restored(pair: TaskPair | ImagePair, model: Callable[..., Model], checkpoint: str) -> Model:
-    """What `model(pair=pair)` makes, a model that takes no checkpoint itself, with the weights of a run of it.
-
-    `checkpoint` is the run folder or its weights. Raises ConfigError for weights that are not the model's state dict.
-    """
+    """`model(pair=pair)`, a model that takes no checkpoint itself, with the weights of a run; raises ConfigError."""
     made = model(pair=pair)
     tensors = read_checkpoint(checkpoint).tensors
     try:
@@ -205,11 +199,8 @@ def restored(pair: TaskPair | ImagePair, model: Callable[..., Model], checkpoint
 
 
 def restore(net: nn.Module, tensors: Mapping[str, Tensor], facts: Facts) -> nn.Module:
-    """Put exported `tensors` into `net`, one of the same architecture, and fold the map in if there is one.
-
-    Files of versions before this rounded nothing and have no `computed_in`; what they hold takes the dtype of `net`.
-    """
-    if "computed_in" in facts:
+    """Put exported `tensors` into `net`, one of the same architecture, and fold the map in if there is one."""
+    if "computed_in" in facts:  # else what a version wrote that rounded nothing
         net = net.to(getattr(torch, facts["dtype"]))
     _fold(net, tensors, facts)
     net.load_state_dict(dict(tensors))

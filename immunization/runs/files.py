@@ -146,11 +146,7 @@ def read_archive(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def locked(path: Path, wait: bool = False) -> Iterator[bool]:
-    """Hold the file at `path` against every other process; a lock dies with its process.
-
-    If another one holds it, `wait`, or ConfigError is raised. Yields whether it is held: on a file system without locks
-    it is not.
-    """
+    """Hold the file at `path`, or `wait`, or raise ConfigError; yields False on a file system without locks."""
     from filelock import FileLock, Timeout  # loads asyncio, which nobody needs who only reads results
 
     lock = FileLock(path, blocking=wait, fallback_to_soft=False)  # a soft lock would outlive a killed process

@@ -37,10 +37,9 @@ class Tracker:
 
 
 class Recorder(Tracker):
-    """Writes metrics.jsonl: one line a logged step, each flushed, so that a killed run keeps what it logged.
+    """Writes metrics.jsonl, a line a logged step, each flushed; what a killed run logged after its `state` is cut off.
 
-    `state` is what `state_dict` returned in a run that was killed: what that run logged later is cut off, to be logged
-    again. Raises DataError if the file is not the one of `state`.
+    Raises DataError if the file is not the one of `state`.
     """
 
     def __init__(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> None:

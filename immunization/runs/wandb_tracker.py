@@ -35,12 +35,9 @@ POINTS = 64  # at most about so many of each curve: thousands of runs have to fi
 
 
 class Wandb(Tracker):
-    """Weights & Biases: configuration, live metrics, curves, measures as the summary, figures, attacks, the model.
+    """Weights & Biases, by conf/tracker/wandb.yaml: configuration, metrics, curves, figures, attacks, the model.
 
-    `mode=auto` is what WANDB_MODE or `wandb offline` ask for, else online. Online needs an account (WANDB_API_KEY or
-    `wandb login`) and a server that answers within `timeout` seconds; without either the run is an offline one, which
-    `wandb sync` uploads later, and says so. There is never a prompt. `model` says whether the immunized model is kept
-    as an artifact (None: unless the run is one of many), `link` to which collection it is linked besides.
+    Without an account, or a server that answers in time, the run is an offline one and says so. There is no prompt.
     """
 
     said: ClassVar[set[str]] = set()  # why runs of this process are offline; the jobs of a multirun say it once

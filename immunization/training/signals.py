@@ -73,7 +73,6 @@ class Stop:
 
     @contextmanager
     def after_steps(self) -> Iterator[None]:
-        """Inside, signals wait for the end of a step."""
         self.held = True
         try:
             yield
