@@ -1,8 +1,4 @@
-"""The ranges of options: they stand in the annotations, and every error is made of them.
-
-`epochs: Count`, in the signature of a function under `@checked("method")` or in the body of a `Component`, is all that
-is said about an option: epochs=-1 is then refused with "method.epochs must be an integer of at least 0, not -1".
-"""
+"""The ranges of options: `epochs: Count`, in a `Component` or under `@checked`, is all that its errors are made of."""
 
 from __future__ import annotations
 
@@ -63,10 +59,9 @@ def checked(group: str, of: type | None = None) -> Callable[[F], F]:
 class Component:
     """What a YAML builds: its annotated attributes are its options, with their ranges, as those of a dataclass are.
 
-    A subclass names only what is its own. It inherits all other options; `name = value` without an annotation changes a
-    default, and the options that it lists as `without` stay at theirs: nobody can set them. The constructor is written
-    by `dataclass`, refuses what is out of range as a key of `group`, and calls `__post_init__`; a class that writes its
-    own keeps it.
+    A subclass names only what is its own: `name = value` without an annotation changes an inherited default, and nobody
+    can set the options listed as `without`. The constructor, unless a class writes its own, is that of `dataclass`, and
+    refuses what is out of range as a key of `group`.
     """
 
     group: ClassVar[str] = ""

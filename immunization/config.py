@@ -139,8 +139,7 @@ def build(cfg: Mapping[str, Any], key: str, **arguments: Any) -> Any:
 def factory(cfg: Mapping[str, Any], key: str) -> partial[Any]:
     """What makes `cfg[key]`, whose `_target_` must be trusted and whose values must fit the constructor's annotations.
 
-    A call of it takes what YAML cannot hold. Raises ConfigError, which names the key, for a target that does not exist,
-    a key it does not know and a value of the wrong kind.
+    Raises ConfigError, which names the key, for a target that does not exist, an unknown key and a wrong value.
     """
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate

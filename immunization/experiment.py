@@ -28,8 +28,6 @@ from immunization.training.checkpoint import Checkpointer
 from immunization.training.debugging import Debug
 from immunization.training.optimization import scheduler_of
 
-GLOBAL = ("experiment", "hparams", "launcher", "sweeps")  # groups whose files set keys of the whole configuration
-
 
 @dataclass(frozen=True)
 class Experiment:
@@ -110,7 +108,7 @@ def _check_files(config: DictConfig) -> None:
     for key in own:
         if key not in known:
             raise ConfigError(f"{path}: {key} is none of its keys, which are {', '.join(map(str, known))}")
-    for group in GLOBAL:
+    for group in ("experiment", "hparams", "launcher", "sweeps"):
         if isinstance(ignored := config.get(group), DictConfig):
             raise ConfigError(
                 f"{group}: a file of this group lacks the first line `# @package _global_`, without which what it sets "

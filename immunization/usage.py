@@ -17,9 +17,6 @@ from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 from immunization.config import CONF
 from immunization.errors import ConfigError
 
-NESTED = "experiment"
-"""The group whose folders hold options for users; in those of others an experiment chooses, or W&B reads."""
-
 WIDTH, COLUMN = 118, 26
 
 
@@ -86,7 +83,7 @@ def groups() -> str:
 
 
 def _listed(group: str, chosen: str | list[str] | None) -> str:
-    below = sorted((CONF / group).glob("*/")) if group == NESTED else []
+    below = sorted((CONF / group).glob("*/")) if group == "experiment" else []  # the others' are for no user
     folders = [group, *(f"{group}/{path.name}" for path in below)]
     found = [f"{folder}/{name}" for folder in folders for name in options(folder)[1]]
     names = [name.removeprefix(f"{group}/") for name in found]

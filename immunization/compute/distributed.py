@@ -1,8 +1,7 @@
 """Training of one net by several processes (torchrun): every process computes the features of its share of a batch.
 
-The shares are gathered before any method sees them; backward, every process sends the gradient of its own rows through
-the net, and the optimizer gets the sums over all processes. Heads work on gathered features and have the whole gradient
-everywhere. With one process, every function here does nothing.
+The shares are gathered before any method or head sees them; backward, every process sends the gradient of its own rows
+through the net, and the optimizer gets the sums over all. With one process, every function here does nothing.
 """
 
 import math

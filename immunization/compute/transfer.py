@@ -19,10 +19,9 @@ def reading(
 ) -> dict[str, Any]:
     """Options of a DataLoader over `images` images for a net on `device`; `loaders`: how many are read side by side.
 
-    A GPU gets batches in pinned memory, from which they are copied while it works. `workers` processes read; None: as
-    many as there are cores for all loaders, but none for a CPU, whose cores the net takes, for few images, or where
-    images are `drawn` at random, since the training would then depend on the number of cores. Processes end with their
-    pass: kept ones would shuffle later passes by other numbers than a resumed run.
+    `workers` processes read; None: as many as there are cores for all loaders, but none for a CPU, whose cores the net
+    takes, for few images, or where images are `drawn` at random, which would then depend on the number of cores.
+    Processes end with their pass: kept ones would shuffle later passes by other numbers than a resumed run.
     """
     if workers is None:
         workers = 0 if device.type == "cpu" or drawn or images < FEW_IMAGES else cores() // loaders

@@ -55,12 +55,11 @@ class ReadableStream(torch.utils.data.IterableDataset):
 
     def __init__(self, split: ImageSplit) -> None:
         self.split, self.transform = split, None
-        if split.rows is not None:
-            self.rows = set(split.rows.tolist())
+        self.rows = None if split.rows is None else set(split.rows.tolist())
 
     def __iter__(self):
         for row, (image, label) in enumerate(self.split.dataset):
-            if self.split.rows is None or row in self.rows:
+            if self.rows is None or row in self.rows:
                 yield self.transform(image), label
 
 

@@ -11,10 +11,7 @@ from immunization.errors import ConfigError, DataError
 
 Item = tuple[Tensor, ...] | Mapping[str, Tensor]
 Loader = Iterable[Item]
-"""Batches of images [n, C, H, W], preprocessed for the model, or of rows [n, D], and labels [n] from 0 on.
-
-Each is a tuple that begins with these two, or a dict that holds them under one of the names below.
-"""
+"""Tuples that begin with, or dicts of, preprocessed images [n, C, H, W] or rows [n, D], and labels [n] from 0 on."""
 INPUTS = ("image", "images", "pixel_values", "x")
 LABELS = ("label", "labels", "y", "target")
 

@@ -25,7 +25,6 @@ PROTOCOLS = {
     "tasks",
     "authors": "authors: images of one class a task, equally many, labels all 0 (primary) or all 1",
 }
-MNISTProtocol = Literal["one_vs_rest", "authors", "authors_pixels"]
 
 MOMENTS = {"authors": (0.1307, 0.3081), "authors_pixels": (0.0, 1.0)}
 """Mean and standard deviation of MNIST by protocol: the release's, and those that leave pixels from 0 to 1."""
@@ -38,17 +37,14 @@ PARTS, KINDS = ("train", "t10k"), ("images-idx3-ubyte", "labels-idx1-ubyte")
 
 @dataclass(frozen=True)
 class Images:
-    """Images of ten classes: `pixels` [N, D] from 0 to `scale`, `labels` [N] int64, row numbers of each split.
-
-    `sources` names where the images of each split stand, and the row number of the first one there.
-    """
+    """Images of ten classes: `pixels` [N, D] from 0 to `scale`, `labels` [N] int64."""
 
     about: str
     pixels: Tensor
     scale: int
     labels: Tensor
-    rows: dict[str, Tensor]
-    sources: dict[str, tuple[str, int]]
+    rows: dict[str, Tensor]  # by split
+    sources: dict[str, tuple[str, int]]  # where those of a split stand, and the number of the first row there
 
 
 @cache
@@ -96,7 +92,7 @@ def mnist(
     harmful: Digits = 1,
     benign: Digits | None = None,
     unseen: Digits | None = None,
-    protocol: MNISTProtocol = "one_vs_rest",
+    protocol: Literal["one_vs_rest", "authors", "authors_pixels"] = "one_vs_rest",
     max_samples: AtLeastOne | None = None,
     val_fraction: Fraction = 0.1,
     root: str = "~/.cache/immunization/mnist",

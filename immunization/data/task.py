@@ -71,9 +71,8 @@ class Origin(NamedTuple):
 class Split:
     """Rows of one task: `x` [N, D] float64; `y` [N], float64 (regression) or int64 class labels.
 
-    What enters the trainable part of a deep net is `x` [N, ...] in the net's dtype: it stays where it is stored, and
-    its rows follow `y` to the device as they are used. It need not be a tensor: `shape` and `split(n)` are enough.
-    `origin`, where it is known, lets others find the rows again.
+    What enters the trainable part of a deep net is `x` [N, ...] in the net's dtype, or anything with `shape` and
+    `split(n)`: it stays where it is stored, and its rows follow `y` to the device as they are used.
     """
 
     x: Tensor
@@ -240,8 +239,7 @@ class Task:
 class TaskPair:
     """Primary, harmful and (optionally) benign task over the same D input features, and any `more` by role.
 
-    `about` states the preparation in words and numbers; it goes to result.json, so that no figure is without it.
-    `tensors` holds what a reader needs to recompute the inputs: `mean`, `std` and, where it was used, `basis`.
+    `about` states the preparation; `tensors` are for recomputing the inputs: `mean`, `std` and, where used, `basis`.
     """
 
     name: str

@@ -79,9 +79,8 @@ class Chain(nn.Module):
     def watched(self, reduce: Callable[[Tensor, bool, int], Any] | None = None) -> Iterator[dict[str, Any]]:
         """Inside, the dict has what each block gave when it last ran, averaged over places or tokens: [N, channels].
 
-        Blocks come by name, in the order in which they ran first. Those that give anything else than a tensor with a
-        row per image are left out. `reduce` takes the place of the average: of the output, whether channels come last
-        in a map, and the number of tokens before those of the patches.
+        Blocks come by name, in the order in which they ran first, if they give a tensor with a row per image. `reduce`,
+        in place of the average, takes it, whether channels come last in a map, and the number of prefix tokens.
         """
         seen: dict[str, Any] = {}
         net = self._net[0]
@@ -125,22 +124,12 @@ class Whole(Chain):
 
 
 class Network(nn.Module):
-    """A whole net as one who attacks it has it: images -> features [N, D], all of it trainable.
+    """A whole net, all of it trainable, as an attacker has it: images -> features [N, D]; `trained` were immunized."""
 
-    `units` are those of `NetParts`, of this very net; `trained` are names of modules of `net` that were immunized.
-    """
-
-    def __init__(
-        self,
-        net: nn.Module,
-        last_block: str,
-        input_size: tuple[int, int, int],
-        units: Sequence[tuple[str, Unit]] = (),
-        trained: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, parts: NetParts, trained: Sequence[str] = ()) -> None:
         super().__init__()
-        self.whole, self.last_block, self.input_size = Whole(net), last_block, input_size
-        self.units, self.trained = list(units), [f"whole.net.{name}" for name in trained]
+        self.whole, self.last_block, self.input_size = Whole(parts.net), parts.last_block(), parts.config["input_size"]
+        self.units, self.trained = parts.units, [f"whole.net.{name}" for name in trained]
         self.map: nn.Linear | None = None
 
     def fold(self, theta: Tensor) -> None:
@@ -157,7 +146,8 @@ class Network(nn.Module):
         if name == "trained":
             modules = dict(self.named_modules())
             return [modules[module] for module in self.trained if module in modules]
-        parts = {"head": [], "last": self.last(), "full": [self]}
+        last = [self.whole.net.get_submodule(self.last_block), *filter(None, [self.map])]
+        parts = {"head": [], "last": last, "full": [self]}
         return parts[name] if name in parts else self._suffix(name)
 
     def _suffix(self, name: str) -> list[nn.Module]:
@@ -195,10 +185,6 @@ class Network(nn.Module):
         blocks = [parameters(f) for _, f in reversed(self.units) if parameters(f)]
         depths = dict.fromkeys(self.whole.net.parameters(recurse=False), len(blocks))
         return depths | {parameter: depth for depth, block in enumerate(blocks, 1) for parameter in block}
-
-    def last(self) -> list[nn.Module]:
-        """The last block of the net, and the map behind it, if there is one."""
-        return [self.whole.net.get_submodule(self.last_block), *([] if self.map is None else [self.map])]
 
     def before(self, images: Tensor, start: int) -> Tensor:
         """What the units before the one with index `start` make of images: [N, ...]."""

@@ -59,9 +59,8 @@ class Place:
 def fold_place(net: nn.Module, input_size: Sequence[int]) -> Place:
     """The place behind which a map is one of the features, `forward_head(..., pre_logits=True)`.
 
-    Average pooling commutes with a linear map, which so can stand inside the last block, where `reset_classifier` and
-    changes of the pooling leave it. Where layers that are not linear follow, it stands behind the last of them. Every
-    candidate is tried on a copy of the net with a random map. Raises ConfigError for a net without such a place.
+    Average pooling commutes with a map, which so can be inside the last block, where `reset_classifier` leaves it; else
+    it follows the last layer that is not linear. Candidates are tried on a copy. Raises ConfigError where none fits.
     """
     if own := getattr(net, "fold_place", None):  # nets that are not timm's say where
         return own

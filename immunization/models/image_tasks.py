@@ -153,28 +153,19 @@ class ImageReader(Model):
                 x = torch.empty(0, *read["train"][0].shape[1:])
             splits[split] = Split(x, order[y].to(device), origin if known else None)
         self.order[role] = order
-        return Task(task.name, **splits, classes=classes, head=head, **self._about_inputs())
-
-    def _about_inputs(self) -> dict[str, Any]:
-        """What tasks say of their inputs."""
-        width = None if self.fold else self.head.in_features
-        return {"eps": torch.finfo(self.images.dtype).eps, "width": width}
+        eps, width = torch.finfo(self.images.dtype).eps, None if self.fold else self.head.in_features
+        return Task(task.name, **splits, classes=classes, eps=eps, width=width, head=head)
 
     def _training_loaders(self, batch_size: int) -> dict[str, DataLoader]:
         """Shuffled training loaders of images by role, augmented where the data set says so."""
         pair = self.images
-        shown = [role for role in pair.tasks if is_shown(role)]
+        shown = {role: task for role, task in pair.tasks.items() if is_shown(role)}
+        how = {"loaders": len(shown), "batch_size": batch_size, "is_training": True, "no_aug": not pair.augment}
         return {
             role: create_loader(
-                pair,
-                pair.tasks[role].splits["train"],
-                preprocessing(self.config, pair, pair.tasks[role], training=pair.augment),
-                loaders=len(shown),
-                batch_size=batch_size,
-                is_training=True,
-                no_aug=not pair.augment,
+                pair, task.splits["train"], preprocessing(self.config, pair, task, training=pair.augment), **how
             )
-            for role in shown
+            for role, task in shown.items()
         }
 
     def image_batches(self, role: str, split: str, rows: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
@@ -198,10 +189,7 @@ class ImageReader(Model):
     def read_loaders(
         self, loaders: Mapping[str, LabeledBatches], folded: bool, test: bool = False
     ) -> tuple[Model, TaskPair]:
-        """The same as `read_tasks` for loaders by role, each of which is read once.
-
-        A tenth of the rows, in random order, is for validation; with `test`, a fifth, and another fifth for test.
-        """
+        """`read_tasks` for loaders by role, each read once; a tenth of the rows validates, with `test` a fifth each."""
         self.fold = self.fold or folded
         tasks = {role: self._task_of_loader(role, loader, test) for role, loader in loaders.items()}
         pair = TaskPair("loaders", **tasks)
@@ -240,7 +228,8 @@ class ImageReader(Model):
             self.reference |= {(role, s): torch.cat(features)[rows.to(device)] for s, rows in parts.items()}
         splits = {s: Split(x[rows], y[rows.to(device)]) for s, rows in parts.items()}
         head = present if role == "primary" and len(present) < outputs else None
-        return Task(role, **splits, classes=len(present), head=head, **self._about_inputs())
+        eps, width = torch.finfo(self.images.dtype).eps, None if self.fold else self.head.in_features
+        return Task(role, **splits, classes=len(present), eps=eps, width=width, head=head)
 
 
 def preprocessing(config: dict[str, Any], pair: ImagePair, task: ImageTask, training: bool = False) -> dict[str, Any]:

@@ -188,10 +188,10 @@ class Timm(ImageReader):
         return folded_map(extractor)
 
     def network(self, start: Mapping[str, Tensor] | None = None) -> Network:
-        net, extractor, units = copy.deepcopy((self.net, self.extractor, self.parts.units))
+        parts, extractor = copy.deepcopy((self.parts, self.extractor))
         if start is not None:
-            extractor.load_state_dict(start)  # shares its parameters with `net`
-        return Network(net, self.parts.last_block(), self.config["input_size"], units, self.trainable)
+            extractor.load_state_dict(start)  # shares its parameters with the net
+        return Network(parts, self.trainable)
 
     def deployed(self) -> nn.Module:
         net = copy.deepcopy(self.net)

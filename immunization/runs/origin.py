@@ -14,8 +14,6 @@ from immunization.runs.resume import different, read_config
 
 PLACES = ("root", "download", "cache", "cache_limit", "workers", "batch_size", "name")
 """Keys of `dataset` that say where the data are and how they are read, but not which they are."""
-OF_THE_RUN = ("seed", "dtype")
-"""Keys outside of `dataset` and `model` that an audit takes over too: splits and initialization hang on them."""
 
 
 def audited(config: DictConfig, overrides: Iterable[str]) -> tuple[DictConfig, dict[str, str]]:
@@ -35,7 +33,7 @@ def audited(config: DictConfig, overrides: Iterable[str]) -> tuple[DictConfig, d
         chosen |= {"dataset.primary", "dataset.harmful"}
     config = copy.deepcopy(config)
     with open_dict(config):
-        for key in OF_THE_RUN:
+        for key in ("seed", "dtype"):  # splits and initialization hang on them
             if key not in chosen and key in before:
                 config[key] = before[key]
         if "dataset" not in chosen or config.dataset._target_ == before["dataset"]["_target_"]:

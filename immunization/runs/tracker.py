@@ -17,8 +17,7 @@ from immunization.runs.result import Curve, Result
 class Tracker:
     """The interface; here every method does nothing. A tracker never fails a run: it warns and goes on.
 
-    `run_id` is the tracker's own name of the run. It is set before `start` to go on with an interrupted run, else by
-    `start`, and stays None for a tracker that has no such names.
+    `run_id` is its own name of the run, if any: set before `start` to go on with an interrupted run, else by `start`.
     """
 
     run_id: str | None = None
@@ -37,10 +36,7 @@ class Tracker:
 
 
 class Recorder(Tracker):
-    """Writes metrics.jsonl, a line a logged step, each flushed; what a killed run logged after its `state` is cut off.
-
-    Raises DataError if the file is not the one of `state`.
-    """
+    """Writes metrics.jsonl, a line a logged step; goes on after `state`, or raises DataError for another file."""
 
     def __init__(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> None:
         path = Path(folder) / METRICS

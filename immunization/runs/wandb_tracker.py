@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ModeOfWandb = Literal["online", "offline", "disabled", "shared", "dryrun", "run"]
-"""What its variable WANDB_MODE may be; the last two are its old names of offline and online."""
 DataTable = tuple[list[str], list[list[str | float | bool | None]]]  # header and rows
 STEPS = "curves/step"  # what the curves are drawn against: steps of the probe or attack, not of the training
 NO_STEPS = ("spectrum/", "/compute", "/excess")
@@ -52,7 +50,8 @@ class Wandb(Tracker):
         model: bool | None = None,
         link: str | None = None,
     ) -> None:
-        check_value("WANDB_MODE", os.environ.get("WANDB_MODE") or "online", ModeOfWandb)
+        modes = Literal["online", "offline", "disabled", "shared", "dryrun", "run"]  # two old names of offline, online
+        check_value("WANDB_MODE", os.environ.get("WANDB_MODE") or "online", modes)
         self.project, self.entity, self.mode, self.timeout = project, entity, mode, timeout
         self.model, self.link = model, link
         self.run: wandb.Run | None = None

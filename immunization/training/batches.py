@@ -15,10 +15,7 @@ from immunization.models.base import Batch
 
 
 class Batches:
-    """Batches of all tasks side by side; one epoch is one pass over D_H, every other task goes on and cycles.
-
-    `passes`, by role: `rest()` of one gives what is left of a pass, all of it at first.
-    """
+    """Batches of all tasks side by side; an epoch is what is left of a pass over D_H, every other task cycles."""
 
     steps_per_epoch: int
 

@@ -31,9 +31,8 @@ def optimizer_of(
 def scheduler_of(settings: Mapping[str, Any], optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler | None:
     """The scheduler of a plain configuration for a training of `steps` steps, each of them followed by one of its own.
 
-    The keys of `LENGTHS` are numbers of steps or, as fractions, shares of `steps`; in a part of a SequentialLR, of the
-    steps of that part. None where none is configured, or there are no steps. Raises ConfigError for a scheduler that
-    does not fit: a length above `steps`, or an end before.
+    The keys of `LENGTHS` are numbers of steps or, as fractions, shares of `steps` (of those of its part of a
+    SequentialLR). None without a scheduler or steps. Raises ConfigError for a length above `steps` or an end before.
     """
     if settings.get("scheduler") is None or not steps:
         return None

@@ -13,8 +13,6 @@ from immunization.errors import Preempted
 Handler = Callable[[int, FrameType | None], object] | int | None  # what `signal.getsignal` returns
 PAUSE = 0.05  # seconds after which a signal that came amid an import, or the like, is sent again
 
-DELICATE = f"{os.sep}pydantic{os.sep}"
-
 STARTING: dict[int, Handler] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 """What `preemptible` takes the place of: a handler that somebody else has set stays."""
 
@@ -106,7 +104,8 @@ class Stop:
 def _delicate(frame: FrameType | None) -> bool:
     """Whether an exception would come out as another one: amid an import, or while pydantic builds a check."""
     while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib") or DELICATE in frame.f_code.co_filename:
+        name = frame.f_code.co_filename
+        if name.startswith("<frozen importlib") or f"{os.sep}pydantic{os.sep}" in name:
             return True
         frame = frame.f_back
     return False
