@@ -1,7 +1,4 @@
-"""Model immunization from a condition-number perspective (arXiv 2505.23760): methods, measures and experiments.
-
-The names below are loaded on first use, so that importing the package costs nothing.
-"""
+"""Model immunization from a condition-number perspective (arXiv 2505.23760); names are loaded on first use."""
 
 from importlib import import_module
 
@@ -23,16 +20,12 @@ __all__ = sorted(_LAZY)
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        return _version()
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("immunization")
+        except PackageNotFoundError:  # a checkout that was not installed
+            return "0+unknown"
     if name not in _LAZY:
         raise AttributeError(f"module 'immunization' has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("immunization")
-    except PackageNotFoundError:  # a checkout that was not installed
-        return "0+unknown"

@@ -24,7 +24,7 @@ from immunization.evaluation.convergence import faster
 from immunization.evaluation.primary import head_at_chance
 from immunization.experiment import Experiment, resolve
 from immunization.models import Linear, Model, Timm
-from immunization.models.adapted import Adapted, adapted, check_net
+from immunization.models.adapted import Adapted, check_net, is_of_timm
 from immunization.models.fold import LinearMap, folded_map, unfold
 from immunization.models.weights import exported, facts_of, load, restore, rounding_flag
 from immunization.results import model_card
@@ -145,9 +145,7 @@ def audit(
     inputs; its loaders give rows [n, D]. `budget` is a numbered list of attackers, which also says what the model is
     worth and how much of that is removed (docs/attacks.md); or `attacks` are names, or one, of conf/attack (None: those
     of experiment=audit). `options` are keys of attacks, as `adam__steps=100`. `result.verdict` says the measures in
-    words.
-
-    Raises ConfigError, DataError.
+    words. Raises ConfigError, DataError.
     """
     from immunization.attacks import Victim, run_attacks  # these load what none of the others needs
     from immunization.runner import evaluate
@@ -237,7 +235,8 @@ def _loaders(primary: Loaders | None, harmful: Loaders) -> dict[str, LabeledBatc
 def _copy(model: nn.Module, loaders: dict[str, LabeledBatches]) -> nn.Module:
     """A copy of a model in timm's form. Raises ConfigError for what is no model with a linear classifier."""
     check_net("the model", model)
-    return adapted(copy.deepcopy(model), next(iter(loaders.values())).first)
+    model = copy.deepcopy(model)
+    return model if is_of_timm(model) else Adapted(model, next(iter(loaders.values())).first())
 
 
 def _images(net: nn.Module, like: Tensor, trainable: str | Sequence[str] = "last") -> Timm:

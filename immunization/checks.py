@@ -1,38 +1,19 @@
-"""The ranges of options: they stand in the annotations, and every error is made of them.
-
-`epochs: Count`, in the signature of a function under `@checked("method")` or in the body of a `Component`, is all that
-is said about an option: epochs=-1 is then refused with "method.epochs must be an integer of at least 0, not -1".
-"""
+"""The ranges of options: `epochs: Count`, in a `Component` or under `@checked`, is all that its errors are made of."""
 
 from __future__ import annotations
 
 import inspect
 import math
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from types import NoneType, UnionType
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    ParamSpec,
-    TypeVar,
-    Union,
-    dataclass_transform,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin
 
 from annotated_types import DocInfo, Ge, Gt, Le, Lt, Predicate, doc
 
 from immunization.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
 
 NonNegative = Annotated[float, Ge(0), Lt(math.inf)]
 Positive = Annotated[float, Gt(0), Lt(math.inf)]
@@ -51,24 +32,20 @@ EvenPower = Annotated[
     doc("an even number from 2 to 64 (larger ones underflow), or inf"),
 ]
 
-Hint = object
-"""A type, a union, a Literal, or one of those in Annotated."""
+Hint = object  # a type, a union, a Literal, or one of those in Annotated
+F = TypeVar("F", bound=Callable[..., Any])
 
-P = ParamSpec("P")
-R = TypeVar("R")
+get_type_hints = partial(typing.get_type_hints, include_extras=True)
 
 
-def checked(group: str, of: type | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator of a constructor or function: its arguments, keys of `group`, are checked against its annotations.
+def checked(group: str, of: type | None = None) -> Callable[[F], F]:
+    """Check the arguments, keys of `group`, of a function against its annotations, or those of the dataclass `of`."""
 
-    Those of a constructor that `dataclass` wrote stand in the class `of` and in the classes above it.
-    """
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+    def decorate(function: F) -> F:
         signature = inspect.signature(function)
 
         @wraps(function)
-        def checking(*args: P.args, **kwargs: P.kwargs) -> R:
+        def checking(*args: object, **kwargs: object) -> object:
             check_arguments(of or function, signature.bind(*args, **kwargs).arguments, group)
             return function(*args, **kwargs)
 
@@ -82,10 +59,9 @@ def checked(group: str, of: type | None = None) -> Callable[[Callable[P, R]], Ca
 class Component:
     """What a YAML builds: its annotated attributes are its options, with their ranges, as those of a dataclass are.
 
-    A subclass names only what is its own. It inherits all other options; `name = value` without an annotation changes a
-    default, and the options that it lists as `without` stay at theirs: nobody can set them. The constructor is written
-    by `dataclass`, refuses what is out of range as a key of `group`, and calls `__post_init__`; a class that writes its
-    own keeps it.
+    A subclass names only what is its own: `name = value` without an annotation changes an inherited default, and nobody
+    can set the options listed as `without`. The constructor, unless a class writes its own, is that of `dataclass`, and
+    refuses what is out of range as a key of `group`.
     """
 
     group: ClassVar[str] = ""
@@ -151,7 +127,7 @@ def _range(kind: type, *bounds: Ge | Gt | Le | Lt) -> str:
 
 
 @cache
-def _validator(hint: Hint) -> TypeAdapter[object]:
+def _validator(hint: Hint) -> Any:
     from pydantic import ConfigDict, TypeAdapter  # imported by the first check: it takes a tenth of a second
 
     return TypeAdapter(hint, config=ConfigDict(strict=True))
@@ -170,11 +146,11 @@ def _plain_hints(function: Callable[..., object]) -> dict[str, Hint]:
 def _hints(function: Callable[..., object]) -> dict[str, Hint]:
     """Annotations of arguments; where `dataclass` wrote a constructor, they stand in the classes."""
     if not isinstance(function, type):
-        return get_type_hints(function, include_extras=True)
+        return get_type_hints(function)
     builder = next(base for base in function.__mro__ if "__init__" in vars(base))
     if "__dataclass_fields__" not in vars(builder):
-        return get_type_hints(builder.__init__, include_extras=True)
-    above = [get_type_hints(base, include_extras=True) for base in reversed(builder.__mro__)]
+        return get_type_hints(builder.__init__)
+    above = [get_type_hints(base) for base in reversed(builder.__mro__)]
     return {name: hint for hints in above for name, hint in hints.items() if hint is not Any}
 
 

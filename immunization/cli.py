@@ -1,7 +1,4 @@
-"""The command line: `immunize`, `python -m immunization`, and `python launch.py` in a checkout; see `--help`.
-
-Light on purpose (no torch): help, completion and mistakes in the arguments are answered at once.
-"""
+"""The command line, light on purpose (no torch): help, completion and mistakes in arguments are answered at once."""
 
 import math
 import os
@@ -93,16 +90,13 @@ def cli() -> None:
         ours = isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException)
         if _VERBOSE or (ours and "group override" not in str(error)):
             raise  # a ValueError is a fault of ours, unless it is how Hydra meets method=null
-        sys.exit(f"error: {' '.join(_explain(error).split())}")
-
-
-def _explain(error: Exception) -> str:
-    """The message of an error, with the remedy where it names none."""
-    if isinstance(error, OSError) and not isinstance(error, HydraException):
-        return f"{error}; if that is the run folder, move it with hydra.run.dir=... (hydra.sweep.dir=... for -m)"
-    if isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException):
-        return f"{error}: give every group=... the name of an option"
-    return str(error) if isinstance(error, UserError) else explained(error)
+        if isinstance(error, OSError) and not isinstance(error, HydraException):
+            said = f"{error}; if that is the run folder, move it with hydra.run.dir=... (hydra.sweep.dir=... for -m)"
+        elif ours:
+            said = f"{error}: give every group=... the name of an option"
+        else:
+            said = str(error) if isinstance(error, UserError) else explained(error)
+        sys.exit(f"error: {' '.join(said.split())}")
 
 
 def _flag_for_option(arguments: Iterable[str]) -> str | None:

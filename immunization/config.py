@@ -1,7 +1,4 @@
-"""From configurations to objects: composing, checking across groups, and building with the constructor as the schema.
-
-Light on purpose (no torch): the command line imports it before Hydra has parsed the command line.
-"""
+"""From configurations to objects: composing, checking and building. No torch: the command line imports it first."""
 
 from __future__ import annotations
 
@@ -146,8 +143,7 @@ def build(cfg: Mapping[str, Any], key: str, **arguments: Any) -> Any:
 def factory(cfg: Mapping[str, Any], key: str) -> partial[Any]:
     """What makes `cfg[key]`, whose `_target_` must be trusted and whose values must fit the constructor's annotations.
 
-    A call of it takes what YAML cannot hold. Raises ConfigError, which names the key, for a target that does not exist,
-    a key it does not know and a value of the wrong kind.
+    Raises ConfigError, which names the key, for a target that does not exist, an unknown key and a wrong value.
     """
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
@@ -206,9 +202,7 @@ def _check_target(target: str, key: str, own: Iterable[str]) -> None:
             "add yours with trusted=[package]"
         )
     found = get_object(target)
-    origin = (
-        f"{getattr(found, '__module__', None) or type(found).__module__}."  # torch.os.system is no function of torch
-    )
+    origin = f"{getattr(found, '__module__', None) or type(found).__module__}."  # torch.os.system is not torch's own
     if not origin.startswith(trusted):
         raise ConfigError(f"{key}._target_={target}: it comes from {origin[:-1]}, which is not a trusted package")
     if origin.startswith(("torch.", "timm.")) and not isinstance(found, type):  # torch.load, torch.hub.load run code

@@ -28,9 +28,6 @@ from immunization.training.checkpoint import Checkpointer
 from immunization.training.debugging import Debug
 from immunization.training.optimization import scheduler_of
 
-GLOBAL = ("experiment", "hparams", "launcher", "sweeps")
-"""Groups whose files set keys of the whole configuration."""
-
 
 @dataclass(frozen=True)
 class Experiment:
@@ -78,10 +75,7 @@ class Parts(NamedTuple):
 
 
 def resolve(config: DictConfig, overrides: Iterable[str] = ()) -> Experiment:
-    """The experiment that a composed configuration asks for. Raises ConfigError, which names the key, for a mistake.
-
-    An `objective=` among `overrides`, those of the command line, must be something that it measures.
-    """
+    """The experiment that a composed configuration asks for. Raises ConfigError, which names the key, for a mistake."""
     _check_files(config)
     for key in sorted(OmegaConf.missing_keys(config)):
         raise ConfigError(f"{key}: Missing mandatory value: {key}")
@@ -114,7 +108,7 @@ def _check_files(config: DictConfig) -> None:
     for key in own:
         if key not in known:
             raise ConfigError(f"{path}: {key} is none of its keys, which are {', '.join(map(str, known))}")
-    for group in GLOBAL:
+    for group in ("experiment", "hparams", "launcher", "sweeps"):
         if isinstance(ignored := config.get(group), DictConfig):
             raise ConfigError(
                 f"{group}: a file of this group lacks the first line `# @package _global_`, without which what it sets "
@@ -149,10 +143,7 @@ def _check_together(settings: Mapping[str, Any]) -> None:
 
 
 def check_objective(objective: str, evaluations: Mapping[str, object], attacks: Collection[str]) -> None:
-    """Raise ConfigError for an `objective` that none of these evaluations and attacks measures.
-
-    An evaluation says in `names` what it measures, as patterns; one without them, a user's own, may measure anything.
-    """
+    """Raise ConfigError for an `objective` that none of these measures, as their `names` (patterns, if any) say."""
     if objective.startswith("undetermined/"):
         return
     names = [name for evaluation in evaluations.values() for name in getattr(evaluation, "names", ("*",))]

@@ -46,11 +46,10 @@ def run(
 
     `config` is a composed configuration, or a list of overrides as on the command line (`["dataset=mnist"]`). `folder`
     is the run folder, by default outputs/<name>/<time>. With `resume=true` a completed run of the same configuration
-    in it is returned as it is, and an interrupted one goes on from its checkpoint; a completed run is never written
-    over. `quiet`, for the jobs of a sweep, prints one line instead of the table and draws figures only with
-    `figures=true`. Raises UserError for a mistake in the configuration or the data, after a result.json with status
-    `failed` was written; KeyboardInterrupt on Ctrl-C, and Preempted, an exit with code 143, on SIGTERM, after a
-    checkpoint was written.
+    in it is returned, and an interrupted one goes on from its checkpoint. `quiet`, for the jobs of a sweep, prints one
+    line instead of the table and draws figures only with `figures=true`. Raises UserError for a mistake in the
+    configuration or the data, after a result.json with status `failed` was written; after a checkpoint was written,
+    KeyboardInterrupt on Ctrl-C and Preempted, an exit with code 143, on SIGTERM.
     """
     if not isinstance(config, DictConfig):
         overrides = config if isinstance(config, str) else list(config)
@@ -126,10 +125,8 @@ def train(
 def measure(experiment: Experiment, parts: Parts, run: RunFolder, flags: dict[str, str]) -> None:
     """What follows the training, up to a completed result.json; `flags` has a reason for each."""
     method, pair, model, start = parts.method, parts.pair, parts.model.for_measurement(), parts.start
-    rows = {split: origin.rows for split, origin in pair.origins.items()}
-    sources = {split: origin.source for split, origin in pair.origins.items()}
     weights, facts = exported(model, pair.primary)
-    run.keep({**weights, **pair.tensors}, facts, rows, sources)
+    run.keep({**weights, **pair.tensors}, facts, pair.origins)
 
     comparison = Comparison(pair, model, start or None)
     with run.timed("evaluate"), waiting("measuring"), machine.gpu_memory("the measures", AFTERWARDS):
@@ -179,13 +176,9 @@ def _identity(config: DictConfig) -> tuple[int, str, str, str]:
 
 
 def record_failure(config: DictConfig, folder: Path, error: Exception) -> str:
-    """Write result.json for a job that failed before it had a RunFolder, and return what to say of it in one line.
-
-    What stands in the folder already stays: it tells the same, or is a completed run that was not to be written over,
-    beside which refused.txt says so to the multirun.
-    """
+    """Write result.json, if there is none, for a job that failed without a RunFolder; what to say of it in one line."""
     error = in_words(error, folder)
-    if Result.completed_in(folder):
+    if Result.completed_in(folder):  # which stays; the multirun reads why
         files.write(folder / REFUSED, str(error))
     if not (folder / Result.file).exists():
         try:

@@ -13,9 +13,7 @@ from typing import TypeVar
 
 Batch = TypeVar("Batch", bound=Sequence[Sized])
 
-SECONDS = 60.0
-"""Between two lines of `heartbeat`."""
-
+SECONDS = 60.0  # between two lines of `heartbeat`
 _doing: list[Callable[[], str]] = []
 
 
@@ -39,15 +37,13 @@ def waiting(what: str) -> Iterator[None]:
     """`doing` that is shown on a terminal too, on a line that the next one replaces."""
     shown = sys.stderr.isatty()
     if shown:
-        sys.stderr.write(f"{what} ...\r")
-        sys.stderr.flush()
+        print(f"{what} ...", end="\r", file=sys.stderr, flush=True)
     try:
         with doing(lambda: what):
             yield
     finally:
         if shown:
-            sys.stderr.write("\x1b[K")
-            sys.stderr.flush()
+            print(end="\x1b[K", file=sys.stderr, flush=True)
 
 
 def counted(batches: Iterable[Batch], what: str) -> Iterator[Batch]:

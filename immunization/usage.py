@@ -9,20 +9,11 @@ from pathlib import Path
 from textwrap import fill
 
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import OmegaConf
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    InterpolationResolutionError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
+from omegaconf import OmegaConf, errors
+from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
 from immunization.config import CONF, read_yaml
 from immunization.errors import ConfigError
-
-NESTED = "experiment"
-"""The group whose folders hold options for users; in those of others an experiment chooses, or W&B reads."""
 
 WIDTH, COLUMN = 118, 26
 
@@ -50,7 +41,7 @@ def explaining() -> Iterator[None]:
 def explained(error: Exception) -> str:
     """The message of an error of Hydra or OmegaConf in one line, with the remedy where it names none."""
     cause = error.__cause__
-    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
+    if isinstance(cause, errors.ConfigKeyError | errors.ConfigAttributeError) and cause.parent_node is not None:
         keys = ", ".join(str(key) for key in cause.parent_node if not str(key).startswith("_"))
         group, _, name = str(cause.full_key).rpartition(".")
         remedy = f"allowed here are {keys}" if keys else f"choose a {group} first"
@@ -90,7 +81,7 @@ def groups() -> str:
 
 
 def _listed(group: str, chosen: str | list[str] | None) -> str:
-    below = sorted((CONF / group).glob("*/")) if group == NESTED else []
+    below = sorted((CONF / group).glob("*/")) if group == "experiment" else []  # the others' are for no user
     folders = [group, *(f"{group}/{path.name}" for path in below)]
     found = [f"{folder}/{name}" for folder in folders for name in options(folder)[1]]
     names = [name.removeprefix(f"{group}/") for name in found]

@@ -1,8 +1,7 @@
 """Training of one net by several processes (torchrun): every process computes the features of its share of a batch.
 
-The shares are gathered before any method sees them; backward, every process sends the gradient of its own rows through
-the net, and the optimizer gets the sums over all processes. Heads work on gathered features and have the whole gradient
-everywhere. With one process, every function here does nothing.
+The shares are gathered before any method or head sees them; backward, every process sends the gradient of its own rows
+through the net, and the optimizer gets the sums over all. With one process, every function here does nothing.
 """
 
 import math
@@ -11,7 +10,7 @@ import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -21,8 +20,7 @@ from torch.autograd.function import once_differentiable
 from immunization.errors import DegenerateSpectrum
 from immunization.theory import spectrum
 
-PATIENCE = timedelta(days=1)
-"""Longest wait for another process, which may be computing the activations of a large set."""
+PATIENCE = timedelta(days=1)  # longest wait for another process, which may be computing the activations of a large set
 
 
 def size() -> int:
@@ -66,7 +64,6 @@ def _device() -> torch.device:
 
 
 def leave() -> None:
-    """End the group."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
@@ -143,11 +140,6 @@ def summed(tensors: list[Tensor]) -> list[Tensor]:
     distributed.all_reduce(flat)
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def every_nth(batches: Iterable[Tensor]) -> Iterable[Tensor]:
-    """This process's batches of many."""
-    return islice(batches, rank(), None, size())
 
 
 def triangular_factor(batches: Iterable[Tensor], width: int) -> Tensor:

@@ -21,9 +21,8 @@ SMALL = 256
 def device_of(choice: str, dim: int | None = None) -> torch.device:
     """The device that `auto`, `cpu` or `cuda` means here; raises ConfigError for a GPU that is not there.
 
-    `auto` is a GPU where there is one, but the CPU for a linear model of `dim` features up to `SMALL`, whose steps are
-    over on a CPU before a GPU has begun. `dim=None`: a net. Of several GPUs a process of torchrun has that of its rank,
-    and the jobs of a multirun take turns.
+    `auto` is a GPU where there is one, but the CPU for a linear model of up to `SMALL` features `dim` (None: a net). Of
+    several GPUs a process of torchrun has that of its rank, and the jobs of a multirun take turns.
     """
     if choice == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda, but torch finds no GPU here; use device=auto or device=cpu")
@@ -39,11 +38,7 @@ def device_of(choice: str, dim: int | None = None) -> torch.device:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Inside, a GPU computes float32 in float32.
-
-    By default cuDNN rounds the factors of convolutions to TF32, 10 bits: the features' errors would then exceed their
-    rank tolerance, float32's eps. For speed there is `model.amp=bfloat16`, only in training steps.
-    """
+    """Inside, a GPU computes float32 in float32: errors of TF32, cuDNN's default, exceed the rank tolerance."""
     kinds = torch.backends.cudnn, torch.backends.cuda.matmul
     before = [kind.allow_tf32 for kind in kinds]
     for kind in kinds:
@@ -84,20 +79,14 @@ def cores() -> int:
 def set_threads(number: int) -> None:
     """Threads of torch and of the BLAS that numpy and scipy bring, which does not ask torch for its number."""
     torch.set_num_threads(number)
-    _blas().limit(limits=number, user_api="blas")
+    _libraries().limit(limits=number, user_api="blas")
 
 
 def choose_threads(choice: int | None, dim: int | None) -> None:
-    """Set `choice` threads; None: one for small problems of `dim` features, else (or with `dim=None`) all cores.
-
-    OMP_NUM_THREADS, which launchers set, bounds the automatic choice.
-    """
+    """Set `choice` threads; None: one for up to `SMALL` features `dim`, else all cores, or OMP_NUM_THREADS."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # one number per nesting level
     cores = int(first) if first.isdecimal() and int(first) else os.cpu_count() or 1
     set_threads(choice or (1 if dim is not None and dim <= SMALL else cores))
 
 
-@cache
-def _blas() -> ThreadpoolController:
-    """The libraries in this process, which take 5 ms to find."""
-    return ThreadpoolController()
+_libraries = cache(ThreadpoolController)  # of this process, which take 5 ms to find

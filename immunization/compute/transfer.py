@@ -10,11 +10,8 @@ from torch import Tensor
 
 from immunization.compute.machine import cores
 
-KEPT_SHARE = 0.25
-"""Largest share of a GPU's free memory that is kept for good."""
-
-FEW_IMAGES = 256
-"""Fewer are read before processes that read them have started."""
+KEPT_SHARE = 0.25  # largest share of a GPU's free memory that is kept for good
+FEW_IMAGES = 256  # fewer are read before processes that read them have started
 
 
 def reading(
@@ -22,10 +19,9 @@ def reading(
 ) -> dict[str, Any]:
     """Options of a DataLoader over `images` images for a net on `device`; `loaders`: how many are read side by side.
 
-    A GPU gets batches in pinned memory, from which they are copied while it works. `workers` processes read; None: as
-    many as there are cores for all loaders, but none for a CPU, whose cores the net takes, for few images, or where
-    images are `drawn` at random, since the training would then depend on the number of cores. Processes end with their
-    pass: kept ones would shuffle later passes by other numbers than a resumed run.
+    `workers` processes read; None: as many as there are cores for all loaders, but none for a CPU, whose cores the net
+    takes, for few images, or where images are `drawn` at random, which would then depend on the number of cores.
+    Processes end with their pass: kept ones would shuffle later passes by other numbers than a resumed run.
     """
     if workers is None:
         workers = 0 if device.type == "cpu" or drawn or images < FEW_IMAGES else cores() // loaders
@@ -43,11 +39,7 @@ def onto(x: Tensor, like: Tensor) -> Tensor:
 
 
 def gathered(x: Tensor, chunks: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
-    """`x[rows]` on `device` for the indices `rows` [n] of every chunk.
-
-    For a GPU, rows on the CPU (or in a memory-mapped file) are gathered by a thread, one chunk ahead, into pinned
-    memory, from which they are copied while the GPU works.
-    """
+    """`x[rows]` on `device` for the indices `rows` [n] of every chunk; for a GPU, a thread gathers one chunk ahead."""
     if x.device.type != "cpu" or device.type == "cpu":
         for rows in chunks:
             yield x[rows.to(x.device, non_blocking=True)].to(device)

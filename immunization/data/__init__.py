@@ -12,22 +12,3 @@ from immunization.data.image_folders import image_folders
 from immunization.data.pixels import digits, fashion_mnist, mnist
 from immunization.data.preparation import finish, split_rows, standardize, standardize_targets
 from immunization.data.task import Origin, Split, Task, TaskPair
-
-__all__ = [
-    "Origin",
-    "Split",
-    "Task",
-    "TaskPair",
-    "arrays",
-    "cifar10",
-    "digits",
-    "digits_deep",
-    "fashion_mnist",
-    "finish",
-    "house_prices",
-    "image_folders",
-    "mnist",
-    "split_rows",
-    "standardize",
-    "standardize_targets",
-]

@@ -95,10 +95,7 @@ def _tables(**given: str | Sequence[str] | None) -> dict[str, Path]:
 
 
 def _roles(stored: Arrays) -> list[str]:
-    """Roles of the tasks in `stored`, in the order in which they draw their splits: no task changes those before it.
-
-    Raises DataError for a further task without a first one of its kind.
-    """
+    """Roles of the tasks in `stored`, in the order in which they draw their splits: no task changes those before it."""
     found = list(dict.fromkeys(match["role"] for key in stored if (match := NAMES.fullmatch(key))))
     usual = [role for role in KINDS if role in found or role in ("primary", "harmful")]
     further = sorted((role for role in found if role not in KINDS), key=lambda role: KINDS.index(kind_of(role)))
@@ -110,16 +107,13 @@ def _roles(stored: Arrays) -> list[str]:
 
 
 def _refuse_shared_rows(tasks: dict[str, Task]) -> None:
-    """Raise DataError for two equal tasks, and for one beyond the usual three that shares a row with another.
-
-    The usual ones may share some: of the same inputs, two labels agree here and there.
-    """
+    """Raise DataError for two equal tasks, and for one beyond the usual three that shares a row with another."""
     rows = {}
     for role, task in tasks.items():
         pairs = (row for s in task.splits.values() for row in zip(s.x.numpy(), s.y.tolist(), strict=True))
         rows[role] = sorted(hash((x.tobytes(), y)) for x, y in pairs)
     for one, other in combinations(rows, 2):
-        usual = {one, other} <= set(USUAL)
+        usual = {one, other} <= set(USUAL)  # of the same inputs, two labels may agree here and there
         if rows[one] == rows[other] if usual else not set(rows[one]).isdisjoint(rows[other]):
             raise DataError(f"the {other} task and the {one} task share rows; give every task rows of its own")
 
@@ -171,7 +165,6 @@ def _task(
 
 
 def _classes(y: Tensor, where: str, targets: Targets) -> Tensor:
-    """The different labels of y, ascending."""
     classes = y.unique()
     if targets == "auto" and 2 * len(classes) > len(y):
         raise ConfigError(

@@ -32,12 +32,7 @@ def cifar10(
     augment: bool = False,
     name: str = "cifar10",
 ) -> ImagePair:
-    """CIFAR-10 of folders or of torchvision's file; conf/dataset/cifar10.yaml describes the options.
-
-    One class is no task. The benign one is to tell `benign` from the primary classes, by as many images of these
-    together; they are withheld from D_P, so that no image is in two tasks. Raises ConfigError for classes that are in
-    two tasks or do not exist, DataError for files that are absent or damaged.
-    """
+    """CIFAR-10 of folders or of torchvision's file, by conf/dataset/cifar10.yaml; raises ConfigError, DataError."""
     chosen = [*primary, *harmful, *([] if benign is None else [benign])]
     if min(len(primary), len(harmful)) < 2 or not set(chosen) <= set(range(10)):
         raise ConfigError("dataset.primary and harmful need two classes or more, all of 0 to 9")
@@ -72,7 +67,10 @@ def _codes(
     max_samples: int | None,
     generator: torch.Generator,
 ) -> dict[str, Tensor]:
-    """For each role the label [N] of every image, -1 where it is none of the task's, at most `max_samples` a class."""
+    """For each role the label [N] of every image, -1 where it is none of the task's, at most `max_samples` a class.
+
+    The benign task has as many images of primary classes, which are withheld from D_P: no image is in two tasks.
+    """
     deck = torch.randperm(len(classes), generator=generator)
 
     def dealt(group: Sequence[int]) -> Tensor:

@@ -24,8 +24,7 @@ def read_table(path: Path) -> pd.DataFrame:
     """A CSV file with a header line; missing values stay the text they are written as.
 
     pandas fills a row that is cut short with NaN, so the fields of every row are counted first. A file cut off within
-    its last field has the right number of them; that it does not end with a line break gives it away.
-    Raises DataError naming the file and the line.
+    its last field does not end with a line break. Raises DataError naming the file and the line.
     """
     import pandas as pd
 

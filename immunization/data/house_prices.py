@@ -12,14 +12,7 @@ import torch
 
 from immunization.checks import Fraction, Seed, check_training_rows, checked
 from immunization.data.csv_files import numbers, read_table, require_columns
-from immunization.data.preparation import (
-    finish,
-    map_inputs,
-    moments,
-    split_rows,
-    standardize,
-    standardize_targets,
-)
+from immunization.data.preparation import finish, map_inputs, moments, split_rows, standardize, standardize_targets
 from immunization.data.task import Origin, Split, Task, TaskPair
 from immunization.errors import DataError
 
@@ -102,10 +95,7 @@ def house_prices(
 
 
 def _authors(name: str, path: Path, halves: dict[str, pd.DataFrame], targets: dict[str, torch.Tensor]) -> TaskPair:
-    """The release's preparation: all 79 features, each half by the moments of all its rows, float32, rows 0 to 200.
-
-    The release holds out rows 200 to 300; here the first half of them validates and the second half tests.
-    """
+    """The release's preparation: all 79 features, each half by the moments of all its rows, in float32."""
     columns = [column for column in halves["primary"] if column not in TARGETS.values()]
     bounds = {"train": slice(0, 200), "val": slice(200, 250), "test": slice(250, 300)}
     tasks, tensors = {}, {}

@@ -55,12 +55,11 @@ class ReadableStream(torch.utils.data.IterableDataset):
 
     def __init__(self, split: ImageSplit) -> None:
         self.split, self.transform = split, None
-        if split.rows is not None:
-            self.rows = set(split.rows.tolist())
+        self.rows = None if split.rows is None else set(split.rows.tolist())
 
     def __iter__(self):
         for row, (image, label) in enumerate(self.split.dataset):
-            if self.split.rows is None or row in self.rows:
+            if self.rows is None or row in self.rows:
                 yield self.transform(image), label
 
 
@@ -76,10 +75,7 @@ def collate(items: list[tuple[Any, ...] | str]) -> tuple[Tensor, Tensor, list[st
 def create_loader(
     pair: ImagePair, split: ImageSplit, config: Mapping[str, Any], loaders: int = 1, **options: Any
 ) -> Any:
-    """timm's loader over one split with a model's data config; batches are as `collate` makes them.
-
-    `loaders`: how many are read side by side, and share the cores (`transfer.reading`).
-    """
+    """timm's loader over one split with a model's data config; batches are as `collate` makes them."""
     from timm.data import create_loader as timm_loader
 
     streamed = isinstance(split.dataset, torch.utils.data.IterableDataset)

@@ -1,8 +1,4 @@
-"""Pairs of image classification tasks for deep nets.
-
-Unlike the other data sets these hold no numbers yet: what a model reads depends on its own preprocessing, so
-`Model.read_tasks` turns an `ImagePair` into a `TaskPair` of activations.
-"""
+"""Pairs of image classification tasks for deep nets, of which `Model.read_tasks` makes a `TaskPair` of activations."""
 
 from __future__ import annotations
 
@@ -26,8 +22,7 @@ if TYPE_CHECKING:
 class ImageSplit:
     """Images of one split: `dataset` gives (image, class); `rows` of it belong here, None standing for all.
 
-    `identity` changes with the files, so that whatever is computed from them can be kept under it. `source` says in
-    words what the rows of `dataset` are.
+    `identity` changes with the files: what is computed from them is kept under it. `source` names the rows in words.
     """
 
     dataset: Dataset
@@ -89,7 +84,6 @@ class ImagePair:
         """Images are no rows of features; how many a net makes of them, the net says."""
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> ImagePair:
-        """The same images, to be computed with on `device` in `dtype`."""
         return replace(self, device=torch.device(device), dtype=dtype)
 
 

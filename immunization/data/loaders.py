@@ -11,10 +11,7 @@ from immunization.errors import ConfigError, DataError
 
 Item = tuple[Tensor, ...] | Mapping[str, Tensor]
 Loader = Iterable[Item]
-"""Batches of images [n, C, H, W], preprocessed for the model, or of rows [n, D], and labels [n] from 0 on.
-
-Each is a tuple that begins with these two, or a dict that holds them under one of the names below.
-"""
+"""Tuples that begin with, or dicts of, preprocessed images [n, C, H, W] or rows [n, D], and labels [n] from 0 on."""
 Loaders = Loader | Mapping[str, Loader]
 """A loader, or one each for `train`, `test` and, if there are such rows, `val`."""
 INPUTS = ("image", "images", "pixel_values", "x")
@@ -22,10 +19,7 @@ LABELS = ("label", "labels", "y", "target")
 
 
 class LabeledBatches:
-    """(inputs, labels) of all loaders, every batch checked; empty ones are left out. Raises ConfigError and DataError.
-
-    `classes`: labels must be integers.
-    """
+    """(inputs, labels) of all loaders, empty batches left out, others checked: raises ConfigError and DataError."""
 
     def __init__(self, role: str, loaders: Loaders, classes: bool = True) -> None:
         self.name, self.classes = f"{role}_loader", classes

@@ -25,13 +25,11 @@ PROTOCOLS = {
     "tasks",
     "authors": "authors: images of one class a task, equally many, labels all 0 (primary) or all 1",
 }
-MNISTProtocol = Literal["one_vs_rest", "authors", "authors_pixels"]
 
 MOMENTS = {"authors": (0.1307, 0.3081), "authors_pixels": (0.0, 1.0)}
 """Mean and standard deviation of MNIST by protocol: the release's, and those that leave pixels from 0 to 1."""
 
-Digits = Digit | Sequence[Digit]
-"""The class of a task, or those of several."""
+Digits = Digit | Sequence[Digit]  # the class of a task, or those of several
 
 PARTS, KINDS = ("train", "t10k"), ("images-idx3-ubyte", "labels-idx1-ubyte")
 """What the files of MNIST are called."""
@@ -39,17 +37,14 @@ PARTS, KINDS = ("train", "t10k"), ("images-idx3-ubyte", "labels-idx1-ubyte")
 
 @dataclass(frozen=True)
 class Images:
-    """Images of ten classes: `pixels` [N, D] from 0 to `scale`, `labels` [N] int64, row numbers of each split.
-
-    `sources` names where the images of each split stand, and the row number of the first one there.
-    """
+    """Images of ten classes: `pixels` [N, D] from 0 to `scale`, `labels` [N] int64."""
 
     about: str
     pixels: Tensor
     scale: int
     labels: Tensor
-    rows: dict[str, Tensor]
-    sources: dict[str, tuple[str, int]]
+    rows: dict[str, Tensor]  # by split
+    sources: dict[str, tuple[str, int]]  # where those of a split stand, and the number of the first row there
 
 
 @cache
@@ -97,7 +92,7 @@ def mnist(
     harmful: Digits = 1,
     benign: Digits | None = None,
     unseen: Digits | None = None,
-    protocol: MNISTProtocol = "one_vs_rest",
+    protocol: Literal["one_vs_rest", "authors", "authors_pixels"] = "one_vs_rest",
     max_samples: AtLeastOne | None = None,
     val_fraction: Fraction = 0.1,
     root: str = "~/.cache/immunization/mnist",
@@ -197,18 +192,14 @@ def _pair(
 def _choose(
     images: Images, roles: dict[str, int], protocol: Protocol, max_samples: int | None, generator: torch.Generator
 ) -> dict[str, dict[str, tuple[Tensor, Tensor]]]:
-    """Row numbers and labels by role and split.
-
-    Negatives are dealt to the tasks from one shuffled deck of the images of classes that are nobody's, so no image is
-    in two tasks. Where tasks are so many that these are too few, every task has fewer images of either kind.
-    """
+    """Row numbers and labels by role and split; negatives are dealt from one deck, so no image is in two tasks."""
     chosen: dict[str, dict[str, tuple[Tensor, Tensor]]] = {role: {} for role in roles}
     for split, rows in images.rows.items():
         deck = rows[torch.randperm(len(rows), generator=generator)]
         labels = images.labels[deck]
         own = {role: deck[labels == digit][:max_samples] for role, digit in roles.items()}
         rest = deck[~torch.isin(labels, torch.tensor(list(roles.values())))]
-        if protocol == "one_vs_rest" and sum(map(len, own.values())) > len(rest):
+        if protocol == "one_vs_rest" and sum(map(len, own.values())) > len(rest):  # too few negatives
             own = {role: positive[: len(rest) // len(own)] for role, positive in own.items()}
         fewest = min(len(positive) for role, positive in own.items() if kind_of(role) != "unseen")
         if split == "train" and not all(map(len, own.values())):

@@ -16,11 +16,7 @@ Normalize = Literal["shared", "each", "none"]
 def split_rows(
     strata: Tensor, val_fraction: float, test_fraction: float, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Row numbers of each split, ascending, drawn at random within every stratum.
-
-    `strata` [N] holds integers (class labels, or all the same). Fractions of a stratum are rounded down, so each of its
-    values keeps at least one training row.
-    """
+    """Row numbers of each split, ascending, drawn within every stratum of `strata` [N] (int); fractions round down."""
     parts: dict[str, list[Tensor]] = {name: [] for name in SPLITS}
     for value in strata.unique():
         rows = torch.nonzero(strata == value)[:, 0]
@@ -103,10 +99,7 @@ def common_basis(primary: Task, harmful: Task, *further: Task) -> Tensor:
 
 
 def finish(pair: TaskPair, common_range: bool) -> TaskPair:
-    """The last step of every data set: check that the tasks can be learned, go to the common range, say what came out.
-
-    With `common_range` the inputs of all tasks become coordinates in `common_basis` (tensor `basis`).
-    """
+    """Raise DataError for a task that cannot be learned; go to coordinates in `common_basis` with `common_range`."""
     for task in pair.tasks.values():
         x, y = task.train.x, task.train.y
         if (x == x[0]).all():

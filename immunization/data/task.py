@@ -1,9 +1,7 @@
 """Tasks and pairs of tasks: what every data set of the project resolves to.
 
-A `Task` is one supervised problem on inputs with D features, split into train, validation and test. A `TaskPair`
-holds the primary task D_P, the harmful task D_H and, where there are, further harmful ones, and benign and unseen ones,
-which no method is shown. A task's role is its kind (`primary`, `harmful`, `benign`, `unseen`), and from the second task
-of a kind on `<kind>_<name>`.
+A task's role is its kind (`primary`, `harmful`, `benign`, `unseen`), and from the second task of a kind on
+`<kind>_<name>`. No method is shown benign or unseen tasks.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ SPLITS = ("train", "val", "test")
 LEARNED, MARGIN = 0.9, 0.05
 """A task is learned at this share of the way from chance to the baseline's best measure; within this margin of chance
 nothing is."""
-USUAL = ("primary", "harmful", "benign")
-"""Roles of the tasks that a pair usually has."""
+USUAL = ("primary", "harmful", "benign")  # roles of the tasks that a pair usually has
 
 
 def kind_of(role: str) -> str:
@@ -74,9 +71,8 @@ class Origin(NamedTuple):
 class Split:
     """Rows of one task: `x` [N, D] float64; `y` [N], float64 (regression) or int64 class labels.
 
-    What enters the trainable part of a deep net is `x` [N, ...] in the net's dtype: it stays where it is stored, and
-    its rows follow `y` to the device as they are used. It need not be a tensor: `shape` and `split(n)` are enough.
-    `origin`, where it is known, lets others find the rows again.
+    What enters the trainable part of a deep net is `x` [N, ...] in the net's dtype, or anything with `shape` and
+    `split(n)`: it stays where it is stored, and its rows follow `y` to the device as they are used.
     """
 
     x: Tensor
@@ -139,7 +135,6 @@ class Task:
 
     @property
     def splits(self) -> dict[str, Split]:
-        """Training, validation and test rows by name."""
         return {name: getattr(self, name) for name in SPLITS}
 
     @property
@@ -244,8 +239,7 @@ class Task:
 class TaskPair:
     """Primary, harmful and (optionally) benign task over the same D input features, and any `more` by role.
 
-    `about` states the preparation in words and numbers; it goes to result.json, so that no figure is without it.
-    `tensors` holds what a reader needs to recompute the inputs: `mean`, `std` and, where it was used, `basis`.
+    `about` states the preparation; `tensors` are for recomputing the inputs: `mean`, `std` and, where used, `basis`.
     """
 
     name: str

@@ -5,5 +5,3 @@ from immunization.models.fitted_net import DigitsNet, FittedNet
 from immunization.models.folded import Folded
 from immunization.models.linear import Linear
 from immunization.models.timm import Timm
-
-__all__ = ["Batch", "DigitsNet", "FittedNet", "Folded", "Linear", "Model", "Timm"]

@@ -29,8 +29,7 @@ from immunization.terminal import counted
 
 log = logging.getLogger(__name__)
 
-UNFINISHED = ".unfinished-"
-"""What the name of an entry begins with while it is written."""
+UNFINISHED = ".unfinished-"  # what the name of an entry begins with while it is written
 
 
 @dataclass(frozen=True)
@@ -154,9 +153,8 @@ def collect(
 ) -> dict[str, Activations]:
     """One pass over `loader`: what `compute` makes of the images, by name; entries that exist are not computed.
 
-    `loader` gives images, labels, messages about unreadable ones and perhaps kinds, which are counted in the log;
-    `keys` the key of each name. Of several processes that need the same entries one computes them, the others
-    wait. Raises DataError that names all unreadable images, unless they are to be skipped.
+    `loader` gives images, labels, messages about unreadable ones and perhaps kinds; `keys` the key of each name. Of
+    several processes one computes, the others wait. Raises DataError for unreadable images, unless `skip`.
     """
     found = {name: load(root, key) for name, key in keys.items()}
     if all(found.values()):

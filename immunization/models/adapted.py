@@ -1,7 +1,6 @@
 """Nets of any library as nets of timm: features and classifier of whatever ends in a linear layer."""
 
 from collections import OrderedDict
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -9,15 +8,9 @@ from torch import Tensor, nn
 from immunization.errors import ConfigError
 from immunization.models.fold import FOLD, Place, fold_into, recorded
 
-TIMM = ("forward_features", "forward_head", "get_classifier")
-"""What a net of timm has and others have not."""
-
 
 class Adapted(nn.Module):
-    """A net in timm's form: `body` gives the features [N, D], `classifier` the outputs.
-
-    A folded map stands behind `features`; in the net itself it stands before the classifier, in one Sequential with it.
-    """
+    """A net in timm's form: `body` gives the features [N, D], a folded map in `features` follows, then `classifier`."""
 
     fold_place = Place("features", convolution=False, stripped_by="replacing the classifier")
 
@@ -66,12 +59,7 @@ def check_net(what: str, net: object) -> None:
 
 
 def is_of_timm(net: nn.Module) -> bool:
-    return all(hasattr(net, name) for name in TIMM)
-
-
-def adapted(net: nn.Module, first_images: Callable[[], Tensor]) -> nn.Module:
-    """`net` itself where it is of timm, else `Adapted`, which takes it apart; `first_images` gives some it can read."""
-    return net if is_of_timm(net) else Adapted(net, first_images())
+    return all(hasattr(net, name) for name in ("forward_features", "forward_head", "get_classifier"))
 
 
 @torch.no_grad()

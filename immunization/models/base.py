@@ -27,10 +27,7 @@ Regularizer = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one task. `root` [k, D], where given, is upper trapezoidal with the Gram matrix of `x` (full batches).
-
-    `first` says that a pass over the rows of the task begins here.
-    """
+    """Rows of one task, `first` in a pass; `root` [k, D] (full batches): upper trapezoidal with the Gram of `x`."""
 
     x: Tensor
     y: Tensor
@@ -49,10 +46,8 @@ class Model(nn.Module):
     extractor: nn.Module
     head: nn.Linear
     reads: Inputs = "rows"
-    preconditioned = False
-    """Whether `hessian_term` can multiply gradients by K^-1, K = X^T X of the extractor's inputs."""
-    before: Model | None = None
-    """The model that is the baseline, where that is another one."""
+    preconditioned = False  # whether `hessian_term` can multiply gradients by K^-1, K = X^T X of the extractor's inputs
+    before: Model | None = None  # the model that is the baseline, where that is another one
     loaders: Callable[[int], Mapping[str, Iterable[tuple]]] | None = None
     """Loaders of training images by role for a batch size, where the tasks' rows are not to be trained on."""
 
@@ -67,13 +62,8 @@ class Model(nn.Module):
         return self.reads in ("activations", "images")
 
     def read_tasks(self, data: TaskPair | ImagePair, folded: bool) -> tuple[Model, TaskPair]:
-        """The model to train and the tasks as its extractor reads them; `folded`: only a map behind features is wanted.
-
-        A model of rows is itself and reads the data as they are.
-        """
+        """The model to train and the tasks as its extractor reads them; `folded`: with a map behind features only."""
         return self, data
-
-    # --- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.extractor(x))
@@ -117,8 +107,6 @@ class Model(nn.Module):
         """Take `weight` [outputs, D] as the primary head."""
         self.head.weight.data.copy_(weight)
 
-    # --- measuring ----------------------------------------------------------------------------------------------------
-
     def for_measurement(self) -> Model:
         """The model as it is measured: in float64 where that costs little."""
         return self.double()
@@ -153,8 +141,6 @@ class Model(nn.Module):
         """Outputs [N, C] of the model's own primary head on the test split, before; None where it came without one."""
         return None
 
-    # --- attacks ------------------------------------------------------------------------------------------------------
-
     def last_map(self, extractor: nn.Module) -> Tensor | None:
         """theta [D_in, D] that `extractor`, a copy of this model's, applies last: an attacker can invert it."""
         return None
@@ -171,8 +157,6 @@ class Model(nn.Module):
         """Images [n, C, H, W] of a task of no pair, as a deep model reads them, and labels [n] as its files count."""
         raise NotImplementedError
 
-    # --- deployment ---------------------------------------------------------------------------------------------------
-
     stripped_by: str | None = None
     """The function of timm that throws a folded map away; None where none does, or there is no map."""
 
@@ -183,8 +167,6 @@ class Model(nn.Module):
     def deployed_before(self) -> nn.Module | None:
         """The same before immunization; None where its weights are not kept."""
         raise NotImplementedError
-
-    # --- files --------------------------------------------------------------------------------------------------------
 
     @property
     def dtype(self) -> torch.dtype:

@@ -16,9 +16,7 @@ from immunization.models.fold import recorded
 
 log = logging.getLogger(__name__)
 
-Unit = Callable[[Tensor], Tensor]
-"""A module or, for what a net does between its modules, a bound method of it."""
-
+Unit = Callable[[Tensor], Tensor]  # a module or, for what a net does between its modules, a bound method of it
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Layers with statistics of batches, which are no weights; those of timm inherit from them."""
 
@@ -48,18 +46,20 @@ class NetParts:
 
 
 def take_apart(net: nn.Module, size: int | None = None) -> NetParts:
-    """Freeze `net`, in place, and take its classifier out; `size`: of images, where it is not the net's own.
-
-    Raises ConfigError for a net without a linear classifier.
-    """
+    """Freeze `net`, in place, for images of `size` or its own, and take its classifier out; raises ConfigError."""
     config = data_config(net)
     if size is not None:
         config["input_size"] = (config["input_size"][0], size, size)
     net.eval().requires_grad_(False)
-    classifier = classifier_path(net)
-    head: nn.Linear = net.get_submodule(classifier).requires_grad_(True)
+    head = net.get_classifier() if hasattr(net, "get_classifier") else None
+    classifier = next((name for name, module in net.named_modules() if module is head), None)
+    if classifier is None or not isinstance(head, nn.Linear):
+        raise ConfigError(
+            f"{type(net).__name__} has no linear classifier (it has {type(head).__name__}); methods need the primary "
+            "head: create the model with its classes"
+        )
     net.set_submodule(classifier, nn.Identity())
-    return NetParts(net, head, classifier, config, units_of(net, config["input_size"]))
+    return NetParts(net, head.requires_grad_(True), classifier, config, units_of(net, config["input_size"]))
 
 
 class Chain(nn.Module):
@@ -79,9 +79,8 @@ class Chain(nn.Module):
     def watched(self, reduce: Callable[[Tensor, bool, int], Any] | None = None) -> Iterator[dict[str, Any]]:
         """Inside, the dict has what each block gave when it last ran, averaged over places or tokens: [N, channels].
 
-        Blocks come by name, in the order in which they ran first. Those that give anything else than a tensor with a
-        row per image are left out. `reduce` takes the place of the average: of the output, whether channels come last
-        in a map, and the number of tokens before those of the patches.
+        Blocks come by name, in the order in which they ran first, if they give a tensor with a row per image. `reduce`,
+        in place of the average, takes it, whether channels come last in a map, and the number of prefix tokens.
         """
         seen: dict[str, Any] = {}
         net = self._net[0]
@@ -125,22 +124,12 @@ class Whole(Chain):
 
 
 class Network(nn.Module):
-    """A whole net as one who attacks it has it: images -> features [N, D], all of it trainable.
+    """A whole net, all of it trainable, as an attacker has it: images -> features [N, D]; `trained` were immunized."""
 
-    `units` are those of `NetParts`, of this very net; `trained` are names of modules of `net` that were immunized.
-    """
-
-    def __init__(
-        self,
-        net: nn.Module,
-        last_block: str,
-        input_size: tuple[int, int, int],
-        units: Sequence[tuple[str, Unit]] = (),
-        trained: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, parts: NetParts, trained: Sequence[str] = ()) -> None:
         super().__init__()
-        self.whole, self.last_block, self.input_size = Whole(net), last_block, input_size
-        self.units, self.trained = list(units), [f"whole.net.{name}" for name in trained]
+        self.whole, self.last_block, self.input_size = Whole(parts.net), parts.last_block(), parts.config["input_size"]
+        self.units, self.trained = parts.units, [f"whole.net.{name}" for name in trained]
         self.map: nn.Linear | None = None
 
     def fold(self, theta: Tensor) -> None:
@@ -157,7 +146,8 @@ class Network(nn.Module):
         if name == "trained":
             modules = dict(self.named_modules())
             return [modules[module] for module in self.trained if module in modules]
-        parts = {"head": [], "last": self.last(), "full": [self]}
+        last = [self.whole.net.get_submodule(self.last_block), *filter(None, [self.map])]
+        parts = {"head": [], "last": last, "full": [self]}
         return parts[name] if name in parts else self._suffix(name)
 
     def _suffix(self, name: str) -> list[nn.Module]:
@@ -196,10 +186,6 @@ class Network(nn.Module):
         depths = dict.fromkeys(self.whole.net.parameters(recurse=False), len(blocks))
         return depths | {parameter: depth for depth, block in enumerate(blocks, 1) for parameter in block}
 
-    def last(self) -> list[nn.Module]:
-        """The last block of the net, and the map behind it, if there is one."""
-        return [self.whole.net.get_submodule(self.last_block), *([] if self.map is None else [self.map])]
-
     def before(self, images: Tensor, start: int) -> Tensor:
         """What the units before the one with index `start` make of images: [N, ...]."""
         for _, unit in self.units[:start]:
@@ -215,18 +201,6 @@ class Network(nn.Module):
         else:
             features = self.whole(x)
         return features if self.map is None else self.map(features)
-
-
-def classifier_path(net: nn.Module) -> str:
-    """Name of the linear classifier; raises ConfigError for a model without one."""
-    head = net.get_classifier() if hasattr(net, "get_classifier") else None
-    path = next((name for name, module in net.named_modules() if module is head), None)
-    if path is None or not isinstance(head, nn.Linear):
-        raise ConfigError(
-            f"{type(net).__name__} has no linear classifier (it has {type(head).__name__}); methods need the primary "
-            "head: create the model with its classes"
-        )
-    return path
 
 
 def data_config(net: nn.Module) -> dict[str, Any]:
@@ -260,8 +234,7 @@ def first_with(units: Sequence[tuple[str, Unit]], trained: set[nn.Parameter]) ->
 def units_of(net: nn.Module, input_size: Sequence[int]) -> list[tuple[str, Unit]]:
     """The parts that `forward_features` applies one after another, checked on an image.
 
-    These are the children in the order in which they run (a ViT's `pos_drop` standing for `_pos_embed`), Sequential
-    ones taken apart. A net that is no such chain is one unit.
+    Children in the order in which they run (a ViT's `pos_drop` for `_pos_embed`), Sequential ones apart; else one unit.
     """
     like = next(net.parameters())
     image = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(0)).to(like)

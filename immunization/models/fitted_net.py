@@ -24,11 +24,7 @@ BATCH, BEFORE, PEAK = 64, 3e-3, 1e-2
 
 
 class FittedNet(Timm):
-    """A net of timm fitted to the training images of D_P by Adam for `fit_epochs`.
-
-    `channels` are 3 for color, 1 for grey. With `shift` images are flipped and moved by up to so many pixels while it
-    is fitted. The weights are kept in `cache`, under a hash of the images and options; the fit is deterministic.
-    """
+    """A net of timm fitted to the training images of D_P by Adam, deterministically, by conf/model/cifar_net.yaml."""
 
     def __init__(
         self,

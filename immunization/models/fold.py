@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from immunization.errors import ConfigError
 
-FOLD = "immunization"
-"""How the map's layer is called in the net."""
+FOLD = "immunization"  # how the map's layer is called in the net
 
 
 @contextmanager
@@ -60,9 +59,8 @@ class Place:
 def fold_place(net: nn.Module, input_size: Sequence[int]) -> Place:
     """The place behind which a map is one of the features, `forward_head(..., pre_logits=True)`.
 
-    Average pooling commutes with a linear map, which so can stand inside the last block, where `reset_classifier` and
-    changes of the pooling leave it. Where layers that are not linear follow, it stands behind the last of them. Every
-    candidate is tried on a copy of the net with a random map. Raises ConfigError for a net without such a place.
+    Average pooling commutes with a map, which so can be inside the last block, where `reset_classifier` leaves it; else
+    it follows the last layer that is not linear. Candidates are tried on a copy. Raises ConfigError where none fits.
     """
     if own := getattr(net, "fold_place", None):  # nets that are not timm's say where
         return own
@@ -94,8 +92,7 @@ def fold_place(net: nn.Module, input_size: Sequence[int]) -> Place:
 def _candidates(net: nn.Module, images: Tensor) -> tuple[list[Place], Tensor]:
     """Places that have the features' width, best first, and the features [N, D].
 
-    The ends of `forward_features` come first, those in the last stage, which `features_only=True` keeps, and the
-    innermost before others; then the modules of the head from its end.
+    First the ends of `forward_features`, those in the last stage and the innermost before others; then the head's.
     """
     with recorded(net.named_modules()) as ran:
         hidden = net.forward_features(images)
@@ -130,10 +127,7 @@ def weight_of(theta: Tensor, place: Place) -> Tensor:
 
 
 def fold_into(net: nn.Module, name: str, weight: Tensor, before: bool = False) -> None:
-    """Put a layer with `weight`, called `immunization`, behind the module `name`, or `before` it.
-
-    A weight [D, D, 1, 1] is that of a convolution, [D, D] that of a linear layer.
-    """
+    """Put a layer with `weight`, [D, D] or, a convolution's, [D, D, 1, 1], behind the module `name`, or `before` it."""
     size, like = len(weight), {"bias": False, "dtype": weight.dtype, "device": weight.device}
     layer = nn.Conv2d(size, size, 1, **like) if weight.ndim == 4 else nn.Linear(size, size, **like)
     layer.weight.data.copy_(weight)
@@ -154,6 +148,5 @@ def unfold(net: nn.Module) -> None:
 
 def folded_map(net: nn.Module) -> Tensor | None:
     """theta [D, D] that was folded into an exported net; None where there is none."""
-    layers = (module for name, module in net.named_modules() if name.endswith(FOLD))
-    layer = next(layers, None)
+    layer = next((module for name, module in net.named_modules() if name.endswith(FOLD)), None)
     return None if layer is None else layer.weight.flatten(1).T

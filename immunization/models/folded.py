@@ -19,8 +19,7 @@ from immunization.models.linear import Linear
 class Folded(Linear):
     """An invertible linear map theta [D, D] behind the features of a frozen net, its inverse in the primary head.
 
-    The inputs are the features of `base`, made of `parts`, so every method and measure of linear models applies; the
-    baseline theta = I is the net as it was. The primary logits do not depend on theta: omega' = theta^-1 omega.
+    The inputs are the features of `base`, the baseline theta = I. Primary logits stay: omega' = theta^-1 omega.
     """
 
     reads = "features"
@@ -32,7 +31,6 @@ class Folded(Linear):
 
     @property
     def base(self) -> Model:
-        """The net whose features are the inputs."""
         return self._base[0]
 
     @property

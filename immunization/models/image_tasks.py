@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from immunization.compute.machine import gpu_memory
@@ -21,7 +21,6 @@ from immunization.data.task import SPLITS, Split, Task, TaskPair, is_shown
 from immunization.errors import ConfigError, DataError
 from immunization.models.activations import Activations, Stream, collect, fingerprint, free_space
 from immunization.models.base import Model
-from immunization.models.chain import NetParts, Unit
 from immunization.models.folded import Folded
 from immunization.terminal import counted
 
@@ -33,20 +32,11 @@ GIB = 2**30
 class ImageReader(Model):
     """A net as far as images are read by it.
 
-    `config` says how `net` wants its images; what enters the extractor is read just before its unit `point`. With
-    `fold`, only the features are read, behind which a linear map is to be trained. `order` has each task's own labels
-    for those of its files.
+    `config` says how `net`, of `parts`, wants its images; what enters the extractor is read just before its unit
+    `point`, behind those of `_trunk`. With `fold`, only the features are read, behind which a linear map is to be
+    trained. `order` has each task's own labels for those of its files, `reference` the features before by role and
+    split.
     """
-
-    images: ImagePair
-    config: dict[str, Any]
-    parts: NetParts
-    net: nn.Module
-    point: str
-    _trunk: list[Unit]
-    fold: bool
-    order: dict[str, Tensor]
-    reference: dict[tuple[str, str], Tensor]
 
     def trunk(self, images: Tensor) -> Tensor:
         """What enters the extractor: activations [N, ...] of images [N, C, H, W]; no graph."""
@@ -93,10 +83,7 @@ class ImageReader(Model):
         return self.order[role][labels].to(self.head.weight.device, non_blocking=True)
 
     def _read_split(self, role: str, split: str, weights: Mapping[str, str]) -> tuple[Tensor | Stream, Activations]:
-        """What the trained part (or a folded map) reads of one split, and its features before immunization.
-
-        `weights` are hashes of what makes the features and the inputs. Raises DataError for images that cannot be read.
-        """
+        """What the trained part (or a folded map) reads of one split, and its features before immunization."""
         pair, task = self.images, self.images.tasks[role]
         part, config = task.splits[split], preprocessing(self.config, pair, task)
         if not len(part):
@@ -166,28 +153,19 @@ class ImageReader(Model):
                 x = torch.empty(0, *read["train"][0].shape[1:])
             splits[split] = Split(x, order[y].to(device), origin if known else None)
         self.order[role] = order
-        return Task(task.name, **splits, classes=classes, head=head, **self._about_inputs())
-
-    def _about_inputs(self) -> dict[str, Any]:
-        """What tasks say of their inputs."""
-        width = None if self.fold else self.head.in_features
-        return {"eps": torch.finfo(self.images.dtype).eps, "width": width}
+        eps, width = torch.finfo(self.images.dtype).eps, None if self.fold else self.head.in_features
+        return Task(task.name, **splits, classes=classes, eps=eps, width=width, head=head)
 
     def _training_loaders(self, batch_size: int) -> dict[str, DataLoader]:
         """Shuffled training loaders of images by role, augmented where the data set says so."""
         pair = self.images
-        shown = [role for role in pair.tasks if is_shown(role)]
+        shown = {role: task for role, task in pair.tasks.items() if is_shown(role)}
+        how = {"loaders": len(shown), "batch_size": batch_size, "is_training": True, "no_aug": not pair.augment}
         return {
             role: create_loader(
-                pair,
-                pair.tasks[role].splits["train"],
-                preprocessing(self.config, pair, pair.tasks[role], training=pair.augment),
-                loaders=len(shown),
-                batch_size=batch_size,
-                is_training=True,
-                no_aug=not pair.augment,
+                pair, task.splits["train"], preprocessing(self.config, pair, task, training=pair.augment), **how
             )
-            for role in shown
+            for role, task in shown.items()
         }
 
     def image_batches(self, role: str, split: str, rows: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
@@ -207,8 +185,6 @@ class ImageReader(Model):
         for x, labels, *_ in counted(create_loader(images, split, preprocessing(self.config, images, task)), what):
             if len(x):
                 yield onto(x, self.head.weight), labels
-
-    # --- loaders of the user's own ------------------------------------------------------------------------------------
 
     def read_loaders(
         self, loaders: Mapping[str, LabeledBatches], folded: bool, test: bool = False
@@ -259,7 +235,8 @@ class ImageReader(Model):
             self.reference |= {(role, s): torch.cat(features)[rows.to(device)] for s, rows in parts.items()}
         splits = {s: Split(x[rows], y[rows.to(device)]) for s, rows in parts.items()}
         head = present if role == "primary" and len(present) < outputs else None
-        return Task(role, **splits, classes=len(present), head=head, **self._about_inputs())
+        eps, width = torch.finfo(self.images.dtype).eps, None if self.fold else self.head.in_features
+        return Task(role, **splits, classes=len(present), eps=eps, width=width, head=head)
 
 
 def preprocessing(config: dict[str, Any], pair: ImagePair, task: ImageTask, training: bool = False) -> dict[str, Any]:
@@ -280,10 +257,7 @@ def room_for(pair: ImagePair) -> AbstractContextManager[None]:
 
 
 def outputs_of(task: ImageTask, size: int, net: str, classes: int | None = None) -> Tensor:
-    """The output [classes] that means each class of `task` in the head of `net`, which has `size` of them.
-
-    `classes` is their number where `task` does not name them. Raises ConfigError where it is not known.
-    """
+    """The output [classes] of `net`, of `size`, for each of the `classes` of `task`; raises ConfigError if unknown."""
     classes = classes or len(task.classes)
     if task.outputs is not None:
         if not set(task.outputs) <= set(range(size)) or len(set(task.outputs)) < classes:

@@ -29,12 +29,10 @@ def _map_of(checkpoint: str, dim: int, outputs: int) -> tuple[Tensor, Tensor]:
 
 
 class Linear(Model):
-    """Square linear extractor theta [D, D] and a linear head without bias.
+    """Square linear extractor theta [D, D] and a linear head without bias, by conf/model/linear.yaml.
 
-    `init`: `identity` (theta_0 = I, the baseline itself), `orthogonal` (a random rotation, which leaves every condition
-    number as it is) or `random` (uniform in +-1/sqrt(D), torch's default for a linear layer, as in the released code).
-    The head starts at zero from `identity`, else standard normal. `checkpoint`, a run folder or its weights, replaces
-    theta by one that was stored; the baseline is the inputs all the same.
+    A `random` theta is uniform in +-1/sqrt(D), torch's default. The head starts at zero from `identity`, else standard
+    normal. The baseline is the inputs, also where a `checkpoint` replaces theta.
     """
 
     preconditioned = True

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,23 +28,13 @@ from immunization.theory.spectrum import triangular_factor
 
 log = logging.getLogger(__name__)
 
-HUB = "hub"
-"""As `reference`: the pretrained weights of the Hugging Face hub."""
-
 
 class Timm(ImageReader):
     """A net of timm: images -> trunk (frozen) -> extractor (features [N, D]) -> head (its own classifier).
 
-    `trainable` names modules, or patterns of names such as `layer4*`; `last` is the last block, `fold` no module of the
-    net but a linear map behind its features. Everything else is frozen and in eval mode, also under `train()`. The
-    head is trained with weight decay `head_decay`. Weights come from `checkpoint`, else from the hub
-    (`pretrained`). `arguments` go to `timm.create_model`. `channels_last` and `amp` hold in training steps alone: kept
-    activations, and all that is measured, are computed as without them. In Python, `net` is a timm model of the
-    caller's own, which is taken apart: give a copy.
-
-    The baseline is the net as it is before training, or, for audits, another one: that of the weights in `reference`
-    (`hub`: the pretrained ones), or, where a map is folded into `checkpoint`, the net without it. The trunk is then
-    empty.
+    Its options are those of conf/model/timm.yaml; in Python, `net` is a timm model of the caller's own, which is taken
+    apart: give a copy. What is not trained is in eval mode, also under `train()`. The baseline is the net before
+    training, or, with an empty trunk, that of `reference` or the net without the map that is folded into `checkpoint`.
     """
 
     reads = "activations"
@@ -93,7 +84,7 @@ class Timm(ImageReader):
         self.reference: dict[tuple[str, str], Tensor] = {}
         self.order: dict[str, Tensor] = {}
         if reference is not None:
-            weights = None if reference == HUB else reference
+            weights = None if reference == "hub" else reference
             self.compare_with(Timm(pair, name, checkpoint=weights, arguments=self.arguments))
         elif stripped is not None:
             unfold(stripped)
@@ -148,8 +139,6 @@ class Timm(ImageReader):
             self.net.get_submodule(name).train()
         return self
 
-    # --- training -----------------------------------------------------------------------------------------------------
-
     def training_features(self, x: Tensor, theta: Mapping[str, Tensor] | None = None) -> Tensor:
         """Features [N, D] with a graph, in the dtype of `x`: with `channels_last` and `amp`, as asked for."""
         if self.channels_last and x.ndim == 4:
@@ -160,8 +149,6 @@ class Timm(ImageReader):
     def groups(self) -> list[dict[str, Any]]:
         theta = [p for p in self.extractor.parameters() if p.requires_grad]
         return [{"params": theta}, {"params": list(self.head.parameters()), "weight_decay": self.head_decay}]
-
-    # --- measuring ----------------------------------------------------------------------------------------------------
 
     def for_measurement(self) -> Timm:
         """Itself, in its own dtype."""
@@ -175,14 +162,13 @@ class Timm(ImageReader):
     def feature_batches(self, x: Tensor | Stream, shared: bool = False) -> Iterator[Tensor]:
         """Features [n, D] of stored inputs, batch by batch; `shared`: this process's part of them alone."""
         parts = x.split(self.images.batch_size)
-        for part in distributed.every_nth(parts) if shared else parts:
+        for part in islice(parts, distributed.rank(), None, distributed.size()) if shared else parts:
             with room_for(self.images):
                 features = self.extractor(onto(part, self.head.weight))
             yield features
 
     @torch.no_grad()
     def logits(self, x: Tensor | Stream) -> Tensor:
-        """Outputs [N, C] of the primary head on stored inputs."""
         return torch.cat([self.head(features) for features in self.feature_batches(x)])
 
     def factor(self, task: Task) -> Tensor:
@@ -198,18 +184,14 @@ class Timm(ImageReader):
     def baseline_logits(self, task: Task) -> Tensor:
         return F.linear(self.reference["primary", "test"].to(self.head.weight), *self._original_head)
 
-    # --- attacks ------------------------------------------------------------------------------------------------------
-
     def last_map(self, extractor: nn.Module) -> Tensor | None:
         return folded_map(extractor)
 
     def network(self, start: Mapping[str, Tensor] | None = None) -> Network:
-        net, extractor, units = copy.deepcopy((self.net, self.extractor, self.parts.units))
+        parts, extractor = copy.deepcopy((self.parts, self.extractor))
         if start is not None:
-            extractor.load_state_dict(start)  # shares its parameters with `net`
-        return Network(net, self.parts.last_block(), self.config["input_size"], units, self.trainable)
-
-    # --- deployment ---------------------------------------------------------------------------------------------------
+            extractor.load_state_dict(start)  # shares its parameters with the net
+        return Network(parts, self.trainable)
 
     def deployed(self) -> nn.Module:
         net = copy.deepcopy(self.net)
@@ -218,8 +200,6 @@ class Timm(ImageReader):
 
     def deployed_before(self) -> nn.Module | None:
         return None if self.before is None else self.before.deployed()
-
-    # --- files --------------------------------------------------------------------------------------------------------
 
     def export(self) -> dict[str, Tensor]:
         """The state dict of the timm model, its own classifier included."""

@@ -36,14 +36,9 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 
 HUB_WEIGHTS, HUB_CONFIG = "model.safetensors", "config.json"
-TOLERANCE = 1e-3
-"""Largest change of an output by rounding, relative to the largest output, that passes without a word."""
+TOLERANCE = 1e-3  # largest change of an output by rounding, relative to the largest output, that passes without a word
 ROWS = 4096
-SECONDS = 5.0
-"""How long the Hugging Face hub has to answer."""
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
+SECONDS = 5.0  # how long the Hugging Face hub has to answer
 
 
 def load(path: str | Path, net: nn.Module | None = None) -> nn.Module:
@@ -97,10 +92,7 @@ def load(path: str | Path, net: nn.Module | None = None) -> nn.Module:
 
 @contextmanager
 def one_try() -> Iterator[bool]:
-    """Whether the hub answers, which is asked once; where it does not, only what is in its cache is taken inside.
-
-    Its own client would try again for a minute, file by file.
-    """
+    """Whether the hub answers, asked once; if not, inside is only its cache: its client would try on for a minute."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
@@ -158,10 +150,7 @@ def create(name: str, checkpoint: Checkpoint | None, pretrained: bool, arguments
 
 
 def read_checkpoint(checkpoint: str) -> Checkpoint:
-    """Tensors and facts of `model.checkpoint`: a run folder, a safetensors file or a state dict (tensors only).
-
-    Raises ConfigError for what is not there or cannot be read.
-    """
+    """Tensors and facts of `model.checkpoint`: a run folder, safetensors or a state dict; raises ConfigError."""
     path = weights_of(Path(checkpoint).expanduser())
     if not path.exists():
         raise ConfigError(
@@ -196,10 +185,7 @@ def _state_dict(path: Path) -> dict[str, Any]:
 
 
 def restored(pair: TaskPair | ImagePair, model: Callable[..., Model], checkpoint: str) -> Model:
-    """What `model(pair=pair)` makes, a model that takes no checkpoint itself, with the weights of a run of it.
-
-    `checkpoint` is the run folder or its weights. Raises ConfigError for weights that are not the model's state dict.
-    """
+    """`model(pair=pair)`, a model that takes no checkpoint itself, with the weights of a run; raises ConfigError."""
     made = model(pair=pair)
     tensors = read_checkpoint(checkpoint).tensors
     try:
@@ -213,11 +199,8 @@ def restored(pair: TaskPair | ImagePair, model: Callable[..., Model], checkpoint
 
 
 def restore(net: nn.Module, tensors: Mapping[str, Tensor], facts: Facts) -> nn.Module:
-    """Put exported `tensors` into `net`, one of the same architecture, and fold the map in if there is one.
-
-    Files of versions before this rounded nothing and have no `computed_in`; what they hold takes the dtype of `net`.
-    """
-    if "computed_in" in facts:
+    """Put exported `tensors` into `net`, one of the same architecture, and fold the map in if there is one."""
+    if "computed_in" in facts:  # else what a version wrote that rounded nothing
         net = net.to(getattr(torch, facts["dtype"]))
     _fold(net, tensors, facts)
     net.load_state_dict(dict(tensors))
@@ -245,15 +228,8 @@ def misfits(net: nn.Module, state: Mapping[str, Tensor]) -> str:
     return f"{len(problems)} tensors: {shown}" if problems else ""
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
-
-
 def exported(model: Model, task: Task) -> tuple[dict[str, Tensor], Facts]:
-    """Tensors and facts of immunized.safetensors, nets in the dtype of the original whatever they were computed in.
-
-    For a net with a folded map the facts say, under `rounding`, what that does to the outputs on `task`, the primary
-    one (see `rounding_error`).
-    """
+    """Tensors and facts of immunized.safetensors, nets in the original's dtype; `task` is for `rounding_error`."""
     tensors, facts = model.export(), model.facts()
     if not facts:
         return tensors, facts
@@ -292,10 +268,7 @@ def rounding_flag(facts: Facts) -> str | None:
 
 
 def facts_of(net: nn.Module, arguments: Mapping[str, Any]) -> Facts:
-    """What `load` needs beside the tensors; `arguments` are those of timm.create_model that the net does not know.
-
-    Raises ConfigError where they do not give the net.
-    """
+    """What `load` needs beside the tensors; raises ConfigError if timm makes another net of it and `arguments`."""
     tensors = net.state_dict()
     facts: Facts = {"architecture": type(net).__name__, "arguments": {}, "data_config": None, "timm": False}
     facts |= {"weights": "the caller's own", "license": None, "computed_in": "float64"}

@@ -25,11 +25,9 @@ if TYPE_CHECKING:
 
 
 class SweepSummary(Callback):
-    """A Hydra callback: the table over all jobs of a multirun, on the screen and in the sweep folder.
+    """A Hydra callback: the table over all jobs of a multirun, of their run folders, and exit code 1 if one failed.
 
-    Jobs report through their run folders alone, so that it does not matter in which process or on which machine they
-    ran. The process ends with exit code 1 if any job failed. `begun` is the key of the folder that this process fills,
-    a run's or a sweep's, and its configuration.
+    `begun` is the key of the folder that this process fills, a run's or a sweep's, and its configuration.
     """
 
     begun: ClassVar[tuple[str, DictConfig] | None] = None

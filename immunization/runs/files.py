@@ -28,10 +28,7 @@ _KEY, _FACTS = "sha256", "immunization"
 
 
 def write(path: Path, content: bytes | memoryview | str) -> None:
-    """Write `content` to `path`: the file is the old one or the new one, never a part of either.
-
-    Raises OSError, which names `path`, if it cannot be written; the old file is then as it was.
-    """
+    """Write `content` to `path` as a whole, or raise OSError, which names `path`, with the old file as it was."""
     part = path.with_name(f".{path.name}.{os.getpid()}{PART}")
     try:
         with part.open("wb") as file:
@@ -81,10 +78,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata of a safetensors file; one that `write_tensors` wrote must agree with its checksum.
-
-    Raises DataError for a file that cannot be read, was cut off or altered.
-    """
+    """Tensors and metadata of a safetensors file; raises DataError for one that was cut off or altered."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -130,10 +124,7 @@ def _digest(header: Mapping[str, Any], body: memoryview) -> str:
 
 
 def write_archive(path: Path, content: Mapping[str, Any]) -> None:
-    """Write nested dicts, lists and tuples of tensors and plain values by `torch.save` in one step.
-
-    Raises TypeError for an object that only a pickle which runs code could bring back.
-    """
+    """Write nested dicts, lists and tuples of tensors and plain values; raises TypeError for any other object."""
     archive = io.BytesIO()
     torch.save(content, archive)
     archive.seek(0)
@@ -155,11 +146,7 @@ def read_archive(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def locked(path: Path, wait: bool = False) -> Iterator[bool]:
-    """Hold the file at `path` against every other process; a lock dies with its process.
-
-    If another one holds it, `wait`, or ConfigError is raised. Yields whether it is held: on a file system without locks
-    it is not.
-    """
+    """Hold the file at `path`, or `wait`, or raise ConfigError; yields False on a file system without locks."""
     from filelock import FileLock, Timeout  # loads asyncio, which nobody needs who only reads results
 
     lock = FileLock(path, blocking=wait, fallback_to_soft=False)  # a soft lock would outlive a killed process

@@ -24,11 +24,9 @@ log = logging.getLogger("immunization")
 
 
 class RunFolder:
-    """One run's folder, made and kept from other processes inside `with`.
+    """One run's folder, made, and kept from other processes, inside `with`; every message goes into its run.log.
 
-    Every message goes into its run.log, warnings to the screen too. `result` is what the run found so far; `recorder`
-    and the other `trackers` take the numbers of its steps. Raises ConfigError for a folder that cannot be written, or
-    in which another process is at work.
+    Raises ConfigError for a folder that cannot be written, or in which another process is at work.
     """
 
     def __init__(self, result: Result) -> None:
@@ -73,7 +71,6 @@ class RunFolder:
             raise error from error.__cause__
 
     def begin(self, config: DictConfig, overrides: Sequence[str]) -> None:
-        """Write what the run is asked to do."""
         files.write(self.path / filenames.CONFIG, OmegaConf.to_yaml(config, resolve=True))
         files.write(self.path / filenames.OVERRIDES, OmegaConf.to_yaml(overrides))
 
@@ -101,15 +98,12 @@ class RunFolder:
         self.result.seconds[name] = time.perf_counter() - started
 
     def keep(
-        self,
-        weights: Mapping[str, Tensor],
-        facts: Mapping[str, Any],
-        rows: Mapping[str, Tensor],
-        sources: Mapping[str, str],
+        self, weights: Mapping[str, Tensor], facts: Mapping[str, Any], origins: Mapping[str, tuple[str, Tensor]]
     ) -> None:
-        """Write the immunized model, and which rows of which source each split of each task holds."""
+        """Write the immunized model, and, of each split of each task, its source and the rows of it."""
         files.write_weights(self.path / filenames.WEIGHTS, weights, facts)
-        if rows:
+        if origins:
+            sources, rows = ({split: origin[i] for split, origin in origins.items()} for i in (0, 1))
             files.write_tensors(self.path / filenames.ROWS, rows, sources)
 
     def finish(self, arrays: Mapping[str, Tensor]) -> None:

@@ -14,18 +14,13 @@ from immunization.runs.resume import different, read_config
 
 PLACES = ("root", "download", "cache", "cache_limit", "workers", "batch_size", "name")
 """Keys of `dataset` that say where the data are and how they are read, but not which they are."""
-OF_THE_RUN = ("seed", "dtype")
-"""Keys outside of `dataset` and `model` that an audit takes over too: splits and initialization hang on them."""
-PAIR = {"pair": ("dataset.primary", "dataset.harmful")}
-"""What stands for several keys on the command line."""
 
 
 def audited(config: DictConfig, overrides: Iterable[str]) -> tuple[DictConfig, dict[str, str]]:
     """The configuration of an audit, with data, model, seed and dtype of the run that made its checkpoint, and flags.
 
-    What `overrides`, those of the command line, say of them wins. Everything else is returned as it is: a run that
-    trains, and a checkpoint without a run folder's config.yaml beside it. The flags, each with its reason, are
-    `other_data` than the checkpoint's, and `unknown_data`.
+    What `overrides`, those of the command line, say of them wins. A run that trains is returned as it is. The flags,
+    each with its reason, are `other_data` than the checkpoint's, and `unknown_data` without config.yaml beside it.
     """
     if config.immunize is not False or not config.model.get("checkpoint"):
         return config, {}
@@ -33,10 +28,12 @@ def audited(config: DictConfig, overrides: Iterable[str]) -> tuple[DictConfig, d
     if not (before := _made_with(checkpoint)):
         reason = "no config.yaml lies beside model.checkpoint: it may have been made on other data"
         return config, {"unknown_data": reason}
-    chosen = _keys(overrides)
+    chosen = {override.lstrip("+~").partition("=")[0].partition("@")[0] for override in overrides}
+    if "pair" in chosen:  # stands for both
+        chosen |= {"dataset.primary", "dataset.harmful"}
     config = copy.deepcopy(config)
     with open_dict(config):
-        for key in OF_THE_RUN:
+        for key in ("seed", "dtype"):  # splits and initialization hang on them
             if key not in chosen and key in before:
                 config[key] = before[key]
         if "dataset" not in chosen or config.dataset._target_ == before["dataset"]["_target_"]:
@@ -53,19 +50,12 @@ def audited(config: DictConfig, overrides: Iterable[str]) -> tuple[DictConfig, d
 
 
 def _made_with(checkpoint: Path) -> dict[str, Any] | None:
-    """The configuration beside a checkpoint; None where there is none."""
     try:
         before = read_config(weights_of(checkpoint).parent)
     except DataError:
         return None
     parts = (before.get(key) for key in ("dataset", "model"))
     return before if all(isinstance(part, dict) and "_target_" in part for part in parts) else None
-
-
-def _keys(overrides: Iterable[str]) -> set[str]:
-    """The keys that overrides of the command line set."""
-    keys = {override.lstrip("+~").partition("=")[0].partition("@")[0] for override in overrides}
-    return keys.union(*(PAIR[key] for key in keys & PAIR.keys()))
 
 
 def _overridden(before: Mapping[str, Any], config: DictConfig, group: str, chosen: Iterable[str]) -> DictConfig:

@@ -10,8 +10,7 @@ from immunization.errors import DataError, UserError
 from immunization.runs import files
 from immunization.runs.verdict import verdict
 
-INTERRUPTED = "interrupted"
-"""The error of a run that was told to stop."""
+INTERRUPTED = "interrupted"  # the error of a run that was told to stop
 
 
 class Curve(TypedDict):

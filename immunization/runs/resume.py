@@ -20,9 +20,6 @@ BOOKKEEPING = (
 )
 """Keys that decide where and how a run is shown or saved, but no number in its result."""
 
-WHERE = ("root", "download")
-"""Keys of `dataset` that say where its files lie, and not which they are."""
-
 RETIRED = {
     "dataset": {"augment": False, "unseen": {"source": "", "train": "train", "test": "val"}},
     "method": {"side": "input", "rank": "data", "combine": "sum"},
@@ -30,12 +27,7 @@ RETIRED = {
 }
 """Options that are gone or came later, at the value at which they do nothing: some run folders lack them."""
 
-MOVED = ("immunization.models.stored.", "immunization.models.weights.")
-"""What an older run folder calls a module, and what it is called now."""
-
-KEPT = (CHECKPOINT, OLDER_CHECKPOINT, ATTACKS)
-"""Files of an unfinished run that hold work of its own."""
-
+KEPT = (CHECKPOINT, OLDER_CHECKPOINT, ATTACKS)  # files of an unfinished run that hold work of its own
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where PyYAML was built with it, ten times faster
 
 
@@ -43,7 +35,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The configuration that a run folder holds; raises DataError where there is none to read."""
     path = folder / CONFIG
     try:
-        text = path.read_text().replace(*MOVED)
+        text = path.read_text().replace("immunization.models.stored.", "immunization.models.weights.")  # its old name
         content = yaml.load(text, _LOADER)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
@@ -56,7 +48,7 @@ def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a plain configuration that decides the numbers of the run; a key that is null counts as absent."""
     kept = _without_nulls({key: value for key, value in config.items() if key not in BOOKKEEPING})
     if isinstance(dataset := kept.get("dataset"), dict):
-        kept["dataset"] = {key: value for key, value in dataset.items() if key not in WHERE}
+        kept["dataset"] = {key: value for key, value in dataset.items() if key not in ("root", "download")}
     for group in RETIRED.keys() & kept.keys():
         kept[group] = {key: value for key, value in kept[group].items() if RETIRED[group].get(key, ...) != value}
     return kept
@@ -73,9 +65,8 @@ def _without_nulls(tree: Mapping[str, Any]) -> dict[str, Any]:
 def completed(folder: Path, settings: Mapping[str, Any] | None) -> Result | None:
     """The result in `folder` if that is a completed run of the very configuration `settings`.
 
-    None if the run has to be done: there is none, it was not completed, or its files were damaged since (a warning
-    names them). What a run has done is never written over: raises ConfigError for a completed one of another
-    configuration, and, where `settings` is None as resume=true was not asked for, for any, also an interrupted one.
+    None if the run has to be done: it was not completed, or its files are damaged (a warning names them). Raises
+    ConfigError for one of another configuration and, without `settings` (no resume=true), for any, also an interrupted.
     """
     try:
         result = Result.read(folder)

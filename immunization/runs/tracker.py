@@ -1,7 +1,4 @@
-"""Where the numbers of a run go: into metrics.jsonl always, and to a tracker such as W&B besides.
-
-A tracker is one class with the four methods of `Tracker` and one YAML file in conf/tracker.
-"""
+"""Where the numbers of a run go: into metrics.jsonl always, and to a tracker such as W&B (conf/tracker) besides."""
 
 import hashlib
 import json
@@ -20,8 +17,7 @@ from immunization.runs.result import Curve, Result
 class Tracker:
     """The interface; here every method does nothing. A tracker never fails a run: it warns and goes on.
 
-    `run_id` is the tracker's own name of the run. It is set before `start` to go on with an interrupted run, else by
-    `start`, and stays None for a tracker that has no such names.
+    `run_id` is its own name of the run, if any: set before `start` to go on with an interrupted run, else by `start`.
     """
 
     run_id: str | None = None
@@ -40,11 +36,7 @@ class Tracker:
 
 
 class Recorder(Tracker):
-    """Writes metrics.jsonl: one line a logged step, each flushed, so that a killed run keeps what it logged.
-
-    `state` is what `state_dict` returned in a run that was killed: what that run logged later is cut off, to be logged
-    again. Raises DataError if the file is not the one of `state`.
-    """
+    """Writes metrics.jsonl, a line a logged step; goes on after `state`, or raises DataError for another file."""
 
     def __init__(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> None:
         path = Path(folder) / METRICS
@@ -76,16 +68,13 @@ class Recorder(Tracker):
 
 
 def history(folder: str | Path) -> dict[str, Curve]:
-    """The curves in a run folder's metrics.jsonl, by name: x steps, y values. No file gives no curves.
-
-    A last line cut off by a killed process is left out.
-    """
+    """The curves in a run folder's metrics.jsonl, if there is one, by name: x steps, y values."""
     path = Path(folder) / METRICS
     curves: dict[str, Curve] = {}
     for line in path.read_text().splitlines() if path.is_file() else []:
         try:
             metrics = json.loads(line)
-        except ValueError:
+        except ValueError:  # the last line, cut off by a killed process
             break
         step = metrics.pop("step")
         for name, value in metrics.items():

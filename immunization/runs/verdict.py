@@ -1,8 +1,4 @@
-"""What runs say in words: that harm became easier, which attacks learn the harmful task, at what cost, and how surely.
-
-An attack has learned the task if its held-out measure at the step where its validation rows say to stop, `final`, is at
-the bar of the run. That is the number that tables show, so words and tables cannot disagree.
-"""
+"""What runs say in words: that harm became easier, which attacks learn the task, at what cost, and how surely."""
 
 from __future__ import annotations
 
@@ -18,14 +14,11 @@ if TYPE_CHECKING:
 ATTACK = "attack/"
 """Starts the names of what the attacks measure; `attack_<role>/` where it is not on the task `harmful`."""
 BAR = "attack/worst/bar"
-EASIER = "harmful_faster"
-"""The flag that comes before every figure: what was immunized is attacked faster than before."""
-DOUBTS = ("head_at_chance", "other_data", "unknown_data")
-"""Flags that question what was attacked."""
+EASIER = "harmful_faster"  # the flag that comes before every figure: what was immunized is attacked faster than before
+DOUBTS = ("head_at_chance", "other_data", "unknown_data")  # flags that question what was attacked
 HELD, UNTRAINED, UNNUMBERED = "held", "not attacked by training", "not attacked by standard"
 """No attack learns the task: of the suite `standard`; none fine-tuned all that was trained; of another list."""
-Z = 1.959964
-"""Of a normal distribution, 95 % lie within so many standard deviations."""
+Z = 1.959964  # of a normal distribution, 95 % lie within so many standard deviations
 ROUNDING = 1e-12
 
 
@@ -46,7 +39,7 @@ def successes(result: Result, stage: str = "", group: str = "attack") -> dict[st
     bar, found = result.metrics.get(f"{group}/worst/bar"), {}
     for name in attack_names(result, group) if bar is not None else ():
         final, cost = (result.metrics.get(f"{group}/{name}/{key}{stage}") for key in ("final", "cost"))
-        if final is not None and cost is not None and final >= bar - ROUNDING:
+        if final is not None and cost is not None and final >= bar - ROUNDING:  # what tables show of it
             found[name] = cost
     return dict(sorted(found.items(), key=lambda item: item[1]))
 

@@ -18,8 +18,7 @@ KEY = "wandb_run="
 def again(arguments: Sequence[str]) -> tuple[DictConfig, Path | None]:
     """The configuration that `wandb_run=<id or offline folder> key=value ...` asks for, and hydra.run.dir if given.
 
-    Raises ConfigError for what cannot be changed of a tracked run: keys that it does not have, and groups, which are
-    composed before a run; DataError for a run that cannot be read.
+    Raises ConfigError for keys that the tracked run does not have, and groups; DataError for a run that cannot be read.
     """
     (reference,) = (argument.removeprefix(KEY) for argument in arguments if argument.startswith(KEY))
     config, folder = OmegaConf.create(tracked_config(reference)), None

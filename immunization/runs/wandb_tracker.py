@@ -25,29 +25,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ModeOfWandb = Literal["online", "offline", "disabled", "shared", "dryrun", "run"]
-"""What its variable WANDB_MODE may be; the last two are its old names of offline and online."""
-DataTable = tuple[list[str], list[list[str | float | bool | None]]]
-"""Header and rows."""
-STEPS = "curves/step"
-"""What the curves are drawn against: steps of the probe or attack, not of the training."""
+DataTable = tuple[list[str], list[list[str | float | bool | None]]]  # header and rows
+STEPS = "curves/step"  # what the curves are drawn against: steps of the probe or attack, not of the training
 NO_STEPS = ("spectrum/", "/compute", "/excess")
 """In names of curves that are left to result.json: against an index, against operations, and twice as much to send."""
-POINTS = 64
-"""At most about so many of each curve: thousands of runs have to fit into a project."""
+POINTS = 64  # at most about so many of each curve: thousands of runs have to fit into a project
 
 
 class Wandb(Tracker):
-    """Weights & Biases: configuration, live metrics, curves, measures as the summary, figures, attacks, the model.
+    """Weights & Biases, by conf/tracker/wandb.yaml: configuration, metrics, curves, figures, attacks, the model.
 
-    `mode=auto` is what WANDB_MODE or `wandb offline` ask for, else online. Online needs an account (WANDB_API_KEY or
-    `wandb login`) and a server that answers within `timeout` seconds; without either the run is an offline one, which
-    `wandb sync` uploads later, and says so. There is never a prompt. `model` says whether the immunized model is kept
-    as an artifact (None: unless the run is one of many), `link` to which collection it is linked besides.
+    Without an account, or a server that answers in time, the run is an offline one and says so. There is no prompt.
     """
 
-    said: ClassVar[set[str]] = set()
-    """Why runs of this process are offline; the jobs of a multirun say it once."""
+    said: ClassVar[set[str]] = set()  # why runs of this process are offline; the jobs of a multirun say it once
 
     @checked("tracker")
     def __init__(
@@ -59,7 +50,8 @@ class Wandb(Tracker):
         model: bool | None = None,
         link: str | None = None,
     ) -> None:
-        check_value("WANDB_MODE", os.environ.get("WANDB_MODE") or "online", ModeOfWandb)
+        modes = Literal["online", "offline", "disabled", "shared", "dryrun", "run"]  # two old names of offline, online
+        check_value("WANDB_MODE", os.environ.get("WANDB_MODE") or "online", modes)
         self.project, self.entity, self.mode, self.timeout = project, entity, mode, timeout
         self.model, self.link = model, link
         self.run: wandb.Run | None = None
@@ -279,10 +271,7 @@ def attack_table(result: Result) -> DataTable:
 
 
 def model_artifact(result: Result, folder: Path) -> "tuple[wandb.Artifact, list[str]] | None":
-    """The weights with card, configuration and result, and the aliases of this version; None where there are none.
-
-    Runs of one model on one data set are versions of one artifact.
-    """
+    """The weights with card, configuration and result as a version of an artifact, and its aliases; None without."""
     import wandb
 
     if not (folder / WEIGHTS).is_file():

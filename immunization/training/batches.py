@@ -1,6 +1,7 @@
 """Batches of the tasks that methods are shown, side by side."""
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,28 +14,14 @@ from immunization.errors import ConfigError
 from immunization.models.base import Batch
 
 
-class Passes:
-    """Passes over the training data of one task; `taken` batches of the current one were given."""
-
-    taken = 0
-
-    def rest(self) -> Iterator[Batch]:
-        """What is left of the pass, all of it at first."""
-        raise NotImplementedError
-
-    def forever(self) -> Iterator[Batch]:
-        while True:
-            yield from self.rest()
-
-
 class Batches:
-    """Batches of all tasks side by side; one epoch is one pass over D_H, every other task goes on and cycles."""
+    """Batches of all tasks side by side; an epoch is what is left of a pass over D_H, every other task cycles."""
 
     steps_per_epoch: int
 
-    def __init__(self, passes: Mapping[str, Passes]) -> None:
+    def __init__(self, passes: Mapping[str, Any]) -> None:
         self.passes = passes
-        self.others = [one.forever() for role, one in passes.items() if role != "harmful"]
+        self.others = [chain.from_iterable(iter(one.rest, None)) for role, one in passes.items() if role != "harmful"]
 
     def epoch(self) -> Iterator[tuple[Batch, ...]]:
         """Batches (primary, harmful, further harmful ones) of one epoch, or what `load_state_dict` leaves of it."""
@@ -43,7 +30,6 @@ class Batches:
             yield primary, harmful, *further
 
     def state_dict(self) -> dict[str, Any]:
-        """Where all passes stand."""
         return {role: one.state_dict() for role, one in self.passes.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -52,12 +38,13 @@ class Batches:
             one.load_state_dict(state[role])
 
 
-class RowPasses(Passes):
+class RowPasses:
     """Passes over stored rows, shuffled by `generator`; None for `batch_size`: all rows at once."""
 
     def __init__(self, task: Task, batch_size: int | None, generator: torch.Generator) -> None:
         self.task, self.batch_size, self.generator = task, batch_size, generator
         self.start: Tensor | None = None
+        self.taken = 0  # batches of the current pass
 
     def rest(self) -> Iterator[Batch]:
         task, x, y = self.task, self.task.train.x, self.task.train.y
@@ -87,11 +74,7 @@ class RowPasses(Passes):
 
 
 class PairedBatches(Batches):
-    """Batches of stored rows.
-
-    Full batches carry the task's compressed root. The incomplete last mini-batch of a pass is left out, since the rank
-    of its Hessian would differ. Raises ConfigError for a `batch_size` above a task's rows.
-    """
+    """Batches of stored rows, without an incomplete last one (its Hessian's rank would differ); raises ConfigError."""
 
     def __init__(self, pair: TaskPair, batch_size: int | None, generator: torch.Generator) -> None:
         for key, task in pair.shown.items():

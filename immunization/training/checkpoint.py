@@ -1,8 +1,4 @@
-"""Checkpoints: everything a run needs to go on after it was killed as if nothing had happened.
-
-A checkpoint is one file of `torch.save` in the run folder, a ZIP archive whose entries carry checksums. It is replaced
-in one step, and removed once the result is written.
-"""
+"""Checkpoints: everything a run needs to go on after it was killed as if nothing had happened."""
 
 import json
 import logging
@@ -23,8 +19,7 @@ from immunization.training.signals import Stop
 log = logging.getLogger(__name__)
 
 VERSION = 2
-SHARE = 0.01
-"""Largest share of a run's time that goes into checkpoints which the clock asks for."""
+SHARE = 0.01  # largest share of a run's time that goes into checkpoints which the clock asks for
 
 
 def kept_of(model: nn.Module) -> dict[str, Tensor]:
@@ -40,11 +35,7 @@ def load_into(model: nn.Module, kept: Mapping[str, Tensor]) -> None:
 
 
 class Checkpointer:
-    """Says after each step whether a checkpoint is due, and writes it.
-
-    `every` steps, or (None) every `seconds`, but never more than `SHARE` of the time; None for both: only on SIGTERM.
-    `state` returns what has to be kept, nested dicts, lists and tuples of tensors and plain values.
-    """
+    """Writes a checkpoint `every` steps, or (None) every `seconds` up to `SHARE` of the time; both None: on SIGTERM."""
 
     def __init__(
         self,
@@ -86,10 +77,9 @@ class Checkpointer:
 
 
 def read(folder: Path, config: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The state in a run folder's checkpoint; None, with a warning, for a damaged one, and where there is none.
+    """The state in a run folder's checkpoint; None if there is none, it is damaged, or `config` is None.
 
-    Raises ConfigError if it belongs to another configuration than `config`, DataError if another version wrote it. A
-    run without resume=true has no `config` to compare, and starts from the beginning.
+    Raises ConfigError for a checkpoint of another configuration, DataError for one of another version.
     """
     if config is None:
         return None

@@ -26,22 +26,17 @@ class Debug:
         """`data` with `rows` training rows of each task, evenly spaced, so that every class has its share."""
         if self.rows is None:
             return data
-        if isinstance(data, ImagePair):
-            return replace(data, tasks={role: self._few_images(task) for role, task in data.tasks.items()})
-        tasks = {
-            role: replace(task, train=task.train.take(self._chosen(len(task.train))))
-            for role, task in data.tasks.items()
-        }
-        return data.with_tasks(tasks)
-
-    def _chosen(self, available: int) -> torch.Tensor:
-        return torch.linspace(0, available - 1, min(self.rows or available, available)).round().long()
-
-    def _few_images(self, task: ImageTask) -> ImageTask:
-        train = task.splits["train"]
-        rows = self._chosen(len(train))
-        few = replace(train.take(rows), identity=f"{train.identity} {rows.tolist()}")
-        return replace(task, splits=task.splits | {"train": few})
+        tasks = {}
+        for role, task in data.tasks.items():
+            train = task.splits["train"]
+            rows = torch.linspace(0, len(train) - 1, min(self.rows, len(train))).round().long()
+            few = train.take(rows)
+            if isinstance(task, ImageTask):
+                few = replace(few, identity=f"{train.identity} {rows.tolist()}")
+                tasks[role] = replace(task, splits=task.splits | {"train": few})
+            else:
+                tasks[role] = replace(task, train=few)
+        return replace(data, tasks=tasks) if isinstance(data, ImagePair) else data.with_tasks(tasks)
 
     @contextmanager
     def watching(self, folder: Path) -> Iterator[None]:

@@ -8,11 +8,8 @@ from torch import Tensor
 
 from immunization.errors import Diverged
 
-DIVERGENCE = 1e12
-"""A loss above this multiple of the first one counts as diverged."""
-
-UNSEEN = 1000
-"""Most losses that stay on a GPU."""
+DIVERGENCE = 1e12  # a loss above this multiple of the first one counts as diverged
+UNSEEN = 1000  # most losses that stay on a GPU
 
 
 @dataclass
@@ -27,8 +24,7 @@ class Progress:
 class Watch:
     """Judges the loss of every step: on a CPU at once, on a GPU together with those before whenever it is looked at.
 
-    Diverged names the first bad step and its loss. As a context, it also looks at the end and before any error leaves,
-    since that may have met what a bad step left behind.
+    As a context, it also looks at the end and before an error leaves, which may have met what a bad step left behind.
     """
 
     def __init__(self, name: str, at: Progress) -> None:

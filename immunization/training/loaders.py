@@ -13,7 +13,7 @@ from immunization.compute.transfer import room
 from immunization.data.task import TaskPair
 from immunization.errors import DataError
 from immunization.models.base import Batch, Model
-from immunization.training.batches import Batches, PairedBatches, Passes
+from immunization.training.batches import Batches, PairedBatches
 
 log = logging.getLogger(__name__)
 
@@ -21,12 +21,12 @@ Read = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
 """What the extractor reads and the task's labels, of a role, its images and what the loader calls them."""
 
 
-class LoaderPasses(Passes):
+class LoaderPasses:
     """Passes over a loader with random numbers of their own, so that any of them can be begun again."""
 
     def __init__(self, loader: Iterable, role: str, read: Read, width: int) -> None:
         self.loader, self.role, self.read, self.width = loader, role, read, width
-        self.seed, self.number = int(torch.randint(2**60, ())), 0
+        self.seed, self.number, self.taken = int(torch.randint(2**60, ())), 0, 0
 
     def rest(self) -> Iterator[Batch]:
         for images, labels, *_ in self._items():

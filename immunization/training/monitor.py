@@ -17,11 +17,7 @@ from immunization.theory.spectrum import features_of
 
 
 class Monitor:
-    """Sends the terms of a step and the condition numbers of all Hessians to every tracker.
-
-    A net's condition numbers take a pass over its data and are renewed every `period` steps, an epoch. The last numbers
-    stay in `result.metrics` for a run that fails later.
-    """
+    """Sends the terms of a step and all condition numbers, of a net those of every `period` steps, to every tracker."""
 
     def __init__(self, model: Model, pair: TaskPair, result: Result, trackers: Sequence[Tracker] = ()) -> None:
         self.model, self.result, self.trackers = model, result, trackers

@@ -15,8 +15,7 @@ from immunization.errors import ConfigError
 LENGTHS = ("T_0", "T_max", "milestones", "step_size", "step_size_down", "step_size_up", "total_iters", "total_steps")
 """Keys by which torch's schedulers are told steps of the training."""
 
-ENDS = ("T_max", "total_steps")
-"""Those of schedulers that climb again, or fail, in a training that goes on."""
+ENDS = ("T_max", "total_steps")  # those of schedulers that climb again, or fail, in a training that goes on
 
 
 def optimizer_of(
@@ -32,9 +31,8 @@ def optimizer_of(
 def scheduler_of(settings: Mapping[str, Any], optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler | None:
     """The scheduler of a plain configuration for a training of `steps` steps, each of them followed by one of its own.
 
-    The keys of `LENGTHS` are numbers of steps or, as fractions, shares of `steps`; in a part of a SequentialLR, of the
-    steps of that part. None where none is configured, or there are no steps. Raises ConfigError for a scheduler that
-    does not fit: a length above `steps`, or an end before.
+    The keys of `LENGTHS` are numbers of steps or, as fractions, shares of `steps` (of those of its part of a
+    SequentialLR). None without a scheduler or steps. Raises ConfigError for a length above `steps` or an end before.
     """
     if settings.get("scheduler") is None or not steps:
         return None

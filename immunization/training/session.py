@@ -29,16 +29,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOG_LINES = 40
-"""Lines of metrics.jsonl a run writes by default."""
+LOG_LINES = 40  # lines of metrics.jsonl a run writes by default
 
 
 class TrainingSession:
-    """One training of the model by the method, with a progress bar on a terminal, log lines and checkpoints.
-
-    `state`, that of a checkpoint, is where to go on. The other processes of a distributed training have a `run` that
-    records nothing, and write no checkpoint.
-    """
+    """One training, with a progress bar, log lines and checkpoints; it goes on from `state`, that of a checkpoint."""
 
     def __init__(
         self, experiment: Experiment, parts: Parts, run: RunFolder, stop: Stop, state: dict[str, Any] | None

@@ -10,13 +10,8 @@ from types import FrameType
 
 from immunization.errors import Preempted
 
-Handler = Callable[[int, FrameType | None], object] | int | None
-"""What `signal.getsignal` returns."""
-
-PAUSE = 0.05
-"""Seconds after which a signal that came amid an import, or the like, is sent again."""
-
-DELICATE = f"{os.sep}pydantic{os.sep}"
+Handler = Callable[[int, FrameType | None], object] | int | None  # what `signal.getsignal` returns
+PAUSE = 0.05  # seconds after which a signal that came amid an import, or the like, is sent again
 
 STARTING: dict[int, Handler] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 """What `preemptible` takes the place of: a handler that somebody else has set stays."""
@@ -49,10 +44,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 class Stop:
-    """SIGTERM, Ctrl-C, and the signal that a cluster's launcher listens to.
-
-    While `held`, a signal waits for the end of the step and a checkpoint; a second one does not wait.
-    """
+    """SIGTERM, Ctrl-C and a cluster launcher's signal: while `held`, a first one waits for a step and a checkpoint."""
 
     def __init__(self) -> None:
         self.asked: int | None = None
@@ -79,7 +71,6 @@ class Stop:
 
     @contextmanager
     def after_steps(self) -> Iterator[None]:
-        """Inside, signals wait for the end of a step."""
         self.held = True
         try:
             yield
@@ -113,7 +104,8 @@ class Stop:
 def _delicate(frame: FrameType | None) -> bool:
     """Whether an exception would come out as another one: amid an import, or while pydantic builds a check."""
     while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib") or DELICATE in frame.f_code.co_filename:
+        name = frame.f_code.co_filename
+        if name.startswith("<frozen importlib") or f"{os.sep}pydantic{os.sep}" in name:
             return True
         frame = frame.f_back
     return False

@@ -31,7 +31,7 @@ from immunization.attacks.block_probe import Kernel, nested
 from immunization.attacks.pooling import POOLINGS, covariance_root, outputs_of, passed, poolings, prefix_flops
 from immunization.attacks.renewed import images_of, renew
 from immunization.errors import ConfigError
-from immunization.models.chain import Network, pooled
+from immunization.models.chain import NetParts, Network, pooled
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +208,7 @@ class Odd(nn.Module):
 
 
 def test_blocks_come_as_they_run_and_those_without_a_tensor_are_left_out():
-    network, x = Network(Odd(), "second", (3,)), torch.rand(20, 3)
+    network, x = Network(NetParts(Odd(), nn.Identity(), "", {"input_size": (3,)}, [])), torch.rand(20, 3)
     outputs = outputs_of(network, {"train": x, "val": x, "test": x}, mirrored=False)
     assert outputs.blocks == ["first", "second"]
     assert_close(outputs.columns("second", "average", "test")[0], network(x))

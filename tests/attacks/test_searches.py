@@ -165,7 +165,7 @@ def test_what_a_recipe_says_is_done(net):
     for batchnorm in ("train", "eval"):
         opened = tuner.open(recipe := Recipe(0.01, "sgd", 8, "last", 0.0, batchnorm=batchnorm), 0)
         tuner.loss(opened, recipe, *(part[:8] for part in tuner.splits["train"]))
-        norms = [m for m in opened.network.last()[0].modules() if isinstance(m, nn.BatchNorm2d)]
+        norms = [m for m in opened.network.part("last")[0].modules() if isinstance(m, nn.BatchNorm2d)]
         assert norms
         assert all(m.training == (batchnorm == "train") for m in norms)
     parts = {
