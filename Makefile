@@ -2,6 +2,7 @@
 # make test [ARGS="-m slow"]               the same for the tests; JOBS is the number of test processes
 # make test-oldest                         of what trains, the tests that assert digits, as an old processor rounds
 # make results [QUICK=1]                   everything RESULTS.md is made of, then RESULTS.md; stops and goes on at any time
+# make docs                                the documents as a site, build/site/index.html; fails on a dead link
 # make lint, make format, make clean       VENV=<folder> and PYTHON=<interpreter> choose the environment
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,7 +14,7 @@ STAMP := $(VENV)/.installed-$(firstword $(shell cksum < pyproject.toml))
 # Before the environment is made: one made with the wrong Python would stay.
 CHECK_PYTHON := import sys; (3, 11) <= sys.version_info < (3, 14) or sys.exit("Python 3.11 to 3.13 is needed: make PYTHON=...")
 
-.PHONY: run test test-oldest results lint format install clean
+.PHONY: run test test-oldest results docs lint format install install-docs clean
 
 run: install
 	$(VENV)/bin/python launch.py $(ARGS)
@@ -26,6 +27,9 @@ test-oldest: install
 
 results: install
 	$(VENV)/bin/python -m immunization.results.make $(if $(QUICK),--quick) $(ARGS)
+
+docs: install-docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
 
 lint: install
 	$(VENV)/bin/ruff check .
@@ -43,6 +47,12 @@ $(STAMP):
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || { $(PYTHON) -c '$(CHECK_PYTHON)' && $(PYTHON) -m venv --clear $(VENV); }
 	@rm -f $(VENV)/.installed-*
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+install-docs: $(STAMP)-docs
+
+$(STAMP)-docs: $(STAMP)
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	@touch $@
 
 clean:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from immunization.runner import run
 
 pytestmark = pytest.mark.trains
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(language: str) -> list[str]:
@@ -41,13 +42,29 @@ def test_hyperparameters_page_is_current() -> None:
     assert (ROOT / "docs" / "hyperparameters.md").read_text() == module.page()
 
 
-def test_commands_of_the_readme_compose() -> None:
-    text = "\n".join(blocks("sh")).replace("\\\n", " ")
-    lines = [re.sub("<[^>]*>", "placeholder", line.partition("#")[0]).split() for line in text.splitlines()]
-    commands = [line[2:] for line in lines if line[:2] == ["python", "launch.py"]]
-    assert len(commands) >= 5
-    for command in commands:
-        compose([word.partition(",")[0] if "-m" in command else word for word in command if word != "-m"])
+def commands(page: Path) -> list[list[str]]:
+    """Every `python launch.py` of a page, its first job where it is a multirun; loops and tracked runs are left out."""
+    found = re.findall(r"python launch\.py ([^`\n]+)", page.read_text().replace("\\\n", " "))
+    known = {"<method>": "closed_form", "<file>": "seeds"}
+    split = []
+    for line in found:
+        line = re.sub("<[^>]*>", lambda place: known.get(place[0], "placeholder"), line.partition("  #")[0])
+        words = shlex.split(line.partition(";")[0])
+        multirun = "-m" in words or any(word.startswith("sweeps=") for word in words)
+        if not any("..." in word or "$" in word or word.startswith(("wandb_run", "--")) for word in words):
+            jobs = (word.partition(",")[0] if multirun and "[" not in word else word for word in words)
+            split.append([word for word in jobs if word != "-m"])
+    return split
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
+def test_commands_compose(page: Path) -> None:
+    for command in commands(page):
+        compose(command)
+
+
+def test_the_readme_has_commands() -> None:
+    assert len(commands(ROOT / "README.md")) >= 10
 
 
 def test_the_table_of_the_readme_is_what_the_default_run_prints(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

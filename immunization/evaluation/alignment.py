@@ -1,4 +1,4 @@
-"""How far two tasks can be told apart at all: the ceiling of RIR (docs/theory.md) and the alignment of K_P and K_H.
+"""How different two tasks are: the ceiling of RIR (docs/theory.md) and the alignment of K_P and K_H.
 
 Both look at the training features before immunization, for linear models the inputs: K = V S^2 V^T.
 """
@@ -18,7 +18,7 @@ from immunization.theory.probe import Probe
 
 
 def bounded_condition_number(comparison: Comparison) -> tuple[float, str]:
-    """kappa(M), and '' or, where it is infinite, the reason why RIR has no ceiling and what to do."""
+    """kappa(M), and the reason and remedy if it is infinite, so that RIR has no ceiling; otherwise ''."""
     primary, harmful = (comparison.probe(role, "baseline") for role in ("primary", "harmful"))
     rank = len(harmful.sigma)
     if rank == 1:

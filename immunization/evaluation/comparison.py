@@ -1,4 +1,4 @@
-"""What every evaluation reads: the features of every task before and after immunization."""
+"""The features of every task before and after immunization, which every evaluation reads."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TypeVar
@@ -15,15 +15,15 @@ from immunization.theory import spectrum
 from immunization.theory.probe import Probe
 
 ROWS = 256
-"""Rows of a net's features that are folded into a factor at once."""
+"""Rows of a net's features folded into a factor at a time."""
 KEPT = 2**31
-"""Bytes of one split's features up to which they are kept; larger ones are computed again for every measure."""
+"""Features of one split are kept up to this many bytes; larger ones are recomputed for every measure."""
 
 Found = TypeVar("Found")
 
 
 class Once(dict[Hashable, object]):
-    """What was computed, by key: `once(key, compute)` computes a value the first time."""
+    """Values by key; `once(key, compute)` computes a value the first time."""
 
     def __call__(self, key: Hashable, compute: Callable[[], Found]) -> Found:
         if key not in self:
@@ -92,7 +92,7 @@ class Comparison:
         return self._once(("authors", role, stage), compute)
 
     def no_test(self, role: Role) -> str | None:
-        """Why there is no held-out measure of a task; None where there is one."""
+        """Why a task has no held-out measure; None if it has one."""
         task = self.tasks[role]
         if not len(task.test):
             return f"the {role} task has no test split"
@@ -104,7 +104,7 @@ class Comparison:
         return getattr(self.tasks[role], split)
 
     def _stored(self, role: Role, split: str, stage: Stage) -> Tensor | None:
-        """Features [N, D] of one split that are stored, or few enough to be kept; None for others."""
+        """Features [N, D] of one split that are stored or small enough to keep; None for others."""
         assert stage in SUFFIX, f"the stage must be one of {', '.join(SUFFIX)}, not {stage}"
         x = self._split(role, split).x
         if stage == "baseline":

@@ -1,4 +1,4 @@
-"""What number formats do to the primary task of an immunized net: whether it survives being deployed."""
+"""The primary task of an immunized net in the number formats in which nets are deployed."""
 
 import copy
 import warnings
@@ -39,7 +39,7 @@ FORMATS: dict[str, tuple[Callable[[nn.Module], nn.Module], torch.dtype]] = {
     "bfloat16": (nn.Module.bfloat16, torch.bfloat16),
     "int8": (_int8, torch.float32),
 }
-"""How a net comes into a format, and the dtype of its images there."""
+"""Formats: how to convert a net, and the dtype of its images."""
 
 
 class Deployment:
@@ -93,7 +93,7 @@ class Deployment:
         batches: list[tuple[Tensor, Tensor]],
         measures: Measures,
     ) -> str | None:
-        """Measure both nets in a format; what it breaks, if it does."""
+        """Measure both nets in a format; returns what it breaks, if anything."""
         task, found = comparison.tasks["primary"], {}
         labels = torch.cat([labels for _, labels in batches])
         for stage, suffix in SUFFIX.items():

@@ -1,4 +1,4 @@
-"""What every evaluation returns: flat numbers, curves, flags and arrays, with a reason for whatever is missing."""
+"""The return value of every evaluation: flat numbers, curves, flags and arrays, with reasons for missing values."""
 
 import math
 import re
@@ -13,9 +13,9 @@ from immunization.runs.result import Curve
 Role = str
 """`primary`, `harmful`, `benign`, or that of a further task (`TaskPair.tasks`)."""
 Stage = Literal["immunized", "baseline", "start"]
-"""theta_I, what it is compared with (raw inputs or theta_0), and theta_0 where that is something else."""
+"""theta_I, the baseline (raw inputs or theta_0), and theta_0 if it is not the baseline."""
 SUFFIX: dict[Stage, str] = {"immunized": "", "baseline": "_baseline"}
-"""What the name of a metric ends in; curves of the baseline end in `/baseline`."""
+"""Endings of metric names; curves of the baseline end in `/baseline`."""
 
 CONDITIONING = ("rir", "ratio_harmful", "ratio_primary", "kappa_harmful", "kappa_primary")
 """Measures of the spectra after immunization, on training inputs."""
@@ -46,7 +46,7 @@ class Measures:
             self.miss(f"the value is not finite ({value})", name)
 
     def miss(self, reason: str, *names: str) -> None:
-        """Record metrics that do not exist, and why."""
+        """Record metrics that do not exist, with the reason."""
         for name in names:
             self.metrics[name], self.reasons[name] = None, reason
 
@@ -78,7 +78,7 @@ class Measures:
         self.curves[name + SUFFIX[stage].replace("_", "/")] = {"x": list(x), "y": y.tolist()}
 
     def merge(self, other: "Measures") -> None:
-        """Take over everything that `other` holds."""
+        """Add everything from `other`."""
         for name in ("metrics", "reasons", "curves", "arrays", "about"):
             getattr(self, name).update(getattr(other, name))
         self.flags.extend(flag for flag in other.flags if flag not in self.flags)

@@ -1,4 +1,4 @@
-"""What immunization does to the classes of a net's own head that are not in D_P."""
+"""The effect of immunization on classes of a net's own head that are not in D_P."""
 
 from itertools import chain
 
@@ -16,7 +16,7 @@ NAMES = ("accuracy", "called_primary")
 
 
 class OtherClasses:
-    """Accuracy of the net's own head on images of classes that are not in D_P, and how many it takes for one of D_P.
+    """Accuracy of the own head on images of classes outside D_P, and the share it classifies as one of D_P.
 
     `other_classes/accuracy` (argmax over all outputs) and `other_classes/called_primary`, the share of these images
     whose prediction is a class of D_P; also with `_baseline`, where the net before training is kept, as in an audit.

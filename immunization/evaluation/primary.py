@@ -1,4 +1,4 @@
-"""What immunization does to the primary task, and Definition 3.1."""
+"""The effect of immunization on the primary task, and Definition 3.1."""
 
 import torch
 
@@ -19,7 +19,7 @@ def retrained_head(comparison: Comparison, stage: str) -> dict[str, float]:
 
 
 def primary_change(comparison: Comparison) -> tuple[float, float, float]:
-    """The retrained head's test measure immunized and before, and the change: of accuracy, or relative of R^2."""
+    """The retrained head's test measure after and before, and its change: absolute for accuracy, relative for R^2."""
     name = comparison.tasks["primary"].measure_name
     after, before = (retrained_head(comparison, stage)[name] for stage in SUFFIX)
     return after, before, (after - before) / (abs(before) or 1 if name == "r2" else 1)
@@ -47,7 +47,7 @@ class PrimaryPerformance:
 
 
 def head_at_chance(accuracy: float, chance: float) -> str | None:
-    """Why a model that its own head gives this accuracy before immunization is none to immunize; None where it is."""
+    """Why a model with this accuracy of its own head should not be immunized; None if it can be."""
     if accuracy >= chance + MARGIN:
         return None
     return (

@@ -49,7 +49,7 @@ class RelativeRatio:
 
     @staticmethod
     def _further(comparison: Comparison, measures: Measures) -> None:
-        """The measures of every further attacked task, in the place of the first harmful one."""
+        """The same measures for every further attacked task."""
         pair = comparison.pair
         for role in list(pair.attacked)[1:]:
             for name, value in condition_ratios(comparison, harmful=role).items():

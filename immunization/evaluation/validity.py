@@ -1,4 +1,4 @@
-"""Whether the scores of a run mean what they seem to: flags, shown beside every score, and no measures."""
+"""Flags that warn where the scores of a run say less than they seem to."""
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ SAME = 1e-6
 
 
 class Validity:
-    """Flags where the scores of a run are less than they seem.
+    """Flags where the scores of a run say less than they seem to.
 
     `unchanged`: theta_I is the baseline. `few_samples_<role>`: fewer training rows than features, so that H is singular
     whatever the model is. `ridge_limited_<role>`: the released code's kappa is set by its ridge of 1e-6.
@@ -73,6 +73,6 @@ class Validity:
 
 
 def in_train_mode(module: nn.Module) -> list[str]:
-    """Names of a module's layers that behave differently in training and are in that mode."""
+    """Names of a module's layers in train mode that behave differently there."""
     layers = (*BATCH_NORMS, nn.modules.dropout._DropoutNd)
     return [name for name, part in module.named_modules() if isinstance(part, layers) and part.training]

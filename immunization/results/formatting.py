@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 NONE = "–"  # noqa: RUF001
-"""Stands where there is no value."""
+"""Shown for a missing value."""
 MEASURES = {"accuracy": "accuracy", "r2": "R²", "loss": "loss"}
 """What may be measured on the primary task, by its name in result.json, and how it is called."""
 ROLES = ("harmful", "primary", "benign")

@@ -27,7 +27,7 @@ COLORS = {"primary": "#0072B2", "harmful": "#D55E00", "benign": "#009E73"}
 """Of the usual tasks; a further one has the color of its kind, an unseen one that of UNSEEN."""
 UNSEEN = "#CC79A7"
 ROLE_LINES = {"primary": "-", "harmful": "--", "benign": ":"}
-"""Where several tasks share a panel, so that they can be told apart without color."""
+"""Lines of tasks that share a panel, distinguishable without color."""
 TERMS = {
     "loss": (INK, "-"),
     "task_loss": (COLORS["primary"], "-"),

@@ -35,7 +35,7 @@ class Footnotes(dict[str, str]):
     """Notes with their numbers; the same text keeps its number."""
 
     def mark(self, text: str | None) -> str:
-        """The superscript that points to `text`; nothing where there is no text."""
+        """The superscript that points to `text`; empty without text."""
         return self.setdefault(text, str(len(self) + 1).translate(SUPERSCRIPT)) if text else ""
 
     def cell(self, result: Result, name: str) -> str:

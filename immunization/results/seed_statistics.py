@@ -35,7 +35,7 @@ class Summary:
 
 
 def summarize(values: Sequence[float]) -> Summary:
-    """`values` [n] (one a seed) as a Summary; NaN without values.
+    """`values` [n] (one per seed) as a Summary; NaN without values.
 
     The interval is Student's, which supposes a normal distribution; it needs three values and is NaN below.
     """

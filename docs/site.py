@@ -1,0 +1,42 @@
+"""Hooks of mkdocs.yml: pages of the site from outside docs/, and links between them."""
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    "index.md": "README.md",
+    "results.md": "RESULTS.md",
+    "sweeps.md": "sweeps/README.md",
+    "examples.md": "examples/README.md",
+}
+"""Pages of the site, and the files of the repository that they are."""
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages from outside of docs/."""
+    for uri, path in PAGES.items():
+        files.append(File.generated(config, uri, content=(ROOT / path).read_text()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Point every link at its page of the site; keep only the text of links to files that are none."""
+    here = posixpath.dirname(PAGES.get(page.file.src_uri, f"docs/{page.file.src_uri}"))
+    site = {path: uri for uri, path in PAGES.items()}
+
+    def moved(link: re.Match[str]) -> str:
+        picture, text, target, anchor = link.groups()
+        path = posixpath.normpath(posixpath.join(here, target))
+        uri = site.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
+        if uri is None or not uri.endswith((".md", ".png")):
+            return text
+        relative = posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or ".")
+        return f"{picture}[{text}]({relative}{anchor or ''})"
+
+    return LINK.sub(moved, markdown)
