@@ -9,7 +9,7 @@ from annotated_types import Ge, Le
 from torch import Tensor, nn
 
 from immunization.checks import AboveOne, AtLeastOne, Fraction, NonNegative
-from immunization.data.task import LEARNED, MARGIN, Task, TaskPair
+from immunization.data.task import LEARNED, Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.base import Method
 from immunization.methods.linear_map import (
@@ -70,8 +70,7 @@ class LearningCurve(Method, without=["batch_size", "max_accuracy_drop"]):
 
     `patience`: stop after that many epochs in which the held-out gap (measure of the primary probe minus that of the
     harmful one on the validation splits, mean over t, minus the benign term) has not grown, and go back to the best
-    theta. Flag `primary_slower`: on the validation rows a fresh primary probe takes more steps than the baseline's to
-    90 % of the baseline's best; `primary_unchecked`: there are no such rows.
+    theta.
 
     The curves are steep in theta: at a constant rate Adam oscillates, and a difference in the last bit of theta grows
     to the leading one within tens of steps. Let the rate decay to 0 (scheduler=cosine).
@@ -190,27 +189,9 @@ class LearningCurve(Method, without=["batch_size", "max_accuracy_drop"]):
         enough = curve >= task.chance + LEARNED * (curve.max() - task.chance) - 1e-12
         return first if enough[-1] else min(first, steps[enough.int().argmax()].item())
 
-    def _check_primary(self) -> None:
-        """Flag a fresh primary probe that takes more steps than the baseline's to 90 % of its best on validation."""
-        task = self.pair.primary
-        if not len(task.val):
-            self.flags["primary_unchecked"] = "no validation rows show whether a fresh primary probe became slower"
-            return
-        steps = 2 ** torch.arange(0, 20.25, 0.25, dtype=torch.float64, device=self.theta.device)
-        before = self._baseline_curve(task, steps)
-        threshold = task.chance + LEARNED * (before.max() - task.chance)
-        curves = before, self._curve(task, self.primary, steps)
-        then, now = ((curve.cummax(0).values < threshold - 1e-12).sum().item() for curve in curves)
-        if before.max() >= task.chance + MARGIN and now > then + 1:  # one step of the grid is within rounding
-            self.flags["primary_slower"] = (
-                f"a fresh primary probe took {2 ** ((now - then) / 4):.3g} times as many steps as the baseline's to "
-                "90 % of the baseline's best on the validation rows; raise method.lambda_P or method.epochs"
-            )
-
     @torch.no_grad()
     def finish(self, model: Model) -> None:
         super().finish(model)
-        self._check_primary()
         if self.rotate:
             rotation = nn.init.orthogonal_(torch.empty(self.theta.shape, dtype=torch.float64))
             self.theta.copy_(self.theta.double() @ rotation.to(self.theta.device))
