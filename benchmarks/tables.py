@@ -1,9 +1,9 @@
 """Methods on small tables: `python benchmarks/tables.py [--held-out] [--methods ...] [--pairs ...] [key=value ...]`.
 
 34 development pairs, on which defaults were chosen, and 15 held-out ones of other sources. Every pair is made from what
-is at hand without a network: scikit-learn's data sets and generators, and the files of `data_root` (House Prices, MNIST,
-CIFAR-10, Caltech-101, Imagenette), whose pairs are left out where these are missing. A pair is an npz file and a run of
-`dataset=arrays` with its defaults. `--runs FILE` keeps every run as a line of JSON, and goes on where it stopped.
+is at hand without a network: scikit-learn's data sets and generators, and the files of `data_root` (House Prices,
+MNIST, CIFAR-10, Caltech-101, Imagenette), whose pairs are left out where these are missing. A pair is an npz file and a
+run of `dataset=arrays` with its defaults. `--runs FILE` keeps every run as a line of JSON and goes on from there.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from sklearn.preprocessing import PolynomialFeatures
 
 from immunization import run
 from immunization.config import compose
+from immunization.results.formatting import NONE, number
 
 Table = tuple[np.ndarray, np.ndarray]
 """Inputs [N, D] and targets [N]."""
@@ -108,7 +109,9 @@ def mnist() -> Table:
     for kind, start in (("images-idx3", 16), ("labels-idx1", 8)):
         with gzip.open(ROOT / "mnist" / "MNIST" / "raw" / f"t10k-{kind}-ubyte.gz") as file:
             parts.append(np.frombuffer(file.read(), np.uint8, offset=start))
-    images = [Image.fromarray(one).resize((16, 16), Image.Resampling.BOX) for one in parts[0].reshape(-1, 28, 28)[:4000]]
+    images = [
+        Image.fromarray(one).resize((16, 16), Image.Resampling.BOX) for one in parts[0].reshape(-1, 28, 28)[:4000]
+    ]
     return np.stack([np.asarray(image, float).ravel() / 255 for image in images]), parts[1][:4000].astype(int)
 
 
@@ -250,7 +253,9 @@ DEVELOPMENT: dict[str, Callable[[], Pair]] = {
     "House Prices, 15 columns by lot": lambda: house_pair(LIVING, "SalePrice", "LotFrontage", "MasVnrArea"),
     "House Prices, 8 areas": lambda: house_pair(AREAS, "SalePrice", "YearBuilt", "GrLivArea"),
     "House Prices, 8 areas, one price": lambda: house_pair(AREAS, "SalePrice", "OverallQual"),
-    "House Prices, 4 columns": lambda: house_pair(["LotArea", "GrLivArea", "YearBuilt", "GarageArea"], "SalePrice", "MoSold"),
+    "House Prices, 4 columns": lambda: house_pair(
+        ["LotArea", "GrLivArea", "YearBuilt", "GarageArea"], "SalePrice", "MoSold"
+    ),
     "buildings, by orientation": lambda: building_pair(lambda t: t.orientation > 3),
     "buildings, by height": lambda: building_pair(lambda t: t.height > 5),
     "buildings, by glass": lambda: building_pair(lambda t: t.glass > 0.2),
@@ -288,8 +293,12 @@ HELD_OUT: dict[str, Callable[[], Pair]] = {
     "CIFAR-10, 17 statistics": lambda: one_vs_rest(
         statistics(folder("cifar10", 32, 300)[0]), folder("cifar10", 32, 300)[1], 6, 1
     ),
-    "wine, by proline": lambda: frame(datasets.load_wine(as_frame=True).frame.drop(columns="target"), "alcohol", "proline"),
-    "wine, by hue": lambda: frame(datasets.load_wine(as_frame=True).frame.drop(columns="target"), "flavanoids", "hue", "ash"),
+    "wine, by proline": lambda: frame(
+        datasets.load_wine(as_frame=True).frame.drop(columns="target"), "alcohol", "proline"
+    ),
+    "wine, by hue": lambda: frame(
+        datasets.load_wine(as_frame=True).frame.drop(columns="target"), "flavanoids", "hue", "ash"
+    ),
     "photographs, 24 pixels": lambda: (patches("china.jpg"), patches("flower.jpg")),
     "power plant, by season": lambda: plant("season"),
     "power plant, two halves": lambda: plant("random"),
@@ -319,7 +328,9 @@ def bright(name: str) -> Table:
 # --- the runs ---------------------------------------------------------------------------------------------------------
 
 
-def runs(pairs: dict[str, Callable[[], Pair]], methods: list[str], options: list[str], file: Path | None) -> Iterator[dict]:
+def runs(
+    pairs: dict[str, Callable[[], Pair]], methods: list[str], options: list[str], file: Path | None
+) -> Iterator[dict]:
     """A line for each pair and method: those of `file` that are of the same options, and what is missing of them."""
     known = [json.loads(line) for line in file.read_text().splitlines()] if file and file.exists() else []
     found = {(line["pair"], line["method"]): line for line in known if line["options"] == options}
@@ -333,11 +344,12 @@ def runs(pairs: dict[str, Callable[[], Pair]], methods: list[str], options: list
                 continue
             with tempfile.TemporaryDirectory() as place:
                 path = Path(place, "pair.npz")
-                np.savez(path, **{f"{role}_{k}": a for role, t in zip(("primary", "harmful"), made, strict=True) for k, a in zip("xy", t, strict=True)})
+                (primary_x, primary_y), (harmful_x, harmful_y) = made
+                np.savez(path, primary_x=primary_x, primary_y=primary_y, harmful_x=harmful_x, harmful_y=harmful_y)
                 for method in missing:
-                    given = [f"method={method}", *(LOG if method == "opt_kappa" else ())]
+                    given = [f"dataset.path={path}", f"method={method}", *(LOG if method == "opt_kappa" else ())]
                     line = {"pair": name, "method": method, "options": options}
-                    found[name, method] = line | measured([f"dataset.path={path}", *given, *options], Path(place, method))
+                    found[name, method] = line | measured([*given, *options], Path(place, method))
                     if file:
                         with file.open("a") as out:
                             out.write(json.dumps(found[name, method]) + "\n")
@@ -364,9 +376,9 @@ COLUMNS = {
 
 def show(line: dict) -> str:
     metrics = line["metrics"]
-    cells = ["–" if metrics.get(name) is None else f"{metrics[name]:.3g}" for name in COLUMNS.values()]
+    cells = [NONE if metrics.get(name) is None else number(metrics[name]) for name in COLUMNS.values()]
     holds = metrics.get("definition/immunized")
-    cells.append("–" if holds is None else "yes" if holds else "no")
+    cells.append(NONE if holds is None else "yes" if holds else "no")
     return " | ".join([line["pair"], line["method"], *cells, ", ".join(line["flags"])])
 
 
