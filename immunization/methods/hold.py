@@ -24,9 +24,9 @@ PACE, REACTION, LARGEST = 2.0, 10.0, 0.3
 """Gain of the ascent, of the violation itself, and the largest violation |log (ii) / bound| that counts."""
 HIGHEST = 6.0
 """Largest log of the factor on lambda_P: beyond, R_well is all that an optimizer sees."""
-ALLOWANCE, WARM_UP = 0.2, 1 / 3
-"""log (ii) that is allowed at the start, and the share of the training in which this falls to the bound: weights that
-will hold kappa(H_P) let it rise by up to a fifth first."""
+START, SETTLED = 0.25, 0.5
+"""Shares of the training: before the first the weights are left alone, since those that will hold kappa(H_P) often let
+it rise first; up to the second, what is allowed falls from (ii) at the first to the bound."""
 SELDOM = 5
 """Epochs between two looks at models of more than `SMALL` features, whose condition numbers cost more than a step."""
 
@@ -34,9 +34,10 @@ SELDOM = 5
 class Hold(Method):
     """A method whose ratio (ii) = kappa(H_P) / kappa(K_P) ends at most at `hold_primary`, where ratio (i) is largest.
 
-    While it trains, `factor` multiplies lambda_P: the exponential of a multiplier that rises by log((ii) / bound) per
-    epoch, and falls to 0 at most. The run ends with the iterate of the largest (i) among those that satisfy the bound.
-    Where theta is a linear map and the last iterate does not, the nearest map that does (`conditioned`) competes.
+    After `START` of the training `factor` multiplies lambda_P: the exponential of a multiplier that rises with
+    log((ii) / bound) in every epoch, and falls to 0 at most. The run ends with the iterate of the largest (i) among
+    those within the bound. Where theta is a linear map and the last iterate is outside, the nearest maps within it
+    (`conditioned`) compete.
     "auto" is `BOUND` where `holds_by_default`, None takes weights as they are.
     """
 
@@ -53,6 +54,7 @@ class Hold(Method):
             bound = BOUND if self.holds_by_default(model) else None
         self.limit = None if bound is None else math.log(bound)
         self.multiplier, self.factor = 0.0, 1.0
+        self.allowed: float | None = None
         if bound is not None:
             tasks = {"primary": pair.primary, "harmful": pair.harmful}
             self.before = {role: _log_kappa(task, model.baseline_factor(role, task)) for role, task in tasks.items()}
@@ -66,12 +68,19 @@ class Hold(Method):
     def epoch_end(self, model: Model, epoch: int) -> bool:
         if self._looks(epoch):
             self.ratio = self.log_ratio(model, "primary")
-            early = max(0.0, 1 - (epoch + 1) / (WARM_UP * self.epochs))
-            aim = early * ALLOWANCE + (1 - early) * (self.limit - MARGIN)
-            violation = max(-LARGEST, min(LARGEST, self.ratio - aim))
-            self.multiplier = max(0.0, min(HIGHEST, self.multiplier + PACE * violation))
-            self.factor = math.exp(max(0.0, min(HIGHEST, self.multiplier + REACTION * violation)))
+            if epoch + 1 >= START * self.epochs:
+                self._ascend((epoch + 1) / self.epochs)
         return super().epoch_end(model, epoch)
+
+    def _ascend(self, share: float) -> None:
+        """A step of the multiplier after this share of the training."""
+        bound = self.limit - MARGIN
+        self.allowed = max(self.ratio, bound) if self.allowed is None else self.allowed
+        early = max(0.0, (SETTLED - share) / (SETTLED - START))
+        violation = self.ratio - bound - early * (self.allowed - bound)
+        violation = max(-LARGEST, min(LARGEST, violation))
+        self.multiplier = max(0.0, min(HIGHEST, self.multiplier + PACE * violation))
+        self.factor = math.exp(max(0.0, min(HIGHEST, self.multiplier + REACTION * violation)))
 
     def _looks(self, epoch: int) -> bool:
         return self.limit is not None and ((epoch + 1) % self.every == 0 or epoch + 1 == self.epochs)
@@ -86,7 +95,7 @@ class Hold(Method):
         return self.log_ratio(model, "harmful") if self.ratio <= self.limit else -math.inf
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"multiplier": self.multiplier, "factor": self.factor}
+        return super().state_dict() | {name: getattr(self, name) for name in ("multiplier", "factor", "allowed")}
 
     @torch.no_grad()
     def finish(self, model: Model) -> None:
