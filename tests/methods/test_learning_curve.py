@@ -235,7 +235,7 @@ def test_regression_and_several_classes(targets):
         Task("classes", classes, classes, classes, classes=3),
         Task("regression", regression, regression, regression),
     )
-    method = LearningCurve(epochs=30, targets=targets)
+    method = LearningCurve(epochs=30, targets=targets, start="model")
     before = Linear(pair)
     method.setup(before, pair)
     first = method.step(before, None, None)
@@ -260,3 +260,17 @@ def test_bad_options():
     for options in ({"benign_weight": -1.0}, {"lambda_H": float("nan")}, {"patience": 0}, {"targets": "noise"}):
         with pytest.raises(ConfigError, match=rf"method\.{next(iter(options))}"):
             LearningCurve(epochs=1, **options)
+
+
+def test_a_few_columns_start_where_a_trial_came_lowest():
+    tasks = []
+    for seed in (0, 1):
+        x = gaussian(60, 5, seed=seed) * torch.tensor([3.0, 1.0, 1.0, 0.3, 0.1], dtype=torch.float64).roll(seed)
+        rows = Split(x, x @ gaussian(5, seed=seed + 4))
+        tasks.append(Task("regression", rows, rows, rows))
+    losses = {}
+    for start in ("auto", "model"):
+        method, model = LearningCurve(epochs=1, start=start), Linear(TaskPair("small", *tasks))
+        method.setup(model, TaskPair("small", *tasks))
+        losses[start] = method.step(model)["loss"].item()
+    assert losses["auto"] < losses["model"] - 0.1
