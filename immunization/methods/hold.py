@@ -35,9 +35,9 @@ class Hold(Method):
     """A method whose ratio (ii) = kappa(H_P) / kappa(K_P) ends at most at `hold_primary`, where ratio (i) is largest.
 
     After `START` of the training `factor` multiplies lambda_P: the exponential of a multiplier that rises with
-    log((ii) / bound) in every epoch, and falls to 0 at most. The run ends with the iterate of the largest (i) among
-    those within the bound. Where theta is a linear map and the last iterate is outside, the nearest maps within it
-    (`conditioned`) compete.
+    log((ii) / bound) in every epoch, and falls to 0 at most. A run that needed it ends with the iterate of the largest
+    (i) among those within the bound. Where theta is a linear map and the last iterate is outside, the nearest maps
+    within it (`conditioned`) compete.
     "auto" is `BOUND` where `holds_by_default`, None takes weights as they are.
     """
 
@@ -55,6 +55,7 @@ class Hold(Method):
         self.limit = None if bound is None else math.log(bound)
         self.multiplier, self.factor = 0.0, 1.0
         self.allowed: float | None = None
+        self.acted = False
         if bound is not None:
             tasks = {"primary": pair.primary, "harmful": pair.harmful}
             self.before = {role: _log_kappa(task, model.baseline_factor(role, task)) for role, task in tasks.items()}
@@ -81,6 +82,7 @@ class Hold(Method):
         violation = max(-LARGEST, min(LARGEST, violation))
         self.multiplier = max(0.0, min(HIGHEST, self.multiplier + PACE * violation))
         self.factor = math.exp(max(0.0, min(HIGHEST, self.multiplier + REACTION * violation)))
+        self.acted |= self.factor > 1
 
     def _looks(self, epoch: int) -> bool:
         return self.limit is not None and ((epoch + 1) % self.every == 0 or epoch + 1 == self.epochs)
@@ -95,13 +97,17 @@ class Hold(Method):
         return self.log_ratio(model, "harmful") if self.ratio <= self.limit else -math.inf
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {name: getattr(self, name) for name in ("multiplier", "factor", "allowed")}
+        return super().state_dict() | {
+            name: getattr(self, name) for name in ("multiplier", "factor", "allowed", "acted")
+        }
 
     @torch.no_grad()
     def finish(self, model: Model) -> None:
         if self.limit is None:
             return super().finish(model)
         theta, last = model.linear_map(), self.log_ratio(model, "primary")
+        if last <= self.limit and not self.acted and self.patience is None and self.max_accuracy_drop is None:
+            return None  # the weights held by themselves: the run is what it is without a bound
         found = [] if theta is None or last <= self.limit else self._nearest(theta.double())
         super().finish(model)
         ratio, nearest = max(found, key=lambda one: one[0], default=(-math.inf, None))

@@ -66,6 +66,14 @@ def test_a_run_ends_within_the_bound_where_fixed_weights_do_not(bound):
     torch.testing.assert_close(model(pair.primary.train.x), expected)
 
 
+def test_weights_that_hold_by_themselves_are_left_alone():
+    pair = small_table()
+    thetas = [
+        trained(ConditionNumber(10.0, 0.1, epochs=60, hold_primary=b), pair)[0].extractor.theta for b in (None, 1.0)
+    ]
+    assert torch.equal(*thetas)
+
+
 def test_opt_kappa_in_logarithms_is_held_and_its_other_forms_are_not():
     pair = small_table()
     model, _ = trained(OptKappa(form="log", epochs=60, hold_primary=0.5), pair)
