@@ -121,8 +121,9 @@ def headline(result: Result) -> str | None:
     said, holds = [], []
     if definition is not None:
         failed = ", ".join(letter for letter in "abc" if not metrics.get(f"definition/{letter}"))
-        ratios = "(i) {ratio_harmful:.3g}, (ii) {ratio_primary:.3g}".format(**metrics)
-        said.append(f"Definition 3.1 {'holds' if definition else f'fails in {failed}'} ({ratios})")
+        ratios = [metrics.get(name) for name in ("ratio_harmful", "ratio_primary")]
+        shown = " ((i) {:.3g}, (ii) {:.3g})".format(*ratios) if None not in ratios else ""  # withheld: undetermined
+        said.append(f"Definition 3.1 {'holds' if definition else f'fails in {failed}'}{shown}")
         holds.append(bool(definition))
     if harmful is not None and primary is not None:
         said.append(f"a fresh harmful probe takes {harmful:.3g} times the steps, a primary one {primary:.3g} times")
