@@ -31,10 +31,15 @@ def bounded_condition_number(comparison: Comparison) -> tuple[float, str]:
     return relative_condition_number(primary, harmful), ""
 
 
+LOW = 2.0
+"""A ceiling of RIR below which tasks are too alike for any linear map."""
+
+
 class Ceiling:
     """RIR* = kappa(M) kappa(K_P) / kappa(K_H), which no invertible theta exceeds, and log RIR / log RIR*.
 
     By Ostrowski's theorem kappa(H_H) <= kappa(M) kappa(H_P). For training inputs; None where the supremum is infinite.
+    Flag `ceiling_low`: it is below `LOW`.
     """
 
     names = ("ceiling/rir", "ceiling/attained")
@@ -48,6 +53,12 @@ class Ceiling:
         ratios = condition_ratios(comparison)
         ceiling = kappa * ratios["kappa_primary_baseline"] / ratios["kappa_harmful_baseline"]
         measures.put("ceiling/rir", ceiling)
+        if ceiling < LOW and comparison.model.linear_map() is not None:
+            measures.flag(
+                "ceiling_low",
+                f"no linear map reaches an RIR above {ceiling:.3g} on these tasks: their inputs are too alike for any "
+                "method to tell them apart",
+            )
         if abs(math.log(ceiling)) < 1e-9:
             measures.miss("the ceiling is 1: no theta can tell the two tasks' spectra apart", "ceiling/attained")
         elif not 0 < ratios["rir"] < math.inf:

@@ -105,12 +105,16 @@ class Method(Component, group="method"):
                     f"theta_0's, more than method.max_accuracy_drop={self.max_accuracy_drop}; the best before is kept"
                 )
                 return True
-        elif self.patience is None or (epoch + 1) % max(1, self.patience // CHECKS):
+        elif not self.takes_score(epoch):
             return False
         score = self.score(model)
         if score > self.best[0] + MIN_GAIN:
             self.best = score, epoch, _copy(model)
-        return self.patience is not None and epoch - self.best[1] >= self.patience
+        return self.patience is not None and bool(self.best[2]) and epoch - self.best[1] >= self.patience
+
+    def takes_score(self, epoch: int) -> bool:
+        """Whether a score is taken after this epoch."""
+        return self.patience is not None and not (epoch + 1) % max(1, self.patience // CHECKS)
 
     def _accuracy(self, model: Model) -> float:
         task = self.pair.primary

@@ -77,6 +77,9 @@ class Combined(Method):
         ended = [part.epoch_end(model, epoch) for part in self.parts.values()]
         return super().epoch_end(model, epoch) or any(ended)
 
+    def takes_score(self, epoch: int) -> bool:
+        return super().takes_score(epoch) or any(part.takes_score(epoch) for part in self.parts.values())
+
     def score(self, model: Model) -> float:
         for part in self.parts.values():
             part.best = self.best

@@ -12,6 +12,7 @@ from immunization.checks import AtLeastTwo, Count, EvenPower, Fraction, NonNegat
 from immunization.compute import distributed
 from immunization.data.task import TaskPair
 from immunization.methods.base import Method, preconditioner
+from immunization.methods.hold import Hold
 from immunization.models.base import Batch, Model
 from immunization.theory.preconditioning import Precondition
 from immunization.theory.products import SMALL, triangular_product
@@ -26,14 +27,15 @@ from immunization.theory.regularizers import (
 )
 
 
-class ConditionNumber(Method):
+class ConditionNumber(Hold):
     """Minimize L(D_P) + lambda_P R_well,p(H_P) + lambda_H R_ill(H_H) (Alg. 1); `task_weight` weighs L.
 
     `power` is the p of R_well,p = (M_p^2 - M_2^2) / 2, M_p the power mean of the rank(H_P) non-zero eigenvalues; `inf`
     is the paper's (Eq. 3), the largest eigenvalue against the mean square over all D, with a kink wherever the largest
     eigenvalues meet. The gradients of both regularizers are multiplied by K_P^-1 and K_H^-1 (`precondition`:
     `cancelled`, where K drops out exactly; `ridge`, with K + `ridge` I; `pinv`; `none`). `balance=True` scales both
-    weights so that at theta_0 the gradient of each regularizer is as long as that of the loss.
+    weights so that at theta_0 the gradient of each regularizer is as long as that of the loss. `hold_primary`: see
+    `Hold`; "auto" where a linear model has balanced weights.
     """
 
     lambda_P: NonNegative
@@ -51,6 +53,9 @@ class ConditionNumber(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.preconditioner_P = self.preconditioner_H = preconditioner(self.precondition, self.ridge)
+
+    def holds_by_default(self, model: Model) -> bool:
+        return self.balance and not model.trains_layers
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
@@ -73,9 +78,14 @@ class ConditionNumber(Method):
         ill = model.hessian_term(r_ill, harmful, **self.preconditioner_H)
         if self.scale_P is None:
             self._balance(model, loss, well, ill)
-        weight_P, weight_H = self.lambda_P * self.scale_P, self.lambda_H * self.scale_H
+        weight_P, weight_H = self.weights
         total = self.task_weight * loss + weight_P * well + weight_H * ill
         return {"loss": total, "task_loss": loss, "r_well": well, "r_ill": ill}
+
+    @property
+    def weights(self) -> tuple[float, float]:
+        """Of R_well and R_ill."""
+        return self.lambda_P * self.scale_P * self.factor, self.lambda_H * self.scale_H
 
     def rank_of_r_well(self, primary: Batch) -> int:
         """k of R_well: the paper's counts all dimensions, also those that the primary features lack."""
@@ -92,7 +102,7 @@ class ConditionNumber(Method):
         Of 2,000 rows on one core, a step takes 1.18 times as long without it at D = 784, 1.16 at 300, 1.08 at 79.
         """
         theta, omega = model.linear_map(), model.head.weight
-        weight_P, weight_H = self.lambda_P * self.scale_P, self.lambda_H * self.scale_H
+        weight_P, weight_H = self.weights
         logits = model(primary.x).requires_grad_()
         with torch.enable_grad():
             loss = self.pair.primary.loss(logits, primary.y, self.smoothing)

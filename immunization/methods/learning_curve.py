@@ -9,9 +9,9 @@ from annotated_types import Ge, Le
 from torch import Tensor, nn
 
 from immunization.checks import AboveOne, AtLeastOne, Fraction, NonNegative
-from immunization.data.task import LEARNED, MARGIN, Task, TaskPair
+from immunization.data.task import LEARNED, Task, TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import Method
+from immunization.methods.base import MIN_GAIN, Method
 from immunization.methods.linear_map import (
     SLACK,
     bound_for,
@@ -20,11 +20,12 @@ from immunization.methods.linear_map import (
     generalizing_step,
     probe_of_inputs,
     rescale,
+    sum_root,
     theta_of,
 )
 from immunization.models import Batch, Model
 from immunization.theory.learning_curve import excess, residuals
-from immunization.theory.optimal_map import nearest_bounded
+from immunization.theory.optimal_map import nearest_bounded, optimal_map
 from immunization.theory.probe import Probe
 
 Horizon = Annotated[int, Ge(0), Le(40)] | Sequence[AtLeastOne]
@@ -35,6 +36,11 @@ PACE = 2
 
 SPAN = 16
 """Multiple of the best early stop up to which the baseline's path is followed; what comes later is overfitting."""
+
+FEW = 32
+"""Columns up to which a trial shows where to start: on few, descent from the identity ends in a poor minimum."""
+TRIAL, TRIAL_RATE = 600, 2e-2
+"""Steps of such a trial, and the rate of its optimizer."""
 
 FLOOR = 1e-12
 """Directions with a smaller share of the largest eigenvalue weigh as much as those with this one."""
@@ -70,8 +76,10 @@ class LearningCurve(Method, without=["batch_size", "max_accuracy_drop"]):
 
     `patience`: stop after that many epochs in which the held-out gap (measure of the primary probe minus that of the
     harmful one on the validation splits, mean over t, minus the benign term) has not grown, and go back to the best
-    theta. Flag `primary_slower`: on the validation rows a fresh primary probe takes more steps than the baseline's to
-    90 % of the baseline's best; `primary_unchecked`: there are no such rows.
+    theta.
+
+    `start="auto"`: linear models of at most `FEW` features are first trained shortly from theta_0 and from the closed
+    form (`optimal_map`), and go on from the better of the two; "model" is theta_0, as for all others.
 
     The curves are steep in theta: at a constant rate Adam oscillates, and a difference in the last bit of theta grows
     to the leading one within tens of steps. Let the rate decay to 0 (scheduler=cosine).
@@ -97,6 +105,7 @@ class LearningCurve(Method, without=["batch_size", "max_accuracy_drop"]):
     patience = 100
     rotate: bool = True
     max_condition: AboveOne | Literal["auto"] | None = "auto"
+    start: Literal["auto", "model"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -124,8 +133,28 @@ class LearningCurve(Method, without=["batch_size", "max_accuracy_drop"]):
         if self.patience and not all(len(task.val) for task in pair.shown.values()):
             self.patience = None
             self.flags["no_early_stopping"] = "method.patience is without effect: a task has no validation rows"
+        if self.start == "auto" and not model.deep and pair.dim <= FEW and self.epochs:
+            self._choose_start(model)
 
-    def step(self, model: Model, primary: Batch, *harmful: Batch) -> dict[str, Tensor]:
+    def _choose_start(self, model: Model) -> None:
+        """Set theta to what a short training makes of theta_0, or of the closed form, whichever has the lower loss."""
+        roots = self.pair.primary.root, sum_root(self.pair.harmful_tasks)
+        ends: list[tuple[float, Tensor]] = []
+        for start in (self.theta.detach().double().clone(), optimal_map(*roots)):
+            self.theta.data.copy_(start)
+            optimizer = torch.optim.Adam([self.theta], lr=TRIAL_RATE)
+            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, TRIAL)
+            for _ in range(TRIAL):
+                optimizer.zero_grad()
+                self.step(model)["loss"].backward()
+                optimizer.step()
+                scheduler.step()
+            ends.append((self.step(model)["loss"].item(), self.theta.detach().clone()))
+        (first, theta), (second, other) = ends
+        self.theta.data.copy_(other if second < first - MIN_GAIN else theta)
+        self.theta.grad = None
+
+    def step(self, model: Model, *batches: Batch) -> dict[str, Tensor]:
         probes = [self.primary, *(probe for _, probe in self.attackers)]
         (residual, random), *attacked = self._residuals(*probes)
         excess_p = (self.weights * (residual[: len(self.aim)] - self.aim).square()).sum((1, 2)).mean()
@@ -190,27 +219,9 @@ class LearningCurve(Method, without=["batch_size", "max_accuracy_drop"]):
         enough = curve >= task.chance + LEARNED * (curve.max() - task.chance) - 1e-12
         return first if enough[-1] else min(first, steps[enough.int().argmax()].item())
 
-    def _check_primary(self) -> None:
-        """Flag a fresh primary probe that takes more steps than the baseline's to 90 % of its best on validation."""
-        task = self.pair.primary
-        if not len(task.val):
-            self.flags["primary_unchecked"] = "no validation rows show whether a fresh primary probe became slower"
-            return
-        steps = 2 ** torch.arange(0, 20.25, 0.25, dtype=torch.float64, device=self.theta.device)
-        before = self._baseline_curve(task, steps)
-        threshold = task.chance + LEARNED * (before.max() - task.chance)
-        curves = before, self._curve(task, self.primary, steps)
-        then, now = ((curve.cummax(0).values < threshold - 1e-12).sum().item() for curve in curves)
-        if before.max() >= task.chance + MARGIN and now > then + 1:  # one step of the grid is within rounding
-            self.flags["primary_slower"] = (
-                f"a fresh primary probe took {2 ** ((now - then) / 4):.3g} times as many steps as the baseline's to "
-                "90 % of the baseline's best on the validation rows; raise method.lambda_P or method.epochs"
-            )
-
     @torch.no_grad()
     def finish(self, model: Model) -> None:
         super().finish(model)
-        self._check_primary()
         if self.rotate:
             rotation = nn.init.orthogonal_(torch.empty(self.theta.shape, dtype=torch.float64))
             self.theta.copy_(self.theta.double() @ rotation.to(self.theta.device))

@@ -9,7 +9,8 @@ from torch import Tensor
 from immunization.checks import EvenPower, Fraction, NonNegative
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import Method, preconditioner
+from immunization.methods.base import preconditioner
+from immunization.methods.hold import Hold
 from immunization.methods.linear_map import fit_head, probe_of_inputs
 from immunization.models.base import Batch, Model, Regularizer
 from immunization.theory import spectrum
@@ -32,7 +33,7 @@ FORMS = {
 """The objective of log kappa(H_P) and log kappa(H_H)."""
 
 
-class OptKappa(Method):
+class OptKappa(Hold):
     """Minimize kappa(H_P) - kappa(H_H) (`form="raw"`, as the paper states it), or another one of `FORMS`.
 
     `form="log"` minimizes -log RIR up to a constant, with M_p / M_-p (power means of the eigenvalues, p = `power`) in
@@ -41,7 +42,8 @@ class OptKappa(Method):
     run into. The optimizer trains only the head; with `rate=None` it trains theta too, as in every other form.
     The reciprocal forms reproduce the paper's numbers (docs/reproduction.md). `conditioning="authors"` takes
     kappa(H + 1e-6 I) of all D eigenvalues, the released code's. Gradients are multiplied by K^-1 as in
-    `ReleasedConditionNumber`; `task_weight` L(D_P) is added (None: 0 for raw, else 1).
+    `ReleasedConditionNumber`; `task_weight` L(D_P) is added (None: 0 for raw, else 1). `hold_primary`, for form="log":
+    see `Hold`; the factor multiplies log kappa(H_P).
     """
 
     epochs = 300
@@ -64,6 +66,11 @@ class OptKappa(Method):
         if self.precondition == "cancelled" and not self.authors:
             raise ConfigError("method.precondition=cancelled needs method.conditioning=authors; else ridge, pinv, none")
         self.preconditioner = preconditioner(self.precondition, self.ridge, self.side)
+        if self.form != "log" and self.hold_primary not in ("auto", None):
+            raise ConfigError(f"method.hold_primary={self.hold_primary} needs method.form=log, not {self.form}")
+
+    def holds_by_default(self, model: Model) -> bool:
+        return self.form == "log" and not self.authors and not model.trains_layers
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
@@ -85,7 +92,7 @@ class OptKappa(Method):
         log_p = model.hessian_term(self._log_kappa(primary), primary, **self.preconditioner, features=features)
         log_h = model.hessian_term(self._log_kappa(harmful), harmful, **self.preconditioner)
         terms = {"log_kappa_primary": log_p, "log_kappa_harmful": log_h}
-        objective = FORMS[self.form](log_p, log_h)
+        objective = FORMS[self.form](self.factor * log_p, log_h)
         if not self.task_weight:
             return {"loss": objective, **terms}
         loss = self.pair.primary.loss(logits, primary.y)
@@ -106,9 +113,10 @@ class OptKappa(Method):
             return relative_log_condition_slope(features, batch.rank, self.power)
 
         (log_p, slope_p), (log_h, slope_h) = of(primary), of(harmful)
-        theta -= self.rate * (theta.double() @ (slope_p - slope_h)).to(theta.dtype)
+        # where the factor is large, the step is that of log kappa(H_P), and no longer
+        theta -= self.rate * (theta.double() @ (slope_p - slope_h / self.factor)).to(theta.dtype)
         return {
-            "loss": self.task_weight * loss + (log_p - log_h).to(loss.dtype),
+            "loss": self.task_weight * loss + (self.factor * log_p - log_h).to(loss.dtype),
             "task_loss": loss,
             "log_kappa_primary": log_p,
             "log_kappa_harmful": log_h,

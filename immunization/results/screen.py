@@ -11,7 +11,7 @@ from rich.text import Text
 from immunization.results.columns import Place, own_measures, placed
 from immunization.results.formatting import NONE, number, roles_in
 from immunization.runs.result import Result
-from immunization.runs.verdict import EASIER, attack_groups, attack_names
+from immunization.runs.verdict import EASIER, attack_groups, attack_names, headline
 
 SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -73,8 +73,10 @@ def _sheet(result: Result, objective: str) -> Iterator[RenderableType]:
     for some in (roles[i : i + 3] for i in range(0, len(roles), 3)):
         _head(grid, "", *some)
         for column in placed(Place.TASKS):
-            cells = (notes.cell(result, f"{column.measure}/{role}") for role in some)
-            grid.add_row(column.heading, *cells)
+            names = [f"{column.measure}/{role}" for role in some]
+            grid.add_row(column.heading, *(notes.cell(result, name) for name in names))
+            if any(found := [_interval(result, name) for name in names]):
+                grid.add_row("  95 % interval", *found, style="dim")
 
     asked = [objective] if objective in {*result.metrics} - {*ratios} else []
     listed = {c.measure: c.heading for c in placed(Place.SHEET) if c.measure in result.metrics}
@@ -94,6 +96,8 @@ def _sheet(result: Result, objective: str) -> Iterator[RenderableType]:
                 grid.add_row(name, *(notes.cell(result, key) for key in keys))
 
     yield Text.assemble((result.method, "bold"), f" on {result.dataset}, {result.model}, seed {result.seed}")
+    if (first := headline(result)) is not None:
+        yield Padding(Text(first, "bold"), (0, 0, 1, 2))
     easier = EASIER in result.flags  # the first sentence then comes before every figure
     for sentence in result.verdict[:easier]:
         yield Padding(Text(sentence, "bold red"), (0, 0, 1, 2))
@@ -105,6 +109,12 @@ def _sheet(result: Result, objective: str) -> Iterator[RenderableType]:
     for text, mark in notes.items():
         footnotes.add_row(Text(mark, "dim"), Text(text, "dim", overflow="fold"))
     yield Padding(footnotes, (1 if notes else 0, 0, 0, 2))
+
+
+def _interval(result: Result, name: str) -> str:
+    """The 95 % interval of a metric; empty where it has none."""
+    ends = [result.metrics.get(f"interval/{name}_{end}") for end in ("low", "high")]
+    return "" if None in ends else " to ".join(map(number, ends))
 
 
 def _head(grid: Table, *cells: str) -> None:

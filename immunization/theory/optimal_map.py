@@ -118,6 +118,18 @@ def nearest_bounded(a: Tensor, bound: float) -> Tensor:
     return u * near.clamp(high, bound * high).to(sigma, non_blocking=True) @ vh
 
 
+def conditioned(theta: Tensor, root: Tensor, bound: float, raised: bool = True) -> Tensor:
+    """A map [D, D] near theta with kappa(H) <= `bound` for the Hessian of features root theta, `root` [k, D] of rank k.
+
+    The singular values of root theta are clipped from below (`raised`) or from above; its singular vectors stay, and
+    with them all that theta does where root theta is zero. Not finite where root theta has no rank k.
+    """
+    _, sigma, vh = spectrum.svd(root @ theta)
+    spread = math.sqrt(bound) * (1 - 1e-9)
+    clipped = sigma.clamp(min=sigma[0] / spread) if raised else sigma.clamp(max=sigma[-1] * spread)
+    return theta + (theta @ vh.T * (clipped / sigma - 1)) @ vh
+
+
 def _spectrum(root: Tensor, ridge: float, name: str) -> tuple[float, Tensor, Tensor]:
     """kappa and the singular values [k] of K^1/2 with its relative ridge, and all right singular vectors [D, D]."""
     root = root.double()

@@ -4,7 +4,7 @@ import pytest
 from scipy.stats import binomtest
 
 from immunization.runs.result import Result
-from immunization.runs.verdict import capped, interval, rows_tested, successes, undecided, verdict
+from immunization.runs.verdict import capped, headline, interval, rows_tested, successes, undecided, verdict
 
 CURVE = {"x": [1], "y": [0.9]}
 
@@ -132,3 +132,28 @@ def test_a_head_at_chance_is_a_doubt():
     result = audited(learned=0.9)
     result.flags, result.reasons = ["head_at_chance"], {"head_at_chance": "its head is at 0.25"}
     assert verdict([result])[0] == "Mind: its head is at 0.25."
+
+
+@pytest.mark.parametrize(
+    ("holds", "flags", "lead"),
+    [
+        (1.0, [], "Immunized: Definition 3.1 holds ((i) 2.4, (ii) 0.5); a fresh harmful probe takes 9 times the steps"),
+        (0.0, [], "Immunized by learning curves only: Definition 3.1 fails in b, c ("),
+        (1.0, ["harmful_not_slower"], "Immunized by Definition 3.1 only: Definition 3.1 holds ("),
+        (0.0, ["primary_slower"], "Not immunized: Definition 3.1 fails in b, c ("),
+    ],
+)
+def test_the_headline_says_by_which_measure(holds, flags, lead):
+    metrics = {"ratio_harmful": 2.4, "ratio_primary": 0.5, "steps_ratio/harmful": 9.0, "steps_ratio/primary": 0.25}
+    metrics |= {"definition/immunized": holds, "definition/a": 1.0, "definition/b": holds, "definition/c": holds}
+    assert headline(Result(0, "d", "m", "imma", "completed", metrics, flags=flags)).startswith(lead)
+
+
+def test_ratios_that_are_withheld_are_not_in_the_headline():
+    metrics = {"ratio_harmful": None, "definition/immunized": 1.0}
+    expected = "Immunized by the one measure taken: Definition 3.1 holds."
+    assert headline(Result(0, "d", "m", "imma", "completed", metrics)) == expected
+
+
+def test_no_headline_where_nothing_was_measured():
+    assert headline(Result(0, "d", "m", "imma", "completed", {"rir": 2.0})) is None

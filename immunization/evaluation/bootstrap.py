@@ -1,0 +1,39 @@
+"""How surely held-out rows say what they say: 95 % intervals over resamples of these rows."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from immunization.data.task import Task
+
+RESAMPLES = 1000
+BLOCK = 2**22
+"""Counts held at once."""
+TAIL = 0.025
+
+
+def draws(rows: int) -> Iterator[Tensor]:
+    """How often each of `rows` rows is drawn, [B, rows] in blocks of resamples, the same ones at every call."""
+    generator = torch.Generator().manual_seed(0)
+    for some in torch.arange(RESAMPLES).split(max(1, BLOCK // rows)):
+        drawn = torch.randint(rows, (len(some), rows), generator=generator)
+        counts = torch.zeros(len(some), rows, dtype=torch.float64)
+        yield counts.scatter_add_(1, drawn, torch.ones_like(counts))
+
+
+def resampled(task: Task, scores: Tensor, y: Tensor, counts: Tensor) -> Tensor:
+    """The task's measure [B, T] on each resample, of the scores [T, N] (`Task.scores`) of rows with targets y [N]."""
+    counts = counts.to(scores)
+    if task.classes:
+        return counts @ scores.T / len(y)
+    mean = counts @ y / len(y)
+    spread = (counts @ y.square() / len(y) - mean.square()).clamp(min=torch.finfo(y.dtype).tiny)
+    errors = (1 - scores) * (y - y.mean()).square().mean()
+    return 1 - counts @ errors.T / len(y) / spread[:, None]
+
+
+def ends(values: Tensor) -> tuple[float, float]:
+    """Ends of the 95 % interval of resampled values [B]; each is one of the values."""
+    ordered, outside = values.sort().values, int(TAIL * len(values))
+    return ordered[outside].item(), ordered[-1 - outside].item()

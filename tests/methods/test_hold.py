@@ -1,0 +1,135 @@
+"""Ratio (ii) as a constraint: where the run ends, what the multiplier does, and when nothing is held."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers.comparisons import f64
+from helpers.matrices import gaussian
+from helpers.methods import make_pair, task
+
+from immunization.data.task import TaskPair
+from immunization.errors import ConfigError
+from immunization.evaluation import Comparison
+from immunization.evaluation.rir import condition_ratios
+from immunization.methods import ConditionNumber, Method, OptKappa, ReleasedConditionNumber
+from immunization.models import Linear
+from immunization.theory.optimal_map import conditioned
+from immunization.theory.spectrum import condition_number
+from immunization.training.batches import PairedBatches
+from immunization.training.loop import train
+
+pytestmark = pytest.mark.trains
+
+
+def small_table() -> TaskPair:
+    """Eight columns whose scales differ, and differ otherwise in the two tasks; fixed weights spread H_P here."""
+    scales = f64([3.0, 2.0, 1.0, 1.0, 0.7, 0.5, 0.2, 0.1])
+    tasks = []
+    for seed in (0, 1):
+        x = gaussian(120, 8, seed=seed) * scales.roll(seed) @ torch.linalg.qr(gaussian(8, 8, seed=seed + 5)).Q
+        tasks.append(task(x, x @ gaussian(8, seed=seed + 7)))
+    return TaskPair("table", *tasks)
+
+
+def trained(
+    method: Method, pair: TaskPair, steps: int | None = None, before: Callable[..., None] = lambda *_: None
+) -> tuple[Linear, torch.optim.Optimizer]:
+    """The model after `steps` of the training (None: all and `finish`); `before` it, model and optimizer are given."""
+    model = Linear(pair)
+    method.setup(model, pair)
+    optimizer = torch.optim.Adam(model.groups(), lr=3e-3)
+    before(model, optimizer)
+    train(method, model, PairedBatches(pair, None, torch.Generator()), optimizer, most=steps)
+    if steps is None:
+        method.finish(model)
+    return model, optimizer
+
+
+def ratios(pair: TaskPair, model: Linear) -> tuple[float, float]:
+    found = condition_ratios(Comparison(pair, model))
+    return found["ratio_harmful"], found["ratio_primary"]
+
+
+@pytest.mark.parametrize("bound", [0.95, 0.5])
+def test_a_run_ends_within_the_bound_where_fixed_weights_do_not(bound):
+    pair = small_table()
+    fixed, _ = trained(ConditionNumber(1.0, 30.0, epochs=150, hold_primary=None), pair)
+    assert ratios(pair, fixed)[1] > 1
+    method = ConditionNumber(1.0, 30.0, epochs=150, hold_primary=bound)
+    model, _ = trained(method, pair)
+    harmful, primary = ratios(pair, model)
+    assert harmful > 1
+    assert primary <= bound
+    expected = pair.primary.train.x @ torch.linalg.lstsq(pair.primary.train.x, pair.primary.train.y[:, None]).solution
+    torch.testing.assert_close(model(pair.primary.train.x), expected)
+
+
+def test_weights_that_hold_by_themselves_are_left_alone():
+    pair = small_table()
+    thetas = [
+        trained(ConditionNumber(10.0, 0.1, epochs=60, hold_primary=b), pair)[0].extractor.theta for b in (None, 1.0)
+    ]
+    assert torch.equal(*thetas)
+
+
+def test_opt_kappa_in_logarithms_is_held_and_its_other_forms_are_not():
+    pair = small_table()
+    model, _ = trained(OptKappa(form="log", epochs=60, hold_primary=0.5), pair)
+    assert ratios(pair, model)[1] <= 0.5
+    with pytest.raises(ConfigError, match=r"method.hold_primary=0.5 needs method.form=log, not raw"):
+        OptKappa(hold_primary=0.5)
+
+
+def test_what_was_interrupted_goes_on_to_the_same_theta():
+    pair = small_table()
+    whole, _ = trained(ConditionNumber(1.0, 30.0, epochs=40), pair)
+    first = ConditionNumber(1.0, 30.0, epochs=40)
+    model, optimizer = trained(first, pair, steps=20)
+    first.epoch_end(model, 19)  # `most` ends the training before it
+    kept = model.state_dict(), optimizer.state_dict(), first.state_dict()
+    second = ConditionNumber(1.0, 30.0, epochs=40)
+    resumed = Linear(pair)
+    second.setup(resumed, pair)
+    resumed.load_state_dict(kept[0])
+    second.load_state_dict(kept[2])
+    again = torch.optim.Adam(resumed.groups(), lr=3e-3)
+    again.load_state_dict(kept[1])
+    for epoch in range(20, 40):
+        for batch in PairedBatches(pair, None, torch.Generator()).epoch():
+            again.zero_grad()
+            second.step(resumed, *batch)["loss"].backward()
+            again.step()
+        second.epoch_end(resumed, epoch)
+    second.finish(resumed)
+    assert torch.equal(resumed.extractor.theta, whole.extractor.theta)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ConditionNumber(1.0, 30.0, epochs=3, balance=False),
+        ConditionNumber(1.0, 30.0, epochs=3, hold_primary=None),
+        ReleasedConditionNumber(1.0, 30.0, epochs=3, batch_size=None),
+        OptKappa(epochs=3),
+    ],
+    ids=["unbalanced", "null", "released", "raw"],
+)
+def test_fixed_weights_stay_as_they_are(method):
+    trained(method, make_pair((30, 20)))
+    assert (method.limit, method.factor) == (None, 1.0)
+
+
+@pytest.mark.parametrize("raised", [True, False])
+def test_the_nearest_map_has_the_condition_number_asked_for_and_is_the_map_itself_within_it(raised):
+    root, theta = gaussian(4, 6, seed=0), gaussian(6, 6, seed=1)
+    kappa = condition_number(root @ theta, rank=4)
+    near = conditioned(theta, root, kappa / 3, raised)
+    assert condition_number(root @ near, rank=4) == pytest.approx(kappa / 3)
+    torch.testing.assert_close(conditioned(theta, root, 2 * kappa, raised), theta)
+    unseen = torch.linalg.svd(root @ theta).Vh[4:].T  # what no primary feature shows stays
+    torch.testing.assert_close(near @ unseen, theta @ unseen)
+    clipped, before = (torch.linalg.svdvals(root @ a)[:4] for a in (near, theta))
+    assert (clipped >= before - 1e-12).all() if raised else (clipped <= before + 1e-12).all()
+    assert math.isfinite(near.norm())
