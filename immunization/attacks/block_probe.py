@@ -37,34 +37,54 @@ NOISE = 10 * torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class Reading:
-    """What of the net a ridge regression reads."""
+    """What of the net a ridge regression reads.
+
+    `root`: signed square roots of the columns, which evens out the large ones. `radial`: a Gaussian kernel of them.
+    """
 
     blocks: tuple[str, ...]
     poolings: str
     views: int = 1
+    root: bool = False
+    radial: bool = False
 
 
 @dataclass(frozen=True)
 class Kernel:
     """Inner products of columns with mean 0 and deviation 1: `own` [n, n] of training rows, `others` [M, n] with them.
 
-    Those of blocks side by side are sums. `columns` were read.
+    `squares` [M] are those of other rows with themselves. Those of blocks side by side are sums. `columns` were read.
     """
 
     own: Tensor
     others: Tensor
+    squares: Tensor
     columns: int = 0
 
     def __add__(self, more: Kernel) -> Kernel:
-        return Kernel(self.own + more.own, self.others + more.others, self.columns + more.columns)
+        parts = ((getattr(self, name), getattr(more, name)) for name in ("own", "others", "squares", "columns"))
+        return Kernel(*(one + other for one, other in parts))
 
     @classmethod
-    def of(cls, train: Tensor, others: Tensor) -> Kernel:
+    def of(cls, train: Tensor, others: Tensor, root: bool = False) -> Kernel:
         """From columns [n, D] and [M, D]; those that do not vary, up to rounding, are left out."""
+        alive = train.std(0, correction=0) > NOISE * train.abs().amax(0)
+        train, others = (x[:, alive] for x in (train, others))
+        if root:
+            train, others = (x.sign() * x.abs().sqrt() for x in (train, others))
         mean, deviation = train.mean(0), train.std(0, correction=0)
-        alive = deviation > NOISE * train.abs().amax(0)
-        train, others = ((x[:, alive] - mean[alive]) / deviation[alive] for x in (train, others))
-        return cls(train @ train.T, others @ train.T, int(alive.sum()))
+        train, others = ((x - mean) / deviation for x in (train, others))
+        return cls(train @ train.T, others @ train.T, others.square().sum(1), int(alive.sum()))
+
+    def gaussian(self) -> Kernel:
+        """exp(-d^2 / 2) of distances, in units in which the mean of d^2 over training rows is 1."""
+        if not self.columns:
+            return self
+        square = self.own.diagonal()
+        own = square[:, None] + square - 2 * self.own
+        others = self.squares[:, None] + square - 2 * self.others
+        own, others = (torch.exp(-distance / (2 * own.mean())) for distance in (own, others))
+        return Kernel(own, others, torch.ones_like(self.squares), self.columns)
 
     def ridge_predictions(self, targets: Tensor, ridges: Sequence[float]) -> Tensor:
         """Predictions [ridges, M, C] by ridge regression with an intercept, for targets [n, C].
@@ -103,7 +123,8 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
     """Ridge regression on any blocks of the net side by side, pooled in several ways, with mirror images.
 
     The blocks of a net are those that `forward_features` applies one after another. The best block is found first, then
-    blocks are added one at a time as long as validation rows gain, then other poolings and mirror images are tried. All
+    blocks are added one at a time as long as validation rows gain, then other poolings, signed square roots of what is
+    read, a Gaussian kernel of it, and mirror images are tried. All
     this is done with 5 training images of each class, with twice as many, and so on up to all: the curve goes through
     the readings that do better on validation rows than all that cost less. Operations are those of the part of the net
     that is passed, of the regression, and not of the search, which `AttackCurve.others` has.
@@ -164,6 +185,8 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
                 "blocks": list(last.reading.blocks),
                 "poolings": last.reading.poolings,
                 "mirrored": last.reading.views > 1,
+                "root": last.reading.root,
+                "kernel": "gaussian" if last.reading.radial else "linear",
                 "ridge": last.ridge,
             },
         )
@@ -179,7 +202,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         def tried(readings: Iterable[Reading]) -> list[Fit]:
             return [self._fit(task, outputs, reading, few, kernel) for reading in readings]
 
-        if not sum(kernel(block, "rich", 1).columns for block in outputs.blocks):
+        if not sum(kernel(block, "rich", 1, False).columns for block in outputs.blocks):
             raise Inapplicable("no block of the net tells the images of the harmful task apart")
         fits = tried(Reading((block,), "average") for block in outputs.blocks)
         fits += tried([Reading(tuple(outputs.blocks), "rich")])
@@ -197,6 +220,9 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
                 best = better
         chosen = max(fits, key=_val).reading
         fits += tried(Reading(chosen.blocks, name) for name in POOLINGS if name != chosen.poolings)
+        several = {max(fits, key=_val).reading, Reading(tuple(outputs.blocks), "fine")}
+        ways = ((True, False), (False, True), (True, True))
+        fits += tried(replace(reading, root=root, radial=radial) for reading in several for root, radial in ways)
         chosen = max(fits, key=_val).reading
         whole, spent = partial(_kernel, outputs, rows), sum(fit.regression for fit in fits)
         if len(few) < len(rows):
@@ -213,11 +239,12 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         outputs: Outputs,
         reading: Reading,
         rows: Tensor,
-        kernel: Callable[[str, str, int], Kernel],
+        kernel: Callable[[str, str, int, bool], Kernel],
     ) -> Fit:
         """The best ridge on validation rows; one whose columns do not vary guesses."""
         views, y = reading.views, task.train.y.cpu()[rows].repeat(reading.views)
-        read = reduce(operator.add, (kernel(block, reading.poolings, views) for block in reading.blocks))
+        read = reduce(operator.add, (kernel(block, reading.poolings, views, reading.root) for block in reading.blocks))
+        read = read.gaussian() if reading.radial else read
         predicted = read.ridge_predictions(task.targets(y), self.settings)
         predicted = predicted.unflatten(1, (views, -1)).mean(1)
         val = task.measure(predicted[:, : len(task.val)], task.val.y.cpu())
@@ -255,10 +282,10 @@ def _val(fit: Fit) -> float:
     return fit.val
 
 
-def _kernel(outputs: Outputs, rows: Tensor, block: str, poolings: str, views: int) -> Kernel:
+def _kernel(outputs: Outputs, rows: Tensor, block: str, poolings: str, views: int, root: bool) -> Kernel:
     """That of one block; training rows of all views below each other, validation and then test rows of each view."""
     train, val, test = (outputs.columns(block, poolings, split)[:views].double() for split in SPLITS)
-    return Kernel.of(train[:, rows].flatten(0, 1), torch.cat([val, test], 1).flatten(0, 1))
+    return Kernel.of(train[:, rows].flatten(0, 1), torch.cat([val, test], 1).flatten(0, 1), root)
 
 
 def nested(task: Task, rows: Tensor, seed: int) -> Iterator[Tensor]:

@@ -24,7 +24,7 @@ COVARIANCES = 192
 POOLINGS: dict[str, tuple[str, ...]] = {
     "average": ("average",),
     "rich": ("average", "maximum", "deviation", "2x2", "class"),
-    "fine": ("average", "maximum", "deviation", "2x2", "class", "3x3"),
+    "fine": ("average", "maximum", "deviation", "2x2", "class", "3x3", "4x4"),
     "second": ("average", "maximum", "deviation", "2x2", "class", "covariance"),
     "covariance": ("covariance",),
 }
@@ -125,7 +125,7 @@ def poolings(x: Tensor, last: bool, prefix: int) -> dict[str, Tensor]:
         x = _combined(x, CHANNELS)
     flat = x.flatten(2)
     found |= {"maximum": flat.amax(2), "deviation": flat.std(2, correction=0)}
-    for side in (2, 3):
+    for side in (2, 3, 4):
         if min(x.shape[2:]) >= side:
             found[f"{side}x{side}"] = F.adaptive_avg_pool2d(x, side).flatten(1)
     few = x if x.shape[1] <= COVARIANCES else _combined(x, COVARIANCES)

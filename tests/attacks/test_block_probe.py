@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.matrices import gaussian
 from helpers.victims import classes, colored_pair, net_victim, victim_of
+from sklearn.kernel_ridge import KernelRidge
 from sklearn.linear_model import Ridge
 from sklearn.preprocessing import StandardScaler
 from torch import nn
@@ -58,6 +59,17 @@ def test_blocks_side_by_side_are_ridge_regression_on_standardized_columns(shape)
     expected = torch.tensor(model.predict(scaler.transform(others)))
     assert read.columns == shape[1]
     assert_close(read.ridge_predictions(targets, [0.1])[0], expected)
+
+
+def test_a_gaussian_kernel_of_blocks_side_by_side():
+    train, others, targets = gaussian(20, 7, seed=0), gaussian(9, 7, seed=1), gaussian(20, 3, seed=2)
+    scaler = StandardScaler().fit(train.abs().sqrt() * train.sign())
+    x, z = (torch.tensor(scaler.transform(part.abs().sqrt() * part.sign())) for part in (train, others))
+    gamma = 0.5 / torch.cdist(x, x).square().mean().item()
+    model = KernelRidge(kernel="rbf", gamma=gamma, alpha=0.1).fit(x, targets - targets.mean(0))
+    parts = [Kernel.of(a, b, root=True) for a, b in zip(train.split(4, 1), others.split(4, 1), strict=True)]
+    found = (parts[0] + parts[1]).gaussian().ridge_predictions(targets, [0.1])[0]
+    assert_close(found, torch.tensor(model.predict(z)) + targets.mean(0))
 
 
 def test_columns_that_do_not_vary_are_left_out():
