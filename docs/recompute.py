@@ -79,6 +79,13 @@ class Task:
             return 1 - ((predictions[:, 0] - y) ** 2).sum() / ((y - y.mean()) ** 2).sum()
         return float(np.mean(predictions.argmax(1) == y if self.classes > 2 else (predictions[:, 0] > 0) == (y > 0)))
 
+    def scores(self, predictions: Array) -> Array:
+        """Hits, or squared errors of a regression, [T, N] of predictions [T, N, C] on the test rows."""
+        y = self.y["test"]
+        if not self.classes:
+            return (predictions[..., 0] - y) ** 2
+        return (predictions.argmax(-1) == y if self.classes > 2 else (predictions[..., 0] > 0) == (y > 0)).astype(float)
+
 
 @dataclass
 class Run:
@@ -556,6 +563,11 @@ def figures(run: Run, rng: np.random.Generator | None = None) -> Figures:
         if learns and (best := curve["_baseline"].max()) >= chance + 0.05:
             out[f"steps_bar/{role}"] = chance + options["share"] * (best - chance)
         out[f"rfd/{role}"] = deviation(curve[""], curve["_baseline"]) if learns else None
+        if learns:
+            scores = {state: task.scores(test[role, state] @ probes[role, state].descended(grid)) for state in STATES}
+            found = intervals(task, scores, grid, chance, options["share"])
+            for name in (name for name in found if out[f"{name}/{role}"] is not None):
+                out |= {f"interval/{name}/{role}_{end}": value for end, value in found[name].items()}
     harmful = [role for role in run.tasks if kind_of(role) == "harmful"]
     for name in ("steps_ratio", "rfd") if len(harmful) > 1 else ():
         values = [out[f"{name}/{role}"] for role in harmful]
@@ -621,6 +633,22 @@ def deviation(after: Array, before: Array) -> float | None:
     first = np.flatnonzero(before >= before.max() - 1e-12)[0]
     places = np.flatnonzero(before[: first + 1] > 0.05)
     return float(np.mean((before - after)[places] / before[places])) if len(places) else None
+
+
+def intervals(
+    task: Task, scores: dict[str, Array], grid: Array, chance: float, share: float
+) -> dict[str, dict[str, float]]:
+    """Ends of the 95 % intervals of the steps ratio and RFD over 1,000 resamples of the test rows."""
+    y, found = task.y["test"], {"steps_ratio": [], "rfd": []}
+    for rows in np.random.default_rng(0).integers(len(y), size=(1000, len(y))):
+        curve = {state: some[:, rows].mean(1) for state, some in scores.items()}
+        if not task.classes:
+            curve = {state: 1 - errors / max(y[rows].var(), np.finfo(float).tiny) for state, errors in curve.items()}
+        bar = chance + share * (curve["_baseline"].max() - chance) - 1e-12
+        steps = {s: grid[min(np.argmax(np.append(c, np.inf) >= bar), len(grid) - 1)] for s, c in curve.items()}
+        found["steps_ratio"].append(float(steps[""] / steps["_baseline"]))
+        found["rfd"].append(deviation(curve[""], curve["_baseline"]) or 0.0)
+    return {name: {"low": sorted(values)[25], "high": sorted(values)[-26]} for name, values in found.items()}
 
 
 # --- The comparison ---------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,9 +16,9 @@ TAIL = 0.025
 
 def draws(rows: int) -> Iterator[Tensor]:
     """How often each of `rows` rows is drawn, [B, rows] in blocks of resamples, the same ones at every call."""
-    generator = torch.Generator().manual_seed(0)
+    generator = np.random.default_rng(0)  # anybody can draw them again (docs/recompute.py)
     for some in torch.arange(RESAMPLES).split(max(1, BLOCK // rows)):
-        drawn = torch.randint(rows, (len(some), rows), generator=generator)
+        drawn = torch.from_numpy(generator.integers(rows, size=(len(some), rows)))
         counts = torch.zeros(len(some), rows, dtype=torch.float64)
         yield counts.scatter_add_(1, drawn, torch.ones_like(counts))
 
