@@ -105,7 +105,7 @@ class LearningCurve(Method, without=["batch_size", "max_accuracy_drop"]):
     patience = 100
     rotate: bool = True
     max_condition: AboveOne | Literal["auto"] | None = "auto"
-    start: Literal["auto", "model"] = "auto"
+    start: Literal["model", "auto"] = "model"
 
     def __post_init__(self) -> None:
         super().__post_init__()

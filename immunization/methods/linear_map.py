@@ -16,7 +16,7 @@ from immunization.theory.probe import Probe
 
 MAX_CONDITION = 64.0
 """Condition number of a folded map at which bfloat16 and int8 keep the primary task, and a harmful probe on ResNet18
-and ViT-Tiny needs over 500 times the steps; half of it is too little for the latter (docs/deploy_precision.md)."""
+and ViT-Tiny needs over 500 times the steps; half of it is too little for the latter (docs/results/precision.md)."""
 
 SLACK = 0.05
 """Share by which a simpler (earlier stopped) probe may miss the best generalization score."""
