@@ -436,5 +436,5 @@ def test_files_are_looked_for_below_the_working_folder(monkeypatch):
 
 def test_the_page_on_installing_names_the_data_of_every_experiment():
     page = (ROOT / "docs" / "install.md").read_text()
-    table = page[page.index("## Data") : page.index("### Nets on")]
+    table = page[page.index("## Data") : page.index("## Debug")]
     assert set(EXPERIMENTS) <= set(re.findall(r"`([\w/]+)`", table))

@@ -45,7 +45,10 @@ FILES = {
 @pytest.fixture(scope="module")
 def done(tmp_path_factory) -> Result:
     """A completed run with a benign task; no test changes its folder."""
-    return run([*SMALL, "dataset.benign=2", "seed=3"], folder=tmp_path_factory.mktemp("runs") / "done")
+    return run(
+        [*SMALL, "dataset.benign=2", "seed=3", "method.hold_primary=null"],
+        folder=tmp_path_factory.mktemp("runs") / "done",
+    )
 
 
 def strict(path: Path) -> dict:
@@ -65,7 +68,7 @@ def test_the_folder_holds_everything(done):
 
 
 def test_the_configuration_written_is_the_one_that_ran(done):
-    overrides = [*SMALL, "dataset.benign=2", "seed=3"]
+    overrides = [*SMALL, "dataset.benign=2", "seed=3", "method.hold_primary=null"]
     assert OmegaConf.load(done.folder / "overrides.yaml") == overrides
     written = OmegaConf.load(done.folder / "config.yaml")
     assert written == OmegaConf.create(OmegaConf.to_container(compose(overrides), resolve=True))
