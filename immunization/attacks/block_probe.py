@@ -254,7 +254,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
 
 
 class FrozenBlocks(BlockProbe, group="attack.frozen_blocks", without=["steps"]):
-    """What `BlockProbe` reads before a part of the net begins: no defence of this part can take it away.
+    """What `BlockProbe` reads before a part of the net begins: no defense of this part can take it away.
 
     `scope`: `trained`, what was immunized, or the name of a block or a stage, with which all from there on is meant.
     """

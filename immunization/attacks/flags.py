@@ -57,7 +57,7 @@ def not_converged(outcome: Outcome) -> Iterator[str]:
 
 
 MEANINGS: dict[Callable[[Outcome], Iterator[str]], str] = {
-    diverged: "no success of a defence, these were tried in a way that does not work",
+    diverged: "no success of a defense, these were tried in a way that does not work",
     at_chance: "these stay at chance on the baseline too, which says nothing of theta_I",
     blind: "these find features of theta_I that are the same for all rows, and guess",
     below_chance: "these are worse than chance on theta_I, where an attacker would flip the answer",

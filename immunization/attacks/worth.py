@@ -1,4 +1,4 @@
-"""What a released model is worth to an attacker, and how much of it a defence takes away.
+"""What a released model is worth to an attacker, and how much of it a defense takes away.
 
 With `best` over all attackers, who choose their settings on validation rows, at n training images of each class and
 within b operations: A_0(n, b) is the best accuracy of one who has theta_0, A_I(n, b) that with theta_I and A_none(n, b)
@@ -6,8 +6,8 @@ that without the model. Who has a model may leave it aside, so that A_none is at
 
     worth = A_0 - A_none,    removed = (A_0 - A_I) / (A_0 - A_none)
 
-`removed` is 0 for no defence, and 1 for a model that is of no use any more. With A_left(n, b) for attackers who use
-nothing of theta_0 that immunization changed, no defence of the same part of the net removes more than its
+`removed` is 0 for no defense, and 1 for a model that is of no use any more. With A_left(n, b) for attackers who use
+nothing of theta_0 that immunization changed, no defense of the same part of the net removes more than its
 
     ceiling = (A_0 - A_left) / (A_0 - A_none).
 """
@@ -55,7 +55,7 @@ class Suite(Component, group="suite"):
 
     Beside all of the attacker's images, worth is measured at each number of `images` of each class, with `draws` sets
     of them; attackers who train a net have the first of these. `theta_0`: whether the attacker can have the net as it
-    was before immunization, too; where it is public no defence takes anything away. Raises ConfigError.
+    was before immunization, too; where it is public no defense takes anything away. Raises ConfigError.
     """
 
     version: str
@@ -181,7 +181,7 @@ def put(found: Worth, suffix: str, measures: Measures) -> None:
         if value is None:
             reason = (
                 f"with theta_0 the best attacker has {found.before:.3f}, without the model {found.without:.3f}: what "
-                "the model is worth cannot be told from 0, and no defence of it can be measured"
+                "the model is worth cannot be told from 0, and no defense of it can be measured"
             )
             measures.miss(reason, *(f"{key}{end}{suffix}" for end in ("", "_low", "_high")))
             if not suffix:

@@ -196,7 +196,7 @@ def _worth(result: Result, measure: str) -> list[str]:
         measure, *reached
     )
     if (removed := metrics.get("worth/removed")) is None:
-        return [f"{line}. What theta_0 is worth cannot be told from nothing, and no defence of it can be measured."]
+        return [f"{line}. What theta_0 is worth cannot be told from nothing, and no defense of it can be measured."]
     low, high = (metrics[f"worth/removed_{end}"] for end in ("low", "high"))
     lines = [f"{line}: {removed:.2f} of what theta_0 is worth is removed (95 % interval {low:.2f} to {high:.2f})."]
     if (ceiling := metrics.get("ceiling/worth")) is not None:

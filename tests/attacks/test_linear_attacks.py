@@ -109,7 +109,7 @@ def test_closed_form_is_ridge_regression():
     assert curve.excess[0].item() == pytest.approx(excess.item(), rel=1e-9)
 
 
-def test_an_attack_that_diverges_is_no_defence():
+def test_an_attack_that_diverges_is_no_defense():
     victim = victim_of(*quadratic(10.0))
     measures = run_attacks({"momentum": Momentum(rates=[50.0]), "gd": LinearProbe()}, victim)
     assert measures.metrics["attack/momentum/final"] is None

@@ -1,4 +1,4 @@
-"""Planted defences that fool one kind of attacker: another kind, of the suite `standard`, finds each out."""
+"""Planted defenses that fool one kind of attacker: another kind, of the suite `standard`, finds each out."""
 
 from collections.abc import Callable
 
@@ -48,7 +48,7 @@ def mask(model: Model) -> None:
 
 TUNED = FineTune("trained", rates=[0.01], steps=8, batch_size=12)
 
-DEFENCES: dict[str, tuple[Callable[[Model], None], Attack, Attack]] = {
+DEFENSES: dict[str, tuple[Callable[[Model], None], Attack, Attack]] = {
     "dead features": (of_trained(torch.zeros_like), ClosedFormProbe(), BlockProbe(mirrored=False)),
     "scaled weights": (of_trained(lambda x: 1e-6 * x), TUNED, ClosedFormProbe()),
     "statistics": (silence, ClosedFormProbe(), BlockProbe(mirrored=False, renewed=True)),
@@ -62,9 +62,9 @@ def images(tmp_path_factory):
     return colored_pair(tmp_path_factory.mktemp("images"))
 
 
-@pytest.mark.parametrize("name", DEFENCES)
+@pytest.mark.parametrize("name", DEFENSES)
 def test_what_fools_one_attacker_is_found_out_by_another(images, name):
-    plant, fooled, finds = DEFENCES[name]
+    plant, fooled, finds = DEFENSES[name]
     victim = net_victim(images, plant, "test_resnet", "layer4")
     found_out(victim, fooled, finds)
 

@@ -1,4 +1,4 @@
-"""What a model is worth, and how much of it a defence takes away."""
+"""What a model is worth, and how much of it a defense takes away."""
 
 import pytest
 import torch
@@ -22,14 +22,14 @@ def curve(val: list[float], scores: torch.Tensor, flops: list[float]) -> AttackC
     return AttackCurve(torch.arange(1, len(val) + 1), flops, torch.tensor(val), scores.mean(1), scores=scores)
 
 
-def test_no_defence_removes_nothing_and_an_erased_model_everything():
+def test_no_defense_removes_nothing_and_an_erased_model_everything():
     before, without = hits(0.8, 0), hits(0.3, 1)
     assert worth(before, before, without).removed.value == 0
     assert worth(before, without, without).removed.value == 1
     assert_close(worth(before, without, without).worth.value, (before - without).mean().item())
 
 
-def test_where_the_model_is_worth_nothing_no_defence_is_measured():
+def test_where_the_model_is_worth_nothing_no_defense_is_measured():
     assert worth(hits(0.5, 0), hits(0.2, 1), hits(0.5, 2)).removed is None
 
 
@@ -71,7 +71,7 @@ def test_who_has_a_model_may_leave_it_aside_or_take_the_public_one():
     assert at([draw], guess, public=True).removed.value == 0
 
 
-def test_no_defence_of_a_part_removes_more_than_its_ceiling():
+def test_no_defense_of_a_part_removes_more_than_its_ceiling():
     guess = torch.full((ROWS,), 0.1, dtype=torch.float64)
     before, after, without, left = (
         curve([scores.mean()], scores, [1.0]) for scores in (hits(a, i) for i, a in enumerate((0.8, 0.55, 0.2, 0.5)))

@@ -48,7 +48,7 @@ def test_what_the_model_is_worth_comes_first():
     assert first.startswith(
         "The best attacker's held-out accuracy: 0.870 with theta_0, 0.830 with theta_I, 0.270 without"
     )
-    assert first.endswith("no defence of it can be measured.")
+    assert first.endswith("no defense of it can be measured.")
     result.metrics |= {"worth/removed": 0.067, "worth/removed_low": 0.02, "worth/removed_high": 0.11}
     for images, removed in ((10, 0.04), (5, 0.02)):
         ends = {"": removed, "_low": removed - 0.2, "_high": removed + 0.2}
