@@ -136,14 +136,16 @@ class Victim:
         return rounded(network, precision).to(next(network.parameters())).eval().requires_grad_(True)
 
     def same_outside(self, part: str) -> bool:
-        """Whether theta_I and the baseline differ in nothing but a part of the net."""
+        """Whether theta_I and the baseline have the same modules, and differ in nothing but a part of them."""
         if not self.model.deep:
             return False
         after, before = (self.network(stage) for stage in ("immunized", "baseline"))
         inside = {module for own in after.part(part) for module in own.modules()}
         names = tuple(f"{name}." for name, module in after.named_modules() if name and module in inside)
-        pairs = zip(after.state_dict().items(), before.state_dict().values(), strict=True)
-        return after in inside or all(n.startswith(names) or torch.equal(x, y) for (n, x), y in pairs)
+        own, other = after.state_dict(), before.state_dict()
+        if own.keys() != other.keys():  # a map is folded in
+            return False
+        return after in inside or all(n.startswith(names) or torch.equal(x, other[n]) for n, x in own.items())
 
     def _changed(self) -> list[str]:
         """Modules of the net whose weights or statistics are not those of the net it is compared with, by name."""

@@ -8,7 +8,7 @@ from functools import reduce
 import pytest
 import torch
 from helpers.matrices import gaussian
-from helpers.victims import classes, colored_pair, net_victim, victim_of
+from helpers.victims import classes, colored_pair, colors_behind_a_map, net_victim, victim_of
 from sklearn.kernel_ridge import KernelRidge
 from sklearn.linear_model import Ridge
 from sklearn.preprocessing import StandardScaler
@@ -199,6 +199,13 @@ def test_what_stands_before_the_immunized_part_is_read_once_for_both_stages(imag
         FrozenBlocks(scope="conv1").run(victim, "baseline")
     with pytest.raises(ConfigError, match="layer9"):
         FrozenBlocks(scope="layer9").check(victim.task, victim.model)
+
+
+def test_behind_a_folded_map_every_block_is_left(tmp_path):
+    victim = colors_behind_a_map(tmp_path)
+    assert not victim.same_outside("trained")
+    measures = run_attacks({"it": FrozenBlocks(mirrored=False)}, victim)
+    assert measures.metrics["attack/it/final"] == measures.metrics["attack/it/final_baseline"] > 0.6
 
 
 class Odd(nn.Module):
