@@ -68,11 +68,15 @@ class Kernel:
     @classmethod
     def of(cls, train: Tensor, others: Tensor, root: bool = False) -> Kernel:
         """From columns [n, D] and [M, D]; those that do not vary, up to rounding, are left out."""
+        if not train.shape[1]:
+            return cls(
+                *(train.new_zeros(n, len(train)) for n in (len(train), len(others))), train.new_zeros(len(others))
+            )
         alive = train.std(0, correction=0) > NOISE * train.abs().amax(0)
         train, others = (x[:, alive] for x in (train, others))
         if root:
             train, others = (x.sign() * x.abs().sqrt() for x in (train, others))
-        mean, deviation = train.mean(0), train.std(0, correction=0)
+        mean, deviation = train.mean(0), (train - train.mean(0)).square().mean(0).sqrt()
         train, others = ((x - mean) / deviation for x in (train, others))
         return cls(train @ train.T, others @ train.T, others.square().sum(1), int(alive.sum()))
 

@@ -76,6 +76,7 @@ def test_columns_that_do_not_vary_are_left_out():
     train, others = gaussian(10, 4, seed=0), gaussian(3, 4, seed=1)
     train[:, 1] = 5.0
     assert Kernel.of(train, others).columns == 3
+    assert Kernel.of(train[:, :0], others[:, :0]).columns == 0
     nothing = Kernel.of(torch.full_like(train, 2.0), others)
     assert nothing.columns == 0
     assert_close(nothing.ridge_predictions(train, [0.1])[0], train.mean(0).expand(3, -1))
