@@ -84,7 +84,8 @@ class KeptBaselines:
         about = (machine, victim.role, str(victim.model.dtype), victim.flops_per_row())
         self.victim = f"{about} {_digest(_baseline(victim))}"
         if victim.model.deep:
-            self.victim += fingerprint([victim.network("baseline")])
+            network = victim.network("baseline")
+            self.victim += f"{fingerprint([network])} {network.trained}"
 
     def __call__(self, name: str, attack: Callable[[], AttackCurve]) -> AttackCurve:
         """The curve of the attack `name`, which `attack` runs where no run has done so."""

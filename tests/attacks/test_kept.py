@@ -25,7 +25,7 @@ from immunization.attacks import (
     WhitenedProbe,
     run_attacks,
 )
-from immunization.attacks.kept import PACKAGE
+from immunization.attacks.kept import PACKAGE, KeptBaselines
 from immunization.errors import ConfigError
 from immunization.runs import files
 from immunization.runs.filenames import ATTACKS
@@ -220,3 +220,13 @@ def test_only_code_that_decides_an_attack_throws_baselines_away(tmp_path, monkey
         file.write("# edited\n")
     with_baselines(tmp_path, victim)
     assert stages.count("baseline") == attacked_again
+
+
+def test_a_kept_baseline_is_of_one_trained_part(tmp_path):
+    """An attack on what was trained is another one where another part was, also behind the same weights."""
+    images = victims.colored_pair(tmp_path)
+    keys = []
+    for part in ("layer4", "layer4", "layer3"):
+        victim = victims.net_victim(images, lambda model: None, "test_resnet", part)
+        keys.append(KeptBaselines(tmp_path / "kept", {}, victim).victim)
+    assert keys[0] == keys[1] != keys[2]
