@@ -62,21 +62,17 @@ class Kernel:
     columns: int = 0
 
     def __add__(self, more: Kernel) -> Kernel:
-        parts = ((getattr(self, name), getattr(more, name)) for name in ("own", "others", "squares", "columns"))
-        return Kernel(*(one + other for one, other in parts))
+        sums = (self.own + more.own, self.others + more.others, self.squares + more.squares)
+        return Kernel(*sums, self.columns + more.columns)
 
     @classmethod
     def of(cls, train: Tensor, others: Tensor, root: bool = False) -> Kernel:
         """From columns [n, D] and [M, D]; those that do not vary, up to rounding, are left out."""
-        if not train.shape[1]:
-            return cls(
-                *(train.new_zeros(n, len(train)) for n in (len(train), len(others))), train.new_zeros(len(others))
-            )
-        alive = train.std(0, correction=0) > NOISE * train.abs().amax(0)
+        alive = _deviation(train) > NOISE * train.abs().amax(0)
         train, others = (x[:, alive] for x in (train, others))
         if root:
             train, others = (x.sign() * x.abs().sqrt() for x in (train, others))
-        mean, deviation = train.mean(0), (train - train.mean(0)).square().mean(0).sqrt()
+        mean, deviation = train.mean(0), _deviation(train)
         train, others = ((x - mean) / deviation for x in (train, others))
         return cls(train @ train.T, others @ train.T, others.square().sum(1), int(alive.sum()))
 
@@ -87,8 +83,8 @@ class Kernel:
         square = self.own.diagonal()
         own = square[:, None] + square - 2 * self.own
         others = self.squares[:, None] + square - 2 * self.others
-        own, others = (torch.exp(-distance / (2 * own.mean())) for distance in (own, others))
-        return Kernel(own, others, torch.ones_like(self.squares), self.columns)
+        scale = -2 * own.mean()
+        return Kernel(torch.exp(own / scale), torch.exp(others / scale), torch.ones_like(self.squares), self.columns)
 
     def ridge_predictions(self, targets: Tensor, ridges: Sequence[float]) -> Tensor:
         """Predictions [ridges, M, C] by ridge regression with an intercept, for targets [n, C].
@@ -128,10 +124,10 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
 
     The blocks of a net are those that `forward_features` applies one after another. The best block is found first, then
     blocks are added one at a time as long as validation rows gain, then other poolings, signed square roots of what is
-    read, a Gaussian kernel of it, and mirror images are tried. All
-    this is done with 5 training images of each class, with twice as many, and so on up to all: the curve goes through
-    the readings that do better on validation rows than all that cost less. Operations are those of the part of the net
-    that is passed, of the regression, and not of the search, which `AttackCurve.others` has.
+    read, a Gaussian kernel of it, and mirror images are tried. All this is done with 5 training images of each class,
+    with twice as many, and so on up to all: the curve goes through the readings that do better on validation rows than
+    all that cost less. Operations are those of the part of the net that is passed, of the regression, and not of the
+    search, which `AttackCurve.others` has.
 
     `renewed`: BatchNorm first gets the statistics of the attacker's training images. Deep nets only.
     """
@@ -157,7 +153,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
     def read(self, victim: Victim, stage: Stage) -> tuple[Outputs, float]:
         """The outputs of all blocks, and the operations of what was done to the net before. Raises Inapplicable."""
         network, images = victim.network(stage, self.precision), images_of(victim)
-        passes = renew_from(network, images["train"], None) if self.renewed else 0
+        passes = renew_from(network, images["train"]) if self.renewed else 0
         return outputs_of(network, images, self.mirrored), victim.flops_per_row() * passes
 
     def probe(self, task: Task, outputs: Outputs, extra: float = 0.0) -> AttackCurve:
@@ -206,25 +202,27 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         def tried(readings: Iterable[Reading]) -> list[Fit]:
             return [self._fit(task, outputs, reading, few, kernel) for reading in readings]
 
-        if not sum(kernel(block, "rich", 1, False).columns for block in outputs.blocks):
-            raise Inapplicable("no block of the net tells the images of the harmful task apart")
-        fits = tried(Reading((block,), "average") for block in outputs.blocks)
-        fits += tried([Reading(tuple(outputs.blocks), "rich")])
-        for poolings in ("rich", "covariance"):
-            single = tried(Reading((block,), poolings) for block in outputs.blocks)
-            fits += single
-            best = max(single, key=_val)
+        def grown(poolings: str) -> list[Fit]:
+            """Of every block, and of the best one with one block more at a time as long as that gains."""
+            found = tried(Reading((block,), poolings) for block in outputs.blocks)
+            best = max(found, key=_val)
             while len(best.reading.blocks) < min(LARGEST, len(outputs.blocks)):
                 own = best.reading.blocks
                 larger = tried(Reading((*own, block), poolings) for block in outputs.blocks if block not in own)
-                fits += larger
-                better = max(larger, key=_val)
-                if better.val <= best.val:
+                found = found + larger
+                if max(larger, key=_val).val <= best.val:
                     break
-                best = better
+                best = max(larger, key=_val)
+            return found
+
+        if not sum(kernel(block, "rich", 1, False).columns for block in outputs.blocks):
+            raise Inapplicable("no block of the net tells the images of the harmful task apart")
+        whole_net = tuple(outputs.blocks)
+        fits = tried([*(Reading((block,), "average") for block in whole_net), Reading(whole_net, "rich")])
+        fits += grown("rich") + grown("covariance")
         chosen = max(fits, key=_val).reading
         fits += tried(Reading(chosen.blocks, name) for name in POOLINGS if name != chosen.poolings)
-        several = {max(fits, key=_val).reading, Reading(tuple(outputs.blocks), "fine")}
+        several = dict.fromkeys([max(fits, key=_val).reading, Reading(whole_net, "fine")])
         ways = ((True, False), (False, True), (True, True))
         fits += tried(replace(reading, root=root, radial=radial) for reading in several for root, radial in ways)
         chosen = max(fits, key=_val).reading
@@ -273,13 +271,20 @@ class FrozenBlocks(BlockProbe, group="attack.frozen_blocks", without=["steps"]):
         return victim.same_outside(self.scope)
 
     def readable(self, victim: Victim, outputs: Outputs) -> Outputs:
-        network = victim.network("baseline")
-        part = {parameter for module in network.part(self.scope) for parameter in module.parameters()}
-        modules = dict(network.whole.blocks())
-        before = list(itertools.takewhile(lambda block: part.isdisjoint(modules[block].parameters()), outputs.blocks))
+        before = victim.once(("before", self.scope), lambda: self._before(victim, outputs.blocks))
         if not before:
             raise Inapplicable(f"attack.*.scope={self.scope}: no block of the net stands before it")
         return outputs.of(before)
+
+    def _before(self, victim: Victim, blocks: Sequence[str]) -> list[str]:
+        network = victim.network("baseline")
+        part = {parameter for module in network.part(self.scope) for parameter in module.parameters()}
+        modules = dict(network.whole.blocks())
+        return list(itertools.takewhile(lambda block: part.isdisjoint(modules[block].parameters()), blocks))
+
+
+def _deviation(x: Tensor) -> Tensor:
+    return (x - x.mean(0)).square().mean(0).sqrt()
 
 
 def _val(fit: Fit) -> float:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -82,24 +81,15 @@ def outputs_of(network: Network, images: Mapping[str, Tensor], mirrored: bool) -
 
 def _pooled(network: Network, images: Tensor) -> dict[tuple[str, str], Tensor]:
     batches: dict[tuple[str, str], list[Tensor]] = {}
-    for seen in passed(network, images, poolings):
-        for block, found in seen.items():
-            for pooling, x in found.items():
-                batches.setdefault((block, pooling), []).append(x.float().cpu())
-    found = {part: torch.cat(columns) for part, columns in batches.items()}
-    return {part: x for part, x in found.items() if len(x) == len(images)}
-
-
-@torch.no_grad()
-def passed(
-    network: Network, images: Tensor, reduce: Callable[[Tensor, bool, int], Any] | None = None
-) -> Iterator[dict[str, Any]]:
-    """What each block makes of one batch of images after the other, by name, as `Chain.watched` has it."""
-    with network.whole.watched(reduce) as seen:
+    with network.whole.watched(poolings) as seen:
         for batch in images.split(BATCH):
             seen.clear()
             network(batch)
-            yield dict(seen)
+            for block, found in seen.items():
+                for pooling, x in found.items():
+                    batches.setdefault((block, pooling), []).append(x.float().cpu())
+    found = {part: torch.cat(columns) for part, columns in batches.items()}
+    return {part: x for part, x in found.items() if len(x) == len(images)}
 
 
 def poolings(x: Tensor, last: bool, prefix: int) -> dict[str, Tensor]:

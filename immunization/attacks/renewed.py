@@ -20,16 +20,16 @@ def images_of(victim: Victim) -> dict[str, Tensor]:
     return {split: victim.images(split)[0] for split in SPLITS}
 
 
-def renew_from(network: nn.Module, images: Tensor, rows: Tensor | None) -> int:
-    """Give each BatchNorm the statistics of some rows of images (None: of all), and say of how many.
+def renew_from(network: nn.Module, images: Tensor) -> int:
+    """Give each BatchNorm the statistics of images, and say of how many.
 
     Raises Inapplicable for a net without BatchNorm.
     """
     if not norms_of(network):
         raise Inapplicable("the net has no BatchNorm whose statistics could be renewed")
-    own = images if rows is None else images[rows.to(images.device)]
-    renew(network, own.tensor_split(math.ceil(len(own) / BATCH)))  # no batch of one image, which may have no variance
-    return len(own)
+    batches = images.tensor_split(math.ceil(len(images) / BATCH))  # none of one image, which may have no variance
+    renew(network, batches)
+    return len(images)
 
 
 def norms_of(network: nn.Module) -> list[nn.Module]:

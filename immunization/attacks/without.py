@@ -69,7 +69,7 @@ class RandomNet(BlockProbe, group="attack.random_net", without=["precision", "re
         with torch.random.fork_rng():
             torch.manual_seed(WEIGHTS)
             network = redrawn(victim.network(stage))
-        passes = renew_from(network, images["train"], None) if norms_of(network) else 0
+        passes = renew_from(network, images["train"]) if norms_of(network) else 0
         return outputs_of(network, images, self.mirrored), victim.flops_per_row() * passes
 
 

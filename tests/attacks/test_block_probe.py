@@ -29,7 +29,7 @@ from immunization.attacks import (
     run_attacks,
 )
 from immunization.attacks.block_probe import Kernel, nested
-from immunization.attacks.pooling import POOLINGS, covariance_root, outputs_of, passed, poolings, prefix_flops
+from immunization.attacks.pooling import POOLINGS, covariance_root, outputs_of, poolings, prefix_flops
 from immunization.attacks.renewed import images_of, renew
 from immunization.errors import ConfigError
 from immunization.models.chain import NetParts, Network, pooled
@@ -232,7 +232,9 @@ def test_blocks_come_as_they_run_and_those_without_a_tensor_are_left_out():
     outputs = outputs_of(network, {"train": x, "val": x, "test": x}, mirrored=False)
     assert outputs.blocks == ["first", "second"]
     assert_close(outputs.columns("second", "average", "test")[0], network(x))
-    assert [list(seen) for seen in passed(network, x)] == [["first", "second"]]
+    with network.whole.watched() as seen:
+        network(x)
+    assert list(seen) == ["first", "second"]
     assert not any(module._forward_hooks for module in network.modules())
 
 
@@ -310,6 +312,17 @@ def test_without_validation_images_the_attacker_holds_back_training_images(tmp_p
     assert torch.equal(few[0], victim.images("train")[0][[0, 5]])
     assert torch.equal(victim.task.val.y, victim.images("val")[1])
     assert torch.isfinite(curve.val).all()
+
+
+def test_readings_are_tried_in_one_order(images, monkeypatch):
+    """Of equals the first is chosen: an order that changes from process to process would change the figures."""
+    real, seen = BlockProbe._fit, []
+    monkeypatch.setattr(BlockProbe, "_fit", lambda self, *args: seen.append(args[2]) or real(self, *args))
+    BlockProbe(mirrored=False, samples=5).run(untouched(images), "baseline")
+    varied = [reading for reading in seen if reading.root or reading.radial]
+    ways = [(True, False), (False, True), (True, True)]
+    assert [(reading.root, reading.radial) for reading in varied[:6]] == ways + ways
+    assert [reading.poolings for reading in varied[3:6]] == ["fine"] * 3
 
 
 def test_linear_maps_have_no_blocks():
