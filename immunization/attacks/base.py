@@ -59,7 +59,7 @@ class AttackCurve:
         """That of an attacker who finds nothing to learn from."""
         chance = torch.tensor([task.chance], dtype=torch.float64)
         nothing = torch.zeros(1, dtype=torch.float64)
-        return cls(nothing.long(), nothing, chance, chance, scores=chance.expand(1, len(task.test)))
+        return cls(nothing.long(), nothing, chance, chance)
 
 
 class Attack(Component, group="attack.*"):

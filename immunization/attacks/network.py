@@ -226,7 +226,9 @@ class LoRA(FineTune, group="attack.lora", without=["scope"]):
 
 def _hopeless(courses: Collection[Course], points: int, floor: float) -> ShouldStop:
     """Whether a course that was MARGIN above the best one, from here on and at its best, would still be behind it."""
-    val = _stacked([course.val for course in courses]) if courses else torch.full((1, points), -torch.inf)
+    if not courses:
+        return lambda val: False
+    val = _stacked([course.val for course in courses])
     best = areas(val, floor)
     most, top = val[best.argmax()].max().item() + MARGIN, best.max().item()
 

@@ -9,9 +9,7 @@ from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.victim import Stage
 from immunization.data.task import LEARNED, MARGIN
 from immunization.evaluation.measures import Measures
-
-ROUNDING = 1e-12
-"""What a measure may fall short of a bar by."""
+from immunization.runs.verdict import ROUNDING
 
 
 @dataclass

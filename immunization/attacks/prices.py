@@ -80,12 +80,11 @@ def _paid(outcomes: Mapping[str, Outcome], stage: Stage, found: Mapping[str, flo
     suffix = SUFFIX[stage]
     searched = {name: spent + outcomes[name].curves[stage].others for name, spent in found.items()}
     for name in outcomes:
-        keys = [f"attack/{name}/{key}{suffix}" for key in ("cost", "cost_searched")]
-        if name in found:
-            for key, spent in zip(keys, (found[name], searched[name]), strict=True):
-                to.put(key, spent)
-        else:
-            to.miss(f"never came to {bar:.3f}", *keys)
+        for key, spent in ((f"cost{suffix}", found), (f"cost_searched{suffix}", searched)):
+            if name in spent:
+                to.put(f"attack/{name}/{key}", spent[name])
+            else:
+                to.miss(f"never came to {bar:.3f}", f"attack/{name}/{key}")
     if found:
         to.put(f"attack/worst/flops{suffix}", min(found.values()))
         to.put(f"attack/worst/flops_searched{suffix}", min(searched.values()))

@@ -187,8 +187,8 @@ class Undo(LinearProbe, group="attack.undo", without=["scaling"]):
             problem.flops += svd_flops(d, d)
             return problem
         primary, own = (len(victim.comparison.tasks[role].train) for role in ("primary", victim.role))
-        nets = 1 if victim.raw(victim.role, "train") else 2  # theta_0 is passed, too, where it is a net
-        problem.flops += svd_flops(primary + own, d) + victim.flops_per_row() * (primary + (nets - 1) * (primary + own))
+        passed = primary if victim.raw(victim.role, "train") else primary + primary + own  # theta_0, where it is a net
+        problem.flops += svd_flops(primary + own, d) + victim.flops_per_row() * passed
         return problem
 
     def features(self, victim: Victim, stage: Stage) -> dict[str, Tensor]:

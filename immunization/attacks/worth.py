@@ -142,12 +142,16 @@ def best(curves: Iterable[AttackCurve], guess: Tensor, budget: float = math.inf)
 
 def at(draws: Sequence[Draw], guess: Tensor, public: bool, budget: float = math.inf) -> Worth:
     """The worth that all attackers show within a budget; where theta_0 is `public`, who has theta_I has it, too."""
-    groups = [(draw.before, draw.before if public else draw.after, [], draw.untouched) for draw in draws]
-    scores = [
-        torch.stack([best(group[i] + draw.without, guess, budget) for draw, group in zip(draws, groups, strict=True)])
-        for i in range(4)
-    ]
-    return worth(*scores[:3], scores[3] if any(draw.untouched for draw in draws) and not public else None)
+
+    def scores(group: str = "") -> Tensor:
+        """Of the best of a group and of those without the model."""
+        own = ((getattr(draw, group) if group else []) + draw.without for draw in draws)
+        return torch.stack([best(curves, guess, budget) for curves in own])
+
+    before = scores("before")
+    after = before if public else scores("after")
+    left = scores("untouched") if any(draw.untouched for draw in draws) and not public else None
+    return worth(before, after, scores(), left)
 
 
 def budgets(draws: Sequence[Draw]) -> list[float]:
@@ -176,7 +180,7 @@ def put(found: Worth, suffix: str, measures: Measures) -> None:
         measures.put(f"worth/{name}{suffix}", getattr(found, name))
     for name, key in KEYS.items():
         value = getattr(found, name)
-        if value is None and name == "ceiling":
+        if value is None and name == "ceiling":  # nobody leaves the immunized part aside, or removed has the reason
             continue
         if value is None:
             reason = (

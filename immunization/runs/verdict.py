@@ -20,7 +20,7 @@ DOUBTS = ("head_at_chance", "other_data", "unknown_data")  # flags that question
 HELD, UNTRAINED, UNNUMBERED = "held", "not attacked by training", "not attacked by standard"
 """No attack learns the task: of the suite `standard`; none fine-tuned all that was trained; of another list."""
 Z = 1.959964  # of a normal distribution, 95 % lie within so many standard deviations
-ROUNDING = 1e-12
+ROUNDING = 1e-12  # what a measure may fall short of a bar by
 
 
 def attack_groups(result: Result) -> list[str]:
