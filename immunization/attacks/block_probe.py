@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache, partial, reduce
 
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from immunization.attacks.base import Attack, AttackCurve
-from immunization.attacks.pooling import POOLINGS, Outputs, outputs_of
-from immunization.attacks.renewed import images_of, renew_from
+from immunization.attacks.pooling import POOLINGS, TWICE, Outputs, at_twice_the_size, outputs_of
+from immunization.attacks.renewed import images_of, norms_of, renew_from
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.data.task import SPLITS, Task
 from immunization.models import Model
+from immunization.models.chain import Network
 
 FEWEST = 5
 """Training images of each class at which the curve begins; every further point has twice as many."""
@@ -129,7 +130,8 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
     all that cost less. Operations are those of the part of the net that is passed, of the regression, and not of the
     search, which `AttackCurve.others` has.
 
-    `renewed`: BatchNorm first gets the statistics of the attacker's training images. Deep nets only.
+    `renewed`: BatchNorm first gets the statistics of the attacker's training images. `enlarged`: images of at most
+    64 x 64 pixels are read at twice their size, too, with the statistics of these. Deep nets only.
     """
 
     setting_name, tries = "ridge", "ridges"
@@ -140,9 +142,10 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
     ridges: Sequence[float] = (1e-5, 1e-4, 1e-3, 0.01, 0.1, 1.0)
     mirrored: bool = True
     renewed: bool = False
+    enlarged: bool = False
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
-        key = ("outputs", type(self).read, stage, self.precision, self.mirrored, self.renewed)
+        key = ("outputs", type(self).read, stage, self.precision, self.mirrored, self.renewed, self.enlarged)
         outputs, extra = victim.once(key, lambda: self.read(victim, stage))
         return self.probe(victim.task, self.readable(victim, outputs), extra)
 
@@ -152,9 +155,19 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
 
     def read(self, victim: Victim, stage: Stage) -> tuple[Outputs, float]:
         """The outputs of all blocks, and the operations of what was done to the net before. Raises Inapplicable."""
-        network, images = victim.network(stage, self.precision), images_of(victim)
-        passes = renew_from(network, images["train"]) if self.renewed else 0
-        return outputs_of(network, images, self.mirrored), victim.flops_per_row() * passes
+        images = images_of(victim)
+        return self.outputs(victim.network(stage, self.precision), images, self.renewed)
+
+    def outputs(self, network: Network, images: Mapping[str, Tensor], renewed: bool) -> tuple[Outputs, float]:
+        """The outputs of all blocks of `network`, which is changed, and what renewing statistics took."""
+        larger = at_twice_the_size(network, images) if self.enlarged else {}
+        found, renewing = [], 0.0
+        for own, needed in ((images, renewed), (larger, bool(norms_of(network)))):
+            if own:
+                rows = renew_from(network, own["train"]) if needed else 0
+                found.append(outputs_of(network, own, self.mirrored))
+                renewing += rows * found[-1].cost(found[-1].blocks)
+        return reduce(Outputs.beside, found), renewing
 
     def probe(self, task: Task, outputs: Outputs, extra: float = 0.0) -> AttackCurve:
         """The curve of the best readings of `outputs` within any number of operations; `extra` are paid by each."""
@@ -274,13 +287,14 @@ class FrozenBlocks(BlockProbe, group="attack.frozen_blocks", without=["steps"]):
         before = victim.once(("before", self.scope), lambda: self._before(victim, outputs.blocks))
         if not before:
             raise Inapplicable(f"attack.*.scope={self.scope}: no block of the net stands before it")
-        return outputs.of(before)
+        return outputs.of(block for block in outputs.blocks if block.removesuffix(TWICE) in before)
 
-    def _before(self, victim: Victim, blocks: Sequence[str]) -> list[str]:
+    def _before(self, victim: Victim, blocks: Sequence[str]) -> set[str]:
         network = victim.network("baseline")
         part = {parameter for module in network.part(self.scope) for parameter in module.parameters()}
         modules = dict(network.whole.blocks())
-        return list(itertools.takewhile(lambda block: part.isdisjoint(modules[block].parameters()), blocks))
+        once = [block for block in blocks if not block.endswith(TWICE)]
+        return set(itertools.takewhile(lambda block: part.isdisjoint(modules[block].parameters()), once))
 
 
 def _deviation(x: Tensor) -> Tensor:

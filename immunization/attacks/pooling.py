@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,9 @@ CHANNELS = 512
 COVARIANCES = 192
 """The same for the covariance of channels."""
 
+SMALL, TWICE = 64, " at twice the size"
+"""Longest side of images that are also read at twice their size, and what is then added to the names of blocks."""
+
 POOLINGS: dict[str, tuple[str, ...]] = {
     "average": ("average",),
     "rich": ("average", "maximum", "deviation", "2x2", "class"),
@@ -35,12 +38,12 @@ class Outputs:
     """What blocks make of the images of a task.
 
     `parts` [views, N, D], by block and pooling and then by split, in float32: views are the image and, where it was
-    asked for, its mirror image. `flops`: operations of one image from the input up to and with a block, in the order in
-    which blocks run.
+    asked for, its mirror image. `passes`, one for each size of the images: operations of one image from the input up to
+    and with a block, in the order in which blocks run.
     """
 
     parts: dict[tuple[str, str], dict[str, Tensor]]
-    flops: dict[str, float]
+    passes: Sequence[Mapping[str, float]]
 
     @property
     def views(self) -> int:
@@ -49,12 +52,12 @@ class Outputs:
     @property
     def blocks(self) -> list[str]:
         found = {block for block, _ in self.parts}
-        return [block for block in self.flops if block in found]
+        return [block for flops in self.passes for block in flops if block in found]
 
     def of(self, blocks: Iterable[str]) -> Outputs:
         """Those of some blocks."""
         own = set(blocks)
-        return Outputs({part: x for part, x in self.parts.items() if part[0] in own}, self.flops)
+        return Outputs({part: x for part, x in self.parts.items() if part[0] in own}, self.passes)
 
     def columns(self, block: str, poolings: str, split: str) -> Tensor:
         """Those poolings of a block that it has side by side, [views, N, D]."""
@@ -63,8 +66,15 @@ class Outputs:
         return torch.cat([none, *(self.parts[part][split] for part in parts)], 2)
 
     def cost(self, blocks: Iterable[str]) -> float:
-        """Operations of one image up to the last of some blocks."""
-        return max(self.flops[block] for block in blocks)
+        """Operations of one image up to the last of some blocks, at each size of the images."""
+        own = set(blocks)
+        return sum(max((flops[block] for block in own & flops.keys()), default=0.0) for flops in self.passes)
+
+    def beside(self, larger: Outputs) -> Outputs:
+        """Those of the images, and of the same images at twice the size."""
+        parts = {(block + TWICE, pooling): x for (block, pooling), x in larger.parts.items()}
+        passes = [{block + TWICE: flops for block, flops in one.items()} for one in larger.passes]
+        return Outputs(self.parts | parts, [*self.passes, *passes])
 
 
 @torch.no_grad()
@@ -76,7 +86,23 @@ def outputs_of(network: Network, images: Mapping[str, Tensor], mirrored: bool) -
         views += [_pooled(network, images[split].flip(-1))] if mirrored else []
         for part in views[0]:
             parts.setdefault(part, {})[split] = torch.stack([view[part] for view in views])
-    return Outputs(parts, prefix_flops(network))
+    return Outputs(parts, [prefix_flops(network, images["train"].shape[1:])])
+
+
+@torch.no_grad()
+def at_twice_the_size(network: Network, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Images [N, C, 2 H, 2 W] by split; {} for images above `SMALL` and for a net that takes one size only.
+
+    What is small in an image fills more places of the early blocks, and pooling cuts it into finer cells.
+    """
+    if max(images["train"].shape[2:]) > SMALL:
+        return {}
+    larger = {split: F.interpolate(x, scale_factor=2, mode="bilinear") for split, x in images.items()}
+    try:
+        network(larger["train"][:1])
+    except (AssertionError, RuntimeError, ValueError):
+        return {}
+    return larger
 
 
 def _pooled(network: Network, images: Tensor) -> dict[tuple[str, str], Tensor]:
@@ -147,9 +173,9 @@ def _combined(x: Tensor, channels: int) -> Tensor:
 
 
 @torch.no_grad()
-def prefix_flops(network: Network) -> dict[str, float]:
-    """Operations of one image from the input up to and with each block, by name."""
-    image = torch.zeros(1, *network.input_size).to(next(network.parameters()))
+def prefix_flops(network: Network, size: Sequence[int]) -> dict[str, float]:
+    """Operations of one image [C, H, W] from the input up to and with each block, by name."""
+    image = torch.zeros(1, *size).to(next(network.parameters()))
     with FlopCounterMode(display=False) as counter:
         with network.whole.watched(lambda *_: float(counter.get_total_flops())) as seen:
             network(image)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from immunization.attacks.block_probe import BlockProbe
 from immunization.attacks.network import FineTune
-from immunization.attacks.pooling import Outputs, outputs_of
-from immunization.attacks.renewed import images_of, norms_of, renew_from
+from immunization.attacks.pooling import Outputs
+from immunization.attacks.renewed import images_of, norms_of
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.models.chain import Network
 
@@ -69,11 +69,10 @@ class RandomNet(BlockProbe, group="attack.random_net", without=["precision", "re
         with torch.random.fork_rng():
             torch.manual_seed(WEIGHTS)
             network = redrawn(victim.network(stage))
-        passes = renew_from(network, images["train"]) if norms_of(network) else 0
-        return outputs_of(network, images, self.mirrored), victim.flops_per_row() * passes
+        return self.outputs(network, images, bool(norms_of(network)))
 
 
-class RawInputs(BlockProbe, group="attack.raw_inputs", without=["precision", "renewed"]):
+class RawInputs(BlockProbe, group="attack.raw_inputs", without=["precision", "renewed", "enlarged"]):
     """Ridge regression on the images themselves, averaged to at most 32 x 32 pixels."""
 
     reference = True
@@ -86,7 +85,7 @@ class RawInputs(BlockProbe, group="attack.raw_inputs", without=["precision", "re
                 size = [min(side, length) for length in images.shape[2:]]
                 small = F.adaptive_avg_pool2d(views.flatten(0, 1), size).flatten(1)
                 parts[name][split] = small.unflatten(0, views.shape[:2]).float().cpu()
-        return Outputs({(name, "average"): found for name, found in parts.items()}, dict.fromkeys(parts, 0.0)), 0.0
+        return Outputs({(name, "average"): found for name, found in parts.items()}, [dict.fromkeys(parts, 0.0)]), 0.0
 
 
 @torch.no_grad()

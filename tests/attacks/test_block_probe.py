@@ -29,7 +29,16 @@ from immunization.attacks import (
     run_attacks,
 )
 from immunization.attacks.block_probe import Kernel, nested
-from immunization.attacks.pooling import POOLINGS, covariance_root, outputs_of, poolings, prefix_flops
+from immunization.attacks.pooling import (
+    POOLINGS,
+    SMALL,
+    TWICE,
+    at_twice_the_size,
+    covariance_root,
+    outputs_of,
+    poolings,
+    prefix_flops,
+)
 from immunization.attacks.renewed import images_of, renew
 from immunization.errors import ConfigError
 from immunization.models.chain import NetParts, Network, pooled
@@ -100,7 +109,7 @@ def test_what_layer4_has_lost_is_read_before_it(images, wipe):
 def test_the_cost_is_that_of_the_part_that_is_passed(images):
     victim = untouched(images)
     network = victim.network("baseline")
-    flops = prefix_flops(network)
+    flops = prefix_flops(network, network.input_size)
     assert list(flops) == [name for name, _ in network.whole.blocks()]
     assert list(flops.values()) == sorted(flops.values())
     assert flops[list(flops)[-1]] == victim.flops_per_row()
@@ -207,6 +216,30 @@ def test_behind_a_folded_map_every_block_is_left(tmp_path):
     assert not victim.same_outside("trained")
     measures = run_attacks({"it": FrozenBlocks(mirrored=False)}, victim)
     assert measures.metrics["attack/it/final"] == measures.metrics["attack/it/final_baseline"] > 0.6
+
+
+def test_small_images_are_read_at_twice_their_size_too(images):
+    victim = net_victim(images, lambda model: None, "test_resnet", "layer4")
+    attack = BlockProbe(enlarged=True, mirrored=False)
+    outputs, renewing = attack.read(victim, "baseline")
+    own = [block for block in outputs.blocks if not block.endswith(TWICE)]
+    assert outputs.blocks == own + [block + TWICE for block in own]
+    plain, larger = (flops[last] for flops, last in zip(outputs.passes, (own[-1], own[-1] + TWICE), strict=True))
+    assert 3 * plain < larger < 5 * plain
+    assert outputs.cost(outputs.blocks) == plain + larger
+    assert outputs.cost(own) == plain
+    assert renewing == larger * len(victim.task.train)
+    alone = BlockProbe(mirrored=False).read(victim, "baseline")[0]
+    assert_close(outputs.columns(own[0], "rich", "test"), alone.columns(own[0], "rich", "test"))
+    frozen = FrozenBlocks(enlarged=True).readable(victim, outputs).blocks
+    assert frozen == [block for block in outputs.blocks if not block.startswith("layer4")]
+
+
+def test_neither_large_images_nor_those_of_a_net_of_one_size_are_enlarged():
+    maps, rows = nn.Conv2d(3, 4, 3), nn.Sequential(nn.Flatten(), nn.Linear(3 * 64 * 64, 2))
+    small, large = ({"train": torch.rand(2, 3, side, side)} for side in (SMALL, SMALL + 1))
+    assert at_twice_the_size(maps, small)["train"].shape == (2, 3, 2 * SMALL, 2 * SMALL)
+    assert at_twice_the_size(rows, small) == at_twice_the_size(maps, large) == {}
 
 
 class Odd(nn.Module):
