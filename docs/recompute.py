@@ -104,6 +104,11 @@ class Run:
         """The largest singular value of theta."""
         return linalg.norm(self.theta, 2)
 
+    @cached_property
+    def figures(self) -> list[Figures]:
+        """Every figure, recomputed from the features as they are, then from disturbed ones."""
+        return [figures(self), *(figures(self, np.random.default_rng(seed)) for seed in range(DRAWS))]
+
 
 @dataclass
 class Given:
@@ -546,28 +551,30 @@ def figures(run: Run, rng: np.random.Generator | None = None) -> Figures:
     options = {"octaves": 20, "share": 0.9} | names.get("learning_curves", {})
     grid = np.array([round(2 ** (j / 4)) for j in range(4 * options["octaves"] + 1)])
     for role, task in run.tasks.items():
-        curve = {}
+        curve, scores = {}, {}
         for state in STATES:
             probe, name = probes[role, state], role + state.replace("_", "/")
             if (probe.c**2).sum() > 0:
                 out[f"curves/excess/{name}"] = probe.excess(grid)
             if can_be_tested(task):
-                weights = probe.descended(grid)
-                curve[state] = np.array([task.measure(test[role, state] @ w) for w in weights])
-                out[f"curves/probe/{name}"] = curve[state]
+                predictions = test[role, state] @ probe.descended(grid)
+                curve[state] = out[f"curves/probe/{name}"] = np.array([task.measure(one) for one in predictions])
+                scores[state] = task.scores(predictions)
             if kind_of(role) != "benign" and np.any(probe.least_squares()):
                 out[f"curves/norm_ratio/{name}"] = probe.norm_ratio(names.get("norm_ratio", {}).get("steps", 300))
-        learns = can_be_tested(task) and not task.constant
         chance = 1 / task.classes if task.classes else 0.0
-        out[f"steps_ratio/{role}"] = steps_ratio(curve, grid, chance, options["share"]) if learns else None
-        if learns and (best := curve["_baseline"].max()) >= chance + 0.05:
+        out[f"steps_ratio/{role}"] = out[f"rfd/{role}"] = None
+        if not can_be_tested(task) or task.constant:
+            continue
+        found = intervals(task, scores, grid, chance, options["share"])
+        best = curve["_baseline"].max()
+        if best >= chance + 0.05:
             out[f"steps_bar/{role}"] = chance + options["share"] * (best - chance)
-        out[f"rfd/{role}"] = deviation(curve[""], curve["_baseline"]) if learns else None
-        if learns:
-            scores = {state: task.scores(test[role, state] @ probes[role, state].descended(grid)) for state in STATES}
-            found = intervals(task, scores, grid, chance, options["share"])
-            for name in (name for name in found if out[f"{name}/{role}"] is not None):
-                out |= {f"interval/{name}/{role}_{end}": value for end, value in found[name].items()}
+            out[f"steps_ratio/{role}"] = float(steps_ratio(curve, grid, chance, options["share"]))
+        if best > 0.05:
+            out[f"rfd/{role}"] = float(deviation(curve[""], curve["_baseline"]))
+        for name in (name for name in found if out[f"{name}/{role}"] is not None):
+            out |= {f"interval/{name}/{role}_{end}": value for end, value in found[name].items()}
     harmful = [role for role in run.tasks if kind_of(role) == "harmful"]
     for name in ("steps_ratio", "rfd") if len(harmful) > 1 else ():
         values = [out[f"{name}/{role}"] for role in harmful]
@@ -618,37 +625,46 @@ def can_be_tested(task: Task) -> bool:
     return len(y) > 0 and (task.classes > 0 or bool((y != y[0]).any()))
 
 
-def steps_ratio(curve: dict[str, Array], grid: Array, chance: float, share: float) -> float | None:
-    """Steps to `share` of the way from chance to the baseline's best, over the baseline's; never counts as the last."""
-    best = curve["_baseline"].max()
-    if best < chance + 0.05:
-        return None
-    reached = {state: np.flatnonzero(y >= chance + share * (best - chance) - 1e-12) for state, y in curve.items()}
-    steps = {state: grid[places[0]] if len(places) else grid[-1] for state, places in reached.items()}
-    return float(steps[""] / steps["_baseline"])
+def steps_ratio(curve: dict[str, Array], grid: Array, chance: float, share: float) -> Array:
+    """Steps of curves [..., T] to `share` of the way from chance to the baseline's best, over the baseline's.
+
+    What is never reached counts as the last of the grid.
+    """
+    bar = chance + share * (curve["_baseline"].max(-1, keepdims=True) - chance) - 1e-12
+    reached = {state: y >= bar for state, y in curve.items()}
+    steps = {state: grid[np.where(y.any(-1), y.argmax(-1), -1)] for state, y in reached.items()}
+    return steps[""] / steps["_baseline"]
 
 
-def deviation(after: Array, before: Array) -> float | None:
-    """RFD: mean of (before - after) / before up to the first maximum of `before`, where that is above 0.05."""
-    first = np.flatnonzero(before >= before.max() - 1e-12)[0]
-    places = np.flatnonzero(before[: first + 1] > 0.05)
-    return float(np.mean((before - after)[places] / before[places])) if len(places) else None
+def deviation(after: Array, before: Array) -> Array:
+    """RFD of curves [..., T]: mean of (before - after) / before up to the first maximum of `before`, where that is
+    above 0.05; 0 where it never is."""
+    first = (before >= before.max(-1, keepdims=True) - 1e-12).argmax(-1)
+    counted = (np.arange(before.shape[-1]) <= first[..., None]) & (before > 0.05)
+    shares = np.divide(before - after, before, out=np.zeros_like(before), where=counted)
+    return shares.sum(-1) / np.maximum(counted.sum(-1), 1)
+
+
+@cache
+def resamples(rows: int) -> tuple[Array, Array]:
+    """1,000 resamples [1000, rows] of so many rows, and how often each row is in each."""
+    drawn = np.random.default_rng(0).integers(rows, size=(1000, rows))
+    return drawn, np.stack([np.bincount(one, minlength=rows) for one in drawn]).astype(float)
 
 
 def intervals(
     task: Task, scores: dict[str, Array], grid: Array, chance: float, share: float
 ) -> dict[str, dict[str, float]]:
     """Ends of the 95 % intervals of the steps ratio and RFD over 1,000 resamples of the test rows."""
-    y, found = task.y["test"], {"steps_ratio": [], "rfd": []}
-    for rows in np.random.default_rng(0).integers(len(y), size=(1000, len(y))):
-        curve = {state: some[:, rows].mean(1) for state, some in scores.items()}
-        if not task.classes:
-            curve = {state: 1 - errors / max(y[rows].var(), np.finfo(float).tiny) for state, errors in curve.items()}
-        bar = chance + share * (curve["_baseline"].max() - chance) - 1e-12
-        steps = {s: grid[min(np.argmax(np.append(c, np.inf) >= bar), len(grid) - 1)] for s, c in curve.items()}
-        found["steps_ratio"].append(float(steps[""] / steps["_baseline"]))
-        found["rfd"].append(deviation(curve[""], curve["_baseline"]) or 0.0)
-    return {name: {"low": sorted(values)[25], "high": sorted(values)[-26]} for name, values in found.items()}
+    y = task.y["test"]
+    drawn, counts = resamples(len(y))
+    curve = {state: counts @ some.T / len(y) for state, some in scores.items()}
+    if not task.classes:
+        spread = np.maximum(y[drawn].var(1, keepdims=True), np.finfo(float).tiny)
+        curve = {state: 1 - errors / spread for state, errors in curve.items()}
+    found = {"steps_ratio": steps_ratio(curve, grid, chance, share), "rfd": deviation(curve[""], curve["_baseline"])}
+    ordered = {name: np.sort(values) for name, values in found.items()}
+    return {name: {"low": float(values[25]), "high": float(values[-26])} for name, values in ordered.items()}
 
 
 # --- The comparison ---------------------------------------------------------------------------------------------------
@@ -674,8 +690,7 @@ class Line:
 
 def compare(run: Run) -> list[Line]:
     """A line for each figure of result.json that is recomputed."""
-    values = figures(run)
-    disturbed = [figures(run, np.random.default_rng(seed)) for seed in range(DRAWS)]
+    values, *disturbed = run.figures
     lines = [Line(what, None, None, float(off), float(allowed)) for what, off, allowed in run.checks]
     for name, stored in run.stored.items():
         if name in values:
