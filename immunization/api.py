@@ -58,17 +58,18 @@ def immunize(
 
     `model` is one of timm, or any other module whose output is that of a linear layer inside of it. `method` is any of
     conf/method. `closed_form` and `learning_curve` put a linear map behind the features and its inverse into the
-    classifier, so that the outputs stay: both are computed in float64 and rounded once, and a UserWarning says if the
-    outputs change by more than a thousandth of the largest. The others train the modules named by `trainable` and the
-    classifier, in the model's own dtype. `scheduler` is any of conf/scheduler. `options` are keys of the method
-    (`epochs=100`), of the optimizer Adam as `optimizer__lr=1e-3`, or of the scheduler as `scheduler__eta_min=1e-5`.
+    classifier, so that the outputs stay. Both are computed in float64 and rounded once. The other methods train the
+    modules named by `trainable` and the classifier, in the model's own dtype. `scheduler` is any of conf/scheduler.
+    `options` are keys of the method (`epochs=100`), of the optimizer Adam as `optimizer__lr=1e-3`, or of the scheduler
+    as `scheduler__eta_min=1e-5`.
 
-    A UserWarning also says if harm became easier: on the harmful training rows, a fresh linear probe comes to 90 % of
-    the original model's best in less than 0.8 of its steps (`audit` measures it on rows that are held out). And it says
-    if the classifier of `model` is at chance on the primary training rows, so that there is nothing to keep.
+    Both loaders are read once, and the inputs of the trained part are kept in memory; with `augmented=True` they are
+    read in every epoch instead. Labels of `primary_loader` are indices of the model's outputs.
 
-    Both loaders are read once, and what enters the trained part is kept in memory; with `augmented=True` they are read
-    in every epoch instead. Labels of `primary_loader` are outputs of the model. Raises ConfigError, DataError.
+    Gives a UserWarning if the outputs change by more than a thousandth of the largest; if harm became easier, which
+    means that a fresh linear probe on the harmful training rows comes to 90 % of the original model's best in less than
+    0.8 of its steps (`audit` measures it on held-out rows); and if the classifier of `model` is at chance on the
+    primary training rows, so that there is nothing to keep. Raises ConfigError, DataError.
     """
     check_value("seed", seed, Seed)
     torch.manual_seed(seed)
@@ -106,8 +107,9 @@ def immunize(
 def save(model: nn.Module, folder: str | Path, result: Result | None = None, **arguments: Any) -> Path:
     """Write a net of `immunize` as immunized.safetensors, config.json and model_card.md, and return the folder.
 
-    `load` reads it. `result`, of `audit`, puts its measures into the card. `arguments` are those of timm.create_model
-    that timm itself does not remember of the net. Raises ConfigError for a net that could not be loaded again.
+    `load` reads the folder. The measures of `result`, which `audit` returns, go into the card. `arguments` are those of
+    timm.create_model that timm itself does not remember of the net. Raises ConfigError for a net that could not be
+    loaded again.
     """
     check_net("save: the model", model)
     facts, folder = facts_of(model, arguments), Path(folder)
@@ -135,17 +137,17 @@ def audit(
 
         immunization.audit(model, harmful_loaders, reference=model_before, budget="standard").verdict
 
-    A single loader is that of the harmful task, and only attacks are measured; with two, the primary task's comes
-    first, and the measures of experiment=audit are taken. Each is a loader, of which a fifth of the rows is for test
-    and a fifth for validation, or a dict of one for `train`, one for `test` and, if there are such rows, one for `val`.
-    They are read once into memory.
+    A single loader is that of the harmful task; then only attacks are measured. With two, the primary task's comes
+    first, and the measures of experiment=audit are taken, too. Each is a loader, of which a fifth of the rows is for
+    test and a fifth for validation, or a dict of loaders for `train`, `test` and, if there are such rows, `val`. They
+    are read once into memory.
 
-    `model` is a classifier as for `immunize`, compared with `reference`, the same before it was immunized (None: the
-    model without the map that `immunize` folded in), or what `load` gives for a linear map, which is compared with its
-    inputs; its loaders give rows [n, D]. `budget` is a numbered list of attackers, which also says what the model is
-    worth and how much of that is removed (docs/attacks.md); or `attacks` are names, or one, of conf/attack (None: those
-    of experiment=audit). `options` are keys of attacks, as `adam__steps=100`. `result.verdict` says the measures in
-    words. Raises ConfigError, DataError.
+    `model` is a classifier as for `immunize`. It is compared with `reference`, the classifier before immunization
+    (None: without the map that `immunize` folded in). Or `model` is what `load` returns for a linear map, which is
+    compared with its inputs; its loaders give rows [n, D]. `budget` is a numbered suite of attackers, which also says
+    what the model is worth and how much of that is removed (docs/attacks.md). Alternatively `attacks` names one or
+    several of conf/attack (None: those of experiment=audit). `options` are keys of attacks, as `adam__steps=100`.
+    `verdict` of the result has sentences. Raises ConfigError, DataError.
     """
     from immunization.attacks import Victim, run_attacks  # these load what none of the others needs
     from immunization.runner import evaluate

@@ -57,7 +57,7 @@ def checked(group: str, of: type | None = None) -> Callable[[F], F]:
 @dataclass_transform(eq_default=False, field_specifiers=(field,))
 @dataclass(eq=False, repr=False)
 class Component:
-    """What a YAML builds: its annotated attributes are its options, with their ranges, as those of a dataclass are.
+    """The base of what a YAML builds: annotated attributes are options with their ranges, as in a dataclass.
 
     A subclass names only what is its own: `name = value` without an annotation changes an inherited default, and nobody
     can set the options listed as `without`. The constructor, unless a class writes its own, is that of `dataclass`, and
@@ -106,7 +106,7 @@ def _plain(value: object) -> object:
 
 
 def words(hint: Hint) -> str:
-    """What `hint` allows: `Count | None` is "an integer of at least 0, or null"."""
+    """The values that `hint` allows: `Count | None` is "an integer of at least 0, or null"."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return ", or ".join(map(words, args))

@@ -73,7 +73,7 @@ def read_yaml(name: str) -> dict[str, Any]:
 
 @cache
 def hparams(kind: str) -> dict[str, dict[str, Any]]:
-    """What methods start from on data of a kind: the sections of conf/hparams/<kind>.yaml, over those it is `like`."""
+    """Defaults of methods on data of a kind: the sections of conf/hparams/<kind>.yaml, over those it is `like`."""
     own = read_yaml(f"hparams/{kind}")
     found = dict(hparams(own.pop("like"))) if "like" in own else {}
     for method, section in own.items():
@@ -135,13 +135,13 @@ def compose(overrides: Iterable[str] = ()) -> DictConfig:
 
 
 def build(cfg: Mapping[str, Any], key: str, **arguments: Any) -> Any:
-    """What `factory` gives, called with `arguments`; a YAML with `_partial_: true` gives the callable itself."""
+    """The result of `factory`, called with `arguments`; a YAML with `_partial_: true` gives the callable itself."""
     made = factory(cfg, key)
     return made if _node(cfg, key).get("_partial_") else made(**arguments)
 
 
 def factory(cfg: Mapping[str, Any], key: str) -> partial[Any]:
-    """What makes `cfg[key]`, whose `_target_` must be trusted and whose values must fit the constructor's annotations.
+    """The maker of `cfg[key]`: its `_target_` must be trusted, its values must fit the constructor's annotations.
 
     Raises ConfigError, which names the key, for a target that does not exist, an unknown key and a wrong value.
     """

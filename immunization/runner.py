@@ -42,14 +42,15 @@ def run(
     overrides: Iterable[str] | None = None,
     quiet: bool = False,
 ) -> Result:
-    """Run one experiment and return its Result, which also stands in the run folder as result.json.
+    """Run one experiment and return its Result, which is also written to result.json in the run folder.
 
     `config` is a composed configuration, or a list of overrides as on the command line (`["dataset=mnist"]`). `folder`
-    is the run folder, by default outputs/<name>/<time>. With `resume=true` a completed run of the same configuration
+    is the run folder, by default `outputs/<name>/<time>`. With `resume=true` a completed run of the same configuration
     in it is returned, and an interrupted one goes on from its checkpoint. `quiet`, for the jobs of a sweep, prints one
-    line instead of the table and draws figures only with `figures=true`. Raises UserError for a mistake in the
-    configuration or the data, after a result.json with status `failed` was written; after a checkpoint was written,
-    KeyboardInterrupt on Ctrl-C and Preempted, an exit with code 143, on SIGTERM.
+    line instead of the table and draws figures only with `figures=true`.
+
+    Raises UserError for a mistake in the configuration or the data, after writing a result.json with status `failed`.
+    Raises KeyboardInterrupt on Ctrl-C and Preempted, an exit with code 143, on SIGTERM, both after a checkpoint.
     """
     if not isinstance(config, DictConfig):
         overrides = config if isinstance(config, str) else list(config)
@@ -81,7 +82,7 @@ def run(
 
 
 def follow(config: DictConfig, run: RunFolder, settings: Mapping[str, Any] | None) -> Result:
-    """What the other processes of a distributed training do: their share of the features, and no file."""
+    """The part of the other processes of a distributed training: their share of the features, and no file."""
     own = run.path.resolve()
     try:
         run.result.folder = distributed.agree()

@@ -56,7 +56,7 @@ class AttackCurve:
 
     @classmethod
     def of_guessing(cls, task: Task) -> "AttackCurve":
-        """That of an attacker who finds nothing to learn from."""
+        """The curve of an attacker who finds nothing to learn from."""
         chance = torch.tensor([task.chance], dtype=torch.float64)
         nothing = torch.zeros(1, dtype=torch.float64)
         return cls(nothing.long(), nothing, chance, chance)
@@ -66,7 +66,7 @@ class Attack(Component, group="attack.*"):
     """An attacker with a budget of `steps`, who tries all of their `settings` and keeps the best on validation data.
 
     `samples`: training rows of each class (in all, for a regression); None: every row. `precision`: the weights are
-    rounded before the attack. The same rows and settings are used on every stage of a `Victim`. Raises ConfigError.
+    rounded before the attack. Every stage of a `Victim` meets the same rows and settings. Raises ConfigError.
     """
 
     setting_name = "learning rate"
@@ -96,7 +96,7 @@ class Attack(Component, group="attack.*"):
 
     @property
     def kind(self) -> str:
-        """What settings of this attack are settings of."""
+        """The kind of attack that settings of this one fit."""
         return type(self).__name__
 
     def check(self, task: Task, model: Model) -> None:

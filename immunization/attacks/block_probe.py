@@ -38,7 +38,7 @@ NOISE = 10 * torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class Reading:
-    """What of the net a ridge regression reads.
+    """The part of the net that a ridge regression reads.
 
     `root`: signed square roots of the columns, which evens out the large ones. `radial`: a Gaussian kernel of them.
     """
@@ -54,7 +54,7 @@ class Reading:
 class Kernel:
     """Inner products of columns with mean 0 and deviation 1: `own` [n, n] of training rows, `others` [M, n] with them.
 
-    `squares` [M] are those of other rows with themselves. Those of blocks side by side are sums. `columns` were read.
+    `squares` [M] are those of other rows with themselves. Kernels of blocks side by side add up. `columns` were read.
     """
 
     own: Tensor
@@ -150,7 +150,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         return self.probe(victim.task, self.readable(victim, outputs), extra)
 
     def readable(self, victim: Victim, outputs: Outputs) -> Outputs:
-        """What of the outputs of all blocks the attacker reads. Raises Inapplicable."""
+        """The outputs that the attacker reads, out of those of all blocks. Raises Inapplicable."""
         return outputs
 
     def read(self, victim: Victim, stage: Stage) -> tuple[Outputs, float]:
@@ -269,9 +269,9 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
 
 
 class FrozenBlocks(BlockProbe, group="attack.frozen_blocks", without=["steps"]):
-    """What `BlockProbe` reads before a part of the net begins: no defense of this part can take it away.
+    """`BlockProbe` on the blocks before a part of the net: no defense of this part can stop it.
 
-    `scope`: `trained`, what was immunized, or the name of a block or a stage, with which all from there on is meant.
+    `scope` is where that part begins: at `trained`, what was immunized, or at a block or stage, by its name.
     """
 
     scope: str = "trained"

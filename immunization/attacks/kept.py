@@ -35,7 +35,7 @@ class KeptCurves:
     """The curves of attacks that are done, in one file, which is replaced in one step after each attack.
 
     A curve is taken from there only for the same configuration of its attack (`settings`, by name), weights and data.
-    What cannot be read is measured again. Curves of the baseline are shared by all runs with one folder `baselines`.
+    Damaged curves are measured again. Curves of the baseline are shared by all runs with one folder `baselines`.
     """
 
     def __init__(

@@ -88,7 +88,7 @@ class LeastSquares:
 
 
 class ProbeCurves:
-    """What every setting of a probe reaches: `val`, `test` and `excess` [settings, T] at the T steps of the grid.
+    """Measures of every setting of a probe: `val`, `test` and `excess` [settings, T] at the T steps of the grid.
 
     `scores` [settings, T, N] are what test rows add to `test`.
     """
@@ -157,7 +157,7 @@ class ProbeAttack(Attack):
         return {split: victim.features(stage, split, self.precision) for split in SPLITS}
 
     def probe(self, victim: Victim, features: Mapping[str, Tensor]) -> AttackCurve:
-        """What a head on these features reaches."""
+        """The curve of a head on these features."""
         problem = self.problem(victim, features)
         grid = step_grid(self.steps)
         curves = ProbeCurves(problem, grid, len(self.settings))
@@ -168,7 +168,7 @@ class ProbeAttack(Attack):
         return self.choose(grid, *measured, shared=problem.flops, **facts)
 
     def problem(self, victim: Victim, features: Mapping[str, Tensor]) -> "LeastSquares":
-        """What this attacker learns from: features as they prepare them, and what these cost."""
+        """The data that this attacker learns from: features as they prepare them, and what these cost."""
         task = victim.task
         rows = self.rows(task)
         (train, val, test), y = (features[split] for split in SPLITS), task.train.y

@@ -34,11 +34,11 @@ class FineTune(Attack):
     `scope`: `full`, the whole net and the map behind it, if there is one, `last`, its last block and the map, `head`,
     `trained`, what was immunized, or the name of a block or a stage (`layer4`, `blocks.9`), with which all from there
     on is meant. With the last two, what stands before is passed once. Features are scaled to a mean square of 1 at the
-    start, by one factor; the head starts at 0. What is trained is in train mode. The clipped gradient of a mini-batch
+    start, by one factor; the head starts at 0. The trained part is in train mode. The clipped gradient of a mini-batch
     is one step. `schedule`, `head_first`, `decay`, `average`, `mirror` and `smoothing` are those of a `Recipe`.
 
     The best of `rates` on the validation split is used; with `search=N`, the best of `known_recipes` and N more
-    (`search.py`) within the same operations; or the recipes of the file `replay`. What was searched or replayed runs
+    (`search.py`) within the same operations; or the recipes of the file `replay`. A searched or replayed recipe runs
     with several `seeds`. `epochs` are passes over the training images at which SGRC is taken; the last of them takes
     the place of `steps`.
     """
@@ -92,7 +92,7 @@ class FineTune(Attack):
             model.network().part(self.scope)
 
     def recipe(self, rate: float) -> Recipe:
-        """That of the fixed grid with one of its rates."""
+        """The recipe of the fixed grid with one of its rates."""
         own = {name: getattr(self, name) for name in OWN}
         return Recipe(rate, self.optimizer, self.batch_size, self.scope, WEIGHT_DECAY[self.optimizer], **own)
 

@@ -63,8 +63,8 @@ def never_finite(curve: AttackCurve) -> bool:
 def reached(curve: AttackCurve, bar: float) -> int | None:
     """Index of the step at which an attacker who wants no more than `bar` stops; None where the task is not learned.
 
-    The task is learned if `final`, which is measured on test rows, is at least `bar`, up to rounding. Where to stop an
-    attacker can see on validation rows only.
+    The task is learned if `final`, which is measured on test rows, is at least `bar`, up to rounding. The attacker
+    decides where to stop on validation rows only.
     """
     if not curve.final >= bar - ROUNDING:
         return None

@@ -35,7 +35,7 @@ POOLINGS: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Outputs:
-    """What blocks make of the images of a task.
+    """The outputs of blocks for the images of a task.
 
     `parts` [views, N, D], by block and pooling and then by split, in float32: views are the image and, where it was
     asked for, its mirror image. `passes`, one for each size of the images: operations of one image from the input up to
@@ -55,12 +55,12 @@ class Outputs:
         return [block for flops in self.passes for block in flops if block in found]
 
     def of(self, blocks: Iterable[str]) -> Outputs:
-        """Those of some blocks."""
+        """The outputs of some blocks."""
         own = set(blocks)
         return Outputs({part: x for part, x in self.parts.items() if part[0] in own}, self.passes)
 
     def columns(self, block: str, poolings: str, split: str) -> Tensor:
-        """Those poolings of a block that it has side by side, [views, N, D]."""
+        """The poolings of a block, as far as it has them, side by side: [views, N, D]."""
         parts = [part for pooling in POOLINGS[poolings] if (part := (block, pooling)) in self.parts]
         none = next(iter(self.parts.values()))[split][..., :0]
         return torch.cat([none, *(self.parts[part][split] for part in parts)], 2)
@@ -79,7 +79,7 @@ class Outputs:
 
 @torch.no_grad()
 def outputs_of(network: Network, images: Mapping[str, Tensor], mirrored: bool) -> Outputs:
-    """What every block of a net makes of images [N, C, H, W] by split, and of their mirror images."""
+    """The outputs of every block of a net for images [N, C, H, W] by split, and for their mirror images."""
     parts: dict[tuple[str, str], dict[str, Tensor]] = {}
     for split in SPLITS:
         views = [_pooled(network, images[split])]
@@ -154,8 +154,8 @@ def poolings(x: Tensor, last: bool, prefix: int) -> dict[str, Tensor]:
 def covariance_root(x: Tensor) -> Tensor:
     """The square root of the covariance of channels over places, [N, C, C], of x [N, C, P], computed in float64.
 
-    It is read in place of the covariance since it is less uneven (Li et al., Is second-order information helpful for
-    large-scale visual recognition?, ICCV 2017). Taken from the smaller one of both Gram matrices.
+    The root is less uneven than the covariance (Li et al., Is second-order information helpful for large-scale visual
+    recognition?, ICCV 2017). Taken from the smaller one of both Gram matrices.
     """
     x = (x.double() - x.double().mean(2, keepdim=True)) / x.shape[2] ** 0.5
     wide = x.shape[1] > x.shape[2]

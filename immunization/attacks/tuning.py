@@ -43,7 +43,7 @@ ShouldStop = Callable[[list[float]], bool]
 
 @dataclass
 class Course:
-    """What a training reached: `val` and `test` [T], the task's measure, after `steps` [T] mini-batches.
+    """Measures of a training: `val` and `test` [T], the task's measure, after `steps` [T] mini-batches.
 
     Both are NaN from where it did not stay finite on, and end early where it was stopped. `spent`: operations.
     `scores` [T, N] is what each test row adds to `test`.
@@ -60,7 +60,7 @@ class Course:
 class Opened:
     """A copy of the net that is trained, its head, and how features enter it: head((features - shift) * scale).
 
-    What the net reads are images, and mirror images, by split or, from the unit `start` on, what it makes of them.
+    The net reads images and mirror images by split or, from the unit `start` on, what it makes of them.
     """
 
     network: Network
@@ -77,7 +77,7 @@ class Opened:
     """Whether the head is one that says something before it is trained."""
 
     def read(self, x: Tensor) -> Tensor:
-        """What the head reads, [N, D]."""
+        """Inputs of the head, [N, D]."""
         features = self.network(x, self.start)
         return self.scale * (features if isinstance(self.shift, float) else features - self.shift)
 

@@ -156,10 +156,10 @@ class Victim:
     def activations(
         self, stage: Stage, precision: Precision | None, rows: tuple[int, ...] | None, start: int, mirrored: bool
     ) -> list[dict[str, Tensor]] | None:
-        """What the units of the net before `start` make of images, some of those for training, by split: [N, ...].
+        """Outputs of the units before `start` for images, by split: [N, ...]; for training only for `rows`.
 
-        Of the images and, with `mirrored`, of their mirror images. Computed once. None where they take more memory than
-        images may; to stay below that, those of other units are dropped.
+        The list has the images and, with `mirrored`, their mirror images. Computed once. None where they take more
+        memory than images may; to stay below that, those of other units are dropped.
         """
         place = ("activations", stage, precision, start, rows)
         keys = [(*place, flipped) for flipped in range(1 + mirrored)]

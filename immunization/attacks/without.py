@@ -46,7 +46,7 @@ class FreshPart(FineTune, group="attack.fresh_part"):
 
 
 class Scratch(FreshPart, group="attack.scratch", without=["scope", "precision"]):
-    """The same architecture from random weights, trained as `FineTune` trains the whole net."""
+    """The net's architecture from random weights, trained as `FineTune` trains the whole net."""
 
     reference = True
 
@@ -57,7 +57,7 @@ class Scratch(FreshPart, group="attack.scratch", without=["scope", "precision"])
 
 
 class RandomNet(BlockProbe, group="attack.random_net", without=["precision", "renewed"]):
-    """What `BlockProbe` reads, of the same architecture with random weights and the statistics of the own images.
+    """`BlockProbe` on the net's architecture with random weights and the statistics of the attacker's images.
 
     The weights are the same for all draws of images, so that the net is passed once.
     """

@@ -1,8 +1,8 @@
 """What a released model is worth to an attacker, and how much of it a defense takes away.
 
-With `best` over all attackers, who choose their settings on validation rows, at n training images of each class and
-within b operations: A_0(n, b) is the best accuracy of one who has theta_0, A_I(n, b) that with theta_I and A_none(n, b)
-that without the model. Who has a model may leave it aside, so that A_none is at most A_0 and A_I but for noise.
+Attackers choose their settings on validation rows. With n training images of each class and within b operations, the
+best accuracy of all attackers is A_0(n, b) with theta_0, A_I(n, b) with theta_I and A_none(n, b) without the model. An
+attacker with a model may leave it aside, so A_none is at most A_0 and A_I but for noise.
 
     worth = A_0 - A_none,    removed = (A_0 - A_I) / (A_0 - A_none)
 
@@ -144,7 +144,7 @@ def at(draws: Sequence[Draw], guess: Tensor, public: bool, budget: float = math.
     """The worth that all attackers show within a budget; where theta_0 is `public`, who has theta_I has it, too."""
 
     def scores(group: str = "") -> Tensor:
-        """Of the best of a group and of those without the model."""
+        """Scores of the best among a group and those without the model."""
         own = ((getattr(draw, group) if group else []) + draw.without for draw in draws)
         return torch.stack([best(curves, guess, budget) for curves in own])
 

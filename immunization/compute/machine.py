@@ -21,8 +21,8 @@ SMALL = 256
 def device_of(choice: str, dim: int | None = None) -> torch.device:
     """The device that `auto`, `cpu` or `cuda` means here; raises ConfigError for a GPU that is not there.
 
-    `auto` is a GPU where there is one, but the CPU for a linear model of up to `SMALL` features `dim` (None: a net). Of
-    several GPUs a process of torchrun has that of its rank, and the jobs of a multirun take turns.
+    `auto` is a GPU where there is one, but the CPU for a linear model of up to `SMALL` features `dim` (None: a net).
+    If there are several GPUs, a process of torchrun has that of its rank, and the jobs of a multirun take turns.
     """
     if choice == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda, but torch finds no GPU here; use device=auto or device=cpu")

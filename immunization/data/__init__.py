@@ -1,6 +1,6 @@
 """Data sets: each is one function that takes the keys of its YAML (conf/dataset), which says what they mean.
 
-It returns a `TaskPair`, or an `ImagePair`, and raises ConfigError for an option that cannot be, DataError for files
+Each returns a `TaskPair` or an `ImagePair`. They raise ConfigError for an option that cannot be, DataError for files
 that are absent, damaged or do not fit together.
 """
 

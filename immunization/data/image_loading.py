@@ -51,7 +51,7 @@ class Readable(Dataset):
 
 
 class ReadableStream(torch.utils.data.IterableDataset):
-    """The same for sources that can only be read in order (wds, hfids, tfds)."""
+    """Images of a split from sources that can only be read in order (wds, hfids, tfds)."""
 
     def __init__(self, split: ImageSplit) -> None:
         self.split, self.transform = split, None

@@ -71,8 +71,8 @@ class Origin(NamedTuple):
 class Split:
     """Rows of one task: `x` [N, D] float64; `y` [N], float64 (regression) or int64 class labels.
 
-    What enters the trainable part of a deep net is `x` [N, ...] in the net's dtype, or anything with `shape` and
-    `split(n)`: it stays where it is stored, and its rows follow `y` to the device as they are used.
+    For deep nets, `x` [N, ...] is the input of the trainable part, in the net's dtype: a tensor, or anything with
+    `shape` and `split(n)`, which stays where it is stored and whose rows follow `y` to the device as they are used.
     """
 
     x: Tensor
@@ -181,7 +181,7 @@ class Task:
         return 1 - residual / ((y - y.mean()) ** 2).sum()
 
     def scores(self, predictions: Tensor, y: Tensor) -> Tensor:
-        """What each row adds, [..., N]: the measure is their mean. Of classes 1 for a hit, and else 0."""
+        """The share of each row, [..., N]: the measure is their mean. For classes it is 1 for a hit, else 0."""
         if predictions.shape[-1] > 1:
             return (predictions.argmax(-1) == self._labels(predictions, y)).double()
         if self.classes:
@@ -205,7 +205,7 @@ class Task:
 
     @cached_property
     def triangle(self) -> Tensor:
-        """The same as an upper trapezoidal matrix [k, D]."""
+        """`root` as an upper trapezoidal matrix [k, D]."""
         return torch.linalg.qr(self.root, mode="r").R
 
     @property

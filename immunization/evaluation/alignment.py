@@ -73,8 +73,8 @@ class Alignment:
 
     `alignment/score` in [0, 1]: (1 + rho) / 2, with rho the correlation of log K_P and log K_H in the trace inner
     product, sum_ij p_i h_j cos^2(v_i, v_j) / (||p|| ||h||) for log-eigenvalues p, h centered on each matrix's range.
-    It is 1 where log K_H = a log K_P + b (a > 0), 1/2 where they are unrelated, 0 where the order of eigenvalues is
-    reversed (log-Euclidean geometry, Arsigny et al. 2006). `alignment/benign_primary` and `alignment/benign_harmful`
+    The score is 1 where log K_H = a log K_P + b (a > 0), 1/2 where they are unrelated, 0 where the order of eigenvalues
+    is reversed (log-Euclidean geometry, Arsigny et al. 2006). `alignment/benign_primary` and `alignment/benign_harmful`
     are those of the third task, where there is one. `alignment/kernel`: the kernel alignment
     tr(K_P K_H) / (||K_P|| ||K_H||) (Cristianini et al. 2001).
     `alignment/principal_angle_max|mean` (radians) and the curve `alignment/principal_angles`: between the spans of the

@@ -86,7 +86,7 @@ class Method(Component, group="method"):
         raise NotImplementedError
 
     def loss_and_terms(self, model: Model, primary: Batch, *harmful: Batch) -> dict[str, Tensor]:
-        """What `step` returns. Raises ConfigError where that has no loss."""
+        """The dict that `step` returns. Raises ConfigError where that has no loss."""
         terms = self.step(model, primary, *harmful)
         if not isinstance(terms, Mapping) or not isinstance(terms.get("loss"), Tensor):
             given = f"a dict of {', '.join(terms) or 'nothing'}" if isinstance(terms, Mapping) else type(terms).__name__
@@ -121,13 +121,13 @@ class Method(Component, group="method"):
         return task.measure(model.logits(task.val.x), task.val.y).item()
 
     def score(self, model: Model) -> float:
-        """What early stopping maximizes: log RIR, up to a constant, on the training inputs."""
+        """The score that early stopping maximizes: log RIR, up to a constant, on the training inputs."""
         tasks = self.pair.harmful, self.pair.primary
         harmful, primary = (math.log(task.condition_number(model.factor(task))) for task in tasks)
         return harmful - primary
 
     def state_dict(self) -> dict[str, Any]:
-        """What training changes in the method: nested dicts, lists and tuples of tensors and plain values.
+        """The part of the method that training changes: nested dicts, lists and tuples of tensors and plain values.
 
         A resumed run calls `setup`, then `load_state_dict`. A method with more to remember extends both.
         """

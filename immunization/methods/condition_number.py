@@ -84,7 +84,7 @@ class ConditionNumber(Hold):
 
     @property
     def weights(self) -> tuple[float, float]:
-        """Of R_well and R_ill."""
+        """The weights of R_well and R_ill."""
         return self.lambda_P * self.scale_P * self.factor, self.lambda_H * self.scale_H
 
     def rank_of_r_well(self, primary: Batch) -> int:
@@ -135,7 +135,7 @@ class ConditionNumber(Hold):
 
 
 class ReleasedConditionNumber(ConditionNumber):
-    """`ConditionNumber` with what only the released code has, each an option (docs/theory.md, section 5).
+    """`ConditionNumber` with what only the released code has, each an option (docs/reproduction.md).
 
     `side="output"` multiplies by K^-1 on the wrong side of the gradient, grad K^-1. `rank="full"` takes k = D in R_ill
     whatever the rank of the batch, so that sigma_k is 0 in batches of fewer rows. `ridge_harmful` is the ridge of K_H,

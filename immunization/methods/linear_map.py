@@ -56,7 +56,7 @@ def centered_task(task: Task) -> Task:
 def generalizing_step(inputs: Probe, task: Task) -> float:
     """Number of gradient steps from 1 to 2^20 after which the probe of the inputs generalizes best.
 
-    That is the first one that comes within `SLACK` of the least generalized cross-validation (Golub, Heath and Wahba,
+    This is the first one that comes within `SLACK` of the least generalized cross-validation (Golub, Heath and Wahba,
     1979), which needs no held-out rows: ||Y - F w_t||^2 / (N - sum_i (1 - (1 - r_i)^t))^2, r_i = (sigma_i / sigma_1)^2.
     """
     steps = 2 ** torch.arange(0, 20.5, 0.5, dtype=torch.float64, device=inputs.sigma.device)

@@ -1,7 +1,7 @@
-"""What a frozen part of a net makes of images, computed once and kept in memory-mapped files.
+"""The outputs of a frozen part of a net for images, computed once and kept in memory-mapped files.
 
 An entry is a folder named by a hash of everything its content depends on; it holds `data.bin` (rows one after another),
-`labels.bin` (int64) and `entry.json` (shape, dtype, checksums, images left out). It is renamed into place when whole.
+`labels.bin` (int64) and `entry.json` (shape, dtype, checksums, images left out). A whole entry is renamed into place.
 """
 
 import hashlib
@@ -153,8 +153,8 @@ def collect(
 ) -> dict[str, Activations]:
     """One pass over `loader`: what `compute` makes of the images, by name; entries that exist are not computed.
 
-    `loader` gives images, labels, messages about unreadable ones and perhaps kinds; `keys` the key of each name. Of
-    several processes one computes, the others wait. Raises DataError for unreadable images, unless `skip`.
+    `loader` gives images, labels, messages about unreadable ones and perhaps kinds; `keys` the key of each name. One
+    of several processes computes, the others wait. Raises DataError for unreadable images, unless `skip`.
     """
     found = {name: load(root, key) for name, key in keys.items()}
     if all(found.values()):

@@ -39,8 +39,8 @@ class Batch:
 class Model(nn.Module):
     """An extractor (features [N, D]) and a head (primary logits).
 
-    What stands here holds for any extractor of rows [N, D_in]. Its baseline, the features before immunization, are the
-    rows as they are (Eq. 15). A subclass sets `extractor` and `head`, and overrides what is otherwise with it.
+    The defaults hold for any extractor of rows [N, D_in]. Its baseline, the features before immunization, are the rows
+    as they are (Eq. 15). A subclass sets `extractor` and `head`, and overrides what differs.
     """
 
     extractor: nn.Module
@@ -130,7 +130,7 @@ class Model(nn.Module):
         return spectrum.triangular_factor(self.feature_batches(task.train.x))[0]
 
     def baseline_factor(self, role: str, task: Task) -> Tensor:
-        """What `factor` was before immunization."""
+        """`factor` before immunization."""
         return task.root
 
     def baseline_features(self, role: str, split: str) -> Tensor | None:
@@ -165,7 +165,7 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def deployed_before(self) -> nn.Module | None:
-        """The same before immunization; None where its weights are not kept."""
+        """`deployed` before immunization; None where its weights are not kept."""
         raise NotImplementedError
 
     @property
@@ -182,5 +182,5 @@ class Model(nn.Module):
         return self.state_dict()
 
     def facts(self) -> dict[str, Any]:
-        """What `load` needs beside the tensors of a net; a linear map needs nothing."""
+        """Facts of a net that `load` needs beside its tensors; a linear map needs none."""
         return {}

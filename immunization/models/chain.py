@@ -181,13 +181,13 @@ class Network(nn.Module):
         return first_with(self.units, set(trained) - ends)
 
     def depths(self) -> dict[nn.Parameter, int]:
-        """Of each parameter, which block it belongs to, counted from the end from 1 on; 0 behind all blocks."""
+        """The block of each parameter, counted from the end from 1 on; 0 behind all blocks."""
         blocks = [parameters(f) for _, f in reversed(self.units) if parameters(f)]
         depths = dict.fromkeys(self.whole.net.parameters(recurse=False), len(blocks))
         return depths | {parameter: depth for depth, block in enumerate(blocks, 1) for parameter in block}
 
     def before(self, images: Tensor, start: int) -> Tensor:
-        """What the units before the one with index `start` make of images: [N, ...]."""
+        """Outputs of the units before the one with index `start` for images: [N, ...]."""
         for _, unit in self.units[:start]:
             images = unit(images)
         return images

@@ -189,10 +189,10 @@ class ImageReader(Model):
     def read_loaders(
         self, loaders: Mapping[str, LabeledBatches], folded: bool, test: bool = False
     ) -> tuple[Model, TaskPair]:
-        """The same as `read_tasks` for loaders by role, each of which is read once.
+        """`read_tasks` for loaders by role, each of which is read once.
 
-        Of a single loader a tenth of the rows, in random order, is for validation; with `test`, a fifth, and another
-        fifth for test. Without a primary loader the harmful task stands for the primary one.
+        A random tenth of the rows of a single loader is for validation; with `test`, a fifth, and another fifth for
+        test. Without a primary loader the harmful task stands for the primary one.
         """
         self.fold = self.fold or folded
         tasks = {role: self._task_of_loader(role, loader, test) for role, loader in loaders.items()}

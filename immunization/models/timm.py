@@ -33,7 +33,7 @@ class Timm(ImageReader):
     """A net of timm: images -> trunk (frozen) -> extractor (features [N, D]) -> head (its own classifier).
 
     Its options are those of conf/model/timm.yaml; in Python, `net` is a timm model of the caller's own, which is taken
-    apart: give a copy. What is not trained is in eval mode, also under `train()`. The baseline is the net before
+    apart: give a copy. The frozen part is in eval mode, also under `train()`. The baseline is the net before
     training, or, with an empty trunk, that of `reference` or the net without the map that is folded into `checkpoint`.
     """
 

@@ -2,8 +2,8 @@
 
 The facts of a net: `architecture` and `arguments` for timm.create_model (`timm` false: a class of the caller's own),
 `data_config`, `weights` and their `license`; `dtype` of the tensors and `computed_in`, which files of the first version
-lack: these were not rounded. Where a map is folded in, `fold` (the module it stands behind), its `layer`, `stripped_by`
-and `rounding`; `immunized_by` is the recipe of a net that was saved from Python. A linear map has none.
+lack: these were not rounded. A net with a folded map also has `fold` (the module it stands behind), its `layer`,
+`stripped_by` and `rounding`; `immunized_by` is the recipe of a net that was saved from Python. A linear map has none.
 """
 
 from __future__ import annotations

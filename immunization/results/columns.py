@@ -58,8 +58,8 @@ EVERYWHERE = Place.LINE | Place.SHEET | Place.CARD | Place.RUNS | _SETTINGS | Pl
 class Column:
     """A measure by its name in result.json, its heading, where it stands, and how runs of one setting become a cell.
 
-    Of a single run, on the screen and in its card, the value stands as it is. `always`: also where it is empty;
-    `best`: the best mean is bold; `note`: what a reader of the table has to know.
+    The screen and the card of a single run show the value as it is. `always`: also where it is empty; `best`: the best
+    mean is bold; `note`: what a reader of the table has to know.
     """
 
     measure: str
@@ -416,7 +416,7 @@ def own_measures(results: Iterable[Result], where: Place) -> list[str]:
 
 
 def published(run: Run) -> dict[str, dict[str, list[float]]]:
-    """What the paper reports for a run's data and model, by method and measure; empty without such a table."""
+    """Figures of the paper for a run's data and model, by method and measure; empty without such a table."""
     name = str(run.settings.get("model.name", "")).rpartition("/")[2].partition(".")[0]  # without hub and training
     model = next((key for key, names in _paper()["models"].items() if name in names), None)
     return _paper().get(f"{run.result.dataset}/{model}" if model else run.result.dataset, {})

@@ -182,7 +182,7 @@ def legend_below(figure: Figure, ax: Axes, columns: int = 2) -> None:
 def fit_log(axis: Axis, values: Sequence[float] | np.ndarray) -> None:
     """A logarithmic axis, with labels inside of two decades; linear within a factor of 5, and near 0 where values are.
 
-    What is not finite does not count. Minor ticks, which take longer than all the rest, are left out.
+    Values that are not finite do not count. Minor ticks, which take longer than all the rest, are left out.
     """
     from matplotlib.ticker import LogLocator, NullLocator
 

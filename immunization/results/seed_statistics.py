@@ -54,8 +54,8 @@ def summarize(values: Sequence[float]) -> Summary:
 def paired_p(a: Mapping[tuple, float], b: Mapping[tuple, float]) -> float:
     """Two-sided p-value of a paired t-test of `a` against `b` on the keys (seed, pair of classes) that both have.
 
-    Of positive measures the logarithms are compared, because ratios spread by factors. It is 1 for values that only
-    rounding tells apart, and NaN for others of fewer than ENOUGH seeds.
+    Positive measures are compared by their logarithms, because ratios spread by factors. The p-value is 1 for values
+    that only rounding tells apart, and NaN for others of fewer than ENOUGH seeds.
     """
     keys = [key for key in a if key in b]
     x, y = (np.array([values[key] for key in keys], dtype=float) for values in (a, b))

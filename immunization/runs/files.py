@@ -96,7 +96,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """The same with `facts` of a net, plain values, in the header; none, and it has none."""
+    """Write tensors with `facts` of a net, plain values, in the header, if there are any."""
     write_tensors(path, tensors, {_FACTS: json.dumps(facts)} if facts else {})
 
 
@@ -134,7 +134,7 @@ def write_archive(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_archive(path: Path) -> dict[str, Any]:
-    """What `write_archive` wrote, on the CPU; raises DataError for a file that is damaged or holds anything else."""
+    """The content of a file of `write_archive`, on the CPU; raises DataError for a damaged file or any other."""
     try:
         with zipfile.ZipFile(path) as archive:
             if entry := archive.testzip():

@@ -19,8 +19,8 @@ PLACES = ("root", "download", "cache", "cache_limit", "workers", "batch_size", "
 def audited(config: DictConfig, overrides: Iterable[str]) -> tuple[DictConfig, dict[str, str]]:
     """The configuration of an audit, with data, model, seed and dtype of the run that made its checkpoint, and flags.
 
-    What `overrides`, those of the command line, say of them wins. A run that trains is returned as it is. The flags,
-    each with its reason, are `other_data` than the checkpoint's, and `unknown_data` without config.yaml beside it.
+    `overrides`, those of the command line, win over it. A run that trains is returned as it is. The flags are
+    `other_data` than the checkpoint's, and `unknown_data` without config.yaml beside it, each with its reason.
     """
     if config.immunize is not False or not config.model.get("checkpoint"):
         return config, {}

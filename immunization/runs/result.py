@@ -20,12 +20,13 @@ class Curve(TypedDict):
 
 @dataclass
 class Result:
-    """One run. It counts as failed until the runner says `completed`.
+    """One run, which counts as failed until the runner says `completed`.
 
-    `metrics` holds flat names (`rir`, `primary/accuracy`); None is a measure that does not exist. `reasons` says why,
-    for such a metric and for every flag. `curves` holds x and y by name, `seconds` the wall-clock time of `immunize`
-    and `evaluate`, `about` the preparation of the data and, under `attackers`, settings that attackers found, under
-    `own_measures` the metrics of the user's own evaluations. `folder` is the run folder; it is not part of the file.
+    `metrics` holds values by flat names (`rir`, `primary/accuracy`); None is a measure that does not exist. `reasons`
+    has the reason of each such metric and of each flag. `curves` holds x and y by name, `seconds` the wall-clock time
+    of `immunize` and `evaluate`. `about` holds the preparation of the data; under `attackers` settings that attackers
+    found, under `own_measures` the metrics of the user's own evaluations. `folder` is the run folder; it is not part of
+    the file.
     """
 
     schema: ClassVar[int] = 1
@@ -52,12 +53,12 @@ class Result:
 
     @property
     def verdict(self) -> list[str]:
-        """What the run says of its immunization, in sentences: that harm became easier, and what attacks found."""
+        """The verdict in sentences: that harm became easier, and what attacks found."""
         return verdict([self])
 
     @property
     def own_measures(self) -> list[str]:
-        """Metrics of evaluations that are not of this package, which tables show as they are called."""
+        """Metrics of evaluations outside of this package, which tables show by their names."""
         return self.about.get("own_measures", [])
 
     def fail(self, error: BaseException) -> None:

@@ -17,13 +17,14 @@ from immunization.runs.result import Curve, Result
 class Tracker:
     """The interface; here every method does nothing. A tracker never fails a run: it warns and goes on.
 
-    `run_id` is its own name of the run, if any: set before `start` to go on with an interrupted run, else by `start`.
+    `run_id` is the tracker's own name of the run, if any. It is set before `start` to go on with an interrupted run,
+    else by `start`.
     """
 
     run_id: str | None = None
 
     def start(self, folder: Path, config: dict[str, Any], name: str, group: str, tags: list[str]) -> None:
-        """Open a run called `name` in `group`; files of the tracker belong into the run folder."""
+        """Open a run called `name` in `group`; files of the tracker go into the run folder."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record numbers of one step; steps only ever grow."""
