@@ -534,6 +534,8 @@ def figures(run: Run, rng: np.random.Generator | None = None) -> Figures:
         out[f"primary/{measure}{state}"] = task.measure(predictions) if tested else None
         loss = ((predictions - task.targets("test")) ** 2).sum() / 2
         out[f"primary/loss{state}"] = loss / len(predictions) if tested else None
+        for end, value in interval(task, predictions).items() if tested else ():
+            out[f"interval/primary/{measure}{state}_{end}"] = value
     out[f"primary/head_{measure}"] = task.measure(test["primary", ""] @ run.omega.T) if tested else None
 
     # Definition 3.1
@@ -665,6 +667,19 @@ def intervals(
     found = {"steps_ratio": steps_ratio(curve, grid, chance, share), "rfd": deviation(curve[""], curve["_baseline"])}
     ordered = {name: np.sort(values) for name, values in found.items()}
     return {name: {"low": float(values[25]), "high": float(values[-26])} for name, values in ordered.items()}
+
+
+def interval(task: Task, predictions: Array) -> dict[str, float]:
+    """Ends of the 95 % interval of the measure on the test rows: Wilson's, or of R^2 over 1,000 resamples."""
+    y, share, z = task.y["test"], task.measure(predictions), 1.959964
+    if task.classes:
+        n = len(y)
+        middle, half = share + z**2 / (2 * n), z * np.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
+        low, high = ((middle + sign * half) / (1 + z**2 / n) for sign in (-1, 1))
+        return {"low": max(0.0, low), "high": min(1.0, high)}
+    drawn, _ = resamples(len(y))
+    values = np.sort(1 - task.scores(predictions)[drawn].mean(1) / np.maximum(y[drawn].var(1), np.finfo(float).tiny))
+    return {"low": float(values[25]), "high": float(values[-26])}
 
 
 # --- The comparison ---------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from immunization.data.task import Task
+from immunization.runs.verdict import interval
 
 RESAMPLES = 1000
 BLOCK = 2**22
@@ -32,6 +33,18 @@ def resampled(task: Task, scores: Tensor, y: Tensor, counts: Tensor) -> Tensor:
     spread = (counts @ y.square() / len(y) - mean.square()).clamp(min=torch.finfo(y.dtype).tiny)
     errors = (1 - scores) * (y - y.mean()).square().mean()
     return 1 - counts @ errors.T / len(y) / spread[:, None]
+
+
+def of_measure(task: Task, predictions: Tensor) -> tuple[float, float]:
+    """The 95 % interval of the task's measure of predictions [N, outputs] for its test rows.
+
+    Wilson's for an accuracy, of which resamples know nothing at 0 and 1.
+    """
+    y, predictions = task.test.y, predictions.double()
+    if task.classes:
+        return interval(task.measure(predictions, y).item(), len(y))
+    scores = task.scores(predictions[None], y)
+    return ends(torch.cat([resampled(task, scores, y, counts)[:, 0] for counts in draws(len(y))]))
 
 
 def ends(values: Tensor) -> tuple[float, float]:

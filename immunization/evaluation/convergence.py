@@ -55,7 +55,15 @@ class LearningCurves:
     takes more than `SLOWER` times these, on the training rows where none are held out.
     """
 
-    names = ("steps_ratio/*", "steps_bar/*", "rfd/*", "worst/steps_ratio", "worst/rfd", "interval/*")
+    names = (
+        "steps_ratio/*",
+        "steps_bar/*",
+        "rfd/*",
+        "worst/steps_ratio",
+        "worst/rfd",
+        "interval/steps_ratio/*",
+        "interval/rfd/*",
+    )
 
     @checked("evaluation.learning_curves")
     def __init__(self, octaves: AtLeastOne = 20, share: Share = LEARNED) -> None:
@@ -125,8 +133,7 @@ class LearningCurves:
             found["rfd"].append(_deviations(before, after))
         for name, parts in found.items():
             if measures.metrics[f"{name}/{role}"] is not None:
-                for end, value in zip(("low", "high"), ends(torch.cat(parts)), strict=True):
-                    measures.put(f"interval/{name}/{role}_{end}", value)
+                measures.interval(f"{name}/{role}", *ends(torch.cat(parts)))
 
     def _curve(self, comparison: Comparison, role: Role, split: str, stage: Stage) -> tuple[Tensor, Tensor]:
         """The measure [T] and the scores [T, N] of all rows of a split."""

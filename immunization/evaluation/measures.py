@@ -45,6 +45,11 @@ class Measures:
         else:
             self.miss(f"the value is not finite ({value})", name)
 
+    def interval(self, name: str, low: float, high: float) -> None:
+        """Record the ends of the 95 % interval of a metric."""
+        self.put(f"interval/{name}_low", low)
+        self.put(f"interval/{name}_high", high)
+
     def miss(self, reason: str, *names: str) -> None:
         """Record metrics that do not exist, with the reason."""
         for name in names:

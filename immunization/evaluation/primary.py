@@ -1,9 +1,11 @@
 """The effect of immunization on the primary task, and Definition 3.1."""
 
 import torch
+from torch import Tensor
 
 from immunization.checks import NonNegative, checked
 from immunization.data.task import MARGIN
+from immunization.evaluation.bootstrap import of_measure
 from immunization.evaluation.comparison import Comparison, held_out
 from immunization.evaluation.measures import SUFFIX, Measures
 from immunization.evaluation.rir import condition_ratios
@@ -14,8 +16,7 @@ ROUNDING = 1e-6
 
 def retrained_head(comparison: Comparison, stage: str) -> dict[str, float]:
     """Test measure and loss of the primary head retrained to its optimum: minimum-norm least squares in training."""
-    features = comparison.features("primary", "test", stage)
-    return held_out(comparison.tasks["primary"], features @ comparison.probe("primary", stage).optimum())
+    return held_out(comparison.tasks["primary"], _predicted(comparison, stage))
 
 
 def primary_change(comparison: Comparison) -> tuple[float, float, float]:
@@ -25,10 +26,17 @@ def primary_change(comparison: Comparison) -> tuple[float, float, float]:
     return after, before, (after - before) / (abs(before) or 1 if name == "r2" else 1)
 
 
-class PrimaryPerformance:
-    """Held-out accuracy or R^2 on D_P and loss 1/2 ||.||^2, head retrained; `primary/head_<measure>`: its own head."""
+def _predicted(comparison: Comparison, stage: str) -> Tensor:
+    return comparison.features("primary", "test", stage) @ comparison.probe("primary", stage).optimum()
 
-    names = ("primary/*",)
+
+class PrimaryPerformance:
+    """Held-out accuracy or R^2 on D_P and loss 1/2 ||.||^2, head retrained; `primary/head_<measure>`: its own head.
+
+    `interval/primary/<measure>_low` and `_high`: the 95 % interval of the former, which the number of test rows leaves.
+    """
+
+    names = ("primary/*", "interval/primary/*")
 
     @torch.no_grad()
     def __call__(self, comparison: Comparison) -> Measures:
@@ -41,6 +49,7 @@ class PrimaryPerformance:
         for stage, suffix in SUFFIX.items():
             for name, value in retrained_head(comparison, stage).items():
                 measures.put(f"primary/{name}{suffix}", value)
+            measures.interval(f"primary/{task.measure_name}{suffix}", *of_measure(task, _predicted(comparison, stage)))
         logits = comparison.model.logits(task.test.x).double()
         measures.put(f"primary/head_{task.measure_name}", task.measure(logits, task.test.y).item())
         return measures
@@ -64,7 +73,7 @@ class OwnHead:
     MARGIN. Linear models have no such measures.
     """
 
-    names = ("primary/head_*", "primary/changed_predictions")
+    names = ("primary/head_*", "primary/changed_predictions", "interval/primary/head_*")
 
     @torch.no_grad()
     def __call__(self, comparison: Comparison) -> Measures:
@@ -79,6 +88,7 @@ class OwnHead:
         logits = {"immunized": comparison.model.logits(task.test.x), "baseline": before}
         for stage, suffix in SUFFIX.items():
             measures.put(f"primary/head_accuracy{suffix}", task.measure(logits[stage], task.test.y).item())
+            measures.interval(f"primary/head_accuracy{suffix}", *of_measure(task, logits[stage]))
             measures.put(f"primary/head_loss{suffix}", task.loss(logits[stage], task.test.y).item())
         if reason := head_at_chance(measures.metrics["primary/head_accuracy_baseline"], task.chance):
             measures.flag("head_at_chance", reason)

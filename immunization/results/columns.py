@@ -251,6 +251,18 @@ def rows_interval(setting: Setting, measure: str) -> Cell:
     return Cell(f"{low:.2f} to {high:.2f}", low, words=True)
 
 
+def interval_of(result: Result, measure: str) -> tuple[float, float] | None:
+    """The 95 % interval of a metric of one run; None where it has none."""
+    low, high = (result.metrics.get(f"interval/{measure}_{end}") for end in ("low", "high"))
+    return None if low is None or high is None else (low, high)
+
+
+def run_interval(setting: Setting, measure: str) -> Cell:
+    """The interval of a single run; several have a spread."""
+    found = interval_of(setting.results[0], measure) if len(setting.runs) == 1 else None
+    return Cell(" to ".join(map(number, found)), found[0], words=True) if found else Cell(NONE)
+
+
 _ABOVE_1, _AT_MOST_1 = partial(operator.lt, 1), partial(operator.ge, 1)
 _FASTER, _KEPT = {"steps_ratio/harmful": _ABOVE_1}, {"steps_ratio/primary": _AT_MOST_1}
 
@@ -305,7 +317,9 @@ COLUMNS = [
     Column("primary/r2", "primary R², before → after", Place.COMPARISON, change),
     Column("primary_accuracy", "paper accuracy, %", Place.COMPARISON, paper),
     Column("steps_ratio/harmful", "harmful steps ratio", Place.COMPARISON | Place.TERMINAL, middle),
+    Column("steps_ratio/harmful", "harmful steps ratio, 95 % interval", Place.COMPARISON, run_interval),
     Column("steps_ratio/{role}", "{role} steps ratio", Place.COMPARISON, middle),
+    Column("steps_ratio/{role}", "{role} steps ratio, 95 % interval", Place.COMPARISON, run_interval),
     Column("", "seconds", Place.COMPARISON, seconds),
     Column("", "flags", Place.COMPARISON, flags, always=True),
     Column("steps_ratio/harmful", "harmful steps", Place.OVERVIEW, middle),

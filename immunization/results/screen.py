@@ -1,6 +1,6 @@
 """One run on the terminal, within its width, and in one line."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -8,7 +8,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from immunization.results.columns import Place, own_measures, placed
+from immunization.results.columns import Place, interval_of, own_measures, placed
 from immunization.results.formatting import NONE, number, roles_in
 from immunization.runs.result import Result
 from immunization.runs.verdict import EASIER, attack_groups, attack_names, headline
@@ -68,6 +68,7 @@ def _sheet(result: Result, objective: str) -> Iterator[RenderableType]:
         for column in pairs:
             names = (f"{column.measure}_baseline", column.measure)
             grid.add_row(column.heading, *(notes.cell(result, name) for name in names))
+            _add_interval(grid, result, names)
 
     roles = roles_in(result.metrics, "steps_ratio")
     for some in (roles[i : i + 3] for i in range(0, len(roles), 3)):
@@ -75,8 +76,7 @@ def _sheet(result: Result, objective: str) -> Iterator[RenderableType]:
         for column in placed(Place.TASKS):
             names = [f"{column.measure}/{role}" for role in some]
             grid.add_row(column.heading, *(notes.cell(result, name) for name in names))
-            if any(found := [_interval(result, name) for name in names]):
-                grid.add_row("  95 % interval", *found, style="dim")
+            _add_interval(grid, result, names)
 
     asked = [objective] if objective in {*result.metrics} - {*ratios} else []
     listed = {c.measure: c.heading for c in placed(Place.SHEET) if c.measure in result.metrics}
@@ -111,10 +111,12 @@ def _sheet(result: Result, objective: str) -> Iterator[RenderableType]:
     yield Padding(footnotes, (1 if notes else 0, 0, 0, 2))
 
 
-def _interval(result: Result, name: str) -> str:
-    """The 95 % interval of a metric; empty where it has none."""
-    ends = [result.metrics.get(f"interval/{name}_{end}") for end in ("low", "high")]
-    return "" if None in ends else " to ".join(map(number, ends))
+def _add_interval(grid: Table, result: Result, names: Iterable[str]) -> None:
+    """Below a row, the 95 % intervals of its metrics, where there are some."""
+    found = [interval_of(result, name) for name in names]
+    if any(found):
+        texts = (" to ".join(map(number, ends)) if ends else "" for ends in found)
+        grid.add_row("  95 % interval", *texts, style="dim")
 
 
 def _head(grid: Table, *cells: str) -> None:

@@ -80,7 +80,7 @@ def interval(share: float, rows: int) -> tuple[float, float]:
     """Wilson's 95 % interval of a probability of which `rows` independent trials show `share`."""
     middle = (share + Z**2 / (2 * rows)) / (1 + Z**2 / rows)
     half = Z / (1 + Z**2 / rows) * math.sqrt(share * (1 - share) / rows + (Z / (2 * rows)) ** 2)
-    return middle - half, middle + half
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def undecided(result: Result) -> list[str]:

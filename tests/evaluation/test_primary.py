@@ -9,6 +9,8 @@ import torch
 from helpers.comparisons import classification, compare, eye, f64, pair_of, regression
 from helpers.matrices import gaussian
 from helpers.nets import build, open_pair
+from scipy import stats
+from sklearn.metrics import r2_score
 
 from immunization import evaluation
 from immunization.data.task import Split, TaskPair
@@ -31,6 +33,35 @@ def test_the_retrained_head_is_least_squares_and_does_not_depend_on_theta():
         expected = 1 - (residual**2).sum() / ((y - y.mean()) ** 2).sum()
         assert measures.metrics[f"primary/r2{suffix}"] == pytest.approx(expected)
         assert measures.metrics[f"primary/loss{suffix}"] == pytest.approx((residual**2).mean() / 2)
+
+
+@pytest.mark.parametrize("perfect", [False, True])
+def test_the_interval_of_an_accuracy_is_wilsons(perfect):
+    primary = classification(0, classes=3)
+    if perfect:  # where resamples of the rows would all say 1
+        primary = dataclasses.replace(primary, test=primary.train)
+        primary = dataclasses.replace(primary, train=Split(torch.eye(5).double()[:3], torch.arange(3)))
+        primary = dataclasses.replace(primary, test=primary.train)
+    metrics = PrimaryPerformance()(compare(TaskPair("pair", primary, regression(10)), eye(5))).metrics
+    n = len(primary.test)
+    expected = stats.binomtest(round(metrics["primary/accuracy"] * n), n).proportion_ci(method="wilson")
+    assert (metrics["primary/accuracy"] == 1) == perfect
+    for end in ("low", "high"):
+        for suffix in ("", "_baseline"):
+            assert metrics[f"interval/primary/accuracy{suffix}_{end}"] == pytest.approx(getattr(expected, end))
+
+
+def test_the_interval_of_r2_is_that_of_resampled_rows():
+    primary = regression(0)
+    metrics = PrimaryPerformance()(compare(TaskPair("pair", primary, regression(10)), eye(5))).metrics
+    head = np.linalg.lstsq(primary.train.x.numpy(), primary.train.y.numpy(), rcond=None)[0]
+    y, found = primary.test.y.numpy(), primary.test.x.numpy() @ head
+    resample = stats.bootstrap(
+        (y, found), r2_score, paired=True, vectorized=False, n_resamples=1000, method="percentile", rng=0
+    ).confidence_interval
+    spread = resample.high - resample.low
+    for end in ("low", "high"):
+        assert abs(metrics[f"interval/primary/r2_{end}"] - getattr(resample, end)) < 0.15 * spread
 
 
 def test_the_trained_head_is_measured_where_there_is_one():
