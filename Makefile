@@ -29,7 +29,7 @@ results: install
 	$(VENV)/bin/python -m immunization.results.make $(if $(QUICK),--quick) $(ARGS)
 
 docs: install-docs
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 
 lint: install
 	$(VENV)/bin/ruff check .
