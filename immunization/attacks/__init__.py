@@ -6,7 +6,7 @@ from immunization.attacks.direct import ClosedFormProbe, LogisticProbe
 from immunization.attacks.kept import KeptCurves
 from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeCurves, require_held_out
 from immunization.attacks.neighbours import Neighbours
-from immunization.attacks.network import FineTune, LoRA
+from immunization.attacks.network import FineTune, LoRA, Pruned
 from immunization.attacks.probes import (
     LBFGS,
     Adam,

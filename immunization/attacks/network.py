@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from immunization.attacks.base import Attack, AttackCurve, areas, step_grid
 from immunization.attacks.recipe import WEIGHT_DECAY, WHOLE, Budget, Optimizer, Recipe, Schedule
@@ -187,6 +188,24 @@ class FineTune(Attack):
         best = curves[int(area.argmax())]
         best.finals = tuple(curve.final for curve, finite in zip(curves, torch.isfinite(area), strict=True) if finite)
         return best
+
+
+class Pruned(FineTune, group="attack.pruned"):
+    """Fine-tuning of a part whose smallest weights are set to 0 first, where a defense may have hidden what it did.
+
+    `pruned` is the share of them, in each layer.
+    """
+
+    pruned: Fraction = 0.3
+
+    def network(self, victim: Victim, stage: Stage, part: str) -> Network:
+        network = super().network(victim, stage, part)
+        layers = (layer for module in network.part(part) for layer in module.modules())
+        for layer in layers:
+            if isinstance(getattr(layer, "weight", None), nn.Parameter) and layer.weight.ndim > 1:
+                prune.l1_unstructured(layer, "weight", self.pruned)
+                prune.remove(layer, "weight")
+        return network
 
 
 class LoRA(FineTune, group="attack.lora", without=["scope"]):

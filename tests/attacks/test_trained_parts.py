@@ -18,6 +18,7 @@ from immunization.attacks import (
     Inapplicable,
     LogisticProbe,
     LoRA,
+    Pruned,
     Scratch,
     Victim,
     recipe,
@@ -247,3 +248,17 @@ def test_scores_of_a_regression_do_too():
     curve = Adam(steps=8).run(net, "immunized")
     assert curve.scores.dtype == torch.float32
     torch.testing.assert_close(curve.scores.double().mean(1), curve.test, rtol=1e-5, atol=1e-6)
+
+
+def test_the_smallest_weights_of_what_was_immunized_are_pruned_and_no_others(resnet):
+    before = resnet.network("immunized")
+    pruned = dict(Pruned(pruned=0.25).network(resnet, "immunized", "trained").named_parameters())
+    own = {parameter for module in before.part("trained") for parameter in module.parameters()}
+    for name, weight in before.named_parameters():
+        gone = pruned[name] == 0
+        if weight in own and weight.ndim > 1:
+            assert gone.double().mean().item() == pytest.approx(0.25, abs=1 / weight.numel())
+            assert weight[gone].abs().max() <= weight[~gone].abs().min()
+        assert torch.equal(pruned[name][~gone], weight[~gone])
+        assert weight in own or torch.equal(pruned[name], weight)
+    assert Pruned(scope="trained", steps=2, rates=[0.01]).run(resnet, "immunized").val.isfinite().all()
