@@ -23,11 +23,11 @@ from immunization.models.chain import Network
 FEWEST = 5
 """Training images of each class at which the curve begins; every further point has twice as many."""
 
-MOST = 2500
-"""Most training images that are read."""
+MOST = 3000
+"""Most training images, mirror images among them, that are read."""
 
 SEARCHED = 1000
-"""Most training images on which sets of blocks are compared."""
+"""Most training images on which readings are compared; with more, what was best on fewer is read."""
 
 LARGEST = 4
 """Most blocks that are read side by side, apart from all of them."""
@@ -175,8 +175,10 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         everything = torch.arange(len(task.train)) if everything is None else everything
         fits: list[tuple[int, Fit]] = []
         searched = outputs.views * outputs.cost(outputs.blocks) * min(len(everything), MOST)  # one pass for all of them
+        found: list[Fit] = []
         for rows in nested(task, everything, self.seed):
-            found, spent = self._search(task, outputs, rows)
+            known = max(found, key=_val).reading if found and len(rows) > SEARCHED else None
+            found, spent = self._search(task, outputs, rows, known)
             fits += [(len(rows), fit) for fit in found]
             searched += spent
         best: list[tuple[int, Fit]] = []
@@ -204,12 +206,22 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
             },
         )
 
-    def _search(self, task: Task, outputs: Outputs, rows: Tensor) -> tuple[list[Fit], float]:
+    def _search(self, task: Task, outputs: Outputs, rows: Tensor, known: Reading | None) -> tuple[list[Fit], float]:
         """Fits on some training rows: of every block, of blocks side by side, and of variations of the best of them.
 
-        And the operations of all regressions, also of those on fewer rows, which only say what to read.
+        Only of the reading `known`, if there is one. And the operations of all regressions, also of those on fewer
+        rows, which only say what to read.
         """
-        few = rows[:: math.ceil(len(rows) / SEARCHED)]
+        tried = [] if known else self._tried(task, outputs, rows[:: math.ceil(len(rows) / SEARCHED)])
+        chosen = known or max(tried, key=_val).reading
+        kept = tried if len(rows) <= SEARCHED else []
+        views = {1, outputs.views if len(rows) * outputs.views <= MOST else 1} - {fit.reading.views for fit in kept}
+        kernel = partial(_kernel, outputs, rows)
+        made = [self._fit(task, outputs, replace(chosen, views=number), rows, kernel) for number in sorted(views)]
+        return kept + made, sum(fit.regression for fit in tried + made)
+
+    def _tried(self, task: Task, outputs: Outputs, few: Tensor) -> list[Fit]:
+        """Fits of all readings that are compared, without mirror images. Raises Inapplicable."""
         kernel = cache(partial(_kernel, outputs, few))
 
         def tried(readings: Iterable[Reading]) -> list[Fit]:
@@ -237,16 +249,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         fits += tried(Reading(chosen.blocks, name) for name in POOLINGS if name != chosen.poolings)
         several = dict.fromkeys([max(fits, key=_val).reading, Reading(whole_net, "fine")])
         ways = ((True, False), (False, True), (True, True))
-        fits += tried(replace(reading, root=root, radial=radial) for reading in several for root, radial in ways)
-        chosen = max(fits, key=_val).reading
-        whole, spent = partial(_kernel, outputs, rows), sum(fit.regression for fit in fits)
-        if len(few) < len(rows):
-            fits = [self._fit(task, outputs, chosen, rows, whole)]
-            spent += fits[0].regression
-        if outputs.views > 1:
-            fits.append(self._fit(task, outputs, replace(chosen, views=outputs.views), rows, whole))
-            spent += fits[-1].regression
-        return fits, spent
+        return fits + tried(replace(reading, root=root, radial=radial) for reading in several for root, radial in ways)
 
     def _fit(
         self,
