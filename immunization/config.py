@@ -151,7 +151,9 @@ def factory(cfg: Mapping[str, Any], key: str) -> partial[Any]:
     node = _node(cfg, key)
     target = target_of(cfg, key)
     try:
-        _check_signature(target, node, key)
+        values = _check_signature(target, node, key)
+        if not any(isinstance(value, Mapping | list | ListConfig) for value in values.values()):
+            return partial(target, **values)  # as Hydra's, which copies the configuration, but in no time
         # a call of our own: Hydra would turn dataclasses among the arguments into configurations
         return instantiate(node, _partial_=True)
     except (InstantiationException, ImportError, AttributeError, ValueError) as error:
@@ -218,7 +220,8 @@ def check_trust(cfg: DictConfig, overrides: Iterable[str]) -> None:
         )
 
 
-def _check_signature(target: Callable[..., object], node: Mapping[str, Any], key: str) -> None:
+def _check_signature(target: Callable[..., object], node: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The arguments in `node`, once they fit."""
     from immunization.checks import check_arguments
 
     values = {str(name): node[name] for name in node if name not in _HYDRA_KEYS}
@@ -227,3 +230,4 @@ def _check_signature(target: Callable[..., object], node: Mapping[str, Any], key
     except TypeError as error:
         raise ConfigError(f"{key}: {error}; {node['_target_']} does not take that key") from error
     check_arguments(target, values, key)
+    return values

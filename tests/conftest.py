@@ -38,10 +38,11 @@ from helpers.repository import ROOT
 from helpers.runs import kill_at
 from hydra._internal import config_loader_impl, defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import IConfigRepository
+from hydra._internal.config_repository import ConfigRepository, IConfigRepository
 from hydra._internal.defaults_list import DefaultsList, Overrides
+from hydra.plugins.config_source import ConfigResult
 from hypothesis import settings
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.grammar_parser import parse
 from threadpoolctl import threadpool_info
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -90,13 +91,35 @@ def _list_once(repo, config_name, overrides_list, prepend_hydra, skip_missing) -
 
 @wraps(_merge)
 def _merge_once(self, defaults, repo) -> DictConfig:
-    """The content of these files in one, without the values of the command line, but once."""
+    """The content of these files in one, without the values of the command line, but once; so are Hydra's own, which
+    stand before ours."""
     if not _ours(repo):
         return _merge(self, defaults, repo)
     key = repr(defaults)
     if key not in _merged:
-        _merged[key] = pickle.dumps(_merge(self, defaults, repo))
+        ours = [str(default.config_path).startswith("hydra/") for default in defaults].index(False)
+        first = repr(defaults[:ours])
+        if first not in _merged:
+            _merged[first] = pickle.dumps(_merge(self, defaults[:ours], repo))
+        whole = pickle.loads(_merged[first])
+        with flag_override(whole, "no_deepcopy_set_nodes", True):
+            whole.merge_with(_merge(self, defaults[ours:], repo))
+        _merged[key] = pickle.dumps(whole)
     return pickle.loads(_merged[key])
+
+
+_read = ConfigRepository.load_config
+_results: dict[str, bytes] = {}
+
+
+@wraps(_read)
+def _read_once(self, config_path) -> ConfigResult | None:
+    """A file with its header, of which every composition gets its own copy."""
+    if not _ours(self):
+        return _read(self, config_path)
+    if config_path not in _results:
+        _results[config_path] = pickle.dumps(_read(self, config_path))
+    return pickle.loads(_results[config_path])
 
 
 _choices = defaults_list._create_interpolation_map
@@ -112,6 +135,7 @@ OmegaConf.load = _load_once
 defaults_list._create_interpolation_map = _choices_where_needed
 config_loader_impl.create_defaults_list = _list_once
 ConfigLoaderImpl._compose_config_from_defaults_list = _merge_once
+ConfigRepository.load_config = _read_once
 omegaconf.base.parse = omegaconf._utils.parse = cache(parse)
 os.fsync = lambda _: None  # no test takes the power away
 

@@ -192,13 +192,13 @@ def test_harm_that_became_easier_is_said_before_everything(tmp_path, folders):
 
 
 def test_a_linear_run_is_loaded(tmp_path):
-    immunization.run(["method=closed_form", "tracker=none", "evaluation=[]"], tmp_path)
+    immunization.run(["method=closed_form", "tracker=none", "evaluation=[]", "figures=false"], tmp_path)
     assert immunization.load(tmp_path)(torch.randn(3, 64)).shape == (3, 64)
 
 
 def test_an_audit_of_a_folded_net(net):
     """`learning_curve` slows the probe it was made against; whoever strips the map has the model of before."""
-    immune = immunization.immunize(net, loader(4, 1), loader(3, 2), epochs=200, optimizer__lr=1e-2)
+    immune = immunization.immunize(net, loader(4, 1), loader(3, 2), epochs=60, optimizer__lr=3e-2)
     attacks = ["linear_probe", "undo", "closed_form_probe", "full_finetune"]
     options = {"linear_probe__steps": 64, "undo__steps": 64, "full_finetune__steps": 2, "full_finetune__rates": [0.01]}
     result = immunization.audit(immune, loader(4, 1), loader(3, 2), attacks=attacks, **options)
@@ -211,15 +211,13 @@ def test_an_audit_of_a_folded_net(net):
     with_reference = immunization.audit(immune, loader(4, 1), loader(3, 2), net, attacks=["undo"], undo__steps=64)
     key = "attack/undo/final_baseline"
     assert with_reference.metrics[key] == pytest.approx(result.metrics[key], abs=0.05)
-    unchanged = immunization.audit(net, loader(4, 1), loader(3, 2), net, budget="quick")
+    unchanged = immunization.audit(net, loader(4, 1), loader(3, 2), net, attacks=["closed_form_probe"])
     assert "unchanged" in unchanged.flags
-    assert unchanged.about["suite"]["version"] == "quick-1"
-    assert unchanged.metrics["worth/after"] == unchanged.metrics["worth/before"]
-    assert "with theta_0" in unchanged.verdict[0]
 
 
 def test_an_audit_of_a_linear_map(tmp_path):
-    immunization.run(["method=learning_curve", "tracker=none", "figures=false"], folder=tmp_path)
+    learned = ["method=learning_curve", "method.epochs=150", "optimizer.lr=1e-2"]
+    immunization.run([*learned, "evaluation=[]", "tracker=none", "figures=false"], folder=tmp_path)
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(300) % 2
     x = torch.randn(300, 64, generator=generator) + y[:, None] - 0.5
@@ -255,6 +253,7 @@ def test_an_audit_by_harmful_data_alone(net):
     parts = {"train": slice(0, 48), "test": slice(48, 72)}
     splits = {split: DataLoader(TensorDataset(x[part], y[part]), batch_size=16) for split, part in parts.items()}
     result = immunization.audit(net, splits, reference=net, budget="quick")
+    assert result.about["suite"]["version"] == "quick-1"
     assert result.metrics["worth/before"] == result.metrics["worth/after"]
     assert result.metrics["attack/worst/test_rows"] == 24
     assert not any(name.startswith(("rir", "primary/")) for name in result.metrics)

@@ -112,7 +112,7 @@ def estimate(scores: Tensor) -> Estimate:
     Its variance is that of a layout of two crossed random factors without replication, with Satterthwaite's degrees of
     freedom for Student's t: a bootstrap of two or three draws would be too narrow.
     """
-    from scipy.stats import t
+    from scipy.special import stdtrit
 
     draws, rows = scores.shape
     mean, by_row, by_draw = scores.mean(), scores.mean(0), scores.mean(1, keepdim=True)
@@ -125,7 +125,7 @@ def estimate(scores: Tensor) -> Estimate:
     half = 0.0
     if variance > 0:
         freedom = variance**2 / sum(part**2 / df for part, df in terms)
-        half = t.ppf((1 + LEVEL) / 2, freedom) * math.sqrt(variance)
+        half = stdtrit(freedom, (1 + LEVEL) / 2) * math.sqrt(variance)
     return Estimate(mean.item(), mean.item() - half, mean.item() + half)
 
 

@@ -57,6 +57,7 @@ def arithmetic(device: torch.device) -> tuple[str, ...]:
     )
 
 
+@cache  # later runs of a process have the code that was loaded for the first
 def _git() -> dict[str, Any] | None:
     """Commit of this checkout, and whether tracked files differ from it; None for an installed package."""
     if not (ROOT / ".git").exists():  # else git would report a repository that surrounds the environment

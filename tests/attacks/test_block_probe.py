@@ -169,14 +169,14 @@ def test_one_who_has_no_model_reads_nothing_of_it(images):
     with torch.no_grad():
         for parameter in other.model.net.parameters():
             parameter.add_(1.0)
-    for attack in (RandomNet(), RawInputs()):
+    for attack in (RandomNet(mirrored=False), RawInputs(mirrored=False)):
         curves = [attack.run(victim, stage) for victim in (own, other) for stage in ("immunized", "baseline")]
         assert all(torch.equal(curve.test, curves[0].test) for curve in curves)
         assert attack.reference
 
 
 def test_the_random_net_is_the_same_for_all_draws_of_images(images):
-    drawn = [RandomNet(samples=3, seed=seed).read(untouched(images), "baseline")[0] for seed in (0, 1)]
+    drawn = [RandomNet(samples=3, seed=seed, mirrored=False).read(untouched(images), "baseline")[0] for seed in (0, 1)]
     assert all(torch.equal(x["test"], drawn[1].parts[part]["test"]) for part, x in drawn[0].parts.items())
 
 
@@ -288,7 +288,8 @@ def silence(model):
 def test_statistics_that_silence_the_net_are_renewed_at_the_cost_of_a_pass(images):
     victim = net_victim(images, silence, "test_resnet", "layer1")
     before = {key: tensor.clone() for key, tensor in victim.model.state_dict().items()}
-    attacks = {"features": ClosedFormProbe(), "blocks": BlockProbe(), "renewed": BlockProbe(renewed=True)}
+    attacks = {"features": ClosedFormProbe(), "blocks": BlockProbe(mirrored=False)}
+    attacks["renewed"] = BlockProbe(mirrored=False, renewed=True)
     measures = run_attacks(attacks, victim)
     values = measures.metrics
     assert values["attack/renewed/final"] > 0.6
@@ -322,8 +323,9 @@ def test_statistics_are_those_of_the_images_and_nothing_is_drawn():
 def test_a_run_says_what_was_read(tmp_path):
     """From the command line: the blocks stand in result.json, and in a file for each task that was attacked."""
     options = ["experiment=digits_deep", "tracker=none", "figures=false", "evaluation=[]", "method=identity"]
-    tasks = ["dataset.benign=null", "dataset.unseen=[7,8]"]
-    result = run([*options, *tasks, "attack=[block_probe]", "attack.block_probe.mirrored=false"], folder=tmp_path)
+    tasks = ["dataset.primary=[0,1]", "dataset.harmful=[4,5]", "dataset.benign=null", "dataset.unseen=[7,8]"]
+    attack = ["attack=[block_probe]", "attack.block_probe.mirrored=false", "attack.block_probe.samples=5"]
+    result = run([*options, *tasks, *attack], folder=tmp_path)
     for kind in ("", "_unseen"):
         file = tmp_path / f"attack{kind}_block_probe.json"
         assert json.loads(file.read_text()) == result.about[f"attackers{kind}"]["block_probe"]

@@ -89,7 +89,7 @@ def test_a_map_that_is_taken_back_leaves_the_baseline(how):
 
 def test_quasi_newton_and_adam_come_between():
     victim = victim_of(*quadratic(1e4))
-    attacks = {"gd": LinearProbe(), "lbfgs": LBFGS(), "adam": Adam(), "momentum": Momentum()}
+    attacks = {"gd": LinearProbe(), "lbfgs": LBFGS(), "adam": Adam(rates=[10.0, 100.0])}
     values = run_attacks(attacks, victim).metrics
     assert values["attack/gd/steps_to_1e-4"] is None
     assert values["attack/lbfgs/steps_to_1e-4"] < 20
@@ -214,7 +214,8 @@ def test_wrong_settings_are_named(attack, message):
 
 def test_a_run_with_attacks(tmp_path):
     chosen = "attack=[linear_probe,closed_form_probe]"
-    result = run(["method=learning_curve", "tracker=none", "figures=false", chosen], folder=tmp_path)
+    options = ["method=learning_curve", "method.epochs=150", "optimizer.lr=1e-2", "tracker=none", "figures=false"]
+    result = run([*options, chosen], folder=tmp_path)
     assert result.seconds["attack"] > 0
     assert result.metrics["attack/linear_probe/steps_ratio"] > 100
     assert result.metrics["attack/closed_form_probe/steps_ratio"] == 1

@@ -109,12 +109,12 @@ def test_a_folded_checkpoint_is_compared_with_the_net_without_its_map(net, tmp_p
 
 def test_a_rate_that_cannot_win_any_more_is_stopped(net, monkeypatch):
     """The chosen curve is that of whoever trains all rates to the end; what was not trained is not paid for."""
-    attack = FineTune("full", "adamw", [1e-8, 3e-3, 1e-7], steps=16, batch_size=24)
-    attack.settings = [1e-8, 3e-3, 1e-7]
+    attack = FineTune("last", "adamw", [1e-8, 1e-2, 1e-7], steps=16, batch_size=24)
+    attack.settings = [1e-8, 1e-2, 1e-7]
     stopped = attack.run(net, "baseline")
     monkeypatch.setattr(network, "_hopeless", lambda *_: lambda val: False)
     whole = attack.run(net, "baseline")
-    assert whole.setting == stopped.setting == 3e-3
+    assert whole.setting == stopped.setting == 1e-2
     assert torch.equal(whole.val, stopped.val)
     assert torch.equal(whole.scores, stopped.scores)
     assert 0 < stopped.others < whole.others

@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.commands import launched
 from helpers.repository import ROOT
 
 from immunization import run, terminal
 from immunization.errors import ConfigError
+from immunization.methods.base import Method
 from immunization.runs.filenames import CHECKPOINT
 from immunization.runs.result import Result
 
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.trains
 LONG = ("tracker=none", "dataset.max_samples=20", "evaluation=[rir]", "method.epochs=1000000", "log_every=50")
 
 
-def started(*arguments: str, until: Path | None, cwd: Path) -> subprocess.Popen:
+def started(*arguments: str, until: Path, cwd: Path) -> subprocess.Popen:
     """A process that listens to Ctrl-C, once there is something in the file `until`."""
     command = [sys.executable, str(ROOT / "launch.py"), *arguments]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test runner in the background ignores it
@@ -28,7 +30,7 @@ def started(*arguments: str, until: Path | None, cwd: Path) -> subprocess.Popen:
     process = subprocess.Popen(command, cwd=cwd, stdout=pipe, stderr=pipe, text=True)
     signal.signal(signal.SIGINT, before)
     deadline = time.monotonic() + 120
-    while until and not (until.exists() and until.stat().st_size > 1000) and time.monotonic() < deadline:
+    while not (until.exists() and until.stat().st_size > 1000) and time.monotonic() < deadline:
         time.sleep(0.05)
     return process
 
@@ -41,14 +43,16 @@ def ended(process: subprocess.Popen, number: int) -> tuple[str, str]:
         process.kill()
 
 
-def test_ctrl_c_keeps_a_checkpoint_which_is_not_thrown_away(tmp_path):
+def test_ctrl_c_keeps_a_checkpoint_which_is_not_thrown_away(tmp_path, monkeypatch):
     folder = tmp_path / "run"
-    process = started(*LONG, f"hydra.run.dir={folder}", until=folder / "metrics.jsonl", cwd=tmp_path)
-    _, said = ended(process, signal.SIGINT)
+    monkeypatch.setattr(Method, "epoch_end", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = launched(*LONG, f"hydra.run.dir={folder}", cwd=tmp_path)
+    signal.signal(signal.SIGINT, before)
     assert process.returncode == 130
     last = f"error: interrupted: the same command with hydra.run.dir={folder} resume=true goes on"
-    assert said.splitlines()[-1] == last
-    assert "Traceback" not in said
+    assert process.stderr.splitlines()[-1] == last
+    assert "Traceback" not in process.stderr
     assert (folder / CHECKPOINT).exists()
     with pytest.raises(ConfigError, match=r"holds an interrupted run .*: resume=true goes on with it; another folder"):
         run([*LONG], folder=folder)

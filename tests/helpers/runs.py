@@ -11,7 +11,7 @@ from immunization.training import checkpoint
 
 QUICK = ("tracker=none", "dataset.max_samples=40", "evaluation=[rir]", "log_every=1", "figures=false")
 DEEP = ("experiment=digits_deep", "tracker=none", "figures=false", "evaluation=[rir]", "method.epochs=1")
-DEEP += ("dataset.primary=[0,1]", "dataset.harmful=[4,5]", "dataset.benign=null")
+DEEP += ("dataset.primary=[0,1]", "dataset.harmful=[4,5]", "dataset.benign=null", "dataset.size=16")
 
 
 def outcome(folder: Path) -> tuple:

@@ -138,8 +138,8 @@ def test_the_last_bit_of_theta_decides_nothing():
     """Along a cosine from a small rate; with lr=3e-3, constant, RIR differs by tens of per cent."""
     pair, found = digits(seed=0), []
     for perturbation in (0.0, 1e-14):
-        method = LearningCurve(epochs=600, lambda_P=5.0, benign_weight=0.0, targets="baseline", patience=None)
-        model, _ = immunized(pair, method, lr=5e-4, cosine=True, perturbation=perturbation)
+        method = LearningCurve(epochs=300, lambda_P=5.0, benign_weight=0.0, targets="baseline", patience=None)
+        model, _ = immunized(pair, method, lr=1e-3, cosine=True, perturbation=perturbation)
         comparison = Comparison(pair, model)
         found.append(LearningCurves()(comparison).metrics | condition_ratios(comparison))
     first, second = found
@@ -191,8 +191,8 @@ def test_following_the_baseline_does_not_overfit_noisy_labels():
     """With the labels as targets a fresh primary probe first learns the noise, here for a hundred times as long."""
     pair = TaskPair("noisy", noisy(60, 0.3), noisy(300, 0.1, seed=20))
     ratios = {}
-    for targets, weight in (("labels", 1.0), ("baseline", 3.0)):
-        method = LearningCurve(epochs=600, lambda_P=weight, benign_weight=0.0, targets=targets, patience=None)
+    for targets, weight, epochs in (("labels", 1.0, 150), ("baseline", 3.0, 600)):
+        method = LearningCurve(epochs=epochs, lambda_P=weight, benign_weight=0.0, targets=targets, patience=None)
         model, _ = immunized(pair, method, lr=2e-3, cosine=True)
         ratios[targets] = LearningCurves()(Comparison(pair, model)).metrics
     assert ratios["labels"]["steps_ratio/primary"] > 100
