@@ -23,7 +23,7 @@ from immunization.models.chain import Network
 FEWEST = 5
 """Training images of each class at which the curve begins; every further point has twice as many."""
 
-MOST = 3000
+MOST = 3500
 """Most training images, mirror images among them, that are read."""
 
 SEARCHED = 1000
