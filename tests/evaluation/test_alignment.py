@@ -106,6 +106,14 @@ def test_tasks_that_share_their_inputs_have_ceiling_one():
     assert "ceiling is 1" in measures.reasons["ceiling/attained"]
 
 
+def test_a_ceiling_near_one_can_still_be_attained():
+    primary = with_spectrum(f64([3.0, 2, 1]), 9, 3, seed=0)
+    harmful = with_spectrum(f64([3.0, 2, 1.001]), 9, 3, seed=0)
+    metrics = ceiling_of(pair_of(primary, harmful), eye(3))
+    assert 1 + 1e-6 < metrics["ceiling/rir"] < 1.01
+    assert metrics["ceiling/attained"] == pytest.approx(0, abs=1e-6)
+
+
 def align(k_p: Tensor, k_h: Tensor, **options) -> Measures:
     return Alignment(**options)(compare(pair_of(k_p, k_h), eye(k_p.shape[1])))
 

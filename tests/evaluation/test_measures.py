@@ -33,6 +33,15 @@ def test_values_that_are_not_finite_become_null_with_a_reason():
     assert set(measures.reasons) == {"b", "c"}
 
 
+def test_the_worst_is_the_smallest_and_null_where_one_is():
+    measures = Measures({"a": 3.0, "b": 2.0, "c": None}, {"c": "why"})
+    measures.worst("known", ("a", "b"))
+    measures.worst("unknown", ("a", "b", "c"))
+    assert measures.metrics["known"] == 2
+    assert measures.metrics["unknown"] is None
+    assert measures.reasons["unknown"] == "c is missing: why"
+
+
 def test_merging_keeps_every_part_and_no_flag_twice():
     one, two = Measures({"a": 1.0}, flags=["x"]), Measures({"b": 2.0}, {"x": "why"}, flags=["x", "y"])
     one.merge(two)
