@@ -15,7 +15,7 @@ from immunization.models import Model
 from immunization.theory.optimal_map import conditioned
 from immunization.theory.products import SMALL
 
-BOUND = 0.95
+BOUND = 0.99
 """Largest ratio (ii) of `hold_primary="auto"`."""
 
 MARGIN = 0.01
