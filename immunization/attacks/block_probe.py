@@ -278,6 +278,7 @@ class FrozenBlocks(BlockProbe, group="attack.frozen_blocks", without=["steps"]):
     """
 
     scope: str = "trained"
+    enlarged = True
 
     def check(self, task: Task, model: Model) -> None:
         if model.deep and self.scope != "trained":

@@ -196,6 +196,12 @@ class Pruned(FineTune, group="attack.pruned"):
     `pruned` is the share of them, in each layer.
     """
 
+    scope = "trained"
+    optimizer = "adamw"
+    rates = (3e-4, 1e-3, 3e-3)
+    epochs = (8,)
+    schedule = "linear"
+    head_first = True
     pruned: Fraction = 0.3
 
     def network(self, victim: Victim, stage: Stage, part: str) -> Network:

@@ -64,6 +64,8 @@ class RandomNet(BlockProbe, group="attack.random_net", without=["precision", "re
 
     reference = True
 
+    enlarged = True
+
     def read(self, victim: Victim, stage: Stage) -> tuple[Outputs, float]:
         images = images_of(victim)
         with torch.random.fork_rng():
