@@ -190,6 +190,7 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 100)  # what a test leaves is little
 
 
 def pytest_unconfigure() -> None:
@@ -241,7 +242,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     """Tests that draw from torch's global generator draw the same numbers in any order and process."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed notes the whole stack for GPUs that may come
 
 
 @pytest.fixture(autouse=True)

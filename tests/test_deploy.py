@@ -23,12 +23,12 @@ def net(request: pytest.FixtureRequest) -> nn.Module:
     torch.manual_seed(0)
     size = {"img_size": 32} if request.param == "test_vit" else {}
     net = timm.create_model(request.param, pretrained=False, num_classes=4, **size).eval()
-    return immunization.immunize(net, loader(4, 0), loader(3, 1), "closed_form", ridge=1e-2)
+    return immunization.immunize(net, loader(4, 0, size=32), loader(3, 1, size=32), "closed_form", ridge=1e-2)
 
 
 @pytest.fixture(scope="module")
 def images() -> torch.Tensor:
-    return next(iter(loader(4, 2)))[0][:8]
+    return next(iter(loader(4, 2, size=32)))[0][:8]
 
 
 def block(start: str) -> str:

@@ -114,7 +114,7 @@ def test_the_method_conditions_the_primary_task(tmp_path):
 
 
 def test_the_method_takes_nets(tmp_path):
-    more = ("experiment=digits_deep", "method.batch_size=64", "method.epochs=2", "evaluation=[rir]")
+    more = ("experiment=digits_deep", "dataset.size=16", "method.batch_size=64", "method.epochs=2", "evaluation=[rir]")
     launch("primary_only", tmp_path, *more)
     uneven = history(tmp_path)["uneven"]["y"]
     assert uneven[-1] < uneven[0]

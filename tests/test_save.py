@@ -23,11 +23,11 @@ def immunized(name: str = "test_resnet", dtype: torch.dtype = torch.float32, met
     options = {"ridge": 1e-2} if method == "closed_form" else {"epochs": 1, "batch_size": 64}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # random nets in bfloat16
-        return immunization.immunize(net, loader(4, 0), loader(3, 1), method, **options)
+        return immunization.immunize(net, loader(4, 0, size=32), loader(3, 1, size=32), method, **options)
 
 
 def same(model: nn.Module, other: nn.Module) -> bool:
-    images = next(iter(loader(4, 2)))[0].to(next(other.parameters()).dtype)
+    images = next(iter(loader(4, 2, size=32)))[0].to(next(other.parameters()).dtype)
     with torch.no_grad():
         return torch.equal(model(images), other(images))
 
@@ -101,7 +101,7 @@ class Small(nn.Sequential):
 def test_a_net_of_another_library(tmp_path):
     torch.manual_seed(0)
     net = Small().eval()
-    model = immunization.immunize(net, loader(4, 0), loader(3, 1), "closed_form", ridge=1e-2)
+    model = immunization.immunize(net, loader(4, 0, size=32), loader(3, 1, size=32), "closed_form", ridge=1e-2)
     immunization.save(model, tmp_path)
     assert same(immunization.load(tmp_path, net), model)
     with pytest.raises(ConfigError, match=r"holds a Small, no net of timm: load\(path, net\)"):

@@ -25,7 +25,7 @@ def describe(device: torch.device | str) -> dict[str, Any]:
     return {
         "time": datetime.now(UTC).isoformat(),
         "command": shlex.join([sys.executable, *sys.argv]),
-        "git": _git(),
+        "git": _git(ROOT),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "platform": platform.platform(),
@@ -58,11 +58,11 @@ def arithmetic(device: torch.device) -> tuple[str, ...]:
 
 
 @cache  # later runs of a process have the code that was loaded for the first
-def _git() -> dict[str, Any] | None:
-    """Commit of this checkout, and whether tracked files differ from it; None for an installed package."""
-    if not (ROOT / ".git").exists():  # else git would report a repository that surrounds the environment
+def _git(root: Path) -> dict[str, Any] | None:
+    """Commit of a checkout, and whether tracked files differ from it; None for an installed package."""
+    if not (root / ".git").exists():  # else git would report a repository that surrounds the environment
         return None
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

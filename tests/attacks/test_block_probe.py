@@ -322,7 +322,8 @@ def test_statistics_are_those_of_the_images_and_nothing_is_drawn():
 
 def test_a_run_says_what_was_read(tmp_path):
     """From the command line: the blocks stand in result.json, and in a file for each task that was attacked."""
-    options = ["experiment=digits_deep", "tracker=none", "figures=false", "evaluation=[]", "method=identity"]
+    options = ["experiment=digits_deep", "dataset.size=16", "tracker=none", "figures=false", "evaluation=[]"]
+    options += ["method=identity"]
     tasks = ["dataset.primary=[0,1]", "dataset.harmful=[4,5]", "dataset.benign=null", "dataset.unseen=[7,8]"]
     attack = ["attack=[block_probe]", "attack.block_probe.mirrored=false", "attack.block_probe.samples=5"]
     result = run([*options, *tasks, *attack], folder=tmp_path)

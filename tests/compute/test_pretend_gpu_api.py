@@ -37,7 +37,7 @@ def on(device, batches):
     return [(x.to(device), y.to(device)) for x, y in batches]
 
 
-def images(device, count=120):
+def images(device, count=60):
     """Primary and harmful batches."""
     return on(device, loader(4, 0, count)), on(device, loader(3, 1, count))
 

@@ -6,7 +6,7 @@ from helpers.both_devices import agree, run_on_both
 pytestmark = pytest.mark.trains
 
 SHORT = ("experiment=digits_deep", "dtype=float64", "model.fit_epochs=1", "dataset.val_fraction=0.2")
-SHORT += ("dataset.primary=[0,1]", "dataset.harmful=[4,5]", "dataset.benign=[7,8]")
+SHORT += ("dataset.size=16", "dataset.primary=[0,1]", "dataset.harmful=[4,5]", "dataset.benign=[7,8]")
 SHORT += ("dataset.test_fraction=0.5", "tracker=none", "figures=false", "evaluation=[rir]", "method.epochs=1")
 QUICK = ("method=condition_number", "method.batch_size=32")
 MORE = [

@@ -23,11 +23,11 @@ def draw_folder(root: Path, classes: int, train: int, val: int, seed: int) -> Pa
     return root
 
 
-def loader(classes: int, seed: int, count: int = 120) -> DataLoader:
-    """Noise around one color a class, as tensors of 3 x 32 x 32."""
+def loader(classes: int, seed: int, count: int = 120, size: int = 16) -> DataLoader:
+    """Noise around one color a class, as tensors of 3 x `size` x `size`."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.arange(count) % classes
-    x = torch.randn(count, 3, 32, 32, generator=generator) + torch.randn(classes, 3, 1, 1, generator=generator)[y]
+    x = torch.randn(count, 3, size, size, generator=generator) + torch.randn(classes, 3, 1, 1, generator=generator)[y]
     return DataLoader(TensorDataset(x, y), batch_size=32)
 
 

@@ -35,7 +35,7 @@ def net() -> nn.Module:
 
 @pytest.fixture
 def images() -> torch.Tensor:
-    return next(iter(loader(4, 5)))[0]
+    return next(iter(loader(4, 5, count=8, size=32)))[0]
 
 
 @pytest.mark.parametrize("method", ["closed_form", "learning_curve"])

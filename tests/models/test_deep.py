@@ -20,7 +20,7 @@ def digits(tmp_path_factory):
     """Overrides of runs that fit the net once."""
     cache = tmp_path_factory.mktemp("fitted")
     few = ["dataset.primary=[0,1,2]", "dataset.harmful=[4,5]", "dataset.benign=[7,8]", "tracker=none", "figures=false"]
-    return ["experiment=digits_deep", *few, f"model.cache={cache}", "model.fit_epochs=6"]
+    return ["experiment=digits_deep", "dataset.size=16", *few, f"model.cache={cache}", "model.fit_epochs=6"]
 
 
 def test_digits_deep_needs_nothing(tmp_path, digits):

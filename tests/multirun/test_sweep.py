@@ -24,7 +24,7 @@ from immunization.runs.resume import completed, read_config, result_settings
 pytestmark = pytest.mark.trains
 
 JOBS = ("seed=0,1", "dataset.harmful=0,1", "+note=../../x")
-QUICK = ("tracker=none", "method=identity", "evaluation=[rir]", "dataset.max_samples=20")
+QUICK = ("tracker=none", "method=identity", "evaluation=[rir]", "dataset.max_samples=20", "figures=false")
 SWEEPS = sorted(path.stem for path in (ROOT / "sweeps").glob("*.yaml"))
 AGENTS = sorted(path.stem for path in (ROOT / "sweeps" / "wandb").glob("*.yaml"))
 MULTIRUNS = ["table1", "table2", *(f"paper/{kind}{i}" for kind in ("table", "figure") for i in (1, 2, 3))]

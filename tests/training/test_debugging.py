@@ -11,7 +11,14 @@ pytestmark = pytest.mark.trains
 
 ON = {
     "linear": ("evaluation=[rir]",),
-    "net": ("dataset=digits_deep", "model=digits_net", "model.fit_epochs=1", "dtype=float32", "evaluation=[]"),
+    "net": (
+        "dataset=digits_deep",
+        "dataset.size=16",
+        "model=digits_net",
+        "model.fit_epochs=1",
+        "dtype=float32",
+        "evaluation=[]",
+    ),
 }
 
 

@@ -8,6 +8,8 @@ from immunization.config import compose
 from immunization.errors import ConfigError
 from immunization.experiment import assemble, resolve
 
+pytestmark = pytest.mark.trains
+
 
 def parts_of(*overrides: str):
     return assemble(resolve(compose(["tracker=none", *overrides])))
@@ -24,9 +26,8 @@ def test_the_method_has_so_many_rows_of_each_harmful_class():
 
 
 def test_further_harmful_tasks_and_nets_too():
-    parts = parts_of(
-        "experiment=digits_deep", "dataset.harmful=[[4,5],[6,7]]", "dataset.benign=null", "harmful_samples=3"
-    )
+    small = ("experiment=digits_deep", "dataset.size=16", "model.fit_epochs=1", "dataset.benign=null")
+    parts = parts_of(*small, "dataset.harmful=[[4,5],[6,7]]", "harmful_samples=3")
     for task in parts.trained_on.harmful_tasks.values():
         assert torch.bincount(task.train.y).tolist() == [3, 3]
     assert len(parts.trained_on.harmful_tasks) == 2
