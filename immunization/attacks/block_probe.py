@@ -145,8 +145,8 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
     enlarged: bool = False
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
-        key = ("outputs", type(self).read, stage, self.precision, self.mirrored, self.renewed, self.enlarged)
-        outputs, extra = victim.once(key, lambda: self.read(victim, stage))
+        key = (type(self).read, stage, self.precision, self.mirrored, self.renewed, self.enlarged)
+        outputs, extra = victim.once(("outputs", *key), lambda: self.read(victim, stage))
         return self.probe(victim.task, self.readable(victim, outputs), extra)
 
     def readable(self, victim: Victim, outputs: Outputs) -> Outputs:
@@ -155,19 +155,27 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
 
     def read(self, victim: Victim, stage: Stage) -> tuple[Outputs, float]:
         """The outputs of all blocks, and the operations of what was done to the net before. Raises Inapplicable."""
-        images = images_of(victim)
-        return self.outputs(victim.network(stage, self.precision), images, self.renewed)
+        return self.outputs(victim, stage, lambda: victim.network(stage, self.precision), self.renewed)
 
-    def outputs(self, network: Network, images: Mapping[str, Tensor], renewed: bool) -> tuple[Outputs, float]:
-        """The outputs of all blocks of `network`, which is changed, and what renewing statistics took."""
-        larger = at_twice_the_size(network, images) if self.enlarged else {}
-        found, renewing = [], 0.0
-        for own, needed in ((images, renewed), (larger, bool(norms_of(network)))):
-            if own:
-                rows = renew_from(network, own["train"]) if needed else 0
-                found.append(outputs_of(network, own, self.mirrored))
-                renewing += rows * found[-1].cost(found[-1].blocks)
-        return reduce(Outputs.beside, found), renewing
+    def outputs(
+        self, victim: Victim, stage: Stage, network: Callable[[], Network], renewed: bool | None
+    ) -> tuple[Outputs, float]:
+        """The outputs of all blocks of copies of a net, and what renewing statistics took.
+
+        `renewed` None: they are renewed where there are some, as they always are at twice the size.
+        """
+        images, key = images_of(victim), (type(self).read, stage, self.precision, self.mirrored)
+        found, spent = victim.once(("once", *key, renewed), lambda: self._passed(network(), images, renewed))
+        if self.enlarged and (larger := at_twice_the_size(network(), images)):
+            others, more = victim.once(("twice", *key), lambda: self._passed(network(), larger, None))
+            return found.beside(others), spent + more
+        return found, spent
+
+    def _passed(self, network: Network, images: Mapping[str, Tensor], renewed: bool | None) -> tuple[Outputs, float]:
+        renewed = bool(norms_of(network)) if renewed is None else renewed
+        rows = renew_from(network, images["train"]) if renewed else 0
+        found = outputs_of(network, images, self.mirrored)
+        return found, rows * found.cost(found.blocks)
 
     def probe(self, task: Task, outputs: Outputs, extra: float = 0.0) -> AttackCurve:
         """The curve of the best readings of `outputs` within any number of operations; `extra` are paid by each."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from immunization.attacks.block_probe import BlockProbe
 from immunization.attacks.network import FineTune
 from immunization.attacks.pooling import Outputs
-from immunization.attacks.renewed import images_of, norms_of
+from immunization.attacks.renewed import images_of
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.models.chain import Network
 
@@ -67,11 +67,12 @@ class RandomNet(BlockProbe, group="attack.random_net", without=["precision", "re
     enlarged = True
 
     def read(self, victim: Victim, stage: Stage) -> tuple[Outputs, float]:
-        images = images_of(victim)
-        with torch.random.fork_rng():
-            torch.manual_seed(WEIGHTS)
-            network = redrawn(victim.network(stage))
-        return self.outputs(network, images, bool(norms_of(network)))
+        def drawn() -> Network:
+            with torch.random.fork_rng():
+                torch.manual_seed(WEIGHTS)
+                return redrawn(victim.network(stage))
+
+        return self.outputs(victim, stage, drawn, None)
 
 
 class RawInputs(BlockProbe, group="attack.raw_inputs", without=["precision", "renewed", "enlarged"]):
