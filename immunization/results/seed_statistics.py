@@ -5,7 +5,7 @@ scipy is loaded where it is needed: scipy.stats takes as long as all else at the
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TypeVar
 
@@ -72,6 +72,18 @@ def paired_p(a: Mapping[tuple, float], b: Mapping[tuple, float]) -> float:
 
     t = difference.mean / difference.std * math.sqrt(difference.n)
     return 2 * float(stdtr(difference.n - 1, -abs(t)))
+
+
+def paired_ratio(a: Mapping[tuple, float], b: Mapping[tuple, float]) -> Summary | None:
+    """Geometric mean of a / b over the keys (seed, pair of classes) that both have, with its interval.
+
+    None for fewer than three such keys, and for values that are not all positive.
+    """
+    logs = [(a[key], b[key]) for key in a if key in b]
+    if len(logs) < 3 or min(map(min, logs)) <= 0:
+        return None
+    found = summarize([math.log(x / y) for x, y in logs])
+    return replace(found, mean=math.exp(found.mean), low=math.exp(found.low), high=math.exp(found.high))
 
 
 def rank_correlation(x: Mapping[tuple[str, str], float], y: Mapping[tuple[str, str], float]) -> tuple[float, float]:

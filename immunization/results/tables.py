@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from immunization.results.columns import AUTHORS, Column, Place, filled_in, own_measures, placed, published
 from immunization.results.formatting import NONE, Cell, number, roles_in
-from immunization.results.seed_statistics import ENOUGH, rank_correlation, ties
+from immunization.results.seed_statistics import ENOUGH, paired_ratio, rank_correlation, ties
 from immunization.results.settings import KEEPS, RATIOS, Setting, best, by_authors, correlations, in_convention
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ ALIGNMENT = {"alignment/score": "score", "alignment/kernel": "kernel", "alignmen
 
 ABOVE = (1, 2, 10, 100)
 """Bounds of RIR above which pairs are counted."""
+
+PAIRED = {"rir": "RIR", "steps_ratio/harmful": "Harmful steps", "steps_ratio/primary": "Primary steps"}
+"""Measures by which settings are compared with the best one, run by run."""
 
 GAP = 2
 """Blanks between columns on a terminal."""
@@ -197,6 +200,7 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     ]
     if winner:
         table.notes.append(f"★: the largest mean of the objective, {objective}, among {KEEPS}.")
+        table.notes += _paired(winner, group)
     if words["start"]:
         table.notes.append("The baseline of (i) and (ii) is theta_0 (Eq. 17), not the inputs (Eq. 15).")
     if published(group[0].first) and not authors:
@@ -264,6 +268,16 @@ def _strong(group: Sequence[Setting], metric: str) -> set[Setting]:
         return set()
     largest = not metric.endswith("ratio_primary")
     return ties(values, sorted(values, key=lambda setting: setting.summary(metric).mean, reverse=largest))
+
+
+def _paired(winner: Setting, group: Sequence[Setting]) -> Iterator[str]:
+    """What other settings come to, relative to the winner on the same seeds and pairs, by measure."""
+    for metric, text in PAIRED.items():
+        own = winner.values(metric)
+        ratios = {s.label: paired_ratio(s.values(metric), own) for s in group if s is not winner}
+        texts = [f"{name} {number(r.mean)} ({number(r.low)} to {number(r.high)})" for name, r in ratios.items() if r]
+        if texts:
+            yield f"{text} relative to ★, paired by run, geometric mean and 95 % interval: {', '.join(texts)}."
 
 
 def meanings(authors: bool) -> list[str]:
