@@ -1,10 +1,11 @@
 """How values are shown, on the screen, in tables and in figures."""
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
+
+from immunization.runs.numbers import number
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -41,16 +42,6 @@ def roles_in(names: Iterable[str], family: str, first: Iterable[str] = ROLES) ->
     found = {name.split("/")[1] for name in names if name.startswith(f"{family}/")}
     usual = [role for role in first if role in found]
     return usual + sorted(found - set(usual))
-
-
-def number(value: float) -> str:
-    """Three significant digits, scientific where large or small: 0.0123, 356, 29,700, 3.11e12."""
-    if not math.isfinite(value):
-        return str(value)
-    if value and not 1e-3 <= abs(value) < 1e5:
-        mantissa, _, exponent = f"{value:.3g}".partition("e")
-        return f"{mantissa}e{int(exponent)}" if exponent else mantissa
-    return f"{float(f'{value:.3g}'):,.6g}"
 
 
 def template(name: str, **filters: Callable[..., object]) -> "Template":

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
+from immunization.runs.numbers import number
+
 if TYPE_CHECKING:
     from immunization.runs.result import Result
 
@@ -114,11 +116,14 @@ def headline(result: Result) -> str | None:
     if definition is not None:
         failed = ", ".join(letter for letter in "abc" if not metrics.get(f"definition/{letter}"))
         ratios = [metrics.get(name) for name in ("ratio_harmful", "ratio_primary")]
-        shown = " ((i) {:.3g}, (ii) {:.3g})".format(*ratios) if None not in ratios else ""  # withheld: undetermined
+        shown = (
+            " ((i) {}, (ii) {})".format(*map(number, ratios)) if None not in ratios else ""
+        )  # withheld: undetermined
         said.append(f"Definition 3.1 {'holds' if definition else f'fails in {failed}'}{shown}")
         holds.append(bool(definition))
     if harmful is not None and primary is not None:
-        said.append(f"a fresh harmful probe takes {harmful:.3g} times the steps, a primary one {primary:.3g} times")
+        took, primary_took = number(harmful), number(primary)
+        said.append(f"a fresh harmful probe takes {took} times the steps, a primary one {primary_took} times")
         holds.append(not {NOT_SLOWER, EASIER, "primary_slower"} & set(flags))
     if not said:
         return None
