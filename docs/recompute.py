@@ -678,8 +678,10 @@ def interval(task: Task, predictions: Array) -> dict[str, float]:
         low, high = ((middle + sign * half) / (1 + z**2 / n) for sign in (-1, 1))
         return {"low": max(0.0, low), "high": min(1.0, high)}
     drawn, _ = resamples(len(y))
-    values = np.sort(1 - task.scores(predictions)[drawn].mean(1) / np.maximum(y[drawn].var(1), np.finfo(float).tiny))
-    return {"low": float(values[25]), "high": float(values[-26])}
+    drawn = drawn[y[drawn].var(1) > 1e-9 * y.var()]  # of equal targets there is no R^2
+    values = np.sort(1 - task.scores(predictions)[drawn].mean(1) / y[drawn].var(1))
+    outside = int(0.025 * len(values))
+    return {"low": float(values[outside]), "high": float(values[-1 - outside])}
 
 
 # --- The comparison ---------------------------------------------------------------------------------------------------

@@ -146,49 +146,52 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
         key = (type(self).read, stage, self.precision, self.mirrored, self.renewed, self.enlarged)
-        outputs, extra = victim.once(("outputs", *key), lambda: self.read(victim, stage))
-        return self.probe(victim.task, self.readable(victim, outputs), extra)
+        outputs = victim.once(("outputs", *key), lambda: self.read(victim, stage))
+        return self.probe(victim.task, self.readable(victim, outputs))
 
     def readable(self, victim: Victim, outputs: Outputs) -> Outputs:
         """The outputs that the attacker reads, out of those of all blocks. Raises Inapplicable."""
         return outputs
 
-    def read(self, victim: Victim, stage: Stage) -> tuple[Outputs, float]:
-        """The outputs of all blocks, and the operations of what was done to the net before. Raises Inapplicable."""
+    def read(self, victim: Victim, stage: Stage) -> Outputs:
+        """The outputs of all blocks. Raises Inapplicable."""
         return self.outputs(victim, stage, lambda: victim.network(stage, self.precision), self.renewed)
 
-    def outputs(
-        self, victim: Victim, stage: Stage, network: Callable[[], Network], renewed: bool | None
-    ) -> tuple[Outputs, float]:
-        """The outputs of all blocks of copies of a net, and what renewing statistics took.
+    def outputs(self, victim: Victim, stage: Stage, network: Callable[[], Network], renewed: bool | None) -> Outputs:
+        """The outputs of all blocks of copies of a net, at both sizes where images are `enlarged`.
 
-        `renewed` None: they are renewed where there are some, as they always are at twice the size.
+        `renewed` None: where it has BatchNorm, as always at twice the size; nor is a net without refused that is read
+        so. Statistics are those of all training images, also with `samples`.
         """
         images, key = images_of(victim), (type(self).read, stage, self.precision, self.mirrored)
-        found, spent = victim.once(("once", *key, renewed), lambda: self._passed(network(), images, renewed))
-        if self.enlarged and (larger := at_twice_the_size(network(), images)):
-            others, more = victim.once(("twice", *key), lambda: self._passed(network(), larger, None))
-            return found.beside(others), spent + more
-        return found, spent
+        larger = at_twice_the_size(network(), images["train"]) if self.enlarged else None
+        own = network()
+        normed = bool(norms_of(own))
+        renewed = normed if renewed is None or (renewed and larger) else renewed
+        found = victim.once(("once", *key, renewed), lambda: self._passed(own, images, renewed))
+        if larger is None:
+            return found
+        return found.beside(victim.once(("twice", *key), lambda: self._passed(larger, images, normed)))
 
-    def _passed(self, network: Network, images: Mapping[str, Tensor], renewed: bool | None) -> tuple[Outputs, float]:
-        renewed = bool(norms_of(network)) if renewed is None else renewed
+    def _passed(self, network: Network, images: Mapping[str, Tensor], renewed: bool) -> Outputs:
         rows = renew_from(network, images["train"]) if renewed else 0
-        found = outputs_of(network, images, self.mirrored)
-        return found, rows * found.cost(found.blocks)
+        return outputs_of(network, images, self.mirrored, rows)
 
-    def probe(self, task: Task, outputs: Outputs, extra: float = 0.0) -> AttackCurve:
-        """The curve of the best readings of `outputs` within any number of operations; `extra` are paid by each."""
+    def probe(self, task: Task, outputs: Outputs) -> AttackCurve:
+        """The curve of the best readings of `outputs` within any number of operations."""
         everything = self.rows(task)
         everything = torch.arange(len(task.train)) if everything is None else everything
         fits: list[tuple[int, Fit]] = []
-        searched = outputs.views * outputs.cost(outputs.blocks) * min(len(everything), MOST)  # one pass for all of them
+        searched, mirrored = 0.0, 0
         found: list[Fit] = []
         for rows in nested(task, everything, self.seed):
             known = max(found, key=_val).reading if found and len(rows) > SEARCHED else None
             found, spent = self._search(task, outputs, rows, known)
             fits += [(len(rows), fit) for fit in found]
             searched += spent
+            mirrored = len(rows) if len(rows) * outputs.views <= MOST else mirrored
+        passed = len(rows) + (outputs.views - 1) * mirrored
+        searched += outputs.cost(outputs.blocks, passed)  # one pass for all readings
         best: list[tuple[int, Fit]] = []
         for rows, fit in sorted(fits, key=lambda item: item[1].flops):
             if not best or (fit.val, rows) > (best[-1][1].val, best[-1][0]):
@@ -197,7 +200,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         last = best[-1][1]
         return AttackCurve(
             steps=torch.tensor([rows for rows, _ in best]),
-            flops=torch.tensor([fit.flops + extra for _, fit in best], dtype=torch.float64),
+            flops=torch.tensor([fit.flops for _, fit in best], dtype=torch.float64),
             val=torch.tensor([fit.val for _, fit in best], dtype=torch.float64),
             test=task.measure(predicted, task.test.y.cpu()),
             scores=task.scores(predicted, task.test.y.cpu()),
@@ -275,7 +278,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         predicted = predicted.unflatten(1, (views, -1)).mean(1)
         val = task.measure(predicted[:, : len(task.val)], task.val.y.cpu())
         best, n = int(val.argmax()), len(y)
-        passes, regression = outputs.cost(reading.blocks) * n, 2.0 * n**2 * read.columns + n**3 / 3
+        passes, regression = outputs.cost(reading.blocks, n), 2.0 * n**2 * read.columns + n**3 / 3
         return Fit(reading, self.settings[best], val[best].item(), passes, regression, predicted[best, len(task.val) :])
 
 

@@ -208,9 +208,9 @@ class Pruned(FineTune, group="attack.pruned"):
         network = super().network(victim, stage, part)
         layers = (layer for module in network.part(part) for layer in module.modules())
         for layer in layers:
-            if isinstance(getattr(layer, "weight", None), nn.Parameter) and layer.weight.ndim > 1:
-                prune.l1_unstructured(layer, "weight", self.pruned)
-                prune.remove(layer, "weight")
+            for name in [name for name, weight in layer.named_parameters(recurse=False) if weight.ndim > 1]:
+                prune.l1_unstructured(layer, name, self.pruned)
+                prune.remove(layer, name)
         return network
 
 

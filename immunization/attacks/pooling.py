@@ -39,11 +39,12 @@ class Outputs:
 
     `parts` [views, N, D], by block and pooling and then by split, in float32: views are the image and, where it was
     asked for, its mirror image. `passes`, one for each size of the images: operations of one image from the input up to
-    and with a block, in the order in which blocks run.
+    and with a block, in the order in which blocks run; `renewed`: images that were passed before, for statistics.
     """
 
     parts: dict[tuple[str, str], dict[str, Tensor]]
     passes: Sequence[Mapping[str, float]]
+    renewed: Sequence[int] = (0,)
 
     @property
     def views(self) -> int:
@@ -57,7 +58,7 @@ class Outputs:
     def of(self, blocks: Iterable[str]) -> Outputs:
         """The outputs of some blocks."""
         own = set(blocks)
-        return Outputs({part: x for part, x in self.parts.items() if part[0] in own}, self.passes)
+        return Outputs({part: x for part, x in self.parts.items() if part[0] in own}, self.passes, self.renewed)
 
     def columns(self, block: str, poolings: str, split: str) -> Tensor:
         """The poolings of a block, as far as it has them, side by side: [views, N, D]."""
@@ -65,44 +66,53 @@ class Outputs:
         none = next(iter(self.parts.values()))[split][..., :0]
         return torch.cat([none, *(self.parts[part][split] for part in parts)], 2)
 
-    def cost(self, blocks: Iterable[str]) -> float:
-        """Operations of one image up to the last of some blocks, at each size of the images."""
-        own = set(blocks)
-        return sum(max((flops[block] for block in own & flops.keys()), default=0.0) for flops in self.passes)
+    def cost(self, blocks: Iterable[str], images: float) -> float:
+        """Operations of so many images, and of those for statistics, up to the last of some blocks at each size."""
+        own, total = set(blocks), 0.0
+        for flops, rows in zip(self.passes, self.renewed, strict=True):
+            total += (images + rows) * max((flops[name] for name in own & flops.keys()), default=0.0)
+        return total
 
     def beside(self, larger: Outputs) -> Outputs:
         """Those of the images, and of the same images at twice the size."""
         parts = {(block + TWICE, pooling): x for (block, pooling), x in larger.parts.items()}
         passes = [{block + TWICE: flops for block, flops in one.items()} for one in larger.passes]
-        return Outputs(self.parts | parts, [*self.passes, *passes])
+        return Outputs(self.parts | parts, [*self.passes, *passes], [*self.renewed, *larger.renewed])
 
 
 @torch.no_grad()
-def outputs_of(network: Network, images: Mapping[str, Tensor], mirrored: bool) -> Outputs:
-    """The outputs of every block of a net for images [N, C, H, W] by split, and for their mirror images."""
+def outputs_of(network: Network, images: Mapping[str, Tensor], mirrored: bool, renewed: int = 0) -> Outputs:
+    """The outputs of every block of a net for images [N, C, H, W] by split, and for their mirror images.
+
+    `renewed` images were passed before, for the statistics of BatchNorm.
+    """
     parts: dict[tuple[str, str], dict[str, Tensor]] = {}
     for split in SPLITS:
         views = [_pooled(network, images[split])]
         views += [_pooled(network, images[split].flip(-1))] if mirrored else []
         for part in views[0]:
             parts.setdefault(part, {})[split] = torch.stack([view[part] for view in views])
-    return Outputs(parts, [prefix_flops(network, images["train"].shape[1:])])
+    return Outputs(parts, [prefix_flops(network, images["train"].shape[1:])], [renewed])
 
 
 @torch.no_grad()
-def at_twice_the_size(network: Network, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Images [N, C, 2 H, 2 W] by split; {} for images above `SMALL` and for a net that takes one size only.
+def at_twice_the_size(network: Network, images: Tensor) -> Network | None:
+    """`network`, which from now on enlarges what it reads; None for images above `SMALL` or a net of one size.
 
     What is small in an image fills more places of the early blocks, and pooling cuts it into finer cells.
     """
-    if max(images["train"].shape[2:]) > SMALL:
-        return {}
-    larger = {split: F.interpolate(x, scale_factor=2, mode="bilinear") for split, x in images.items()}
+    if max(images.shape[2:]) > SMALL:
+        return None
+    network.register_forward_pre_hook(_enlarged)
     try:
-        network(larger["train"][:1])
+        network(images[:1])
     except (AssertionError, RuntimeError, ValueError):
-        return {}
-    return larger
+        return None
+    return network
+
+
+def _enlarged(_network: Network, inputs: tuple) -> tuple:
+    return F.interpolate(inputs[0], scale_factor=2, mode="bilinear"), *inputs[1:]
 
 
 def _pooled(network: Network, images: Tensor) -> dict[tuple[str, str], Tensor]:

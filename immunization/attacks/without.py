@@ -66,7 +66,7 @@ class RandomNet(BlockProbe, group="attack.random_net", without=["precision", "re
 
     enlarged = True
 
-    def read(self, victim: Victim, stage: Stage) -> tuple[Outputs, float]:
+    def read(self, victim: Victim, stage: Stage) -> Outputs:
         def drawn() -> Network:
             with torch.random.fork_rng():
                 torch.manual_seed(WEIGHTS)
@@ -80,7 +80,7 @@ class RawInputs(BlockProbe, group="attack.raw_inputs", without=["precision", "re
 
     reference = True
 
-    def read(self, victim: Victim, stage: Stage) -> tuple[Outputs, float]:
+    def read(self, victim: Victim, stage: Stage) -> Outputs:
         parts: dict[str, dict[str, torch.Tensor]] = {"pixels": {}, "coarse": {}}
         for split, images in images_of(victim).items():
             views = torch.stack([images, images.flip(-1)]) if self.mirrored else images[None]
@@ -88,7 +88,7 @@ class RawInputs(BlockProbe, group="attack.raw_inputs", without=["precision", "re
                 size = [min(side, length) for length in images.shape[2:]]
                 small = F.adaptive_avg_pool2d(views.flatten(0, 1), size).flatten(1)
                 parts[name][split] = small.unflatten(0, views.shape[:2]).float().cpu()
-        return Outputs({(name, "average"): found for name, found in parts.items()}, [dict.fromkeys(parts, 0.0)]), 0.0
+        return Outputs({(name, "average"): found for name, found in parts.items()}, [dict.fromkeys(parts, 0.0)])
 
 
 @torch.no_grad()

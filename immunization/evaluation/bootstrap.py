@@ -13,6 +13,8 @@ RESAMPLES = 1000
 BLOCK = 2**22
 """Counts held at once."""
 TAIL = 0.025
+FLAT = 1e-9
+"""Share of the variance of targets below which a resample has none."""
 
 
 def draws(rows: int) -> Iterator[Tensor]:
@@ -38,13 +40,19 @@ def resampled(task: Task, scores: Tensor, y: Tensor, counts: Tensor) -> Tensor:
 def of_measure(task: Task, predictions: Tensor) -> tuple[float, float]:
     """The 95 % interval of the task's measure of predictions [N, outputs] for its test rows.
 
-    Wilson's for an accuracy, of which resamples know nothing at 0 and 1.
+    Wilson's for an accuracy, of which resamples know nothing at 0 and 1. Resamples of targets that are all equal are
+    left out: they have no R^2.
     """
     y, predictions = task.test.y, predictions.double()
     if task.classes:
         return interval(task.measure(predictions, y).item(), len(y))
     scores = task.scores(predictions[None], y)
-    return ends(torch.cat([resampled(task, scores, y, counts)[:, 0] for counts in draws(len(y))]))
+    found = []
+    for counts in draws(len(y)):
+        middle = counts @ y / len(y)
+        spread = (counts * (y - middle[:, None]).square()).sum(1) / len(y)
+        found.append(resampled(task, scores, y, counts)[spread > FLAT * y.var(correction=0), 0])
+    return ends(torch.cat(found))
 
 
 def ends(values: Tensor) -> tuple[float, float]:

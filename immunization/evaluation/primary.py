@@ -47,9 +47,10 @@ class PrimaryPerformance:
             measures.miss(reason, *(f"primary/{name}{suffix}" for name in names for suffix in SUFFIX.values()))
             return measures
         for stage, suffix in SUFFIX.items():
-            for name, value in retrained_head(comparison, stage).items():
+            predictions = _predicted(comparison, stage)
+            for name, value in held_out(task, predictions).items():
                 measures.put(f"primary/{name}{suffix}", value)
-            measures.interval(f"primary/{task.measure_name}{suffix}", *of_measure(task, _predicted(comparison, stage)))
+            measures.interval(f"primary/{task.measure_name}{suffix}", *of_measure(task, predictions))
         logits = comparison.model.logits(task.test.x).double()
         measures.put(f"primary/head_{task.measure_name}", task.measure(logits, task.test.y).item())
         return measures

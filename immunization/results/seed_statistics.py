@@ -75,14 +75,18 @@ def paired_p(a: Mapping[tuple, float], b: Mapping[tuple, float]) -> float:
 
 
 def paired_ratio(a: Mapping[tuple, float], b: Mapping[tuple, float]) -> Summary | None:
-    """Geometric mean of a / b over the keys (seed, pair of classes) that both have, with its interval.
+    """Geometric mean of a / b over the keys (seed, pair of classes) that both have, with its interval over seeds.
 
-    None for fewer than three such keys, and for values that are not all positive.
+    None for fewer than three seeds, and for values that are not all positive.
     """
-    logs = [(a[key], b[key]) for key in a if key in b]
-    if len(logs) < 3 or min(map(min, logs)) <= 0:
+    logs: dict[object, list[float]] = {}
+    for key in (key for key in a if key in b):
+        if min(a[key], b[key]) <= 0:
+            return None
+        logs.setdefault(key[0], []).append(math.log(a[key] / b[key]))
+    if len(logs) < 3:
         return None
-    found = summarize([math.log(x / y) for x, y in logs])
+    found = summarize([sum(own) / len(own) for own in logs.values()])
     return replace(found, mean=math.exp(found.mean), low=math.exp(found.low), high=math.exp(found.high))
 
 

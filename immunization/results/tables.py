@@ -27,9 +27,6 @@ ALIGNMENT = {"alignment/score": "score", "alignment/kernel": "kernel", "alignmen
 ABOVE = (1, 2, 10, 100)
 """Bounds of RIR above which pairs are counted."""
 
-PAIRED = {"rir": "RIR", "steps_ratio/harmful": "Harmful steps", "steps_ratio/primary": "Primary steps"}
-"""Measures by which settings are compared with the best one, run by run."""
-
 GAP = 2
 """Blanks between columns on a terminal."""
 
@@ -200,7 +197,7 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     ]
     if winner:
         table.notes.append(f"★: the largest mean of the objective, {objective}, among {KEEPS}.")
-        table.notes += _paired(winner, group)
+        table.notes += _paired(winner, group, f"{words['kappa']}rir{words['start']}")
     if words["start"]:
         table.notes.append("The baseline of (i) and (ii) is theta_0 (Eq. 17), not the inputs (Eq. 15).")
     if published(group[0].first) and not authors:
@@ -270,14 +267,15 @@ def _strong(group: Sequence[Setting], metric: str) -> set[Setting]:
     return ties(values, sorted(values, key=lambda setting: setting.summary(metric).mean, reverse=largest))
 
 
-def _paired(winner: Setting, group: Sequence[Setting]) -> Iterator[str]:
-    """What other settings come to, relative to the winner on the same seeds and pairs, by measure."""
-    for metric, text in PAIRED.items():
+def _paired(winner: Setting, group: Sequence[Setting], rir: str) -> Iterator[str]:
+    """What other settings come to, relative to the winner on the same seeds and pairs, by measure; `rir` names one."""
+    texts = {rir: "RIR", "steps_ratio/harmful": "Harmful steps", "steps_ratio/primary": "Primary steps"}
+    for metric, text in texts.items():
         own = winner.values(metric)
         ratios = {s.label: paired_ratio(s.values(metric), own) for s in group if s is not winner}
-        texts = [f"{name} {number(r.mean)} ({number(r.low)} to {number(r.high)})" for name, r in ratios.items() if r]
-        if texts:
-            yield f"{text} relative to ★, paired by run, geometric mean and 95 % interval: {', '.join(texts)}."
+        found = [f"{name} {number(r.mean)} ({number(r.low)} to {number(r.high)})" for name, r in ratios.items() if r]
+        if found:
+            yield f"{text} relative to ★, paired by run, geometric mean and 95 % interval: {', '.join(found)}."
 
 
 def meanings(authors: bool) -> list[str]:

@@ -3,7 +3,7 @@
 import itertools
 import json
 import operator
-from functools import reduce
+from functools import partial, reduce
 
 import pytest
 import torch
@@ -176,7 +176,7 @@ def test_one_who_has_no_model_reads_nothing_of_it(images):
 
 
 def test_the_random_net_is_the_same_for_all_draws_of_images(images):
-    drawn = [RandomNet(samples=3, seed=seed, mirrored=False).read(untouched(images), "baseline")[0] for seed in (0, 1)]
+    drawn = [RandomNet(samples=3, seed=seed, mirrored=False).read(untouched(images), "baseline") for seed in (0, 1)]
     assert all(torch.equal(x["test"], drawn[1].parts[part]["test"]) for part, x in drawn[0].parts.items())
 
 
@@ -221,25 +221,32 @@ def test_behind_a_folded_map_every_block_is_left(tmp_path):
 def test_small_images_are_read_at_twice_their_size_too(images):
     victim = net_victim(images, lambda model: None, "test_resnet", "layer4")
     attack = BlockProbe(enlarged=True, mirrored=False)
-    outputs, renewing = attack.read(victim, "baseline")
+    outputs, rows = attack.read(victim, "baseline"), len(victim.task.train)
     own = [block for block in outputs.blocks if not block.endswith(TWICE)]
     assert outputs.blocks == own + [block + TWICE for block in own]
     plain, larger = (flops[last] for flops, last in zip(outputs.passes, (own[-1], own[-1] + TWICE), strict=True))
     assert 3 * plain < larger < 5 * plain
-    assert outputs.cost(outputs.blocks) == plain + larger
-    assert outputs.cost(own) == plain
-    assert renewing == larger * len(victim.task.train)
-    alone = BlockProbe(mirrored=False).read(victim, "baseline")[0]
+    assert outputs.cost(outputs.blocks, 7) == 7 * plain + (7 + rows) * larger
+    assert outputs.cost(own, 7) == 7 * plain  # who reads nothing at twice the size renews nothing
+    alone = BlockProbe(mirrored=False).read(victim, "baseline")
     assert_close(outputs.columns(own[0], "rich", "test"), alone.columns(own[0], "rich", "test"))
     frozen = FrozenBlocks(enlarged=True).readable(victim, outputs).blocks
     assert frozen == [block for block in outputs.blocks if not block.startswith("layer4")]
 
 
 def test_neither_large_images_nor_those_of_a_net_of_one_size_are_enlarged():
-    maps, rows = nn.Conv2d(3, 4, 3), nn.Sequential(nn.Flatten(), nn.Linear(3 * 64 * 64, 2))
-    small, large = ({"train": torch.rand(2, 3, side, side)} for side in (SMALL, SMALL + 1))
-    assert at_twice_the_size(maps, small)["train"].shape == (2, 3, 2 * SMALL, 2 * SMALL)
-    assert at_twice_the_size(rows, small) == at_twice_the_size(maps, large) == {}
+    maps, rows = (partial(nn.Conv2d, 3, 4, 3), lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 64 * 64, 2)))
+    small, large = (torch.rand(2, 3, side, side) for side in (SMALL, SMALL + 1))
+    assert at_twice_the_size(maps(), small)(small).shape == (2, 4, 2 * SMALL - 2, 2 * SMALL - 2)
+    assert at_twice_the_size(rows(), small) is None
+    assert at_twice_the_size(maps(), large) is None
+
+
+def test_a_net_without_batchnorm_is_read_at_twice_its_size_too(images):
+    victim = net_victim(images, lambda model: None, "test_vit", "blocks.5", img_size=32)
+    outputs = BlockProbe(renewed=True, enlarged=True, mirrored=False).read(victim, "baseline")
+    assert len(outputs.passes) == 2
+    assert list(outputs.renewed) == [0, 0]
 
 
 class Odd(nn.Module):
@@ -296,8 +303,8 @@ def test_statistics_that_silence_the_net_are_renewed_at_the_cost_of_a_pass(image
     assert values["attack/features/final"] == victim.task.chance
     assert "features" in measures.reasons["attacks_blind"]
     assert all(torch.equal(tensor, before[key]) for key, tensor in victim.model.state_dict().items())
-    extra = [attack.read(victim, "baseline")[1] for attack in (attacks["blocks"], attacks["renewed"])]
-    assert extra == [0, victim.flops_per_row() * len(victim.task.train)]
+    rows = [attack.read(victim, "baseline").renewed for attack in (attacks["blocks"], attacks["renewed"])]
+    assert [list(found) for found in rows] == [[0], [len(victim.task.train)]]
 
 
 def test_a_net_without_batchnorm_has_none_to_renew(images):

@@ -314,14 +314,14 @@ def test_no_interval_is_the_range_of_three_values(tmp_path):
 
 
 def test_settings_are_compared_with_the_best_one_run_by_run(tmp_path):
-    """What all methods have in common, here a factor per pair of classes, is no part of the interval."""
+    """What all methods have in common, here a factor per seed, is no part of the interval."""
     for i, common in enumerate((1.0, 10.0, 100.0, 1000.0)):
         for method, rir in {"closed_form": 8.0, "opt_kappa": 2.0 * (1 + 0.1 * (i % 2))}.items():
             measures = {"definition/immunized": 1.0, "steps_ratio/primary": 1.0}
-            make_run(tmp_path / f"{method}{i}", method=method, pair=(0, i + 1), rir=common * rir, measures=measures)
+            make_run(tmp_path / f"{method}{i}", method=method, seed=i, rir=common * rir, measures=measures)
     logs = [math.log(2.0 * (1 + 0.1 * (i % 2)) / 8) for i in range(4)]
     low, high = np.exp(stats.t.interval(0.95, 3, np.mean(logs), stats.sem(logs)))
-    a, b = ({(0, i): 10**i * rir(i) for i in range(4)} for rir in (lambda i: 2.0 * (1 + 0.1 * (i % 2)), lambda i: 8.0))
+    a, b = ({(i, 0): 10**i * rir(i) for i in range(4)} for rir in (lambda i: 2.0 * (1 + 0.1 * (i % 2)), lambda i: 8.0))
     found = paired_ratio(a, b)
     assert (found.mean, found.low, found.high) == pytest.approx((np.exp(np.mean(logs)), low, high))
     (group,) = settings(collect([tmp_path]))
@@ -329,7 +329,7 @@ def test_settings_are_compared_with_the_best_one_run_by_run(tmp_path):
     assert (
         "RIR relative to ★, paired by run, geometric mean and 95 % interval: opt_kappa 0.262 (0.24 to 0.286)." in notes
     )
-    assert paired_ratio({(0, i): -1.0 for i in range(4)}, b) is None
+    assert paired_ratio({(i, 0): -1.0 for i in range(4)}, b) is None
     assert paired_ratio(dict(list(a.items())[:2]), b) is None
 
 
