@@ -169,14 +169,17 @@ def test_one_who_has_no_model_reads_nothing_of_it(images):
     with torch.no_grad():
         for parameter in other.model.net.parameters():
             parameter.add_(1.0)
-    for attack in (RandomNet(mirrored=False), RawInputs(mirrored=False)):
+    for attack in (RandomNet(mirrored=False, enlarged=False), RawInputs(mirrored=False)):
         curves = [attack.run(victim, stage) for victim in (own, other) for stage in ("immunized", "baseline")]
         assert all(torch.equal(curve.test, curves[0].test) for curve in curves)
         assert attack.reference
 
 
 def test_the_random_net_is_the_same_for_all_draws_of_images(images):
-    drawn = [RandomNet(samples=3, seed=seed, mirrored=False).read(untouched(images), "baseline") for seed in (0, 1)]
+    drawn = [
+        RandomNet(samples=3, seed=seed, mirrored=False, enlarged=False).read(untouched(images), "baseline")
+        for seed in (0, 1)
+    ]
     assert all(torch.equal(x["test"], drawn[1].parts[part]["test"]) for part, x in drawn[0].parts.items())
 
 
@@ -194,7 +197,11 @@ def test_what_stands_before_the_immunized_part_is_read_once_for_both_stages(imag
         for parameter in model.trained().values():
             parameter.zero_()
 
-    victim, attack, seen = net_victim(images, forget, "test_resnet", "layer3*"), FrozenBlocks(mirrored=False), []
+    victim, attack, seen = (
+        net_victim(images, forget, "test_resnet", "layer3*"),
+        FrozenBlocks(mirrored=False, enlarged=False),
+        [],
+    )
     real = FrozenBlocks.run
     monkeypatch.setattr(FrozenBlocks, "run", lambda self, *args: seen.append(args[1]) or real(self, *args))
     measures = run_attacks({"it": attack}, victim)
@@ -214,7 +221,7 @@ def test_what_stands_before_the_immunized_part_is_read_once_for_both_stages(imag
 def test_behind_a_folded_map_every_block_is_left(tmp_path):
     victim = colors_behind_a_map(tmp_path)
     assert not victim.same_outside("trained")
-    measures = run_attacks({"it": FrozenBlocks(mirrored=False)}, victim)
+    measures = run_attacks({"it": FrozenBlocks(mirrored=False, enlarged=False)}, victim)
     assert measures.metrics["attack/it/final"] == measures.metrics["attack/it/final_baseline"] > 0.6
 
 

@@ -101,7 +101,12 @@ def victim(tmp_path_factory):
 
 
 def test_a_run_says_what_is_removed_at_few_images(victim):
-    attacks = {"blocks": BlockProbe(mirrored=False), "near": Neighbours(), "random": RandomNet(), "raw": RawInputs()}
+    attacks = {
+        "blocks": BlockProbe(mirrored=False),
+        "near": Neighbours(),
+        "random": RandomNet(mirrored=False, enlarged=False),
+        "raw": RawInputs(),
+    }
     suite = Suite(version="test-1", images=[2, 100], draws=2)
     measures = run_attacks(attacks, victim, suite=suite)
     values = measures.metrics
