@@ -130,8 +130,8 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
     all that cost less. Operations are those of the part of the net that is passed, of the regression, and not of the
     search, which `AttackCurve.others` has.
 
-    `renewed`: BatchNorm first gets the statistics of the attacker's training images. `enlarged`: images of at most
-    64 x 64 pixels are read at twice their size, too, with the statistics of these. Deep nets only.
+    `renewed`: BatchNorm first gets the statistics of all training images, also with `samples`. `enlarged`: images of at
+    most 64 x 64 pixels are read at twice their size, too, with the statistics of these. Deep nets only.
     """
 
     setting_name, tries = "ridge", "ridges"
@@ -158,10 +158,10 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         return self.outputs(victim, stage, lambda: victim.network(stage, self.precision), self.renewed)
 
     def outputs(self, victim: Victim, stage: Stage, network: Callable[[], Network], renewed: bool | None) -> Outputs:
-        """The outputs of all blocks of copies of a net, at both sizes where images are `enlarged`.
+        """The outputs of all blocks of copies of a net, also at twice the size where images are `enlarged`.
 
-        `renewed` None: where it has BatchNorm, as always at twice the size; nor is a net without refused that is read
-        so. Statistics are those of all training images, also with `samples`.
+        `renewed` None: if the net has BatchNorm, which is the rule at twice the size. A net without BatchNorm cannot be
+        renewed, and raises Inapplicable unless it is read at twice the size.
         """
         images, key = images_of(victim), (type(self).read, stage, self.precision, self.mirrored)
         larger = at_twice_the_size(network(), images["train"]) if self.enlarged else None
@@ -182,16 +182,16 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         everything = self.rows(task)
         everything = torch.arange(len(task.train)) if everything is None else everything
         fits: list[tuple[int, Fit]] = []
-        searched, mirrored = 0.0, 0
+        searched = 0.0
         found: list[Fit] = []
         for rows in nested(task, everything, self.seed):
             known = max(found, key=_val).reading if found and len(rows) > SEARCHED else None
             found, spent = self._search(task, outputs, rows, known)
             fits += [(len(rows), fit) for fit in found]
             searched += spent
-            mirrored = len(rows) if len(rows) * outputs.views <= MOST else mirrored
-        passed = len(rows) + (outputs.views - 1) * mirrored
-        searched += outputs.cost(outputs.blocks, passed)  # one pass for all readings
+        most = max(count for count, _ in fits)
+        mirrored = max(count * (fit.reading.views - 1) for count, fit in fits)
+        searched += outputs.cost(outputs.blocks, most + mirrored)  # one pass for all readings
         best: list[tuple[int, Fit]] = []
         for rows, fit in sorted(fits, key=lambda item: item[1].flops):
             if not best or (fit.val, rows) > (best[-1][1].val, best[-1][0]):

@@ -63,7 +63,6 @@ class RandomNet(BlockProbe, group="attack.random_net", without=["precision", "re
     """
 
     reference = True
-
     enlarged = True
 
     def read(self, victim: Victim, stage: Stage) -> Outputs:

@@ -26,13 +26,18 @@ def draws(rows: int) -> Iterator[Tensor]:
         yield counts.scatter_add_(1, drawn, torch.ones_like(counts))
 
 
+def variance(y: Tensor, counts: Tensor) -> Tensor:
+    """The variance of targets y [N] on each resample, [B]."""
+    y = y - y.mean()
+    return counts @ y.square() / len(y) - (counts @ y / len(y)).square()
+
+
 def resampled(task: Task, scores: Tensor, y: Tensor, counts: Tensor) -> Tensor:
     """The task's measure [B, T] on each resample, of the scores [T, N] (`Task.scores`) of rows with targets y [N]."""
     counts = counts.to(scores)
     if task.classes:
         return counts @ scores.T / len(y)
-    mean = counts @ y / len(y)
-    spread = (counts @ y.square() / len(y) - mean.square()).clamp(min=torch.finfo(y.dtype).tiny)
+    spread = variance(y, counts).clamp(min=torch.finfo(y.dtype).tiny)
     errors = (1 - scores) * (y - y.mean()).square().mean()
     return 1 - counts @ errors.T / len(y) / spread[:, None]
 
@@ -49,9 +54,9 @@ def of_measure(task: Task, predictions: Tensor) -> tuple[float, float]:
     scores = task.scores(predictions[None], y)
     found = []
     for counts in draws(len(y)):
-        middle = counts @ y / len(y)
-        spread = (counts * (y - middle[:, None]).square()).sum(1) / len(y)
-        found.append(resampled(task, scores, y, counts)[spread > FLAT * y.var(correction=0), 0])
+        counts = counts.to(scores)
+        varies = variance(y, counts) > FLAT * y.var(correction=0)
+        found.append(resampled(task, scores, y, counts)[varies, 0])
     return ends(torch.cat(found))
 
 

@@ -116,9 +116,8 @@ def headline(result: Result) -> str | None:
     if definition is not None:
         failed = ", ".join(letter for letter in "abc" if not metrics.get(f"definition/{letter}"))
         ratios = [metrics.get(name) for name in ("ratio_harmful", "ratio_primary")]
-        shown = (
-            " ((i) {}, (ii) {})".format(*map(number, ratios)) if None not in ratios else ""
-        )  # withheld: undetermined
+        known = None not in ratios  # else they are withheld: undetermined
+        shown = " ((i) {}, (ii) {})".format(*map(number, ratios)) if known else ""
         said.append(f"Definition 3.1 {'holds' if definition else f'fails in {failed}'}{shown}")
         holds.append(bool(definition))
     if harmful is not None and primary is not None:
