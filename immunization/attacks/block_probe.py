@@ -105,7 +105,8 @@ class Kernel:
 class Fit:
     """A ridge regression: what it reads, its ridge, its measure on validation rows, and predictions for test rows.
 
-    Operations are `passes` of the net and those of the `regression`. `predicted` is [N, outputs].
+    Operations are `passes` of the net and those of the `regression`. `predicted` is [N, outputs], or empty where test
+    rows have not been read.
     """
 
     reading: Reading
@@ -181,25 +182,25 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         """The curve of the best readings of `outputs` within any number of operations."""
         everything = self.rows(task)
         everything = torch.arange(len(task.train)) if everything is None else everything
-        fits: list[tuple[int, Fit]] = []
+        fits: list[tuple[Tensor, Fit]] = []
         searched = 0.0
         found: list[Fit] = []
         for rows in nested(task, everything, self.seed):
             known = max(found, key=_val).reading if found and len(rows) > SEARCHED else None
             found, spent = self._search(task, outputs, rows, known)
-            fits += [(len(rows), fit) for fit in found]
+            fits += [(rows, fit) for fit in found]
             searched += spent
-        most = max(count for count, _ in fits)
-        mirrored = max(count * (fit.reading.views - 1) for count, fit in fits)
+        most = max(len(rows) for rows, _ in fits)
+        mirrored = max(len(rows) * (fit.reading.views - 1) for rows, fit in fits)
         searched += outputs.cost(outputs.blocks, most + mirrored)  # one pass for all readings
-        best: list[tuple[int, Fit]] = []
+        best: list[tuple[Tensor, Fit]] = []
         for rows, fit in sorted(fits, key=lambda item: item[1].flops):
-            if not best or (fit.val, rows) > (best[-1][1].val, best[-1][0]):
+            if not best or (fit.val, len(rows)) > (best[-1][1].val, len(best[-1][0])):
                 best.append((rows, fit))
-        predicted = torch.stack([fit.predicted for _, fit in best])
+        predicted = torch.stack([self._predicted(task, outputs, rows, fit) for rows, fit in best])
         last = best[-1][1]
         return AttackCurve(
-            steps=torch.tensor([rows for rows, _ in best]),
+            steps=torch.tensor([len(rows) for rows, _ in best]),
             flops=torch.tensor([fit.flops for _, fit in best], dtype=torch.float64),
             val=torch.tensor([fit.val for _, fit in best], dtype=torch.float64),
             test=task.measure(predicted, task.test.y.cpu()),
@@ -227,16 +228,17 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         chosen = known or max(tried, key=_val).reading
         kept = tried if len(rows) <= SEARCHED else []
         views = {1, outputs.views if len(rows) * outputs.views <= MOST else 1} - {fit.reading.views for fit in kept}
-        kernel = partial(_kernel, outputs, rows)
-        made = [self._fit(task, outputs, replace(chosen, views=number), rows, kernel) for number in sorted(views)]
+        kernel = partial(_kernel, outputs, rows, SPLITS)
+        readings = [replace(chosen, views=number) for number in sorted(views)]
+        made = [self._fit(task, outputs, reading, rows, kernel, self.settings) for reading in readings]
         return kept + made, sum(fit.regression for fit in tried + made)
 
     def _tried(self, task: Task, outputs: Outputs, few: Tensor) -> list[Fit]:
         """Fits of all readings that are compared, without mirror images. Raises Inapplicable."""
-        kernel = cache(partial(_kernel, outputs, few))
+        kernel = cache(partial(_kernel, outputs, few, SPLITS[:2]))
 
         def tried(readings: Iterable[Reading]) -> list[Fit]:
-            return [self._fit(task, outputs, reading, few, kernel) for reading in readings]
+            return [self._fit(task, outputs, reading, few, kernel, self.settings) for reading in readings]
 
         def grown(poolings: str) -> list[Fit]:
             """Of every block, and of the best one with one block more at a time as long as that gains."""
@@ -251,7 +253,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
                 best = max(larger, key=_val)
             return found
 
-        if not sum(kernel(block, "rich", 1, False).columns for block in outputs.blocks):
+        if not sum(kernel(block, pooling, 1, False).columns for block, pooling in outputs.parts):
             raise Inapplicable("no block of the net tells the images of the harmful task apart")
         whole_net = tuple(outputs.blocks)
         fits = tried([*(Reading((block,), "average") for block in whole_net), Reading(whole_net, "rich")])
@@ -269,17 +271,25 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         reading: Reading,
         rows: Tensor,
         kernel: Callable[[str, str, int, bool], Kernel],
+        ridges: Sequence[float],
     ) -> Fit:
         """The best ridge on validation rows; one whose columns do not vary guesses."""
         views, y = reading.views, task.train.y.cpu()[rows].repeat(reading.views)
-        read = reduce(operator.add, (kernel(block, reading.poolings, views, reading.root) for block in reading.blocks))
+        parts = itertools.product(reading.blocks, POOLINGS[reading.poolings])
+        read = reduce(operator.add, (kernel(*part, views, reading.root) for part in parts))
         read = read.gaussian() if reading.radial else read
-        predicted = read.ridge_predictions(task.targets(y), self.settings)
+        predicted = read.ridge_predictions(task.targets(y), ridges)
         predicted = predicted.unflatten(1, (views, -1)).mean(1)
         val = task.measure(predicted[:, : len(task.val)], task.val.y.cpu())
         best, n = int(val.argmax()), len(y)
         passes, regression = outputs.cost(reading.blocks, n), 2.0 * n**2 * read.columns + n**3 / 3
-        return Fit(reading, self.settings[best], val[best].item(), passes, regression, predicted[best, len(task.val) :])
+        return Fit(reading, ridges[best], val[best].item(), passes, regression, predicted[best, len(task.val) :])
+
+    def _predicted(self, task: Task, outputs: Outputs, rows: Tensor, fit: Fit) -> Tensor:
+        """Predictions for test rows of a fit on some training rows."""
+        if len(fit.predicted):
+            return fit.predicted
+        return self._fit(task, outputs, fit.reading, rows, partial(_kernel, outputs, rows, SPLITS), [fit.ridge]).predicted
 
 
 class FrozenBlocks(BlockProbe, group="attack.frozen_blocks", without=["steps"]):
@@ -320,10 +330,12 @@ def _val(fit: Fit) -> float:
     return fit.val
 
 
-def _kernel(outputs: Outputs, rows: Tensor, block: str, poolings: str, views: int, root: bool) -> Kernel:
-    """That of one block; training rows of all views below each other, validation and then test rows of each view."""
-    train, val, test = (outputs.columns(block, poolings, split)[:views].double() for split in SPLITS)
-    return Kernel.of(train[:, rows].flatten(0, 1), torch.cat([val, test], 1).flatten(0, 1), root)
+def _kernel(
+    outputs: Outputs, rows: Tensor, splits: Sequence[str], block: str, pooling: str, views: int, root: bool
+) -> Kernel:
+    """That of one pooling of a block; training rows of all views below each other, then other rows of each view."""
+    train, *others = (outputs.columns(block, pooling, split)[:views].double() for split in splits)
+    return Kernel.of(train[:, rows].flatten(0, 1), torch.cat(others, 1).flatten(0, 1), root)
 
 
 def nested(task: Task, rows: Tensor, seed: int) -> Iterator[Tensor]:

@@ -60,11 +60,11 @@ class Outputs:
         own = set(blocks)
         return Outputs({part: x for part, x in self.parts.items() if part[0] in own}, self.passes, self.renewed)
 
-    def columns(self, block: str, poolings: str, split: str) -> Tensor:
-        """The poolings of a block, as far as it has them, side by side: [views, N, D]."""
-        parts = [part for pooling in POOLINGS[poolings] if (part := (block, pooling)) in self.parts]
-        none = next(iter(self.parts.values()))[split][..., :0]
-        return torch.cat([none, *(self.parts[part][split] for part in parts)], 2)
+    def columns(self, block: str, pooling: str, split: str) -> Tensor:
+        """A pooling of a block, [views, N, D]; D is 0 where it has none."""
+        if part := self.parts.get((block, pooling)):
+            return part[split]
+        return next(iter(self.parts.values()))[split][..., :0]
 
     def cost(self, blocks: Iterable[str], images: float) -> float:
         """Operations of so many images, and of those for statistics, up to the last of some blocks at each size."""

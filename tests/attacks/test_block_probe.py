@@ -145,7 +145,7 @@ def test_mirror_images_are_a_second_view(images):
     outputs = outputs_of(network, own, mirrored=True)
     mirrored = outputs_of(network, {split: x.flip(-1) for split, x in own.items()}, mirrored=False)
     for block in outputs.blocks:
-        assert_close(outputs.columns(block, "rich", "val")[1], mirrored.columns(block, "rich", "val")[0])
+        assert_close(outputs.columns(block, "2x2", "val")[1], mirrored.columns(block, "2x2", "val")[0])
 
 
 def test_training_images_grow_from_few_to_all(images):
@@ -236,7 +236,7 @@ def test_small_images_are_read_at_twice_their_size_too(images):
     assert outputs.cost(outputs.blocks, 7) == 7 * plain + (7 + rows) * larger
     assert outputs.cost(own, 7) == 7 * plain  # who reads nothing at twice the size renews nothing
     alone = BlockProbe(mirrored=False).read(victim, "baseline")
-    assert_close(outputs.columns(own[0], "rich", "test"), alone.columns(own[0], "rich", "test"))
+    assert_close(outputs.columns(own[0], "2x2", "test"), alone.columns(own[0], "2x2", "test"))
     frozen = FrozenBlocks(enlarged=True).readable(victim, outputs).blocks
     assert frozen == [block for block in outputs.blocks if not block.startswith("layer4")]
 
@@ -334,6 +334,7 @@ def test_statistics_are_those_of_the_images_and_nothing_is_drawn():
     assert_close(net[1].running_var, torch.stack([part.var(0) for part in x.split(20)]).mean(0))
 
 
+@pytest.mark.trains
 def test_a_run_says_what_was_read(tmp_path):
     """From the command line: the blocks stand in result.json, and in a file for each task that was attacked."""
     options = ["experiment=digits_deep", "dataset.size=16", "tracker=none", "figures=false", "evaluation=[]"]
