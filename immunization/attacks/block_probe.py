@@ -289,7 +289,8 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         """Predictions for test rows of a fit on some training rows."""
         if len(fit.predicted):
             return fit.predicted
-        return self._fit(task, outputs, fit.reading, rows, partial(_kernel, outputs, rows, SPLITS), [fit.ridge]).predicted
+        kernel = partial(_kernel, outputs, rows, SPLITS)
+        return self._fit(task, outputs, fit.reading, rows, kernel, [fit.ridge]).predicted
 
 
 class FrozenBlocks(BlockProbe, group="attack.frozen_blocks", without=["steps"]):
