@@ -77,7 +77,9 @@ class Attack(Component, group="attack.*"):
     natural_ends = False
     """Whether nothing is to be expected beyond the ends of the settings: 0, or where the method is unstable."""
     reference = False
-    """Whether it does not use the model's weights: no attack, but one way to do without the model."""
+    """Whether it does not use theta_I: no attack, but one way to do without the model, or with a part of theta_0."""
+    partial = False
+    """Whether a reference has a part of theta_0: all before its `scope`."""
     trains = False
     """Whether it trains the net, which takes long."""
 

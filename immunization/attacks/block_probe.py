@@ -146,9 +146,14 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
     enlarged: bool = False
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
-        key = (type(self).read, stage, self.precision, self.mirrored, self.renewed, self.enlarged)
+        key = (*self.net, stage, self.precision, self.mirrored, self.renewed, self.enlarged)
         outputs = victim.once(("outputs", *key), lambda: self.read(victim, stage))
         return self.probe(victim.task, self.readable(victim, outputs))
+
+    @property
+    def net(self) -> tuple[object, ...]:
+        """What tells the net that is read from other nets."""
+        return (type(self).read,)
 
     def readable(self, victim: Victim, outputs: Outputs) -> Outputs:
         """The outputs that the attacker reads, out of those of all blocks. Raises Inapplicable."""
@@ -164,7 +169,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         `renewed` None: if the net has BatchNorm, which is the rule at twice the size. A net without BatchNorm cannot be
         renewed, and raises Inapplicable unless it is read at twice the size.
         """
-        images, key = images_of(victim), (type(self).read, stage, self.precision, self.mirrored)
+        images, key = images_of(victim), (*self.net, stage, self.precision, self.mirrored)
         larger = at_twice_the_size(network(), images["train"]) if self.enlarged else None
         own = network()
         normed = bool(norms_of(own))

@@ -1,6 +1,6 @@
-"""Lines of reference for the costs of attacks: what the harmful task costs without the model."""
+"""Lines of reference for the costs of attacks: what the harmful task costs without the model, or with a part of it."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from immunization.attacks.base import AttackCurve
 from immunization.attacks.outcome import cost, never_finite, put_final
@@ -10,11 +10,17 @@ OVER = {"flops": "cost_over_scratch", "flops_baseline": "cost_over_scratch_basel
 """The cheapest success, with theta_I and with the baseline, and what it is called as a share of the reference's."""
 
 
-def measure(references: Mapping[str, AttackCurve], bar: float | None, measure_name: str, measures: Measures) -> None:
-    """Put `reference/<name>/` of every reference, and the cheapest success as a multiple of the cheapest reference.
+def measure(
+    references: Mapping[str, AttackCurve],
+    without: Container[str],
+    bar: float | None,
+    measure_name: str,
+    measures: Measures,
+) -> None:
+    """Put `reference/<name>/` of every reference, and the cheapest success as a multiple of the cheapest `without`.
 
-    `bar` is the test measure that counts as having learned the task, the same for all attacks; None where there is no
-    bar, as no attack learns it.
+    References `without` use nothing of the model. `bar` is the test measure that counts as having learned the task, the
+    same for all attacks; None where there is no bar, as no attack learns it.
     """
     costs = []
     for name, curve in references.items():
@@ -31,9 +37,9 @@ def measure(references: Mapping[str, AttackCurve], bar: float | None, measure_na
         elif (spent := cost(curve, bar)) is None:
             measures.miss(f"never came to {bar:.3f} within {flops[-1]:.2g} operations", f"{prefix}/cost")
         else:
-            costs.append(spent)
+            costs += [spent] if name in without else []
             measures.put(f"{prefix}/cost", spent)
-    for key, name in OVER.items() if references else ():
+    for key, name in OVER.items() if any(name in without for name in references) else ():
         cheapest = measures.metrics.get(f"attack/worst/{key}")
         if cheapest is None or not costs:
             measures.miss(

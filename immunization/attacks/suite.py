@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 
@@ -66,11 +66,12 @@ def _of_one_task(
     for flag, reason in flags_of(outcomes).items():
         measures.flag(flag, reason)
     measures.about["attacks_capped"] = [outcome.name for outcome in outcomes if outcome.capped]
-    bar = prices.measure(outcomes, references, victim, measures)
-    reference.measure(references, bar, victim.task.measure_name, measures)
+    without = {name: curve for name, curve in references.items() if not attacks[name].partial}
+    bar = prices.measure(outcomes, without, victim, measures)
+    reference.measure(references, without, bar, victim.task.measure_name, measures)
     if suite is not None:
         measures.about["suite"] = {"version": suite.version, "theta_0": suite.theta_0}
-    everything = _draw({outcome.name: outcome.curves for outcome in outcomes}, references.values(), untouched)
+    everything = _draw(attacks, {outcome.name: outcome.curves for outcome in outcomes}, references, untouched)
     if everything.without:
         _worth(attacks, victim, kept, suite or Suite(version=""), everything, untouched, measures)
     return measures
@@ -97,7 +98,7 @@ def _worth(
             continue
         draws = []
         for number in range(suite.draws):
-            curves, references = {}, []
+            curves, references = {}, {}
             for name, attack in attacks.items():
                 if number and attack.trains:
                     continue
@@ -107,10 +108,10 @@ def _worth(
                 with suppress(Inapplicable):
                     found = _run(f"{name}@{images}.{number}", own, victim, kept, where, name in untouched)
                     if attack.reference:
-                        references.append(found["baseline"])
+                        references[name] = found["baseline"]
                     else:
                         curves[name] = found
-            draws.append(_draw(curves, references, untouched))
+            draws.append(_draw(attacks, curves, references, untouched))
         if not any(draw.before for draw in draws):
             measures.miss("no attacker takes so few images", f"worth/theta_0_{images}", f"worth/removed_{images}")
             continue
@@ -118,12 +119,22 @@ def _worth(
 
 
 def _draw(
-    curves: Mapping[str, Mapping[Stage, AttackCurve]], references: Iterable[AttackCurve], untouched: Container[str]
+    attacks: Mapping[str, Attack],
+    curves: Mapping[str, Mapping[Stage, AttackCurve]],
+    references: Mapping[str, AttackCurve],
+    untouched: Container[str],
 ) -> Draw:
     """Those curves that say what each test row adds."""
-    before, after = ([found[stage] for found in curves.values()] for stage in ("baseline", "immunized"))
-    groups = (before, after, references, [found["baseline"] for name, found in curves.items() if name in untouched])
-    return Draw(*([curve for curve in group if curve.scores is not None] for group in groups))
+    baseline = {name: found["baseline"] for name, found in curves.items()}
+    partial = {name: curve for name, curve in references.items() if attacks[name].partial}
+    groups = (
+        baseline.values(),
+        (found["immunized"] for found in curves.values()),
+        (curve for name, curve in references.items() if name not in partial),
+        (curve for name, curve in (baseline | partial).items() if name in untouched),
+    )
+    known = ([curve for curve in group if curve.scores is not None] for group in groups)
+    return Draw(*known, {name: [curve] for name, curve in partial.items() if curve.scores is not None})
 
 
 def _named(measures: Measures, role: Role) -> Measures:

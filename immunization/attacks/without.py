@@ -1,4 +1,4 @@
-"""Attackers who do without the model: what the harmful task costs, and comes to, with none of its weights."""
+"""Attackers who do without the model, or with its first blocks: what the harmful task comes to, and costs, so."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from immunization.attacks.network import FineTune
 from immunization.attacks.pooling import Outputs
 from immunization.attacks.renewed import images_of
 from immunization.attacks.victim import Inapplicable, Stage, Victim
+from immunization.data.task import Task
+from immunization.models import Model
 from immunization.models.chain import Network
 
 WEIGHTS = 0
@@ -56,22 +58,46 @@ class Scratch(FreshPart, group="attack.scratch", without=["scope", "precision"])
     schedule = "constant"
 
 
-class RandomNet(BlockProbe, group="attack.random_net", without=["precision", "renewed"]):
-    """`BlockProbe` on the net's architecture with random weights and the statistics of the attacker's images.
+class FreshFrom(BlockProbe, group="attack.fresh_from", without=["precision", "renewed"]):
+    """`BlockProbe` on theta_0 with a part drawn anew, and the statistics of the attacker's images.
 
-    The weights are the same for all draws of images, so that the net is passed once.
+    `scope` is where that part begins: at `trained`, what was immunized, or at a block or stage, by its name. What is
+    left of theta_0 is left by every defense of that part, too: `ceiling/worth_from_<scope>`. The weights are the same
+    for all draws of images, so that the net is passed once.
     """
 
     reference = True
+    partial = True
     enlarged = True
+
+    scope: str = "trained"
+
+    @property
+    def net(self) -> tuple[object, ...]:
+        return (FreshFrom, self.scope)
+
+    def check(self, task: Task, model: Model) -> None:
+        if model.deep:
+            model.network().part(self.scope)
+
+    def untouched(self, victim: Victim) -> bool:
+        return victim.same_outside(self.scope)
 
     def read(self, victim: Victim, stage: Stage) -> Outputs:
         def drawn() -> Network:
             with torch.random.fork_rng():
                 torch.manual_seed(WEIGHTS)
-                return redrawn(victim.network(stage))
+                return redrawn(victim.network(stage), self.scope)
 
         return self.outputs(victim, stage, drawn, None)
+
+
+class RandomNet(FreshFrom, group="attack.random_net", without=["scope"]):
+    """`BlockProbe` on the net's architecture with random weights and the statistics of the attacker's images."""
+
+    partial = False
+
+    scope = "full"
 
 
 class RawInputs(BlockProbe, group="attack.raw_inputs", without=["precision", "renewed", "enlarged"]):

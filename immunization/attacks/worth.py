@@ -10,12 +10,14 @@ attacker with a model may leave it aside, so A_none is at most A_0 and A_I but f
 nothing of theta_0 that immunization changed, no defense of the same part of the net removes more than its
 
     ceiling = (A_0 - A_left) / (A_0 - A_none).
+
+The same holds of any part from a block to the end, with A_left for who has theta_0 before it and draws it anew.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -41,13 +43,14 @@ KEYS = {"worth": "worth/theta_0", "removed": "worth/removed", "ceiling": "ceilin
 class Draw:
     """Curves of all attackers with the images of one draw: with theta_0, with theta_I, and without the model.
 
-    `untouched` are those who use nothing that immunization changed.
+    `untouched` are those who use nothing that immunization changed; `partial`, by name, those with a part of theta_0.
     """
 
     before: list[AttackCurve] = field(default_factory=list)
     after: list[AttackCurve] = field(default_factory=list)
     without: list[AttackCurve] = field(default_factory=list)
     untouched: list[AttackCurve] = field(default_factory=list)
+    partial: dict[str, list[AttackCurve]] = field(default_factory=dict)
 
 
 class Suite(Component, group="suite"):
@@ -77,7 +80,8 @@ class Estimate:
 class Worth:
     """Best accuracies, what theta_0 is worth, how much of it is removed, and how much could be.
 
-    The last two are None where theta_0 is worth nothing; the `ceiling` also where nobody leaves the part aside.
+    `partial`: best accuracy and ceiling of those who have only a part of theta_0, by name. All shares are None where
+    theta_0 is worth nothing; the `ceiling` also where nobody leaves the immunized part aside.
     """
 
     before: float
@@ -86,9 +90,16 @@ class Worth:
     worth: Estimate
     removed: Estimate | None
     ceiling: Estimate | None = None
+    partial: Mapping[str, tuple[float, Estimate | None]] = field(default_factory=dict)
 
 
-def worth(before: Tensor, after: Tensor, without: Tensor, left: Tensor | None = None) -> Worth:
+def worth(
+    before: Tensor,
+    after: Tensor,
+    without: Tensor,
+    left: Tensor | None = None,
+    partial: Mapping[str, Tensor] | None = None,
+) -> Worth:
     """From scores [draws, N] of the best attackers: what each test row adds to their accuracy in each draw.
 
     The rows are the same for all, so that differences are taken row by row. `removed` is None where the interval of the
@@ -96,8 +107,13 @@ def worth(before: Tensor, after: Tensor, without: Tensor, left: Tensor | None = 
     """
     gain = before - without
     value = estimate(gain)
-    shares = [None if other is None or not value.low > 0 else _share(before - other, gain) for other in (after, left)]
-    return Worth(*(scores.mean().item() for scores in (before, after, without)), value, *shares)
+
+    def share(other: Tensor | None) -> Estimate | None:
+        return None if other is None or not value.low > 0 else _share(before - other, gain)
+
+    parts = {name: (scores.mean().item(), share(scores)) for name, scores in (partial or {}).items()}
+    means = (scores.mean().item() for scores in (before, after, without))
+    return Worth(*means, value, share(after), share(left), parts)
 
 
 def _share(loss: Tensor, gain: Tensor) -> Estimate:
@@ -143,15 +159,18 @@ def best(curves: Iterable[AttackCurve], guess: Tensor, budget: float = math.inf)
 def at(draws: Sequence[Draw], guess: Tensor, public: bool, budget: float = math.inf) -> Worth:
     """The worth that all attackers show within a budget; where theta_0 is `public`, who has theta_I has it, too."""
 
-    def scores(group: str = "") -> Tensor:
+    def scores(group: Callable[[Draw], list[AttackCurve]]) -> Tensor:
         """Scores of the best among a group and those without the model."""
-        own = ((getattr(draw, group) if group else []) + draw.without for draw in draws)
-        return torch.stack([best(curves, guess, budget) for curves in own])
+        return torch.stack([best(group(draw) + draw.without, guess, budget) for draw in draws])
 
-    before = scores("before")
-    after = before if public else scores("after")
-    left = scores("untouched") if any(draw.untouched for draw in draws) and not public else None
-    return worth(before, after, scores(), left)
+    before = scores(lambda draw: draw.before)
+    after = before if public else scores(lambda draw: draw.after)
+    left = None
+    if any(draw.untouched for draw in draws) and not public:
+        left = scores(lambda draw: draw.untouched)
+    names = dict.fromkeys(name for draw in draws for name in draw.partial)
+    partial = {name: scores(lambda draw, name=name: draw.partial.get(name, [])) for name in names}
+    return worth(before, after, scores(lambda draw: []), left, partial)
 
 
 def budgets(draws: Sequence[Draw]) -> list[float]:
@@ -178,9 +197,12 @@ def measure(draws: Sequence[Draw], guess: Tensor, suffix: str, measures: Measure
 def put(found: Worth, suffix: str, measures: Measures) -> None:
     for name in ("before", "after", "without"):
         measures.put(f"worth/{name}{suffix}", getattr(found, name))
-    for name, key in KEYS.items():
-        value = getattr(found, name)
-        if value is None and name == "ceiling":  # nobody leaves the immunized part aside, or removed has the reason
+    for name, (accuracy, _) in found.partial.items():
+        measures.put(f"worth/{name}{suffix}", accuracy)
+    known = {key: getattr(found, name) for name, key in KEYS.items()}
+    known |= {f"{KEYS['ceiling']}_{name}": value for name, (_, value) in found.partial.items()}
+    for key, value in known.items():
+        if value is None and key.startswith(KEYS["ceiling"]):  # nobody leaves a part aside, or removed has the reason
             continue
         if value is None:
             reason = (

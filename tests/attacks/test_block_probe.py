@@ -20,6 +20,7 @@ from immunization.attacks import (
     BlockProbe,
     ClosedFormProbe,
     FineTune,
+    FreshFrom,
     FrozenBlocks,
     Inapplicable,
     Neighbours,
@@ -181,6 +182,39 @@ def test_the_random_net_is_the_same_for_all_draws_of_images(images):
         for seed in (0, 1)
     ]
     assert all(torch.equal(x["test"], drawn[1].parts[part]["test"]) for part, x in drawn[0].parts.items())
+
+
+def test_a_net_drawn_anew_from_a_block_on_is_theta_0_before_it_and_random_behind_it(images):
+    victim, options = untouched(images), {"mirrored": False, "enlarged": False}
+    half, renewed, random, whole = (
+        attack.read(victim, "baseline").parts
+        for attack in (
+            FreshFrom(scope="layer3", **options),
+            BlockProbe(renewed=True, mirrored=False),
+            RandomNet(**options),
+            FreshFrom(scope="conv1", **options),
+        )
+    )
+    for part in half:
+        before = not part[0].startswith(("layer3", "layer4"))
+        assert torch.allclose(half[part]["test"], renewed[part]["test"]) == before
+        assert torch.equal(whole[part]["test"], random[part]["test"])
+
+
+def test_who_has_a_part_of_theta_0_is_no_attacker_without_the_model(images):
+    victim = net_victim(images, lambda model: None, "test_resnet", "layer4")
+    attacks = {
+        "blocks": BlockProbe(mirrored=False),
+        "half": FreshFrom(scope="layer3", mirrored=False, enlarged=False),
+        "fresh": FreshFrom(mirrored=False, enlarged=False),
+        "random": RandomNet(mirrored=False, enlarged=False),
+    }
+    values = run_attacks(attacks, victim).metrics
+    assert values["worth/half"] == max(values[f"reference/{name}/final"] for name in ("half", "random"))
+    assert values["worth/without"] == values["reference/random/final"]
+    assert values["attack/worst/attacks"] == 1
+    with pytest.raises(ConfigError, match="no block of the net is called so"):
+        FreshFrom(scope="layer9").check(victim.task, victim.model)
 
 
 def test_a_search_pays_for_what_it_tried_on_fewer_images(images, monkeypatch):

@@ -91,6 +91,23 @@ def test_no_defense_of_a_part_removes_more_than_its_ceiling():
     assert at([Draw([before], [after], [without])], guess, public=False).ceiling is None
 
 
+def test_the_ceiling_of_every_part_of_the_net():
+    guess = torch.full((ROWS,), 0.1, dtype=torch.float64)
+    before, without, half = (
+        curve([scores.mean()], scores, [1.0]) for scores in (hits(a, i) for i, a in enumerate((0.8, 0.2, 0.6)))
+    )
+    draw = Draw([before], [before], [without], partial={"half": [half], "nothing": []})
+    measures = Measures()
+    put(at([draw], guess, public=False), "_5", measures)
+    values = measures.metrics
+    assert_close(values["ceiling/worth_half_5"], ((before.test - half.test) / (before.test - without.test)).item())
+    assert values["ceiling/worth_half_low_5"] < values["ceiling/worth_half_5"] < values["ceiling/worth_half_high_5"]
+    assert values["worth/half_5"] == half.test
+    assert values["ceiling/worth_nothing_5"] == 1
+    assert values["worth/removed_5"] == 0
+    assert "ceiling/worth_5" not in values
+
+
 @pytest.fixture(scope="module")
 def victim(tmp_path_factory):
     def forget(model):
