@@ -42,10 +42,12 @@ def image_folders(
     harmful_root: str | Sequence[str] | None = None,
     benign_root: str | Sequence[str] | None = None,
     unseen_root: str | Sequence[str] | None = None,
+    keep_root: str | Sequence[str] | None = None,
     primary: Mapping[str, Any] | None = None,
     harmful: Mapping[str, Any] | None = None,
     benign: Mapping[str, Any] | None = None,
     unseen: Mapping[str, Any] | None = None,
+    keep: Mapping[str, Any] | None = None,
     val_fraction: Fraction = 0.1,
     test_fraction: Fraction = 0.2,
     split_seed: Seed = 0,
@@ -82,8 +84,35 @@ def image_folders(
             f"dataset: class folder {shared} belongs to the {one} task and to the {other} task; give every task "
             f"classes of its own, dataset.{kind_of(other)}.classes chooses them"
         )
+    kept_roots = [keep_root] if isinstance(keep_root, str) else keep_root or []
+    kept = tuple(open_unlabeled(root, **(keep or {})) for root in kept_roots)
+    held = {role: task.folders for role, task in tasks.items() if role != "primary"}
+    if found := first_shared({"keep": [folder for images in kept for folder in images.folders], **held}):
+        _, role, shared = found
+        raise ConfigError(
+            f"dataset.keep_root: folder {shared} belongs to the {role} task, too; dataset.keep.classes chooses among "
+            "class folders"
+        )
     reading = on_bad_image, augment, size, crop_pct, batch_size, workers, cache, cache_limit
-    return ImagePair(name, tasks, *reading, about=description(tasks))
+    about = description(tasks) | (
+        {"keep": {images.name: len(images.splits["train"]) for images in kept}} if kept else {}
+    )
+    return ImagePair(name, tasks, *reading, about=about, keep=kept)
+
+
+def open_unlabeled(root: str, classes: str | Sequence[str | int] | None = None, crop: Crop | None = None) -> ImageTask:
+    """All images below `root`, or those in some of its class folders; raises ConfigError, DataError."""
+    check_value("dataset.keep.crop", crop, Crop | None)
+    folder = Path(root).expanduser()
+    if not folder.is_dir():
+        raise DataError(f"dataset.keep_root: folder {folder.absolute()} not found; it must hold images")
+    names = None if classes is None else _chosen("dataset.keep.classes", classes, _class_folders(folder))
+    images = _open_folder(folder, names)
+    folders = tuple(sorted({Path(path).parent.resolve() for path, _ in images.reader.samples}))
+    split = ImageSplit(images, None, _fingerprint(images.reader), f"images below {folder.name}, in natural order")
+    return ImageTask(
+        f"{folder}" + (f", {len(names)} classes" if names else ""), (), {"train": split}, crop, None, folders
+    )
 
 
 def open_task(
@@ -189,16 +218,17 @@ def _class_folders(folder: Path) -> tuple[str, ...]:
     return classes
 
 
-def _open_folder(folder: Path, classes: tuple[str, ...]) -> Dataset:
+def _open_folder(folder: Path, classes: tuple[str, ...] | None) -> Dataset:
+    """Images below `folder`: of `classes`, or all, whatever folders they stand in."""
     from timm.data import create_dataset
 
-    index = {name: i for i, name in enumerate(classes)}
+    index = {name: i for i, name in enumerate(classes or ())}
     try:
         dataset = create_dataset("", root=str(folder), search_split=False, class_map=index)
     except RuntimeError as error:
         raise DataError(f"{folder}: {error}") from error
     present = {label for _, label in dataset.reader.samples}
-    for name in _class_folders(folder):
+    for name in _class_folders(folder) if classes else ():
         if name in index and index[name] not in present:
             raise DataError(f"{folder / name}: the class folder is empty, it holds no image; add images or remove it")
     found: dict[str, str] = {}

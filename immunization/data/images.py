@@ -63,7 +63,10 @@ class ImageTask:
 
 @dataclass(frozen=True)
 class ImagePair:
-    """Tasks by role, as those of `TaskPair`, and how to read their images; see conf/dataset."""
+    """Tasks by role, as those of `TaskPair`, and how to read their images; see conf/dataset.
+
+    `keep` are images, all in `train`, that a method may keep as theta_0 has them; their labels mean nothing.
+    """
 
     name: str
     tasks: dict[str, ImageTask]
@@ -76,6 +79,7 @@ class ImagePair:
     cache: str | None = "~/.cache/immunization/activations"
     cache_limit: float = 20.0
     about: dict[str, object] = field(default_factory=dict)
+    keep: tuple[ImageTask, ...] = ()
     device: torch.device | str = "cpu"
     dtype: torch.dtype = torch.float32
 

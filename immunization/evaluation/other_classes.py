@@ -1,5 +1,6 @@
 """The effect of immunization on classes of a net's own head that are not in D_P."""
 
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -20,16 +21,22 @@ class OtherClasses:
 
     `other_classes/accuracy` (argmax over all outputs) and `other_classes/called_primary`, the share of these images
     whose prediction is a class of D_P; also with `_baseline`, where the net before training is kept, as in an audit.
-    The folder `root` has a folder of images per class; classes of D_P in it are left out. `outputs` and `crop` are as
-    those of dataset.primary. Models without a head for other classes have no such measures. Raises DataError where all
-    classes of `root` are in D_P.
+    The folder `root` has a folder of images per class; classes of D_P in it are left out. `classes`, `crop` and
+    `outputs` are as those of dataset.primary. Models without a head for other classes have no such measures. Raises
+    DataError where all classes of `root` are in D_P.
     """
 
     names = ("other_classes/*",)
 
     @checked("evaluation.other_classes")
-    def __init__(self, root: str | None = None, crop: str | None = None, outputs: str | None = None) -> None:
-        self.root, self.crop, self.outputs = root, crop, outputs
+    def __init__(
+        self,
+        root: str | None = None,
+        classes: str | Sequence[str | int] | None = None,
+        crop: str | None = None,
+        outputs: str | None = None,
+    ) -> None:
+        self.root, self.options = root, {"classes": classes, "crop": crop, "outputs": outputs}
 
     @torch.no_grad()
     def __call__(self, comparison: Comparison) -> Measures:
@@ -41,7 +48,7 @@ class OtherClasses:
         if self.root is None:
             measures.miss("evaluation.other_classes.root names no folder of images", *chain(*names.values()))
             return measures
-        task, shown = open_task("primary", self.root, 0.0, 0.0, 0, crop=self.crop, outputs=self.outputs), shown.cpu()
+        task, shown = open_task("primary", self.root, 0.0, 0.0, 0, **self.options), shown.cpu()
         split, outputs = task.splits["train"], outputs_of(task, model.head.out_features, model.name)
         truth = outputs[torch.tensor([label for _, label in split.dataset.reader.samples])]
         rows = torch.isin(truth, shown, invert=True).nonzero()[:, 0]

@@ -31,10 +31,12 @@ class Forget(Method, without=["combine"]):
     With f, f_0 the features and p, p_0 the class probabilities of theta and theta_0, and c the point of `target` (0, or
     the mean of f_0 over D_P),
 
-        L_distill  = mean_P ||f - f_0||^2 / mean_P ||f_0 - mean f_0||^2 + mean_P KL(p_0 || p)
+        L_distill  = mean_K ||f - f_0||^2 / mean_P ||f_0 - mean f_0||^2 + mean_K KL(p_0 || p)
         L_collapse = mean_H log(1 + ||f - c||^2 / (`floor` mean_P ||f_0||^2))
         L_path     = sum_lambda max(0, cos(leave-one-out predictions of ridge lambda, centered targets))
         L_inner    = mean over trained blocks but the net's last of mean_H log(1 + ||g||^2 / (`floor` mean_P ||g_0||^2))
+
+    K is the batch of D_P and as many images of dataset.keep_root, if there are any, drawn anew for every step.
 
     L_path differentiates through what a ridge probe predicts of each row without that row (`leave_one_out`). Its rows
     are the batch's, which carry the gradient, and a memory bank: features of the rows that this pass over D_H has
@@ -84,6 +86,7 @@ class Forget(Method, without=["combine"]):
         self.sizes = self._inner_sizes(model, pair.primary.train.x) if self.inner else {}
         if self.inner and not self.sizes:
             log.warning("method.inner has nothing to collapse: no block before the last one is trained")
+        self.kept = model.kept() if self.distill else None
         self.bank, self.labels = self.mean.new_empty(0, len(self.mean)), pair.harmful.train.y[:0]
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,7 +98,8 @@ class Forget(Method, without=["combine"]):
         with model.extractor.watched() if self.sizes else nullcontext({}) as outputs:
             theirs = model.training_features(harmful.x)
         loss = self.pair.primary.loss(logits, primary.y)
-        terms = {"distill": self._distillation(model, primary, features, logits), "collapse": self._collapse(theirs)}
+        distill = self._distillation(model, *self._with_kept(model, primary.x, features))
+        terms = {"distill": distill, "collapse": self._collapse(theirs)}
         if self.path:
             terms["path"] = self._path(theirs, harmful)
         if self.sizes:
@@ -107,14 +111,21 @@ class Forget(Method, without=["combine"]):
         total = loss + sum(getattr(self, name) * term for name, term in terms.items())
         return {"loss": total, "task_loss": loss, **terms}
 
-    def _distillation(self, model: Model, batch: Batch, features: Tensor, logits: Tensor) -> Tensor:
+    def _with_kept(self, model: Model, x: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows x and their features, and below them as many images to keep with theirs."""
+        if self.kept is None:
+            return x, features
+        own = self.kept[torch.randint(len(self.kept), (len(x),))].to(x)
+        return torch.cat([x, own]), torch.cat([features, model.training_features(own)])
+
+    def _distillation(self, model: Model, x: Tensor, features: Tensor) -> Tensor:
         with torch.no_grad():
-            before = model.training_features(batch.x, self.theta_0)
+            before = model.training_features(x, self.theta_0)
             p_0 = log_probabilities(F.linear(before, *self.omega_0))
         moved = (features - before).square().sum(1).mean() / self.spread
         if not model.deep:
             return moved
-        return moved + F.kl_div(log_probabilities(logits), p_0, log_target=True, reduction="batchmean")
+        return moved + F.kl_div(log_probabilities(model.head(features)), p_0, log_target=True, reduction="batchmean")
 
     def _collapse(self, features: Tensor) -> Tensor:
         centered = features if self.target == "zero" else features - self.mean

@@ -157,6 +157,10 @@ class Model(nn.Module):
         """Images [n, C, H, W] of a task of no pair, as a deep model reads them, and labels [n] as its files count."""
         raise NotImplementedError
 
+    def kept(self) -> Tensor | None:
+        """What the extractor of a net reads of images to keep, without labels: [N, ...]; None where there are none."""
+        return None
+
     stripped_by: str | None = None
     """The function of timm that throws a folded map away; None where none does, or there is no map."""
 

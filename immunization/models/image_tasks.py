@@ -178,6 +178,12 @@ class ImageReader(Model):
         images = replace(self.images, crop_pct=None)  # that of the pair's own images
         return self._read(images, task, split, f"{task.name}: {len(split)} images")
 
+    def kept(self) -> Tensor | None:
+        if not self.images.keep:
+            return None
+        read = (self.images_of(task, task.splits["train"]) for task in self.images.keep)
+        return torch.cat([self.trunk(images) for batches in read for images, _ in batches])
+
     def _read(
         self, images: ImagePair, task: ImageTask, split: ImageSplit, what: str
     ) -> Iterator[tuple[Tensor, Tensor]]:

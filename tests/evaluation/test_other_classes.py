@@ -44,6 +44,8 @@ def test_accuracy_and_share_taken_for_primary(opened, folders, outputs):
     assert measures.metrics["other_classes/accuracy_baseline"] is None
     assert "audit" in measures.reasons["other_classes/accuracy_baseline"]
     assert measures.about["other_classes"] == {"classes": 2, "images": 40}
+    some = OtherClasses(str(folders[0] / "train"), classes="1:3", outputs=outputs)(Comparison(tasks, model))
+    assert some.about["other_classes"] == {"classes": 1, "images": 20}
 
 
 def test_a_folded_map_changes_no_prediction(opened, folders, outputs):

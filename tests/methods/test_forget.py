@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from helpers.runs import DEEP, QUICK, resumed
 from torch.testing import assert_close
 
 from immunization import run
+from immunization.data import image_folders
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError, DataError
 from immunization.methods import Forget, combined, forget
@@ -67,6 +69,44 @@ def test_distillation_by_hand(net):
     spread = (whole - whole.mean(0)).square().sum(1).mean()
     by_hand = (after - before).square().sum(1).mean() / spread + (p_0 * (p_0 / p).log()).sum(1).mean()
     assert_close(method.step(model, primary, primary)["distill"], by_hand)
+
+
+def test_images_without_labels_are_kept_as_they_are(net, tmp_path):
+    """Those of class folders and those that stand in none; what a net makes of them is distilled beside D_P."""
+    flat = tmp_path / "flat"
+    draw_folder(tmp_path / "folder", 3, 5, 2, seed=2)
+    (tmp_path / "folder" / "train" / "class0").rename(flat)
+    folders = [Path(task.folders[0]).parents[1] for task in net.tasks.values()]
+    pair = open_pair(folders, val_fraction=0.2, keep_root=[str(flat), str(tmp_path / "folder")])
+    model, tasks = opened(pair)
+    assert pair.about["keep"] == {str(flat): 5, str(tmp_path / "folder"): 16}
+    method = Forget(1, 16)
+    _, (primary, _) = stepped(method, model, tasks)
+    assert len(method.kept) == 21
+    method.kept = method.kept[:1]
+    rows = torch.cat([primary.x, method.kept.repeat(len(primary.x), 1, 1, 1)])
+    before, whole = model.features(rows), model.features(tasks.primary.train.x)
+    p_0 = model.head(before).softmax(1)
+    with torch.no_grad():
+        for p in model.trained().values():
+            p.mul_(1.1)
+    after = model.features(rows)
+    p = model.head(after).softmax(1)
+    spread = (whole - whole.mean(0)).square().sum(1).mean()
+    by_hand = (after - before).square().sum(1).mean() / spread + (p_0 * (p_0 / p).log()).sum(1).mean()
+    assert_close(method.step(model, primary, primary)["distill"], by_hand)
+
+
+def test_images_of_the_harmful_task_are_not_kept(net):
+    harmful = net.tasks["harmful"].folders[0]
+    roots = [str(Path(task.folders[0]).parents[1]) for task in net.tasks.values()]
+    with pytest.raises(ConfigError, match=f"dataset.keep_root: folder {harmful} belongs to the harmful task"):
+        image_folders(*roots, keep_root=str(harmful.parent))
+    image_folders(*roots, keep_root=roots[0])  # of D_P, which is kept anyway
+    with pytest.raises(DataError, match=r"keep_root: folder .*nowhere not found"):
+        image_folders(*roots, keep_root="nowhere")
+    with pytest.raises(ConfigError, match=r"dataset\.keep\.classes=7:9 is no class"):
+        image_folders(*roots, keep_root=str(harmful.parent), keep={"classes": "7:9"})
 
 
 @pytest.mark.parametrize("target", ["zero", "mean"])
