@@ -32,6 +32,9 @@ SEARCHED = 1000
 LARGEST = 4
 """Most blocks that are read side by side, apart from all of them."""
 
+OUTPUTS = "outputs"
+"""First in the keys under which a victim keeps the outputs of blocks; the net comes next."""
+
 NOISE = 10 * torch.finfo(torch.float32).eps
 """Deviation of a column, relative to its largest value, below which it holds nothing but rounding."""
 
@@ -146,14 +149,16 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
     enlarged: bool = False
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
-        key = (*self.net, stage, self.precision, self.mirrored, self.renewed, self.enlarged)
-        outputs = victim.once(("outputs", *key), lambda: self.read(victim, stage))
+        for key in [key for key in victim.once if key[0] == OUTPUTS and key[1] != self.net]:
+            del victim.once[key]  # outputs of several nets may not fit into the memory
+        key = (OUTPUTS, self.net, stage, self.precision, self.mirrored, self.renewed, self.enlarged)
+        outputs = victim.once(key, lambda: self.read(victim, stage))
         return self.probe(victim.task, self.readable(victim, outputs))
 
     @property
-    def net(self) -> tuple[object, ...]:
+    def net(self) -> object:
         """What tells the net that is read from other nets."""
-        return (type(self).read,)
+        return type(self).read
 
     def readable(self, victim: Victim, outputs: Outputs) -> Outputs:
         """The outputs that the attacker reads, out of those of all blocks. Raises Inapplicable."""
@@ -169,15 +174,15 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         `renewed` None: if the net has BatchNorm, which is the rule at twice the size. A net without BatchNorm cannot be
         renewed, and raises Inapplicable unless it is read at twice the size.
         """
-        images, key = images_of(victim), (*self.net, stage, self.precision, self.mirrored)
+        images, key = images_of(victim), (OUTPUTS, self.net, stage, self.precision, self.mirrored)
         larger = at_twice_the_size(network(), images["train"]) if self.enlarged else None
         own = network()
         normed = bool(norms_of(own))
         renewed = normed if renewed is None or (renewed and larger) else renewed
-        found = victim.once(("once", *key, renewed), lambda: self._passed(own, images, renewed))
+        found = victim.once((*key, "once", renewed), lambda: self._passed(own, images, renewed))
         if larger is None:
             return found
-        return found.beside(victim.once(("twice", *key), lambda: self._passed(larger, images, normed)))
+        return found.beside(victim.once((*key, "twice"), lambda: self._passed(larger, images, normed)))
 
     def _passed(self, network: Network, images: Mapping[str, Tensor], renewed: bool) -> Outputs:
         rows = renew_from(network, images["train"]) if renewed else 0

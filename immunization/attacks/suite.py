@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 
@@ -17,10 +17,14 @@ from immunization.attacks.outcome import Outcome, first, listed, never_finite, p
 from immunization.attacks.replay import found_settings
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.attacks.worth import Draw, Suite
+from immunization.data.task import Task
 from immunization.evaluation.measures import SUFFIX, Measures, Role
 from immunization.terminal import doing
 
 log = logging.getLogger(__name__)
+
+Found = dict[str, Mapping[Stage, AttackCurve]]
+"""Curves by attack and stage; those of a reference are of the baseline only."""
 
 SUFFIXES: dict[Stage, str] = SUFFIX | {"start": "_start"}
 
@@ -47,13 +51,25 @@ def _of_one_task(
 ) -> Measures:
     measures, outcomes, references = Measures(), [], {}
     untouched = {name for name, attack in attacks.items() if attack.untouched(victim)}
+    few = _few(attacks, victim.task, suite)
+    found_with: dict[tuple[int, int], Found] = {draw: {} for draws in few.values() for draw in draws}
     bar = tqdm(attacks.items(), bar_format="{desc} |{bar}|", disable=None, leave=False)
     for number, (name, attack) in enumerate(bar, 1):
+        place = f"attack {number} of {len(attacks)}, {name}"
         try:
-            where = partial(_at, bar, f"attack {number} of {len(attacks)}, {name}")
-            curves = _run(name, attack, victim, kept, where, name in untouched)
+            curves = _run(name, attack, victim, kept, partial(_at, bar, place), name in untouched)
         except Inapplicable as error:
             measures.miss(str(error), f"{'reference' if attack.reference else 'attack'}/{name}/final")
+            curves = None
+        for images, seed in found_with:  # now, as what it reads of the net is not kept for long
+            if seed and attack.trains:
+                continue
+            own, where = copy.copy(attack), f"{place}, {images} images a class, draw {seed + 1}"
+            own.samples, own.seed = images, attack.seed + seed
+            with suppress(Inapplicable):
+                found = _run(f"{name}@{images}.{seed}", own, victim, kept, partial(_at, bar, where), name in untouched)
+                found_with[images, seed][name] = found
+        if curves is None:
             continue
         if settings := found_settings(attack.kind, curves):
             measures.about.setdefault("attackers", {})[name] = settings
@@ -71,70 +87,61 @@ def _of_one_task(
     reference.measure(references, without, bar, victim.task.measure_name, measures)
     if suite is not None:
         measures.about["suite"] = {"version": suite.version, "theta_0": suite.theta_0}
-    everything = _draw(attacks, {outcome.name: outcome.curves for outcome in outcomes}, references, untouched)
-    if everything.without:
-        _worth(attacks, victim, kept, suite or Suite(version=""), everything, untouched, measures)
+    everything = {outcome.name: outcome.curves for outcome in outcomes}
+    everything |= {name: {"baseline": curve} for name, curve in references.items()}
+    if any(curve.scores is not None for curve in without.values()):
+        _worth(attacks, victim, suite or Suite(version=""), everything, few, found_with, untouched, measures)
     return measures
+
+
+def _few(attacks: Mapping[str, Attack], task: Task, suite: Suite | None) -> dict[int, list[tuple[int, int]]]:
+    """The draws, images of each class and seed, at each number of images at which the suite measures worth."""
+    lines = any(attack.reference and not attack.partial for attack in attacks.values())
+    if suite is None or not task.classes or not lines:
+        return {}
+    enough = {images: len(task.few(images, 0)) < len(task.train) for images in suite.images}
+    return {images: [(images, seed) for seed in range(suite.draws) if enough[images]] for images in suite.images}
 
 
 def _worth(
     attacks: Mapping[str, Attack],
     victim: Victim,
-    kept: KeptCurves | None,
     suite: Suite,
-    everything: Draw,
+    everything: Found,
+    few: Mapping[int, Sequence[tuple[int, int]]],
+    found_with: Mapping[tuple[int, int], Found],
     untouched: Container[str],
     measures: Measures,
 ) -> None:
     """What the model is worth with all of the attacker's images, and with as few as the suite says."""
     task, public = victim.task, suite.theta_0 == "public"
     guess = torch.full((len(task.test),), task.chance, dtype=torch.float64)
-    worth.measure([everything], guess, "", measures, public)
-    bar = tqdm(bar_format="{desc} |{bar}|", disable=None, leave=False)
-    for images in suite.images if task.classes else ():
-        if len(task.few(images, 0)) == len(task.train):
+    worth.measure([_draw(attacks, everything, untouched)], guess, "", measures, public)
+    for images, places in few.items():
+        draws, reason = [_draw(attacks, found_with[place], untouched) for place in places], ""
+        if not draws:
             reason = f"no class of the harmful task has more than {images} training images"
+        elif not any(draw.before for draw in draws):
+            reason = "no attacker takes so few images"
+        if reason:
             measures.miss(reason, f"worth/theta_0_{images}", f"worth/removed_{images}")
-            continue
-        draws = []
-        for number in range(suite.draws):
-            curves, references = {}, {}
-            for name, attack in attacks.items():
-                if number and attack.trains:
-                    continue
-                own = copy.copy(attack)
-                own.samples, own.seed = images, attack.seed + number
-                where = partial(_at, bar, f"{name}, {images} images a class, draw {number + 1}")
-                with suppress(Inapplicable):
-                    found = _run(f"{name}@{images}.{number}", own, victim, kept, where, name in untouched)
-                    if attack.reference:
-                        references[name] = found["baseline"]
-                    else:
-                        curves[name] = found
-            draws.append(_draw(attacks, curves, references, untouched))
-        if not any(draw.before for draw in draws):
-            measures.miss("no attacker takes so few images", f"worth/theta_0_{images}", f"worth/removed_{images}")
-            continue
-        worth.measure(draws, guess, f"_{images}", measures, public)
+        else:
+            worth.measure(draws, guess, f"_{images}", measures, public)
 
 
-def _draw(
-    attacks: Mapping[str, Attack],
-    curves: Mapping[str, Mapping[Stage, AttackCurve]],
-    references: Mapping[str, AttackCurve],
-    untouched: Container[str],
-) -> Draw:
+def _draw(attacks: Mapping[str, Attack], found: Found, untouched: Container[str]) -> Draw:
     """Those curves that say what each test row adds."""
-    baseline = {name: found["baseline"] for name, found in curves.items()}
-    partial = {name: curve for name, curve in references.items() if attacks[name].partial}
-    groups = (
-        baseline.values(),
-        (found["immunized"] for found in curves.values()),
-        (curve for name, curve in references.items() if name not in partial),
-        (curve for name, curve in (baseline | partial).items() if name in untouched),
-    )
-    known = ([curve for curve in group if curve.scores is not None] for group in groups)
-    return Draw(*known, {name: [curve] for name, curve in partial.items() if curve.scores is not None})
+
+    def some(stage: Stage, wanted: Callable[[str], bool]) -> dict[str, AttackCurve]:
+        curves = {name: own[stage] for name, own in found.items() if wanted(name)}
+        return {name: curve for name, curve in curves.items() if curve.scores is not None}
+
+    before, after = (some(stage, lambda name: not attacks[name].reference) for stage in ("baseline", "immunized"))
+    without = some("baseline", lambda name: attacks[name].reference and not attacks[name].partial)
+    part = some("baseline", lambda name: attacks[name].partial)
+    left = [curve for name, curve in (before | part).items() if name in untouched]
+    groups = (list(group.values()) for group in (before, after, without))
+    return Draw(*groups, left, {name: [curve] for name, curve in part.items()})
 
 
 def _named(measures: Measures, role: Role) -> Measures:

@@ -73,8 +73,8 @@ class FreshFrom(BlockProbe, group="attack.fresh_from", without=["precision", "re
     scope: str = "trained"
 
     @property
-    def net(self) -> tuple[object, ...]:
-        return (FreshFrom, self.scope)
+    def net(self) -> object:
+        return FreshFrom, self.scope
 
     def check(self, task: Task, model: Model) -> None:
         if model.deep:
