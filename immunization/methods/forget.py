@@ -41,8 +41,9 @@ class Forget(Method, without=["combine"]):
     L_path differentiates through what a ridge probe predicts of each row without that row (`leave_one_out`). Its rows
     are the batch's, which carry the gradient, and a memory bank: features of the rows that this pass over D_H has
     shown already, as they were then. L_inner is against attackers who cut the net: g is what a block gives, pooled.
-    Only nets have logits to distill: the head of a model of rows starts untrained. BatchNorm statistics do not move;
-    against attackers with their own, `own_statistics` times L_collapse with those of the harmful batch can be added.
+    Only nets have logits to distill: the head of a model of rows starts untrained. `train_head`: a net's head is
+    trained on the classes of D_P, at the price of its others. BatchNorm statistics do not move; against attackers with
+    their own, `own_statistics` times L_collapse with those of the harmful batch can be added.
 
     With `patience` or `max_accuracy_drop` the best epoch has the largest accuracy of the model's own head less that of
     the best ridge probe on D_H, both on validation rows.
@@ -59,6 +60,7 @@ class Forget(Method, without=["combine"]):
     own_statistics: NonNegative = 0.0
     target: Literal["zero", "mean"] = "zero"
     floor: Positive = 0.02
+    train_head: bool = True
     ridges: Sequence[Positive] = (1e-6, 1e-4, 1e-2, 0.1)
 
     def __post_init__(self) -> None:
@@ -78,6 +80,7 @@ class Forget(Method, without=["combine"]):
             raise ConfigError(f"method.{key} needs validation rows of both tasks: set dataset.val_fraction above 0")
         if self.path:
             _check_bank(pair.harmful)
+        model.head.requires_grad_(self.train_head or not model.deep)
         self.theta_0 = {name: p.detach().clone() for name, p in model.trained().items()}
         self.omega_0 = [p.detach().clone() for p in model.head.parameters()]
         features = model.features(pair.primary.train.x)

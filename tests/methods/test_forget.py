@@ -243,10 +243,11 @@ def test_features_that_are_forgotten_already_stay_finite():
     assert torch.isfinite(model.extractor.theta.grad).all()
 
 
-def test_it_trains_a_net_and_nothing_else_of_it(net):
+@pytest.mark.parametrize("train_head", [True, False])
+def test_it_trains_a_net_and_nothing_else_of_it(net, train_head):
     model, tasks = opened(net)
     before = {name: tensor.clone() for name, tensor in model.export().items()}
-    method, seen = Forget(4, 16), []
+    method, seen = Forget(4, 16, train_head=train_head), []
     method.setup(model, tasks)
     optimizer = torch.optim.Adam(model.groups(), lr=1e-3)
     batches = PairedBatches(tasks, 16, torch.Generator().manual_seed(0))
@@ -254,6 +255,7 @@ def test_it_trains_a_net_and_nothing_else_of_it(net):
     changed = {name for name, tensor in model.export().items() if not torch.equal(tensor, before[name])}
     assert changed
     assert all(name.startswith((model.trainable[0], "fc")) for name in changed)
+    assert any(name.startswith("fc") for name in changed) == train_head
     assert not any("running" in name for name in changed)
     assert seen[-1] < seen[0]
 
