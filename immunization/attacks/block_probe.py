@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache, partial, reduce
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,7 +79,8 @@ class Kernel:
             train, others = (x.sign() * x.abs().sqrt() for x in (train, others))
         mean, deviation = train.mean(0), _deviation(train)
         train, others = ((x - mean) / deviation for x in (train, others))
-        return cls(train @ train.T, others @ train.T, others.square().sum(1), int(alive.sum()))
+        own = torch.from_numpy(np.matmul(train.numpy(), train.numpy().T))  # by BLAS's syrk: half the time of torch's
+        return cls(own, others @ train.T, others.square().sum(1), int(alive.sum()))
 
     def gaussian(self) -> Kernel:
         """exp(-d^2 / 2) of distances, in units in which the mean of d^2 over training rows is 1."""
