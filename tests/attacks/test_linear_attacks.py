@@ -214,7 +214,7 @@ def test_wrong_settings_are_named(attack, message):
 
 def test_a_run_with_attacks(tmp_path):
     chosen = "attack=[linear_probe,closed_form_probe]"
-    options = ["method=learning_curve", "method.epochs=150", "optimizer.lr=1e-2", "tracker=none", "figures=false"]
+    options = ["method=learning_curve", "method.epochs=60", "optimizer.lr=2e-2", "tracker=none", "figures=false"]
     result = run([*options, chosen], folder=tmp_path)
     assert result.seconds["attack"] > 0
     assert result.metrics["attack/linear_probe/steps_ratio"] > 100
@@ -243,7 +243,7 @@ def test_the_verdict_where_nothing_succeeds():
 def test_centering_is_no_way_out_of_a_centered_map(tmp_path):
     """Without `centered` one large common direction hides the task, and subtracting the mean undoes it."""
     options = ["method=learning_curve", "tracker=none", "figures=false", "attack=[linear_probe,scaled]"]
-    options += ["evaluation=[primary,learning_curves]", "method.epochs=150", "optimizer.lr=1e-2"]
+    options += ["evaluation=[primary,learning_curves]", "method.epochs=60", "optimizer.lr=2e-2"]
     plain = run(options, folder=tmp_path / "plain").metrics
     centered = run([*options, "method.centered=true"], folder=tmp_path / "centered").metrics
     assert plain["attack/scaled/steps_ratio"] < 100
