@@ -111,13 +111,13 @@ def test_closed_form_is_ridge_regression():
 
 def test_an_attack_that_diverges_is_no_defense():
     victim = victim_of(*quadratic(10.0))
-    measures = run_attacks({"momentum": Momentum(rates=[50.0]), "gd": LinearProbe()}, victim)
+    measures = run_attacks({"momentum": Momentum(rates=[50.0], steps=256), "gd": LinearProbe(steps=256)}, victim)
     assert measures.metrics["attack/momentum/final"] is None
     assert "diverged at every learning rate tried: 50" in measures.reasons["attack/momentum/final"]
     assert "momentum on theta_I at learning rate 50" in measures.reasons["attacks_diverged"]
     assert "attack/momentum/steps_ratio" not in measures.metrics
     assert measures.metrics["attack/worst/attacks"] == 1
-    tuned = run_attacks({"momentum": Momentum(rates=[0.3, 50.0])}, victim)
+    tuned = run_attacks({"momentum": Momentum(rates=[0.3, 50.0], steps=256)}, victim)
     assert tuned.metrics["attack/momentum/setting"] == 0.3
     assert "attacks_diverged" in tuned.flags
 

@@ -130,7 +130,8 @@ def test_a_model_that_is_not_trained_is_audited(tmp_path):
 
 
 def audit_of(folder):
-    config = compose([*QUICK, "experiment=audit", "attack=[linear_probe]", f"model.checkpoint={folder}"])
+    attack = ("attack=[linear_probe]", "attack.linear_probe.steps=256")
+    config = compose([*QUICK, "experiment=audit", *attack, f"model.checkpoint={folder}"])
     config.trusted = [__name__]
     return config
 
