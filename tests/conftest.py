@@ -1,4 +1,4 @@
-"""What is set before anything is imported; helpers/every_test.py is what every test stands on."""
+"""What is set before anything is imported; helpers/everywhere.py is what every test stands on."""
 
 import os
 import sys
@@ -27,4 +27,4 @@ def pytest_addoption(parser) -> None:
 def pytest_configure(config) -> None:
     """A process that only hands tests to others, as with `-n 2`, does without torch."""
     if config.getoption("--oldest") or not config.pluginmanager.has_plugin("dsession"):
-        config.pluginmanager.import_plugin("helpers.every_test")
+        config.pluginmanager.import_plugin("helpers.everywhere")
