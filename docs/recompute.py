@@ -210,15 +210,20 @@ def images(given: Given) -> dict[str, Task]:
 def images_of(source: str, given: Given) -> tuple[Array, Array]:
     """Pixels [N, D] from 0 to 1 and labels [N]."""
     if source == "sklearn.datasets.load_digits()":
-        from sklearn.datasets import load_digits
-
-        pixels, labels = load_digits(return_X_y=True)
-        return pixels / 16, labels
+        return sklearn_digits()
     path = (given.data or Path(given.options["root"]).expanduser()) / source
     if given.data and not path.parent.is_dir():  # the folder of the files themselves
         path = given.data / path.name
     pixels, labels = (idx(Path(str(path).replace("images-idx3", kind))) for kind in ("images-idx3", "labels-idx1"))
     return pixels.reshape(len(pixels), -1) / 255, labels
+
+
+@cache
+def sklearn_digits() -> tuple[Array, Array]:
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    return pixels / 16, labels
 
 
 @cache
@@ -562,8 +567,8 @@ def figures(run: Run, rng: np.random.Generator | None = None) -> Figures:
                 predictions = test[role, state] @ probe.descended(grid)
                 curve[state] = out[f"curves/probe/{name}"] = np.array([task.measure(one) for one in predictions])
                 scores[state] = task.scores(predictions)
-            if kind_of(role) != "benign" and np.any(probe.least_squares()):
-                out[f"curves/norm_ratio/{name}"] = probe.norm_ratio(names.get("norm_ratio", {}).get("steps", 300))
+            if "norm_ratio" in names and kind_of(role) != "benign" and np.any(probe.least_squares()):
+                out[f"curves/norm_ratio/{name}"] = probe.norm_ratio(names["norm_ratio"]["steps"])
         chance = 1 / task.classes if task.classes else 0.0
         out[f"steps_ratio/{role}"] = out[f"rfd/{role}"] = None
         if not can_be_tested(task) or task.constant:

@@ -115,13 +115,14 @@ def test_the_method_conditions_the_primary_task(tmp_path):
 
 def test_the_method_takes_nets(tmp_path):
     more = ("experiment=digits_deep", "dataset.size=16", "method.batch_size=64", "method.epochs=2", "evaluation=[rir]")
+    more += ("dataset.primary=[0,1]", "dataset.harmful=[4,5]", "dataset.benign=null")
     launch("primary_only", tmp_path, *more)
     uneven = history(tmp_path)["uneven"]["y"]
     assert uneven[-1] < uneven[0]
 
 
 def test_the_attack_is_not_slowed(tmp_path):
-    metrics = launch("kernel_smoother", tmp_path, "evaluation=[rir]").metrics
+    metrics = launch("kernel_smoother", tmp_path, "evaluation=[rir]", "method.epochs=60", "optimizer.lr=2e-2").metrics
     assert metrics["attack/kernel_smoother/final"] > 0.9 > metrics["attack/linear_probe/final"]
 
 

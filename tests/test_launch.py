@@ -61,18 +61,6 @@ def launched(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
 # --- Processes --------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_with_the_defaults(tmp_path):
-    """Exit code 0, a table, figures, W&B offline inside of the run folder, nothing outside of outputs/."""
-    done = launched("dataset.max_samples=20", "method.epochs=2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "RIR" in done.stdout
-    assert "Traceback" not in done.stderr
-    (folder,) = (tmp_path / "outputs" / "digits").iterdir()
-    assert Result.read(folder).status == "completed"
-    assert {path.name for path in folder.iterdir()} >= {"config.yaml", "immunized.safetensors", "history.png", "wandb"}
-    assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
-
-
 def test_a_mistake_prints_one_line_and_exits_with_1(tmp_path):
     done = launched(*QUICK, "method=magic", cwd=tmp_path)
     assert done.returncode == 1

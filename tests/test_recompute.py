@@ -305,7 +305,7 @@ def test_rows_of_images_are_those_of_their_files(tmp_path):
 
 def test_rows_of_a_net_lead_to_its_labels(tmp_path):
     options = ["experiment=digits_deep", "tracker=none", "figures=false", "evaluation=[rir]", "method=identity"]
-    run([*options, f"model.cache={tmp_path / 'cache'}", "model.fit_epochs=1"], tmp_path / "run")
+    run([*options, "dataset.size=16", f"model.cache={tmp_path / 'cache'}", "model.fit_epochs=1"], tmp_path / "run")
     rows, (pixels, labels) = load_file(tmp_path / "run" / ROWS), load_digits(return_X_y=True)
     images = data.digits_deep()
     for role, digits in (("primary", [0, 1, 2, 3]), ("harmful", [4, 5, 6]), ("benign", [7, 8, 9])):

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.trains
 def test_a_checkpoint_is_audited_as_it_stands(tmp_path):
     """Without a checkpoint a model is immunized first; with one the same theta is measured, and nothing is trained."""
     options = ["experiment=audit", "tracker=none", "figures=false", "attack=[linear_probe,scaled,strip]"]
-    options += ["attack.linear_probe.steps=1024"]
-    first = run([*options, "method.epochs=150", "optimizer.lr=1e-2"], folder=tmp_path / "first")
+    options += [f"attack.{name}.steps=1024" for name in ("linear_probe", "scaled", "strip")]
+    first = run([*options, "method.epochs=60", "optimizer.lr=2e-2"], folder=tmp_path / "first")
     again = run([*options, f"model.checkpoint={tmp_path / 'first'}"], folder=tmp_path / "again")
     assert (first.method, again.method) == ("learning_curve", "unmodified")
     for name in ("rir", "attack/linear_probe/area", "attack/worst/flops", "primary/head_accuracy"):

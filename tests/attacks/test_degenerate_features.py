@@ -73,7 +73,7 @@ def audited(folders, tmp_path, net, reference):
     roots = zip(("primary", "harmful"), folders, strict=True)
     data = [
         "dataset=image_folders",
-        "dataset.cache=null",
+        f"dataset.cache={folders[0].parent / 'kept'}",
         "dataset.size=32",
         *(f"dataset.{r}_root={f}" for r, f in roots),
     ]

@@ -111,13 +111,13 @@ def test_closed_form_is_ridge_regression():
 
 def test_an_attack_that_diverges_is_no_defense():
     victim = victim_of(*quadratic(10.0))
-    measures = run_attacks({"momentum": Momentum(rates=[50.0]), "gd": LinearProbe()}, victim)
+    measures = run_attacks({"momentum": Momentum(rates=[50.0], steps=256), "gd": LinearProbe(steps=256)}, victim)
     assert measures.metrics["attack/momentum/final"] is None
     assert "diverged at every learning rate tried: 50" in measures.reasons["attack/momentum/final"]
     assert "momentum on theta_I at learning rate 50" in measures.reasons["attacks_diverged"]
     assert "attack/momentum/steps_ratio" not in measures.metrics
     assert measures.metrics["attack/worst/attacks"] == 1
-    tuned = run_attacks({"momentum": Momentum(rates=[0.3, 50.0])}, victim)
+    tuned = run_attacks({"momentum": Momentum(rates=[0.3, 50.0], steps=256)}, victim)
     assert tuned.metrics["attack/momentum/setting"] == 0.3
     assert "attacks_diverged" in tuned.flags
 
@@ -214,7 +214,7 @@ def test_wrong_settings_are_named(attack, message):
 
 def test_a_run_with_attacks(tmp_path):
     chosen = "attack=[linear_probe,closed_form_probe]"
-    options = ["method=learning_curve", "method.epochs=150", "optimizer.lr=1e-2", "tracker=none", "figures=false"]
+    options = ["method=learning_curve", "method.epochs=60", "optimizer.lr=2e-2", "tracker=none", "figures=false"]
     result = run([*options, chosen], folder=tmp_path)
     assert result.seconds["attack"] > 0
     assert result.metrics["attack/linear_probe/steps_ratio"] > 100
@@ -243,7 +243,7 @@ def test_the_verdict_where_nothing_succeeds():
 def test_centering_is_no_way_out_of_a_centered_map(tmp_path):
     """Without `centered` one large common direction hides the task, and subtracting the mean undoes it."""
     options = ["method=learning_curve", "tracker=none", "figures=false", "attack=[linear_probe,scaled]"]
-    options += ["evaluation=[primary,learning_curves]", "method.epochs=150", "optimizer.lr=1e-2"]
+    options += ["evaluation=[primary,learning_curves]", "method.epochs=60", "optimizer.lr=2e-2"]
     plain = run(options, folder=tmp_path / "plain").metrics
     centered = run([*options, "method.centered=true"], folder=tmp_path / "centered").metrics
     assert plain["attack/scaled/steps_ratio"] < 100

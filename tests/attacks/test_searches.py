@@ -27,7 +27,7 @@ SMALL = {"steps": 2, "batch_size": 24}
 
 @pytest.fixture(scope="module")
 def net(tmp_path_factory):
-    return colors_behind_a_map(tmp_path_factory.mktemp("images"))
+    return colors_behind_a_map(tmp_path_factory.mktemp("images"), size=16)
 
 
 @pytest.fixture
@@ -210,8 +210,9 @@ def test_operations_are_those_of_a_count_by_hand(net, part, stage):
     assert tuner.step_cost(Recipe(0.1, "sgd", 8, part, 0.0)) == pytest.approx(by_hand, rel=0.05)
 
 
-def test_scratch_is_a_line_of_reference_and_no_attack(net):
+def test_scratch_is_a_line_of_reference_and_no_attack(tmp_path):
     """Scratch uses no weights; its cost is what the cheapest attack is divided by."""
+    net = colors_behind_a_map(tmp_path)
     attacks = {
         "tune": FineTune("full", "adamw", [3e-3], steps=16, batch_size=24),
         "scratch": Scratch("adamw", [3e-3], steps=32, batch_size=24),
@@ -237,7 +238,10 @@ def test_scratch_changes_no_figure_of_an_attack(net):
 
 
 def test_a_reference_that_does_not_learn_says_so(net):
-    attacks = {"tune": FineTune("full", "adamw", [3e-3], steps=16), "scratch": Scratch(rates=[0.0], steps=1)}
+    attacks = {
+        "tune": FineTune("full", "adamw", [3e-3], steps=16, batch_size=24),
+        "scratch": Scratch(rates=[0.0], **SMALL),
+    }
     measures = run_attacks(attacks, net)
     assert "never came to" in measures.reasons["reference/scratch/cost"]
     assert measures.reasons["attack/worst/cost_over_scratch"] == "no reference learns the task"
@@ -280,7 +284,7 @@ def test_a_run_that_searched_leaves_settings_that_another_run_takes(tmp_path):
 
 def test_the_baseline_and_scratch_are_trained_once_for_all_maps_behind_a_net(net, tmp_path, monkeypatch):
     victim = copy.deepcopy(net)
-    attacks = {"tune": FineTune(rates=[0.01], steps=2), "scratch": Scratch(rates=[0.01], steps=2)}
+    attacks = {"tune": FineTune(rates=[0.01], **SMALL), "scratch": Scratch(rates=[0.01], **SMALL)}
     settings = {name: {"_target_": name} for name in attacks}
     seen: list[str] = []
 

@@ -25,7 +25,7 @@ def test_bad_images_are_named_or_left_out(tmp_path, caplog):
     huge = good[:16] + (10**5).to_bytes(4) * 2 + good[24:29]  # the size stands in the header
     (folders[1] / "train/class2/1.png").write_bytes(huge + zlib.crc32(huge[12:]).to_bytes(4) + good[33:])
     options = {"val_fraction": 0.0}
-    pair = open_pair(folders, **options)
+    pair = open_pair(folders, None, **options)
     names = r"class0/0\.png.*class1/3\.png.*class2/1\.png: Image size.*on_bad_image=skip"
     with pytest.raises(DataError, match=r"3 images cannot be read: .*" + names):
         build(pair).read_tasks(pair, True)
@@ -40,7 +40,7 @@ def test_empty_class_folder(tmp_path):
     for path in (folders[1] / "train/class1").iterdir():
         path.unlink()
     with pytest.raises(DataError, match=r"train/class1: the class folder is empty"):
-        open_pair(folders)
+        open_pair(folders, None)
 
 
 def test_a_link_back_into_the_images_is_refused(tmp_path):
@@ -49,7 +49,7 @@ def test_a_link_back_into_the_images_is_refused(tmp_path):
     with pytest.raises(
         DataError, match=r"train/class1/back/class\d is .*/train/class\d once more: remove the symbolic"
     ):
-        open_pair(folders)
+        open_pair(folders, None)
     (tmp_path / "circle").symlink_to("circle")
     with pytest.raises(DataError, match=r"dataset\.harmful_root: folder .*circle not found"):
         open_pair((folders[0], tmp_path / "circle"))
@@ -63,7 +63,7 @@ def test_folders_that_are_missing_or_disagree(tmp_path):
         image_folders(None, str(folders[1]))
     (folders[1] / "val/class2").rename(folders[1] / "val/other")
     with pytest.raises(DataError, match="class other is not in"):
-        open_pair(folders)
+        open_pair(folders, None)
     (tmp_path / "flat").mkdir()
     with pytest.raises(DataError, match="holds no folders"):
         open_pair((folders[0], tmp_path / "flat"))
@@ -93,7 +93,7 @@ def test_images_of_other_kinds_are_counted_and_keep_their_content(tmp_path, capl
     Image.fromarray((ramp >> 8).astype(np.uint8)).save(place / "1.png")
     Image.new("L", (1, 1)).save(place / "2.png")
     Image.new("CMYK", (40, 36)).save(place / "3.jpg")
-    pair = open_pair(folders, val_fraction=0.0)
+    pair = open_pair(folders, None, val_fraction=0.0)
     _, tasks = build(pair).read_tasks(pair, True)
     (line,) = [record.getMessage() for record in caplog.records if "8 bits" in record.getMessage()]
     start = "harmful/train: 19 images, all read as RGB with 8 bits; among them "

@@ -207,7 +207,7 @@ def test_unseen_digits_of_a_net():
 def test_every_measure_and_attack_is_taken_of_unseen_tasks(tmp_path, capsys):
     overrides = [*QUICK, "method=closed_form", "dataset.harmful=[3,5]", "dataset.unseen=8", "attack=[linear_probe]"]
     overrides.append("dataset.common_range=true")
-    overrides.append("attack.linear_probe.steps=64")
+    overrides += ["attack.linear_probe.steps=64", "evaluation.norm_ratio.steps=30"]
     metrics = run(overrides, folder=tmp_path / "run", quiet=True).metrics
     for role in ("harmful", "harmful_5", "unseen"):
         prefix = "attack" if role == "harmful" else f"attack_{role}"

@@ -4,10 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.commands import launched
 from helpers.repository import ROOT
 
@@ -35,14 +37,6 @@ def started(*arguments: str, until: Path, cwd: Path) -> subprocess.Popen:
     return process
 
 
-def ended(process: subprocess.Popen, number: int) -> tuple[str, str]:
-    process.send_signal(number)
-    try:
-        return process.communicate(timeout=120)
-    finally:
-        process.kill()
-
-
 def test_ctrl_c_keeps_a_checkpoint_which_is_not_thrown_away(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     monkeypatch.setattr(Method, "epoch_end", lambda *_: os.kill(os.getpid(), signal.SIGINT))
@@ -59,11 +53,33 @@ def test_ctrl_c_keeps_a_checkpoint_which_is_not_thrown_away(tmp_path, monkeypatc
     assert (folder / CHECKPOINT).exists()
 
 
-def test_ctrl_c_of_a_multirun_shows_what_is_done(tmp_path):
+def test_sigterm_at_any_moment_writes_a_checkpoint(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    soon = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(Method, "epoch_end", lambda *_: None if soon.ident else soon.start())
+    process = launched(*LONG, f"hydra.run.dir={folder}", cwd=tmp_path)
+    assert process.returncode == 143
+    assert len(process.stderr.splitlines()) == 1
+    assert "error: SIGTERM: interrupted after step" in process.stderr
+    assert "resume=true goes on from there" in process.stderr
+    result = Result.read(folder)
+    assert (result.status, result.error) == ("failed", "interrupted")
+    state = torch.load(folder / CHECKPOINT, weights_only=True)["state"]
+    assert state["progress"]["step"] == int(process.stderr.split("after step ")[1].split(";")[0])
+
+
+def test_ctrl_c_of_a_multirun_shows_what_is_done_and_a_second_process_is_refused(tmp_path):
     sweep = tmp_path / "sweep"
-    jobs = (*LONG, "method.epochs=1,1000000", f"hydra.sweep.dir={sweep}", "hydra.sweep.subdir=${hydra.job.num}")
-    process = started("-m", *jobs, until=sweep / "1" / "metrics.jsonl", cwd=tmp_path)
-    said, errors = ended(process, signal.SIGINT)
+    jobs = (*LONG, "log_every=10", "method.epochs=1,1000000", f"hydra.sweep.dir={sweep}")
+    names = "hydra.sweep.subdir=${hydra.job.num}"
+    process = started("-m", *jobs, names, until=sweep / "1" / "metrics.jsonl", cwd=tmp_path)
+    try:
+        with pytest.raises(ConfigError, match="another process is at work in this run folder"):
+            run([*LONG, "resume=true"], folder=sweep / "1")
+        process.send_signal(signal.SIGINT)
+        said, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert "1 completed, 1 interrupted" in said
     assert (sweep / "report.html").exists()

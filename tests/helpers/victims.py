@@ -53,10 +53,10 @@ def noisy_classes(dim: int = 6, rows: int = 90, count: int = 3) -> Task:
     return Task("noisy", *map(Split, x.split(rows), labels.split(rows)), classes=count)
 
 
-def colors_behind_a_map(root: Path, val_fraction: float = 0.25) -> Victim:
+def colors_behind_a_map(root: Path, val_fraction: float = 0.25, size: int = 32) -> Victim:
     """A net with a map of kappa 1e8 folded behind it, and images of three colors for a harmful task."""
     folders = [draw_folder(root / "primary", 4, 12, 4, 0), draw_folder(root / "harmful", 3, 24, 12, 2)]
-    pair = image_folders(*map(str, folders), cache=None, size=32, val_fraction=val_fraction).to("cpu", torch.float32)
+    pair = image_folders(*map(str, folders), cache=None, size=size, val_fraction=val_fraction).to("cpu", torch.float32)
     torch.manual_seed(0)
     base = Timm(pair, "test_resnet", "fold", pretrained=False, arguments={"num_classes": 4})
     model, tasks = base.read_tasks(pair, True)

@@ -9,6 +9,9 @@ from pathlib import Path
 from google.protobuf.message import Message
 from wandb.proto.wandb_internal_pb2 import Record
 
+WITHOUT_ACCOUNT = dict.fromkeys(("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
+"""What is not in the environment of somebody without an account."""
+
 
 def records(path: Path) -> Iterator[Record]:
     """The records of a run-<id>.wandb file: LevelDB's log format after 7 bytes; a cut-off end is left out."""

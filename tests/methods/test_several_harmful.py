@@ -19,7 +19,7 @@ from immunization.training.batches import PairedBatches
 pytestmark = pytest.mark.trains
 
 QUICK = ("tracker=none", "figures=false", "dataset.max_samples=40", "evaluation=[rir]", "log_every=50")
-EPOCHS = {"learning_curve": 40, "clamp": 20, "ntl": 40, "encoderlock": 20, "sophon": 20}
+EPOCHS = {"learning_curve": 40, "clamp": 5, "ntl": 5, "encoderlock": 5, "sophon": 5}
 HOLDS = ("closed_form", "condition_number", "learning_curve", "opt_kappa", "r_ill_only", "released_condition_number")
 
 

@@ -75,7 +75,7 @@ def test_of_two_who_need_the_same_one_computes_and_what_a_killed_one_left_goes(t
 
 
 def test_tasks_hold_what_the_extractor_reads(folders):
-    pair = open_pair(folders)
+    pair = open_pair(folders, None)
     model, tasks = build(pair).read_tasks(pair, False)
     sizes = {role: [len(getattr(task, split)) for split in SPLITS] for role, task in tasks.tasks.items()}
     assert sizes == {"primary": [72, 8, 24], "harmful": [66, 6, 24]}
@@ -86,9 +86,9 @@ def test_tasks_hold_what_the_extractor_reads(folders):
 
 
 def test_large_sets_are_streamed(folders):
-    pair = open_pair(folders, cache_limit=0.0)
+    pair = open_pair(folders, None, cache_limit=0.0)
     model, tasks = build(pair).read_tasks(pair, False)
-    kept, kept_tasks = build(open_pair(folders)).read_tasks(open_pair(folders), False)
+    kept, kept_tasks = build(open_pair(folders, None)).read_tasks(open_pair(folders, None), False)
     stream = tasks.harmful.train.x
     assert isinstance(stream, Stream)
     torch.testing.assert_close(model.features(stream), kept.features(kept_tasks.harmful.train.x))
@@ -105,7 +105,7 @@ def test_large_sets_are_streamed(folders):
 
 
 def test_augmentation_turns_the_cache_of_activations_off(folders):
-    pair = open_pair(folders, augment=True)
+    pair = open_pair(folders, None, augment=True)
     model, tasks = build(pair).read_tasks(pair, False)
     assert isinstance(tasks.primary.train.x, Stream)
     batches = batches_of(model, tasks, 16, torch.Generator())

@@ -19,12 +19,12 @@ pytestmark = pytest.mark.trains
 def digits(tmp_path_factory):
     """Overrides of runs that fit the net once."""
     cache = tmp_path_factory.mktemp("fitted")
-    few = ["dataset.primary=[0,1,2]", "dataset.harmful=[4,5]", "dataset.benign=[7,8]", "tracker=none", "figures=false"]
+    few = ["dataset.primary=[0,1,2]", "dataset.harmful=[4,5]", "dataset.benign=null", "tracker=none", "figures=false"]
     return ["experiment=digits_deep", "dataset.size=16", *few, f"model.cache={cache}", "model.fit_epochs=6"]
 
 
 def test_digits_deep_needs_nothing(tmp_path, digits):
-    result = run([*digits, "method.epochs=20"], tmp_path / "run")
+    result = run([*digits, "dataset.benign=[7,8]", "method.epochs=20"], tmp_path / "run")
     assert result.metrics["primary/head_accuracy"] == result.metrics["primary/head_accuracy_baseline"] > 0.7
     assert result.metrics["steps_ratio/harmful"] > 10
     assert result.metrics["steps_ratio/benign"] is not None

@@ -104,6 +104,7 @@ def test_its_inputs_are_no_matrix_to_precondition_by(tmp_path):
 @pytest.mark.parametrize("model", [TwoLayers, Scaling])
 def test_all_measures_and_attacks_run_on_it(model, tmp_path):
     chosen = (f"evaluation=[{','.join(MEASURES)}]", f"attack=[{','.join(ATTACKS)}]", "dataset.max_samples=null")
+    chosen += tuple(f"attack.{name}.steps=256" for name in ("linear_probe", "undo", "strip", "weights_int8"))
     result = run(config_of(model, "method=learning_curve_net", "method.epochs=3", *chosen), folder=tmp_path)
     metrics, reasons = result.metrics, result.reasons
     for name in ("rir", "test/rir", "authors/rir", "ceiling/rir", "alignment/score", "steps_ratio/harmful"):
@@ -129,7 +130,8 @@ def test_a_model_that_is_not_trained_is_audited(tmp_path):
 
 
 def audit_of(folder):
-    config = compose([*QUICK, "experiment=audit", "attack=[linear_probe]", f"model.checkpoint={folder}"])
+    attack = ("attack=[linear_probe]", "attack.linear_probe.steps=256")
+    config = compose([*QUICK, "experiment=audit", *attack, f"model.checkpoint={folder}"])
     config.trusted = [__name__]
     return config
 

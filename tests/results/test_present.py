@@ -1,9 +1,5 @@
 """What follows a completed run: whatever fails there leaves the run completed, and the rest is done."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from helpers.made_runs import make_run
 
@@ -11,8 +7,6 @@ from immunization.results import run_figures
 from immunization.results.present import present
 from immunization.runs.result import Result
 from immunization.runs.tracker import Tracker
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Noting(Tracker):
@@ -75,14 +69,3 @@ def test_only_an_audit_gets_a_page(result):
     result.write(result.folder)
     present(result, [], quiet=True, figures=False)
     assert "attacks on condition_number" in (result.folder / "report.html").read_text()
-
-
-def test_nothing_of_the_report_is_loaded_with_the_runner_no_matplotlib_with_the_figures_no_sklearn_with_digits():
-    heavy = {"pandas", "jinja2", "wandb", "matplotlib", "sklearn"}
-    code = (
-        "import sys, immunization.runner, immunization.results.run_figures\n"
-        "from immunization.data.pixels import sklearn_digits; sklearn_digits()\n"
-        f"print(sorted({heavy} & {{*sys.modules}}))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -3,18 +3,14 @@
 import json
 import logging
 import math
-import os
-import pty
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import wandb
 from helpers.repository import ROOT
-from helpers.wandb_offline import kept, summary, values
+from helpers.wandb_offline import WITHOUT_ACCOUNT, kept, summary, values
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
@@ -30,7 +26,6 @@ CONFIG = {
     "dataset": {"name": "digits"},
     "method": {"_target_": "immunization.methods.Identity", "lambda_P": 0.5},
 }
-WITHOUT_ACCOUNT = dict.fromkeys(("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
 
 
 def start(tracker: Tracker, folder: Path) -> None:
@@ -46,23 +41,6 @@ def environ(monkeypatch, tmp_path):
     wandb.teardown()
     yield monkeypatch
     wandb.teardown()
-
-
-def python(code: str, folder: Path) -> subprocess.Popen:
-    """A fresh process with a terminal as its standard input, which a prompt would take for a person."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "NETRC": str(folder / "netrc"), **WITHOUT_ACCOUNT}
-    _, terminal = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={name: value for name, value in env.items() if value is not None},
-        cwd=folder,
-        stdin=terminal,
-        stdout=terminal,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    os.close(terminal)
-    return process
 
 
 def test_recorder_writes_one_strict_line_a_step_at_once(tmp_path):
@@ -192,31 +170,6 @@ def test_wandb_login_is_found_in_netrc(environ, tmp_path):
     wandb.teardown()
     assert mode(f"machine wandb.elsewhere.org\n{account}") == "online"
     assert mode(f"machine api.wandb.ai\n{account}") == "offline"
-
-
-RUN = """
-import logging, sys
-from pathlib import Path
-logging.basicConfig(level="WARNING", format="%(message)s")
-from immunization.runs.result import Result
-from immunization.runs.wandb_tracker import Wandb
-tracker = Wandb(timeout=2)
-tracker.start(Path("."), {"seed": 1}, name="n", group="g", tags=[])
-tracker.log(1, {"loss": 1.0})
-tracker.finish(Result(0, "d", "m", "identity"), [])
-tracker.close(failed=False)
-"""
-
-
-def test_without_an_account_there_is_no_prompt_even_on_a_terminal(tmp_path):
-    process = python(RUN, tmp_path)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0
-    (folder,) = tmp_path.glob("wandb/offline-run-*")
-    assert errors.splitlines() == [
-        f"W&B has no account here (`wandb login`), this run is tracked offline; upload with: wandb sync {folder}"
-    ]
-    assert len(kept(tmp_path, "history")) == 1
 
 
 def test_an_unreachable_server_makes_the_run_an_offline_one(tmp_path, environ, caplog):

@@ -19,7 +19,8 @@ OPTIONS = ("method=closed_form", "dataset.common_range=true", "dataset.max_sampl
 @pytest.fixture(scope="module")
 def audited(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("audited")
-    run([*OPTIONS, "attack=[linear_probe,scaled]", "tracker.mode=offline"], folder / "run")
+    attack = ["attack=[linear_probe,scaled]", *(f"attack.{name}.steps=512" for name in ("linear_probe", "scaled"))]
+    run([*OPTIONS, *attack, "tracker.mode=offline"], folder / "run")
     return folder / "run"
 
 

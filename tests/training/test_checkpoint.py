@@ -4,15 +4,12 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.images import draw_folder
-from helpers.repository import ROOT
 from helpers.runs import DEEP, QUICK, kill_at, outcome, resumed
 
 from immunization import Result, run
@@ -250,37 +247,7 @@ def test_a_completed_run_is_never_written_over(tmp_path, resume):
     assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
 
-# --- Processes --------------------------------------------------------------------------------------------------------
-
-
-def start(*overrides: str, folder: Path) -> subprocess.Popen:
-    """A run in a process of its own that has begun to train."""
-    command = [sys.executable, str(ROOT / "launch.py"), *QUICK, *overrides, f"hydra.run.dir={folder}"]
-    process = subprocess.Popen(command, cwd=folder.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
-    while not (metrics.exists() and metrics.stat().st_size > 1000) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return process
-
-
-def test_sigterm_writes_a_checkpoint_and_a_second_process_is_refused(tmp_path):
-    folder = tmp_path / "run"
-    process = start("method.epochs=100000", "log_every=50", folder=folder)
-    try:
-        with pytest.raises(ConfigError, match="another process is at work in this run folder"):
-            run([*QUICK, "resume=true"], folder=folder)
-        process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 143
-    assert len(said.splitlines()) == 1
-    assert "error: SIGTERM: interrupted after step" in said
-    assert "resume=true goes on from there" in said
-    result = Result.read(folder)
-    assert (result.status, result.error) == ("failed", "interrupted")
-    state = torch.load(folder / CHECKPOINT, weights_only=True)["state"]
-    assert state["progress"]["step"] == int(said.split("after step ")[1].split(";")[0])
+# --- Signals ----------------------------------------------------------------------------------------------------------
 
 
 def test_signals_are_given_back(tmp_path):

@@ -14,6 +14,9 @@ ON = {
     "net": (
         "dataset=digits_deep",
         "dataset.size=16",
+        "dataset.primary=[0,1]",
+        "dataset.harmful=[4,5]",
+        "dataset.benign=null",
         "model=digits_net",
         "model.fit_epochs=1",
         "dtype=float32",
