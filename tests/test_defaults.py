@@ -51,7 +51,7 @@ def test_yaml_and_constructor_have_the_same_defaults(target, monkeypatch):
         target == "immunization.data.image_folders"
     ):  # its mappings spell out the keys that null leaves at their defaults
         keys = inspect.signature(open_task).parameters
-        for role in ("primary", "harmful", "benign", "unseen"):
+        for role in ("primary", "harmful", "benign", "unseen", "keep"):
             written, _ = found["dataset/image_folders"].pop(role)
             assert written == {name: keys[name].default for name in written}
     assert {} in found.values(), found
