@@ -78,8 +78,8 @@ class Attack(Component, group="attack.*"):
     """Whether nothing is to be expected beyond the ends of the settings: 0, or where the method is unstable."""
     reference = False
     """Whether it does not use theta_I: no attack, but one way to do without the model, or with a part of theta_0."""
-    partial = False
-    """Whether a reference has a part of theta_0: all before its `scope`."""
+    partial: ClassVar[str | None] = None
+    """The block or stage before which a reference has theta_0; None where it has nothing of it."""
     trains = False
     """Whether it trains the net, which takes long."""
 

@@ -87,6 +87,8 @@ def _of_one_task(
     reference.measure(references, without, bar, victim.task.measure_name, measures)
     if suite is not None:
         measures.about["suite"] = {"version": suite.version, "theta_0": suite.theta_0}
+    if begin := {name: attacks[name].partial for name in references if name not in without}:
+        measures.about["drawn_anew"] = begin
     everything = {outcome.name: outcome.curves for outcome in outcomes}
     everything |= {name: {"baseline": curve} for name, curve in references.items()}
     if any(curve.scores is not None for curve in without.values()):

@@ -67,10 +67,13 @@ class FreshFrom(BlockProbe, group="attack.fresh_from", without=["precision", "re
     """
 
     reference = True
-    partial = True
     enlarged = True
 
     scope: str = "trained"
+
+    @property
+    def partial(self) -> str | None:
+        return self.scope
 
     @property
     def net(self) -> object:
@@ -95,7 +98,7 @@ class FreshFrom(BlockProbe, group="attack.fresh_from", without=["precision", "re
 class RandomNet(FreshFrom, group="attack.random_net", without=["scope"]):
     """`BlockProbe` on the net's architecture with random weights and the statistics of the attacker's images."""
 
-    partial = False
+    partial = None
 
     scope = "full"
 

@@ -206,6 +206,12 @@ def _worth(result: Result, measure: str) -> list[str]:
     if (ceiling := metrics.get("ceiling/worth")) is not None:
         lines.append(f"What stands before the immunized layers leaves {max(ceiling, 0):.2f} to be removed at most.")
     few = sorted(int(name.rpartition("_")[2]) for name in metrics if name.startswith("worth/before_"))
+    for name, scope in result.about.get("drawn_anew", {}).items():
+        ceilings = {n: metrics.get(f"ceiling/worth_{name}_{n}") for n in few}
+        said = [f"{metrics[f'ceiling/worth_{name}']:.2f}"]
+        said += [f"{value:.2f} with {n} images of each class" for n, value in ceilings.items() if value is not None]
+        begin = "what was immunized" if scope == "trained" else scope
+        lines.append(f"A defense that begins at {begin} removes at most {', '.join(said)}.")
     known = [n for n in few if metrics.get(f"worth/removed_{n}") is not None]
     if known:
         shares = [[metrics[f"worth/removed{end}_{n}"] for end in ("", "_low", "_high")] for n in known]

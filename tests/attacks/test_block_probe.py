@@ -209,7 +209,9 @@ def test_who_has_a_part_of_theta_0_is_no_attacker_without_the_model(images):
         "fresh": FreshFrom(mirrored=False, enlarged=False),
         "random": RandomNet(mirrored=False, enlarged=False),
     }
-    values = run_attacks(attacks, victim).metrics
+    measures = run_attacks(attacks, victim)
+    values = measures.metrics
+    assert measures.about["drawn_anew"] == {"half": "layer3", "fresh": "trained"}
     assert values["worth/half"] == max(values[f"reference/{name}/final"] for name in ("half", "random"))
     assert values["worth/without"] == values["reference/random/final"]
     assert values["attack/worst/attacks"] == 1

@@ -157,3 +157,14 @@ def test_ratios_that_are_withheld_are_not_in_the_headline():
 
 def test_no_headline_where_nothing_was_measured():
     assert headline(Result(0, "d", "m", "imma", "completed", {"rir": 2.0})) is None
+
+
+def test_the_ceiling_of_a_defense_that_begins_at_a_block():
+    result = audited(probe=0.9)
+    result.metrics |= {"worth/before": 0.8, "worth/after": 0.8, "worth/without": 0.2, "worth/before_5": 0.5}
+    result.metrics |= {f"worth/removed{end}": 0.0 for end in ("", "_low", "_high")}
+    result.metrics |= {"ceiling/worth_a": 0.25, "ceiling/worth_a_5": 0.5, "ceiling/worth_b": 0.75}
+    result.about["drawn_anew"] = {"a": "layer3", "b": "trained"}
+    lines = verdict([result])
+    assert "A defense that begins at layer3 removes at most 0.25, 0.50 with 5 images of each class." in lines
+    assert "A defense that begins at what was immunized removes at most 0.75." in lines
