@@ -287,7 +287,8 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
     ) -> Fit:
         """The best ridge on validation rows; one whose columns do not vary guesses."""
         views, y = reading.views, task.train.y.cpu()[rows].repeat(reading.views)
-        parts = itertools.product(reading.blocks, POOLINGS[reading.poolings])
+        everything = list(itertools.product(reading.blocks, POOLINGS[reading.poolings]))
+        parts = [part for part in everything if part in outputs.parts] or everything[:1]
         read = reduce(operator.add, (kernel(*part, views, reading.root) for part in parts))
         read = read.gaussian() if reading.radial else read
         predicted = read.ridge_predictions(task.targets(y), ridges)

@@ -51,9 +51,11 @@ def _of_one_task(
 ) -> Measures:
     measures, outcomes, references = Measures(), [], {}
     untouched = {name for name, attack in attacks.items() if attack.untouched(victim)}
-    few = _few(attacks, victim.task, suite)
+    few = _few(victim.task, suite)
     found_with: dict[tuple[int, int], Found] = {draw: {} for draws in few.values() for draw in draws}
-    bar = tqdm(attacks.items(), bar_format="{desc} |{bar}|", disable=None, leave=False)
+    # those without the model first: where none applies, few images say nothing of what it is worth
+    ordered = sorted(attacks.items(), key=lambda item: (not item[1].reference, item[1].partial is not None))
+    bar, lines = tqdm(ordered, bar_format="{desc} |{bar}|", disable=None, leave=False), False
     for number, (name, attack) in enumerate(bar, 1):
         place = f"attack {number} of {len(attacks)}, {name}"
         try:
@@ -61,7 +63,8 @@ def _of_one_task(
         except Inapplicable as error:
             measures.miss(str(error), f"{'reference' if attack.reference else 'attack'}/{name}/final")
             curves = None
-        for images, seed in found_with:  # now, as what it reads of the net is not kept for long
+        lines |= bool(curves and attack.reference and not attack.partial and curves["baseline"].scores is not None)
+        for images, seed in found_with if lines else ():  # now, as what it reads of the net is not kept for long
             if seed and attack.trains:
                 continue
             own, where = copy.copy(attack), f"{place}, {images} images a class, draw {seed + 1}"
@@ -91,15 +94,14 @@ def _of_one_task(
         measures.about["drawn_anew"] = begin
     everything = {outcome.name: outcome.curves for outcome in outcomes}
     everything |= {name: {"baseline": curve} for name, curve in references.items()}
-    if any(curve.scores is not None for curve in without.values()):
+    if lines:
         _worth(attacks, victim, suite or Suite(version=""), everything, few, found_with, untouched, measures)
     return measures
 
 
-def _few(attacks: Mapping[str, Attack], task: Task, suite: Suite | None) -> dict[int, list[tuple[int, int]]]:
+def _few(task: Task, suite: Suite | None) -> dict[int, list[tuple[int, int]]]:
     """The draws, images of each class and seed, at each number of images at which the suite measures worth."""
-    lines = any(attack.reference and not attack.partial for attack in attacks.values())
-    if suite is None or not task.classes or not lines:
+    if suite is None or not task.classes:
         return {}
     enough = {images: len(task.few(images, 0)) < len(task.train) for images in suite.images}
     return {images: [(images, seed) for seed in range(suite.draws) if enough[images]] for images in suite.images}

@@ -14,6 +14,7 @@ from immunization.attacks.pooling import Outputs
 from immunization.attacks.renewed import images_of
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.data.task import Task
+from immunization.errors import ConfigError
 from immunization.models import Model
 from immunization.models.chain import Network
 
@@ -62,8 +63,8 @@ class FreshFrom(BlockProbe, group="attack.fresh_from", without=["precision", "re
     """`BlockProbe` on theta_0 with a part drawn anew, and the statistics of the attacker's images.
 
     `scope` is where that part begins: at `trained`, what was immunized, or at a block or stage, by its name. What is
-    left of theta_0 is left by every defense of that part, too: `ceiling/worth_from_<scope>`. The weights are the same
-    for all draws of images, so that the net is passed once.
+    left of theta_0 is left by every defense of that part, too: `ceiling/partial_<name>`. The weights are the same for
+    all draws of images, so that the net is passed once.
     """
 
     reference = True
@@ -77,14 +78,16 @@ class FreshFrom(BlockProbe, group="attack.fresh_from", without=["precision", "re
 
     @property
     def net(self) -> object:
-        return FreshFrom, self.scope
+        return type(self).read, self.scope
 
     def check(self, task: Task, model: Model) -> None:
+        if self.partial in ("head", "last", "full"):
+            raise ConfigError(f"attack.*.scope={self.scope}: name a block or a stage, or trained")
         if model.deep:
             model.network().part(self.scope)
 
     def untouched(self, victim: Victim) -> bool:
-        return victim.same_outside(self.scope)
+        return self.scope == "trained" and victim.same_outside(self.scope)
 
     def read(self, victim: Victim, stage: Stage) -> Outputs:
         def drawn() -> Network:

@@ -168,7 +168,7 @@ def at(draws: Sequence[Draw], guess: Tensor, public: bool, budget: float = math.
     left = None
     if any(draw.untouched for draw in draws) and not public:
         left = scores(lambda draw: draw.untouched)
-    names = dict.fromkeys(name for draw in draws for name in draw.partial)
+    names = dict.fromkeys(name for draw in draws for name in draw.partial if not public)
     partial = {name: scores(lambda draw, name=name: draw.partial.get(name, [])) for name in names}
     return worth(before, after, scores(lambda draw: []), left, partial)
 
@@ -198,11 +198,11 @@ def put(found: Worth, suffix: str, measures: Measures) -> None:
     for name in ("before", "after", "without"):
         measures.put(f"worth/{name}{suffix}", getattr(found, name))
     for name, (accuracy, _) in found.partial.items():
-        measures.put(f"worth/{name}{suffix}", accuracy)
+        measures.put(f"worth/partial_{name}{suffix}", accuracy)
     known = {key: getattr(found, name) for name, key in KEYS.items()}
-    known |= {f"{KEYS['ceiling']}_{name}": value for name, (_, value) in found.partial.items()}
+    known |= {f"ceiling/partial_{name}": value for name, (_, value) in found.partial.items()}
     for key, value in known.items():
-        if value is None and key.startswith(KEYS["ceiling"]):  # nobody leaves a part aside, or removed has the reason
+        if value is None and key.startswith("ceiling/"):  # nobody leaves a part aside, or removed has the reason
             continue
         if value is None:
             reason = (

@@ -86,7 +86,7 @@ def image_folders(
         )
     kept_roots = [keep_root] if isinstance(keep_root, str) else keep_root or []
     kept = tuple(open_unlabeled(root, **(keep or {})) for root in kept_roots)
-    held = {role: task.folders for role, task in tasks.items() if role != "primary"}
+    held = {role: task.folders for role, task in tasks.items()}
     if found := first_shared({"keep": [folder for images in kept for folder in images.folders], **held}):
         _, role, shared = found
         raise ConfigError(
@@ -106,7 +106,7 @@ def open_unlabeled(root: str, classes: str | Sequence[str | int] | None = None, 
     folder = Path(root).expanduser()
     if not folder.is_dir():
         raise DataError(f"dataset.keep_root: folder {folder.absolute()} not found; it must hold images")
-    names = None if classes is None else _chosen("dataset.keep.classes", classes, _class_folders(folder))
+    names = None if classes is None else _chosen("dataset.keep.classes", classes, _class_folders(folder), least=1)
     images = _open_folder(folder, names)
     folders = tuple(sorted({Path(path).parent.resolve() for path, _ in images.reader.samples}))
     split = ImageSplit(images, None, _fingerprint(images.reader), f"images below {folder.name}, in natural order")
@@ -155,7 +155,8 @@ def open_task(
             about = f"images below {below.as_posix()}{some}, in natural order of their paths"
             whole[split] = ImageSplit(images, None, _fingerprint(images.reader), about)
         labels = torch.tensor([label for _, label in whole[train].dataset.reader.samples])
-        folders = tuple((places[train] / name).resolve() for name in names)
+        each = (place / name for place in places.values() for name in names)
+        folders = tuple(folder.resolve() for folder in each if folder.is_dir())
     rows = split_rows(labels, val_fraction, 0.0 if test in whole else test_fraction, generator)
     splits = {split: whole[train].take(rows[split]) for split in SPLITS}
     if test in whole:
@@ -183,8 +184,10 @@ def _places(role: str, folder: Path, train: str, test: str) -> dict[str, Path]:
     return {train: training, test: testing}
 
 
-def _chosen(key: str, classes: str | Sequence[str | int] | None, folders: tuple[str, ...]) -> tuple[str, ...]:
-    """Some of the class `folders`: all for None, `a:b` of their order, or a list of names and places."""
+def _chosen(
+    key: str, classes: str | Sequence[str | int] | None, folders: tuple[str, ...], least: int = 2
+) -> tuple[str, ...]:
+    """`least` or more of the class `folders`: all for None, `a:b` of their order, or a list of names and places."""
     check_value(key, classes, str | Sequence[str | int] | None)
     if classes is None:
         return folders
@@ -202,8 +205,9 @@ def _chosen(key: str, classes: str | Sequence[str | int] | None, folders: tuple[
                 f"{key}: {unknown[0]} is none of the {len(folders)} class folders, nor a place below that"
             )
         chosen = [folders[one] if isinstance(one, int) else one for one in classes]
-    if len(chosen) < 2 or len(set(chosen)) < len(chosen):
-        raise ConfigError(f"{key}={classes}: at least two different classes are needed")
+    if len(chosen) < least or len(set(chosen)) < len(chosen):
+        needed = "two different classes are" if least > 1 else "one class is"
+        raise ConfigError(f"{key}={classes}: at least {needed} needed")
     return tuple(sorted(chosen))
 
 

@@ -1,5 +1,6 @@
 """The interface of an immunization method."""
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY
@@ -13,6 +14,8 @@ from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
 from immunization.models.base import Batch, Model
 from immunization.theory.preconditioning import Precondition
+
+log = logging.getLogger(__name__)
 
 Combine = Literal["sum", "worst"]
 """How a method takes several harmful tasks: the sum of what it does against each, up to a factor, or the worst one."""
@@ -53,6 +56,8 @@ class Method(Component, group="method"):
     """Whether theta is a linear map behind the features of a deep net, which stay as they are."""
     alone = False
     """Whether a step takes gradients or features of its own, and so needs all rows of a batch in one process."""
+    keeps = False
+    """Whether it distills images of dataset.keep_root."""
     several = False
     """Whether `setup` takes all of `pair.harmful_tasks`; a method that does not is combined (`methods.combined`)."""
 
@@ -75,6 +80,8 @@ class Method(Component, group="method"):
     def setup(self, model: Model, pair: TaskPair) -> None:
         """Prepare for one run; called before the optimizer is built."""
         self.pair = pair
+        if pair.about.get("keep") and not self.keeps:
+            log.warning("method=%s does nothing with the images of dataset.keep_root", self.name)
         self.best: tuple[float, int, dict[str, Tensor]] = (-math.inf, 0, {})
         if self.max_accuracy_drop is not None:
             if not len(pair.primary.val):

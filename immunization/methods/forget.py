@@ -50,6 +50,7 @@ class Forget(Method, without=["combine"]):
     """
 
     alone = True
+    keeps = True
 
     epochs = 20
     batch_size = 64

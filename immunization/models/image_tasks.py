@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from immunization.compute.machine import gpu_memory
+from immunization.compute.machine import gpu_memory, memory
 from immunization.compute.transfer import onto
 from immunization.data.image_loading import create_loader
 from immunization.data.images import ImagePair, ImageSplit, ImageTask
@@ -179,10 +179,17 @@ class ImageReader(Model):
         return self._read(images, task, split, f"{task.name}: {len(split)} images")
 
     def kept(self) -> Tensor | None:
-        if not self.images.keep:
-            return None
-        read = (self.images_of(task, task.splits["train"]) for task in self.images.keep)
-        return torch.cat([self.trunk(images) for batches in read for images, _ in batches])
+        splits = [(task, task.splits["train"]) for task in self.images.keep]
+        count, one = sum(len(split) for _, split in splits), self.trunk(torch.zeros(1, *self.config["input_size"]))
+        if 2 * (size := count * one.numel() * one.itemsize) > (most := memory(torch.device("cpu"))):
+            raise ConfigError(
+                f"dataset.keep_root: {count:,} images take {size / GIB:.3g} GiB before {self.point}, and half of "
+                f"{most / GIB:.3g} is free for them; choose fewer with dataset.keep.classes"
+            )
+        read = [self.trunk(images).cpu() for split in splits for images, _ in self.images_of(*split)]
+        if splits and not read:
+            raise DataError("dataset.keep_root: none of its images can be read")
+        return torch.cat(read) if read else None
 
     def _read(
         self, images: ImagePair, task: ImageTask, split: ImageSplit, what: str

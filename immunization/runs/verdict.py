@@ -207,9 +207,15 @@ def _worth(result: Result, measure: str) -> list[str]:
         lines.append(f"What stands before the immunized layers leaves {max(ceiling, 0):.2f} to be removed at most.")
     few = sorted(int(name.rpartition("_")[2]) for name in metrics if name.startswith("worth/before_"))
     for name, scope in result.about.get("drawn_anew", {}).items():
-        ceilings = {n: metrics.get(f"ceiling/worth_{name}_{n}") for n in few}
-        said = [f"{metrics[f'ceiling/worth_{name}']:.2f}"]
-        said += [f"{value:.2f} with {n} images of each class" for n, value in ceilings.items() if value is not None]
+        key = f"ceiling/partial_{name}"
+        if metrics.get(key) is None:
+            continue
+        value, low, high = (max(metrics[f"{key}{end}"], 0) for end in ("", "_low", "_high"))
+        ceilings = {n: metrics.get(f"{key}_{n}") for n in few}
+        said = [f"{value:.2f} (95 % interval {low:.2f} to {high:.2f})"]
+        said += [
+            f"{max(value, 0):.2f} with {n} images of each class" for n, value in ceilings.items() if value is not None
+        ]
         begin = "what was immunized" if scope == "trained" else scope
         lines.append(f"A defense that begins at {begin} removes at most {', '.join(said)}.")
     known = [n for n in few if metrics.get(f"worth/removed_{n}") is not None]

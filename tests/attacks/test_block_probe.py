@@ -212,11 +212,14 @@ def test_who_has_a_part_of_theta_0_is_no_attacker_without_the_model(images):
     measures = run_attacks(attacks, victim)
     values = measures.metrics
     assert measures.about["drawn_anew"] == {"half": "layer3", "fresh": "trained"}
-    assert values["worth/half"] == max(values[f"reference/{name}/final"] for name in ("half", "random"))
+    assert values["worth/partial_half"] == max(values[f"reference/{name}/final"] for name in ("half", "random"))
     assert values["worth/without"] == values["reference/random/final"]
     assert values["attack/worst/attacks"] == 1
     with pytest.raises(ConfigError, match="no block of the net is called so"):
         FreshFrom(scope="layer9").check(victim.task, victim.model)
+    with pytest.raises(ConfigError, match="scope=full: name a block"):
+        FreshFrom(scope="full").check(victim.task, victim.model)
+    RandomNet().check(victim.task, victim.model)
 
 
 def test_a_search_pays_for_what_it_tried_on_fewer_images(images, monkeypatch):

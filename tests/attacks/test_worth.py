@@ -5,7 +5,17 @@ import torch
 from helpers.victims import colored_pair, net_victim
 from torch.testing import assert_close
 
-from immunization.attacks import Attack, AttackCurve, BlockProbe, Neighbours, RandomNet, RawInputs, Suite, run_attacks
+from immunization.attacks import (
+    Attack,
+    AttackCurve,
+    BlockProbe,
+    Inapplicable,
+    Neighbours,
+    RandomNet,
+    RawInputs,
+    Suite,
+    run_attacks,
+)
 from immunization.attacks.worth import Draw, at, best, put, worth
 from immunization.evaluation.measures import Measures
 
@@ -100,12 +110,15 @@ def test_the_ceiling_of_every_part_of_the_net():
     measures = Measures()
     put(at([draw], guess, public=False), "_5", measures)
     values = measures.metrics
-    assert_close(values["ceiling/worth_half_5"], ((before.test - half.test) / (before.test - without.test)).item())
-    assert values["ceiling/worth_half_low_5"] < values["ceiling/worth_half_5"] < values["ceiling/worth_half_high_5"]
-    assert values["worth/half_5"] == half.test
-    assert values["ceiling/worth_nothing_5"] == 1
+    assert_close(values["ceiling/partial_half_5"], ((before.test - half.test) / (before.test - without.test)).item())
+    assert (
+        values["ceiling/partial_half_low_5"] < values["ceiling/partial_half_5"] < values["ceiling/partial_half_high_5"]
+    )
+    assert values["worth/partial_half_5"] == half.test
+    assert values["ceiling/partial_nothing_5"] == 1
     assert values["worth/removed_5"] == 0
     assert "ceiling/worth_5" not in values
+    assert not at([draw], guess, public=True).partial
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +147,19 @@ def test_a_run_says_what_is_removed_at_few_images(victim):
     assert "more than 100" in measures.reasons["worth/removed_100"]
     assert 0 < values["worth/before_2"] <= 1
     assert "near" not in {name.partition("@")[0] for name in measures.metrics}
+
+
+def test_where_no_reference_applies_nobody_is_given_few_images(victim, monkeypatch):
+    def refuse(self, victim, stage):
+        raise Inapplicable("not here")
+
+    monkeypatch.setattr(RawInputs, "run", refuse)
+    seen = []
+    near = Neighbours.run
+    monkeypatch.setattr(Neighbours, "run", lambda self, *args: seen.append(self.samples) or near(self, *args))
+    measures = run_attacks({"near": Neighbours(), "raw": RawInputs()}, victim, suite=Suite(version="x", images=[2]))
+    assert set(seen) == {None}
+    assert not any(name.startswith("worth/") for name in measures.metrics)
 
 
 def test_without_an_attacker_who_lacks_the_model_there_is_no_worth(victim):

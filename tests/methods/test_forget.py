@@ -97,12 +97,14 @@ def test_images_without_labels_are_kept_as_they_are(net, tmp_path):
     assert_close(method.step(model, primary, primary)["distill"], by_hand)
 
 
-def test_images_of_the_harmful_task_are_not_kept(net):
+def test_images_of_a_task_are_not_kept(net):
     harmful = net.tasks["harmful"].folders[0]
     roots = [str(Path(task.folders[0]).parents[1]) for task in net.tasks.values()]
     with pytest.raises(ConfigError, match=f"dataset.keep_root: folder {harmful} belongs to the harmful task"):
         image_folders(*roots, keep_root=str(harmful.parent))
-    image_folders(*roots, keep_root=roots[0])  # of D_P, which is kept anyway
+    for root in roots:
+        with pytest.raises(ConfigError, match=f"dataset.keep_root: folder {root}/val/class0 belongs to the"):
+            image_folders(*roots, keep_root=f"{root}/val")  # held out
     with pytest.raises(DataError, match=r"keep_root: folder .*nowhere not found"):
         image_folders(*roots, keep_root="nowhere")
     with pytest.raises(ConfigError, match=r"dataset\.keep\.classes=7:9 is no class"):

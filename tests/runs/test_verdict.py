@@ -163,8 +163,15 @@ def test_the_ceiling_of_a_defense_that_begins_at_a_block():
     result = audited(probe=0.9)
     result.metrics |= {"worth/before": 0.8, "worth/after": 0.8, "worth/without": 0.2, "worth/before_5": 0.5}
     result.metrics |= {f"worth/removed{end}": 0.0 for end in ("", "_low", "_high")}
-    result.metrics |= {"ceiling/worth_a": 0.25, "ceiling/worth_a_5": 0.5, "ceiling/worth_b": 0.75}
-    result.about["drawn_anew"] = {"a": "layer3", "b": "trained"}
-    lines = verdict([result])
-    assert "A defense that begins at layer3 removes at most 0.25, 0.50 with 5 images of each class." in lines
-    assert "A defense that begins at what was immunized removes at most 0.75." in lines
+    for name, value in (("a", -0.01), ("b", 0.75)):
+        result.metrics |= {
+            f"ceiling/partial_{name}{end}": value + x for end, x in (("", 0), ("_low", -0.1), ("_high", 0.1))
+        }
+    result.metrics["ceiling/partial_a_5"] = 0.5
+    result.about["drawn_anew"] = {"a": "layer3", "b": "trained", "own": "layer2"}
+    first, second = [line for line in verdict([result]) if line.startswith("A defense")]
+    interval = "(95 % interval 0.00 to 0.09)"
+    assert (
+        first == f"A defense that begins at layer3 removes at most 0.00 {interval}, 0.50 with 5 images of each class."
+    )
+    assert second.startswith("A defense that begins at what was immunized removes at most 0.75 (95")
