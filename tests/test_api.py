@@ -199,7 +199,7 @@ def test_a_linear_run_is_loaded(tmp_path):
 
 def test_an_audit_of_a_folded_net(net):
     """`learning_curve` slows the probe it was made against; whoever strips the map has the model of before."""
-    data = loader(4, 1, 80), loader(3, 2, 80)
+    data = loader(4, 1), loader(3, 2)
     immune = immunization.immunize(net, *data, epochs=60, optimizer__lr=3e-2)
     attacks = ["linear_probe", "undo", "closed_form_probe", "full_finetune"]
     options = {"linear_probe__steps": 64, "undo__steps": 64, "full_finetune__steps": 2, "full_finetune__rates": [0.01]}
