@@ -38,7 +38,7 @@ def run_attacks(
     """Run `attacks` and measure each, under `attack/<name>/`, and the worst of them, under `attack/worst/`.
 
     An attack that does not apply to the model or the data has only `attack/<name>/final`, None with the reason. Attacks
-    that `kept` holds are not run again. A reference, which uses no weights of the model, is measured under
+    that `kept` holds are not run again. A reference, which does not use theta_I, is measured under
     `reference/<name>/`. Where the victim's task is not `harmful`, all these names carry its role,
     `attack_<role>/<name>/`, and so do the flags.
     """
