@@ -17,7 +17,7 @@ The same holds of any part from a block to the end, with A_left for who has thet
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -159,18 +159,18 @@ def best(curves: Iterable[AttackCurve], guess: Tensor, budget: float = math.inf)
 def at(draws: Sequence[Draw], guess: Tensor, public: bool, budget: float = math.inf) -> Worth:
     """The worth that all attackers show within a budget; where theta_0 is `public`, who has theta_I has it, too."""
 
-    def scores(group: Callable[[Draw], list[AttackCurve]]) -> Tensor:
-        """Scores of the best among a group and those without the model."""
-        return torch.stack([best(group(draw) + draw.without, guess, budget) for draw in draws])
+    def scores(groups: Iterable[list[AttackCurve]]) -> Tensor:
+        """Scores of the best among each draw's group and those without the model."""
+        pairs = zip(groups, draws, strict=True)
+        return torch.stack([best(group + draw.without, guess, budget) for group, draw in pairs])
 
-    before = scores(lambda draw: draw.before)
-    after = before if public else scores(lambda draw: draw.after)
-    left = None
-    if any(draw.untouched for draw in draws) and not public:
-        left = scores(lambda draw: draw.untouched)
+    before = scores(draw.before for draw in draws)
+    after = before if public else scores(draw.after for draw in draws)
+    untouched = any(draw.untouched for draw in draws) and not public
+    left = scores(draw.untouched for draw in draws) if untouched else None
     names = dict.fromkeys(name for draw in draws for name in draw.partial if not public)
-    partial = {name: scores(lambda draw, name=name: draw.partial.get(name, [])) for name in names}
-    return worth(before, after, scores(lambda draw: []), left, partial)
+    partial = {name: scores(draw.partial.get(name, []) for draw in draws) for name in names}
+    return worth(before, after, scores([] for _ in draws), left, partial)
 
 
 def budgets(draws: Sequence[Draw]) -> list[float]:

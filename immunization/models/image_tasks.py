@@ -179,6 +179,8 @@ class ImageReader(Model):
         return self._read(images, task, split, f"{task.name}: {len(split)} images")
 
     def kept(self) -> Tensor | None:
+        if not self.images.keep:
+            return None
         splits = [(task, task.splits["train"]) for task in self.images.keep]
         count, one = sum(len(split) for _, split in splits), self.trunk(torch.zeros(1, *self.config["input_size"]))
         if 2 * (size := count * one.numel() * one.itemsize) > (most := memory(torch.device("cpu"))):
@@ -187,9 +189,9 @@ class ImageReader(Model):
                 f"{most / GIB:.3g} is free for them; choose fewer with dataset.keep.classes"
             )
         read = [self.trunk(images).cpu() for split in splits for images, _ in self.images_of(*split)]
-        if splits and not read:
+        if not read:
             raise DataError("dataset.keep_root: none of its images can be read")
-        return torch.cat(read) if read else None
+        return torch.cat(read)
 
     def _read(
         self, images: ImagePair, task: ImageTask, split: ImageSplit, what: str

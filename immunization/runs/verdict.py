@@ -211,11 +211,10 @@ def _worth(result: Result, measure: str) -> list[str]:
         if metrics.get(key) is None:
             continue
         value, low, high = (max(metrics[f"{key}{end}"], 0) for end in ("", "_low", "_high"))
-        ceilings = {n: metrics.get(f"{key}_{n}") for n in few}
         said = [f"{value:.2f} (95 % interval {low:.2f} to {high:.2f})"]
-        said += [
-            f"{max(value, 0):.2f} with {n} images of each class" for n, value in ceilings.items() if value is not None
-        ]
+        for n in few:
+            if (share := metrics.get(f"{key}_{n}")) is not None:
+                said.append(f"{max(share, 0):.2f} with {n} images of each class")
         begin = "what was immunized" if scope == "trained" else scope
         lines.append(f"A defense that begins at {begin} removes at most {', '.join(said)}.")
     known = [n for n in few if metrics.get(f"worth/removed_{n}") is not None]
