@@ -1,5 +1,6 @@
 """The effect of immunization on classes of a net's own head that are not in D_P."""
 
+import re
 from collections.abc import Sequence
 from itertools import chain
 
@@ -8,7 +9,8 @@ from torch import Tensor
 
 from immunization.checks import checked
 from immunization.data.image_folders import open_task
-from immunization.errors import DataError
+from immunization.data.images import ImageTask
+from immunization.errors import ConfigError, DataError
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import SUFFIX, Measures, Stage
 from immunization.models.image_tasks import outputs_of
@@ -48,7 +50,7 @@ class OtherClasses:
         if self.root is None:
             measures.miss("evaluation.other_classes.root names no folder of images", *chain(*names.values()))
             return measures
-        task, shown = open_task("primary", self.root, 0.0, 0.0, 0, **self.options), shown.cpu()
+        task, shown = self._task(), shown.cpu()
         split, outputs = task.splits["train"], outputs_of(task, model.head.out_features, model.name)
         truth = outputs[torch.tensor([label for _, label in split.dataset.reader.samples])]
         rows = torch.isin(truth, shown, invert=True).nonzero()[:, 0]
@@ -71,3 +73,11 @@ class OtherClasses:
             for name, hits in zip(own, (predicted == torch.cat(labels), torch.isin(predicted, shown)), strict=True):
                 measures.put(name, hits.double().mean().item())
         return measures
+
+    def _task(self) -> ImageTask:
+        """The task below `root`, which is read as D_P is; errors name the keys of this evaluation."""
+        try:
+            return open_task("primary", self.root, 0.0, 0.0, 0, **self.options)
+        except (ConfigError, DataError) as error:
+            own = re.sub(r"dataset\.primary[._]", "evaluation.other_classes.", str(error))
+            raise type(error)(own) from error

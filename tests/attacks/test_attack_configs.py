@@ -31,16 +31,26 @@ def test_one_option_may_stand_for_several():
     assert set(compose(["attack=[probes,lora]"]).attack) == probes | {"lora"}
 
 
-def test_a_numbered_suite_is_never_changed():
+def _numbered(name):
+    content = compose([f"attack=[{name}]"])
+    return {key: OmegaConf.to_container(content[key], resolve=True) for key in ("attack", "suite")}
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "digest"),
+    [("standard", "standard-1", "37e8dd3dbcb3c153"), ("depth", "depth-1", "30f5e98940d83e1c")],
+)
+def test_a_numbered_suite_is_never_changed(name, version, digest):
     """Whoever changes an attacker, its settings or the list gives the suite another number, and this test its hash."""
-    content = compose(["attack=[standard]"])
-    numbered = {key: OmegaConf.to_container(content[key], resolve=True) for key in ("attack", "suite")}
-    digest = hashlib.sha256(json.dumps(numbered, sort_keys=True).encode()).hexdigest()
-    assert (content.suite.version, digest[:16]) == ("standard-1", "37e8dd3dbcb3c153")
-    nightly, quick = (compose([f"attack=[{name}]"]) for name in ("nightly", "quick"))
-    assert (nightly.suite.version, quick.suite.version) == ("nightly-1", "quick-1")
-    assert numbered["attack"].keys() < nightly.attack.keys()
-    assert quick.attack.keys() < numbered["attack"].keys()
+    numbered = _numbered(name)
+    found = hashlib.sha256(json.dumps(numbered, sort_keys=True).encode()).hexdigest()
+    assert (numbered["suite"]["version"], found[:16]) == (version, digest)
+
+
+def test_suites_grow_from_quick_to_nightly():
+    quick, standard, nightly = map(_numbered, ("quick", "standard", "nightly"))
+    assert (nightly["suite"]["version"], quick["suite"]["version"]) == ("nightly-1", "quick-1")
+    assert quick["attack"].keys() < standard["attack"].keys() < nightly["attack"].keys()
 
 
 @pytest.mark.parametrize("name", HEIRS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.nets import build, open_pair
 
-from immunization.errors import DataError
+from immunization.errors import ConfigError, DataError
 from immunization.evaluation import Comparison, OtherClasses
 from immunization.methods import ClosedForm
 
@@ -69,6 +69,10 @@ def test_what_cannot_be_measured_is_said(opened, folders, outputs, tmp_path):
         shutil.copy(folders[0] / "train" / name / "0.png", only_primary / name)
     with pytest.raises(DataError, match="every class in it is one of the primary task"):
         OtherClasses(str(only_primary), outputs=outputs)(Comparison(tasks, model))
+    with pytest.raises((ConfigError, DataError), match=r"evaluation\.other_classes\.classes"):
+        OtherClasses(str(folders[0] / "train"), classes="90:95", outputs=outputs)(Comparison(tasks, model))
+    with pytest.raises(DataError, match=r"evaluation\.other_classes\.root: folder"):
+        OtherClasses(str(tmp_path / "none"), outputs=outputs)(Comparison(tasks, model))
     pair = open_pair(folders, primary={"outputs": outputs})
     whole, every = build(pair).read_tasks(pair, False)
     assert not OtherClasses(str(only_primary))(Comparison(every, whole)).metrics  # the head has no other class
