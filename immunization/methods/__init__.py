@@ -8,6 +8,7 @@ from immunization.methods.combined import Combined, combined
 from immunization.methods.condition_number import ConditionNumber, ReleasedConditionNumber, RIllOnly
 from immunization.methods.encoderlock import Encoderlock
 from immunization.methods.forget import Forget
+from immunization.methods.forget_blocks import ForgetBlocks
 from immunization.methods.imma import IMMA
 from immunization.methods.learning_curve import LearningCurve, LearningCurveNet
 from immunization.methods.ntl import NTL

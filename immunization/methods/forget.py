@@ -102,7 +102,8 @@ class Forget(Method, without=["combine"]):
         with model.extractor.watched() if self.sizes else nullcontext({}) as outputs:
             theirs = model.training_features(harmful.x)
         loss = self.pair.primary.loss(logits, primary.y)
-        distill = self._distillation(model, *self._with_kept(model, primary.x, features))
+        x, features = self._with_kept(model, primary.x, features)
+        distill = self._distillation(model, features, self._before(model, x))
         terms = {"distill": distill, "collapse": self._collapse(theirs)}
         if self.path:
             terms["path"] = self._path(theirs, harmful)
@@ -119,13 +120,19 @@ class Forget(Method, without=["combine"]):
         """Rows x and their features, and below them as many images to keep with theirs."""
         if self.kept is None:
             return x, features
-        own = self.kept[torch.randint(len(self.kept), (len(x),))].to(x)
+        own = self._drawn(x)
         return torch.cat([x, own]), torch.cat([features, model.training_features(own)])
 
-    def _distillation(self, model: Model, x: Tensor, features: Tensor) -> Tensor:
-        with torch.no_grad():
-            before = model.training_features(x, self.theta_0)
-            p_0 = log_probabilities(F.linear(before, *self.omega_0))
+    def _drawn(self, x: Tensor) -> Tensor:
+        """As many images to keep as x has rows; none where there are none."""
+        return x[:0] if self.kept is None else self.kept[torch.randint(len(self.kept), (len(x),))].to(x)
+
+    @torch.no_grad()
+    def _before(self, model: Model, x: Tensor) -> Tensor:
+        return model.training_features(x, self.theta_0)
+
+    def _distillation(self, model: Model, features: Tensor, before: Tensor) -> Tensor:
+        p_0 = log_probabilities(F.linear(before, *self.omega_0))
         moved = (features - before).square().sum(1).mean() / self.spread
         if not model.deep:
             return moved

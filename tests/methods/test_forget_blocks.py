@@ -1,0 +1,105 @@
+"""`method=forget_blocks`: its terms by hand, that it makes zeros and not small numbers, and what it refuses."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.images import draw_folder
+from helpers.methods import make_pair
+from helpers.nets import build, open_pair
+from torch.testing import assert_close
+
+from immunization.errors import ConfigError
+from immunization.methods import ForgetBlocks
+from immunization.models import Linear
+from immunization.training.batches import PairedBatches
+
+pytestmark = pytest.mark.trains
+
+TRAINED = ["layer2", "layer3", "layer4"]
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory):
+    root = tmp_path_factory.mktemp("images")
+    folders = [draw_folder(root / name, 4, 20, 4, seed) for seed, name in enumerate(("primary", "harmful"))]
+    return open_pair(folders, val_fraction=0.2)
+
+
+def prepared(pair, **options):
+    """A method after its setup, the model, and the first batch of both tasks."""
+    model, tasks = build(pair, trainable=TRAINED).read_tasks(pair, False)
+    method = ForgetBlocks(1, 16, **options)
+    method.setup(model, tasks)
+    batches = next(iter(PairedBatches(tasks, 16, torch.Generator().manual_seed(0)).epoch()))
+    return method, model, batches
+
+
+@torch.no_grad()
+def maps(model, x):
+    """What each trained block gives: one tensor [N, C, H, W] each."""
+    found = []
+    for block in model.extractor.children():
+        found.append(x := block(x))
+    return found
+
+
+def test_terms_by_hand(net):
+    method, model, (primary, harmful) = prepared(net, collapse=0.5, silence=2.0, hold=3.0, distill=4.0)
+    own = maps(model, primary.x)
+    start = method.step(model, primary, harmful)
+    assert (start["hold"].item(), start["distill"].item()) == pytest.approx((0, 0), abs=1e-12)
+    with torch.no_grad():
+        for p in model.trained().values():
+            p.mul_(1.1)
+    terms = method.step(model, primary, harmful)
+    silence = [m.abs().mean() / m_0.abs().mean() for m, m_0 in zip(maps(model, harmful.x), own, strict=True)]
+    hold = [(m - m_0).square().mean() / m_0.var(0).mean() for m, m_0 in zip(maps(model, primary.x), own, strict=True)]
+    assert len(own) == len(method.trained) == 3
+    assert_close(terms["silence"], torch.stack(silence).mean().to(terms["silence"]))
+    assert_close(terms["hold"], torch.stack(hold).mean().to(terms["hold"]))
+    weighted = 4 * terms["distill"] + 3 * terms["hold"] + 0.5 * terms["collapse"] + 2 * terms["silence"]
+    assert_close(terms["loss"], terms["task_loss"] + weighted)
+
+
+def test_images_to_keep_are_held_beside_the_primary_ones(net, tmp_path):
+    draw_folder(tmp_path / "kept", 1, 5, 2, seed=2)
+    folders = [Path(task.folders[0]).parents[1] for task in net.tasks.values()]
+    pair = open_pair(folders, val_fraction=0.2, keep_root=str(tmp_path / "kept" / "train"))
+    method, model, (primary, harmful) = prepared(pair)
+    method.kept = method.kept[:1]
+    rows = torch.cat([primary.x, method.kept.repeat(len(primary.x), 1, 1, 1)])
+    own = maps(model, rows)
+    with torch.no_grad():
+        for p in model.trained().values():
+            p.mul_(1.1)
+    hold = [(m - m_0).square().mean() / m_0.var(0).mean() for m, m_0 in zip(maps(model, rows), own, strict=True)]
+    terms = method.step(model, primary, harmful)
+    assert_close(terms["hold"], torch.stack(hold).mean().to(terms["hold"]))
+
+
+def test_harmful_images_leave_more_outputs_at_exactly_zero(net):
+    """A small output is read as well as a large one; only one that is zero says nothing."""
+    method, model, (primary, harmful) = prepared(net, silence=4.0)
+
+    def zeros():
+        return torch.stack([(m == 0).double().mean() for m in maps(model, harmful.x)])
+
+    before, optimizer = zeros(), torch.optim.Adam(model.trained().values(), lr=3e-3)
+    for _ in range(30):
+        optimizer.zero_grad()
+        method.step(model, primary, harmful)["loss"].backward()
+        optimizer.step()
+    assert (zeros() > before + 0.05).all()
+
+
+def test_the_head_stays_as_it_is_unless_asked_for(net):
+    for asked in (False, True):
+        model = prepared(net, **({"train_head": True} if asked else {}))[1]
+        assert all(p.requires_grad is asked for p in model.head.parameters())
+
+
+def test_a_model_without_blocks_is_refused():
+    pair = make_pair()
+    with pytest.raises(ConfigError, match=r"method=forget_blocks reads blocks of a net.*method=forget"):
+        ForgetBlocks(1, 16).setup(Linear(pair), pair)
