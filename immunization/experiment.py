@@ -90,6 +90,9 @@ def resolve(config: DictConfig, overrides: Iterable[str] = ()) -> Experiment:
         values[group] = {name: build(settings, f"{group}.{name}") for name in values[group]}
     if values["suite"]:
         values["suite"] = build(settings, "suite")
+        if unknown := [name for name in values["suite"].benign if name not in values["attack"]]:
+            known = ", ".join(values["attack"])
+            raise ConfigError(f"suite.benign: {unknown[0]} is none of the attacks, which are {known}")
     if any(override.startswith("objective=") for override in overrides):
         check_objective(str(values["objective"]), values["evaluation"], values["attack"])
     for group in ("tracker", "dataset", "model", "optimizer"):

@@ -139,13 +139,20 @@ def measure(experiment: Experiment, parts: Parts, run: RunFolder, flags: dict[st
     if method.undetermined:
         measures.withhold("undetermined", method.undetermined)
     if experiment.attack:
-        from immunization.attacks import KeptCurves, Victim, run_attacks  # not loaded by runs without attacks
+        from immunization.attacks import (
+            KeptCurves,
+            Victim,
+            run_attacks,
+            run_transfer,
+        )  # not loaded by runs without attacks
 
         with run.timed("attack"), machine.gpu_memory("the attacks", AFTERWARDS):
-            for role in pair.attacked:
+            benign = pair.benign_tasks if experiment.suite and experiment.suite.benign else {}
+            for role in (*pair.attacked, *benign):
                 victim = Victim(model, comparison, start, role)
                 kept = KeptCurves(run.path / ATTACKS, experiment.settings["attack"], victim, experiment.baselines)
-                measures.merge(run_attacks(experiment.attack, victim, kept, experiment.suite))
+                run_all = run_transfer if role in benign else run_attacks
+                measures.merge(run_all(experiment.attack, victim, kept, experiment.suite))
     run.result.about = run.result.about | measures.about
     for role in pair.attacked:
         found = measures.about.get("attackers" if role == "harmful" else f"attackers_{role}", {})

@@ -18,6 +18,7 @@ from immunization.attacks.probes import (
     WhitenedProbe,
 )
 from immunization.attacks.suite import run_attacks
+from immunization.attacks.transfer import run_transfer
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
 from immunization.attacks.without import FreshFrom, FreshPart, RandomNet, RawInputs, Scratch
 from immunization.attacks.worth import Suite

@@ -35,7 +35,7 @@ PER_DECADE = 2
 """Budgets of operations in a decade at which worth is measured."""
 
 
-KEYS = {"worth": "worth/theta_0", "removed": "worth/removed", "ceiling": "ceiling/worth"}
+KEYS = {"worth": "worth/theta_0", "lost": "worth/lost", "removed": "worth/removed", "ceiling": "ceiling/worth"}
 """Metrics that have intervals."""
 
 
@@ -58,13 +58,15 @@ class Suite(Component, group="suite"):
 
     Beside all of the attacker's images, worth is measured at each number of `images` of each class, with `draws` sets
     of them; attackers who train a net have the first of these. `theta_0`: whether the attacker can have the net as it
-    was before immunization, too; where it is public no defense takes anything away. Raises ConfigError.
+    was before immunization, too; where it is public no defense takes anything away. `benign`: names of those who also
+    learn the benign tasks, which shows what immunization costs honest users. Raises ConfigError.
     """
 
     version: str
     images: Sequence[AtLeastOne] = ()
     draws: AtLeastOne = 1
     theta_0: Literal["secret", "public"] = "secret"
+    benign: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Worth:
-    """Best accuracies, what theta_0 is worth, how much of it is removed, and how much could be.
+    """Best accuracies, what theta_0 is worth, how much of it is lost, which share of it, and how much could be.
 
     `partial`: best accuracy and ceiling of those who have only a part of theta_0, by name. All shares are None where
     theta_0 is worth nothing; the `ceiling` also where nobody leaves the immunized part aside.
@@ -88,6 +90,7 @@ class Worth:
     after: float
     without: float
     worth: Estimate
+    lost: Estimate
     removed: Estimate | None
     ceiling: Estimate | None = None
     partial: Mapping[str, tuple[float, Estimate | None]] = field(default_factory=dict)
@@ -113,7 +116,7 @@ def worth(
 
     parts = {name: (scores.mean().item(), share(scores)) for name, scores in (partial or {}).items()}
     means = (scores.mean().item() for scores in (before, after, without))
-    return Worth(*means, value, share(after), share(left), parts)
+    return Worth(*means, value, estimate(before - after), share(after), share(left), parts)
 
 
 def _share(loss: Tensor, gain: Tensor) -> Estimate:

@@ -284,6 +284,11 @@ class TaskPair:
         return self._of("harmful", "unseen")
 
     @property
+    def benign_tasks(self) -> dict[str, Task]:
+        """Tasks that immunization should leave as easy as they were, by role."""
+        return self._of("benign")
+
+    @property
     def shown(self) -> dict[str, Task]:
         """The tasks that methods are shown, by role."""
         return self._of("primary", "harmful")

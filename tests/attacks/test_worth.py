@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from helpers.runs import DEEP
 from helpers.victims import colored_pair, net_victim
 from torch.testing import assert_close
 
+from immunization import run
 from immunization.attacks import (
     Attack,
     AttackCurve,
@@ -17,6 +19,7 @@ from immunization.attacks import (
     run_attacks,
 )
 from immunization.attacks.worth import Draw, at, best, put, worth
+from immunization.errors import ConfigError
 from immunization.evaluation.measures import Measures
 
 ROWS = 400
@@ -189,3 +192,17 @@ def test_attacks_without_scores_have_no_part_in_the_worth(victim):
     assert measures.metrics["attack/plain/final"] == 1
     assert measures.metrics["worth/before"] == measures.metrics["worth/without"]
     assert measures.reasons["worth/removed_2"] == "no attacker takes so few images"
+
+
+def test_benign_tasks_are_learned_as_the_harmful_one_is(tmp_path):
+    """`transfer_benign/` has what is lost there; nothing of it counts as an attack."""
+    options = ["experiment=digits_deep", *DEEP, "dataset.benign=[7,8]", "method=identity", "attack=[quick]"]
+    benign = "+suite.benign=[block_probe]"
+    result = run([*options, benign, "tracker=none", f"hydra.run.dir={tmp_path / 'run'}"])
+    values = {name: value for name, value in result.metrics.items() if "benign" in name and "transfer" in name}
+    assert {"transfer_benign/before", "transfer_benign/after_5", "transfer_benign/lost_low_5"} <= set(values)
+    assert values["transfer_benign/before"] == values["transfer_benign/after"] > values["transfer_benign/without"] - 0.1
+    assert values["transfer_benign/lost"] == values["transfer_benign/lost_5"] == 0
+    assert not any(name.startswith(("attack_benign", "worth_benign")) for name in result.metrics)
+    with pytest.raises(ConfigError, match=r"suite\.benign: nobody is none of the attacks, which are block_probe"):
+        run([*options, "+suite.benign=[nobody]", f"hydra.run.dir={tmp_path / 'other'}"])

@@ -1,0 +1,26 @@
+"""What immunization costs honest users: benign tasks, learned by those who attack the harmful one."""
+
+from collections.abc import Mapping
+
+from immunization.attacks.base import Attack
+from immunization.attacks.kept import KeptCurves
+from immunization.attacks.suite import run_attacks
+from immunization.attacks.victim import Victim
+from immunization.attacks.worth import Suite
+from immunization.evaluation.measures import Measures
+
+
+def run_transfer(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves | None, suite: Suite) -> Measures:
+    """Learn the victim's benign task by those of `attacks` that `suite.benign` names, and by references.
+
+    `transfer_<role>/before`, `/after` and `/without` are the best accuracies with theta_0, with theta_I and without the
+    model, `/lost` is before less after, with its interval; `_<n>` stands for n images of each class.
+    """
+    own = {n: attack for n, attack in attacks.items() if n in suite.benign or (attack.reference and not attack.partial)}
+    found, measures = run_attacks(own, victim, kept, suite), Measures()
+    prefix = f"worth_{victim.role}/"
+    for name, value in found.metrics.items():
+        key = name.removeprefix(prefix)
+        if name.startswith(prefix) and key.partition("_")[0] in ("before", "after", "without", "lost"):
+            measures.put(f"transfer_{victim.role}/{key}", value)
+    return measures
