@@ -196,13 +196,13 @@ def test_attacks_without_scores_have_no_part_in_the_worth(victim):
 
 def test_benign_tasks_are_learned_as_the_harmful_one_is(tmp_path):
     """`transfer_benign/` has what is lost there; nothing of it counts as an attack."""
-    options = ["experiment=digits_deep", *DEEP, "dataset.benign=[7,8]", "method=identity", "attack=[quick]"]
-    benign = "+suite.benign=[block_probe]"
-    result = run([*options, benign, "tracker=none", f"hydra.run.dir={tmp_path / 'run'}"])
-    values = {name: value for name, value in result.metrics.items() if "benign" in name and "transfer" in name}
-    assert {"transfer_benign/before", "transfer_benign/after_5", "transfer_benign/lost_low_5"} <= set(values)
-    assert values["transfer_benign/before"] == values["transfer_benign/after"] > values["transfer_benign/without"] - 0.1
+    suite = "suite={{_target_: immunization.attacks.Suite, version: test-1, images: [5], draws: 2, benign: [{}]}}"
+    options = [*DEEP, "dataset.benign=[7,8]", "method=identity", "attack=[neighbours,raw_inputs]"]
+    result = run([*options, suite.format("neighbours"), f"hydra.run.dir={tmp_path / 'run'}"])
+    values = {name: value for name, value in result.metrics.items() if name.startswith("transfer_benign/")}
+    assert {f"transfer_benign/{key}" for key in ("before", "after_5", "without", "lost_low_5")} <= set(values)
+    assert values["transfer_benign/before"] == values["transfer_benign/after"] > 0.8
     assert values["transfer_benign/lost"] == values["transfer_benign/lost_5"] == 0
     assert not any(name.startswith(("attack_benign", "worth_benign")) for name in result.metrics)
-    with pytest.raises(ConfigError, match=r"suite\.benign: nobody is none of the attacks, which are block_probe"):
-        run([*options, "+suite.benign=[nobody]", f"hydra.run.dir={tmp_path / 'other'}"])
+    with pytest.raises(ConfigError, match=r"suite\.benign: nobody is none of the attacks, which are neighbours"):
+        run([*options, suite.format("nobody"), f"hydra.run.dir={tmp_path / 'other'}"])
