@@ -25,6 +25,9 @@ CONF = next(path for path in (_PACKAGE.parent / "conf", _PACKAGE / "conf") if pa
 TRUSTED = ("immunization.", "torch.", "timm.")
 """Packages a `_target_` may come from; `trusted` in the configuration adds the user's own."""
 
+TRACK = "experiment=leaderboard/"
+"""Starts the override that chooses a track of the leaderboard."""
+
 _HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_")
 
 

@@ -15,6 +15,7 @@ from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from immunization.config import TRACK
 from immunization.errors import UserError
 from immunization.runs.filenames import REFUSED
 from immunization.training.signals import imported
@@ -100,6 +101,17 @@ def _forget_refusals(folder: Path) -> None:
         refused.unlink()
 
 
+def _track(config: DictConfig, batch: list[Sequence[str]]) -> None:
+    """Put the jobs of a track of the leaderboard in the order of their methods, and say what is missing of it."""
+    if any(word.startswith(TRACK) for word in batch[0]):
+        from immunization.results import rows
+
+        methods = list(dict.fromkeys(word for job in batch for word in job if word.startswith("method=")))
+        batch.sort(key=lambda job: [methods.index(word) for word in job if word in methods])
+        ignored = config.hydra.job.config.override_dirname.exclude_keys
+        print(rows.plan(batch, Path(config.hydra.sweep.dir), ignored), flush=True)
+
+
 def _validate(sweeper: Sweeper, batch: list[Sequence[str]]) -> None:
     """In place of Hydra's, which composes every job before the first one starts, in this process: 0.2 s each.
 
@@ -111,6 +123,7 @@ def _validate(sweeper: Sweeper, batch: list[Sequence[str]]) -> None:
     if repeated := len(batch) - len(jobs):
         print(f"{repeated} of {len(batch)} jobs repeat another one and are left out", flush=True)
         batch[:] = jobs
+    _track(sweeper.config, batch)
     loader = sweeper.hydra_context.config_loader
     is_group = cache(lambda key: bool(loader.get_group_options(key)))
     seen: set[str] = set()

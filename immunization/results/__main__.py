@@ -1,6 +1,7 @@
 """`python -m immunization.results PATH...`: tables, figures and one report of any number of run folders.
 
-`python -m immunization.results leaderboard PATH...`: one row per method instead, with its price and what attackers pay.
+`python -m immunization.results rows PATH...` writes runs of the leaderboard's tracks as rows, one file each;
+`python -m immunization.results leaderboard` makes tables, figures and a page of them.
 """
 
 import argparse
@@ -13,9 +14,9 @@ from functools import partial
 from pathlib import Path
 
 from immunization.errors import UserError
-from immunization.results import leaderboard
+from immunization.results import leaderboard, page, rows
 from immunization.results.collect import Collection, collect
-from immunization.results.page import REPORT, Section, markdown, sections, show, write
+from immunization.results.page import Section
 from immunization.results.tables import numbers
 from immunization.runs import files
 
@@ -26,11 +27,13 @@ WRITTEN = ".immunization_results.sha256"
 def main(arguments: list[str] | None = None) -> None:
     """Collect, print and write; raises UserError for a path that does not exist or holds no run."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["rows"]:
+        return _rows(arguments[1:])
     board = arguments[:1] == ["leaderboard"]
-    options = _parser("Leaderboard" if board else "Results").parse_args(arguments[board:])
-    collection = collect(options.paths)
-    rows = leaderboard.tracks(collection) if board else []
-    parts = leaderboard.sections(rows) if board else sections(collection, options.objective, not options.no_figures)
+    options = _parser(board).parse_args(arguments[board:])
+    collection = collect(leaderboard.rows_below(options.paths) if board else options.paths)
+    kind = leaderboard if board else page
+    parts = kind.sections(collection) if board else kind.sections(collection, options.objective, not options.no_figures)
     folder = options.output
     figures = options.figures or folder / "figures"
     for place in (folder, figures):
@@ -44,22 +47,29 @@ def main(arguments: list[str] | None = None) -> None:
         files.write(folder / name, text)
     suffixes = (".png",) if options.figures else (".png", ".pdf")
     pictures = {plot.name: plot.png(figures, pdf=not options.figures) for part in parts for plot in part.every_plot}
-    write(folder / REPORT, collection, parts, options.title)
-    written = [folder / name for name in (*texts, REPORT)]
+    report = folder / kind.REPORT
+    kind.write(report, collection, parts, options.title)
+    written = [report, *(folder / name for name in texts)]
     written += [path.with_suffix(suffix) for path in pictures.values() for suffix in suffixes]
-    if board:
-        written += leaderboard.write_rows(rows, folder / "rows")
     _tidy(folder, written)
     if options.markdown:
         base = options.markdown.resolve().parent
         relative = {name: os.path.relpath(path.resolve(), base) for name, path in pictures.items()}
         command = shlex.join(["python", "-m", "immunization.results", *arguments])
-        page = partial(leaderboard.between_marks, options.markdown) if board else markdown
-        files.write(options.markdown, page(parts, relative, command))
-    show(collection, parts)
-    print(f"report: {folder / REPORT}")
+        content = partial(leaderboard.between_marks, options.markdown) if board else page.markdown
+        files.write(options.markdown, content(parts, relative, command))
+    page.show(collection, parts)
+    print(f"report: {report}")
     if options.wandb:
-        _log(options, collection, parts, list(pictures.values()))
+        _log(options, collection, parts, list(pictures.values()), report)
+
+
+def _rows(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m immunization.results rows", description=rows.__doc__)
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders of runs or multiruns of tracks")
+    parser.add_argument("--into", type=Path, default=rows.FOLDER, help="folder of all rows (%(default)s)")
+    options = parser.parse_args(arguments)
+    print(*rows.write(options.paths, options.into), sep="\n")
 
 
 def _tidy(folder: Path, written: Iterable[Path]) -> None:
@@ -77,7 +87,7 @@ def _tidy(folder: Path, written: Iterable[Path]) -> None:
     files.write(record, "".join(f"{files.sha256(path)}  {name}\n" for name, path in inside.items()))
 
 
-def _log(options: argparse.Namespace, collection: Collection, parts: list[Section], pictures: list[Path]) -> None:
+def _log(options: argparse.Namespace, collection: Collection, parts: list[Section], *made: list[Path] | Path) -> None:
     """A summary run on W&B with every table, all runs with their measures, every figure and the report."""
     from immunization.runs.wandb_tracker import Wandb
 
@@ -87,14 +97,15 @@ def _log(options: argparse.Namespace, collection: Collection, parts: list[Sectio
     tables = {table.name: numbers(table) for part in parts for table in part.every_table}
     runs = collection.frame()
     tables["runs"] = list(runs), [[None if cell != cell else cell for cell in row] for row in runs.to_numpy(object)]
-    tracker.report(tables, pictures, options.output / REPORT)
+    tracker.report(tables, *made)
     tracker.close(failed=False)
 
 
-def _parser(title: str) -> argparse.ArgumentParser:
+def _parser(board: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m immunization.results", description=__doc__)
     add = parser.add_argument
-    add("paths", nargs="+", type=Path, metavar="PATH", help="folders of runs or sweeps, result.json files")
+    what = f"rows of the leaderboard ({rows.FOLDER})" if board else "folders of runs or sweeps, result.json files"
+    add("paths", nargs="*" if board else "+", type=Path, metavar="PATH", default=[rows.FOLDER], help=what)
     add(
         "--output",
         type=Path,
@@ -106,7 +117,7 @@ def _parser(title: str) -> argparse.ArgumentParser:
         default="rir",
         help="measure that chooses the best setting, larger is better; not for the leaderboard (%(default)s)",
     )
-    add("--title", default=title, help="heading of the report (%(default)s)")
+    add("--title", default="Leaderboard" if board else "Results", help="heading of the report (%(default)s)")
     add(
         "--markdown",
         type=Path,

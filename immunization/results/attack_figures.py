@@ -1,10 +1,10 @@
-"""The cost of each attack on one setting, before and after, and of the cheapest attack on every setting."""
+"""The cost of each attack on one setting, before and after, and what is left of worth on every setting."""
 
-import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from immunization.results.plot import INK, LETTER, LINE, Look, Plot, fit_log, headline, inked, panel_axes
+import numpy as np
+
+from immunization.results.plot import INK, LETTER, LINE, Plot, fit_log, headline, inked, looks, panel_axes
 from immunization.results.settings import Setting
 from immunization.runs.verdict import attack_names, successes
 
@@ -56,45 +56,48 @@ def attack_costs(setting: Setting, name: str) -> Plot | None:
     return Plot(name, caption, figure)
 
 
-class Point(NamedTuple):
-    """A method: `price` is the loss on the primary task, `cost` the attacker's over the baseline's, inf if held."""
+def worth_removed(rows: Sequence[Setting], metric: str, name: str, title: str, bound: float) -> Plot | None:
+    """Worth removed with its interval, against points that the primary task loses, with lines at 0, 1 and `bound`.
 
-    label: str
-    price: float
-    cost: float
-    look: Look
-
-
-def resistance(points: Sequence[Point], name: str, title: str) -> Plot:
-    """Cost of the attacker against the price of a method, with labels beside the axes that cannot overlap.
-
-    Methods that no attack breaks stand on a line of their own above all others.
+    None where no row has both. Names stand one below the other beside the axes, in the order of the shortest lines to
+    them: none of these cross.
     """
-    held = any(math.isinf(point.cost) for point in points)
-    finite = [point.cost for point in points if math.isfinite(point.cost)] or [1.0]
-    top = max(finite) * 3
-    room = 0.6 + LETTER * max(len(point.label) for point in points)
+    from scipy.optimize import linear_sum_assignment
+
+    look, rows = looks(rows), [row for row in rows if row.price is not None and row.removed(metric)]
+    if not rows:
+        return None
+    points = [(row, 100 * max(row.price, 0.0), *row.removed(metric)) for row in rows]
+    images = metric.partition("_")[2] or "all"
+    low, high = min(0.0, *(point[3] for point in points)), max(1.0, *(point[4] for point in points))
     with inked():
-        figure, (ax,) = panel_axes(1, width=4.2, height=max(2.6, LINE * len(points)), left=0.9, right=room)
-        ranked = sorted(points, key=lambda point: (min(point.cost, top), -point.price))
-        for rank, (label, price, cost, (color, _, marker)) in enumerate(ranked):
-            place = price, min(cost, top)
-            ax.plot(*place, marker, color=color, markersize=8, markeredgecolor=INK, markeredgewidth=0.6)
-            arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.8, "shrinkB": 4, "relpos": (0, 0.5)}
-            beside = {"xytext": (1.06, (rank + 0.5) / len(ranked)), "textcoords": "axes fraction", "va": "center"}
-            ax.annotate(label, place, fontsize=9, arrowprops=arrow, annotation_clip=False, **beside)
-        if held:
-            ax.axhline(top, color=INK, linewidth=0.8, linestyle=":")
-        fit_log(ax.yaxis, [min(finite) * 0.8, top if held else max(finite) * 1.2])
-        ax.axvline(0, color=INK, linewidth=0.6, alpha=0.5)
-        ax.set(xlabel="lost on the primary task", ylabel="cost of the cheapest attack / baseline's")
-        ax.margins(x=0.1)
-        left, right = ax.get_xlim()
-        ax.set_xlim(min(left, -NARROW), max(right, NARROW))
+        right = 0.6 + LETTER * max(len(row.label) for row, *_ in points)
+        figure, (ax,) = panel_axes(1, width=4.2, height=max(2.6, LINE * len(points)), left=1.5, right=right)
+        for y in (0, 1):
+            ax.axhline(y, color=INK, linewidth=0.8, linestyle=":")
+        ax.axvline(bound, color=INK, linewidth=0.8, linestyle=":")
+        for row, loss, share, *ends in points:
+            color, _, marker = look[row]
+            ax.plot([loss, loss], ends, color=color, linewidth=1.4)
+            ax.plot(loss, share, marker, color=color, markersize=8, markeredgecolor=INK, markeredgewidth=0.6)
+        ax.set(xlabel="points lost on the primary task", ylabel=f"worth removed, {images} images")
+        most = max(loss for _, loss, *_ in points)
+        ax.set(xlim=(-bound, max(2 * bound, 1.1 * most)), ylim=(max(low, -1) - 0.1, min(high, 2) + 0.1))
         ax.locator_params(axis="x", nbins=5)
+        ax.locator_params(axis="y", steps=[5, 10])
+        names = {0: "identity 0", 1: "no model 1"}
+        ax.yaxis.set_major_formatter(lambda value, position: names.get(round(value, 6), f"{value:g}"))
         figure.suptitle(title, fontsize=10, x=0.02, ha="left", y=0.98)
+        places = [(1.06, (i + 0.5) / len(points)) for i in range(len(points))]
+        starts = ax.transData.transform([(loss, share) for _, loss, share, *_ in points])
+        lengths = np.linalg.norm(starts[:, None] - ax.transAxes.transform(places), axis=2)
+        for (row, loss, share, *_), i in zip(points, linear_sum_assignment(lengths)[1], strict=True):
+            arrow = {"arrowstyle": "-", "color": look[row].color, "linewidth": 0.8, "shrinkB": 4, "relpos": (0, 0.5)}
+            beside = {"xytext": places[i], "textcoords": "axes fraction", "va": "center", "fontsize": 9}
+            ax.annotate(row.label, (loss, share), arrowprops=arrow, annotation_clip=False, **beside)
     caption = (
-        "Cost of the cheapest attack, median over runs, against the held-out loss on the primary task; a gain counts "
-        "as no loss. Up and left is better. On a dotted line no attack learns the task in most runs."
+        f"Share of theta_0's worth that is removed from attackers with {images} images of each class (95 % interval), "
+        "against the points that the primary task loses; a gain counts as no loss. Up and left is better: at 0 nothing "
+        f"is removed, at 1 the model is of no use; a row that loses more than {bound:g} points has no rank."
     )
-    return Plot(f"{name}_resistance", caption, figure)
+    return Plot(f"{name}_worth", caption, figure)

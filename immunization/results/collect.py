@@ -23,19 +23,28 @@ PAIR = ("dataset.primary", "dataset.harmful", "dataset.benign", "dataset.unseen"
 """Keys that choose the classes of the tasks: runs that differ in nothing else are averaged."""
 TRAINING = ("method.", "optimizer.", "scheduler.")
 """Prefixes of keys that say how a model is immunized: runs that differ in them stand side by side in one table."""
+LAYERS = "model.trainable"
+"""Key of the part of a net that is immunized, which in a leaderboard is the method's choice."""
 ATTACK = "attack."
 """Starts the keys of the configuration that say how a run is attacked."""
 MEASURING = ("evaluation.", ATTACK)
 """Prefixes of keys that say how it is measured."""
+ROW = "row"
+"""Under this key `about` of a row of the leaderboard holds what else is in a `Run`."""
 
 
 @dataclass
 class Run:
-    """A completed run: its result and the configuration that made it."""
+    """A completed run: its result and the configuration that made it.
+
+    Of a row of the leaderboard, `track` is the track's name, and `result.folder` the file of the row.
+    """
 
     result: Result
     config: dict[str, Any]
     command: str | None
+    track: str = ""
+    environment: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -55,9 +64,10 @@ class Run:
         return _key(self.settings, lambda name: not name.startswith(TRAINING) and name not in PAIR)
 
     @cached_property
-    def track(self) -> str:
-        """What has to agree for runs to be rows of one leaderboard: the data and the model."""
-        return _key(self.settings, lambda name: not name.startswith((*TRAINING, *MEASURING)) and name not in PAIR)
+    def board(self) -> str:
+        """What has to agree for runs to be rows of one table of the leaderboard: track, suite, data and model."""
+        others = (*TRAINING, *MEASURING, LAYERS)
+        return self.track + _key(self.settings, lambda name: not name.startswith(others) and name not in PAIR)
 
     @cached_property
     def setting(self) -> str:
@@ -65,8 +75,8 @@ class Run:
         return _key(self.settings, lambda name: name not in PAIR)
 
     @cached_property
-    def identity(self) -> tuple[str, int]:
-        return _key(self.settings, lambda name: True), self.result.seed
+    def identity(self) -> tuple[str, str, int]:
+        return self.track, _key(self.settings, lambda name: True), self.result.seed
 
 
 @dataclass
@@ -113,18 +123,18 @@ class Collection:
 
 
 def collect(paths: Iterable[str | Path]) -> Collection:
-    """Read every run folder at or below `paths`; a path may also be a result.json.
+    """Read every run folder at or below `paths`; a path may also be a result.json, or a row of the leaderboard.
 
     Runs that did not complete, files that cannot be read or are of another schema, and all but the last of runs that
     are the same in everything become problems. Raises DataError if a path does not exist or there is no run at all.
     """
     collection = Collection()
-    latest: dict[tuple[str, int], Run] = {}
+    latest: dict[tuple[str, str, int], Run] = {}
     for folder in dict.fromkeys(folder for path in paths for folder in _run_folders(Path(path))):
         try:
             run = _read(folder)
         except DataError as error:
-            kind = "unreadable" if (folder / Result.file).exists() else "unfinished"
+            kind = "unreadable" if _file(folder).exists() else "unfinished"
             collection.problems.append(Problem(folder, kind, str(error)))
             continue
         if (refused := folder / REFUSED).exists():  # what completed here is none of this multirun's
@@ -136,7 +146,7 @@ def collect(paths: Iterable[str | Path]) -> Collection:
             collection.problems.append(Problem(folder, *left, run if run.config else None))
             continue
         if before := latest.get(run.identity):
-            older, run = sorted((before, run), key=lambda r: (r.result.folder / Result.file).stat().st_mtime)
+            older, run = sorted((before, run), key=lambda r: _file(r.result.folder).stat().st_mtime)
             message = f"the same configuration and seed as {run.result.folder}, which is newer"
             collection.problems.append(Problem(older.result.folder, "repeated", message))
         latest[run.identity] = run
@@ -163,7 +173,7 @@ def varying(settings: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def _run_folders(path: Path) -> Iterator[Path]:
     if path.is_file():
-        yield path.parent
+        yield path.parent if path.name == Result.file else path
         return
     if not path.is_dir():
         raise DataError(f"{path} does not exist; give folders of runs or sweeps, or {Result.file} files")
@@ -174,10 +184,15 @@ def _run_folders(path: Path) -> Iterator[Path]:
             yield Path(folder)
 
 
-def _read(folder: Path) -> Run:
-    if not (folder / Result.file).exists():
-        raise DataError(f"{folder} has no {Result.file}; the run was killed or is still going")
-    result = Result.read(folder)
+def _file(place: Path) -> Path:
+    """The file of a result: in a run folder, or the row itself."""
+    return place if place.is_file() else place / Result.file
+
+
+def _read(place: Path) -> Run:
+    if not _file(place).exists():
+        raise DataError(f"{place} has no {Result.file}; the run was killed or is still going")
+    result = Result.read(place)
     if not all(isinstance(part, dict) for part in (result.metrics, result.curves, result.seconds)):
         raise DataError("metrics, curves and seconds of a result must be mappings; the file was edited")
     curves, numbers = result.curves.values(), (*result.metrics.values(), *result.seconds.values())
@@ -188,14 +203,19 @@ def _read(folder: Path) -> Run:
         and isinstance(result.flags, list)
     )
     if not sound:
-        raise DataError(f"{folder / Result.file}: its content is not what a run writes; it was edited")
+        raise DataError(f"{_file(place)}: its content is not what a run writes; it was edited")
+    if place.is_file():
+        if ROW not in result.about:
+            raise DataError(f"{place} is no row of the leaderboard")
+        result.folder = place
+        return Run(result, **result.about.pop(ROW))
     try:
-        config = read_config(folder)
+        config = read_config(place)
     except DataError:
         if result.status == "completed":
             raise
         config = {}  # it failed before there was one
-    return Run(result, config, command_of(folder))
+    return Run(result, config, command_of(place))
 
 
 def _key(settings: Mapping[str, Any], keep: Callable[[str], bool]) -> str:

@@ -1,41 +1,82 @@
-"""The leaderboard as tables, a figure, files and part of a page: what a method costs, and what attackers pay."""
+"""The leaderboard, made from its rows: a table and a figure per track, a part of a Markdown page, and its own page."""
 
-import json
 import math
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from immunization.errors import DataError
-from immunization.results.attack_figures import Point, resistance
+from immunization.results.attack_figures import worth_removed
 from immunization.results.collect import ATTACK, Collection
-from immunization.results.columns import Place, placed
-from immunization.results.page import Section, kept
-from immunization.results.plot import looks
-from immunization.results.settings import Setting, grouped, named
+from immunization.results.columns import Place, breaker, filled_in, placed
+from immunization.results.formatting import Cell, template
+from immunization.results.page import Section
+from immunization.results.seed_statistics import ROUNDING
+from immunization.results.settings import Setting, grouped, named, title
 from immunization.results.tables import Table
 from immunization.runs import files
-from immunization.runs.filenames import ENVIRONMENT, ROWS
 from immunization.runs.verdict import version
 
+REPORT = "leaderboard.html"
 MARKS = "<!-- leaderboard -->", "<!-- /leaderboard -->"
 """Lines of a page; the text between them is replaced."""
-APART = ": other attacks, not comparable"
+WORTH = "worth/removed", "worth/removed_20", "worth/removed_5"
+"""What rows may be sorted by: with all images of each class, or so many."""
+LOSS = 0.02
+"""Of the primary measure, which a row may lose and still has a rank."""
+SEEDS = 3
+"""That a rank needs."""
+SHOWN = 3
+"""Runs of a row whose attackers and commands the page shows."""
+BENIGN = "transfer_benign"
+BELOW = "More than two points of the primary task lost, or not measured"
+
+
+def rows_below(paths: Iterable[Path]) -> list[Path]:
+    """The files of rows at or below `paths`; raises DataError where there is none."""
+    found = [row for path in paths for row in ([path] if path.is_file() else sorted(path.rglob("*.json")))]
+    if not found:
+        where = ", ".join(map(str, paths))
+        raise DataError(f"no row in or below {where}: python -m immunization.results rows PATH... makes them from runs")
+    return found
 
 
 def tracks(collection: Collection) -> list[list[Setting]]:
-    """Rows that share data and model, in the order of methods; `apart` says why a row is not comparable."""
+    """Rows that share track, suite, data and model, sorted and ranked; `apart` says why one is not comparable."""
     made = []
-    for group in grouped(collection, lambda run: run.track):
+    for group in grouped(collection, lambda run: run.board):
         rows = named(group, ("dataset.", ATTACK))
         every = [row.attacks for row in rows]
         strongest = max(every, key=lambda attacks: (strength(attacks), every.count(attacks)))
         for row in rows:
             row.apart = weaker(row.attacks, strongest)
-        made.append(rows)
+        made.append(ranked(rows))
     return made
+
+
+def measure(rows: Iterable[Setting]) -> str:
+    """The measure of worth that most rows have, of equals the one with the most images."""
+    return max(WORTH, key=lambda name: sum(row.removed(name) is not None for row in rows))
+
+
+def ranked(rows: Sequence[Setting]) -> list[Setting]:
+    """Sorted by worth removed, those that keep the primary task first; these have a rank if they have enough seeds."""
+    worth = measure(rows)
+    shares = {row: found[0] if (found := row.removed(worth)) else -math.inf for row in rows}
+    rows = sorted(rows, key=lambda row: (not keeps(row), -shares[row]))
+    place = 0
+    for row in rows:
+        if keeps(row) and not row.apart and math.isfinite(shares[row]) and row.method != "identity":
+            seeds = len({result.seed for result in row.results})
+            place += seeds >= SEEDS
+            row.rank = str(place) if seeds >= SEEDS else f"{seeds} seed{'s' * (seeds > 1)}"
+    return rows
+
+
+def keeps(row: Setting) -> bool:
+    """Whether a row loses at most `LOSS` of the primary task."""
+    return row.price is not None and row.price <= LOSS + ROUNDING
 
 
 def strength(attacks: Mapping[str, Any]) -> tuple[int, float, float]:
@@ -54,109 +95,62 @@ def weaker(attacks: Mapping[str, Any], strongest: Mapping[str, Any]) -> str:
     return "; ".join(words)
 
 
-def sections(tracks: Iterable[Sequence[Setting]]) -> list[Section]:
-    """One section per track: the table, a second one for rows that are not comparable, and the figure."""
-    made = []
-    for title, rows in _titled(tracks):
-        name, look = f"leaderboard_{title.replace(', ', '_')}", looks(rows)
-        together, apart = ([row for row in rows if bool(row.apart) is side] for side in (False, True))
-        tables = [Table.of(name, title, placed(Place.BOARD), together)]
-        if len({len(row.runs) for row in together}) > 1:
-            tables[0].notes.insert(0, "Rows have different numbers of runs.")
-        if suites := {suite for row in together for result in row.results if (suite := version(result))}:
-            tables[0].notes.insert(0, f"Attackers: {', '.join(sorted(suites))}.")
-        if apart:
-            tables.append(Table.of(f"{name}_apart", f"{title}{APART}", placed(Place.BOARD), apart))
-            tables[1].notes[:0] = [f"{row.label}: {row.apart}." for row in apart]
-        points = []
-        for row in together:
-            if (price := row.price) is not None and (cost := row.cost()) is not None:
-                held = f" ({row.unbroken()})" if math.isinf(cost) else ""
-                points.append(Point(row.label + held, max(price, 0.0), cost, look[row]))
-        legend = [column.note for table in tables for column in table.only(Place.TERMINAL).columns if column.note]
-        made.append(Section(rows, tables, [resistance(points, name, title)] if points else [], legend))
+def sections(collection: Collection) -> list[Section]:
+    """A table and a figure per track, suite and data; rows that are not comparable follow with theirs."""
+    made, groups = [], tracks(collection)
+    for group in sorted(groups, key=lambda rows: rows[0].first.track):
+        worth, track = measure(group), group[0].first.track
+        heading = title(group, [other for other in groups if other[0].first.track == track])
+        heading = f"{track}: {heading}" if track else heading
+        names = (name.partition("/")[0] for row in group for result in row.results for name in result.metrics)
+        benign = dict.fromkeys(name.partition("_")[2] for name in names if name.startswith(BENIGN))
+        columns = list(filled_in(placed(Place.BOARD), {}, {"benign": list(benign)}))
+        for words, apart in (("", False), (": not comparable", True)):
+            if not (rows := [row for row in group if bool(row.apart) is apart]):
+                continue
+            name = "_".join(["leaderboard", *re.findall(r"[\w.-]+", heading + words)])
+            table = Table.of(name, heading + words, columns, rows)
+            notes = [f"{row.label}: {row.apart}." for row in rows if apart]
+            if suites := {suite for row in rows for result in row.results if (suite := version(result))}:
+                notes.append(f"Attackers: {', '.join(sorted(suites))}.")
+            if any(row.removed(worth) for row in rows):
+                notes.append(f"Sorted by worth removed with {worth.partition('_')[2] or 'all'} images of each class.")
+            if len({len(row.runs) for row in rows}) > 1:
+                notes.append("Rows have different numbers of runs.")
+            table.notes[:0] = notes
+            legend = [column.note for column in table.only(Place.TERMINAL).columns if column.note]
+            plot = worth_removed(rows, worth, name, table.title, 100 * LOSS)
+            made.append(Section(rows, [table], [plot] if plot else [], legend))
     return made
 
 
-def write_rows(tracks: Iterable[Sequence[Setting]], folder: Path) -> list[Path]:
-    """Write one JSON file per row into `folder`; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for title, rows in _titled(tracks):
-        for i, row in enumerate(rows, 1):
-            written.append(folder / f"{title.replace(', ', '_')}_{i:02d}_{row.method}.json")
-            files.write_json(written[-1], record(row))
-    return written
-
-
-def record(row: Setting) -> dict[str, Any]:
-    """Everything needed to check the row or to reproduce it."""
-    run, results = row.first, row.results
-    environment = run.result.folder / ENVIRONMENT
-    return {
-        "method": row.label,
-        "apart": row.apart or None,
-        "cells": {column.heading: column.cell(row, column.measure).text for column in placed(Place.BOARD)},
-        "config": run.config,
-        "command": run.command,
-        "attacks": row.attacks,
-        "attackers_found": {
-            result.folder.name: {k: found for k, found in result.about.items() if k.startswith("attackers")}
-            for result in results
-        },
-        "code": json.loads(environment.read_text()) if environment.is_file() else None,
-        "data": run.result.about,
-        "rows_sha256": {result.folder.name: files.sha256(result.folder / ROWS) for result in results},
-        "runs": [{"seed": r.seed, "metrics": r.metrics, "flags": r.flags} for r in results],
-        "failed": {one.result.folder.name: one.result.error for one in row.failed},
-    }
-
-
 def between_marks(path: Path, parts: Sequence[Section], pictures: Mapping[str, str], command: str) -> str:
-    """The page at `path` with the tables, without flags, between its marks; raises DataError if it has no marks.
-
-    Other tracks stay as they were `kept`, so their runs need not be present.
-    """
+    """The page at `path` with the tables, without flags, between its marks; raises DataError if it has no marks."""
     found = re.split(f"^(?:{'|'.join(MARKS)})$", path.read_text() if path.is_file() else "", flags=re.MULTILINE)
     if len(found) != 3:
         raise DataError(f"{path} has no place for the leaderboard: put {MARKS[0]} and {MARKS[1]} on lines of their own")
-    before, old, after = found
-    tracks = kept(path, {part.tables[0].title: _block(part, pictures) for part in parts}, lambda: _earlier(old))
-    text = "\n\n".join(tracks[title]["text"] for title in sorted(tracks))
-    columns = {name for track in tracks.values() for name in track["columns"]}
-    notes = (column.note for column in placed(Place.BOARD) if column.heading in columns)
-    legend = "\n".join(f"- {note}" for note in notes if note)
-    lead = f"Written by `{command}`. Do not edit by hand."
-    return f"{before}{MARKS[0]}\n{lead}\n\n{text}\n\n{legend}\n{MARKS[1]}{after}"
+    lines, notes = [f"Written by `{command}`. Do not edit by hand."], {}
+    for part in parts:
+        (table,) = part.tables
+        shown, kept = table.only(Place.BOARD_PAGE), sum(map(keeps, part.group))
+        if kept < len(shown.rows):
+            shown.rows.insert(kept, [Cell(f"*{BELOW}:*"), *(Cell("") for _ in shown.header[1:])])
+        notes |= dict.fromkeys(column.note for column in shown.columns if column.note)
+        lines += [f"### {table.title}", shown.pipes(), *_own_notes(table)]
+        lines += [plot.markdown(pictures[plot.name]).strip() for plot in part.plots if plot.name in pictures]
+    text = "\n\n".join([*lines, "\n".join(f"- {note}" for note in notes)])
+    return f"{found[0]}{MARKS[0]}\n{text}\n{MARKS[1]}{found[2]}"
 
 
-def _block(part: Section, pictures: Mapping[str, str]) -> dict[str, Any]:
-    """One track of a page: tables with their own notes, figure, and the names of the columns."""
-    lines, columns = [], []
-    for made in part.tables:
-        shown = made.only(Place.BOARD_PAGE)
-        columns += shown.header
-        lines += [f"### {made.title}", shown.pipes()]
-        lines += [note for note in made.notes if note not in {column.note for column in made.columns}]
-    lines += [plot.markdown(pictures[plot.name]) for plot in part.plots if plot.name in pictures]
-    return {"text": "\n\n".join(line.strip() for line in lines), "columns": columns}
+def _own_notes(table: Table) -> list[str]:
+    """The notes on a table, without those on its columns."""
+    return [note for note in table.notes if note not in {column.note for column in table.columns}]
 
 
-def _earlier(page: str) -> dict[str, Any]:
-    """The tracks of a page without a JSON file beside it, by title; the legend is not read."""
-    found: dict[str, Any] = {}
-    for block in re.split("^### ", re.sub(r"(^- .*\n*)+\Z", "", page, flags=re.MULTILINE), flags=re.MULTILINE)[1:]:
-        track = found.setdefault(block.partition("\n")[0].removesuffix(APART), {"text": ""})
-        track["text"] = f"{track['text']}\n\n### {block}".strip()
-        track["columns"] = [c.heading for c in placed(Place.BOARD) if f"| {c.heading} |" in track["text"]]
-    return found
-
-
-def _titled(tracks: Iterable[Sequence[Setting]]) -> Iterator[tuple[str, Sequence[Setting]]]:
-    """Tracks by title, data and model; tracks of the same title are numbered from the second on."""
-    seen: Counter[str] = Counter()
-    for rows in tracks:
-        run = rows[0].first.result
-        title = f"{run.dataset}, {run.model}"
-        seen[title] += 1
-        yield title + (f", {seen[title]}" if seen[title] > 1 else ""), rows
+def write(path: Path, collection: Collection, parts: Sequence[Section], heading: str) -> None:
+    """Write the page for a browser: sortable, and with a choice of tracks and rows."""
+    shown = [(part, part.tables[0].only(Place.BOARD_HTML), _own_notes(part.tables[0])) for part in parts]
+    legend = dict.fromkeys(column.note for _, table, _ in shown for column in table.columns if column.note)
+    page = template(REPORT, code=str, breaker=breaker, kept=lambda part: sum(map(keeps, part.group)))
+    content = page.render(title=heading, parts=shown, legend=legend, below=BELOW, most=SHOWN)
+    files.write(path, content)

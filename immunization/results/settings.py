@@ -30,11 +30,14 @@ KEEPS = (
 
 
 class Setting:
-    """Runs that differ only in the seed and the pair of classes; `apart` says why a leaderboard lists it separately."""
+    """Runs that differ only in the seed and the pair of classes.
+
+    In a leaderboard, `apart` says why it is listed separately, and `rank` the place of a row that has one.
+    """
 
     def __init__(self, runs: Sequence[Run], others: Sequence[Run] = ()) -> None:
         self.runs = list(runs)
-        self.apart = ""
+        self.apart = self.rank = ""
         self.failed, self.interrupted = ([r for r in others if r.result.interrupted is kind] for kind in (False, True))
         self.first = [*runs, *others][0]
         self.method = self.first.result.method
@@ -71,10 +74,11 @@ class Setting:
 
     def change(self, measure: str) -> tuple[float, float] | None:
         """A measure before and after: a mean over seeds for an accuracy, else a median over runs."""
-        names = f"{measure}_baseline", measure
+        names = measure.replace("/after", "/before") if "/after" in measure else f"{measure}_baseline", measure
         if not all(map(self.seeds, names)):
             return None
-        return tuple(self.summary(name).mean if measure.endswith("accuracy") else self.median(name) for name in names)
+        accuracy = measure.endswith("accuracy") or "/after" in measure
+        return tuple(self.summary(name).mean if accuracy else self.median(name) for name in names)
 
     def pairs(self, metric: str) -> dict[tuple[str, str], float]:
         """The median over the seeds, for each pair of classes."""
@@ -103,6 +107,19 @@ class Setting:
             return None
         name, before, after = self.primary
         return after - before if name.endswith("loss") else before - after
+
+    def removed(self, metric: str) -> tuple[float, float, float] | None:
+        """Mean over seeds of a `worth/removed` and the ends of its interval; None unless all runs have it.
+
+        To the runs' own intervals, which are of the same test rows, comes that of the mean over three or more seeds.
+        """
+        if not self.runs or any(result.metrics.get(metric) is None for result in self.results):
+            return None
+        name, _, images = metric.partition("_")
+        mean, *ends = (self.summary("_".join(filter(None, (name, end, images)))) for end in ("", "low", "high"))
+        spread = 0.0 if math.isnan(mean.low) else mean.mean - mean.low
+        low, high = (math.hypot(end.mean - mean.mean, spread) for end in ends)
+        return mean.mean, mean.mean - low, mean.mean + high
 
     @cached_property
     def attacks(self) -> dict[str, Any]:

@@ -82,9 +82,10 @@ class Result:
                 content["reasons"].setdefault(name, why)
         return content
 
-    def write(self, folder: str | Path) -> Path:
-        """Write result.json, which ends in a checksum of its content, into `folder` in one step and return its path."""
-        path, content = Path(folder) / self.file, self.as_dict()
+    def write(self, path: str | Path) -> Path:
+        """Write result.json into a folder, or the file at `path`, in one step, with a checksum; returns its path."""
+        path, content = Path(path), self.as_dict()
+        path = path / self.file if path.is_dir() else path
         files.write_json(path, content | {"sha256": _checksum(content)})
         return path
 

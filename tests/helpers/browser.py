@@ -5,8 +5,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-MEASURE = """(() => {
+MEASURE = """(said => {
   const texts = [...document.querySelectorAll("body *")].filter(
     e => !["SCRIPT", "STYLE", "TITLE"].includes(e.tagName)
       && [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()) && e.getClientRects().length);
@@ -16,19 +17,22 @@ MEASURE = """(() => {
   };
   const root = document.documentElement;
   return JSON.stringify({overflow: root.scrollWidth - root.clientWidth, width: root.clientWidth,
-                         smallest: Math.min(...texts.map(size))});
-})()"""
+                         smallest: Math.min(...texts.map(size)), said});
+})"""
 
 
-def look(page: Path, picture: Path, width: int) -> dict[str, float]:
-    """Draw `page` at `width` pixels into `picture`; its `overflow`, `smallest` text and inner `width` in pixels."""
+def look(page: Path, picture: Path, width: int, script: str = "null") -> dict[str, Any]:
+    """Draw `page` at `width` pixels into `picture`; its `overflow`, `smallest` text and inner `width` in pixels.
+
+    `said` is what `script` returns, which runs before.
+    """
     quiet = {"QT_QPA_PLATFORM": "offscreen", "QTWEBENGINE_CHROMIUM_FLAGS": "--no-sandbox --disable-gpu"}
-    command = [sys.executable, __file__, page, picture, str(width)]
+    command = [sys.executable, __file__, page, picture, str(width), script]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=os.environ | quiet)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _main(page: str, picture: str, width: str) -> None:
+def _main(page: str, picture: str, width: str, script: str) -> None:
     from PySide6.QtCore import QTimer, QUrl
     from PySide6.QtWebEngineWidgets import QWebEngineView
     from PySide6.QtWidgets import QApplication
@@ -43,7 +47,7 @@ def _main(page: str, picture: str, width: str) -> None:
         app.quit()
 
     def loaded(_: bool) -> None:
-        QTimer.singleShot(500, lambda: view.page().runJavaScript(MEASURE, 0, found))
+        QTimer.singleShot(500, lambda: view.page().runJavaScript(f"{MEASURE}({script})", 0, found))
 
     view.loadFinished.connect(loaded)
     view.load(QUrl.fromLocalFile(str(Path(page).resolve())))

@@ -1,6 +1,7 @@
 """A multirun with a method of one's own, in folders that a second start finds again."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -52,13 +53,22 @@ def multirun(monkeypatch, *arguments: str, folder: str = "jobs") -> list[str]:
     return sorted(path.parent.name for path in Path(folder).glob("*/result.json"))
 
 
-def test_a_row_of_ones_own_leaves_the_leaderboards_other_rows_as_they_are(user, monkeypatch):
-    track = ("experiment=leaderboard/linear_digits", "attack=[]", "pair=0-1", "seed=0")
-    (ours,) = multirun(monkeypatch, *track, "method=identity", folder="track")
+def test_a_row_of_ones_own_leaves_the_leaderboards_other_rows_as_they_are(user, monkeypatch, capsys):
+    track = ("experiment=leaderboard/linear_digits", "attack=[]", "seed=0")
+    (ours,) = multirun(monkeypatch, *track, "method=identity", "pair=0-1", folder="track")
+    line = "track linear_digits: 0 of 1 jobs are complete, 1 to run: time unknown"
+    assert capsys.readouterr().out.startswith(f"{line}\n")
     written = Path("track", ours, "result.json").stat().st_mtime_ns
     places = (f"hydra.searchpath=[file://{user}]", "log_every=3", "tags=[x]")
-    found = multirun(monkeypatch, *track, *OWN, *places, "method=identity,mine", folder="track")
-    assert found == [ours, ours.replace("identity", "mine")]
+    found = multirun(monkeypatch, *track, *OWN, *places, "method=identity,mine", "pair=0-1,1-7", folder="track")
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch("track linear_digits: 1 of 4 jobs are complete, 3 to run: about .* h one after another", first)
+    names = [
+        ours.replace("identity", method).replace("0-1", pair)
+        for method in ("identity", "mine")
+        for pair in ("0-1", "1-7")
+    ]
+    assert [line.partition(":")[0] for line in lines[:4]] == sorted(found) == names
     assert Path("track", ours, "result.json").stat().st_mtime_ns == written
 
 

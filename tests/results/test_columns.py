@@ -44,7 +44,7 @@ def test_of_one_run(collection, tmp_path):
 
 def test_of_several_runs(collection, tmp_path):
     sections = page.sections(collection, "rir", figures=False)
-    board = leaderboard.sections(leaderboard.tracks(collection))
+    board = leaderboard.sections(collection)
     for (part,) in (sections, board):
         table = part.tables[0]
         assert table.rows[0][table.header.index("my score")].text == "0.5 ± 0.35"

@@ -1,25 +1,22 @@
 """The leaderboard: a row a method by giving its folder, weaker attacks apart, failures shown, the place in a page."""
 
-import json
 import math
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 import yaml
+from helpers.made_rows import ATTACKS, worth_run
 from helpers.made_runs import make_run
 from matplotlib.text import Text
 
 from immunization.errors import DataError
 from immunization.results.__main__ import main
-from immunization.results.attack_figures import Point, resistance
 from immunization.results.collect import collect
 from immunization.results.columns import Place, placed
 from immunization.results.formatting import NONE
-from immunization.results.leaderboard import MARKS, sections, tracks
-from immunization.results.plot import INK, Look
+from immunization.results.leaderboard import BELOW, MARKS, REPORT, rows_below, sections, tracks
+from immunization.results.rows import write
 from immunization.results.settings import median
-
-ATTACKS = {"probe": {"steps": 100}, "tuned": {"steps": 64, "search": 20}}
 
 
 def board_run(folder, method, costs, seed=0, attacks=ATTACKS, more=(), **changes):
@@ -61,12 +58,12 @@ def texts(row):
 
 def test_a_row_says_what_is_paid(folder):
     broken, held = (texts(rows_of(folder)[method]) for method in ("identity", "closed_form"))
-    assert (broken["cost / baseline's"], held["cost / baseline's"]) == ("1", "held")
+    assert (broken["price"], held["price"]) == ("1", "held")
     assert (broken["learned in"], held["learned in"]) == ("3 of 3", "1 of 3")
-    assert (broken["cheapest attack"], held["cheapest attack"]) == ("probe", "tuned")
-    assert broken["searched cost / baseline's"] == "1"  # (200, 201, 202) / 200, in three digits
+    assert (broken["broken by"], held["broken by"]) == ("probe", "tuned")
+    assert broken["price by search"] == "1"  # (200, 201, 202) / 200, in three digits
     assert broken["searched, before → after"] == "0.950 → 0.900"
-    assert (broken["unseen cost / baseline's"], broken["unseen probe"]) == ("1.2", "0.5")
+    assert (broken["unseen price"], broken["unseen probe"]) == ("1.2", "0.5")
     assert (broken["benign probe"], broken["RIR"]) == ("1.5", "10")
     assert broken["primary, before → after"] == "0.950 → 0.951 ± 0.001"
     assert rows_of(folder)["closed_form"].cost() == math.inf
@@ -79,31 +76,87 @@ def test_nothing_is_held_that_nobody_fine_tuned(tmp_path):
         board_run(tmp_path / str(seed), "closed_form", {"probe": None, "tuned": None}, seed, more=more)
     row = rows_of(tmp_path)["closed_form"]
     assert row.cost() == math.inf
-    assert texts(row)["cost / baseline's"] == "not attacked by training"
-    assert texts(row)["searched cost / baseline's"] == "not attacked by training"
-    (figure,) = (plot.figure for section in sections([[row]]) for plot in section.plots)
-    labels = [text.get_text() for text in figure.findobj(Text)]
-    assert any("(not attacked by training)" in label for label in labels)
-    assert not any("held)" in label for label in labels)
+    assert texts(row)["price"] == "not attacked by training"
+    assert texts(row)["price by search"] == "not attacked by training"
 
 
 def test_nothing_is_held_by_a_list_of_ones_own(tmp_path):
     board_run(tmp_path / "run", "closed_form", {"probe": None}, about={})
-    assert texts(rows_of(tmp_path)["closed_form"])["cost / baseline's"] == "not attacked by standard"
+    assert texts(rows_of(tmp_path)["closed_form"])["price"] == "not attacked by standard"
 
 
-def test_what_is_removed_has_a_column(tmp_path):
-    board_run(tmp_path / "run", "closed_form", {"probe": None}, more={"worth/removed": 0.25})
-    assert texts(rows_of(tmp_path)["closed_form"])["worth removed"] == "0.25"
+def test_what_is_removed_has_a_column_for_each_number_of_images(tmp_path):
+    worth_run(tmp_path / "run", "closed_form", {"5": 0.25, "20": -0.001, "all": None})
+    row = texts(rows_of(tmp_path)["closed_form"])
+    shares = [row[f"worth removed, {images} images"] for images in ("5", "20", "all")]
+    assert shares == ["0.25 (0.15 to 0.35)", "0.00 (-0.10 to 0.10)", "undetermined"]
+    assert row["other classes, own head"] == "0.600 → 0.600"
+
+
+def test_several_seeds_are_a_mean_with_an_interval_that_is_no_narrower(tmp_path):
+    for seed, share in enumerate((0.3, 0.4, 0.5)):
+        worth_run(tmp_path / str(seed), "closed_form", {"5": share, "20": 0.5 if seed else None}, seed=seed)
+    row = rows_of(tmp_path)["closed_form"]
+    mean, low, high = row.removed("worth/removed_5")
+    half = math.hypot(0.1, 4.302653 * 0.1 / math.sqrt(3))  # own ends, and Student's t of 2 degrees of freedom
+    assert (mean, mean - low, high - mean) == pytest.approx((0.4, half, half))
+    assert row.removed("worth/removed_20") is None  # of one seed nothing is known
+
+
+def test_rows_are_sorted_by_what_they_remove_and_those_that_lose_more_follow(tmp_path):
+    """By the most images at which worth is known; a loss of two points is none too many, whatever rounding says."""
+    shares = {"identity": 0.0, "opt_kappa": 0.2, "imma": 0.4, "forget": 0.9, "sophon": 0.5}
+    lost = {"imma": 0.02, "forget": 0.021}
+    for method, share in shares.items():
+        for seed in range(1 if method == "opt_kappa" else 3):
+            worth = {"5": 1 - share, "20": share, "all": None}
+            worth_run(tmp_path / f"{method}_{seed}", method, worth, lost.get(method, 0.0), seed)
+    worth_run(tmp_path / "unknown", "ntl", {"5": None, "20": None, "all": None})
+    worth_run(tmp_path / "failed", "clamp", {}, status="failed", error="clamp diverged")
+    (rows,) = tracks(collect([tmp_path]))
+    found = [(row.method, row.rank) for row in rows]
+    assert found == [
+        *(("sophon", "1"), ("imma", "2"), ("opt_kappa", "1 seed"), ("identity", ""), ("ntl", "")),
+        *(("forget", ""), ("clamp", "")),
+    ]
+    (board,) = sections(collect([tmp_path]))
+    assert "Sorted by worth removed with 20 images of each class." in board.tables[0].notes
+
+
+def test_methods_that_choose_their_layers_share_a_table(tmp_path):
+    for method, layers in {"forget": "layer3", "sophon": ["layer3", "layer4"]}.items():
+        made = worth_run(tmp_path / method, method, {"all": 0.5})
+        config = yaml.safe_load((made / "config.yaml").read_text())
+        config["model"]["trainable"] = layers
+        (made / "config.yaml").write_text(yaml.safe_dump(config))
+    (board,) = sections(collect([tmp_path]))
+    assert [row[0].text for row in board.tables[0].rows] == ["forget", "sophon"]
+
+
+def test_rows_of_two_suites_or_tracks_or_other_data_share_no_table(tmp_path):
+    kinds = {"forget": {}, "imma": {"suite": "standard-2"}, "ntl": {"protocol": "other"}, "sophon": {"track": "vit"}}
+    for seed, (method, changes) in enumerate(kinds.items()):
+        worth_run(tmp_path / "runs" / method, method, {"all": 0.5}, seed=seed, **changes)
+    write([tmp_path / "runs"], tmp_path / "rows")
+    found = sections(collect(rows_below([tmp_path / "rows"])))
+    assert {tuple(row[0].text for row in board.tables[0].rows) for board in found} == {(method,) for method in kinds}
+    titles = [board.tables[0].title for board in found]
+    data = "digits, linear, protocol"
+    assert sorted(titles) == [
+        f"cifar: {data}=one_vs_rest, suite.version=standard-1",
+        f"cifar: {data}=one_vs_rest, suite.version=standard-2",
+        f"cifar: {data}=other, suite.version=standard-1",
+        f"vit: {data}=one_vs_rest",
+    ]
+    assert all("Attackers: standard-" in board.tables[0].notes[0] for board in found)
 
 
 def test_a_gain_of_the_primary_task_is_not_plotted(tmp_path):
-    more = {"primary/head_accuracy": 0.95, "primary/head_accuracy_baseline": 0.64}
-    board_run(tmp_path / "run", "closed_form", {"probe": 400.0}, more=more)
-    row = rows_of(tmp_path)["closed_form"]
-    assert row.price == pytest.approx(-0.31)
-    (plot,) = (plot for section in sections([[row]]) for plot in section.plots)
-    assert plot.figure.axes[0].lines[0].get_xdata() == [0.0]
+    worth_run(tmp_path / "run", "closed_form", {"all": 0.5}, lost=-0.31)
+    assert rows_of(tmp_path)["closed_form"].price == pytest.approx(-0.31)
+    (plot,) = (plot for section in sections(collect([tmp_path])) for plot in section.plots)
+    (text,) = plot.figure.axes[0].texts
+    assert text.xy == (0.0, 0.5)
 
 
 def test_sgrc_after_the_fewest_and_the_most_epochs(tmp_path):
@@ -118,7 +171,7 @@ def test_held_is_said_of_more_than_half_of_the_runs(tmp_path):
     for seed, cost in enumerate((400.0, None)):
         board_run(tmp_path / str(seed), "closed_form", {"probe": cost, "tuned": None}, seed)
     row = texts(rows_of(tmp_path)["closed_form"])
-    assert (row["learned in"], row["cost / baseline's"]) == ("1 of 2", "4")
+    assert (row["learned in"], row["price"]) == ("1 of 2", "4")
     assert [median(ratios) for ratios in ([], [None], [1, 3], [1, math.inf, math.inf])] == [None, None, 2, math.inf]
 
 
@@ -126,8 +179,8 @@ def test_of_several_harmful_tasks_the_cheapest_counts(tmp_path):
     more = {"worst/rir": 3.0, "worst/steps_ratio": 2.0} | one_attack("harmful_5", "tuned", 150.0)
     board_run(tmp_path / "run", "closed_form", {"probe": 400.0, "tuned": 500.0}, more=more)
     row = texts(rows_of(tmp_path)["closed_form"])
-    assert (row["cost / baseline's"], row["RIR"], row["harmful probe"]) == ("1.5", "3", "2")
-    assert row["searched cost / baseline's"] == "1.5"
+    assert (row["price"], row["RIR"], row["harmful probe"]) == ("1.5", "3", "2")
+    assert row["price by search"] == "1.5"
 
 
 def test_one_seed_cannot_carry_off_the_primary_measure_of_a_regression(tmp_path):
@@ -165,8 +218,7 @@ def test_weaker_attacks_stand_apart_with_the_reason(folder):
     board_run(folder / "weak", "imma", {"probe": None}, attacks=few)
     short = ATTACKS | {"tuned": {"steps": 64, "search": 2}}
     board_run(folder / "short", "opt_kappa", {"probe": None, "tuned": None}, attacks=short)
-    (section,) = sections(tracks(collect([folder])))
-    together, apart = section.tables
+    together, apart = (section.tables[0] for section in sections(collect([folder])))
     assert [row[0].text for row in together.rows] == ["identity", "closed_form"]
     assert "Attackers: standard-2." in together.notes
     assert [row[0].text for row in apart.rows] == ["imma", "opt_kappa"]
@@ -190,74 +242,88 @@ def test_failed_and_diverged_runs_are_shown(folder):
     board_run(folder / "stopped", "imma", {"probe": None}, seed=1, status="failed", error="interrupted")
     row = texts(rows_of(folder)["imma"])
     assert (row["runs"], row["flags"]) == ("0, 1 failed, 1 interrupted", "failed: imma diverged at step 3")
-    assert row["cost / baseline's"] == NONE
+    assert row["price"] == NONE
 
 
-def test_one_command_writes_everything_and_a_folder_more_is_a_row_more(folder, tmp_path, capsys):
-    page = tmp_path / "page.md"
+def test_one_command_writes_everything_and_a_file_more_is_a_row_more(tmp_path, capsys):
+    page, runs, rows, out = (tmp_path / name for name in ("page.md", "runs", "rows", "out"))
     page.write_text(f"Before, between `{MARKS[0]}` and `{MARKS[1]}`.\n\n{MARKS[0]}\nold\n{MARKS[1]}\n\nAfter.\n")
-    mine = board_run(tmp_path.parent / f"{tmp_path.name}_mine", "mine", {"probe": 300.0, "tuned": 250.0})
-    out = tmp_path / "out"
-    main(["leaderboard", str(folder), str(mine), "--output", str(out), "--markdown", str(page)])
-    assert "mine" in capsys.readouterr().out
+    worth_run(runs / "identity", "identity", {"all": 0.0})
+    worth_run(runs / "forget", "forget", {"all": 0.5}, lost=0.1)
+    write([runs], rows)
+    arguments = ["leaderboard", str(rows), "--output", str(out), "--markdown", str(page)]
+    main(arguments)
     text = page.read_text()
     assert text.startswith(f"Before, between `{MARKS[0]}` and `{MARKS[1]}`.\n")
     assert text.endswith("After.\n")
-    assert "old" not in text
-    assert "| mine | 1 |" in text
+    assert "\nold\n" not in text
     assert "Do not edit by hand" in text
-    assert "### digits, linear" in text
+    assert "### cifar: digits, linear, protocol=one_vs_rest" in text
+    assert text.index("| identity | 1 |") < text.index(f"*{BELOW}:*") < text.index("| forget | 1 |")
     assert "flags" not in text
-    assert "Unseen: harmful data that no method was shown." in text
+    assert text.count("Price: operations of the cheapest attack") == 1
+    name = "leaderboard_cifar_digits_linear_protocol_one_vs_rest"
     names = {path.name for path in out.rglob("*.*")}
-    assert {"report.html", "leaderboard_digits_linear.csv", "leaderboard_digits_linear.tex", "results.csv"} <= names
-    assert "leaderboard_digits_linear_resistance.png" in names
-    html = (out / "report.html").read_text()
-    assert "<svg" in html
-    assert "<h1>Leaderboard</h1>" in html
-    (row,) = (json.loads(path.read_text()) for path in (out / "rows").glob("*_mine.json"))
-    assert row["attacks"]["attack.tuned.search"] == 20
-    assert row["cells"]["cost / baseline's"] == "2.5"
-    assert row["config"]["method"]["epochs"] == 3
-    assert {"code", "data", "rows_sha256", "runs", "attackers_found"} <= set(row)
-    main(["leaderboard", str(folder), "--output", str(out), "--markdown", str(page)])
-    assert not list((out / "rows").glob("*_mine.json"))
-    assert "mine" not in page.read_text().partition(MARKS[0])[2].replace(str(mine), "").partition("|")[2]
-
-
-def test_a_track_is_made_again_without_the_runs_of_the_others(folder, tmp_path):
-    page = tmp_path / "page.md"
-    other = "### another, net\n\n| method | SGRC |\n| --- | ---: |\n| mine | 2 |\n\nOne is alone.\n"
-    apart = "### another, net: other attacks, not comparable\n\n| method |\n| --- |\n| weak |\n"
-    page.write_text(f"{MARKS[0]}\nold\n\n{other}\n{apart}\n- Old note.\n{MARKS[1]}\n")
-    arguments = ["leaderboard", str(folder), "--output", str(tmp_path / "out"), "--markdown", str(page)]
+    assert {REPORT, f"{name}.csv", f"{name}.tex", f"{name}_worth.png", "results.csv"} <= names
+    assert "\nmine " not in capsys.readouterr().out
+    write([worth_run(tmp_path / "mine", "mine", {"all": 0.7})], rows)
     main(arguments)
-    first = page.read_text()
-    assert other.strip() in first
-    assert apart.strip() in first
-    assert "SGRC: the share of an attacker's held-out accuracy" in first
-    assert "Old note" not in first
-    assert first.index("### another, net") < first.index("### digits, linear")
+    assert "\nmine " in capsys.readouterr().out
+    assert "| mine | 1 | 1 seed | 0.70 (0.60 to 0.80) |" in page.read_text()
+    (rows / "cifar" / "mine-0.json").unlink()
     main(arguments)
-    assert page.read_text() == first
+    assert page.read_text() == text
 
 
-def test_a_page_without_a_place_is_refused(folder, tmp_path):
+def test_without_rows_it_says_how_to_get_them(tmp_path):
+    with pytest.raises(DataError, match=r"no row in or below .*: .* rows PATH... makes them from runs"):
+        main(["leaderboard", str(tmp_path)])
+
+
+def test_a_page_without_a_place_is_refused(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("no marks\n")
+    write([worth_run(tmp_path / "run", "identity", {"all": 0.0})], tmp_path / "rows")
     with pytest.raises(DataError, match="has no place for the leaderboard: put <!-- leaderboard -->"):
-        main(["leaderboard", str(folder), "--output", str(tmp_path / "out"), "--markdown", str(page)])
+        main(["leaderboard", str(tmp_path / "rows"), "--output", str(tmp_path / "out"), "--markdown", str(page)])
     assert page.read_text() == "no marks\n"
 
 
-def test_labels_of_the_figure_do_not_overlap():
-    places = [(0.001 * (i % 2), math.inf if i == 5 else 1.0) for i in range(13)]
-    points = [Point(f"a_method_with_a_long_name_{i}", *at, Look(INK, "-", "o")) for i, at in enumerate(places)]
-    figure = resistance(points, "board", "title").figure
-    figure.draw_without_rendering()
-    boxes = [Text.get_window_extent(text) for text in figure.axes[0].texts]
-    assert len(boxes) == len(points)
-    edge = figure.bbox
+@pytest.fixture
+def picture(tmp_path):
+    """Thirteen rows, some of them at one place."""
+    for i in range(13):
+        worth_run(tmp_path / str(i), f"a_method_with_a_long_name_{i}", {"20": i * 4 % 6 / 10}, 0.01 * (i * 5 % 7))
+    ((plot,),) = (section.plots for section in sections(collect([tmp_path])))
+    plot.figure.draw_without_rendering()
+    return plot.figure
+
+
+def test_labels_of_the_figure_do_not_overlap(picture):
+    boxes = [Text.get_window_extent(text) for text in picture.axes[0].texts]
+    assert len(boxes) == 13
+    edge = picture.bbox
     assert all(edge.x0 <= box.x0 and box.x1 <= edge.x1 for box in boxes)
     boxes.sort(key=lambda box: box.y0)
     assert all(low.y1 <= high.y0 for low, high in pairwise(boxes))
+
+
+def test_lines_to_the_labels_do_not_cross(picture):
+    (ax,) = picture.axes
+    lines = [(ax.transData.transform(text.xy), ax.transAxes.transform(text.get_position())) for text in ax.texts]
+    for (a, b), (c, d) in combinations(lines, 2):
+        sides = [cross(a, b, c), cross(a, b, d), cross(c, d, a), cross(c, d, b)]
+        assert not (sides[0] * sides[1] < -1 and sides[2] * sides[3] < -1)
+
+
+def cross(a, b, c):
+    """Twice the area of a triangle in square pixels, with the sign of the side of a line a to b on which c lies."""
+    return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])
+
+
+def test_the_picture_has_the_lines_of_no_defense_and_of_no_model(picture):
+    (ax,) = picture.axes
+    assert {"identity 0", "no model 1"} <= {label.get_text() for label in ax.get_yticklabels()}
+    low, high = ax.get_ylim()
+    assert low < 0 < 1 < high
+    assert {(0, 0), (1, 1)} <= {tuple(line.get_ydata()) for line in ax.lines}

@@ -4,9 +4,10 @@ import re
 
 import pytest
 from helpers.browser import look
+from helpers.made_rows import worth_run
 from helpers.made_runs import METHODS, make_run
 
-from immunization.results import page
+from immunization.results import leaderboard, page, rows
 from immunization.results.collect import collect
 from immunization.results.page import sections, write
 from immunization.results.run_figures import DPI, draw
@@ -20,7 +21,7 @@ PHONE = 390
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """The page of a sweep, and that of an audit."""
+    """The page of a sweep, that of an audit, and that of the leaderboard."""
     folder = tmp_path_factory.mktemp("runs")
     for i, method in enumerate(METHODS):
         for a in range(3):
@@ -35,7 +36,12 @@ def reports(tmp_path_factory):
         measures |= {f"{name}/cost": 1e6 * (i + 1), f"{name}/cost_baseline": 1e6}
         curves |= {f"{name}/{kind}": {"x": [1.0, 1e9], "y": [0.5, 0.9]} for kind in ("accuracy", "compute")}
     page.audit(make_run(folder / "audit", measures=measures, curves=curves))
-    return [folder / name / "report.html" for name in ("sweep", "audit")]
+    for i in range(8):
+        worth_run(folder / "tracks" / str(i), f"method_{i}", {"5": i / 8, "20": None}, 0.01 * i, cost=None)
+    rows.write([folder / "tracks"], folder / "rows")
+    board = collect(leaderboard.rows_below([folder / "rows"]))
+    leaderboard.write(folder / "board.html", board, leaderboard.sections(board), "Leaderboard")
+    return [*(folder / name / "report.html" for name in ("sweep", "audit")), folder / "board.html"]
 
 
 def test_figures_keep_their_letters(reports):
@@ -84,3 +90,40 @@ def test_pages_in_a_browser(reports, width, tmp_path):
         assert found["width"] > width - 20  # less a scroll bar
         assert found["overflow"] <= 0
         assert found["smallest"] >= SMALLEST
+
+
+SORT = """(() => {
+  const shown = "section:not([hidden]) tbody tr:not([hidden])";
+  const texts = () => [...document.querySelectorAll(shown)].map(row => row.cells[0].textContent);
+  const click = name => [...document.querySelectorAll("th button")].find(b => b.textContent === name).click();
+  const type = (id, text) => {
+    const field = document.getElementById(id);
+    field.value = text;
+    field.dispatchEvent(new Event(id === "track" ? "change" : "input"));
+  };
+  const said = {before: texts()};
+  click("method");
+  click("method");
+  said.sorted = texts();
+  type("words", "METHOD_1");
+  said.found = texts();
+  type("words", "");
+  type("track", document.querySelector("section").dataset.track);
+  said.chosen = texts();
+  const link = document.querySelector("td a");
+  link.click();
+  said.opened = document.getElementById(link.getAttribute("href").slice(1)).open;
+  return said;
+})()"""
+
+
+@pytest.mark.slow
+def test_the_leaderboard_in_a_browser(reports, tmp_path):
+    """A heading sorts each part of the table, words and a track leave their rows, a link opens what is behind one."""
+    pytest.importorskip("PySide6.QtWebEngineCore", reason="pip install 'immunization[browser]'", exc_type=ImportError)
+    said = look(reports[-1], tmp_path / "page.png", 1440, SORT)["said"]
+    kept, lost = [[f"method_{i}" for i in some] for some in ((2, 1, 0), (7, 6, 5, 4, 3))]
+    assert said["before"] == [*kept, leaderboard.BELOW, *lost]
+    assert said["sorted"] == said["chosen"] == [*kept[::-1], leaderboard.BELOW, *lost[::-1]]
+    assert said["found"] == ["method_1", leaderboard.BELOW]
+    assert said["opened"]

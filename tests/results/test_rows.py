@@ -1,0 +1,119 @@
+"""Rows of the leaderboard: written from run folders, without paths of the machine, and read back as runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers.made_rows import SUITE, track_run
+from helpers.made_runs import make_run
+
+from immunization.errors import DataError
+from immunization.results.__main__ import main
+from immunization.results.collect import collect
+from immunization.results.rows import FOLDER, plan, write
+
+
+def test_a_row_holds_what_checks_and_repeats_it(tmp_path):
+    curve = {"x": [1.0, 2.0], "y": [0.5, 0.6]}
+    curves = {"worth/removed": curve, "attack/probe/accuracy": curve}
+    about = SUITE | {"attackers": {"probe": {"attack": "Probe", "ridge": 0.1}}, "cache": "/home/me/cache"}
+    made = track_run(tmp_path / "run", seed=2, curves=curves, about=about, flags=["attack_succeeds"])
+    config = yaml.safe_load((made / "config.yaml").read_text()) | {"data_root": "/home/me/data", "pool": "/home/me/x"}
+    (made / "config.yaml").write_text(yaml.safe_dump(config))
+    (path,) = write([made], tmp_path / "rows")
+    assert path == tmp_path / "rows" / "cifar" / "identity-2.json"
+    assert "/home/me" not in path.read_text()
+    row = json.loads(path.read_text())["about"]["row"]
+    assert row["command"] == "python launch.py --config-dir my_conf experiment=leaderboard/cifar method=identity seed=2"
+    assert row["environment"] == {"git": {"commit": "abc", "dirty": False}}
+    assert row["config"]["pool"] == "<folder>"
+    (run,) = collect([path]).runs
+    assert (run.track, run.command, run.result.folder) == ("cifar", row["command"], path)
+    assert list(run.result.curves) == ["worth/removed"]
+    (before,) = collect([made]).runs
+    for key in ("metrics", "seed", "method", "flags", "seconds", "status"):
+        assert getattr(run.result, key) == getattr(before.result, key)
+    assert run.result.about["attackers"] == about["attackers"]
+
+
+def test_failed_runs_are_rows_and_interrupted_ones_are_not(tmp_path):
+    track_run(tmp_path / "runs" / "a", status="failed", error="identity diverged")
+    track_run(tmp_path / "runs" / "b", "closed_form", status="failed", error="interrupted")
+    (row,) = write([tmp_path / "runs"], tmp_path / "rows")
+    (problem,) = collect([row]).problems
+    assert (problem.kind, problem.message, problem.run.track) == ("failed", "identity diverged", "cifar")
+
+
+def test_the_name_tells_settings_and_pairs_apart(tmp_path):
+    track_run(
+        tmp_path / "runs" / "a",
+        "closed_form",
+        1,
+        "method.lambda_H=2",
+        "model.trainable=last",
+        "pair=3-5",
+        "tracker=none",
+    )
+    write([tmp_path / "runs"], tmp_path / "rows")
+    (path,) = tmp_path.glob("rows/*/*")
+    assert path.name == "closed_form-method.lambda_H=2-model.trainable=last-pair=3-5-1.json"
+
+
+def test_two_runs_of_one_name_are_refused(tmp_path):
+    track_run(tmp_path / "runs" / "a", lambdas=(1.0, 1.0))
+    track_run(tmp_path / "runs" / "b", lambdas=(1.0, 2.0))
+    with pytest.raises(DataError, match=r"b and another run are both the row .*identity-0\.json; give one of them"):
+        write([tmp_path / "runs"], tmp_path / "rows")
+    assert not (tmp_path / "rows").exists()
+
+
+def test_a_run_of_no_track_is_refused(tmp_path):
+    with pytest.raises(DataError, match="is no run of a track: none of its overrides is experiment=leaderboard/"):
+        write([make_run(tmp_path / "run")], tmp_path / "rows")
+
+
+def test_a_new_run_replaces_the_row_of_an_old_one(tmp_path):
+    track_run(tmp_path / "old", rir=1.0)
+    track_run(tmp_path / "new", rir=2.0)
+    for run in ("old", "new"):
+        (path,) = write([tmp_path / run], tmp_path / "rows")
+    assert collect([path]).runs[0].result.metrics["rir"] == 2.0
+
+
+def test_an_edited_row_is_not_trusted(tmp_path):
+    track_run(tmp_path / "run", rir=10.0)
+    write([tmp_path / "run"], tmp_path / "rows")
+    (path,) = tmp_path.glob("rows/*/*")
+    path.write_text(path.read_text().replace('"rir": 10.0', '"rir": 99.0'))
+    (problem,) = collect([path]).problems
+    assert (problem.kind, "was edited or damaged" in problem.message) == ("unreadable", True)
+
+
+def test_another_result_is_no_row(tmp_path):
+    path = (make_run(tmp_path / "run") / "result.json").rename(tmp_path / "other.json")
+    (problem,) = collect([path]).problems
+    assert (problem.kind, problem.message) == ("unreadable", f"{path} is no row of the leaderboard")
+
+
+def test_the_command(tmp_path, capsys):
+    track_run(tmp_path / "run")
+    main(["rows", str(tmp_path / "run"), "--into", str(tmp_path / "rows")])
+    assert capsys.readouterr().out == f"{tmp_path / 'rows' / 'cifar' / 'identity-0.json'}\n"
+
+
+def test_what_is_missing_of_a_track_and_how_long_it_takes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sweep = Path("outputs")
+    jobs = [["experiment=leaderboard/cifar", f"method={method}", f"seed={seed}"] for method in "ab" for seed in (0, 1)]
+    assert plan(jobs, sweep) == "track cifar: 0 of 4 jobs are complete, 4 to run: time unknown"
+    for i, seconds in enumerate((60.0, 3600.0, 7200.0)):
+        track_run(Path("elsewhere", str(i)), "c", i, seconds={"immunize": seconds})
+    write([Path("elsewhere")], FOLDER)
+    line = "track cifar: 0 of 4 jobs are complete, 4 to run: about 4 h one after another"
+    assert plan(jobs, sweep) == line
+    track_run(sweep / "done", "a", 0, "tracker=none", seconds={"immunize": 60.0, "evaluate": 30.0})
+    track_run(sweep / "failed", "a", 1, status="failed", error="no memory")
+    line = "track cifar: 1 of 4 jobs are complete, 3 to run: about 0.075 h one after another"
+    assert plan([[*job, "tracker=wandb"] for job in jobs], sweep, ["tracker"]) == line
+    assert plan(jobs[:1], sweep, ["tracker"]) == "track cifar: 1 of 1 jobs are complete"
