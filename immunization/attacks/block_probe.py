@@ -17,7 +17,6 @@ from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.pooling import POOLINGS, TWICE, Outputs, at_twice_the_size, outputs_of
 from immunization.attacks.renewed import images_of, norms_of, renew_from
 from immunization.attacks.victim import Inapplicable, Stage, Victim
-from immunization.checks import AtLeastOne
 from immunization.data.task import SPLITS, Task
 from immunization.models import Model
 from immunization.models.chain import Network
@@ -112,8 +111,7 @@ class Fit:
     """A ridge regression: what it reads, its ridge, its measure on validation rows, and predictions for test rows.
 
     Operations are `passes` of the net and those of the `regression`. `predicted` is [N, outputs], or empty where test
-    rows have not been read; `on_val` are predictions for validation rows. One of several `members` predicts their mean,
-    and has the reading and the ridge of the first.
+    rows have not been read.
     """
 
     reading: Reading
@@ -122,25 +120,10 @@ class Fit:
     passes: float
     regression: float
     predicted: Tensor
-    on_val: Tensor
-    members: tuple[Fit, ...] = ()
 
     @property
     def flops(self) -> float:
         return self.passes + self.regression
-
-    @property
-    def settings(self) -> dict[str, object]:
-        if self.members:
-            return {"mean_of": [member.settings for member in self.members]}
-        return {
-            "blocks": list(self.reading.blocks),
-            "poolings": self.reading.poolings,
-            "mirrored": self.reading.views > 1,
-            "root": self.reading.root,
-            "kernel": "gaussian" if self.reading.radial else "linear",
-            "ridge": self.ridge,
-        }
 
 
 class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
@@ -154,8 +137,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
     search, which `AttackCurve.others` has.
 
     `renewed`: BatchNorm first gets the statistics of all training images, also with `samples`. `enlarged`: images of at
-    most 64 x 64 pixels are read at twice their size, too, with the statistics of these. `together`: with up to 1,000
-    training images, the mean prediction of so many of the best readings is tried, too. Deep nets only.
+    most 64 x 64 pixels are read at twice their size, too, with the statistics of these. Deep nets only.
     """
 
     setting_name, tries = "ridge", "ridges"
@@ -167,7 +149,6 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
     mirrored: bool = True
     renewed: bool = False
     enlarged: bool = False
-    together: AtLeastOne = 1
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
         for key in [key for key in victim.once if key[0] == OUTPUTS and key[1] != self.net]:
@@ -219,7 +200,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         for rows in nested(task, everything, self.seed):
             known = max(found, key=_val).reading if found and len(rows) > SEARCHED else None
             found, spent = self._search(task, outputs, rows, known)
-            fits += [(rows, fit) for fit in found + self._mean(task, outputs, rows, found)]
+            fits += [(rows, fit) for fit in found]
             searched += spent
         most = max(len(rows) for rows, _ in fits)
         mirrored = max(len(rows) * (fit.reading.views - 1) for rows, fit in fits)
@@ -239,20 +220,15 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
             setting=last.ridge,
             others=max(0.0, searched - last.flops),
             path=False,
-            found=last.settings,
+            found={
+                "blocks": list(last.reading.blocks),
+                "poolings": last.reading.poolings,
+                "mirrored": last.reading.views > 1,
+                "root": last.reading.root,
+                "kernel": "gaussian" if last.reading.radial else "linear",
+                "ridge": last.ridge,
+            },
         )
-
-    def _mean(self, task: Task, outputs: Outputs, rows: Tensor, found: Sequence[Fit]) -> list[Fit]:
-        """The mean prediction of the best fits on some training rows, where there are `together` of them."""
-        best = sorted(found, key=_val, reverse=True)[: self.together]
-        if not 1 < self.together <= len(best):
-            return []
-        on_val = torch.stack([fit.on_val for fit in best]).mean(0)
-        read = {block for fit in best for block in fit.reading.blocks}
-        passes = outputs.cost(read, len(rows) * max(fit.reading.views for fit in best))
-        regression = sum(fit.regression for fit in best)
-        val = task.measure(on_val, task.val.y.cpu()).item()
-        return [replace(best[0], val=val, passes=passes, regression=regression, on_val=on_val, members=tuple(best))]
 
     def _search(self, task: Task, outputs: Outputs, rows: Tensor, known: Reading | None) -> tuple[list[Fit], float]:
         """Fits on some training rows: of every block, of blocks side by side, and of variations of the best of them.
@@ -320,19 +296,14 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         val = task.measure(predicted[:, : len(task.val)], task.val.y.cpu())
         best, n = int(val.argmax()), len(y)
         passes, regression = outputs.cost(reading.blocks, n), 2.0 * n**2 * read.columns + n**3 / 3
-        on_val, on_test = predicted[best].split([len(task.val), predicted.shape[1] - len(task.val)])
-        return Fit(reading, ridges[best], val[best].item(), passes, regression, on_test, on_val)
+        return Fit(reading, ridges[best], val[best].item(), passes, regression, predicted[best, len(task.val) :])
 
     def _predicted(self, task: Task, outputs: Outputs, rows: Tensor, fit: Fit) -> Tensor:
         """Predictions for test rows of a fit on some training rows."""
-        kernel = cache(partial(_kernel, outputs, rows, SPLITS))
-
-        def of(one: Fit) -> Tensor:
-            if len(one.predicted):
-                return one.predicted
-            return self._fit(task, outputs, one.reading, rows, kernel, [one.ridge]).predicted
-
-        return torch.stack([of(one) for one in fit.members or (fit,)]).mean(0)
+        if len(fit.predicted):
+            return fit.predicted
+        kernel = partial(_kernel, outputs, rows, SPLITS)
+        return self._fit(task, outputs, fit.reading, rows, kernel, [fit.ridge]).predicted
 
 
 class FrozenBlocks(BlockProbe, group="attack.frozen_blocks", without=["steps"]):

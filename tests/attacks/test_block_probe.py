@@ -107,26 +107,6 @@ def test_what_layer4_has_lost_is_read_before_it(images, wipe):
     assert (curve.val.diff() >= 0).all()
 
 
-def test_readings_together_predict_their_mean(images):
-    """Chosen and measured as one reading: by validation rows, at the cost of all that it reads."""
-    victim = untouched(images)
-    task, attack = victim.task, BlockProbe(together=3)
-    outputs, rows = attack.read(victim, "baseline"), torch.arange(len(task.train))
-    found, _ = attack._search(task, outputs, rows, None)
-    best = sorted(found, key=lambda fit: fit.val, reverse=True)[:3]
-    (mean,) = attack._mean(task, outputs, rows, found)
-    assert mean.members == tuple(best)
-    on_val = (best[0].on_val + best[1].on_val + best[2].on_val) / 3
-    assert mean.val == task.measure(on_val, task.val.y).item()
-    assert mean.regression == sum(fit.regression for fit in best)
-    assert mean.passes == max(fit.passes for fit in best)
-    alone = [attack._predicted(task, outputs, rows, fit) for fit in best]
-    assert_close(attack._predicted(task, outputs, rows, mean), sum(alone) / 3)
-    assert len(mean.settings["mean_of"]) == 3
-    assert not BlockProbe()._mean(task, outputs, rows, found)
-    assert not BlockProbe(together=len(found) + 1)._mean(task, outputs, rows, found)
-
-
 def test_the_cost_is_that_of_the_part_that_is_passed(images):
     victim = untouched(images)
     network = victim.network("baseline")

@@ -26,7 +26,7 @@ def board_run(folder, method, costs, seed=0, attacks=ATTACKS, more=(), **changes
         measures |= {f"attack/{name}/final": 0.9 if cost else 0.6, f"attack/{name}/cost": cost}
         measures |= {f"attack/{name}/final_baseline": 0.95, f"attack/{name}/cost_baseline": before}
     measures |= {"steps_ratio/unseen": 0.5} | one_attack("unseen", "probe", 120.0)
-    changes = {"about": {"suite": {"version": "standard-2", "theta_0": "secret"}}} | changes
+    changes = {"about": {"suite": {"version": "standard-1", "theta_0": "secret"}}} | changes
     made = make_run(folder, method, seed, measures=measures | dict(more), **changes)
     config = yaml.safe_load((made / "config.yaml").read_text())
     (made / "config.yaml").write_text(yaml.safe_dump(config | {"attack": attacks}))
@@ -220,7 +220,7 @@ def test_weaker_attacks_stand_apart_with_the_reason(folder):
     board_run(folder / "short", "opt_kappa", {"probe": None, "tuned": None}, attacks=short)
     together, apart = (section.tables[0] for section in sections(collect([folder])))
     assert [row[0].text for row in together.rows] == ["identity", "closed_form"]
-    assert "Attackers: standard-2." in together.notes
+    assert "Attackers: standard-1." in together.notes
     assert [row[0].text for row in apart.rows] == ["imma", "opt_kappa"]
     assert "not comparable" in apart.title
     assert apart.notes[:2] == [

@@ -37,7 +37,7 @@ def test_without_fine_tuning_nobody_says_that_it_holds():
     assert "No attack fine-tuned all that was immunized, so nobody can say that it holds." in verdict([result])
     result.metrics["attack/worst/fine_tuned"] = 1.0
     assert "The suite attack=standard did not run, so nobody can say that it holds." in verdict([result])
-    result.about["suite"] = {"version": "standard-2", "theta_0": "secret"}
+    result.about["suite"] = {"version": "standard-1", "theta_0": "secret"}
     assert not any("nobody can say" in line for line in verdict([result]))
 
 
@@ -55,11 +55,11 @@ def test_what_the_model_is_worth_comes_first():
         result.metrics |= {f"worth/before_{images}": 0.5} | {
             f"worth/removed{end}_{images}": x for end, x in ends.items()
         }
-    result.about["suite"] = {"version": "standard-2", "theta_0": "public"}
+    result.about["suite"] = {"version": "standard-1", "theta_0": "public"}
     first, few, suite, held, *_ = verdict([result])
     assert first.endswith("0.07 of what theta_0 is worth is removed (95 % interval 0.02 to 0.11).")
     assert few == "With so many images of each class, 5: 0.02 (-0.18 to 0.22), 10: 0.04 (-0.16 to 0.24)."
-    assert suite == "Attackers are those of standard-2; theta_0 is public, and every attacker has it."
+    assert suite == "Attackers are those of standard-1; theta_0 is public, and every attacker has it."
     assert held.startswith("It does not hold")
 
 
