@@ -1,5 +1,6 @@
 """What immunization costs honest users: benign tasks, learned by those who attack the harmful one."""
 
+import copy
 from collections.abc import Mapping
 
 from immunization.attacks.base import Attack
@@ -14,8 +15,11 @@ def run_transfer(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves
     """Learn the victim's benign task by those of `attacks` that `suite.benign` names, and by references.
 
     `transfer_<role>/before`, `/after` and `/without` are the best accuracies with theta_0, with theta_I and without the
-    model, `/lost` is before less after, with its interval; `_<n>` stands for n images of each class.
+    model, `/lost` is before less after, with its interval; `_<n>` stands for n images of each class. Who has a model
+    may do without it, but nobody has theta_0 in place of theta_I. None, with the reason, where nothing is measured.
     """
+    suite = copy.copy(suite)
+    suite.theta_0 = "secret"
     own = {n: attack for n, attack in attacks.items() if n in suite.benign or (attack.reference and not attack.partial)}
     found, measures = run_attacks(own, victim, kept, suite), Measures()
     prefix = f"worth_{victim.role}/"
@@ -23,4 +27,6 @@ def run_transfer(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves
         key = name.removeprefix(prefix)
         if name.startswith(prefix) and key.partition("_")[0] in ("before", "after", "without", "lost"):
             measures.put(f"transfer_{victim.role}/{key}", value)
+    if not measures.metrics:
+        measures.miss("nobody learns the task without the model", f"transfer_{victim.role}/lost")
     return measures

@@ -19,7 +19,7 @@ class ForgetBlocks(Forget, without=["path", "inner", "own_statistics", "ridges"]
         L_hold    = mean over trained blocks of mean_K (m - m_0)^2 / mean_K (m_0 - mean_K m_0)^2
 
     Outputs that are merely small hide nothing: a ridge enlarges them. Behind a ReLU the absolute value makes exact
-    zeros, which nobody enlarges. Means of m_0 are over the images of the step.
+    zeros, which nobody enlarges; blocks that end otherwise only shrink. Means of m_0 are over the images of the step.
     """
 
     silence: NonNegative = 1.0
@@ -34,8 +34,13 @@ class ForgetBlocks(Forget, without=["path", "inner", "own_statistics", "ridges"]
         super().setup(model, pair)
         if not model.deep:
             raise ConfigError(f"method={self.name} reads blocks of a net, and {model.name} has none: use method=forget")
-        blocks = model.extractor.blocks()
-        self.trained = [name for name, part in blocks if any(p.requires_grad for p in part.parameters())]
+        self.kept = model.kept()
+        trained = {name for name, part in model.extractor.blocks() if any(p.requires_grad for p in part.parameters())}
+        with model.extractor.watched(lambda x, *_: x) as outputs:
+            self._before(model, pair.primary.train.x[:2])
+        self.blocks = [name for name in outputs if name in trained]
+        if not self.blocks:
+            raise ConfigError(f"method={self.name}: none of {model.name}'s blocks is trained; see model.trainable")
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         kept = torch.cat([primary.x, self._drawn(primary.x)])
@@ -48,7 +53,7 @@ class ForgetBlocks(Forget, without=["path", "inner", "own_statistics", "ridges"]
         silence, hold = [], []
         for m_0, m in zip(blocks_before, blocks, strict=True):
             silence.append(m[len(kept) :].abs().mean() / m_0.abs().mean())
-            hold.append((m[: len(kept)] - m_0).square().mean() / m_0.var(0).mean())
+            hold.append((m[: len(kept)] - m_0).square().mean() / m_0.var(0, correction=0).mean())
         terms = {
             "distill": self._distillation(model, features, before),
             "hold": torch.stack(hold).mean(),
@@ -60,4 +65,4 @@ class ForgetBlocks(Forget, without=["path", "inner", "own_statistics", "ridges"]
         return {"loss": total, "task_loss": loss, **terms}
 
     def _maps(self, outputs: dict[str, Tensor]) -> list[Tensor]:
-        return [outputs[name].float() for name in self.trained if name in outputs]
+        return [outputs[name].float() for name in self.blocks]

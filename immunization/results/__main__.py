@@ -125,7 +125,7 @@ def _parser(board: bool) -> argparse.ArgumentParser:
         help="also write all tables to FILE; for the leaderboard, between the marks in FILE",
     )
     add("--figures", type=Path, metavar="FOLDER", help="folder for PNG figures (<output>/figures)")
-    add("--no-figures", action="store_true", help="no figures, a few seconds faster")
+    add("--no-figures", action="store_true", help="no figures, a few seconds faster; not for the leaderboard")
     add("--wandb", action="store_true", help="also log tables and figures to a summary run on W&B")
     return parser
 

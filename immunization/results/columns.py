@@ -215,7 +215,8 @@ def removed(setting: Setting, measure: str) -> Cell:
     if found := setting.removed(measure):
         shown = (round(share, 2) + 0.0 for share in found)  # no -0.00
         return Cell("{:.2f} ({:.2f} to {:.2f})".format(*shown), found[0], words=True)
-    return Cell(UNDETERMINED if any(measure in result.metrics for result in setting.results) else NONE)
+    measured = measure.replace("removed", "before")
+    return Cell(UNDETERMINED if any(measured in result.metrics for result in setting.results) else NONE)
 
 
 def rank(setting: Setting, measure: str) -> Cell:

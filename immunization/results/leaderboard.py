@@ -61,7 +61,7 @@ def measure(rows: Iterable[Setting]) -> str:
 
 
 def ranked(rows: Sequence[Setting]) -> list[Setting]:
-    """Sorted by worth removed, those that keep the primary task first; these have a rank if they have enough seeds."""
+    """Sorted by worth removed, those that keep the primary task first; these have a rank if enough seeds completed."""
     worth = measure(rows)
     shares = {row: found[0] if (found := row.removed(worth)) else -math.inf for row in rows}
     rows = sorted(rows, key=lambda row: (not keeps(row), -shares[row]))
@@ -69,9 +69,14 @@ def ranked(rows: Sequence[Setting]) -> list[Setting]:
     for row in rows:
         if keeps(row) and not row.apart and math.isfinite(shares[row]) and row.method != "identity":
             seeds = len({result.seed for result in row.results})
-            place += seeds >= SEEDS
-            row.rank = str(place) if seeds >= SEEDS else f"{seeds} seed{'s' * (seeds > 1)}"
+            enough = seeds >= SEEDS and not row.failed
+            place += enough
+            row.rank = str(place) if enough else f"{len(row.failed)} failed" if row.failed else _seeds(seeds)
     return rows
+
+
+def _seeds(number: int) -> str:
+    return f"{number} seed{'s' * (number > 1)}"
 
 
 def keeps(row: Setting) -> bool:

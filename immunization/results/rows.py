@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -22,15 +23,16 @@ FOLDER = Path("leaderboard/rows")
 """Rows of all tracks, in a folder each."""
 CURVES = re.compile(r"worth|attack[^/]*/worst/")
 """Starts the names of curves that rows keep."""
-LOCAL = re.compile(r"""(?<=["'= \[(])~?/[^\s"'`,\])]+""")
-"""A path of this machine, in JSON."""
+LOCAL = re.compile(r"""(?<![^\s"'=\[(,:])(?:file://)?~?/(?!/)[^\s"'`,;\])]+""")
+"""A path of this machine."""
 
 
 def write(paths: Iterable[Path], into: Path = FOLDER) -> list[Path]:
     """Write each run at or below `paths` as a row, `<into>/<track>/<method>-<seed>.json`; returns the files.
 
-    Settings of the method that the command names, and the pair of classes, are part of the file's name. Runs that were
-    interrupted are left out. Raises DataError for a run of no track, and for two of one name.
+    Settings of the method that the command names, and the pair of classes, are part of the file's name. Interrupted
+    runs are left out, and a failed one leaves a completed row as it is. Raises DataError for a run of no track, for two
+    of one name, and for a row of other attackers than the one it would replace.
     """
     collection, rows = collect(paths), {}
     failed = [problem.run for problem in collection.problems if problem.kind == "failed" and problem.run]
@@ -38,10 +40,24 @@ def write(paths: Iterable[Path], into: Path = FOLDER) -> list[Path]:
         path, row = _row(run)
         if rows.setdefault(into / path, row) is not row and run not in failed:
             raise DataError(f"{run.result.folder} and another run are both the row {path}; give one of them")
-    for path, row in rows.items():
+    written = [path for path, row in rows.items() if _replaces(path, row)]
+    for path in written:
         path.parent.mkdir(parents=True, exist_ok=True)
-        row.write(path)
-    return list(rows)
+        rows[path].write(path)
+    return written
+
+
+def _replaces(path: Path, row: Result) -> bool:
+    """Whether the row is to be written where another may stand, which it cannot be told from by name."""
+    if not path.is_file():
+        return True
+    old, attackers = Result.read(path), []
+    for result in (old, row):
+        config = result.about[ROW]["config"]
+        attackers.append({key: config.get(key) for key in ("attack", "suite")})
+    if attackers[0] != attackers[1]:
+        raise DataError(f"{path} is a row of other attackers; move it or remove it first")
+    return row.status == "completed" or old.status != "completed"
 
 
 def _row(run: Run) -> tuple[Path, Result]:
@@ -62,14 +78,25 @@ def _row(run: Run) -> tuple[Path, Result]:
     del content["schema"]
     named = [word for word in overrides if word.startswith((*TRAINING, LAYERS, "pair="))]
     path = Path(track, f"{slug('-'.join([run.result.method, *named, str(run.result.seed)]))}.json")
-    return path, Result(**json.loads(LOCAL.sub("<folder>", json.dumps(content))))
+    return path, Result(**_without_paths(content))
+
+
+def _without_paths(value: object) -> Any:
+    """JSON with `<folder>` for each path of this machine."""
+    if isinstance(value, dict):
+        return {key: _without_paths(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(one) for one in value]
+    return LOCAL.sub("<folder>", value) if isinstance(value, str) else value
 
 
 def _command(command: str | None, overrides: Sequence[str]) -> str:
     """The command for one job of a multirun: its options without -m, and the overrides of the job."""
     words = shlex.split(command or "python launch.py")
-    options = [word for word in words if word not in ("-m", "--multirun") and ("=" not in word or word[0] == "-")]
-    return shlex.join([*options, *overrides])
+    program = 3 if words[1:2] == ["-m"] else 2
+    options = [word for word in words[program:] if word not in ("-m", "--multirun", *overrides)]
+    options = [word for word in options if "=" not in word or word.startswith("--")]
+    return shlex.join([*words[:program], *options, *overrides])
 
 
 def track_of(overrides: Iterable[str]) -> str | None:
@@ -97,8 +124,8 @@ def plan(jobs: Sequence[Sequence[str]], sweep: Path, ignored: Iterable[str] = ()
             if (result := Result.read(folder)).status == "completed":
                 done.add(job(_overrides(folder)))
                 seconds.append(sum(result.seconds.values()))
-    if not seconds and (FOLDER / track).is_dir():
-        seconds = [sum(run.result.seconds.values()) for run in collect([*(FOLDER / track).glob("*.json")]).runs]
+    if not seconds and (known := [*(FOLDER / track).glob("*.json")]):
+        seconds = [sum(run.result.seconds.values()) for run in collect(known).runs]
     missing = len(wanted - done)
     line = f"track {track}: {len(wanted) - missing} of {len(wanted)} jobs are complete"
     if not missing:

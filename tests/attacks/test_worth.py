@@ -1,5 +1,7 @@
 """What a model is worth, and how much of it a defense takes away."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.runs import DEEP
@@ -16,7 +18,9 @@ from immunization.attacks import (
     RandomNet,
     RawInputs,
     Suite,
+    Victim,
     run_attacks,
+    run_transfer,
 )
 from immunization.attacks.worth import Draw, at, best, put, worth
 from immunization.errors import ConfigError
@@ -194,15 +198,42 @@ def test_attacks_without_scores_have_no_part_in_the_worth(victim):
     assert measures.reasons["worth/removed_2"] == "no attacker takes so few images"
 
 
-def test_benign_tasks_are_learned_as_the_harmful_one_is(tmp_path):
-    """`transfer_benign/` has what is lost there; nothing of it counts as an attack."""
-    suite = "suite={{_target_: immunization.attacks.Suite, version: test-1, images: [5], draws: 2, benign: [{}]}}"
-    options = [*DEEP, "dataset.benign=[7,8]", "method=identity", "attack=[neighbours,raw_inputs]"]
-    result = run([*options, suite.format("neighbours"), f"hydra.run.dir={tmp_path / 'run'}"])
-    values = {name: value for name, value in result.metrics.items() if name.startswith("transfer_benign/")}
-    assert {f"transfer_benign/{key}" for key in ("before", "after_5", "without", "lost_low_5")} <= set(values)
-    assert values["transfer_benign/before"] == values["transfer_benign/after"] > 0.8
-    assert values["transfer_benign/lost"] == values["transfer_benign/lost_5"] == 0
-    assert not any(name.startswith(("attack_benign", "worth_benign")) for name in result.metrics)
+class Guess(Plain):
+    """Whoever has no model guesses."""
+
+    reference = True
+
+    def run(self, victim, stage) -> AttackCurve:
+        return replace(curve([0.0], torch.zeros(1, len(victim.task.test)), [1.0]), setting=0.0)
+
+
+@pytest.mark.parametrize("theta_0", ["secret", "public"])
+def test_benign_tasks_are_learned_as_the_harmful_one_is(tmp_path, theta_0):
+    """What is lost there; who has theta_0 already is no honest user of theta_I. Nothing of it counts as an attack."""
+
+    def break_it(model):
+        for parameter in model.trained().values():
+            parameter.zero_()
+
+    pair = colored_pair(tmp_path)
+    pair = replace(pair, tasks=pair.tasks | {"benign": pair.tasks["harmful"]})
+    of_harmful = net_victim(pair, break_it, "test_resnet", "layer4")
+    victim = Victim(of_harmful.model, of_harmful.comparison, of_harmful.start, "benign")
+    attacks = {"near": Neighbours(), "other": Neighbours(), "guess": Guess()}
+    suite = Suite(version="test-1", images=[2], draws=2, theta_0=theta_0, benign=["near"])
+    values = run_transfer(attacks, victim, None, suite).metrics
+    for end in ("", "_2"):
+        before, after, lost = (values[f"transfer_benign/{key}{end}"] for key in ("before", "after", "lost"))
+        assert before > 0.5 > after
+        assert lost == pytest.approx(before - after)
+    assert values["transfer_benign/lost_low"] <= values["transfer_benign/lost"] <= values["transfer_benign/lost_high"]
+    assert all(name.startswith("transfer_benign/") for name in values)
+    alone = run_transfer({"near": Neighbours()}, victim, None, suite)
+    assert alone.metrics == {"transfer_benign/lost": None}
+    assert "without the model" in alone.reasons["transfer_benign/lost"]
+
+
+def test_benign_tasks_are_learned_by_attackers_of_the_run():
+    suite = "suite={_target_: immunization.attacks.Suite, version: test-1, benign: [nobody]}"
     with pytest.raises(ConfigError, match=r"suite\.benign: nobody is none of the attacks, which are neighbours"):
-        run([*options, suite.format("nobody"), f"hydra.run.dir={tmp_path / 'other'}"])
+        run([*DEEP, "method=identity", "attack=[neighbours]", suite])

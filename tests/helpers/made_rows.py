@@ -34,6 +34,7 @@ def worth_run(
     measures |= {"transfer_benign/before_5": 0.5, "transfer_benign/after_5": 0.5 - lost}
     for images, share in removed.items():
         end = "" if images == "all" else f"_{images}"
+        measures[f"worth/before{end}"] = 0.9
         ends = {"": 0.0, "_low": -0.1, "_high": 0.1}
         for side, more in ends.items():
             measures[f"worth/removed{side}{end}"] = None if share is None else share + more

@@ -44,6 +44,12 @@ def maps(model, x):
     return found
 
 
+def moved(now, before):
+    """Mean square of what each block has moved by, relative to the spread over rows."""
+    pairs = zip(now, before, strict=True)
+    return [(m - m_0).square().mean() / (m_0 - m_0.mean(0)).square().mean() for m, m_0 in pairs]
+
+
 def test_terms_by_hand(net):
     method, model, (primary, harmful) = prepared(net, collapse=0.5, silence=2.0, hold=3.0, distill=4.0)
     own = maps(model, primary.x)
@@ -54,8 +60,11 @@ def test_terms_by_hand(net):
             p.mul_(1.1)
     terms = method.step(model, primary, harmful)
     silence = [m.abs().mean() / m_0.abs().mean() for m, m_0 in zip(maps(model, harmful.x), own, strict=True)]
-    hold = [(m - m_0).square().mean() / m_0.var(0).mean() for m, m_0 in zip(maps(model, primary.x), own, strict=True)]
-    assert len(own) == len(method.trained) == 3
+    hold = [
+        (m - m_0).square().mean() / (m_0 - m_0.mean(0)).square().mean()
+        for m, m_0 in zip(maps(model, primary.x), own, strict=True)
+    ]
+    assert len(own) == len(method.blocks) == 3
     assert_close(terms["silence"], torch.stack(silence).mean().to(terms["silence"]))
     assert_close(terms["hold"], torch.stack(hold).mean().to(terms["hold"]))
     weighted = 4 * terms["distill"] + 3 * terms["hold"] + 0.5 * terms["collapse"] + 2 * terms["silence"]
@@ -73,7 +82,10 @@ def test_images_to_keep_are_held_beside_the_primary_ones(net, tmp_path):
     with torch.no_grad():
         for p in model.trained().values():
             p.mul_(1.1)
-    hold = [(m - m_0).square().mean() / m_0.var(0).mean() for m, m_0 in zip(maps(model, rows), own, strict=True)]
+    hold = [
+        (m - m_0).square().mean() / (m_0 - m_0.mean(0)).square().mean()
+        for m, m_0 in zip(maps(model, rows), own, strict=True)
+    ]
     terms = method.step(model, primary, harmful)
     assert_close(terms["hold"], torch.stack(hold).mean().to(terms["hold"]))
 
@@ -103,3 +115,16 @@ def test_a_model_without_blocks_is_refused():
     pair = make_pair()
     with pytest.raises(ConfigError, match=r"method=forget_blocks reads blocks of a net.*method=forget"):
         ForgetBlocks(1, 16).setup(Linear(pair), pair)
+
+
+def test_without_a_trained_block_it_says_so(net):
+    model, tasks = build(net, trainable="bn1").read_tasks(net, False)
+    with pytest.raises(ConfigError, match=r"none of test_resnet's blocks is trained; see model\.trainable"):
+        ForgetBlocks(1, 16).setup(model, tasks)
+
+
+def test_images_are_kept_without_distillation_of_the_output(net, tmp_path):
+    draw_folder(tmp_path / "kept", 1, 5, 2, seed=2)
+    folders = [Path(task.folders[0]).parents[1] for task in net.tasks.values()]
+    pair = open_pair(folders, val_fraction=0.2, keep_root=str(tmp_path / "kept" / "train"))
+    assert len(prepared(pair, distill=0.0)[0].kept) == 5

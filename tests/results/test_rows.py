@@ -81,6 +81,26 @@ def test_a_new_run_replaces_the_row_of_an_old_one(tmp_path):
     assert collect([path]).runs[0].result.metrics["rir"] == 2.0
 
 
+def test_a_failed_run_leaves_a_completed_row_and_other_attackers_are_refused(tmp_path):
+    track_run(tmp_path / "good", rir=1.0)
+    track_run(tmp_path / "bad", status="failed", error="diverged")
+    track_run(tmp_path / "other", suite="quick-1")
+    (path,) = write([tmp_path / "good"], tmp_path / "rows")
+    assert write([tmp_path / "bad"], tmp_path / "rows") == []
+    with pytest.raises(DataError, match=r"identity-0\.json is a row of other attackers; move it or remove it first"):
+        write([tmp_path / "other"], tmp_path / "rows")
+    assert collect([path]).runs[0].result.metrics["rir"] == 1.0
+
+
+def test_paths_of_the_machine_are_left_out_wherever_they_stand(tmp_path):
+    error = 'no file "/home/me/x", [a,/home/me/y], file:///home/me/z or ~/me; 3/4 of https://example.org/page remain'
+    track_run(tmp_path / "run", status="failed", error=error)
+    (path,) = write([tmp_path / "run"], tmp_path / "rows")
+    (problem,) = collect([path]).problems
+    shown = 'no file "<folder>", [a,<folder>], <folder> or <folder>; 3/4 of https://example.org/page remain'
+    assert problem.message == shown
+
+
 def test_an_edited_row_is_not_trusted(tmp_path):
     track_run(tmp_path / "run", rir=10.0)
     write([tmp_path / "run"], tmp_path / "rows")
