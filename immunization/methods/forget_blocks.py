@@ -11,7 +11,7 @@ from immunization.models.base import Batch, Model
 
 
 class ForgetBlocks(Forget, without=["path", "inner", "own_statistics", "ridges"]):
-    """Minimize L(D_P) + distill L_distill + hold L_hold + collapse L_collapse + silence L_silence.
+    """Minimize distill L_distill + hold L_hold + collapse L_collapse + silence L_silence, with `train_head` + L(D_P).
 
     The terms of `Forget`, and with m, m_0 what a trained block of theta and theta_0 gives, at every place,
 
@@ -20,6 +20,7 @@ class ForgetBlocks(Forget, without=["path", "inner", "own_statistics", "ridges"]
 
     Outputs that are merely small hide nothing: a ridge enlarges them. Behind a ReLU the absolute value makes exact
     zeros, which nobody enlarges; blocks that end otherwise only shrink. Means of m_0 are over the images of the step.
+    L(D_P) alone would turn the blocks into those of a net for the few classes of D_P.
     """
 
     silence: NonNegative = 1.0
@@ -37,7 +38,7 @@ class ForgetBlocks(Forget, without=["path", "inner", "own_statistics", "ridges"]
         self.kept = model.kept()
         trained = {name for name, part in model.extractor.blocks() if any(p.requires_grad for p in part.parameters())}
         with model.extractor.watched(lambda x, *_: x) as outputs:
-            self._before(model, pair.primary.train.x[:2])
+            self._before(model, next(iter(pair.primary.train.x.split(2))))
         self.blocks = [name for name in outputs if name in trained]
         if not self.blocks:
             raise ConfigError(f"method={self.name}: none of {model.name}'s blocks is trained; see model.trainable")
@@ -60,9 +61,9 @@ class ForgetBlocks(Forget, without=["path", "inner", "own_statistics", "ridges"]
             "collapse": self._collapse(theirs),
             "silence": torch.stack(silence).mean(),
         }
+        total = sum(getattr(self, name) * term for name, term in terms.items())
         loss = self.pair.primary.loss(model.head(features[: len(primary.x)]), primary.y)
-        total = loss + sum(getattr(self, name) * term for name, term in terms.items())
-        return {"loss": total, "task_loss": loss, **terms}
+        return {"loss": total + loss if self.train_head else total, "task_loss": loss, **terms}
 
     def _maps(self, outputs: dict[str, Tensor]) -> list[Tensor]:
         return [outputs[name].float() for name in self.blocks]
