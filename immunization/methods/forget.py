@@ -42,8 +42,9 @@ class Forget(Method, without=["combine"]):
     are the batch's, which carry the gradient, and a memory bank: features of the rows that this pass over D_H has
     shown already, as they were then. L_inner is against attackers who cut the net: g is what a block gives, pooled.
     Only nets have logits to distill: the head of a model of rows starts untrained. `train_head`: a net's head is
-    trained on the classes of D_P, at the price of its others. BatchNorm statistics do not move; against attackers with
-    their own, `own_statistics` times L_collapse with those of the harmful batch can be added.
+    trained on the classes of D_P, at the price of its others; without it L(D_P) is left out. BatchNorm statistics do
+    not move; against attackers with their own, `own_statistics` times L_collapse with those of the harmful batch can be
+    added.
 
     With `patience` or `max_accuracy_drop` the best epoch has the largest accuracy of the model's own head less that of
     the best ridge probe on D_H, both on validation rows.
@@ -113,8 +114,12 @@ class Forget(Method, without=["combine"]):
         if self.own_statistics:
             with batch_statistics(model.extractor):
                 terms["own_statistics"] = self._collapse(model.training_features(harmful.x))
-        total = loss + sum(getattr(self, name) * term for name, term in terms.items())
-        return {"loss": total, "task_loss": loss, **terms}
+        return self._weighted(model, loss, terms)
+
+    def _weighted(self, model: Model, loss: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What `step` returns; without a head to train, L(D_P) would only make the net one for the classes of D_P."""
+        total = sum(getattr(self, name) * term for name, term in terms.items())
+        return {"loss": loss + total if self.train_head or not model.deep else total, "task_loss": loss, **terms}
 
     def _with_kept(self, model: Model, x: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """Rows x and their features, and below them as many images to keep with theirs."""

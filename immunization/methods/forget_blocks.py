@@ -20,7 +20,6 @@ class ForgetBlocks(Forget, without=["path", "inner", "own_statistics", "ridges"]
 
     Outputs that are merely small hide nothing: a ridge enlarges them. Behind a ReLU the absolute value makes exact
     zeros, which nobody enlarges; blocks that end otherwise only shrink. Means of m_0 are over the images of the step.
-    L(D_P) alone would turn the blocks into those of a net for the few classes of D_P.
     """
 
     silence: NonNegative = 1.0
@@ -61,9 +60,7 @@ class ForgetBlocks(Forget, without=["path", "inner", "own_statistics", "ridges"]
             "collapse": self._collapse(theirs),
             "silence": torch.stack(silence).mean(),
         }
-        total = sum(getattr(self, name) * term for name, term in terms.items())
-        loss = self.pair.primary.loss(model.head(features[: len(primary.x)]), primary.y)
-        return {"loss": total + loss if self.train_head else total, "task_loss": loss, **terms}
+        return self._weighted(model, self.pair.primary.loss(model.head(features[: len(primary.x)]), primary.y), terms)
 
     def _maps(self, outputs: dict[str, Tensor]) -> list[Tensor]:
         return [outputs[name].float() for name in self.blocks]

@@ -54,6 +54,14 @@ def test_nothing_is_distilled_before_the_first_step(net):
     assert terms["loss"].item() == pytest.approx(weighted.item())
 
 
+def test_without_a_head_to_train_there_is_no_loss_of_labels(net):
+    """It would turn the trained layers into those of a net for the classes of D_P."""
+    terms, _ = stepped(Forget(1, 16, train_head=False), *opened(net))
+    weighted = 2 * terms["distill"] + 0.6 * terms["collapse"] + terms["path"]
+    assert terms["task_loss"] > 0
+    assert_close(terms["loss"], weighted)
+
+
 def test_distillation_by_hand(net):
     """Features, relative to the spread of theta_0's over all of D_P, and the divergence of the logits."""
     model, tasks = opened(net)
