@@ -13,7 +13,7 @@ SETUPS = ("experiment", "hparams", "hydra", "debug", "launcher", "sweeps")
 MULTIPLE = ("evaluation", "attack")
 """Groups of which a run takes several options."""
 
-LISTS = ("probes", "quick", "standard", "nightly", "depth")
+LISTS = ("probes", "quick", "standard", "nightly", "depth", "depth_vit")
 """Options that stand for several."""
 
 OPTIONS = sorted(
