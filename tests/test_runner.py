@@ -23,7 +23,9 @@ pytestmark = pytest.mark.trains
 
 SMALL = ("tracker=none", "dataset.max_samples=40", "method.epochs=4", "evaluation.norm_ratio.steps=20")
 QUICK = (*SMALL[:3], "evaluation=[rir]")
-METHODS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
+METHODS = sorted(
+    {path.stem for path in (CONF / "method").glob("*.yaml")} - {"forget_blocks"}
+)  # which reads blocks of a net
 SINGLE = ("closed_form", "condition_number", "identity", "learning_curve", "ntl")
 """Methods that are tried in float32, too, one of each kind: of a formula, none, of a spectrum, of a curve, a rival."""
 FILES = {

@@ -22,6 +22,10 @@ class ForgetBlocks(Forget, without=["path", "inner", "own_statistics", "ridges"]
     zeros, which nobody enlarges; blocks that end otherwise only shrink. Means of m_0 are over the images of the step.
     """
 
+    epochs = 5
+    batch_size = 32
+    distill = 1.0
+    collapse = 0.0
     silence: NonNegative = 1.0
     hold: NonNegative = 1.0
     train_head: bool = False
