@@ -139,12 +139,8 @@ def measure(experiment: Experiment, parts: Parts, run: RunFolder, flags: dict[st
     if method.undetermined:
         measures.withhold("undetermined", method.undetermined)
     if experiment.attack:
-        from immunization.attacks import (
-            KeptCurves,
-            Victim,
-            run_attacks,
-            run_transfer,
-        )  # not loaded by runs without attacks
+        # not loaded by runs without attacks
+        from immunization.attacks import KeptCurves, Victim, run_attacks, run_transfer
 
         with run.timed("attack"), machine.gpu_memory("the attacks", AFTERWARDS):
             benign = pair.benign_tasks if experiment.suite and experiment.suite.benign else {}

@@ -123,9 +123,9 @@ class Forget(Method, without=["combine"]):
 
     def _with_kept(self, model: Model, x: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """Rows x and their features, and below them as many images to keep with theirs."""
-        if self.kept is None:
-            return x, features
         own = self._drawn(x)
+        if not len(own):
+            return x, features
         return torch.cat([x, own]), torch.cat([features, model.training_features(own)])
 
     def _drawn(self, x: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class Forget(Method, without=["combine"]):
         """mean ||g_0||^2 over rows x, of each block with trained weights but the net's last one, by name."""
         if not model.deep:
             return {}
-        trained = {name for name, part in model.extractor.blocks() if any(p.requires_grad for p in part.parameters())}
+        trained = trained_blocks(model)
         sums: dict[str, Tensor] = {}
         with model.extractor.watched() as outputs:
             for _ in model.feature_batches(x):
@@ -185,6 +185,11 @@ class Forget(Method, without=["combine"]):
         weights = ridge_weights(sigma, vh.mT, u.mT @ (targets - targets.mean(0)), ridges)
         probe = task.measure((val - mean) @ weights + targets.mean(0), task.val.y)
         return self._accuracy(model) - probe.max().item()
+
+
+def trained_blocks(model: Model) -> set[str]:
+    """Names of the blocks of a net with trained weights."""
+    return {name for name, part in model.extractor.blocks() if any(p.requires_grad for p in part.parameters())}
 
 
 @contextmanager

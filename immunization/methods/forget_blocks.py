@@ -6,7 +6,7 @@ from torch import Tensor
 from immunization.checks import NonNegative
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.forget import Forget
+from immunization.methods.forget import Forget, trained_blocks
 from immunization.models.base import Batch, Model
 
 
@@ -38,8 +38,9 @@ class ForgetBlocks(Forget, without=["path", "inner", "own_statistics", "ridges"]
         super().setup(model, pair)
         if not model.deep:
             raise ConfigError(f"method={self.name} reads blocks of a net, and {model.name} has none: use method=forget")
-        self.kept = model.kept()
-        trained = {name for name, part in model.extractor.blocks() if any(p.requires_grad for p in part.parameters())}
+        if not self.distill:  # which has them already
+            self.kept = model.kept()
+        trained = trained_blocks(model)
         with model.extractor.watched(lambda x, *_: x) as outputs:
             self._before(model, next(iter(pair.primary.train.x.split(2))))
         self.blocks = [name for name in outputs if name in trained]

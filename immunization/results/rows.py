@@ -51,11 +51,9 @@ def _replaces(path: Path, row: Result) -> bool:
     """Whether the row is to be written where another may stand, which it cannot be told from by name."""
     if not path.is_file():
         return True
-    old, attackers = Result.read(path), []
-    for result in (old, row):
-        config = result.about[ROW]["config"]
-        attackers.append({key: config.get(key) for key in ("attack", "suite")})
-    if attackers[0] != attackers[1]:
+    old = Result.read(path)
+    before, now = (result.about[ROW]["config"] for result in (old, row))
+    if any(before.get(key) != now.get(key) for key in ("attack", "suite")):
         raise DataError(f"{path} is a row of other attackers; move it or remove it first")
     return row.status == "completed" or old.status != "completed"
 
