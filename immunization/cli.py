@@ -31,8 +31,10 @@ def main(cfg: DictConfig) -> float:
     from hydra.types import RunMode
 
     with importing("importing torch"):
+        from immunization.compute.machine import keep_freed_memory
         from immunization.runner import record_failure, run
     imported()
+    keep_freed_memory()
 
     job = HydraConfig.get()
     folder, sweep = Path(job.runtime.output_dir), job.mode == RunMode.MULTIRUN

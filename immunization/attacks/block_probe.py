@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache, partial, reduce
@@ -35,6 +36,9 @@ LARGEST = 4
 
 OUTPUTS = "outputs"
 """First in the keys under which a victim keeps the outputs of blocks; the net comes next."""
+
+MEMBERS = 16
+"""Most readings whose predictions are averaged."""
 
 NOISE = 10 * torch.finfo(torch.float32).eps
 """Deviation of a column, relative to its largest value, below which it holds nothing but rounding."""
@@ -108,22 +112,55 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Fit:
-    """A ridge regression: what it reads, its ridge, its measure on validation rows, and predictions for test rows.
+    """A ridge regression: what it reads, its ridge, its measure on validation rows, and its operations.
 
-    Operations are `passes` of the net and those of the `regression`. `predicted` is [N, outputs], or empty where test
-    rows have not been read.
+    `on_val` [V, outputs] are its predictions for validation rows, and `predicted` [N, outputs] for test rows, empty
+    where these have not been read.
     """
 
     reading: Reading
     ridge: float
     val: float
-    passes: float
-    regression: float
+    flops: float
+    on_val: Tensor
     predicted: Tensor
 
+
+@dataclass(frozen=True)
+class Blend:
+    """The mean prediction of fits on the same training rows, of which one may be there several times.
+
+    `val`: its measure on validation rows. `flops`: of one pass of the net for all fits, and of their regressions.
+    """
+
+    rows: Tensor
+    fits: Sequence[Fit]
+    val: float
+    flops: float
+
+    @classmethod
+    def of(cls, rows: Tensor, fits: Sequence[Fit], val: float, outputs: Outputs) -> Blend:
+        readings = {fit.reading: fit for fit in fits}
+        blocks = {block for reading in readings for block in reading.blocks}
+        passes = outputs.cost(blocks, len(rows) * max(reading.views for reading in readings))
+        return cls(rows, fits, val, passes + sum(fit.flops for fit in readings.values()))
+
     @property
-    def flops(self) -> float:
-        return self.passes + self.regression
+    def found(self) -> list[dict[str, object]]:
+        """What is read, with its weight in the mean."""
+        weights = Counter((fit.reading, fit.ridge) for fit in self.fits)
+        return [
+            {
+                "blocks": list(reading.blocks),
+                "poolings": reading.poolings,
+                "mirrored": reading.views > 1,
+                "root": reading.root,
+                "kernel": "gaussian" if reading.radial else "linear",
+                "ridge": ridge,
+                "weight": count / len(self.fits),
+            }
+            for (reading, ridge), count in weights.items()
+        ]
 
 
 class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
@@ -131,10 +168,11 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
 
     The blocks of a net are those that `forward_features` applies one after another. The best block is found first, then
     blocks are added one at a time as long as validation rows gain, then other poolings, signed square roots of what is
-    read, a Gaussian kernel of it, and mirror images are tried. All this is done with 5 training images of each class,
-    with twice as many, and so on up to all: the curve goes through the readings that do better on validation rows than
-    all that cost less. Operations are those of the part of the net that is passed, of the regression, and not of the
-    search, which `AttackCurve.others` has.
+    read, a Gaussian kernel of it, and mirror images are tried, and the mean prediction of several of all these: one is
+    added at a time, by the squared error on validation rows (Caruana et al., ICML 2004). All this is done with 5
+    training images of each class, with twice as many, and so on up to all: the curve goes through what does better on
+    validation rows than all that costs less. Operations are those of the part of the net that is passed, of the
+    regressions, and not of the search, which `AttackCurve.others` has.
 
     `renewed`: BatchNorm first gets the statistics of all training images, also with `samples`. `enlarged`: images of at
     most 64 x 64 pixels are read at twice their size, too, with the statistics of these. Deep nets only.
@@ -194,40 +232,33 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         """The curve of the best readings of `outputs` within any number of operations."""
         everything = self.rows(task)
         everything = torch.arange(len(task.train)) if everything is None else everything
-        fits: list[tuple[Tensor, Fit]] = []
-        searched = 0.0
-        found: list[Fit] = []
+        blends: list[Blend] = []
+        searched, found = 0.0, []
         for rows in nested(task, everything, self.seed):
             known = max(found, key=_val).reading if found and len(rows) > SEARCHED else None
             found, spent = self._search(task, outputs, rows, known)
-            fits += [(rows, fit) for fit in found]
+            blends += [Blend.of(rows, [fit], fit.val, outputs) for fit in found]
+            blends.append(blended(task, outputs, rows, found))
             searched += spent
-        most = max(len(rows) for rows, _ in fits)
-        mirrored = max(len(rows) * (fit.reading.views - 1) for rows, fit in fits)
+        most = max(len(blend.rows) for blend in blends)
+        mirrored = max(len(blend.rows) * (fit.reading.views - 1) for blend in blends for fit in blend.fits)
         searched += outputs.cost(outputs.blocks, most + mirrored)  # one pass for all readings
-        best: list[tuple[Tensor, Fit]] = []
-        for rows, fit in sorted(fits, key=lambda item: item[1].flops):
-            if not best or (fit.val, len(rows)) > (best[-1][1].val, len(best[-1][0])):
-                best.append((rows, fit))
-        predicted = torch.stack([self._predicted(task, outputs, rows, fit) for rows, fit in best])
-        last = best[-1][1]
+        best: list[Blend] = []
+        for blend in sorted(blends, key=lambda blend: blend.flops):
+            if not best or (blend.val, len(blend.rows)) > (best[-1].val, len(best[-1].rows)):
+                best.append(blend)
+        predicted = torch.stack([self._predicted(task, outputs, blend) for blend in best])
+        last = best[-1]
         return AttackCurve(
-            steps=torch.tensor([len(rows) for rows, _ in best]),
-            flops=torch.tensor([fit.flops for _, fit in best], dtype=torch.float64),
-            val=torch.tensor([fit.val for _, fit in best], dtype=torch.float64),
+            steps=torch.tensor([len(blend.rows) for blend in best]),
+            flops=torch.tensor([blend.flops for blend in best], dtype=torch.float64),
+            val=torch.tensor([blend.val for blend in best], dtype=torch.float64),
             test=task.measure(predicted, task.test.y.cpu()),
             scores=task.scores(predicted, task.test.y.cpu()),
-            setting=last.ridge,
+            setting=last.fits[0].ridge,
             others=max(0.0, searched - last.flops),
             path=False,
-            found={
-                "blocks": list(last.reading.blocks),
-                "poolings": last.reading.poolings,
-                "mirrored": last.reading.views > 1,
-                "root": last.reading.root,
-                "kernel": "gaussian" if last.reading.radial else "linear",
-                "ridge": last.ridge,
-            },
+            found={"readings": last.found},
         )
 
     def _search(self, task: Task, outputs: Outputs, rows: Tensor, known: Reading | None) -> tuple[list[Fit], float]:
@@ -243,7 +274,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         kernel = partial(_kernel, outputs, rows, SPLITS)
         readings = [replace(chosen, views=number) for number in sorted(views)]
         made = [self._fit(task, outputs, reading, rows, kernel, self.settings) for reading in readings]
-        return kept + made, sum(fit.regression for fit in tried + made)
+        return kept + made, sum(fit.flops for fit in tried + made)
 
     def _tried(self, task: Task, outputs: Outputs, few: Tensor) -> list[Fit]:
         """Fits of all readings that are compared, without mirror images. Raises Inapplicable."""
@@ -295,15 +326,38 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         predicted = predicted.unflatten(1, (views, -1)).mean(1)
         val = task.measure(predicted[:, : len(task.val)], task.val.y.cpu())
         best, n = int(val.argmax()), len(y)
-        passes, regression = outputs.cost(reading.blocks, n), 2.0 * n**2 * read.columns + n**3 / 3
-        return Fit(reading, ridges[best], val[best].item(), passes, regression, predicted[best, len(task.val) :])
+        flops = 2.0 * n**2 * read.columns + n**3 / 3
+        on_val, on_test = predicted[best].tensor_split([len(task.val)])
+        return Fit(reading, ridges[best], val[best].item(), flops, on_val, on_test)
 
-    def _predicted(self, task: Task, outputs: Outputs, rows: Tensor, fit: Fit) -> Tensor:
-        """Predictions for test rows of a fit on some training rows."""
-        if len(fit.predicted):
-            return fit.predicted
-        kernel = partial(_kernel, outputs, rows, SPLITS)
-        return self._fit(task, outputs, fit.reading, rows, kernel, [fit.ridge]).predicted
+    def _predicted(self, task: Task, outputs: Outputs, blend: Blend) -> Tensor:
+        """Predictions for test rows."""
+        kernel = cache(partial(_kernel, outputs, blend.rows, SPLITS))
+
+        @cache
+        def of(reading: Reading, ridge: float) -> Tensor:
+            return self._fit(task, outputs, reading, blend.rows, kernel, [ridge]).predicted
+
+        own = [fit.predicted if len(fit.predicted) else of(fit.reading, fit.ridge) for fit in blend.fits]
+        return torch.stack(own).mean(0)
+
+
+def blended(task: Task, outputs: Outputs, rows: Tensor, fits: Sequence[Fit]) -> Blend:
+    """Fits added one at a time for the least mean squared error on validation rows, up to the best measure on them."""
+    predicted = torch.stack([fit.on_val for fit in fits])
+    labels, total = task.val.y.cpu(), torch.zeros_like(predicted[0])
+    targets = task.targets(labels)
+    chosen: list[Fit] = []
+    means: list[Tensor] = []
+    for count in range(1, MEMBERS + 1):
+        errors = ((total + predicted) / count - targets).square().mean((1, 2))
+        best = int(errors.argmin())
+        chosen.append(fits[best])
+        total = total + predicted[best]
+        means.append(total / count)
+    val = task.measure(torch.stack(means), labels)
+    count = int(val.argmax()) + 1
+    return Blend.of(rows, chosen[:count], val[count - 1].item(), outputs)
 
 
 class FrozenBlocks(BlockProbe, group="attack.frozen_blocks", without=["steps"]):

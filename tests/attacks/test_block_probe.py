@@ -29,11 +29,12 @@ from immunization.attacks import (
     block_probe,
     run_attacks,
 )
-from immunization.attacks.block_probe import Kernel, nested
+from immunization.attacks.block_probe import Fit, Kernel, Reading, nested
 from immunization.attacks.pooling import (
     POOLINGS,
     SMALL,
     TWICE,
+    Outputs,
     at_twice_the_size,
     covariance_root,
     outputs_of,
@@ -101,7 +102,9 @@ def test_what_layer4_has_lost_is_read_before_it(images, wipe):
     victim = net_victim(images, defend, "test_resnet", "layer4")
     curve = BlockProbe().run(victim, "immunized")
     assert curve.final > 0.9
-    assert not any(block.startswith("layer4") for block in curve.found["blocks"])
+    blocks = [block for reading in curve.found["readings"] for block in reading["blocks"]]
+    assert blocks
+    assert not any(block.startswith("layer4") for block in blocks)
     assert_close(curve.scores.double().mean(1), curve.test)
     assert (curve.flops.diff() > 0).all()
     assert (curve.val.diff() >= 0).all()
@@ -231,6 +234,23 @@ def test_a_search_pays_for_what_it_tried_on_fewer_images(images, monkeypatch):
     assert curve.flops[-1] + curve.others > victim.flops_per_row() * len(victim.task.train)
 
 
+def test_predictions_that_complement_each_other_are_averaged(images):
+    task = untouched(images).task
+    right, wrong = task.targets(task.val.y), task.targets((task.val.y + 1) % task.classes)
+    first = (torch.arange(len(right)) % 2).bool()[:, None]
+    halves = [torch.where(known, right, 0.4 * wrong) for known in (first, ~first)]
+    fits = [
+        Fit(Reading((name,), "average"), 0.1, task.measure(x, task.val.y).item(), 10.0, x, x[:0])
+        for name, x in zip("ab", halves, strict=True)
+    ]
+    outputs = Outputs({}, [{"a": 1.0, "b": 3.0}])
+    blend = block_probe.blended(task, outputs, torch.arange(6), fits)
+    assert [fit.val for fit in fits] == [0.5, 0.5]
+    assert blend.val == 1.0
+    assert [reading["weight"] for reading in blend.found] == [0.5, 0.5]
+    assert blend.flops == 6 * 3 + 20
+
+
 def test_what_stands_before_the_immunized_part_is_read_once_for_both_stages(images, monkeypatch):
     def forget(model):
         for parameter in model.trained().values():
@@ -246,8 +266,8 @@ def test_what_stands_before_the_immunized_part_is_read_once_for_both_stages(imag
     measures = run_attacks({"it": attack}, victim)
     assert seen == ["baseline"]
     assert measures.metrics["attack/it/final"] == measures.metrics["attack/it/final_baseline"] > 0.6
-    blocks = measures.about["attackers"]["it"]["immunized"]["blocks"]
-    assert all(block.startswith(("conv1", "layer1", "layer2")) for block in blocks)
+    readings = measures.about["attackers"]["it"]["immunized"]["readings"]
+    assert all(b.startswith(("conv1", "layer1", "layer2")) for reading in readings for b in reading["blocks"])
     assert torch.equal(real(attack, victim, "immunized").test, real(attack, victim, "baseline").test)
     assert victim.same_outside("layer3")
     assert not victim.same_outside("layer4")
