@@ -236,7 +236,8 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         searched, found = 0.0, []
         for rows in nested(task, everything, self.seed):
             known = max(found, key=_val).reading if found and len(rows) > SEARCHED else None
-            found, spent = self._search(task, outputs, rows, known)
+            key = (known, *self.settings, *rows.tolist())  # those of few images are among those of more
+            found, spent = outputs.once(key, partial(self._search, task, outputs, rows, known))
             blends += [Blend.of(rows, [fit], fit.val, outputs) for fit in found]
             blends.append(blended(task, outputs, rows, found))
             searched += spent
@@ -380,7 +381,8 @@ class FrozenBlocks(BlockProbe, group="attack.frozen_blocks", without=["steps"]):
         before = victim.once(("before", self.scope), lambda: self._before(victim, outputs.blocks))
         if not before:
             raise Inapplicable(f"attack.*.scope={self.scope}: no block of the net stands before it")
-        return outputs.of(block for block in outputs.blocks if block.removesuffix(TWICE) in before)
+        own = tuple(block for block in outputs.blocks if block.removesuffix(TWICE) in before)
+        return outputs.once(own, lambda: outputs.of(own))
 
     def _before(self, victim: Victim, blocks: Sequence[str]) -> set[str]:
         network = victim.network("baseline")

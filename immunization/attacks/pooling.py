@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from immunization.attacks.victim import BATCH
 from immunization.data.task import SPLITS
+from immunization.evaluation.comparison import Once
 from immunization.models.chain import Network
 
 CHANNELS = 512
@@ -40,11 +41,13 @@ class Outputs:
     `parts` [views, N, D], by block and pooling and then by split, in float32: views are the image and, where it was
     asked for, its mirror image. `passes`, one for each size of the images: operations of one image from the input up to
     and with a block, in the order in which blocks run; `renewed`: images that were passed before, for statistics.
+    `once` keeps what attackers compute of them.
     """
 
     parts: dict[tuple[str, str], dict[str, Tensor]]
     passes: Sequence[Mapping[str, float]]
     renewed: Sequence[int] = (0,)
+    once: Once = field(default_factory=Once, repr=False)
 
     @property
     def views(self) -> int:
@@ -150,36 +153,36 @@ def poolings(x: Tensor, last: bool, prefix: int) -> dict[str, Tensor]:
     if x.shape[1] > CHANNELS:
         x = _combined(x, CHANNELS)
     flat = x.flatten(2)
-    found |= {"maximum": flat.amax(2), "deviation": flat.std(2, correction=0)}
+    centered = flat.to(torch.float64, copy=True)
+    centered -= centered.mean(2, keepdim=True)
+    found |= {"maximum": flat.amax(2), "deviation": torch.linalg.vector_norm(centered, dim=2) / flat.shape[2] ** 0.5}
     for side in (2, 3, 4):
         if min(x.shape[2:]) >= side:
             found[f"{side}x{side}"] = F.adaptive_avg_pool2d(x, side).flatten(1)
-    few = x if x.shape[1] <= COVARIANCES else _combined(x, COVARIANCES)
-    root = covariance_root(few.flatten(2))
+    root = covariance_root(centered if x.shape[1] <= COVARIANCES else _combined(centered, COVARIANCES))
     i, j = torch.triu_indices(*root.shape[1:])
     found["covariance"] = root[:, i, j]
     return found
 
 
 def covariance_root(x: Tensor) -> Tensor:
-    """The square root of the covariance of channels over places, [N, C, C], of x [N, C, P], computed in float64.
+    """The square root of the covariance of channels over places, [N, C, C], of x [N, C, P] of mean 0 over places.
 
     The root is less uneven than the covariance (Li et al., Is second-order information helpful for large-scale visual
     recognition?, ICCV 2017). Taken from the smaller one of both Gram matrices.
     """
-    x = (x.double() - x.double().mean(2, keepdim=True)) / x.shape[2] ** 0.5
     wide = x.shape[1] > x.shape[2]
     values, vectors = torch.linalg.eigh(x.transpose(1, 2) @ x if wide else x @ x.transpose(1, 2))
     alive = values > len(values[0]) * torch.finfo(values.dtype).eps * values[:, -1:]
     powers = values.where(alive, 1.0) ** (-0.25 if wide else 0.25) * alive
     half = (x @ vectors if wide else vectors) * powers[:, None]
-    return half @ half.transpose(1, 2)
+    return half @ half.transpose(1, 2) / x.shape[2] ** 0.5
 
 
 def _combined(x: Tensor, channels: int) -> Tensor:
     generator = torch.Generator().manual_seed(channels)
     mixing = torch.linalg.qr(torch.randn(x.shape[1], channels, generator=generator, dtype=torch.float64)).Q
-    return torch.einsum("ck,nchw->nkhw", mixing.to(x), x)
+    return torch.einsum("cd,nc...->nd...", mixing.to(x), x)
 
 
 @torch.no_grad()

@@ -136,11 +136,25 @@ def test_poolings_of_maps_tokens_and_rows(shape):
 @pytest.mark.parametrize("shape", [(3, 5, 40), (3, 9, 6)])
 def test_second_order_pooling_is_the_root_of_the_covariance(shape):
     x = gaussian(3, shape[1] * shape[2], seed=0).reshape(shape)
+    x = x - x.mean(2, keepdim=True)
     root = covariance_root(x)
     expected = torch.stack([torch.cov(one, correction=0) for one in x])
     assert_close(root @ root, expected)
     assert (torch.linalg.eigvalsh(root) > -1e-12).all()
     assert torch.equal(covariance_root(torch.zeros_like(x)), torch.zeros(3, shape[1], shape[1], dtype=x.dtype))
+
+
+def test_what_was_found_with_few_images_is_not_searched_again(images, monkeypatch):
+    victim, seen, real = untouched(images), [], BlockProbe._search
+    monkeypatch.setattr(BlockProbe, "_search", lambda self, *args: seen.append(len(args[2])) or real(self, *args))
+    few = BlockProbe(samples=5)
+    alone = few.run(untouched(images), "baseline")
+    BlockProbe().run(victim, "baseline")
+    first = list(seen)
+    again = few.run(victim, "baseline")
+    assert seen == first
+    assert torch.equal(alone.flops, again.flops)
+    assert torch.equal(alone.test, again.test)
 
 
 def test_mirror_images_are_a_second_view(images):
@@ -227,7 +241,7 @@ def test_who_has_a_part_of_theta_0_is_no_attacker_without_the_model(images):
 
 def test_a_search_pays_for_what_it_tried_on_fewer_images(images, monkeypatch):
     attack, victim = BlockProbe(mirrored=False), untouched(images)
-    whole = attack.run(victim, "baseline").others
+    whole = attack.run(untouched(images), "baseline").others
     monkeypatch.setattr(block_probe, "SEARCHED", 15)
     curve = attack.run(victim, "baseline")
     assert 0 < curve.others < whole
