@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from immunization.compute import distributed, machine, randomness
 from immunization.config import check_trust, compose, slug, snake_case
-from immunization.errors import UserError
+from immunization.errors import ConfigError, UserError
 from immunization.evaluation import Comparison, Measures
 from immunization.experiment import Experiment, Parts, assemble, resolve
 from immunization.models.weights import exported, rounding_flag
@@ -111,6 +111,8 @@ def train(
     for attack in experiment.attack.values():
         for task in parts.pair.attacked.values():
             attack.check(task, parts.model)
+    if experiment.suite and experiment.suite.benign and not parts.pair.benign_tasks:
+        raise ConfigError("suite.benign: the data have no benign task; name one, or set suite.benign=[]")
     run.result.about, run.result.method, run.result.model = parts.pair.about, parts.method.name, parts.model.name
     log.info("%s: %s", parts.pair.name, parts.pair.about)
     if leads:

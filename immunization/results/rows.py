@@ -49,9 +49,10 @@ def write(paths: Iterable[Path], into: Path = FOLDER) -> list[Path]:
 
 def _replaces(path: Path, row: Result) -> bool:
     """Whether the row is to be written where another may stand, which it cannot be told from by name."""
-    if not path.is_file():
+    try:
+        old = Result.read(path)
+    except DataError:  # there is none, or nothing that could be trusted
         return True
-    old = Result.read(path)
     before, now = (result.about[ROW]["config"] for result in (old, row))
     if any(before.get(key) != now.get(key) for key in ("attack", "suite")):
         raise DataError(f"{path} is a row of other attackers; move it or remove it first")

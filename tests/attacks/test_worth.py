@@ -237,3 +237,5 @@ def test_benign_tasks_are_learned_by_attackers_of_the_run():
     suite = "suite={_target_: immunization.attacks.Suite, version: test-1, benign: [nobody]}"
     with pytest.raises(ConfigError, match=r"suite\.benign: nobody is none of the attacks, which are neighbours"):
         run([*DEEP, "method=identity", "attack=[neighbours]", suite])
+    with pytest.raises(ConfigError, match=r"suite\.benign: the data have no benign task"):
+        run([*DEEP, "method=identity", "attack=[neighbours]", suite.replace("nobody", "neighbours")])

@@ -79,6 +79,9 @@ def test_a_new_run_replaces_the_row_of_an_old_one(tmp_path):
     for run in ("old", "new"):
         (path,) = write([tmp_path / run], tmp_path / "rows")
     assert collect([path]).runs[0].result.metrics["rir"] == 2.0
+    path.write_text(path.read_text()[:-20])
+    assert write([tmp_path / "old"], tmp_path / "rows") == [path]
+    assert collect([path]).runs[0].result.metrics["rir"] == 1.0
 
 
 def test_a_failed_run_leaves_a_completed_row_and_other_attackers_are_refused(tmp_path):
