@@ -262,6 +262,10 @@ def test_an_audit_by_harmful_data_alone(net):
     assert "with theta_0" in result.verdict[0]
     one = immunization.audit(net, loader(3, 1, 60), reference=net, attacks=["neighbours"])
     assert one.metrics["attack/worst/test_rows"] == 12
+    few = immunization.audit(net, {"train": loader(9, 1, 6), "test": loader(9, 1, 18)}, reference=net, budget="quick")
+    assert few.verdict == [
+        "Nothing is known of prices: the harmful task has no val split: set dataset.val_fraction above 0."
+    ]
     with pytest.raises(ConfigError, match="harmful_loader: give one loader each for train, test and perhaps val, not"):
         immunization.audit(net, {"train": loader(3, 1)}, reference=net, attacks=["neighbours"])
     with pytest.raises(ConfigError, match="give a loader of the harmful task"):

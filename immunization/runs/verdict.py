@@ -137,7 +137,14 @@ def headline(result: Result) -> str | None:
 
 def _attacks(results: Sequence[Result]) -> list[str]:
     """What the attacks say, the first sentence a summary; nothing where there were none."""
-    results = [result for result in results if result.metrics.get(BAR) is not None]
+    everything, results = results, [result for result in results if result.metrics.get(BAR) is not None]
+    if not results and len(everything) == 1:
+        (result,) = everything
+        names = [name for name in result.metrics if name.startswith(ATTACK) and name.endswith("/final")]
+        failed = all(result.metrics[name] is None for name in names)  # then the first one says why
+        why = result.reasons.get(names[0] if failed and names else "attack/worst/flops")
+        lines = _worth(result, "accuracy" if _classes(result) else "R²")
+        return [*lines, f"Nothing is known of prices: {why}."] if why else lines
     if not results:
         return []
     if len(results) > 1:
