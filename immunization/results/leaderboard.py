@@ -84,6 +84,19 @@ def keeps(row: Setting) -> bool:
     return row.price is not None and row.price <= LOSS + ROUNDING
 
 
+def stakes(rows: Iterable[Setting]) -> list[str]:
+    """What theta_0 is worth to an attacker in a track, from the first of its rows that says so."""
+    for metrics in (result.metrics for row in rows for result in row.results):
+        shown = []
+        for images in ("_5", "_10", "_20", ""):
+            ends = [metrics.get(f"worth/theta_0{end}{images}") for end in ("", "_low", "_high")]
+            if None not in ends:
+                shown.append("{:.2f} ({:.2f} to {:.2f}) with {}".format(*ends, images[1:] or "all"))
+        if shown:
+            return [f"Theta_0 is worth {', '.join(shown)} images of each class."]
+    return []
+
+
 def strength(attacks: Mapping[str, Any]) -> tuple[int, float, float]:
     """Number of attacks, trials of their searches, and budgets; compared in this order."""
     sums = [sum(v for k, v in attacks.items() if k.endswith(end) and v) for end in (".search", ".steps")]
@@ -115,7 +128,7 @@ def sections(collection: Collection) -> list[Section]:
                 continue
             name = "_".join(["leaderboard", *re.findall(r"[\w.-]+", heading + words)])
             table = Table.of(name, heading + words, columns, rows)
-            notes = [f"{row.label}: {row.apart}." for row in rows if apart]
+            notes = [f"{row.label}: {row.apart}." for row in rows if apart] + stakes(rows)
             if suites := {suite for row in rows for result in row.results if (suite := version(result))}:
                 notes.append(f"Attackers: {', '.join(sorted(suites))}.")
             if any(row.removed(worth) for row in rows):

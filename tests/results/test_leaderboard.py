@@ -93,6 +93,19 @@ def test_what_is_removed_has_a_column_for_each_number_of_images(tmp_path):
     assert row["other classes, own head"] == "0.600 → 0.600"
 
 
+def test_a_table_says_what_the_model_is_worth(tmp_path):
+    stake = {"_5": (0.3, 0.2, 0.4), "": (0.5, 0.4, 0.6)}
+    more = {
+        f"worth/theta_0{e}{n}": x for n, own in stake.items() for e, x in zip(("", "_low", "_high"), own, strict=True)
+    }
+    board_run(tmp_path / "none", "identity", {"probe": 1.0})
+    board_run(tmp_path / "run", "closed_form", {"probe": 1.0}, more=more)
+    (section,) = sections(collect([tmp_path]))
+    assert section.tables[0].notes[0] == (
+        "Theta_0 is worth 0.30 (0.20 to 0.40) with 5, 0.50 (0.40 to 0.60) with all images of each class."
+    )
+
+
 def test_several_seeds_are_a_mean_with_an_interval_that_is_no_narrower(tmp_path):
     for seed, share in enumerate((0.3, 0.4, 0.5)):
         worth_run(tmp_path / str(seed), "closed_form", {"5": share, "20": 0.5 if seed else None}, seed=seed)
