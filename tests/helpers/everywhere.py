@@ -1,6 +1,7 @@
 """What every test stands on: one thread per process, no network, the same numbers in every run."""
 
 import ast
+import copy
 import gc
 import inspect
 import os
@@ -111,7 +112,8 @@ def _read_once(self, config_path) -> ConfigResult | None:
         return _read(self, config_path)
     if config_path not in _results:
         _results[config_path] = _read(self, config_path)
-    return _results[config_path]
+    found = _results[config_path]
+    return copy.deepcopy(found) if config_path == "config" else found  # read before Hydra knows of other folders
 
 
 @wraps(_single)
