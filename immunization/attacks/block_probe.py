@@ -328,7 +328,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         val = task.measure(predicted[:, : len(task.val)], task.val.y.cpu())
         best, n = int(val.argmax()), len(y)
         flops = 2.0 * n**2 * read.columns + n**3 / 3
-        on_val, on_test = predicted[best].tensor_split([len(task.val)])
+        on_val, on_test = predicted[best].clone().tensor_split([len(task.val)])  # fits are kept, other ridges are not
         return Fit(reading, ridges[best], val[best].item(), flops, on_val, on_test)
 
     def _predicted(self, task: Task, outputs: Outputs, blend: Blend) -> Tensor:

@@ -137,16 +137,10 @@ def headline(result: Result) -> str | None:
 
 def _attacks(results: Sequence[Result]) -> list[str]:
     """What the attacks say, the first sentence a summary; nothing where there were none."""
-    everything, results = results, [result for result in results if result.metrics.get(BAR) is not None]
-    if not results and len(everything) == 1:
-        (result,) = everything
-        names = [name for name in result.metrics if name.startswith(ATTACK) and name.endswith("/final")]
-        failed = all(result.metrics[name] is None for name in names)  # then the first one says why
-        why = result.reasons.get(names[0] if failed and names else "attack/worst/flops")
-        lines = _worth(result, "accuracy" if _classes(result) else "R²")
-        return [*lines, f"Nothing is known of prices: {why}."] if why else lines
-    if not results:
-        return []
+    with_bar = [result for result in results if result.metrics.get(BAR) is not None]
+    if not with_bar:
+        return _without_bar(*results) if len(results) == 1 else []
+    results = with_bar
     if len(results) > 1:
         return [_several(results)]
     (result,) = results
@@ -195,6 +189,15 @@ def _attacks(results: Sequence[Result]) -> list[str]:
         reason = result.reasons.get("attacks_diverged", "not measured")
         lines.append(f"Nothing is known of {', '.join(lost)}: {reason}.")
     return doubts + lines
+
+
+def _without_bar(result: Result) -> list[str]:
+    """What is known where no attack learns the task with the baseline, and why it is not more."""
+    finals = [name for name in result.metrics if name.startswith(ATTACK) and name.endswith("/final")]
+    failed = finals and all(result.metrics[name] is None for name in finals)  # then the first one says why
+    why = result.reasons.get(finals[0] if failed else "attack/worst/flops")
+    lines = _worth(result, "accuracy" if _classes(result) else "R²")
+    return [*lines, f"Nothing is known of prices: {why}."] if why else lines
 
 
 def _worth(result: Result, measure: str) -> list[str]:
