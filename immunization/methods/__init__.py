@@ -14,4 +14,5 @@ from immunization.methods.learning_curve import LearningCurve, LearningCurveNet
 from immunization.methods.ntl import NTL
 from immunization.methods.opt_kappa import OptKappa
 from immunization.methods.sophon import Sophon
+from immunization.methods.tar import TAR
 from immunization.methods.unchanged import Identity, Unmodified

@@ -1,12 +1,16 @@
-"""The attacker's head as methods simulate it, on features of one scale."""
+"""Attackers as methods simulate them, with a head on features of one scale."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from immunization.checks import AtLeastOne, Count, Fraction, NonNegative
 from immunization.data.task import Task, TaskPair
+from immunization.errors import ConfigError
 from immunization.methods.base import Method
 from immunization.models.base import Batch, Model
 
@@ -48,3 +52,57 @@ class AgainstHead(AgainstAttacker):
     def harmful_loss(self, features: Tensor, batch: Batch) -> Tensor:
         """The attacker's loss with w as it is, of `features` [N, D] before scaling."""
         return self.pair.harmful.loss(F.linear(scaled(features), self.attacker), batch.y)
+
+
+class AgainstFineTuning(AgainstAttacker):
+    """A method whose attacker trains a copy of theta and a fresh head w, on all but `held_out` of a harmful batch.
+
+    w first takes `head_steps` steps of rate `head_lr` with theta fixed, on features scaled to a mean squared norm of 1;
+    then both take `inner_steps` gradient steps at `inner_lr`. BatchNorm statistics do not move. Needs classes.
+    """
+
+    _: KW_ONLY
+    inner_steps: AtLeastOne = 5
+    inner_lr: NonNegative = 0.01
+    held_out: Fraction = 0.1
+    head_steps: Count = 20
+    head_lr: NonNegative = 1.0
+
+    def setup(self, model: Model, pair: TaskPair) -> None:
+        super().setup(model, pair)
+        if not pair.harmful.classes:
+            raise ConfigError(
+                f"method={self.name} suppresses the probabilities of classes, and '{pair.harmful.name}' is a regression"
+            )
+
+    def attacked(
+        self,
+        model: Model,
+        harmful: Batch,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        rate: float,
+        weights: Sequence[float],
+    ) -> tuple[list[Tensor], Tensor]:
+        """The gradient by theta of `loss` (logits, labels) of held-out rows, and its value, after steps at `rate`.
+
+        Both are sums over the attacker's steps, with one of `weights` each; a gradient is taken where the copy stands
+        (first order).
+        """
+        task, parameters = self.pair.harmful, model.trained()
+        kept = len(harmful.y) - max(1, round(self.held_out * len(harmful.y)))
+        x, y, held_x, held_y = harmful.x[:kept], harmful.y[:kept], harmful.x[kept:], harmful.y[kept:]
+        zeros = model.head.weight.new_zeros(task.outputs, model.head.in_features)
+        w = fitted_head(task, zeros, model.training_features(x), y, self.head_lr, self.head_steps)
+        theta, total = {name: p.detach() for name, p in parameters.items()}, torch.zeros(())
+        gradients = [torch.zeros_like(p) for p in parameters.values()]
+        for weight in weights:
+            leaves = [tensor.requires_grad_() for tensor in (*theta.values(), w)]
+            logits = F.linear(scaled(model.training_features(x, theta)), w)
+            slopes = torch.autograd.grad(task.loss(logits, y), leaves)
+            *values, w = (leaf.detach() - rate * slope for leaf, slope in zip(leaves, slopes, strict=True))
+            theta = {name: value.requires_grad_() for name, value in zip(parameters, values, strict=True)}
+            value = loss(F.linear(scaled(model.training_features(held_x, theta)), w), held_y)
+            slopes = torch.autograd.grad(value, list(theta.values()))
+            gradients = [g + weight * s for g, s in zip(gradients, slopes, strict=True)]
+            total = total + weight * value.detach()
+        return gradients, total

@@ -27,9 +27,10 @@ INK = "#222222"
 """Takes the color of the page's text in the report, so that figures can be read on dark pages too."""
 PALETTE = (
     *("#888888", "#E69F00", "#CC79A7", "#009E73", "#0072B2", "#D55E00", "#56B4E9"),
-    *("#AABB66", "#BB0033", "#2244BB", "#990077", "#9988FF", "#883355", "#226633", "#994400"),
+    *("#AABB66", "#BB0033", "#2244BB", "#990077", "#9988FF", "#883355", "#226633", "#5533FF"),
+    "#994400",
 )
-"""Of METHODS: Okabe and Ito's colors and, as far from these and each other as color-blind readers see, eight more."""
+"""Of METHODS: Okabe and Ito's colors and, as far from these and each other as color-blind readers see, nine more."""
 LINES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 1)), (0, (3, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 

@@ -15,7 +15,7 @@ from immunization.runs.verdict import HELD, UNNUMBERED, UNTRAINED, attack_groups
 
 METHODS = (
     *("identity", "r_ill_only", "imma", "opt_kappa", "condition_number", "closed_form", "learning_curve"),
-    *("released_condition_number", "clamp", "encoderlock", "forget", "learning_curve_net", "ntl", "sophon"),
+    *("released_condition_number", "clamp", "encoderlock", "forget", "learning_curve_net", "ntl", "sophon", "tar"),
     "unmodified",
 )
 """The order of rows and colors: the baseline, the paper's methods in its order, the others; then by name."""

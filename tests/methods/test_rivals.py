@@ -1,4 +1,4 @@
-"""CLAMP, SOPHON, EncoderLock and NTL: their terms on cases that are known by hand, and their objectives descended."""
+"""CLAMP, SOPHON, EncoderLock, NTL and TAR: their terms on cases known by hand, and their objectives descended."""
 
 import math
 
@@ -10,19 +10,20 @@ from torch.testing import assert_close
 
 from immunization import run
 from immunization.errors import ConfigError
-from immunization.methods import CLAMP, NTL, Encoderlock, Method, Sophon
+from immunization.methods import CLAMP, NTL, TAR, Encoderlock, Method, Sophon
 from immunization.methods.attacker import fitted_head, scaled
 from immunization.methods.clamp import attack_terms
 from immunization.methods.encoderlock import grow
 from immunization.methods.ntl import mmd
 from immunization.methods.sophon import divergence_from_uniform, inverse_cross_entropy
+from immunization.methods.tar import negative_entropy
 from immunization.models import Linear
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
 
 pytestmark = pytest.mark.trains
 
-RIVALS = ("clamp", "ntl", "encoderlock", "sophon")
+RIVALS = ("clamp", "ntl", "encoderlock", "sophon", "tar")
 
 
 # --- The attacker's head ----------------------------------------------------------------------------------------------
@@ -141,10 +142,57 @@ def test_sophon_alternates(suppression, at):
     assert moved == at
 
 
-def test_sophon_needs_classes():
-    pair = make_pair()
-    with pytest.raises(ConfigError, match=r"method=sophon suppresses the probabilities of classes.*regression"):
-        Sophon(epochs=1).setup(Linear(pair), pair)
+@pytest.mark.parametrize("make", [Sophon, TAR])
+def test_those_who_suppress_probabilities_need_classes(make):
+    pair, method = make_pair(), make(epochs=1)
+    with pytest.raises(ConfigError, match=rf"method={method.name} suppresses the probabilities of classes.*regression"):
+        method.setup(Linear(pair), pair)
+
+
+# --- TAR --------------------------------------------------------------------------------------------------------------
+
+
+def test_entropy_of_guesses_is_the_largest():
+    logits = torch.tensor([[0.0, 0.0, 0.0], [1.0, -2.0, 0.5]])
+    p = logits.softmax(1)
+    assert negative_entropy(logits[:1], None).item() == pytest.approx(-math.log(3))
+    assert negative_entropy(logits, None).item() == pytest.approx((p * p.log()).sum(1).mean().item())
+
+
+def test_tar_descends_what_holds_for_the_attacked_copy():
+    """The gradient of its loss: that of what is kept, and `tamper` times the weighted ones where the copy stands."""
+    pair = make_pair(classes=3)
+    primary, harmful = full_batches(pair)
+    model, method = Linear(pair, "random"), TAR(inner_steps=3, inner_lrs=[0.1], late=0.5, tamper=2.0)
+    method.setup(model, pair)
+    theta, before = model.extractor.theta, model.extractor.theta.detach().clone()
+    terms = method.step(model, primary, harmful)
+    (found,) = torch.autograd.grad(terms["loss"], theta)
+    weights = [math.exp(-1.0), math.exp(-0.5), 1.0]
+    (attacked,), resistance = method.attacked(model, harmful, negative_entropy, 0.1, weights)
+    features = primary.x @ theta
+    moved = (features - primary.x @ before).norm(dim=1).mean() / (primary.x @ before).square().sum(1).mean().sqrt()
+    kept = pair.primary.loss(model.head(features), primary.y)
+    (own,) = torch.autograd.grad(kept, theta)
+    assert_close(found, own + 2 * attacked)
+    assert_close(terms["loss"], kept + moved + 2 * resistance)
+    assert torch.equal(theta, before)
+
+
+def test_without_steps_the_attacked_copy_is_theta_itself():
+    pair = make_pair(classes=3)
+    _, harmful = full_batches(pair)
+    model, method = Linear(pair, "random"), TAR(head_steps=5)
+    method.setup(model, pair)
+    kept = len(harmful.y) - round(0.1 * len(harmful.y))
+    (found,), value = method.attacked(model, harmful, negative_entropy, 0.0, [1.0])
+    theta = model.extractor.theta
+    zeros = torch.zeros(3, model.head.in_features, dtype=theta.dtype)
+    w = fitted_head(pair.harmful, zeros, harmful.x[:kept] @ theta, harmful.y[:kept], 1.0, 5)
+    loss = negative_entropy(scaled(harmful.x[kept:] @ theta) @ w.T, None)
+    (expected,) = torch.autograd.grad(loss, theta)
+    assert_close(value, loss.detach())
+    assert_close(found, expected)
 
 
 # --- EncoderLock ------------------------------------------------------------------------------------------------------
@@ -229,7 +277,7 @@ def test_the_objective_falls(method: Method, term: str, falls: bool):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("make", [CLAMP, NTL, Encoderlock, Sophon])
+@pytest.mark.parametrize("make", [CLAMP, NTL, Encoderlock, Sophon, TAR])
 def test_theta_keeps_its_dtype_and_stays_finite(make, dtype):
     pair = make_pair(classes=2).to("cpu", dtype)
     for parameter in fit(make(3, 6), pair, torch.optim.Adam, 1e-3).parameters():

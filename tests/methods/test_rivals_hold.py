@@ -73,8 +73,9 @@ def fine_tuned(model: Model, task: Task) -> float:
         (["method=encoderlock"], probed),
         (["method=sophon", "method.inner_steps=3"], fine_tuned),
         (["method=sophon", "method.suppression=uniform", "method.primary_steps=1"], fine_tuned),
+        (["method=tar"], fine_tuned),
     ],
-    ids=["clamp", "ntl", "encoderlock", "sophon, inverse", "sophon, uniform"],
+    ids=["clamp", "ntl", "encoderlock", "sophon, inverse", "sophon, uniform", "tar"],
 )
 def test_its_own_attacker_is_held_off(options, attacked, cache):
     """Harmful accuracy 20 points below the baseline's; the primary head loses 3 points at most."""

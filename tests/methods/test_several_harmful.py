@@ -19,7 +19,7 @@ from immunization.training.batches import PairedBatches
 pytestmark = pytest.mark.trains
 
 QUICK = ("tracker=none", "figures=false", "dataset.max_samples=40", "evaluation=[rir]", "log_every=50")
-EPOCHS = {"learning_curve": 40, "clamp": 5, "ntl": 5, "encoderlock": 5, "sophon": 5}
+EPOCHS = {"learning_curve": 40, "clamp": 5, "ntl": 5, "encoderlock": 5, "sophon": 5, "tar": 5}
 HOLDS = ("closed_form", "condition_number", "learning_curve", "opt_kappa", "r_ill_only", "released_condition_number")
 
 
@@ -41,7 +41,7 @@ def test_every_method_of_the_condition_number_reaches_more_than_nothing_on_both(
     assert found["worst/rir"] == min(found["rir"], found["rir_harmful_5"])
 
 
-@pytest.mark.parametrize("method", ["clamp", "encoderlock", "imma", "ntl", "sophon"])
+@pytest.mark.parametrize("method", ["clamp", "encoderlock", "imma", "ntl", "sophon", "tar"])
 def test_every_other_method_takes_several_tasks(method):
     overrides = ("evaluation=[rir,learning_curves]", "dataset.harmful=[3,5]")
     found = metrics_of(method, *overrides, *(() if method == "imma" else ("method.batch_size=16",)))
