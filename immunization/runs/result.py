@@ -83,9 +83,13 @@ class Result:
         return content
 
     def write(self, path: str | Path) -> Path:
-        """Write result.json into a folder, or the file at `path`, in one step, with a checksum; returns its path."""
+        """Write the .json file at `path`, or result.json in that folder, with a checksum; returns its path.
+
+        In one step. A folder that is missing is made.
+        """
         path, content = Path(path), self.as_dict()
-        path = path / self.file if path.is_dir() else path
+        path = path if path.suffix == ".json" else path / self.file
+        path.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(path, content | {"sha256": _checksum(content)})
         return path
 

@@ -68,6 +68,8 @@ def test_a_result_comes_back_as_it_was_written(tmp_path):
     path = original.write(tmp_path)
     assert Result.read(tmp_path) == Result.read(path) == original
     assert Result.read(path).folder == tmp_path
+    assert original.write(tmp_path / "new") == tmp_path / "new" / "result.json"
+    assert original.write(str(tmp_path / "more" / "seed-0.json")) == tmp_path / "more" / "seed-0.json"
 
 
 def test_the_file_has_the_documented_keys_and_no_folder(tmp_path):
