@@ -8,7 +8,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import cache, partial, reduce
+from functools import cache, lru_cache, partial, reduce
 
 import numpy as np
 import torch
@@ -29,7 +29,13 @@ MOST = 3500
 """Most training images, mirror images among them, that are read."""
 
 SEARCHED = 1000
-"""Most training images on which readings are compared; with more, what was best on fewer is read."""
+"""Most training images on which all readings are compared; with more, those that were best on fewer are."""
+
+CANDIDATES = 8
+"""How many these are, and how many are also fitted with mirror images."""
+
+KEPT = 1e9
+"""Bytes of kernels of training and mirror images that are kept while several readings of the same parts are fitted."""
 
 LARGEST = 4
 """Most blocks that are read side by side, apart from all of them."""
@@ -235,7 +241,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         blends: list[Blend] = []
         searched, found = 0.0, []
         for rows in nested(task, everything, self.seed):
-            known = max(found, key=_val).reading if found and len(rows) > SEARCHED else None
+            known = best_readings(found) if len(rows) > SEARCHED else ()
             key = (known, *self.settings, *rows.tolist())  # those of few images are among those of more
             found, spent = outputs.once(key, partial(self._search, task, outputs, rows, known))
             blends += [Blend.of(rows, [fit], fit.val, outputs) for fit in found]
@@ -262,18 +268,17 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
             found={"readings": last.found},
         )
 
-    def _search(self, task: Task, outputs: Outputs, rows: Tensor, known: Reading | None) -> tuple[list[Fit], float]:
+    def _search(self, task: Task, outputs: Outputs, rows: Tensor, known: Sequence[Reading]) -> tuple[list[Fit], float]:
         """Fits on some training rows: of every block, of blocks side by side, and of variations of the best of them.
 
-        Only of the reading `known`, if there is one. And the operations of all regressions, also of those on fewer
+        Only of the readings `known`, if there are any. And the operations of all regressions, also of those on fewer
         rows, which only say what to read.
         """
         tried = [] if known else self._tried(task, outputs, rows[:: math.ceil(len(rows) / SEARCHED)])
-        chosen = known or max(tried, key=_val).reading
         kept = tried if len(rows) <= SEARCHED else []
         views = {1, outputs.views if len(rows) * outputs.views <= MOST else 1} - {fit.reading.views for fit in kept}
-        kernel = partial(_kernel, outputs, rows, SPLITS)
-        readings = [replace(chosen, views=number) for number in sorted(views)]
+        kernel = _kernels(outputs, rows)
+        readings = [replace(reading, views=n) for n in sorted(views) for reading in known or best_readings(tried)]
         made = [self._fit(task, outputs, reading, rows, kernel, self.settings) for reading in readings]
         return kept + made, sum(fit.flops for fit in tried + made)
 
@@ -333,7 +338,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
 
     def _predicted(self, task: Task, outputs: Outputs, blend: Blend) -> Tensor:
         """Predictions for test rows."""
-        kernel = cache(partial(_kernel, outputs, blend.rows, SPLITS))
+        kernel = _kernels(outputs, blend.rows)
 
         @cache
         def of(reading: Reading, ridge: float) -> Tensor:
@@ -341,6 +346,12 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
 
         own = [fit.predicted if len(fit.predicted) else of(fit.reading, fit.ridge) for fit in blend.fits]
         return torch.stack(own).mean(0)
+
+
+def best_readings(fits: Sequence[Fit]) -> tuple[Reading, ...]:
+    """The `CANDIDATES` that do best on validation rows, without their mirror images."""
+    ranked = sorted(fits, key=_val, reverse=True)
+    return tuple(dict.fromkeys(replace(fit.reading, views=1) for fit in ranked))[:CANDIDATES]
 
 
 def blended(task: Task, outputs: Outputs, rows: Tensor, fits: Sequence[Fit]) -> Blend:
@@ -406,6 +417,13 @@ def _kernel(
     """That of one pooling of a block; training rows of all views below each other, then other rows of each view."""
     train, *others = (outputs.columns(block, pooling, split)[:views].double() for split in splits)
     return Kernel.of(train[:, rows].flatten(0, 1), torch.cat(others, 1).flatten(0, 1), root)
+
+
+def _kernels(outputs: Outputs, rows: Tensor) -> Callable[[str, str, int, bool], Kernel]:
+    """`_kernel` for all splits, of which the last used are kept."""
+    others = sum(outputs.columns("", "", split).shape[1] for split in SPLITS[1:])
+    size = 8 * outputs.views**2 * len(rows) * (len(rows) + others)
+    return lru_cache(max(1, int(KEPT / size)))(partial(_kernel, outputs, rows, SPLITS))
 
 
 def nested(task: Task, rows: Tensor, seed: int) -> Iterator[Tensor]:

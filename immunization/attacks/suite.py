@@ -183,7 +183,8 @@ def _run(
 ) -> dict[Stage, AttackCurve]:
     """The curves of an attack on every stage; of a reference, which is the same for all, on the baseline's net.
 
-    One that is `untouched` by immunization has the same curve on every stage.
+    One that is `untouched` by immunization has the same curve on every stage, and so has any where theta_I is the
+    baseline.
     """
     if reason := victim.comparison.no_test(victim.role):
         raise Inapplicable(reason)
@@ -194,7 +195,7 @@ def _run(
         baseline = shared(name, partial(run, "baseline")) if shared else run("baseline")
     curves = {"baseline": baseline}
     for stage in [] if attack.reference else victim.stages:
-        if untouched:
+        if untouched or (stage == "immunized" and victim.unchanged()):
             curves[stage] = baseline
         elif stage != "baseline":
             with at(stage):

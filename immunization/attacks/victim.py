@@ -147,6 +147,14 @@ class Victim:
             return False
         return after in inside or all(n.startswith(names) or torch.equal(x, other[n]) for n, x in own.items())
 
+    def unchanged(self) -> bool:
+        """Whether theta_I is a net with the weights of the baseline, so that attacks need not be repeated."""
+        return self.model.deep and self.once("unchanged", self._unchanged)
+
+    def _unchanged(self) -> bool:
+        after, before = (self.network(stage).state_dict() for stage in ("immunized", "baseline"))
+        return after.keys() == before.keys() and all(torch.equal(x, before[name]) for name, x in after.items())
+
     def _changed(self) -> list[str]:
         """Modules of the net whose weights or statistics are not those of the net it is compared with, by name."""
         after, before = (model.network().state_dict() for model in (self.model, self.model.before))

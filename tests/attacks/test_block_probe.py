@@ -3,6 +3,7 @@
 import itertools
 import json
 import operator
+from collections import Counter
 from functools import partial, reduce
 
 import pytest
@@ -248,6 +249,19 @@ def test_a_search_pays_for_what_it_tried_on_fewer_images(images, monkeypatch):
     assert curve.flops[-1] + curve.others > victim.flops_per_row() * len(victim.task.train)
 
 
+def test_with_many_images_the_readings_that_were_best_on_fewer_are_compared_again(images, monkeypatch):
+    attack, victim = BlockProbe(), untouched(images)
+    outputs, rows = attack.read(victim, "baseline"), torch.arange(len(victim.task.train))
+    monkeypatch.setattr(block_probe, "SEARCHED", 15)
+    found, _ = attack._search(victim.task, outputs, rows, ())
+    best = block_probe.best_readings(found)
+    assert len(best) == block_probe.CANDIDATES
+    assert {fit.reading.views for fit in found} == {1, 2}
+    again, cost = attack._search(victim.task, outputs, rows, best)
+    assert Counter(fit.reading for fit in again) == Counter(fit.reading for fit in found)
+    assert cost == sum(fit.flops for fit in again)
+
+
 def test_predictions_that_complement_each_other_are_averaged(images):
     task = untouched(images).task
     right, wrong = task.targets(task.val.y), task.targets((task.val.y + 1) % task.classes)
@@ -263,6 +277,16 @@ def test_predictions_that_complement_each_other_are_averaged(images):
     assert blend.val == 1.0
     assert [reading["weight"] for reading in blend.found] == [0.5, 0.5]
     assert blend.flops == 6 * 3 + 20
+
+
+def test_a_net_that_nobody_changed_is_attacked_once(images, monkeypatch):
+    victim, attack, seen = untouched(images), BlockProbe(mirrored=False), []
+    real = BlockProbe.run
+    monkeypatch.setattr(BlockProbe, "run", lambda self, *args: seen.append(args[1]) or real(self, *args))
+    metrics = run_attacks({"it": attack}, victim).metrics
+    assert seen == ["baseline"]
+    assert metrics["attack/it/final"] == metrics["attack/it/final_baseline"] > 0.6
+    assert torch.equal(real(attack, victim, "immunized").test, real(attack, victim, "baseline").test)
 
 
 def test_what_stands_before_the_immunized_part_is_read_once_for_both_stages(images, monkeypatch):
