@@ -40,8 +40,8 @@ KEPT = 1e9
 LARGEST = 4
 """Most blocks that are read side by side, apart from all of them."""
 
-OUTPUTS = "outputs"
-"""First in the keys under which a victim keeps the outputs of blocks; the net comes next."""
+OUTPUTS, PASSES = "outputs", ("as it is", "renewed", TWICE)
+"""A victim keeps outputs of blocks as (OUTPUTS, net, how, stage): how is one of PASSES, or the options of who reads."""
 
 MEMBERS = 16
 """Most readings whose predictions are averaged."""
@@ -195,16 +195,15 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
     enlarged: bool = False
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
-        for key in [key for key in victim.once if key[0] == OUTPUTS and key[1] != self.net]:
-            del victim.once[key]  # outputs of several nets may not fit into the memory
-        key = (OUTPUTS, self.net, stage, self.precision, self.mirrored, self.renewed, self.enlarged)
-        outputs = victim.once(key, lambda: self.read(victim, stage))
+        place = (OUTPUTS, self.net, (self.renewed, self.enlarged))
+        _keep(victim, lambda net, how: net == self.net and how in (place[2], *PASSES))
+        outputs = victim.once((*place, stage), lambda: self.read(victim, stage))
         return self.probe(victim.task, self.readable(victim, outputs))
 
     @property
-    def net(self) -> object:
-        """What tells the net that is read from other nets."""
-        return type(self).read
+    def net(self) -> tuple[object, ...]:
+        """What tells the net that is read, and its images, from others."""
+        return type(self).read, self.precision, self.mirrored
 
     def readable(self, victim: Victim, outputs: Outputs) -> Outputs:
         """The outputs that the attacker reads, out of those of all blocks. Raises Inapplicable."""
@@ -220,15 +219,18 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         `renewed` None: if the net has BatchNorm, which is the rule at twice the size. A net without BatchNorm cannot be
         renewed, and raises Inapplicable unless it is read at twice the size.
         """
-        images, key = images_of(victim), (OUTPUTS, self.net, stage, self.precision, self.mirrored)
+        images = images_of(victim)
         larger = at_twice_the_size(network(), images["train"]) if self.enlarged else None
         own = network()
         normed = bool(norms_of(own))
         renewed = normed if renewed is None or (renewed and larger) else renewed
-        found = victim.once((*key, "once", renewed), lambda: self._passed(own, images, renewed))
+        once = PASSES[renewed]
+        _keep(victim, lambda _, how: how not in PASSES or how == once or (how == TWICE and larger is not None))
+        found = victim.once((OUTPUTS, self.net, once, stage), lambda: self._passed(own, images, renewed))
         if larger is None:
             return found
-        return found.beside(victim.once((*key, "twice"), lambda: self._passed(larger, images, normed)))
+        twice = (OUTPUTS, self.net, TWICE, stage)
+        return found.beside(victim.once(twice, lambda: self._passed(larger, images, normed)))
 
     def _passed(self, network: Network, images: Mapping[str, Tensor], renewed: bool) -> Outputs:
         rows = renew_from(network, images["train"]) if renewed else 0
@@ -401,6 +403,12 @@ class FrozenBlocks(BlockProbe, group="attack.frozen_blocks", without=["steps"]):
         modules = dict(network.whole.blocks())
         once = [block for block in blocks if not block.endswith(TWICE)]
         return set(itertools.takewhile(lambda block: part.isdisjoint(modules[block].parameters()), once))
+
+
+def _keep(victim: Victim, wanted: Callable[[object, object], bool]) -> None:
+    """Drop the outputs of blocks that are not `wanted` (net, how), as those of several nets may not fit into memory."""
+    for key in [key for key in victim.once if key[0] == OUTPUTS and not wanted(*key[1:3])]:
+        del victim.once[key]
 
 
 def _deviation(x: Tensor) -> Tensor:

@@ -77,8 +77,8 @@ class FreshFrom(BlockProbe, group="attack.fresh_from", without=["precision", "re
         return self.scope
 
     @property
-    def net(self) -> object:
-        return type(self).read, self.scope
+    def net(self) -> tuple[object, ...]:
+        return *super().net, self.scope
 
     def check(self, task: Task, model: Model) -> None:
         if self.partial in ("head", "last", "full"):
