@@ -20,5 +20,5 @@ from immunization.attacks.probes import (
 from immunization.attacks.suite import run_attacks
 from immunization.attacks.transfer import run_transfer
 from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
-from immunization.attacks.without import FreshFrom, FreshPart, RandomNet, RawInputs, Scratch
+from immunization.attacks.without import Distilled, FreshFrom, FreshPart, RandomNet, RawInputs, Scratch
 from immunization.attacks.worth import Suite

@@ -113,6 +113,10 @@ class FineTune(Attack):
         """The net whose `part` is trained; what stands before it is as the victim has it."""
         return victim.network(stage, self.precision)
 
+    def teacher(self, victim: Victim, stage: Stage) -> Network | None:
+        """The net whose features are learned beside the labels."""
+        return None
+
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
         self.network(victim, "baseline", self.scope)  # Inapplicable where there is no net
         few = self.rows(victim.task)
@@ -123,7 +127,8 @@ class FineTune(Attack):
             self.check(victim.task, victim.model)
             raise Inapplicable("the harmful task needs validation and test images")
         activations = partial(victim.activations, stage, self.precision, rows)
-        tuner = Tuner(victim.task, splits, partial(self.network, victim, stage), self.adapt, activations)
+        network, teacher = partial(self.network, victim, stage), self.teacher(victim, stage)
+        tuner = Tuner(victim.task, splits, network, self.adapt, activations, teacher)
         marks = {epochs: math.ceil(epochs * tuner.rows / self.batch_size) for epochs in self.epochs}
         steps = max(marks.values(), default=self.steps)
         grid = sorted({*step_grid(steps, per_octave=1), *marks.values()})

@@ -102,7 +102,8 @@ class Tuner:
 
     `splits` [train, val, test] are images and labels, `network` gives a copy of the net whose part is to be trained,
     `adapt` says what of it that is, `activations` has what the units before it make of the images. They are paid for
-    as if they were kept, also where they are not.
+    as if they were kept, also where they are not. With a `teacher`, a net that is the same up to that part, the loss
+    has a term more: the mean squared distance of features from the teacher's, both scaled to a mean square of 1.
     """
 
     def __init__(
@@ -112,8 +113,10 @@ class Tuner:
         network: Callable[[str], Network],
         adapt: Adapt,
         activations: Activations = lambda start, mirrored: None,
+        teacher: Network | None = None,
     ) -> None:
         self.task, self.splits, self.network, self.adapt, self.activations = task, splits, network, adapt, activations
+        self.teacher = teacher
         self._costs: dict[tuple[int, str], float] = {}
         self._counted: dict[tuple[str, int], tuple[float, float]] = {}
 
@@ -286,7 +289,13 @@ class Tuner:
             part.train()
             for norm in norms_of(part) if recipe.batchnorm == "eval" else ():
                 norm.eval()
-        return self.task.loss(opened.logits(x), y, recipe.smoothing)
+        features = opened.read(x)
+        loss = self.task.loss(opened.head(features), y, recipe.smoothing)
+        if self.teacher is None:
+            return loss
+        with torch.no_grad():
+            taught = self.teacher(x, opened.start)
+        return loss + (_unit(features) * features - _unit(taught) * taught).square().mean()
 
     def _measured(self, course: Course, step: int, opened: Opened, recipe: Recipe) -> bool:
         """Add the measures at every point of the course that is at `step`, if any; an untrained head guesses."""

@@ -1,4 +1,4 @@
-"""Attackers who do without the model, or with its first blocks: what the harmful task comes to, and costs, so."""
+"""Attackers who do without the weights of the model, or of a part: what the harmful task comes to, and costs, so."""
 
 from __future__ import annotations
 
@@ -46,6 +46,19 @@ class FreshPart(FineTune, group="attack.fresh_part"):
 
     def network(self, victim: Victim, stage: Stage, part: str) -> Network:
         return redrawn(super().network(victim, stage, part), part)
+
+
+class Distilled(FreshPart, group="attack.distilled"):
+    """`FreshPart`, which learns the features of the net as it was, beside the labels.
+
+    So it takes over what the part can still do, and none of the weights that make it hard to train.
+    """
+
+    def untouched(self, victim: Victim) -> bool:
+        return False
+
+    def teacher(self, victim: Victim, stage: Stage) -> Network:
+        return victim.network(stage, self.precision)
 
 
 class Scratch(FreshPart, group="attack.scratch", without=["scope", "precision"]):

@@ -1,6 +1,7 @@
 """Attackers who train a part of the net: what was immunized, all from a block on, or the same drawn anew."""
 
 import copy
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +14,7 @@ from immunization.attacks import (
     Adam,
     BlockProbe,
     ClosedFormProbe,
+    Distilled,
     FineTune,
     FreshPart,
     Inapplicable,
@@ -54,7 +56,8 @@ def tuner_of(net: Victim, kept: bool = True, attack: FineTune | None = None) -> 
     splits = {split: net.images(split) for split in ("train", "val", "test")}
     attack = attack or FineTune()
     activations = [partial(net.activations, "immunized", None, None)] if kept else []
-    return Tuner(net.task, splits, partial(attack.network, net, "immunized"), attack.adapt, *activations)
+    network, teacher = partial(attack.network, net, "immunized"), attack.teacher(net, "immunized")
+    return Tuner(net.task, splits, network, attack.adapt, *activations, teacher=teacher)
 
 
 def test_a_part_is_what_was_trained_or_all_from_a_block_on(resnet, vit):
@@ -248,6 +251,36 @@ def test_scores_of_a_regression_do_too():
     curve = Adam(steps=8).run(net, "immunized")
     assert curve.scores.dtype == torch.float32
     torch.testing.assert_close(curve.scores.double().mean(1), curve.test, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_distilled_part_begins_anew_and_learns_the_features_of_the_net(resnet, kept):
+    tuner = tuner_of(resnet, kept, Distilled(scope="trained"))
+    opened = tuner.open(PLAIN, seed=0)
+    before = resnet.network("immunized")
+    own = {
+        name
+        for name, p in before.named_parameters()
+        if any(p is q for m in before.part("trained") for q in m.parameters())
+    }
+    drawn = dict(opened.network.named_parameters())
+    assert {name for name, p in before.named_parameters() if not torch.equal(p, drawn[name])} <= own
+    batch = torch.arange(12)
+    x, y = opened.rows("train", batch), resnet.images("train")[1][batch]
+    taught = tuner.teacher(resnet.images("train")[0][batch]).detach()
+    optimizer = torch.optim.Adam(opened.parameters, lr=0.01)
+    losses = []
+    for _ in range(40):
+        losses.append(tuner.loss(opened, PLAIN, x, y))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    features, taught = (x * x.square().mean().rsqrt() for x in (opened.read(x), taught))
+    distance = (features - taught).square().mean()
+    torch.testing.assert_close(tuner.loss(opened, PLAIN, x, y), distance + resnet.task.loss(opened.logits(x), y))
+    assert 2 * distance < losses[0] - math.log(resnet.task.classes)  # the head begins at 0
+    assert tuner.step_cost(PLAIN) > tuner_of(resnet, kept, FreshPart()).step_cost(PLAIN)
+    assert Distilled(scope="trained", steps=2, rates=[0.01]).run(resnet, "immunized").val.isfinite().all()
 
 
 def test_the_smallest_weights_of_what_was_immunized_are_pruned_and_no_others(resnet):
