@@ -54,6 +54,8 @@ class Distilled(FreshPart, group="attack.distilled"):
     So it takes over what the part can still do, and none of the weights that make it hard to train.
     """
 
+    epochs = (8,)
+
     def untouched(self, victim: Victim) -> bool:
         return False
 
