@@ -189,7 +189,7 @@ def test_an_empty_or_damaged_folder_is_not_completed(name, single, tmp_path, cap
     assert completed(tmp_path / "nowhere", settings) is None
     folder = Path(shutil.copytree(single[0], tmp_path / "run"))
     content = (folder / name).read_bytes()
-    for damaged in (content[: len(content) // 2], b""):
+    for damaged in (content[: len(content) // 2] + b"\0", b""):  # NUL: half a YAML file may be one
         (folder / name).write_bytes(damaged)
         caplog.clear()
         assert completed(folder, settings) is None
