@@ -21,7 +21,7 @@ CHANNELS = 512
 COVARIANCES = 192
 """The same for the covariance of channels."""
 
-SMALL, TWICE = 64, " at twice the size"
+SMALL, TWICE = 128, " at twice the size"
 """Longest side of images that are also read at twice their size, and what is then added to the names of blocks."""
 
 POOLINGS: dict[str, tuple[str, ...]] = {

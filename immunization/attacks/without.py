@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from immunization.attacks.block_probe import BlockProbe
 from immunization.attacks.network import FineTune
-from immunization.attacks.pooling import Outputs
-from immunization.attacks.renewed import images_of
-from immunization.attacks.victim import Inapplicable, Stage, Victim
+from immunization.attacks.patches import SIDES, Patches
+from immunization.attacks.pooling import Outputs, poolings
+from immunization.attacks.renewed import images_of, norms_of
+from immunization.attacks.victim import BATCH, Inapplicable, Stage, Victim
 from immunization.data.task import Task
 from immunization.errors import ConfigError
 from immunization.models import Model
@@ -21,8 +23,8 @@ from immunization.models.chain import Network
 WEIGHTS = 0
 """Seed of a random net."""
 
-SIDE = 32
-"""Larger images are averaged to this many pixels before they are read as they are."""
+SIDE = 64
+"""Larger images are averaged to this many pixels before they are read without a net, half as many for single pixels."""
 
 
 class FreshPart(FineTune, group="attack.fresh_part"):
@@ -83,7 +85,6 @@ class FreshFrom(BlockProbe, group="attack.fresh_from", without=["precision", "re
     """
 
     reference = True
-    enlarged = True
 
     scope: str = "trained"
 
@@ -110,7 +111,7 @@ class FreshFrom(BlockProbe, group="attack.fresh_from", without=["precision", "re
                 torch.manual_seed(WEIGHTS)
                 return redrawn(victim.network(stage), self.scope)
 
-        return self.outputs(victim, stage, drawn, None)
+        return self.outputs(victim, stage, drawn, bool(norms_of(victim.network(stage))))
 
 
 class RandomNet(FreshFrom, group="attack.random_net", without=["scope"]):
@@ -122,19 +123,37 @@ class RandomNet(FreshFrom, group="attack.random_net", without=["scope"]):
 
 
 class RawInputs(BlockProbe, group="attack.raw_inputs", without=["precision", "renewed", "enlarged"]):
-    """Ridge regression on the images themselves, averaged to at most 32 x 32 pixels."""
+    """`BlockProbe` on the images themselves: their pixels, and how their `Patches` compare with each other's."""
 
     reference = True
 
     def read(self, victim: Victim, stage: Stage) -> Outputs:
-        parts: dict[str, dict[str, torch.Tensor]] = {"pixels": {}, "coarse": {}}
-        for split, images in images_of(victim).items():
-            views = torch.stack([images, images.flip(-1)]) if self.mirrored else images[None]
-            for name, side in (("pixels", SIDE), ("coarse", SIDE // 4)):
-                size = [min(side, length) for length in images.shape[2:]]
-                small = F.adaptive_avg_pool2d(views.flatten(0, 1), size).flatten(1)
-                parts[name][split] = small.unflatten(0, views.shape[:2]).float().cpu()
-        return Outputs({(name, "average"): found for name, found in parts.items()}, [dict.fromkeys(parts, 0.0)])
+        images = {split: _averaged(x, SIDE) for split, x in images_of(victim).items()}
+        filters = {f"patches{side}": Patches(images["train"], side) for side in SIDES}
+        parts: dict[tuple[str, str], dict[str, Tensor]] = {}
+        for split, own in images.items():
+            views = [_read(view, filters) for view in ([own, own.flip(-1)] if self.mirrored else [own])]
+            for part in views[0]:
+                parts.setdefault(part, {})[split] = torch.stack([view[part] for view in views])
+        flops = {name: patches.flops(images["train"]) for name, patches in filters.items()}
+        passes = [{"pixels": 0.0, "coarse": 0.0}, *({name: cost} for name, cost in flops.items())]
+        return Outputs(parts, passes, [0] * len(passes))
+
+
+def _averaged(images: Tensor, side: int) -> Tensor:
+    return F.adaptive_avg_pool2d(images, [min(side, length) for length in images.shape[2:]])
+
+
+def _read(images: Tensor, filters: Mapping[str, Patches]) -> dict[tuple[str, str], Tensor]:
+    """What is read of images, [N, D] in float32 by block and pooling."""
+    found = {
+        (name, "average"): _averaged(images, side).flatten(1).float().cpu()
+        for name, side in (("pixels", SIDE // 2), ("coarse", SIDE // 8))
+    }
+    for name, patches in filters.items():
+        batches = [poolings(patches(batch), False, 0) for batch in images.split(BATCH)]
+        found |= {(name, p): torch.cat([batch[p].float().cpu() for batch in batches]) for p in batches[0]}
+    return found
 
 
 @torch.no_grad()

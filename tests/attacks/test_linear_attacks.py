@@ -33,7 +33,15 @@ pytestmark = pytest.mark.trains
 ATTACKS = [name for group, name in OPTIONS if group == "attack"]
 NETS = {name for name in ATTACKS if "finetune" in name or "lora" in name}
 NETS |= {"scratch", "sgrc", "fresh_part", "distilled", "pruned"}
-NETS |= {"block_probe", "block_probe_renewed", "frozen_blocks", "fresh_from", "random_net", "raw_inputs"}
+NETS |= {
+    "block_probe",
+    "block_probe_renewed",
+    "frozen_blocks",
+    "frozen_blocks_renewed",
+    "fresh_from",
+    "random_net",
+    "raw_inputs",
+}
 
 
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name not in NETS])

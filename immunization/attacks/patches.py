@@ -1,0 +1,59 @@
+"""What images show without a model: how well their patches fit patches of training images."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SIDES = (6, 8)
+"""Pixels of a patch's sides."""
+
+FILTERS = 256
+"""Patches that all others are compared with; each gives two channels."""
+
+SAMPLE = 60_000
+"""Patches whose covariance whitens all."""
+
+FLAT, RIDGE = 0.01, 0.1
+"""Added to the variance within a patch, and to the eigenvalues of the covariance of patches of variance 1."""
+
+THRESHOLD = 0.5
+"""What a fit has to exceed, in deviations of a whitened patch along one direction."""
+
+
+class Patches(nn.Module):
+    """Whitened patches of images [N, C, H, W], drawn at random, as the filters of one convolution.
+
+    Every patch is first brought to mean 0 and variance 1. Maps [N, 2 FILTERS, h, w] have by how much its inner product
+    with a filter is above the threshold, and below its negative (Coates and Ng, The importance of encoding versus
+    training with sparse coding and vector quantization, ICML 2011). All of it in the dtype of the images.
+    """
+
+    def __init__(self, images: Tensor, side: int, seed: int = 0) -> None:
+        super().__init__()
+        self.side = min(side, *images.shape[2:])
+        generator = torch.Generator().manual_seed(seed)
+        some = images[torch.randint(len(images), (min(len(images), 400),), generator=generator)]
+        found = F.unfold(some, self.side).transpose(1, 2).flatten(0, 1).double()
+        found = found[torch.randint(len(found), (SAMPLE,), generator=generator)]
+        found = found - found.mean(1, keepdim=True)
+        found = found / (found.var(1, correction=0, keepdim=True) + FLAT).sqrt()
+        mean = found.mean(0)
+        values, vectors = torch.linalg.eigh((found - mean).T @ (found - mean) / len(found))
+        whitening = (vectors / (values.clamp(min=0) + RIDGE).sqrt()) @ vectors.T
+        chosen = F.normalize((found[:FILTERS] - mean) @ whitening, dim=1) @ whitening
+        self.weight = chosen.unflatten(1, (images.shape[1], self.side, self.side)).to(images)
+        self.bias = (chosen @ mean).to(images)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, square = (F.avg_pool2d(part.mean(1, keepdim=True), self.side, stride=1) for part in (x, x.square()))
+        deviation = ((square - mean.square()).clamp(min=0) + FLAT).sqrt()
+        sums = self.weight.flatten(1).sum(1)[:, None, None]
+        fit = (F.conv2d(x, self.weight) - sums * mean) / deviation - self.bias[:, None, None]
+        return torch.cat([(fit - THRESHOLD).relu(), (-fit - THRESHOLD).relu()], 1)
+
+    def flops(self, images: Tensor) -> float:
+        """Operations of one of the images [N, C, H, W]."""
+        places = (images.shape[2] - self.side + 1) * (images.shape[3] - self.side + 1)
+        return 2.0 * self.weight.numel() * places
