@@ -120,10 +120,11 @@ def _enlarged(_network: Network, inputs: tuple) -> tuple:
 
 def _pooled(network: Network, images: Tensor) -> dict[tuple[str, str], Tensor]:
     batches: dict[tuple[str, str], list[Tensor]] = {}
+    network.to(memory_format=torch.channels_last)  # two thirds of the time of convolutions
     with network.whole.watched(poolings) as seen:
         for batch in images.split(BATCH):
             seen.clear()
-            network(batch)
+            network(batch.contiguous(memory_format=torch.channels_last) if batch.ndim == 4 else batch)
             for block, found in seen.items():
                 for pooling, x in found.items():
                     batches.setdefault((block, pooling), []).append(x.float().cpu())

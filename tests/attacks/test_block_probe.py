@@ -69,7 +69,7 @@ def test_blocks_side_by_side_are_ridge_regression_on_standardized_columns(shape)
     scaler = StandardScaler().fit(train)
     alpha = 0.1 * shape[1]  # the mean of the diagonal of Z Z^T is the number of columns
     model = Ridge(alpha=alpha).fit(scaler.transform(train), targets)
-    parts = [Kernel.of(a, b) for a, b in zip(train.split(4, 1), others.split(4, 1), strict=True)]
+    parts = [Kernel.of(a.clone(), b.clone()) for a, b in zip(train.split(4, 1), others.split(4, 1), strict=True)]
     read = reduce(operator.add, parts)
     expected = torch.tensor(model.predict(scaler.transform(others)))
     assert read.columns == shape[1]
@@ -85,7 +85,9 @@ def test_a_gaussian_kernel_of_blocks_side_by_side():
     centerer = KernelCenterer().fit(own)
     own, other = centerer.transform(own), centerer.transform(other)
     model = KernelRidge(kernel="precomputed", alpha=0.1 * own.diagonal().mean()).fit(own, targets - targets.mean(0))
-    parts = [Kernel.of(a, b, root=True) for a, b in zip(train.split(4, 1), others.split(4, 1), strict=True)]
+    parts = [
+        Kernel.of(a.clone(), b.clone(), root=True) for a, b in zip(train.split(4, 1), others.split(4, 1), strict=True)
+    ]
     found = (parts[0] + parts[1]).gaussian().predictions(targets, [Rule(0.1)])[0]
     assert_close(found, torch.tensor(model.predict(other)) + targets.mean(0))
 
@@ -96,7 +98,7 @@ def test_discriminants_are_those_of_the_scatter_within_classes(sizes, dim):
     y = torch.arange(3).repeat_interleave(torch.tensor(sizes))
     x = gaussian(len(y), dim, seed=0) + 2 * gaussian(3, dim, seed=1)[y]
     others, targets = gaussian(9, dim, seed=2), F.one_hot(y).double()
-    found = Kernel.of(x, others).predictions(targets, [Rule(0.1, discriminant=True)])[0]
+    found = Kernel.of(x.clone(), others.clone()).predictions(targets, [Rule(0.1, discriminant=True)])[0]
     scaler = StandardScaler().fit(x)
     x, others = (torch.tensor(scaler.transform(part)) for part in (x, others))
     means = torch.stack([x[y == c].mean(0) for c in range(3)])
@@ -120,7 +122,7 @@ def test_probabilities_are_as_sharp_as_the_labels_of_some_rows_say():
 def test_columns_that_do_not_vary_are_left_out():
     train, others = gaussian(10, 4, seed=0), gaussian(3, 4, seed=1)
     train[:, 1] = 5.0
-    assert Kernel.of(train, others).columns == 3
+    assert Kernel.of(train.clone(), others.clone()).columns == 3
     assert Kernel.of(train[:, :0], others[:, :0]).columns == 0
     nothing = Kernel.of(torch.full_like(train, 2.0), others)
     assert nothing.columns == 0
