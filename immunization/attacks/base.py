@@ -112,6 +112,11 @@ class Attack(Component, group="attack.*"):
         """Whether it uses nothing that immunization changed, so that it is left to an attacker of any theta_I."""
         return False
 
+    def beside(self, victim: Victim) -> tuple[object, ...]:
+        """What its curve on the baseline depends on beside the baseline: a row's operations, the trained layers."""
+        trained = victim.network("baseline").trained if victim.model.deep else ()
+        return victim.flops_per_row(), *trained
+
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
         """Attack one stage. Raises Inapplicable where the model or the data do not allow it."""
         raise NotImplementedError

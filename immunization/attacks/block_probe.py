@@ -64,10 +64,10 @@ class Reading:
 
 @dataclass(frozen=True)
 class Fit:
-    """What is read, by which rule, the measure on validation rows, and the operations.
+    """What is read, by which rule, and the operations.
 
-    `on_val` [V, outputs] are predictions for validation rows, for classes their probabilities, and `predicted`
-    [N, outputs] those for test rows, empty where these have not been read.
+    `on_val` [V, outputs] are predictions for validation rows, for classes their probabilities, with their squared
+    `error` and their measure `val`. `predicted` [N, outputs] are those for test rows, empty where these are not read.
     """
 
     reading: Reading
@@ -83,7 +83,7 @@ class Fit:
 class Blend:
     """The mean prediction of fits on the same training rows, of which one may be there several times.
 
-    `val`: its measure on validation rows. `flops`: of one pass of the net for all fits, and of their regressions.
+    `error` and `val` are those of `Fit`. `flops`: of one pass of the net for all fits, and of their regressions.
     """
 
     rows: Tensor
@@ -135,6 +135,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
     most 128 x 128 pixels are read at twice their size, too. Deep nets only.
     """
 
+    scope = ""
     setting_name, tries = "ridge", "ridges"
     natural_ends = True
 
@@ -144,6 +145,12 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
     mirrored: bool = True
     renewed: bool = False
     enlarged: bool = True
+
+    def untouched(self, victim: Victim) -> bool:
+        return victim.same_blocks()
+
+    def beside(self, victim: Victim) -> tuple[object, ...]:
+        return tuple(victim.network("baseline").trained) if self.scope == "trained" else ()
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
         place = (OUTPUTS, self.net, self.renewed)
@@ -307,7 +314,7 @@ def best_readings(fits: Sequence[Fit]) -> tuple[Reading, ...]:
 
 
 def errors_of(task: Task, on_val: Tensor) -> Tensor:
-    """Mean squared error of predictions [..., V, outputs] for validation rows."""
+    """Mean squared errors [...] of predictions [..., V, outputs] for validation rows (of probabilities: Brier's)."""
     y = task.val.y.cpu()
     return (on_val - targets_of(task, y)).square().mean((-2, -1))
 
@@ -318,7 +325,7 @@ def targets_of(task: Task, y: Tensor) -> Tensor:
 
 
 def blended(task: Task, outputs: Outputs, rows: Tensor, fits: Sequence[Fit]) -> Blend:
-    """Fits added one at a time for the least mean squared error on validation rows, up to the best measure on them."""
+    """Fits added one at a time, the one with which the mean has the least error, as long as that gains."""
     predicted = torch.stack([fit.on_val for fit in fits])
     total, error = torch.zeros_like(predicted[0]), math.inf
     chosen: list[Fit] = []
@@ -345,7 +352,7 @@ class FrozenBlocks(BlockProbe, group="attack.frozen_blocks", without=["steps"]):
             model.network().part(self.scope)
 
     def untouched(self, victim: Victim) -> bool:
-        return victim.same_outside(self.scope)
+        return super().untouched(victim) or victim.same_outside(self.scope)
 
     def readable(self, victim: Victim, outputs: Outputs) -> Outputs:
         before = victim.once(("before", self.scope), lambda: self._before(victim, outputs.blocks))

@@ -81,16 +81,18 @@ class KeptBaselines:
     def __init__(self, root: Path, settings: Mapping[str, object], victim: Victim) -> None:
         self.root, self.settings = root, settings
         machine = (_source(), *environment.arithmetic(victim.task.train.y.device))
-        about = (machine, victim.role, str(victim.model.dtype), victim.flops_per_row())
+        about = (machine, victim.role, str(victim.model.dtype))
         self.victim = f"{about} {_digest(_baseline(victim))}"
         if victim.model.deep:
-            network = victim.network("baseline")
-            self.victim += f"{fingerprint([network])} {network.trained}"
+            self.victim += fingerprint([victim.network("baseline")])
 
-    def __call__(self, name: str, attack: Callable[[], AttackCurve]) -> AttackCurve:
-        """The curve of the attack `name`, which `attack` runs where no run has done so."""
+    def __call__(self, name: str, beside: tuple[object, ...], attack: Callable[[], AttackCurve]) -> AttackCurve:
+        """The curve of the attack `name`, which `attack` runs where no run has done so.
+
+        `beside` is what it depends on beside the baseline.
+        """
         settings = json.dumps(_settings(self.settings, name), sort_keys=True)
-        key = hashlib.sha256(f"{VERSION} {settings} {self.victim}".encode()).hexdigest()[:32]
+        key = hashlib.sha256(f"{VERSION} {settings} {beside} {self.victim}".encode()).hexdigest()[:32]
         path, locks = self.root / f"{key}.pt", self.root / ".locks"
         locks.mkdir(parents=True, exist_ok=True)
         with files.locked(locks / key, wait=True):

@@ -192,7 +192,7 @@ def _run(
         return curves
     run, shared = partial(attack.run, victim), kept.baselines if kept else None
     with at("baseline"):
-        baseline = shared(name, partial(run, "baseline")) if shared else run("baseline")
+        baseline = shared(name, attack.beside(victim), partial(run, "baseline")) if shared else run("baseline")
     curves = {"baseline": baseline}
     for stage in [] if attack.reference else victim.stages:
         if untouched or (stage == "immunized" and victim.unchanged()):

@@ -147,13 +147,21 @@ class Victim:
             return False
         return after in inside or all(n.startswith(names) or torch.equal(x, other[n]) for n, x in own.items())
 
+    def same_blocks(self) -> bool:
+        """Whether theta_I has every block of the baseline as it was, as behind a map that is folded in."""
+        return self.model.deep and self.once("same_blocks", self._same_blocks)
+
+    def _same_blocks(self) -> bool:
+        after, before = (self.network(stage).whole.state_dict() for stage in ("immunized", "baseline"))
+        return _equal(after, before)
+
     def unchanged(self) -> bool:
         """Whether theta_I is a net with the weights of the baseline, so that attacks need not be repeated."""
         return self.model.deep and self.once("unchanged", self._unchanged)
 
     def _unchanged(self) -> bool:
         after, before = (self.network(stage).state_dict() for stage in ("immunized", "baseline"))
-        return after.keys() == before.keys() and all(torch.equal(x, before[name]) for name, x in after.items())
+        return _equal(after, before)
 
     def _changed(self) -> list[str]:
         """Modules of the net whose weights or statistics are not those of the net it is compared with, by name."""
@@ -259,3 +267,7 @@ def round_to(x: Tensor, precision: Precision) -> Tensor:
         return x.to(getattr(torch, precision)).to(x.dtype)
     scale = x.abs().max() / 127
     return x if x.ndim < 2 or not scale > 0 else (x / scale).round() * scale
+
+
+def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in one.items())

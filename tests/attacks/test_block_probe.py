@@ -354,8 +354,11 @@ def test_what_stands_before_the_immunized_part_is_read_once_for_both_stages(imag
 def test_behind_a_folded_map_every_block_is_left(tmp_path):
     victim = colors_behind_a_map(tmp_path)
     assert not victim.same_outside("trained")
-    measures = run_attacks({"it": FrozenBlocks(mirrored=False, enlarged=False)}, victim)
-    assert measures.metrics["attack/it/final"] == measures.metrics["attack/it/final_baseline"] > 0.6
+    for attack in (FrozenBlocks(mirrored=False, enlarged=False), BlockProbe(mirrored=False, enlarged=False)):
+        assert attack.untouched(victim)
+        values = run_attacks({"it": attack}, victim).metrics
+        assert values["attack/it/final"] == values["attack/it/final_baseline"] > 0.6
+        assert torch.equal(attack.run(victim, "immunized").test, attack.run(victim, "baseline").test)
 
 
 def test_small_images_are_read_at_twice_their_size_too(images):

@@ -17,8 +17,11 @@ from immunization import Result, run
 from immunization.attacks import (
     Attack,
     AttackCurve,
+    BlockProbe,
     ClosedFormProbe,
     ConjugateGradients,
+    FineTune,
+    FrozenBlocks,
     KeptCurves,
     LinearProbe,
     Victim,
@@ -225,8 +228,12 @@ def test_only_code_that_decides_an_attack_throws_baselines_away(tmp_path, monkey
 def test_a_kept_baseline_is_of_one_trained_part(tmp_path):
     """An attack on what was trained is another one where another part was, also behind the same weights."""
     images = victims.colored_pair(tmp_path)
-    keys = []
-    for part in ("layer4", "layer4", "layer3"):
-        victim = victims.net_victim(images, lambda model: None, "test_resnet", part)
-        keys.append(KeptBaselines(tmp_path / "kept", {}, victim).victim)
-    assert keys[0] == keys[1] != keys[2]
+    some = [
+        victims.net_victim(images, lambda model: None, "test_resnet", part) for part in ("layer4", "layer4", "layer3")
+    ]
+    keys = [KeptBaselines(tmp_path / "kept", {}, victim).victim for victim in some]
+    assert keys[0] == keys[1] == keys[2]
+    for attack in (FineTune("trained"), FrozenBlocks()):
+        beside = [attack.beside(victim) for victim in some]
+        assert beside[0] == beside[1] != beside[2]
+    assert {attack.beside(victim) for victim in some for attack in (BlockProbe(), FrozenBlocks(scope="layer4"))} == {()}
