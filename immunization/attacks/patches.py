@@ -12,8 +12,11 @@ SIDES = (6, 8)
 FILTERS = 256
 """Patches that all others are compared with; each gives two channels."""
 
-SAMPLE = 60_000
-"""Patches whose covariance whitens all."""
+IMAGES, SAMPLE = 200, 50_000
+"""Images, and patches of them, whose covariance whitens all."""
+
+DENSE = 32
+"""Larger images are compared at every second pixel, or less often."""
 
 FLAT, RIDGE = 0.01, 0.1
 """Added to the variance within a patch, and to the eigenvalues of the covariance of patches of variance 1."""
@@ -32,11 +35,11 @@ class Patches(nn.Module):
 
     def __init__(self, images: Tensor, side: int, seed: int = 0) -> None:
         super().__init__()
-        self.side = min(side, *images.shape[2:])
+        self.side, self.stride = min(side, *images.shape[2:]), max(1, max(images.shape[2:]) // DENSE)
         generator = torch.Generator().manual_seed(seed)
-        some = images[torch.randint(len(images), (min(len(images), 400),), generator=generator)]
-        found = F.unfold(some, self.side).transpose(1, 2).flatten(0, 1).double()
-        found = found[torch.randint(len(found), (SAMPLE,), generator=generator)]
+        some = images[torch.randint(len(images), (IMAGES,), generator=generator)]
+        found = F.unfold(some, self.side).transpose(1, 2).flatten(0, 1)
+        found = found[torch.randint(len(found), (SAMPLE,), generator=generator)].double()
         found = found - found.mean(1, keepdim=True)
         found = found / (found.var(1, correction=0, keepdim=True) + FLAT).sqrt()
         mean = found.mean(0)
@@ -47,13 +50,13 @@ class Patches(nn.Module):
         self.bias = (chosen @ mean).to(images)
 
     def forward(self, x: Tensor) -> Tensor:
-        mean, square = (F.avg_pool2d(part.mean(1, keepdim=True), self.side, stride=1) for part in (x, x.square()))
+        mean, square = (F.avg_pool2d(part.mean(1, keepdim=True), self.side, self.stride) for part in (x, x.square()))
         deviation = ((square - mean.square()).clamp(min=0) + FLAT).sqrt()
         sums = self.weight.flatten(1).sum(1)[:, None, None]
-        fit = (F.conv2d(x, self.weight) - sums * mean) / deviation - self.bias[:, None, None]
+        fit = (F.conv2d(x, self.weight, stride=self.stride) - sums * mean) / deviation - self.bias[:, None, None]
         return torch.cat([(fit - THRESHOLD).relu(), (-fit - THRESHOLD).relu()], 1)
 
     def flops(self, images: Tensor) -> float:
         """Operations of one of the images [N, C, H, W]."""
-        places = (images.shape[2] - self.side + 1) * (images.shape[3] - self.side + 1)
-        return 2.0 * self.weight.numel() * places
+        high, wide = ((length - self.side) // self.stride + 1 for length in images.shape[2:])
+        return 2.0 * self.weight.numel() * high * wide

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -89,13 +89,40 @@ def outputs_of(network: Network, images: Mapping[str, Tensor], mirrored: bool, r
 
     `renewed` images were passed before, for the statistics of BatchNorm.
     """
+    network.to(memory_format=torch.channels_last)  # two thirds of the time of convolutions
+    with network.whole.watched(poolings) as seen:
+
+        def read(batch: Tensor) -> dict[tuple[str, str], Tensor]:
+            seen.clear()
+            network(batch.contiguous(memory_format=torch.channels_last) if batch.ndim == 4 else batch)
+            return {(block, pooling): x for block, found in seen.items() for pooling, x in found.items()}
+
+        parts = gathered(read, images, mirrored)
+    return Outputs(parts, [prefix_flops(network, images["train"].shape[1:])], [renewed])
+
+
+def gathered(
+    read: Callable[[Tensor], Mapping[tuple[str, str], Tensor]],
+    images: Mapping[str, Tensor],
+    mirrored: bool,
+    batch: int = BATCH,
+) -> dict[tuple[str, str], dict[str, Tensor]]:
+    """`Outputs.parts` of what is read of batches of images; what has not a row for each image is left out.
+
+    All is written to its place: pieces kept between the large arrays of batches would break up the memory.
+    """
     parts: dict[tuple[str, str], dict[str, Tensor]] = {}
     for split in SPLITS:
-        views = [_pooled(network, images[split])]
-        views += [_pooled(network, images[split].flip(-1))] if mirrored else []
-        for part in views[0]:
-            parts.setdefault(part, {})[split] = torch.stack([view[part] for view in views])
-    return Outputs(parts, [prefix_flops(network, images["train"].shape[1:])], [renewed])
+        for view, own in enumerate([images[split], images[split].flip(-1)][: 1 + mirrored]):
+            for begin in range(0, len(own), batch):
+                some = own[begin : begin + batch]
+                for part, x in read(some).items():
+                    if len(x) == len(some):
+                        found = parts.setdefault(part, {})
+                        if split not in found:
+                            found[split] = torch.empty(1 + mirrored, len(own), x.shape[1])
+                        found[split][view, begin : begin + batch] = x
+    return parts
 
 
 @torch.no_grad()
@@ -116,20 +143,6 @@ def at_twice_the_size(network: Network, images: Tensor) -> Network | None:
 
 def _enlarged(_network: Network, inputs: tuple) -> tuple:
     return F.interpolate(inputs[0], scale_factor=2, mode="bilinear"), *inputs[1:]
-
-
-def _pooled(network: Network, images: Tensor) -> dict[tuple[str, str], Tensor]:
-    batches: dict[tuple[str, str], list[Tensor]] = {}
-    network.to(memory_format=torch.channels_last)  # two thirds of the time of convolutions
-    with network.whole.watched(poolings) as seen:
-        for batch in images.split(BATCH):
-            seen.clear()
-            network(batch.contiguous(memory_format=torch.channels_last) if batch.ndim == 4 else batch)
-            for block, found in seen.items():
-                for pooling, x in found.items():
-                    batches.setdefault((block, pooling), []).append(x.float().cpu())
-    found = {part: torch.cat(columns) for part, columns in batches.items()}
-    return {part: x for part, x in found.items() if len(x) == len(images)}
 
 
 def poolings(x: Tensor, last: bool, prefix: int) -> dict[str, Tensor]:

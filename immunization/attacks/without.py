@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch import Tensor
 from immunization.attacks.block_probe import BlockProbe
 from immunization.attacks.network import FineTune
 from immunization.attacks.patches import SIDES, Patches
-from immunization.attacks.pooling import Outputs, poolings
+from immunization.attacks.pooling import Outputs, gathered, poolings
 from immunization.attacks.renewed import images_of, norms_of
 from immunization.attacks.victim import BATCH, Inapplicable, Stage, Victim
 from immunization.data.task import Task
@@ -130,11 +131,7 @@ class RawInputs(BlockProbe, group="attack.raw_inputs", without=["precision", "re
     def read(self, victim: Victim, stage: Stage) -> Outputs:
         images = {split: _averaged(x, SIDE) for split, x in images_of(victim).items()}
         filters = {f"patches{side}": Patches(images["train"], side) for side in SIDES}
-        parts: dict[tuple[str, str], dict[str, Tensor]] = {}
-        for split, own in images.items():
-            views = [_read(view, filters) for view in ([own, own.flip(-1)] if self.mirrored else [own])]
-            for part in views[0]:
-                parts.setdefault(part, {})[split] = torch.stack([view[part] for view in views])
+        parts = gathered(partial(_read, filters), images, self.mirrored, BATCH // 4)  # the maps of patches are large
         flops = {name: patches.flops(images["train"]) for name, patches in filters.items()}
         passes = [{"pixels": 0.0, "coarse": 0.0}, *({name: cost} for name, cost in flops.items())]
         return Outputs(parts, passes, [0] * len(passes))
@@ -144,15 +141,12 @@ def _averaged(images: Tensor, side: int) -> Tensor:
     return F.adaptive_avg_pool2d(images, [min(side, length) for length in images.shape[2:]])
 
 
-def _read(images: Tensor, filters: Mapping[str, Patches]) -> dict[tuple[str, str], Tensor]:
-    """What is read of images, [N, D] in float32 by block and pooling."""
-    found = {
-        (name, "average"): _averaged(images, side).flatten(1).float().cpu()
-        for name, side in (("pixels", SIDE // 2), ("coarse", SIDE // 8))
-    }
+def _read(filters: Mapping[str, Patches], images: Tensor) -> dict[tuple[str, str], Tensor]:
+    """What is read of images, [N, D] by block and pooling."""
+    sides = {"pixels": SIDE // 2, "coarse": SIDE // 8}
+    found = {(name, "average"): _averaged(images, side).flatten(1) for name, side in sides.items()}
     for name, patches in filters.items():
-        batches = [poolings(patches(batch), False, 0) for batch in images.split(BATCH)]
-        found |= {(name, p): torch.cat([batch[p].float().cpu() for batch in batches]) for p in batches[0]}
+        found |= {(name, pooling): x for pooling, x in poolings(patches(images), False, 0).items()}
     return found
 
 

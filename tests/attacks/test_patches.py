@@ -44,4 +44,12 @@ def test_filters_are_the_same_for_the_same_images_and_fit_small_ones():
     assert one.side == 5
     assert torch.equal(one(x), other(x))
     assert not torch.equal(one.weight, Patches(x, 8, seed=1).weight)
-    assert one(x.float()[:1].double()).shape == (1, 2 * FILTERS, 1, 1)
+    assert one(x[:1]).shape == (1, 2 * FILTERS, 1, 1)
+
+
+def test_large_images_are_compared_at_every_second_pixel():
+    x = images(side=64)
+    patches, dense = Patches(x, 8), Patches(x, 8)
+    dense.stride = 1
+    assert_close(patches(x), dense(x)[:, :, ::2, ::2])
+    assert patches.flops(x) == 2 * FILTERS * 64 * 3 * 29**2
