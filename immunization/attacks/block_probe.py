@@ -16,6 +16,7 @@ from torch import Tensor
 
 from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.kernels import Kernel, Rule, probabilities
+from immunization.attacks.patches import outputs_of_images
 from immunization.attacks.pooling import POOLINGS, TWICE, Outputs, at_twice_the_size, outputs_of
 from immunization.attacks.renewed import images_of, renew_from
 from immunization.attacks.victim import Inapplicable, Stage, Victim
@@ -29,10 +30,10 @@ FEWEST = 5
 MOST = 3500
 """Most training images that are read."""
 
-SEARCHED = 1000
+SEARCHED = 400
 """Most training images on which all readings are compared; with more, those that were best on fewer are."""
 
-CANDIDATES = 8
+CANDIDATES = 16
 """How many these are, and how many are also fitted without mirror images."""
 
 KEPT = 1e9
@@ -132,7 +133,8 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
     that is passed, of the regressions, and not of the search, which `AttackCurve.others` has.
 
     `renewed`: BatchNorm first gets the statistics of all training images, also with `samples`. `enlarged`: images of at
-    most 128 x 128 pixels are read at twice their size, too. Deep nets only.
+    most 128 x 128 pixels are read at twice their size, too. `images`: what they show without the net, their pixels and
+    `Patches`, is read beside its blocks. Deep nets only.
     """
 
     scope = ""
@@ -145,6 +147,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
     mirrored: bool = True
     renewed: bool = False
     enlarged: bool = True
+    images: bool = False
 
     def untouched(self, victim: Victim) -> bool:
         return victim.same_blocks()
@@ -156,7 +159,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         place = (OUTPUTS, self.net, self.renewed)
         for key in [key for key in victim.once if key[0] == OUTPUTS and key[: len(place)] != place]:
             del victim.once[key]  # those of several nets may not fit into memory
-        outputs = victim.once((*place, self.enlarged, stage), lambda: self.read(victim, stage))
+        outputs = victim.once((*place, (self.enlarged, self.images), stage), lambda: self.read(victim, stage))
         return self.probe(victim.task, self.readable(victim, outputs))
 
     @property
@@ -170,7 +173,12 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
 
     def read(self, victim: Victim, stage: Stage) -> Outputs:
         """The outputs of all blocks. Raises Inapplicable."""
-        return self.outputs(victim, stage, lambda: victim.network(stage, self.precision), self.renewed)
+        found = self.outputs(victim, stage, lambda: victim.network(stage, self.precision), self.renewed)
+        return found | self.raw(victim) if self.images else found
+
+    def raw(self, victim: Victim) -> Outputs:
+        """What the images show without the net."""
+        return victim.once(("images", self.mirrored), lambda: outputs_of_images(images_of(victim), self.mirrored))
 
     def outputs(self, victim: Victim, stage: Stage, network: Callable[[], Network], renewed: bool) -> Outputs:
         """The outputs of all blocks of copies of a net, also at twice the size where images are `enlarged`.
@@ -185,7 +193,9 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
 
         found = victim.once((*place, "once", stage), lambda: passed(network()))
         larger = at_twice_the_size(network(), images["train"]) if self.enlarged else None
-        return found.beside(victim.once((*place, TWICE, stage), lambda: passed(larger))) if larger else found
+        if larger is None:
+            return found
+        return found | victim.once((*place, TWICE, stage), lambda: passed(larger).at_twice_the_size())
 
     def probe(self, task: Task, outputs: Outputs) -> AttackCurve:
         """The curve of the best readings of `outputs` within any number of operations."""
@@ -355,18 +365,20 @@ class FrozenBlocks(BlockProbe, group="attack.frozen_blocks", without=["steps"]):
         return super().untouched(victim) or victim.same_outside(self.scope)
 
     def readable(self, victim: Victim, outputs: Outputs) -> Outputs:
-        before = victim.once(("before", self.scope), lambda: self._before(victim, outputs.blocks))
-        if not before:
-            raise Inapplicable(f"attack.*.scope={self.scope}: no block of the net stands before it")
-        own = tuple(block for block in outputs.blocks if block.removesuffix(TWICE) in before)
+        behind = victim.once(("behind", self.scope), lambda: self._behind(victim, outputs.blocks))
+        own = tuple(block for block in outputs.blocks if block.removesuffix(TWICE) not in behind)
         return outputs.once(own, lambda: outputs.of(own))
 
-    def _before(self, victim: Victim, blocks: Sequence[str]) -> set[str]:
+    def _behind(self, victim: Victim, blocks: Sequence[str]) -> set[str]:
+        """The blocks of the net from the part on. Raises Inapplicable where these are all."""
         network = victim.network("baseline")
         part = {parameter for module in network.part(self.scope) for parameter in module.parameters()}
         modules = dict(network.whole.blocks())
-        once = [block for block in blocks if not block.endswith(TWICE)]
-        return set(itertools.takewhile(lambda block: part.isdisjoint(modules[block].parameters()), once))
+        own = [block for block in blocks if block in modules]
+        behind = set(itertools.dropwhile(lambda block: part.isdisjoint(modules[block].parameters()), own))
+        if len(behind) == len(own):
+            raise Inapplicable(f"attack.*.scope={self.scope}: no block of the net stands before it")
+        return behind
 
 
 def _error(fit: Fit) -> float:

@@ -1,10 +1,19 @@
-"""What images show without a model: how well their patches fit patches of training images."""
+"""What images show without a model: their pixels, and how well their patches fit patches of training images."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from immunization.attacks.pooling import Outputs, gathered, poolings
+from immunization.attacks.victim import BATCH
+
+SIDE = 64
+"""Larger images are averaged to this many pixels, half as many for single pixels."""
 
 SIDES = (6, 8)
 """Pixels of a patch's sides."""
@@ -60,3 +69,27 @@ class Patches(nn.Module):
         """Operations of one of the images [N, C, H, W]."""
         high, wide = ((length - self.side) // self.stride + 1 for length in images.shape[2:])
         return 2.0 * self.weight.numel() * high * wide
+
+
+def outputs_of_images(images: Mapping[str, Tensor], mirrored: bool) -> Outputs:
+    """What is read of images [N, C, H, W] by split without a net, and of their mirror images."""
+    images = {split: _averaged(x, SIDE) for split, x in images.items()}
+    filters = {f"patches{side}": Patches(images["train"], side) for side in SIDES}
+    parts = gathered(partial(_read, filters), images, mirrored, BATCH // 4)  # the maps of patches are large
+    flops = {name: patches.flops(images["train"]) for name, patches in filters.items()}
+    passes = [{"pixels": 0.0, "coarse": 0.0}, *({name: cost} for name, cost in flops.items())]
+    return Outputs(parts, passes, [0] * len(passes))
+
+
+def _averaged(images: Tensor, side: int) -> Tensor:
+    return F.adaptive_avg_pool2d(images, [min(side, length) for length in images.shape[2:]])
+
+
+@torch.no_grad()
+def _read(filters: Mapping[str, Patches], images: Tensor) -> dict[tuple[str, str], Tensor]:
+    """What is read of images, [N, D] by block and pooling."""
+    sides = {"pixels": SIDE // 2, "coarse": SIDE // 8}
+    found = {(name, "average"): _averaged(images, side).flatten(1) for name, side in sides.items()}
+    for name, patches in filters.items():
+        found |= {(name, pooling): x for pooling, x in poolings(patches(images), False, 0).items()}
+    return found

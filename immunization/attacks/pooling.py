@@ -76,11 +76,15 @@ class Outputs:
             total += (images + rows) * max((flops[name] for name in own & flops.keys()), default=0.0)
         return total
 
-    def beside(self, larger: Outputs) -> Outputs:
-        """Those of the images, and of the same images at twice the size."""
-        parts = {(block + TWICE, pooling): x for (block, pooling), x in larger.parts.items()}
-        passes = [{block + TWICE: flops for block, flops in one.items()} for one in larger.passes]
-        return Outputs(self.parts | parts, [*self.passes, *passes], [*self.renewed, *larger.renewed])
+    def __or__(self, more: Outputs) -> Outputs:
+        """These and those of other blocks."""
+        return Outputs(self.parts | more.parts, [*self.passes, *more.passes], [*self.renewed, *more.renewed])
+
+    def at_twice_the_size(self) -> Outputs:
+        """The same under the names of blocks that read enlarged images."""
+        parts = {(block + TWICE, pooling): x for (block, pooling), x in self.parts.items()}
+        passes = [{block + TWICE: flops for block, flops in one.items()} for one in self.passes]
+        return Outputs(parts, passes, self.renewed)
 
 
 @torch.no_grad()

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from immunization.attacks.block_probe import BlockProbe
 from immunization.attacks.network import FineTune
-from immunization.attacks.patches import SIDES, Patches
-from immunization.attacks.pooling import Outputs, gathered, poolings
-from immunization.attacks.renewed import images_of, norms_of
-from immunization.attacks.victim import BATCH, Inapplicable, Stage, Victim
+from immunization.attacks.pooling import Outputs
+from immunization.attacks.renewed import norms_of
+from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.data.task import Task
 from immunization.errors import ConfigError
 from immunization.models import Model
@@ -23,9 +19,6 @@ from immunization.models.chain import Network
 
 WEIGHTS = 0
 """Seed of a random net."""
-
-SIDE = 64
-"""Larger images are averaged to this many pixels before they are read without a net, half as many for single pixels."""
 
 
 class FreshPart(FineTune, group="attack.fresh_part"):
@@ -77,7 +70,7 @@ class Scratch(FreshPart, group="attack.scratch", without=["scope", "precision"])
     schedule = "constant"
 
 
-class FreshFrom(BlockProbe, group="attack.fresh_from", without=["precision", "renewed"]):
+class FreshFrom(BlockProbe, group="attack.fresh_from", without=["precision", "renewed", "images"]):
     """`BlockProbe` on theta_0 with a part drawn anew, and the statistics of the attacker's images.
 
     `scope` is where that part begins: at `trained`, what was immunized, or at a block or stage, by its name. What is
@@ -123,31 +116,13 @@ class RandomNet(FreshFrom, group="attack.random_net", without=["scope"]):
     scope = "full"
 
 
-class RawInputs(BlockProbe, group="attack.raw_inputs", without=["precision", "renewed", "enlarged"]):
-    """`BlockProbe` on the images themselves: their pixels, and how their `Patches` compare with each other's."""
+class RawInputs(BlockProbe, group="attack.raw_inputs", without=["precision", "renewed", "enlarged", "images"]):
+    """`BlockProbe` on the images themselves, without any net."""
 
     reference = True
 
     def read(self, victim: Victim, stage: Stage) -> Outputs:
-        images = {split: _averaged(x, SIDE) for split, x in images_of(victim).items()}
-        filters = {f"patches{side}": Patches(images["train"], side) for side in SIDES}
-        parts = gathered(partial(_read, filters), images, self.mirrored, BATCH // 4)  # the maps of patches are large
-        flops = {name: patches.flops(images["train"]) for name, patches in filters.items()}
-        passes = [{"pixels": 0.0, "coarse": 0.0}, *({name: cost} for name, cost in flops.items())]
-        return Outputs(parts, passes, [0] * len(passes))
-
-
-def _averaged(images: Tensor, side: int) -> Tensor:
-    return F.adaptive_avg_pool2d(images, [min(side, length) for length in images.shape[2:]])
-
-
-def _read(filters: Mapping[str, Patches], images: Tensor) -> dict[tuple[str, str], Tensor]:
-    """What is read of images, [N, D] by block and pooling."""
-    sides = {"pixels": SIDE // 2, "coarse": SIDE // 8}
-    found = {(name, "average"): _averaged(images, side).flatten(1) for name, side in sides.items()}
-    for name, patches in filters.items():
-        found |= {(name, pooling): x for pooling, x in poolings(patches(images), False, 0).items()}
-    return found
+        return self.raw(victim)
 
 
 @torch.no_grad()

@@ -377,6 +377,25 @@ def test_small_images_are_read_at_twice_their_size_too(images):
     assert frozen == [block for block in outputs.blocks if not block.startswith("layer4")]
 
 
+def test_images_are_read_beside_the_blocks_and_are_left_where_the_net_is_dead(images):
+    def erase(model):
+        for parameter in model.net.parameters():
+            parameter.zero_()
+
+    victim, options = net_victim(images, erase, "test_resnet", "layer4"), {"mirrored": False, "enlarged": False}
+    attack, raw = BlockProbe(images=True, **options), RawInputs(mirrored=False)
+    outputs, alone = attack.read(victim, "immunized"), raw.read(victim, "baseline")
+    assert outputs.blocks == [name for name, _ in victim.network("baseline").whole.blocks()] + alone.blocks
+    assert outputs.columns("patches6", "2x2", "test") is alone.columns("patches6", "2x2", "test")
+    frozen = FrozenBlocks(images=True, **options).readable(victim, outputs).blocks
+    assert frozen == [block for block in outputs.blocks if not block.startswith("layer4")]
+    with pytest.raises(Inapplicable, match="no block of the net tells"):
+        BlockProbe(**options).run(victim, "immunized")
+    found, without = attack.run(victim, "immunized"), raw.run(victim, "baseline")
+    assert found.final > 0.9
+    assert found.final >= without.final - 0.05
+
+
 def test_neither_large_images_nor_those_of_a_net_of_one_size_are_enlarged():
     maps, rows = (partial(nn.Conv2d, 3, 4, 3), lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 64 * 64, 2)))
     small, large = (torch.rand(2, 3, side, side) for side in (SMALL, SMALL + 1))
