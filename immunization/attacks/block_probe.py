@@ -218,11 +218,11 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
             if not best or blend.error < best[-1].error:
                 best.append(blend)
         predicted = torch.stack([self._predicted(task, outputs, blend) for blend in best])
-        last = best[-1]
+        val, last = torch.tensor([blend.val for blend in best], dtype=torch.float64), best[-1]
         return AttackCurve(
             steps=torch.tensor([len(blend.rows) for blend in best]),
             flops=torch.tensor([blend.flops for blend in best], dtype=torch.float64),
-            val=torch.tensor([blend.val for blend in best], dtype=torch.float64),
+            val=val.flip(0).cummin(0).values.flip(0),  # more hits with a larger error are chance
             test=task.measure(predicted, task.test.y.cpu()),
             scores=task.scores(predicted, task.test.y.cpu()),
             setting=last.fits[0].rule.ridge,

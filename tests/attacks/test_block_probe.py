@@ -143,6 +143,7 @@ def test_what_layer4_has_lost_is_read_before_it(images, wipe):
     assert all(any(not block.startswith("layer4") for block in blocks) for blocks in readings)
     assert_close(curve.scores.double().mean(1), curve.test)
     assert (curve.flops.diff() > 0).all()
+    assert (curve.val.diff() >= 0).all()
 
 
 def test_the_cost_is_that_of_the_part_that_is_passed(images):
