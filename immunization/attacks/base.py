@@ -50,9 +50,14 @@ class AttackCurve:
             self.scores = hits if torch.equal(hits.to(self.scores), self.scores) else self.scores.float()
 
     @property
+    def stop(self) -> int:
+        """Where an attacker stops: at the first maximum on the validation split, of several attempts at the last."""
+        return int(self.val.argmax()) if self.path else len(self.val) - 1 - int(self.val.flip(0).argmax())
+
+    @property
     def final(self) -> float:
-        """Test measure where an attacker stops: at the first maximum on the validation split."""
-        return self.test[self.val.argmax()].item()
+        """Test measure where an attacker stops."""
+        return self.test[self.stop].item()
 
     @classmethod
     def of_guessing(cls, task: Task) -> "AttackCurve":

@@ -68,7 +68,7 @@ def reached(curve: AttackCurve, bar: float) -> int | None:
     """
     if not curve.final >= bar - ROUNDING:
         return None
-    best, there = int(curve.val.argmax()), first(curve.val >= bar - ROUNDING)
+    best, there = curve.stop, first(curve.val >= bar - ROUNDING)
     return best if there is None else min(best, there)
 
 
