@@ -195,7 +195,8 @@ def audit(
     if isinstance(model, LinearMap):  # which comes without a head
         audited.set_head(comparison.probe("primary", "immunized").optimum().T)
     measures = evaluate({} if primary_loader is None else experiment.evaluation, comparison)
-    victim = Victim(audited, comparison, audited.extractor.state_dict())
+    most = experiment.suite.most if experiment.suite else None
+    victim = Victim(audited, comparison, audited.extractor.state_dict(), most=most)
     measures.merge(run_attacks(experiment.attack, victim, suite=experiment.suite))
     found = {key: getattr(measures, key) for key in ("metrics", "reasons", "curves", "flags", "about")}
     return Result(seed, "loaders", audited.name, "unmodified", "completed", **found)

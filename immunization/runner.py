@@ -142,12 +142,13 @@ def measure(experiment: Experiment, parts: Parts, run: RunFolder, flags: dict[st
         measures.withhold("undetermined", method.undetermined)
     if experiment.attack:
         # not loaded by runs without attacks
-        from immunization.attacks import KeptCurves, Victim, run_attacks, run_transfer
+        from immunization.attacks import KeptCurves, Suite, Victim, run_attacks, run_transfer
 
         with run.timed("attack"), machine.gpu_memory("the attacks", AFTERWARDS):
-            benign = pair.benign_tasks if experiment.suite and experiment.suite.benign else {}
+            suite = experiment.suite or Suite(version="")
+            benign = pair.benign_tasks if suite.benign else {}
             for role in (*pair.attacked, *benign):
-                victim = Victim(model, comparison, start, role)
+                victim = Victim(model, comparison, start, role, suite.most)
                 kept = KeptCurves(run.path / ATTACKS, experiment.settings["attack"], victim, experiment.baselines)
                 run_all = run_transfer if role in benign else run_attacks
                 measures.merge(run_all(experiment.attack, victim, kept, experiment.suite))

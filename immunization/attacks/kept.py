@@ -132,6 +132,7 @@ def _identity(victim: Victim) -> Iterator[Tensor]:
     """What the outcome of an attack depends on beside its own configuration: weights, labels and training features."""
     yield from victim.model.extractor.state_dict().values()
     yield from victim.start.values()
+    yield victim.task.train.y
     for role, task in victim.comparison.tasks.items():
         yield from (part.y for part in (task.train, task.val, task.test))
         with suppress(DegenerateSpectrum):  # features that nothing can be learned from have none

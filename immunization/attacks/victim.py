@@ -39,17 +39,24 @@ class Victim:
 
     `start` is the extractor's state dict before immunization. Features are float64, computed once per stage, split and
     precision of the weights; `precision=None` leaves them as they are. Where the task has no validation rows, the
-    attacker takes every `INNER`-th training row of a class for that.
+    attacker takes every `INNER`-th training row of a class for that. `most`: training rows of a class that they have.
     """
 
     def __init__(
-        self, model: Model, comparison: Comparison, start: Mapping[str, Tensor], role: Role = "harmful"
+        self,
+        model: Model,
+        comparison: Comparison,
+        start: Mapping[str, Tensor],
+        role: Role = "harmful",
+        most: int | None = None,
     ) -> None:
         self.model, self.comparison, self.start, self.role = model, comparison, start, role
         self.task: Task = comparison.tasks[role]
         self._inner: dict[str, Tensor] = {}
         if not len(self.task.val):
             self._hold_out()
+        if most is not None:
+            self._take(self.task.few(most, seed=0))
         self.once = Once()  # also for what attacks keep of it
         self.stages: list[Stage] = ["immunized", "baseline"]
         if self._starts_elsewhere():
@@ -85,6 +92,11 @@ class Victim:
         self._inner = {"train": rest.nonzero()[:, 0], "val": held}
         parts = {split: _some(train, own) for split, own in self._inner.items()}
         self.task = replace(self.task, **parts)
+
+    def _take(self, rows: Tensor) -> None:
+        """Leave only some training rows to the attacker."""
+        self._inner["train"] = self._inner["train"][rows] if "train" in self._inner else rows
+        self.task = replace(self.task, train=_some(self.task.train, rows))
 
     def extractor(self, stage: Stage, precision: Precision | None = None) -> nn.Module:
         """A copy of the extractor, its weights rounded to `precision`."""

@@ -59,7 +59,8 @@ class Suite(Component, group="suite"):
     Beside all of the attacker's images, worth is measured at each number of `images` of each class, with `draws` sets
     of them; attackers who train a net have the first of these. `theta_0`: whether the attacker can have the net as it
     was before immunization, too; where it is public no defense takes anything away. `benign`: names of those who also
-    learn the benign tasks, which shows what immunization costs honest users. Raises ConfigError.
+    learn the benign tasks, which shows what immunization costs honest users. `most`: images of each class that
+    attackers have in all; None: all there are. Raises ConfigError.
     """
 
     version: str
@@ -67,6 +68,7 @@ class Suite(Component, group="suite"):
     draws: AtLeastOne = 1
     theta_0: Literal["secret", "public"] = "secret"
     benign: Sequence[str] = ()
+    most: AtLeastOne | None = None
 
 
 @dataclass(frozen=True)

@@ -233,6 +233,19 @@ def test_benign_tasks_are_learned_as_the_harmful_one_is(tmp_path, theta_0):
     assert "without the model" in alone.reasons["transfer_benign/lost"]
 
 
+def test_attackers_may_have_some_of_the_images_only(tmp_path):
+    """All they read are those: features and images belong to the same rows."""
+    whole = net_victim(colored_pair(tmp_path), lambda _: None, "test_resnet", "layer4")
+    few = Victim(whole.model, whole.comparison, whole.start, most=2)
+    rows = whole.task.few(2, seed=0)
+    assert len(few.task.train) == 2 * whole.task.classes < len(whole.task.train)
+    assert torch.equal(few.task.train.y, whole.task.train.y[rows])
+    assert torch.equal(few.features("baseline", "train"), whole.features("baseline", "train")[rows])
+    images, labels = few.images("train")
+    assert torch.equal(images, whole.images("train")[0][rows])
+    assert torch.equal(labels, few.task.train.y)
+
+
 def test_benign_tasks_are_learned_by_attackers_of_the_run():
     suite = "suite={_target_: immunization.attacks.Suite, version: test-1, benign: [nobody]}"
     with pytest.raises(ConfigError, match=r"suite\.benign: nobody is none of the attacks, which are neighbours"):
