@@ -22,7 +22,8 @@ class OtherClasses:
     """Accuracy of the own head on images of classes outside D_P, and the share it classifies as one of D_P.
 
     `other_classes/accuracy` (argmax over all outputs) and `other_classes/called_primary`, the share of these images
-    whose prediction is a class of D_P; also with `_baseline`, where the net before training is kept, as in an audit.
+    whose prediction is a class of D_P; also with `_baseline`, where the weights before training are kept: where
+    attackers run, or in an audit.
     The folder `root` has a folder of images per class; classes of D_P in it are left out. `classes`, `crop` and
     `outputs` are as those of dataset.primary. Models without a head for other classes have no such measures. Raises
     DataError where all classes of `root` are in D_P.
@@ -57,7 +58,7 @@ class OtherClasses:
         if not len(rows):
             raise DataError(f"evaluation.other_classes.root={self.root}: every class in it is one of the primary task")
         measures.about["other_classes"] = {"classes": len(truth[rows].unique()), "images": len(rows)}
-        before, after = model.deployed_before(), model.deployed()
+        before, after = model.deployed_before(comparison.start), model.deployed()
         predictions: dict[Stage, list[Tensor]] = {"immunized": []} | ({} if before is None else {"baseline": []})
         labels = []
         for images, found in model.images_of(task, split.take(rows)):
@@ -67,7 +68,9 @@ class OtherClasses:
                 made.append(net(images.to(next(net.parameters()))).argmax(1).cpu())
         for stage, own in names.items():
             if stage not in predictions:
-                measures.miss("the net as it was before training is not kept; an audit of this run has it", *own)
+                measures.miss(
+                    "the net as it was before training is not kept; runs with attackers and audits keep it", *own
+                )
                 continue
             predicted = torch.cat(predictions[stage])
             for name, hits in zip(own, (predicted == torch.cat(labels), torch.isin(predicted, shown)), strict=True):

@@ -168,8 +168,11 @@ class Model(nn.Module):
         """A copy of a deep model as people run it: images -> primary logits."""
         raise NotImplementedError
 
-    def deployed_before(self) -> nn.Module | None:
-        """`deployed` before immunization; None where its weights are not kept."""
+    def deployed_before(self, start: Mapping[str, Tensor] | None = None) -> nn.Module | None:
+        """`deployed` before immunization, with `start` as the extractor's weights where no such net is kept.
+
+        None without either.
+        """
         raise NotImplementedError
 
     @property

@@ -74,7 +74,7 @@ class Folded(Linear):
         fold_into(net, self.place.name, weight_of(self.extractor.theta.detach(), self.place))
         return net
 
-    def deployed_before(self) -> nn.Module:
+    def deployed_before(self, start: Mapping[str, Tensor] | None = None) -> nn.Module:
         return (self.base.before or self.base).deployed()
 
     def export(self) -> dict[str, Tensor]:

@@ -198,8 +198,16 @@ class Timm(ImageReader):
         net.set_submodule(self.parts.classifier, copy.deepcopy(self.head))
         return net
 
-    def deployed_before(self) -> nn.Module | None:
-        return None if self.before is None else self.before.deployed()
+    def deployed_before(self, start: Mapping[str, Tensor] | None = None) -> nn.Module | None:
+        if self.before is not None:
+            return self.before.deployed()
+        if start is None:
+            return None
+        net, extractor, head = copy.deepcopy((self.net, self.extractor, self.head))
+        extractor.load_state_dict(start)  # shares its parameters with the net
+        head.load_state_dict(dict(zip(head.state_dict(), self._original_head, strict=True)))
+        net.set_submodule(self.parts.classifier, head)
+        return net
 
     def export(self) -> dict[str, Tensor]:
         """The state dict of the timm model, its own classifier included."""

@@ -57,17 +57,17 @@ def attack_costs(setting: Setting, name: str) -> Plot | None:
 
 
 def worth_removed(rows: Sequence[Setting], metric: str, name: str, title: str, bound: float) -> Plot | None:
-    """Worth removed with its interval, against points that the primary task loses, with lines at 0, 1 and `bound`.
+    """Worth removed with its interval, against points lost (`Setting.lost`), with lines at 0, 1 and `bound`.
 
     None where no row has both. Names stand one below the other beside the axes, in the order of the shortest lines to
     them: none of these cross.
     """
     from scipy.optimize import linear_sum_assignment
 
-    look, rows = looks(rows), [row for row in rows if row.price is not None and row.removed(metric)]
+    look, rows = looks(rows), [row for row in rows if row.lost is not None and row.removed(metric)]
     if not rows:
         return None
-    points = [(row, 100 * max(row.price, 0.0), *row.removed(metric)) for row in rows]
+    points = [(row, 100 * max(row.lost, 0.0), *row.removed(metric)) for row in rows]
     images = metric.partition("_")[2] or "all"
     low, high = min(0.0, *(point[3] for point in points)), max(1.0, *(point[4] for point in points))
     with inked():
@@ -80,7 +80,7 @@ def worth_removed(rows: Sequence[Setting], metric: str, name: str, title: str, b
             color, _, marker = look[row]
             ax.plot([loss, loss], ends, color=color, linewidth=1.4)
             ax.plot(loss, share, marker, color=color, markersize=8, markeredgecolor=INK, markeredgewidth=0.6)
-        ax.set(xlabel="points lost on the primary task", ylabel=f"worth removed, {images} images")
+        ax.set(xlabel="points lost, of the primary task or other classes", ylabel=f"worth removed, {images} images")
         most = max(loss for _, loss, *_ in points)
         ax.set(xlim=(-bound, max(2 * bound, 1.1 * most)), ylim=(max(low, -1) - 0.1, min(high, 2) + 0.1))
         ax.locator_params(axis="x", nbins=5)
@@ -97,7 +97,8 @@ def worth_removed(rows: Sequence[Setting], metric: str, name: str, title: str, b
             ax.annotate(row.label, (loss, share), arrowprops=arrow, annotation_clip=False, **beside)
     caption = (
         f"Share of theta_0's worth that is removed from attackers with {images} images of each class (95 % interval), "
-        "against the points that the primary task loses; a gain counts as no loss. Up and left is better: at 0 nothing "
-        f"is removed, at 1 the model is of no use; a row that loses more than {bound:g} points has no rank."
+        "against the points lost, on the primary task or on the own head's other classes; a gain counts as no loss. "
+        "Up and left is better: at 0 nothing is removed, at 1 the model is of no use; a row that loses more than "
+        f"{bound:g} points has no rank."
     )
     return Plot(f"{name}_worth", caption, figure)

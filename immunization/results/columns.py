@@ -375,7 +375,8 @@ COLUMNS = [
     Column("", "runs", _BOARD, board_runs, always=True),
     Column(
         *("", "rank", _PAGE | Place.BOARD_HTML, rank),
-        note="Rank: by worth removed, of rows of three or more seeds that lose at most two points of the primary task.",
+        note="Rank: by worth removed, of rows of three or more seeds that lose at most two points, of the primary task "
+        "and of other classes.",
     ),
     Column(
         *("", "seeds", Place.BOARD | Place.BOARD_HTML),

@@ -24,13 +24,13 @@ MARKS = "<!-- leaderboard -->", "<!-- /leaderboard -->"
 WORTH = "worth/removed", "worth/removed_20", "worth/removed_5"
 """What rows may be sorted by: with all images of each class, or so many."""
 LOSS = 0.02
-"""Of the primary measure, which a row may lose and still has a rank."""
+"""Of the primary measure and of the accuracy on other classes, which a row may lose and still has a rank."""
 SEEDS = 3
 """That a rank needs."""
 SHOWN = 3
 """Runs of a row whose attackers and commands the page shows."""
 BENIGN = "transfer_benign"
-BELOW = "More than two points of the primary task lost, or not measured"
+BELOW = "More than two points lost, or not measured"
 
 
 def rows_below(paths: Iterable[Path]) -> list[Path]:
@@ -61,7 +61,7 @@ def measure(rows: Iterable[Setting]) -> str:
 
 
 def ranked(rows: Sequence[Setting]) -> list[Setting]:
-    """Sorted by worth removed, those that keep the primary task first; these have a rank if enough seeds completed."""
+    """Sorted by worth removed, those that lose little first; these have a rank if enough seeds completed."""
     worth = measure(rows)
     shares = {row: found[0] if (found := row.removed(worth)) else -math.inf for row in rows}
     rows = sorted(rows, key=lambda row: (not keeps(row), -shares[row]))
@@ -80,8 +80,8 @@ def _seeds(number: int) -> str:
 
 
 def keeps(row: Setting) -> bool:
-    """Whether a row loses at most `LOSS` of the primary task."""
-    return row.price is not None and row.price <= LOSS + ROUNDING
+    """Whether a row loses at most `LOSS` (`Setting.lost`)."""
+    return row.lost is not None and row.lost <= LOSS + ROUNDING
 
 
 def stakes(rows: Iterable[Setting]) -> list[str]:

@@ -13,6 +13,8 @@ from immunization.results.seed_statistics import ROUNDING, Summary, summarize
 from immunization.runs.result import Result
 from immunization.runs.verdict import HELD, UNNUMBERED, UNTRAINED, attack_groups, successes, unbroken
 
+OTHER = "other_classes/accuracy"
+
 METHODS = (
     *("identity", "r_ill_only", "imma", "opt_kappa", "condition_number", "closed_form", "learning_curve"),
     *("released_condition_number", "clamp", "encoderlock", "forget", "learning_curve_net", "ntl", "sophon", "tar"),
@@ -107,6 +109,18 @@ class Setting:
             return None
         name, before, after = self.primary
         return after - before if name.endswith("loss") else before - after
+
+    @property
+    def lost(self) -> float | None:
+        """`price`, or the loss of accuracy on the own head's other classes if that is larger.
+
+        None where either is not known, but for nets that no run measured on other classes.
+        """
+        losses = [self.price]
+        if self.values(OTHER):
+            change = self.change(OTHER)
+            losses.append(None if change is None else change[0] - change[1])
+        return None if None in losses else max(losses)
 
     def removed(self, metric: str) -> tuple[float, float, float] | None:
         """Mean over seeds of a `worth/removed` and the ends of its interval; None unless all runs have it.

@@ -43,6 +43,19 @@ def test_accuracy_and_share_taken_for_primary(opened, folders, outputs):
     assert measures.metrics["other_classes/called_primary"] == (predicted > 1).double().mean()
     assert measures.metrics["other_classes/accuracy_baseline"] is None
     assert "audit" in measures.reasons["other_classes/accuracy_baseline"]
+    start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
+    for tensor in model.extractor.parameters():
+        tensor.zero_()
+    trained = OtherClasses(str(folders[0] / "train"), outputs=outputs)(Comparison(tasks, model, start))
+    first = build(open_pair(folders, primary={"classes": "0:2", "outputs": outputs}), trainable="last")
+    assert (
+        trained.metrics["other_classes/accuracy_baseline"]
+        == (first.deployed()(x[y < 2]).argmax(1) == y[y < 2]).double().mean()
+    )
+    zeroed = model.deployed()(x[y < 2]).argmax(1)
+    assert trained.metrics["other_classes/called_primary"] == (zeroed > 1).double().mean()
+    assert not torch.equal(zeroed, predicted)
+    model.extractor.load_state_dict(start)
     assert measures.about["other_classes"] == {"classes": 2, "images": 40}
     some = OtherClasses(str(folders[0] / "train"), classes="1:3", outputs=outputs)(Comparison(tasks, model))
     assert some.about["other_classes"] == {"classes": 1, "images": 20}

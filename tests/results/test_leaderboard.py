@@ -17,6 +17,7 @@ from immunization.results.formatting import NONE
 from immunization.results.leaderboard import BELOW, MARKS, REPORT, rows_below, sections, tracks
 from immunization.results.rows import write
 from immunization.results.settings import median
+from immunization.runs.result import Result
 
 
 def board_run(folder, method, costs, seed=0, attacks=ATTACKS, more=(), **changes):
@@ -124,16 +125,31 @@ def test_rows_are_sorted_by_what_they_remove_and_those_that_lose_more_follow(tmp
         for seed in range(1 if method == "opt_kappa" else 3):
             worth = {"5": 1 - share, "20": share, "all": None}
             worth_run(tmp_path / f"{method}_{seed}", method, worth, lost.get(method, 0.0), seed)
+    for seed in range(3):
+        worth_run(tmp_path / f"other_{seed}", "tar", {"5": 0.8, "20": 0.8, "all": None}, seed=seed, other=0.03)
     worth_run(tmp_path / "unknown", "ntl", {"5": None, "20": None, "all": None})
     worth_run(tmp_path / "failed", "clamp", {}, status="failed", error="clamp diverged")
     (rows,) = tracks(collect([tmp_path]))
     found = [(row.method, row.rank) for row in rows]
     assert found == [
         *(("sophon", "1"), ("imma", "2"), ("opt_kappa", "1 seed"), ("identity", ""), ("ntl", "")),
-        *(("forget", ""), ("clamp", "")),
+        *(("forget", ""), ("tar", ""), ("clamp", "")),
     ]
     (board,) = sections(collect([tmp_path]))
     assert "Sorted by worth removed with 20 images of each class." in board.tables[0].notes
+
+
+def test_what_a_row_loses_on_other_classes_counts(tmp_path):
+    """Even where the primary task gains; and a row whose net nobody measured before has no loss that could be told."""
+    worth_run(tmp_path / "gains", "imma", {"all": 0.5}, lost=-0.3, other=0.2)
+    unknown = worth_run(tmp_path / "unknown", "tar", {"all": 0.5})
+    result = Result.read(unknown)
+    result.metrics["other_classes/accuracy_baseline"] = None
+    result.write(unknown)
+    rows = rows_of(tmp_path)
+    assert rows["imma"].lost == pytest.approx(0.2)
+    assert rows["tar"].price == 0
+    assert rows["tar"].lost is None
 
 
 def test_methods_that_choose_their_layers_share_a_table(tmp_path):

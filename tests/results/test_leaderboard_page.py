@@ -28,7 +28,7 @@ def page(tmp_path):
     """Two tracks; in the first a row that keeps the primary task, one that does not, one that failed."""
     for seed in range(3):
         worth_run(tmp_path / f"a{seed}", "closed_form", {"5": 0.3, "all": None}, seed=seed)
-    worth_run(tmp_path / "b", "forget", {"5": 0.6, "all": None}, lost=0.1)
+    worth_run(tmp_path / "b", "forget", {"5": 0.6, "all": None}, lost=0.1, other=0.2)
     worth_run(tmp_path / "c", "imma", {}, status="failed", error=EVIL)
     worth_run(tmp_path / "d", "forget", {"5": 0.2}, track="vit", cost=None, protocol="vit")
     return page_of(tmp_path, [tmp_path])
