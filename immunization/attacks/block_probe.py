@@ -390,8 +390,13 @@ def _kernel(
 ) -> Kernel:
     """That of one pooling of a block, averaged over views, of training rows and of the rows of other splits."""
     train, *others = (outputs.columns(block, pooling, split)[:views] for split in splits)
-    train, *others = (x.mean(0, dtype=torch.float64) for x in (train[:, rows], *others))
+    train, *others = (_mean(x) for x in (train[:, rows], *others))
     return Kernel.of(train, torch.cat(others), root)
+
+
+def _mean(views: Tensor) -> Tensor:
+    """That of one or two views [views, N, D], in float64."""
+    return views[0].double() if len(views) == 1 else views[0].double().add_(views[1]).mul_(0.5)
 
 
 def _kernels(outputs: Outputs, rows: Tensor) -> Callable[[str, str, int, bool], Kernel]:

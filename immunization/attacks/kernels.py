@@ -47,12 +47,13 @@ class Kernel:
 
         Columns that do not vary, up to rounding, are left out. `root`: of the columns' signed square roots.
         """
-        alive = _deviation(train) > NOISE * torch.maximum(train.amax(0), -train.amin(0))
+        mean, deviation = _moments(train)
+        alive = deviation > NOISE * torch.maximum(train.amax(0), -train.amin(0))
         if not alive.all():
-            train, others = (x[:, alive] for x in (train, others))
+            train, others, mean, deviation = (x[..., alive] for x in (train, others, mean, deviation))
         if root:
             train, others = (x.sign().mul_(x.abs_().sqrt_()) for x in (train, others))
-        mean, deviation = train.mean(0), _deviation(train)
+            mean, deviation = _moments(train)
         train, others = (x.sub_(mean).div_(deviation) for x in (train, others))
         own = torch.from_numpy(np.matmul(train.numpy(), train.numpy().T))  # by BLAS's syrk: half the time of torch's
         return cls(own, others @ train.T, torch.linalg.vector_norm(others, dim=1).square(), int(alive.sum()))
@@ -126,5 +127,8 @@ def probabilities(scores: Tensor, labels: Tensor) -> Tensor:
     return torch.softmax(scaled * SHARPNESS[torch.stack(losses).argmin(0)][:, None, None], 2)
 
 
-def _deviation(x: Tensor) -> Tensor:
-    return x.var(0, correction=0).sqrt() if x.numel() else x.sum(0)
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation [D] of columns [N, D], part by part: a third of the time of torch's variance."""
+    mean = x.mean(0)
+    squares = sum((part - mean).square_().sum(0) for part in x.split(64))
+    return mean, (squares / len(x)).sqrt()
