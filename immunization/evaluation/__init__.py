@@ -8,4 +8,5 @@ from immunization.evaluation.measures import Measures
 from immunization.evaluation.other_classes import OtherClasses
 from immunization.evaluation.primary import Definition, OwnHead, PrimaryPerformance
 from immunization.evaluation.rir import RelativeRatio, SampledRatio, StartRatio
+from immunization.evaluation.selectivity import Selectivity
 from immunization.evaluation.validity import Validity

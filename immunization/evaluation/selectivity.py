@@ -1,0 +1,109 @@
+"""Whether the trained layers of a net can forget harmful images and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from immunization.checks import AtLeastOne, AtLeastTwo, checked
+from immunization.compute.transfer import onto
+from immunization.evaluation.comparison import Comparison
+from immunization.evaluation.measures import Measures
+from immunization.models import Model
+from immunization.models.activations import Stream, take
+from immunization.theory import selectivity
+
+LEFT, HITS = 0.25, 0.9
+"""Share of harmful outputs' variance that is left, and of harmful places that are switched off."""
+
+RIDGE = 1e-3
+"""Added to the variance of inputs, relative to its mean."""
+
+BATCH = 16
+"""Images of a batch, since a convolution's inputs are many times its image."""
+
+
+class Selectivity:
+    """What trained layers of a net lose of other images where they forget the harmful ones.
+
+    `selectivity/<layer>/lost`: by the best weights for that (`theory.selectivity`), the share of the variance of other
+    images' outputs that is lost where a quarter of that of harmful images is left. Half the weights, which a ridge
+    doubles again, lose a quarter, too. `selectivity/<layer>/switched`: the share of other images' places that a
+    threshold on the best linear unit switches off with .9 of the harmful ones; .9 if it cannot tell them apart.
+
+    Other images are those of D_P and dataset.keep_root. Up to `images` training images of either kind are read at
+    `places` drawn at random. Every second image chooses weights and unit, the others are measured. Linear layers and
+    convolutions without groups, as they are after training; with method=identity those of theta_0. Deep nets only.
+    """
+
+    names = ("selectivity/*",)
+
+    @checked("evaluation.selectivity")
+    def __init__(self, images: AtLeastTwo = 2000, places: AtLeastOne = 8) -> None:
+        self.images, self.places = images, places
+
+    @torch.no_grad()
+    def __call__(self, comparison: Comparison) -> Measures:
+        measures, model = Measures(), comparison.model
+        if not model.trains_layers:
+            return measures
+        layers = {name: layer for name, layer in model.net.named_modules() if _readable(layer)}
+        kept = model.kept()
+        others = [comparison.tasks["primary"].train.x, *([] if kept is None else [kept])]
+        found = [self._inputs(model, layers, x) for x in (others, [comparison.tasks["harmful"].train.x])]
+        for name, layer in layers.items():
+            rows = [_halves(inputs.pop(name)) for inputs in found]
+            (own, own_held), (bad, bad_held) = ([selectivity.covariance(half) for half in x] for x in rows)
+            own.diagonal().add_(RIDGE * own.diagonal().mean())
+            weight = layer.weight.flatten(1).cpu().double()
+            lost = selectivity.lost(weight, own, bad, LEFT, (own_held, bad_held))
+            measures.put(f"selectivity/{name}/lost", lost)
+            measures.put(f"selectivity/{name}/switched", selectivity.switched(*rows, HITS, RIDGE))
+        return measures
+
+    def _inputs(self, model: Model, layers: Mapping[str, nn.Module], sources: Sequence[Tensor | Stream]) -> dict:
+        """Inputs [images, places, D] of layers by name, for some rows of all sources."""
+        generator, found = torch.Generator().manual_seed(0), {name: [] for name in layers}
+
+        def keep(name: str, layer: nn.Module, inputs: tuple[Tensor]) -> None:
+            rows = _rows(layer, inputs[0])
+            chosen = torch.randperm(rows.shape[1], generator=generator)[: self.places]
+            found[name].append(rows[:, chosen.to(rows.device)].cpu())
+
+        hooks = [layer.register_forward_pre_hook(partial(keep, name)) for name, layer in layers.items()]
+        try:
+            for x in sources:
+                rows = torch.randperm(len(x), generator=generator)[: self.images // len(sources)].sort().values
+                for batch in take(x, rows).split(BATCH):
+                    model.extractor(onto(batch, model.head.weight))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def _readable(layer: nn.Module) -> bool:
+    """Whether it is a trained linear layer, or a convolution without groups that pads with zeros, if at all."""
+    if not getattr(getattr(layer, "weight", None), "requires_grad", False):
+        return False
+    if isinstance(layer, nn.Conv2d):
+        return layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    return isinstance(layer, nn.Linear)
+
+
+def _rows(layer: nn.Module, x: Tensor) -> Tensor:
+    """What a layer reads at every place, [N, places, D]."""
+    if isinstance(layer, nn.Conv2d):
+        how = {name: getattr(layer, name) for name in ("dilation", "padding", "stride")}
+        return F.unfold(x, layer.kernel_size, **how).mT
+    return x.flatten(1, -2) if x.ndim > 2 else x[:, None]
+
+
+def _halves(x: Tensor) -> Tensor:
+    """Every second image, and the others: [2, rows, D] in float64."""
+    x = x[: len(x) // 2 * 2].double()
+    return torch.stack([x[half::2].flatten(0, 1) for half in range(2)])
