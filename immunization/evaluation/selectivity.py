@@ -56,13 +56,17 @@ class Selectivity:
         others = [comparison.tasks["primary"].train.x, *([] if kept is None else [kept])]
         found = [self._inputs(model, layers, x) for x in (others, [comparison.tasks["harmful"].train.x])]
         for name, layer in layers.items():
+            names = [f"selectivity/{name}/{what}" for what in ("lost", "switched")]
             rows = [_halves(inputs.pop(name)) for inputs in found]
             (own, own_held), (bad, bad_held) = ([selectivity.covariance(half) for half in x] for x in rows)
+            if not (own.trace() > 0 and bad.trace() > 0):
+                measures.miss("what the layer reads does not vary", *names)
+                continue
             own.diagonal().add_(RIDGE * own.diagonal().mean())
             weight = layer.weight.flatten(1).cpu().double()
             lost = selectivity.lost(weight, own, bad, LEFT, (own_held, bad_held))
-            measures.put(f"selectivity/{name}/lost", lost)
-            measures.put(f"selectivity/{name}/switched", selectivity.switched(*rows, HITS, RIDGE))
+            for each, value in zip(names, (lost, selectivity.switched(*rows, HITS, RIDGE)), strict=True):
+                measures.put(each, value)
         return measures
 
     def _inputs(self, model: Model, layers: Mapping[str, nn.Module], sources: Sequence[Tensor | Stream]) -> dict:

@@ -27,3 +27,13 @@ def test_without_trained_layers_there_is_nothing_to_measure(folders) -> None:
     pair = open_pair(folders)
     model, tasks = build(pair).read_tasks(pair, True)
     assert not Selectivity()(Comparison(tasks, model)).metrics
+
+
+def test_a_dead_layer_has_none(folders) -> None:
+    pair = open_pair(folders)
+    model, tasks = build(pair, trainable="layer1.0.conv2").read_tasks(pair, False)
+    for parameter in model.net.layer1[0].bn1.parameters():
+        parameter.zero_()
+    measures = Selectivity(places=4)(Comparison(tasks, model))
+    assert measures.metrics["selectivity/layer1.0.conv2/lost"] is None
+    assert "does not vary" in measures.reasons["selectivity/layer1.0.conv2/switched"]
