@@ -1,6 +1,7 @@
 """One run on the terminal, within its width, and in one line."""
 
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -77,6 +78,12 @@ def _sheet(result: Result, objective: str) -> Iterator[RenderableType]:
             names = [f"{column.measure}/{role}" for role in some]
             grid.add_row(column.heading, *(notes.cell(result, name) for name in names))
             _add_interval(grid, result, names)
+
+    if layers := [name.rpartition("/")[0] for name in result.metrics if fnmatchcase(name, "selectivity/*/lost")]:
+        _head(grid, "to forget harmful images", "others lost", "switched off")
+        for layer in layers:
+            cells = (notes.cell(result, f"{layer}/{name}") for name in ("lost", "switched"))
+            grid.add_row(layer.removeprefix("selectivity/"), *cells)
 
     asked = [objective] if objective in {*result.metrics} - {*ratios} else []
     listed = {c.measure: c.heading for c in placed(Place.SHEET) if c.measure in result.metrics}

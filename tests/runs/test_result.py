@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from immunization.errors import DataError
-from immunization.results.formatting import number
+from immunization.results.formatting import NONE, number
 from immunization.results.screen import line, show
 from immunization.runs import environment, files
 from immunization.runs.result import Result
@@ -240,3 +240,11 @@ def test_an_edited_number_is_noticed(tmp_path):
     path.write_text(path.read_text().replace("2.5", "25"))
     with pytest.raises(DataError, match=r"result\.json was edited or damaged: its checksum does not agree"):
         Result.read(tmp_path)
+
+
+def test_the_screen_lists_what_layers_can_forget():
+    measured = {"selectivity/layer1.0.conv1/lost": 0.25, "selectivity/layer1.0.conv1/switched": None}
+    lines = printed(result(metrics=measured, reasons={"selectivity/layer1.0.conv1/switched": "dead"})).splitlines()
+    (row,) = (line for line in lines if "layer1.0.conv1" in line)
+    assert row.split() == ["layer1.0.conv1", "0.25", NONE + "¹"]
+    assert any("others lost" in line and "switched off" in line for line in lines)
