@@ -83,7 +83,7 @@ def _row(run: Run) -> tuple[Path, Result]:
 def _without_paths(value: object) -> Any:
     """JSON with `<folder>` for each path of this machine."""
     if isinstance(value, dict):
-        return {key: _without_paths(one) for key, one in value.items()}
+        return {_without_paths(key): _without_paths(one) for key, one in value.items()}
     if isinstance(value, list):
         return [_without_paths(one) for one in value]
     return LOCAL.sub("<folder>", value) if isinstance(value, str) else value

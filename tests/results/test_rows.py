@@ -18,6 +18,7 @@ def test_a_row_holds_what_checks_and_repeats_it(tmp_path):
     curve = {"x": [1.0, 2.0], "y": [0.5, 0.6]}
     curves = {"worth/removed": curve, "attack/probe/accuracy": curve}
     about = SUITE | {"attackers": {"probe": {"attack": "Probe", "ridge": 0.1}}, "cache": "/home/me/cache"}
+    about |= {"keep": {"/home/me/images, 8 classes": 8}}
     made = track_run(tmp_path / "run", seed=2, curves=curves, about=about, flags=["attack_succeeds"])
     config = yaml.safe_load((made / "config.yaml").read_text()) | {"data_root": "/home/me/data", "pool": "/home/me/x"}
     (made / "config.yaml").write_text(yaml.safe_dump(config))
