@@ -62,10 +62,11 @@ class Selectivity:
             if not (own.trace() > 0 and bad.trace() > 0):
                 measures.miss("what the layer reads does not vary", *names)
                 continue
+            switched = selectivity.switched(*rows, (own, bad), HITS, RIDGE)
             own.diagonal().add_(RIDGE * own.diagonal().mean())
             weight = layer.weight.flatten(1).cpu().double()
             lost = selectivity.lost(weight, own, bad, LEFT, (own_held, bad_held))
-            for each, value in zip(names, (lost, selectivity.switched(*rows, HITS, RIDGE)), strict=True):
+            for each, value in zip(names, (lost, switched), strict=True):
                 measures.put(each, value)
         return measures
 

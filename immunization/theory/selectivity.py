@@ -32,16 +32,17 @@ def lost(weight: Tensor, kept: Tensor, harmful: Tensor, share: float, held_out: 
     return ((1 - gains) @ of_kept @ (1 - gains) / of_kept.sum()).item()
 
 
-def switched(kept: Tensor, harmful: Tensor, share: float, ridge: float) -> float:
+def switched(kept: Tensor, harmful: Tensor, covariances: tuple[Tensor, Tensor], share: float, ridge: float) -> float:
     """Share of `kept` inputs [2, N, D] beyond the threshold that a `share` of `harmful` ones [2, M, D] is beyond.
 
-    Along Fisher's linear discriminant of the first rows of both, with a ridge relative to the mean variance; counted in
-    the second ones. A ReLU behind this direction would switch them off with the harmful ones.
+    Along Fisher's linear discriminant of the first rows of both, whose `covariances` are given, with a ridge relative
+    to the mean variance; counted in the second ones. A ReLU behind this direction would switch them off with the
+    harmful ones.
     """
-    means = [x[0].mean(0) for x in (kept, harmful)]
-    within = sum(covariance(x[0]) * x.shape[1] for x in (kept, harmful)) / (kept.shape[1] + harmful.shape[1])
+    n, m = kept.shape[1], harmful.shape[1]
+    within = (covariances[0] * n + covariances[1] * m) / (n + m)
     within.diagonal().add_(ridge * within.diagonal().mean())
-    direction = torch.linalg.solve(within, means[1] - means[0])
+    direction = torch.linalg.solve(within, harmful[0].mean(0) - kept[0].mean(0))
     threshold = (harmful[1] @ direction).quantile(1 - share)
     return (kept[1] @ direction >= threshold).double().mean().item()
 

@@ -89,4 +89,5 @@ def test_what_a_unit_switches_off(distance: float, expected: float) -> None:
     generator = torch.Generator().manual_seed(0)
     kept, harmful = (torch.randn(2, 4000, 3, generator=generator, dtype=torch.float64) for _ in range(2))
     harmful[..., 0] += distance
-    assert switched(kept, harmful, 0.9, 1e-3) == pytest.approx(expected, abs=0.02)
+    covariances = covariance(kept[0]), covariance(harmful[0])
+    assert switched(kept, harmful, covariances, 0.9, 1e-3) == pytest.approx(expected, abs=0.02)
