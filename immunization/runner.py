@@ -149,7 +149,10 @@ def measure(experiment: Experiment, parts: Parts, run: RunFolder, flags: dict[st
             benign = pair.benign_tasks if suite.benign else {}
             for role in (*pair.attacked, *benign):
                 victim = Victim(model, comparison, start, role, suite.most)
-                kept = KeptCurves(run.path / ATTACKS, experiment.settings["attack"], victim, experiment.baselines)
+                folders = experiment.baselines, experiment.published
+                kept = KeptCurves(
+                    run.path / ATTACKS, experiment.settings["attack"], victim, *folders, version=suite.version
+                )
                 run_all = run_transfer if role in benign else run_attacks
                 measures.merge(run_all(experiment.attack, victim, kept, experiment.suite))
     run.result.about = run.result.about | measures.about

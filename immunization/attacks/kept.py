@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from immunization.attacks.base import AttackCurve
-from immunization.attacks.victim import Stage, Victim
+from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.data.task import SPLITS
 from immunization.errors import DataError, DegenerateSpectrum
 from immunization.evaluation.measures import SUFFIX
@@ -35,14 +35,22 @@ class KeptCurves:
     """The curves of attacks that are done, in one file, which is replaced in one step after each attack.
 
     A curve is taken from there only for the same configuration of its attack (`settings`, by name), weights and data.
-    Damaged curves are measured again. Curves of the baseline are shared by all runs with one folder `baselines`.
+    Damaged curves are measured again. Curves of the baseline are shared by all runs with one folder `baselines`, and
+    by all machines where the suite called `version` has a folder of `published` ones.
     """
 
     def __init__(
-        self, path: Path, settings: Mapping[str, object], victim: Victim, baselines: str | Path | None = None
+        self,
+        path: Path,
+        settings: Mapping[str, object],
+        victim: Victim,
+        baselines: str | Path | None = None,
+        published: str | Path | None = None,
+        version: str = "",
     ) -> None:
         self.path = path
-        self.baselines = KeptBaselines(Path(baselines).expanduser(), settings, victim) if baselines else None
+        roots = [Path(root).expanduser() if root else None for root in (baselines, published)]
+        self.baselines = KeptBaselines(*roots, settings, victim, version) if any(roots) else None
         victim_key = _digest(_identity(victim))
         self.prefix = "" if victim.role == "harmful" else f"{victim.role}/"
         self.settings, self.victim_key = settings, victim_key
@@ -76,33 +84,67 @@ class KeptBaselines:
 
     A file is named by a hash of all that its curve depends on: the attack, the baseline's net, features and labels, the
     code in `DECIDE` and the machine's arithmetic. If several processes need a curve, one computes it, the others wait.
+
+    In the folder `published` it is named by a hash of the suite's `version` in place of code and arithmetic, so that a
+    curve of another machine is taken, too; `made_by` has who made those that were asked for. Of nets only.
     """
 
-    def __init__(self, root: Path, settings: Mapping[str, object], victim: Victim) -> None:
-        self.root, self.settings = root, settings
-        machine = (_source(), *environment.arithmetic(victim.task.train.y.device))
-        about = (machine, victim.role, str(victim.model.dtype))
-        self.victim = f"{about} {_digest(_baseline(victim))}"
-        if victim.model.deep:
-            self.victim += fingerprint([victim.network("baseline")])
+    def __init__(
+        self,
+        root: Path | None,
+        published: Path | None,
+        settings: Mapping[str, object],
+        victim: Victim,
+        version: str = "",
+    ) -> None:
+        self.settings, self.device = settings, victim.task.train.y.device
+        self.made_by: set[str] = set()
+        about = f"{victim.role} {victim.model.dtype}"
+        net = fingerprint([victim.network("baseline")]) if victim.model.deep else ""
+        self.places: list[tuple[Path, str]] = []
+        if root:
+            machine = (_source(), *environment.arithmetic(self.device))
+            self.places.append((root, f"{machine} {about} {_digest(_baseline(victim))} {net}"))
+        if published and net:
+            with suppress(Inapplicable):  # too many images to have at once
+                self.places.append((published, f"{version} {about} {_digest(_shown(victim))} {net}"))
 
     def __call__(self, name: str, beside: tuple[object, ...], attack: Callable[[], AttackCurve]) -> AttackCurve:
         """The curve of the attack `name`, which `attack` runs where no run has done so.
 
         `beside` is what it depends on beside the baseline.
         """
+        if not self.places:
+            return attack()
         settings = json.dumps(_settings(self.settings, name), sort_keys=True)
-        key = hashlib.sha256(f"{VERSION} {settings} {beside} {self.victim}".encode()).hexdigest()[:32]
-        path, locks = self.root / f"{key}.pt", self.root / ".locks"
+        places = [root / f"{_key(VERSION, settings, beside, victim)}.pt" for root, victim in self.places]
+        locks = places[0].parent / ".locks"
         locks.mkdir(parents=True, exist_ok=True)
-        with files.locked(locks / key, wait=True):
-            with suppress(DataError, KeyError, TypeError):  # none, or a damaged one
-                curve = AttackCurve(**files.read_archive(path)["curve"])
-                log.info("attack %s: the baseline was attacked before, %s", name, path)
-                return curve
-            curve = attack()
-            files.write_archive(path, {"attack": name, "curve": vars(curve)})
-            return curve
+        with files.locked(locks / places[0].stem, wait=True):
+            found = {path: content for path in places if (content := _read(path))}
+            if found:
+                content = next(iter(found.values()))
+                log.info("attack %s: the baseline was attacked before, %s", name, next(iter(found)))
+            else:
+                content = {"attack": name, "curve": vars(attack()), "by": environment.maker(self.device)}
+            for path in places:
+                if path not in found:
+                    files.write_archive(path, content)
+            self.made_by.add(content["by"])
+            return AttackCurve(**content["curve"])
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The content of a file of `KeptBaselines`; None where there is none, or a damaged one."""
+    with suppress(DataError, KeyError, TypeError):
+        content = files.read_archive(path)
+        if content["by"] and AttackCurve(**content["curve"]):
+            return content
+    return None
+
+
+def _key(*parts: object) -> str:
+    return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
 def _settings(settings: Mapping[str, object], name: str) -> object:
@@ -126,6 +168,12 @@ def _baseline(victim: Victim) -> Iterator[Tensor]:
             if len(part := getattr(task, split)):
                 yield part.y
                 yield victim.features("baseline", split, role=role)
+
+
+def _shown(victim: Victim) -> Iterator[Tensor]:
+    """What attacks on a net read, whatever the net makes of it: images and labels of the attacked task."""
+    for split in SPLITS:
+        yield from victim.images(split)
 
 
 def _identity(victim: Victim) -> Iterator[Tensor]:

@@ -90,6 +90,8 @@ def _of_one_task(
     reference.measure(references, without, bar, victim.task.measure_name, measures)
     if suite is not None:
         measures.about["suite"] = {"version": suite.version, "theta_0": suite.theta_0}
+        if kept and kept.baselines:
+            measures.about["baselines_by"] = sorted(kept.baselines.made_by)
     if begin := {name: attacks[name].partial for name in references if name not in without}:
         measures.about["drawn_anew"] = begin
     everything = {outcome.name: outcome.curves for outcome in outcomes}

@@ -57,6 +57,13 @@ def arithmetic(device: torch.device) -> tuple[str, ...]:
     )
 
 
+def maker(device: torch.device) -> str:
+    """Who computes: the commit of this checkout, with a + where files differ from it, and the device."""
+    git = _git(ROOT)
+    commit = git["commit"][:7] + "+" * git["dirty"] if git else f"version {_version('immunization')}"
+    return f"{commit} on {_device_name(device)}"
+
+
 @cache  # later runs of a process have the code that was loaded for the first
 def _git(root: Path) -> dict[str, Any] | None:
     """Commit of a checkout, and whether tracked files differ from it; None for an installed package."""

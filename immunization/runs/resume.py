@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 BOOKKEEPING = (
     *("baselines", "cache", "checkpoint", "data_root", "deterministic", "entity", "figures", "log_every", "name"),
-    *("objective", "resume", "tags", "threads", "tracker", "trusted"),
+    *("objective", "published", "resume", "tags", "threads", "tracker", "trusted"),
 )
 """Keys that decide where and how a run is shown or saved, but no number in its result."""
 

@@ -231,9 +231,43 @@ def test_a_kept_baseline_is_of_one_trained_part(tmp_path):
     some = [
         victims.net_victim(images, lambda model: None, "test_resnet", part) for part in ("layer4", "layer4", "layer3")
     ]
-    keys = [KeptBaselines(tmp_path / "kept", {}, victim).victim for victim in some]
+    keys = [KeptBaselines(tmp_path / "kept", tmp_path / "published", {}, victim).places for victim in some]
     assert keys[0] == keys[1] == keys[2]
     for attack in (FineTune("trained"), FrozenBlocks()):
         beside = [attack.beside(victim) for victim in some]
         assert beside[0] == beside[1] != beside[2]
     assert {attack.beside(victim) for victim in some for attack in (BlockProbe(), FrozenBlocks(scope="layer4"))} == {()}
+
+
+def test_published_curves_hold_for_every_machine_and_one_suite_net_and_set_of_images(tmp_path, monkeypatch):
+    root, images = tmp_path / "published", victims.colored_pair(tmp_path)
+
+    def attacked_with(victim: Victim, version: str) -> bool:
+        """Whether the baseline had to be attacked."""
+        attacked, attack = [], ClosedFormProbe()
+
+        def run() -> AttackCurve:
+            attacked.append(True)
+            return attack.run(victim, "baseline")
+
+        baselines = KeptBaselines(None, root, {"it": {}}, victim, version)
+        baselines("it", (), run)
+        assert baselines.made_by == {"here"}
+        return bool(attacked)
+
+    monkeypatch.setattr("immunization.runs.environment.maker", lambda device: "here")
+    victim = victims.net_victim(images, lambda model: None, "test_resnet", "layer4")
+    assert attacked_with(victim, "standard-3")
+    monkeypatch.setattr("immunization.attacks.kept._source", lambda: "other code")
+    monkeypatch.setattr("immunization.runs.environment.arithmetic", lambda device: ("another machine",))
+    assert not attacked_with(victim, "standard-3")
+    assert attacked_with(victim, "standard-4")
+    other = victims.net_victim(images, lambda model: None, "test_resnet", "layer4")
+    shown = other.images("train")[0]
+    shown[0, 0, 0, 0] += 1
+    assert attacked_with(other, "standard-3")
+
+
+def test_published_curves_need_a_numbered_suite(tmp_path):
+    with pytest.raises(ConfigError, match="published is a folder of a numbered suite's curves"):
+        run([*QUICK, f"published={tmp_path}"], folder=tmp_path / "run")
