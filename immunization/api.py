@@ -24,7 +24,7 @@ from immunization.evaluation.convergence import faster
 from immunization.evaluation.primary import head_at_chance
 from immunization.experiment import Experiment, resolve
 from immunization.models import Linear, Model, Timm
-from immunization.models.adapted import Adapted, check_net, is_of_timm
+from immunization.models.adapted import BODY, Adapted, check_net, is_of_timm
 from immunization.models.fold import LinearMap, folded_map, unfold
 from immunization.models.weights import exported, facts_of, load, restore, rounding_flag
 from immunization.results import model_card
@@ -77,6 +77,9 @@ def immunize(
     solver = experiment.method()
     if solver.batch_size is None and not solver.folds:
         solver.batch_size = 64
+    for role, loader in (("primary", primary_loader), ("harmful", harmful_loader)):
+        if loader is None:
+            raise ConfigError(f"immunize: {role}_loader is None; give a loader of either task")
     loaders = _loaders(primary_loader, harmful_loader)
     net = _copy(model, loaders)
     base = _images(copy.deepcopy(net), next(net.parameters()), "fold" if solver.folds else trainable)
@@ -107,9 +110,9 @@ def immunize(
 def save(model: nn.Module, folder: str | Path, result: Result | None = None, **arguments: Any) -> Path:
     """Write a net of `immunize` as immunized.safetensors, config.json and model_card.md, and return the folder.
 
-    `load` reads the folder. The measures of `result`, which `audit` returns, go into the card. `arguments` are those of
-    timm.create_model that timm itself does not remember of the net. Raises ConfigError for a net that could not be
-    loaded again.
+    `load` reads the folder; where the net is none of timm's, load(folder, net). The measures of `result`, which `audit`
+    returns, go into the card. `arguments` are those of timm.create_model that timm itself does not remember of the net.
+    Raises ConfigError for a net that could not be loaded again.
     """
     check_net("save: the model", model)
     facts, folder = facts_of(model, arguments), Path(folder)
@@ -245,7 +248,7 @@ def _copy(model: nn.Module, loaders: dict[str, LabeledBatches]) -> nn.Module:
 def _images(net: nn.Module, like: Tensor, trainable: str | Sequence[str] = "last") -> Timm:
     """`net` as a model that reads images from a loader, in the dtype of `like`."""
     if isinstance(net, Adapted) and trainable not in ("last", "fold"):
-        trainable = [f"body.{name}" for name in ([trainable] if isinstance(trainable, str) else trainable)]
+        trainable = [f"{BODY}{name}" for name in ([trainable] if isinstance(trainable, str) else trainable)]
     images = ImagePair("loaders", {}, cache=None).to(like.device, like.dtype)
     return Timm(images, trainable=trainable, net=net)
 

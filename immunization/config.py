@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from functools import cache, partial, reduce
 from hashlib import sha256
+from importlib import import_module
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -206,12 +208,26 @@ def _check_target(target: str, key: str, own: Iterable[str]) -> None:
             f"{key}._target_={target}: not from a trusted package ({', '.join(name[:-1] for name in trusted)}); "
             "add yours with trusted=[package]"
         )
+    _check_name(target, key)
     found = get_object(target)
     origin = f"{getattr(found, '__module__', None) or type(found).__module__}."  # torch.os.system is not torch's own
     if not origin.startswith(trusted):
         raise ConfigError(f"{key}._target_={target}: it comes from {origin[:-1]}, which is not a trusted package")
     if origin.startswith(("torch.", "timm.")) and not isinstance(found, type):  # torch.load, torch.hub.load run code
         raise ConfigError(f"{key}._target_={target}: of torch and timm only classes are taken")
+
+
+def _check_name(target: str, key: str) -> None:
+    """Raise ConfigError for a name that its module lacks, where Hydra would say that there is no such module."""
+    module, _, name = target.rpartition(".")
+    try:
+        found = import_module(module)
+    except (ImportError, ValueError):  # a class, or nothing: Hydra says so
+        return
+    if not hasattr(found, name):
+        near = get_close_matches(name, dir(found), n=1)
+        meant = f"; did you mean {near[0]}" if near else ""
+        raise ConfigError(f"{key}._target_={target}: {module} has no {name}{meant}")
 
 
 def check_trust(cfg: DictConfig, overrides: Iterable[str]) -> None:

@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 from helpers.images import draw_folder, loader
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import immunization
@@ -20,6 +21,12 @@ pytestmark = pytest.mark.trains
 def net():
     torch.manual_seed(0)
     return timm.create_model("test_resnet", pretrained=False, num_classes=4).eval()
+
+
+def rows_net():
+    """A net whose trained part reads rows, behind a Flatten."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(768, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
 def features(model, images):
@@ -53,6 +60,13 @@ def test_training_a_part_of_the_model(net, augmented):
     assert all(name.startswith(("layer4", "fc")) for name in changed)
 
 
+def test_a_part_that_reads_rows_is_trained():
+    net = rows_net()
+    for method in ("forget", "condition_number"):
+        immunized = immunization.immunize(net, loader(4, 0), loader(3, 1), method, trainable="1", epochs=1)
+        assert not torch.equal(immunized[1].weight, net[1].weight)
+
+
 def test_rir_of_the_closed_form(net):
     primary, harmful = loader(4, 0, 300), loader(3, 1, 300)
     immunized = immunization.immunize(net, primary, harmful, method="closed_form", ridge=1e-6)
@@ -83,6 +97,14 @@ def test_mistakes_are_named(net):
         immunization.immunize(net, loader(4, 0), [])
     with pytest.raises(DataError, match="harmful_loader holds only one class"):
         immunization.immunize(net, loader(4, 0), loader(1, 0))
+    for given, role in (((loader(4, 0), None), "harmful"), ((None, loader(3, 1)), "primary")):
+        with pytest.raises(ConfigError, match=f"{role}_loader is None; give a loader of either task"):
+            immunization.immunize(net, *given)
+    headless = nn.Sequential(nn.Flatten(), nn.Linear(768, 4))
+    with pytest.raises(ConfigError, match="nothing with weights stands before the classifier"):
+        immunization.immunize(headless, loader(4, 0), loader(3, 1))
+    with pytest.raises(ConfigError, match=r"model\.trainable=zz: no module of Sequential .*; there are 1 and"):
+        immunization.immunize(rows_net(), loader(4, 0), loader(3, 1), "forget", trainable="zz")
     both = loader(4, 0)
     with pytest.raises(ConfigError, match="primary_loader and harmful_loader are the same"):
         immunization.immunize(net, both, both)

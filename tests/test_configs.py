@@ -325,7 +325,8 @@ def test_fast_steps_of_nets_that_do_not_exist():
         ("method.balance=1", "method.balance must be true or false, not 1"),
         ("method.precondition=inverse", "must be one of cancelled, ridge, pinv, none, not 'inverse'"),
         ("+method.lamda_P=1", "unexpected keyword argument 'lamda_P'"),
-        ("method._target_=immunization.methods.Magic", "Magic"),
+        ("method._target_=immunization.methods.Magic", "immunization.methods has no Magic"),
+        ("method._target_=immunization.methods.ConditonNumber", "has no ConditonNumber; did you mean ConditionNumber"),
         ("method._target_=immunization.magic.Method", "magic"),
         (
             "method._target_=os.system",
@@ -338,6 +339,15 @@ def test_values_a_constructor_cannot_take_are_named(config, override, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         build(config, "method")
     assert "method" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [("suite=quick", "and not 'quick'; attack=[standard] brings its own"), ("checkpoint=5", "and not 5")],
+)
+def test_groups_of_options_are_no_values(override, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve(compose([override]))
 
 
 def test_an_integer_is_a_number_and_null_is_one_of_the_alternatives(config):

@@ -99,8 +99,8 @@ class Task:
     `classes` is 0 for a regression, whose targets are standardized by the training split. `constant` marks the
     authors' MNIST protocol, in which every label of a task is the same. `eps` is the machine epsilon of the dtype
     the inputs were stored in before the cast to float64: it sets the rank tolerance. `width` is the number of features
-    a deep net makes of an input that is no row of a matrix. `head` [classes] says which output of a model's own head
-    means which class, where they differ.
+    a deep net makes of an input, which need not be a row of a matrix. `head` [classes] says which output of a model's
+    own head means which class, where they differ.
     """
 
     name: str
@@ -116,7 +116,7 @@ class Task:
     def __post_init__(self) -> None:
         for name, split in self.splits.items():
             matrix = len(split.x.shape) == 2
-            if matrix == bool(self.width) or len(split.y) != len(split.x):
+            if not (matrix or self.width) or len(split.y) != len(split.x):
                 raise DataError(
                     f"task '{self.name}', {name} split: inputs of shape {tuple(split.x.shape)} and "
                     f"{len(split.y)} targets; expected [rows, features] and one target a row"
@@ -126,7 +126,8 @@ class Task:
                     f"task '{self.name}', {name} split: {len(split.origin.rows)} rows of '{split.origin.source}' for "
                     f"{len(split.x)} inputs; expected one an input"
                 )
-            if not torch.isfinite(split.y).all() or (matrix and not torch.isfinite(split.x).all()):
+            rows = [split.y, *([split.x] if matrix and isinstance(split.x, Tensor) else [])]
+            if not all(torch.isfinite(part).all() for part in rows):
                 raise DataError(
                     f"task '{self.name}', {name} split holds NaN or infinite values; clean or drop those rows"
                 )

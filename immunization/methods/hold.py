@@ -67,10 +67,11 @@ class Hold(Method):
         return _log_kappa(task, model.factor(task)) - self.before[role]
 
     def epoch_end(self, model: Model, epoch: int) -> bool:
-        if self._looks(epoch):
+        looks = self._looks(epoch)
+        if looks or (self.limit is not None and self.max_accuracy_drop is not None):  # which scores every epoch
             self.ratio = self.log_ratio(model, "primary")
-            if epoch + 1 >= START * self.epochs:
-                self._ascend((epoch + 1) / self.epochs)
+        if looks and epoch + 1 >= START * self.epochs:
+            self._ascend((epoch + 1) / self.epochs)
         return super().epoch_end(model, epoch)
 
     def _ascend(self, share: float) -> None:

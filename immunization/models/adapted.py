@@ -8,6 +8,9 @@ from torch import Tensor, nn
 from immunization.errors import ConfigError
 from immunization.models.fold import FOLD, Place, fold_into, recorded
 
+BODY = "body."
+"""Begins the names of an adapted net's modules."""
+
 
 class Adapted(nn.Module):
     """A net in timm's form: `body` gives the features [N, D], a folded map in `features` follows, then `classifier`."""

@@ -159,8 +159,8 @@ class Network(nn.Module):
         begin = next((unit for unit in known if f"{unit}.".startswith(f"{name}.")), None)
         if begin is None:
             raise ConfigError(
-                f"attack.*.scope={name}: no block of the net is called so; use head, last, trained, full or one of "
-                f"{', '.join(known)}"
+                f"attack.*.scope={name}: no block of the net is called so; use trained or one of {', '.join(known)} "
+                "(to fine-tune also head, last or full)"
             )
         if begin == known[0]:
             return [self]
@@ -236,7 +236,9 @@ def units_of(net: nn.Module, input_size: Sequence[int]) -> list[tuple[str, Unit]
 
     Children in the order in which they run (a ViT's `pos_drop` for `_pos_embed`), Sequential ones apart; else one unit.
     """
-    like = next(net.parameters())
+    like = next(net.parameters(), None)
+    if like is None:
+        raise ConfigError("nothing with weights stands before the classifier, so there is nothing to immunize")
     image = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(0)).to(like)
     with recorded(net.named_children()) as ran:
         expected = net.forward_features(image)

@@ -20,6 +20,7 @@ from immunization.data.images import ImagePair
 from immunization.data.task import Task
 from immunization.errors import ConfigError
 from immunization.models.activations import Stream
+from immunization.models.adapted import BODY
 from immunization.models.chain import Network, Tail, Whole, first_with, parameters, take_apart
 from immunization.models.fold import folded_map, unfold
 from immunization.models.image_tasks import ImageReader, room_for
@@ -112,10 +113,10 @@ class Timm(ImageReader):
         for pattern in patterns:
             names = [n for n, m in self.net.named_modules() if n and fnmatchcase(n, pattern) and parameters(m)]
             if not names:
-                known = ", ".join(name for name, f in self.parts.units if parameters(f))
+                known = ", ".join(name.removeprefix(BODY) for name, f in self.parts.units if parameters(f))
                 raise ConfigError(
-                    f"model.trainable={pattern}: no module of {self.architecture} with parameters is called so; "
-                    f"there are {known} and the modules inside of them"
+                    f"model.trainable={pattern.removeprefix(BODY)}: no module of {self.architecture} with parameters "
+                    f"is called so; there are {known} and the modules inside of them"
                 )
             matched += names
         for name in matched:

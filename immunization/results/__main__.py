@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from immunization.errors import UserError
+from immunization.errors import ConfigError, UserError
 from immunization.results import leaderboard, page, rows
 from immunization.results.collect import Collection, collect
 from immunization.results.page import Section
@@ -22,6 +22,8 @@ from immunization.runs import files
 
 WRITTEN = ".immunization_results.sha256"
 """The files this command wrote into its folder, in the format of `sha256sum`."""
+OBJECTIVE = "rir"
+"""What the best setting has most of, unless the call says otherwise."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -32,6 +34,8 @@ def main(arguments: list[str] | None = None) -> None:
     board = arguments[:1] == ["leaderboard"]
     options = _parser(board).parse_args(arguments[board:])
     collection = collect(leaderboard.rows_below(options.paths) if board else options.paths)
+    if not board:
+        _check_objective(collection, options.objective)
     kind = leaderboard if board else page
     parts = kind.sections(collection) if board else kind.sections(collection, options.objective, not options.no_figures)
     folder = options.output
@@ -62,6 +66,11 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"report: {report}")
     if options.wandb:
         _log(options, collection, parts, list(pictures.values()), report)
+
+
+def _check_objective(collection: Collection, objective: str) -> None:
+    if objective != OBJECTIVE and all(objective not in run.result.metrics for run in collection.runs):
+        raise ConfigError(f"--objective: no run has the measure {objective}")
 
 
 def _rows(arguments: list[str]) -> None:
@@ -112,11 +121,10 @@ def _parser(board: bool) -> argparse.ArgumentParser:
         default=Path("outputs/results"),
         help="output folder; files of an earlier call are removed (%(default)s)",
     )
-    add(
-        "--objective",
-        default="rir",
-        help="measure that chooses the best setting, larger is better; not for the leaderboard (%(default)s)",
-    )
+    if not board:
+        what = "measure that chooses the best setting, larger is better (%(default)s)"
+        add("--objective", default=OBJECTIVE, help=what)
+        add("--no-figures", action="store_true", help="no figures, a few seconds faster")
     add("--title", default="Leaderboard" if board else "Results", help="heading of the report (%(default)s)")
     add(
         "--markdown",
@@ -125,7 +133,6 @@ def _parser(board: bool) -> argparse.ArgumentParser:
         help="also write all tables to FILE; for the leaderboard, between the marks in FILE",
     )
     add("--figures", type=Path, metavar="FOLDER", help="folder for PNG figures (<output>/figures)")
-    add("--no-figures", action="store_true", help="no figures, a few seconds faster; not for the leaderboard")
     add("--wandb", action="store_true", help="also log tables and figures to a summary run on W&B")
     return parser
 

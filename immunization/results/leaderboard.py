@@ -85,7 +85,11 @@ def keeps(row: Setting) -> bool:
 
 
 def stakes(rows: Iterable[Setting]) -> list[str]:
-    """What theta_0 is worth to an attacker in a track, from the first of its rows that says so."""
+    """What theta_0 is worth to an attacker in a track, by the first row that says so, `identity` before others.
+
+    A method that trains other layers has attackers of these layers, too, who may do better.
+    """
+    rows = sorted(rows, key=lambda row: row.method != "identity")
     for metrics in (result.metrics for row in rows for result in row.results):
         shown = []
         for images in ("_5", "_10", "_20", ""):

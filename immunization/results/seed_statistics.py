@@ -54,8 +54,9 @@ def summarize(values: Sequence[float]) -> Summary:
 def paired_p(a: Mapping[tuple, float], b: Mapping[tuple, float]) -> float:
     """Two-sided p-value of a paired t-test of `a` against `b` on the keys (seed, pair of classes) that both have.
 
-    Positive measures are compared by their logarithms, because ratios spread by factors. The p-value is 1 for values
-    that only rounding tells apart, and NaN for others of fewer than ENOUGH seeds.
+    Differences are averaged over the pairs of each seed, since those of one seed are not independent. Positive measures
+    are compared by their logarithms, because ratios spread by factors. The p-value is 1 for values that only rounding
+    tells apart, and NaN for others of fewer than ENOUGH seeds.
     """
     keys = [key for key in a if key in b]
     x, y = (np.array([values[key] for key in keys], dtype=float) for values in (a, b))
@@ -65,7 +66,8 @@ def paired_p(a: Mapping[tuple, float], b: Mapping[tuple, float]) -> float:
         return math.nan
     if min(x.min(), y.min()) > 0:
         x, y = np.log(x), np.log(y)
-    difference = summarize(x - y)
+    seeds = np.unique([str(key[0]) for key in keys], return_inverse=True)[1]
+    difference = summarize(np.bincount(seeds, x - y) / np.bincount(seeds))
     if not difference.std:  # they differ by one and the same number, or factor
         return 0.0
     from scipy.special import stdtr

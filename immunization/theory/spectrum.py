@@ -5,6 +5,7 @@ kappa(H) = (sigma_1 / sigma_k)^2 with sigma the singular values of F and k its n
 from F or its triangular factor, never from eigenvalues of H, which would lose half of the digits.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
@@ -13,7 +14,7 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
-from immunization.errors import DegenerateSpectrum
+from immunization.errors import DataError, DegenerateSpectrum
 
 EPS = torch.finfo(torch.float64).eps
 AUTHORS_RIDGE = 1e-6
@@ -37,10 +38,14 @@ def triangular_factor(features: Tensor | Iterable[Tensor]) -> tuple[Tensor, int]
 
     `features` is one matrix [N, D] or any iterable of batches [n_i, D]; memory is O(D^2) plus one batch. Returns R
     [min(N, D), D] in float64 and N. Batches are gathered to D rows before each QR, so that its cost stays O(N D^2).
+    Raises DataError for what is no matrix.
     """
     pending: list[Tensor] = []
     rows = waiting = 0
     for batch in _as_batches(features):
+        if not isinstance(batch, Tensor) or batch.ndim != 2:
+            given = f"a tensor {list(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
+            raise DataError(f"features must be a tensor [N, D], or batches of its rows, not {given}")
         if not torch.isfinite(batch).all():
             raise DegenerateSpectrum("the features hold NaN or infinite values; their spectrum does not exist")
         pending.append(batch.detach().double())
@@ -109,7 +114,8 @@ def condition_number(
     invertible linear extractor keeps the rank of its inputs); `eps` sets the rank tolerance, by default float32's where
     features are stored in less than float64. `conditioning="authors"`: the released code's eigenvalues of
     F^T F + 1e-6 I, largest over smallest; for rank-deficient features that is sigma_1^2 / 1e-6.
-    Raises DegenerateSpectrum for rank 0 or non-finite features.
+    Gives a UserWarning for features of 16 bits without `rank` and `eps`: rounding makes any matrix one of full rank.
+    Raises DegenerateSpectrum for rank 0 or non-finite features, DataError for what is no matrix.
     """
     if conditioning == "authors":
         return authors_condition_number(features)
@@ -119,11 +125,15 @@ def condition_number(
 
     def watched() -> Iterator[Tensor]:
         for batch in _as_batches(features):
-            dtypes.add(batch.dtype)
+            dtypes.add(getattr(batch, "dtype", None))
             yield batch
 
     factor, rows = triangular_factor(watched())
     if eps is None:
+        if rank is None and dtypes & {torch.float16, torch.bfloat16}:
+            warnings.warn(
+                "features of 16 bits have the rank of their rounding: use float32, or give rank", stacklevel=2
+            )
         coarse = any(dtype.is_floating_point and dtype != torch.float64 for dtype in dtypes)
         eps = torch.finfo(torch.float32).eps if coarse else EPS
     sigma = torch.linalg.svdvals(factor)

@@ -9,7 +9,7 @@ from helpers.comparisons import f64
 from helpers.matrices import gaussian
 from helpers.methods import make_pair, task
 
-from immunization.data.task import TaskPair
+from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.evaluation import Comparison
 from immunization.evaluation.rir import condition_ratios
@@ -133,3 +133,13 @@ def test_the_nearest_map_has_the_condition_number_asked_for_and_is_the_map_itsel
     clipped, before = (torch.linalg.svdvals(root @ a)[:4] for a in (near, theta))
     assert (clipped >= before - 1e-12).all() if raised else (clipped <= before + 1e-12).all()
     assert math.isfinite(near.norm())
+
+
+def test_a_largest_accuracy_drop_works_where_condition_numbers_are_looked_at_seldom():
+    rows = [torch.cat([gaussian(90, 8, seed=seed), gaussian(90, 300, seed=seed + 2)], 1) for seed in (0, 1)]
+    splits = [
+        [Split(x[part], (x[part, 0] > 0).long()) for part in (slice(60), slice(60, None), slice(0))] for x in rows
+    ]
+    tasks = [Task("task", *own, classes=2) for own in splits]
+    model, _ = trained(ConditionNumber(1.0, 30.0, epochs=3, max_accuracy_drop=0.5), TaskPair("wide", *tasks))
+    assert model.extractor.theta.isfinite().all()

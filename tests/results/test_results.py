@@ -267,6 +267,14 @@ def test_paired_tests_use_common_keys_and_need_five_seeds():
         assert paired_p(some, {key: value * (1 + 1e-14) for key, value in some.items()}) == 1.0
 
 
+def test_pairs_of_classes_of_one_seed_are_one_observation():
+    rng = np.random.default_rng(2)
+    effects, noise = rng.normal(size=5), rng.normal(size=(5, 9))
+    b = {(seed, pair): math.exp(effects[seed] + 0.01 * noise[seed, pair]) for seed in range(5) for pair in range(9)}
+    expected = stats.ttest_1samp(-(effects + 0.01 * noise.mean(1)), 0).pvalue
+    assert paired_p(dict.fromkeys(b, 1.0), b) == pytest.approx(expected)
+
+
 def test_ties_hold_holms_correction():
     """p = 0.04 alone is significant at 5 %; beside another test it is not."""
     base = by_seed(np.exp([0.1, -0.2, 0.05, 0.0, 0.1]))
