@@ -129,6 +129,7 @@ class KeptBaselines:
                 content = {"attack": name, "curve": vars(attack()), "by": environment.maker(self.device)}
             for path in places:
                 if path not in found:
+                    path.parent.mkdir(parents=True, exist_ok=True)
                     files.write_archive(path, content)
             self.made_by.add(content["by"])
             return AttackCurve(**content["curve"])
