@@ -65,6 +65,8 @@ class KeptCurves:
         if entry is None or entry["key"] != self._key(name):
             return None
         log.info("attack %s: done before", name)
+        if self.baselines and entry.get("by"):
+            self.baselines.made_by[name] = entry["by"]
         return {stage: AttackCurve(**fields) for stage, fields in entry["curves"].items()}
 
     def _key(self, name: str) -> dict[str, object]:
@@ -75,6 +77,7 @@ class KeptCurves:
         self.kept[self.prefix + name] = {
             "key": self._key(name),
             "curves": {stage: vars(curve) for stage, curve in curves.items()},
+            "by": self.baselines.made_by.get(name) if self.baselines else None,
         }
         files.write_archive(self.path, {"version": VERSION, "attacks": self.kept})
 
@@ -86,7 +89,7 @@ class KeptBaselines:
     code in `DECIDE` and the machine's arithmetic. If several processes need a curve, one computes it, the others wait.
 
     In the folder `published` it is named by a hash of the suite's `version` in place of code and arithmetic, so that a
-    curve of another machine is taken, too; `made_by` has who made those that were asked for. Of nets only.
+    curve of another machine is taken, too; `made_by` says who made a curve, by the name of its attack. Of nets only.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class KeptBaselines:
         version: str = "",
     ) -> None:
         self.settings, self.device = settings, victim.task.train.y.device
-        self.made_by: set[str] = set()
+        self.made_by: dict[str, str] = {}
         about = f"{victim.role} {victim.model.dtype}"
         net = fingerprint([victim.network("baseline")]) if victim.model.deep else ""
         self.places: list[tuple[Path, str]] = []
@@ -131,7 +134,7 @@ class KeptBaselines:
                 if path not in found:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     files.write_archive(path, content)
-            self.made_by.add(content["by"])
+            self.made_by[name] = content["by"]
             return AttackCurve(**content["curve"])
 
 

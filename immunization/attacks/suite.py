@@ -91,7 +91,7 @@ def _of_one_task(
     if suite is not None:
         measures.about["suite"] = {"version": suite.version, "theta_0": suite.theta_0}
         if kept and kept.baselines:
-            measures.about["baselines_by"] = sorted(kept.baselines.made_by)
+            measures.about["baselines_by"] = sorted(set(kept.baselines.made_by.values()))
     if begin := {name: attacks[name].partial for name in references if name not in without}:
         measures.about["drawn_anew"] = begin
     everything = {outcome.name: outcome.curves for outcome in outcomes}

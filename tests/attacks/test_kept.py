@@ -252,7 +252,7 @@ def test_published_curves_hold_for_every_machine_and_one_suite_net_and_set_of_im
 
         baselines = KeptBaselines(None, root, {"it": {}}, victim, version)
         baselines("it", (), run)
-        assert baselines.made_by == {"here"}
+        assert baselines.made_by == {"it": "here"}
         return bool(attacked)
 
     monkeypatch.setattr("immunization.runs.environment.maker", lambda device: "here")
