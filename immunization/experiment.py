@@ -82,7 +82,7 @@ def resolve(config: DictConfig, overrides: Iterable[str] = ()) -> Experiment:
         raise ConfigError(f"{key}: Missing mandatory value: {key}")
     settings: dict[str, Any] = OmegaConf.to_container(config, resolve=True)
     values = {field.name: settings.get(field.name) for field in fields(Experiment)}
-    for key, remedy in (("suite", "; attack=[standard] brings its own"), ("checkpoint", ""), ("debug", "")):
+    for key, remedy in (("suite", "; attack=[standard] brings its own"), ("checkpoint", "")):
         if values[key] and not isinstance(values[key], dict):
             raise ConfigError(f"{key} must be options, {key}.<name>=..., and not {values[key]!r}{remedy}")
     values |= {key: values[key] or {} for key in ("debug", "checkpoint", "evaluation", "attack")}

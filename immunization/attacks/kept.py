@@ -120,17 +120,20 @@ class KeptBaselines:
         if not self.places:
             return attack()
         settings = json.dumps(_settings(self.settings, name), sort_keys=True)
-        places = [root / f"{_key(VERSION, settings, beside, victim)}.pt" for root, victim in self.places]
-        locks = places[0].parent / ".locks"
+        paths = []
+        for root, victim in self.places:
+            key = hashlib.sha256(f"{VERSION} {settings} {beside} {victim}".encode()).hexdigest()[:32]
+            paths.append(root / f"{key}.pt")
+        locks = paths[0].parent / ".locks"
         locks.mkdir(parents=True, exist_ok=True)
-        with files.locked(locks / places[0].stem, wait=True):
-            found = {path: content for path in places if (content := _read(path))}
+        with files.locked(locks / paths[0].stem, wait=True):
+            found = {path: content for path in paths if (content := _read(path))}
             if found:
                 content = next(iter(found.values()))
                 log.info("attack %s: the baseline was attacked before, %s", name, next(iter(found)))
             else:
                 content = {"attack": name, "curve": vars(attack()), "by": environment.maker(self.device)}
-            for path in places:
+            for path in paths:
                 if path not in found:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     files.write_archive(path, content)
@@ -145,10 +148,6 @@ def _read(path: Path) -> dict[str, Any] | None:
         if content["by"] and AttackCurve(**content["curve"]):
             return content
     return None
-
-
-def _key(*parts: object) -> str:
-    return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
 def _settings(settings: Mapping[str, object], name: str) -> object:
