@@ -118,9 +118,9 @@ class Attack(Component, group="attack.*"):
         return False
 
     def beside(self, victim: Victim) -> tuple[object, ...]:
-        """What its curve on the baseline depends on beside the baseline: a row's operations, the trained layers."""
-        trained = victim.network("baseline").trained if victim.model.deep else ()
-        return victim.flops_per_row(), *trained
+        """What its curve on the baseline depends on beside the baseline: a row's operations, layers that it trains."""
+        trained = victim.network("baseline").trained if self.trains and victim.model.deep else ()
+        return victim.flops_per_row("baseline"), *trained
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
         """Attack one stage. Raises Inapplicable where the model or the data do not allow it."""

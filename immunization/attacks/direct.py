@@ -26,8 +26,8 @@ class ClosedFormProbe(ProbeAttack, without=["steps", "scaling"]):
     steps = 1
     ridges: Sequence[float] = RIDGES
 
-    def problem(self, victim: Victim, features: Mapping[str, Tensor]) -> LeastSquares:
-        problem = super().problem(victim, features)
+    def problem(self, victim: Victim, stage: Stage, features: Mapping[str, Tensor]) -> LeastSquares:
+        problem = super().problem(victim, stage, features)
         problem.flops += decomposition_flops(problem)  # once for all ridges
         return problem
 
@@ -53,7 +53,7 @@ class LogisticProbe(Attack):
             raise Inapplicable("a regression has no classes: logistic regression does not apply")
         whitening = WhitenedProbe(samples=self.samples, precision=self.precision, seed=self.seed)
         features = whitening.features(victim, stage)
-        problem = whitening.problem(victim, features)
+        problem = whitening.problem(victim, stage, features)
         basis = problem.vectors / problem.sigma
         rows, y = self.rows(task), task.train.y.cpu()
         train = features["train"]

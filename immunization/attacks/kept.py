@@ -102,8 +102,8 @@ class KeptBaselines:
     ) -> None:
         self.settings, self.device = settings, victim.task.train.y.device
         self.made_by: dict[str, str] = {}
-        about = f"{victim.role} {victim.model.dtype}"
         net = fingerprint([victim.network("baseline")]) if victim.model.deep else ""
+        about = victim.role if net else f"{victim.role} {victim.model.dtype}"
         self.places: list[tuple[Path, str]] = []
         if root:
             machine = (_source(), *environment.arithmetic(self.device))

@@ -149,16 +149,16 @@ class ProbeAttack(Attack):
     scaling: Scaling = "none"
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
-        return self.probe(victim, self.features(victim, stage))
+        return self.probe(victim, stage, self.features(victim, stage))
 
     def features(self, victim: Victim, stage: Stage) -> dict[str, Tensor]:
         """Features [N, D] by split as the attacker extracts them. Raises Inapplicable."""
         require_held_out(victim.task)
         return {split: victim.features(stage, split, self.precision) for split in SPLITS}
 
-    def probe(self, victim: Victim, features: Mapping[str, Tensor]) -> AttackCurve:
+    def probe(self, victim: Victim, stage: Stage, features: Mapping[str, Tensor]) -> AttackCurve:
         """The curve of a head on these features."""
-        problem = self.problem(victim, features)
+        problem = self.problem(victim, stage, features)
         grid = step_grid(self.steps)
         curves = ProbeCurves(problem, grid, len(self.settings))
         self.descend(problem, curves)
@@ -167,14 +167,14 @@ class ProbeAttack(Attack):
         measured = (curves.flops, curves.val, curves.test, problem.task.chance)
         return self.choose(grid, *measured, shared=problem.flops, **facts)
 
-    def problem(self, victim: Victim, features: Mapping[str, Tensor]) -> "LeastSquares":
+    def problem(self, victim: Victim, stage: Stage, features: Mapping[str, Tensor]) -> "LeastSquares":
         """The data that this attacker learns from: features as they prepare them, and what these cost."""
         task = victim.task
         rows = self.rows(task)
         (train, val, test), y = (features[split] for split in SPLITS), task.train.y
         if rows is not None:
             train, y = train[rows.to(train.device)], y[rows.to(y.device)]
-        flops = victim.flops_per_row() * len(train)
+        flops = victim.flops_per_row(stage) * len(train)
         if self.scaling != "none":
             mean = train.mean(0) if self.scaling == "standard" else torch.zeros_like(train[0])
             size = (train - mean).square().mean(0).sqrt()

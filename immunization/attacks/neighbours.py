@@ -43,6 +43,6 @@ class Neighbours(Attack, group="attack.neighbours", without=["steps"]):
             votes.append(torch.cat([val, test]) @ means.T if near is None else one_hot[near].sum(1))
         hits = (torch.stack(votes).argmax(-1) == torch.cat([task.val.y, task.test.y])).double().cpu()
         val, test = hits[:, None, : len(val)], hits[:, None, len(val) :]
-        flops = victim.flops_per_row() * len(train) + 2.0 * likeness.numel() * train.shape[1]
+        flops = victim.flops_per_row(stage) * len(train) + 2.0 * likeness.numel() * train.shape[1]
         spent = torch.tensor([flops], dtype=torch.float64)
         return self.choose([1], spent, val.mean(-1), test.mean(-1), task.chance, shared=flops, scores=test)

@@ -33,8 +33,8 @@ class WhitenedProbe(ProbeAttack, without=["scaling"]):
     steps = 256
     ridges: Sequence[float] = (0, 1e-14, 1e-12, 1e-10, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 
-    def problem(self, victim: Victim, features: Mapping[str, Tensor]) -> LeastSquares:
-        problem = super().problem(victim, features)
+    def problem(self, victim: Victim, stage: Stage, features: Mapping[str, Tensor]) -> LeastSquares:
+        problem = super().problem(victim, stage, features)
         problem.flops += decomposition_flops(problem)
         return problem
 
@@ -181,14 +181,14 @@ class Undo(LinearProbe, group="attack.undo", without=["scaling"]):
 
     how: Literal["relearn", "strip"] = "relearn"
 
-    def problem(self, victim: Victim, features: Mapping[str, Tensor]) -> LeastSquares:
-        problem, d = super().problem(victim, features), victim.task.dim
+    def problem(self, victim: Victim, stage: Stage, features: Mapping[str, Tensor]) -> LeastSquares:
+        problem, d = super().problem(victim, stage, features), victim.task.dim
         if self.how == "strip":
             problem.flops += svd_flops(d, d)
             return problem
         primary, own = (len(victim.comparison.tasks[role].train) for role in ("primary", victim.role))
         passed = primary if victim.raw(victim.role, "train") else primary + primary + own  # theta_0, where it is a net
-        problem.flops += svd_flops(primary + own, d) + victim.flops_per_row() * passed
+        problem.flops += svd_flops(primary + own, d) + victim.flops_per_row(stage) * passed
         return problem
 
     def features(self, victim: Victim, stage: Stage) -> dict[str, Tensor]:

@@ -229,14 +229,14 @@ class Victim:
         images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
         return images, labels
 
-    def flops_per_row(self) -> float:
-        """Floating-point operations of one forward pass of one input through the immunized extractor."""
-        return self.once("flops", self._flops)
+    def flops_per_row(self, stage: Stage = "immunized") -> float:
+        """Floating-point operations of one forward pass of one input through the net of a stage, or a linear model."""
+        return self.once(("flops", stage), lambda: self._flops(stage))
 
-    def _flops(self) -> float:
+    def _flops(self, stage: Stage) -> float:
         if not self.model.deep:
             return forward_flops(self.extractor("immunized"), (self.task.dim,))
-        network = self.network("immunized")
+        network = self.network(stage)
         return forward_flops(network, network.input_size)
 
 

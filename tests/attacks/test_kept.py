@@ -239,6 +239,16 @@ def test_a_kept_baseline_is_of_one_trained_part(tmp_path):
     assert {attack.beside(victim) for victim in some for attack in (BlockProbe(), FrozenBlocks(scope="layer4"))} == {()}
 
 
+def test_a_map_behind_the_features_is_none_of_the_baseline(tmp_path):
+    images = victims.colored_pair(tmp_path)
+    some = [victims.net_victim(images, lambda model: None, "test_resnet", part) for part in ("fold", "layer4")]
+    fold, layer4 = (KeptBaselines(tmp_path / "kept", tmp_path / "published", {}, victim).places for victim in some)
+    assert fold == layer4
+    for attack in (BlockProbe(), ClosedFormProbe(), FineTune("trained")):
+        fold, layer4 = (attack.beside(victim) for victim in some)
+        assert (fold == layer4) is not attack.trains
+
+
 def test_published_curves_hold_for_every_machine_and_one_suite_net_and_set_of_images(tmp_path, monkeypatch):
     root, images = tmp_path / "published", victims.colored_pair(tmp_path)
 

@@ -73,10 +73,10 @@ def colored_pair(root: Path, val_fraction: float = 0.25) -> ImagePair:
 
 
 def net_victim(pair: ImagePair, immunize: Callable[[Model], None], name: str, trainable: str, **arguments) -> Victim:
-    """A net of timm with random weights, which `immunize` changes in place."""
+    """A net of timm with random weights, which `immunize` changes in place; `trainable="fold"`: a map behind it."""
     torch.manual_seed(0)
     base = Timm(pair, name, trainable, pretrained=False, arguments={"num_classes": 3} | arguments)
-    model, tasks = base.read_tasks(pair, False)
+    model, tasks = base.read_tasks(pair, trainable == "fold")
     start = {key: tensor.clone() for key, tensor in model.extractor.state_dict().items()}
     with torch.no_grad():
         immunize(model)
