@@ -102,7 +102,7 @@ def test_unseen_arrays_change_nothing_that_is_trained(matrices):
         for split in SPLITS:
             assert torch.equal(getattr(pair.tasks[role], split).x, getattr(without.tasks[role], split).x)
     overrides = ["dataset=arrays", "method=closed_form", "tracker=none", "figures=false"]
-    results = [run([*overrides, f"dataset.path={path}"], quiet=True) for path in (all_of_them, known)]
+    results = [run([*overrides, f"dataset.path={path}"], f"{path}.run", quiet=True) for path in (all_of_them, known)]
     same = [name for name in results[1].metrics if results[0].metrics[name] == results[1].metrics[name]]
     assert set(same) == set(results[1].metrics)
     assert "steps_ratio/unseen" in results[0].metrics
