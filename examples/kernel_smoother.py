@@ -34,6 +34,6 @@ class KernelSmoother(Attack, without=["steps"]):
             near = -torch.cdist(features, train).square() / (2 * variance)
             return torch.stack([task.measure((near / h**2).softmax(1) @ targets, y)[None] for h in self.settings])
 
-        flops = len(train) * (victim.flops_per_row() + 3.0 * len(val) * train.shape[1])
+        flops = len(train) * (victim.flops_per_row(stage) + 3.0 * len(val) * train.shape[1])
         curves = reached(val, task.val.y), reached(test, task.test.y)
         return self.choose([1], torch.tensor([flops], dtype=torch.float64), *curves, task.chance)

@@ -229,7 +229,7 @@ class Victim:
         images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
         return images, labels
 
-    def flops_per_row(self, stage: Stage = "immunized") -> float:
+    def flops_per_row(self, stage: Stage) -> float:
         """Floating-point operations of one forward pass of one input through the net of a stage, or a linear model."""
         return self.once(("flops", stage), lambda: self._flops(stage))
 

@@ -152,7 +152,7 @@ def test_the_cost_is_that_of_the_part_that_is_passed(images):
     flops = prefix_flops(network, network.input_size)
     assert list(flops) == [name for name, _ in network.whole.blocks()]
     assert list(flops.values()) == sorted(flops.values())
-    assert flops[list(flops)[-1]] == victim.flops_per_row()
+    assert flops[list(flops)[-1]] == victim.flops_per_row("baseline")
 
 
 @pytest.mark.parametrize("shape", [(4, 6, 8, 8), (4, 17, 6), (4, 6), (4, 6, 1, 1)])
@@ -283,7 +283,7 @@ def test_a_search_pays_for_what_it_tried_on_fewer_images(images, monkeypatch):
     monkeypatch.setattr(block_probe, "SEARCHED", 15)
     curve = attack.run(victim, "baseline")
     assert 0 < curve.others < whole
-    assert curve.flops[-1] + curve.others > victim.flops_per_row() * len(victim.task.train)
+    assert curve.flops[-1] + curve.others > victim.flops_per_row("baseline") * len(victim.task.train)
 
 
 def test_with_many_images_the_readings_that_were_best_on_fewer_are_compared_again(images, monkeypatch):

@@ -49,7 +49,7 @@ def test_the_search_is_paid_for_and_what_all_settings_share_only_once():
     victim = victim_of(classes(), EYE)
     assert ClosedFormProbe().run(victim, "baseline").others == 0
     single, several = (Adam(steps=4, rates=rates).run(victim, "baseline") for rates in ([0.1], [0.01, 0.1, 1.0]))
-    shared = victim.flops_per_row() * len(victim.task.train)
+    shared = victim.flops_per_row("baseline") * len(victim.task.train)
     assert single.others == 0
     assert several.others == pytest.approx(2 * (several.flops[-1].item() - shared))
 

@@ -110,7 +110,7 @@ def test_what_stands_before_the_part_is_passed_once(resnet, part, monkeypatch):
             found = opened.network(opened.rows("test", slice(None), mirrored), opened.start)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     before, behind = own._passes(opened.network, opened.start)
-    assert before + behind == pytest.approx(resnet.flops_per_row())
+    assert before + behind == pytest.approx(resnet.flops_per_row("immunized"))
     assert opened.flops == 2 * own.rows * before
     cost = own.step_cost(recipe)
     monkeypatch.setattr(tuning, "WHOLE", ("trained", "layer4"))
@@ -200,7 +200,7 @@ def test_weights_are_averaged_in_the_second_half(resnet, heads):
 def test_a_head_solved_first_knows_something_before_it_is_trained(resnet):
     own, recipe = tuner_of(resnet), replace(PLAIN, rate=0.0, head_first=True)
     start = own.open(recipe, 0).flops
-    assert start > own.rows * resnet.flops_per_row()
+    assert start > own.rows * resnet.flops_per_row("immunized")
     course = own.train(recipe, Budget([1, 2], own.step_cost(recipe), start), 0)
     assert course.val[0] > 0.9
     poor = own.train(recipe, Budget([1], start / 2), 0)
