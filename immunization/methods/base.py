@@ -58,6 +58,8 @@ class Method(Component, group="method"):
     """Whether a step takes gradients or features of its own, and so needs all rows of a batch in one process."""
     keeps = False
     """Whether it distills images of dataset.keep_root."""
+    shots = 1
+    """How many harmful images of a class stand side by side in a batch, where rows are stored."""
     several = False
     """Whether `setup` takes all of `pair.harmful_tasks`; a method that does not is combined (`methods.combined`)."""
 

@@ -29,7 +29,7 @@ class Combined(Method):
     def __init__(self, method: Method) -> None:
         super().__init__(**{option.name: getattr(method, option.name) for option in fields(Method)})
         self.whole = method
-        self.folds, self.alone = method.folds, method.alone
+        self.folds, self.alone, self.shots = method.folds, method.alone, method.shots
 
     @property
     def name(self) -> str:

@@ -170,10 +170,13 @@ class Forget(Method, without=["combine"]):
             self.bank, self.labels = self.bank[:0], self.labels[:0]
         rows, self.labels = torch.cat([self.bank, features]), torch.cat([self.labels, batch.y])
         self.bank = rows.detach()
-        targets = self.pair.harmful.targets(self.labels)
+        return self._told(rows, self.labels).to(features)
+
+    def _told(self, rows: Tensor, labels: Tensor) -> Tensor:
+        """Sum over `ridges` of max(0, cos(leave-one-out predictions, centered targets)), in float64."""
+        targets = self.pair.harmful.targets(labels)
         predictions = leave_one_out(rows, targets, self.ridges).flatten(1)
-        cosines = F.cosine_similarity(predictions, (targets - targets.mean(0)).flatten(), 1)
-        return cosines.clamp(min=0).sum().to(features)
+        return F.cosine_similarity(predictions, (targets - targets.mean(0)).flatten(), 1).clamp(min=0).sum()
 
     def score(self, model: Model) -> float:
         """Accuracy (or R^2) on validation rows: of the model's own head on D_P, less that of the best ridge on D_H."""

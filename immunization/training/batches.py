@@ -39,10 +39,13 @@ class Batches:
 
 
 class RowPasses:
-    """Passes over stored rows, shuffled by `generator`; None for `batch_size`: all rows at once."""
+    """Passes over stored rows, shuffled by `generator`; None for `batch_size`: all rows at once.
 
-    def __init__(self, task: Task, batch_size: int | None, generator: torch.Generator) -> None:
-        self.task, self.batch_size, self.generator = task, batch_size, generator
+    `shots` rows of a class stand side by side, as far as it has so many left.
+    """
+
+    def __init__(self, task: Task, batch_size: int | None, generator: torch.Generator, shots: int = 1) -> None:
+        self.task, self.batch_size, self.generator, self.shots = task, batch_size, generator, shots
         self.start: Tensor | None = None
         self.taken = 0  # batches of the current pass
 
@@ -56,7 +59,7 @@ class RowPasses:
                 yield Batch(x, y, task.rank, task.triangle.to(x), True)
         else:
             self.start = self.generator.get_state()
-            order = torch.randperm(len(x), generator=self.generator)
+            order = self._order()
             chunks = order[: len(x) - len(x) % self.batch_size].split(self.batch_size)[self.taken :]
             parts = gathered(x, [distributed.share(rows) for rows in chunks], y.device)
             for rows, inputs in zip(chunks, parts, strict=True):
@@ -64,6 +67,14 @@ class RowPasses:
                 labels, first = y[rows.to(y.device, non_blocking=True)], self.taken == 1
                 yield Batch(inputs, labels, min(len(rows), task.rank), first=first)
         self.start, self.taken = None, 0
+
+    def _order(self) -> Tensor:
+        order = torch.randperm(len(self.task.train), generator=self.generator)
+        if self.shots == 1 or not self.task.classes:
+            return order
+        y = self.task.train.y.cpu()[order]
+        groups = [part for label in y.unique() for part in order[y == label].split(self.shots)]
+        return torch.cat([groups[i] for i in torch.randperm(len(groups), generator=self.generator)])
 
     def state_dict(self) -> dict[str, Any]:
         return {"generator": self.generator.get_state() if self.start is None else self.start, "taken": self.taken}
@@ -74,9 +85,12 @@ class RowPasses:
 
 
 class PairedBatches(Batches):
-    """Batches of stored rows, without an incomplete last one (its Hessian's rank would differ); raises ConfigError."""
+    """Batches of stored rows, without an incomplete last one (its Hessian's rank would differ); raises ConfigError.
 
-    def __init__(self, pair: TaskPair, batch_size: int | None, generator: torch.Generator) -> None:
+    Harmful rows come in groups of `shots` of a class.
+    """
+
+    def __init__(self, pair: TaskPair, batch_size: int | None, generator: torch.Generator, shots: int = 1) -> None:
         for key, task in pair.shown.items():
             if batch_size is not None and batch_size > len(task.train):
                 raise ConfigError(
@@ -86,5 +100,8 @@ class PairedBatches(Batches):
         # a generator per task, in the same state: tasks of as many rows are shuffled alike, as in the release
         state = generator.get_state()
         own = {role: torch.Generator().set_state(state) for role in pair.shown} | {"harmful": generator}
-        super().__init__({role: RowPasses(task, batch_size, own[role]) for role, task in pair.shown.items()})
+        grouped = dict.fromkeys(pair.harmful_tasks, shots)
+        super().__init__(
+            {role: RowPasses(task, batch_size, own[role], grouped.get(role, 1)) for role, task in pair.shown.items()}
+        )
         self.steps_per_epoch = 1 if batch_size is None else len(pair.harmful.train) // batch_size

@@ -82,10 +82,12 @@ def _kept(pair: TaskPair) -> TaskPair:
     return pair.with_tasks(moved)
 
 
-def batches_of(model: Model, pair: TaskPair, batch_size: int | None, generator: torch.Generator) -> Batches:
-    """Batches of rows where they are stored, of images where they are not."""
+def batches_of(
+    model: Model, pair: TaskPair, batch_size: int | None, generator: torch.Generator, shots: int = 1
+) -> Batches:
+    """Batches of rows where they are stored, of images where they are not, which come in the order of their loaders."""
     if batch_size is None:
         return PairedBatches(pair, batch_size, generator)
     if model.loaders is None:
-        return PairedBatches(_kept(pair), batch_size, generator)
+        return PairedBatches(_kept(pair), batch_size, generator, shots)
     return LoaderBatches(model.loaders(batch_size), model.read, pair.dim)

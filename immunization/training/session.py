@@ -62,7 +62,8 @@ class TrainingSession:
         method.setup(model, self.pair)
         generator = torch.Generator().manual_seed(self.experiment.seed)
         rows = self.debug.rows or method.batch_size
-        self.batches = batches_of(model, self.pair, method.batch_size and min(method.batch_size, rows), generator)
+        size = method.batch_size and min(method.batch_size, rows)
+        self.batches = batches_of(model, self.pair, size, generator, method.shots)
         self.monitor.period = self.batches.steps_per_epoch if self.model.trains_layers else 1
         if self.state is None:
             self.monitor(0, {})

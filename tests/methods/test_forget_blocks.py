@@ -7,11 +7,14 @@ import torch
 from helpers.images import draw_folder
 from helpers.methods import make_pair
 from helpers.nets import build, open_pair
+from torch.nn import functional as F
 from torch.testing import assert_close
 
 from immunization.errors import ConfigError
 from immunization.methods import ForgetBlocks
+from immunization.methods.forget import batch_statistics
 from immunization.models import Linear
+from immunization.theory.leave_one_out import leave_one_out
 from immunization.training.batches import PairedBatches
 
 pytestmark = pytest.mark.trains
@@ -29,7 +32,7 @@ def net(tmp_path_factory):
 def prepared(pair, **options):
     """A method after its setup, the model, and the first batch of both tasks."""
     model, tasks = build(pair, trainable=TRAINED).read_tasks(pair, False)
-    method = ForgetBlocks(1, 16, **options)
+    method = ForgetBlocks(1, **{"batch_size": 16} | options)
     method.setup(model, tasks)
     batches = next(iter(PairedBatches(tasks, 16, torch.Generator().manual_seed(0)).epoch()))
     return method, model, batches
@@ -51,7 +54,7 @@ def moved(now, before):
 
 
 def test_terms_by_hand(net):
-    method, model, (primary, harmful) = prepared(net, collapse=0.5, silence=2.0, hold=3.0, distill=4.0)
+    method, model, (primary, harmful) = prepared(net, collapse=0.5, silence=2.0, hold=3.0, distill=4.0, path=0.0, own_statistics=0.0)
     own = maps(model, primary.x)
     start = method.step(model, primary, harmful)
     assert (start["hold"].item(), start["distill"].item()) == pytest.approx((0, 0), abs=1e-12)
@@ -72,6 +75,54 @@ def test_terms_by_hand(net):
     method.train_head = True
     again = method.step(model, primary, harmful)
     assert_close(again["loss"], terms["task_loss"] + weighted)
+
+
+@torch.no_grad()
+def pooled(m):
+    """Signed square roots of mean, maximum and deviation over places, relative to the size of the map."""
+    m = m.flatten(2) / m.square().mean().sqrt()
+    rows = torch.cat([m.mean(2), m.amax(2), (m.var(2, correction=0) + 1e-4).sqrt()], 1)
+    return rows.sign() * ((rows.abs() + 0.01).sqrt() - 0.1)
+
+
+def test_the_path_by_hand_with_both_statistics(net):
+    """Ridges of each block, told from the other images of the batch; again with BatchNorm's statistics of the batch."""
+    options = {"path": 2.0, "silence": 0.5, "own_statistics": 3.0, "ridges": [0.01, 1.0], "batch_size": 16}
+    method, model, (primary, harmful) = prepared(net, **options)
+    kept, y = maps(model, primary.x), method.pair.harmful.targets(harmful.y)
+
+    def by_hand():
+        blocks = maps(model, harmful.x)
+        found = [leave_one_out(pooled(m), y, [0.01, 1.0]).flatten(1) for m in blocks]
+        cosines = [F.cosine_similarity(p, (y - y.mean(0)).flatten(), 1).clamp(min=0).sum() for p in found]
+        loud = [m.abs().mean() / m_0.abs().mean() for m, m_0 in zip(blocks, kept, strict=True)]
+        return {"path": torch.stack(cosines).mean(), "silence": torch.stack(loud).mean()}
+
+    terms, stored = method.step(model, primary, harmful), by_hand()
+    with batch_statistics(model.extractor):
+        own = by_hand()
+    assert stored["path"] > 0.1
+    assert_close([terms[name] for name in stored], [stored[name].to(terms[name]) for name in stored])
+    assert_close(terms["own_statistics"], 2 * own["path"].float() + 0.5 * own["silence"].float())
+    assert terms["own_statistics"] != 2 * stored["path"] + 0.5 * stored["silence"]
+    weighted = 2 * terms["path"] + 0.5 * terms["silence"] + 3 * terms["own_statistics"]
+    assert_close(terms["loss"], weighted + terms["distill"] + terms["hold"])
+
+
+def test_the_path_hides_classes_that_silence_leaves(net):
+    """After as many steps with the same batch the path is far lower, and outputs are louder."""
+    found = {}
+    for name, options in {"path": {"path": 5.0, "silence": 0.0}, "silence": {"silence": 2.0, "path": 1e-9}}.items():
+        method, model, (primary, harmful) = prepared(net, **options)
+        optimizer = torch.optim.Adam(model.trained().values(), lr=3e-3)
+        for _ in range(40):
+            optimizer.zero_grad()
+            method.step(model, primary, harmful)["loss"].backward()
+            optimizer.step()
+        with torch.no_grad():
+            found[name] = method.step(model, primary, harmful)
+    assert found["path"]["path"] < 0.6 * found["silence"]["path"]
+    assert found["path"]["silence"] > found["silence"]["silence"]
 
 
 def test_images_to_keep_are_held_beside_the_primary_ones(net, tmp_path):

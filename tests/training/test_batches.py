@@ -1,5 +1,8 @@
 """Batches of both tasks."""
 
+from dataclasses import replace
+from itertools import groupby, pairwise
+
 import pytest
 import torch
 from helpers.matrices import gaussian
@@ -49,6 +52,26 @@ def test_an_epoch_is_one_pass_over_the_harmful_task():
     primary = torch.cat([p.y for epoch in epochs for p, _ in epoch]).reshape(4, 9).tolist()
     assert all(len(set(rows)) == 9 for rows in primary)
     assert len({tuple(rows) for rows in primary}) == 4
+
+
+def test_harmful_rows_of_a_class_stand_side_by_side():
+    """Every row once in a pass, in groups of three of a class; 2 of 8 are left over. The primary task has none."""
+    y = torch.arange(24) % 3
+    pair = TaskPair("pair", *[task(gaussian(24, 3, seed=seed), y, classes=3) for seed in (0, 1)])
+    batches = PairedBatches(pair, 6, torch.Generator().manual_seed(0), shots=3)
+    epochs = [list(batches.epoch()) for _ in range(3)]
+    harmful = [torch.cat([h.y for _, h in epoch]).tolist() for epoch in epochs]
+    for epoch, labels in zip(epochs, harmful, strict=True):
+        rows = torch.cat([h.x for _, h in epoch])
+        assert len(rows) == len(rows.unique(dim=0)) == 24
+        runs = [len(list(same)) for _, same in groupby(labels)]
+        assert sum(run // 3 for run in runs) >= 5
+    assert len({tuple(labels) for labels in harmful}) == 3
+    primary = torch.cat([p.y for epoch in epochs for p, _ in epoch]).tolist()
+    assert sum(a == b for a, b in pairwise(primary)) < 40
+    targets = replace(pair, harmful=numbered(24))
+    order = torch.cat([h.y for _, h in PairedBatches(targets, 6, torch.Generator().manual_seed(0), shots=3).epoch()])
+    assert sorted(order.tolist()) == list(range(24))
 
 
 def test_batches_follow_the_seed():
