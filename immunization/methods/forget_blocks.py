@@ -8,35 +8,38 @@ from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.forget import Forget, batch_statistics, trained_blocks
 from immunization.models.base import Batch, Model
+from immunization.models.chain import BATCH_NORMS
 
 SMOOTH = 0.01
-"""Size, relative to the root mean square, below which square roots of what is pooled are smoothed: 0 has a gradient."""
+"""Size, relative to the root mean square, below which the square roots are smoothed: 0 has a gradient."""
 
 
 class ForgetBlocks(Forget, without=["inner"]):
-    """Minimize distill L_distill + hold L_hold + collapse L_collapse + silence L_silence + path L_path.
+    """Minimize distill L_distill + hold L_hold + path L_path + silence L_silence + collapse L_collapse.
 
     The terms of `Forget`, and with m, m_0 what a trained block of theta and theta_0 gives, at every place,
 
-        L_silence = mean over trained blocks of mean_H |m| / mean_K |m_0|
         L_hold    = mean over trained blocks of mean_K (m - m_0)^2 / mean_K (m_0 - mean_K m_0)^2
         L_path    = mean over trained blocks of L_path of `Forget`, of the harmful batch alone, whose features are the
                     signed square roots of the mean, maximum and deviation of m over places
+        L_silence = mean over trained blocks of mean_H |m| / mean_K |m_0|
 
-    A batch has `shots` harmful images of a class side by side, from which the others of it are to be told. Outputs that
-    are merely small hide nothing: a ridge enlarges them. Behind a ReLU the absolute value makes exact zeros, which
-    nobody enlarges. Means of m_0 are over the images of the step. `own_statistics` times the same terms of harmful
-    images are added with BatchNorm's statistics taken from the batch, as attackers renew them. With `train_head`,
-    + L(D_P).
+    A batch has `shots` harmful images of a class side by side: ridges are to tell each from the others' labels. L_path
+    does not depend on the scale of m: outputs that are merely small hide nothing, since a ridge enlarges them.
+    L_silence makes exact zeros behind a ReLU, which nobody enlarges. Means of m_0 are over the images of the step.
+    Of nets with BatchNorm, `own_statistics` times L_path and L_silence are added with its statistics taken from the
+    harmful batch, as attackers renew them. With `train_head`, + L(D_P).
     """
 
-    epochs = 5
+    epochs = 24
     batch_size = 48
     shots: AtLeastOne = 6
-    distill = 1.0
+    distill = 0.3
     collapse = 0.0
-    silence: NonNegative = 1.0
-    hold: NonNegative = 1.0
+    path = 3.0
+    silence: NonNegative = 0.0
+    hold: NonNegative = 0.3
+    own_statistics = 1.0
     train_head: bool = False
     ridges = (1e-4, 1e-2, 0.1)
 
@@ -52,6 +55,7 @@ class ForgetBlocks(Forget, without=["inner"]):
         with model.extractor.watched(_by_channel) as outputs:
             self._before(model, next(iter(pair.primary.train.x.split(2))))
         self.blocks = [name for name in outputs if name in trained]
+        self.renewed = any(isinstance(part, BATCH_NORMS) for part in model.extractor.modules())
         if not self.blocks:
             raise ConfigError(f"method={self.name}: none of {model.name}'s blocks is trained; see model.trainable")
 
@@ -73,7 +77,7 @@ class ForgetBlocks(Forget, without=["inner"]):
             "collapse": self._collapse(theirs),
             **self._forgotten([m[len(kept) :] for m in blocks], blocks_before, harmful.y),
         }
-        if self.own_statistics:
+        if self.own_statistics and self.renewed:
             with batch_statistics(model.extractor), model.extractor.watched(_by_channel) as outputs:
                 model.training_features(harmful.x)
             own = self._forgotten(self._maps(outputs), blocks_before, harmful.y)
@@ -84,7 +88,7 @@ class ForgetBlocks(Forget, without=["inner"]):
         return [outputs[name].float() for name in self.blocks]
 
     def _forgotten(self, blocks: list[Tensor], before: list[Tensor], labels: Tensor) -> dict[str, Tensor]:
-        """L_silence and, where it counts, L_path of what trained blocks give for harmful images."""
+        """L_silence and, where it has a weight, L_path of what trained blocks give for harmful images."""
         loud = [m.abs().mean() / m_0.abs().mean() for m, m_0 in zip(blocks, before, strict=True)]
         terms = {"silence": torch.stack(loud).mean()}
         if self.path:
@@ -99,7 +103,7 @@ def _by_channel(x: Tensor, channels_last: bool, _prefix: int) -> Tensor:
 
 
 def _pooled(m: Tensor) -> Tensor:
-    """Signed square roots [N, 3 C] of mean, maximum and deviation over places, relative to the size of m [N, C, places]."""
+    """Signed roots [N, 3 C] of mean, maximum and deviation over places of m [N, C, places], whatever its scale."""
     m = m / m.detach().square().mean().sqrt().clamp(min=torch.finfo(m.dtype).tiny)
     rows = torch.cat([m.mean(2), m.amax(2), (m.var(2, correction=0) + SMOOTH**2).sqrt()], 1)
     return rows.sign() * ((rows.abs() + SMOOTH).sqrt() - SMOOTH**0.5)

@@ -54,7 +54,9 @@ def moved(now, before):
 
 
 def test_terms_by_hand(net):
-    method, model, (primary, harmful) = prepared(net, collapse=0.5, silence=2.0, hold=3.0, distill=4.0, path=0.0, own_statistics=0.0)
+    method, model, (primary, harmful) = prepared(
+        net, collapse=0.5, silence=2.0, hold=3.0, distill=4.0, path=0.0, own_statistics=0.0
+    )
     own = maps(model, primary.x)
     start = method.step(model, primary, harmful)
     assert (start["hold"].item(), start["distill"].item()) == pytest.approx((0, 0), abs=1e-12)
@@ -106,23 +108,20 @@ def test_the_path_by_hand_with_both_statistics(net):
     assert_close(terms["own_statistics"], 2 * own["path"].float() + 0.5 * own["silence"].float())
     assert terms["own_statistics"] != 2 * stored["path"] + 0.5 * stored["silence"]
     weighted = 2 * terms["path"] + 0.5 * terms["silence"] + 3 * terms["own_statistics"]
-    assert_close(terms["loss"], weighted + terms["distill"] + terms["hold"])
+    assert_close(terms["loss"], weighted + 0.3 * (terms["distill"] + terms["hold"]))
 
 
-def test_the_path_hides_classes_that_silence_leaves(net):
-    """After as many steps with the same batch the path is far lower, and outputs are louder."""
-    found = {}
-    for name, options in {"path": {"path": 5.0, "silence": 0.0}, "silence": {"silence": 2.0, "path": 1e-9}}.items():
-        method, model, (primary, harmful) = prepared(net, **options)
-        optimizer = torch.optim.Adam(model.trained().values(), lr=3e-3)
-        for _ in range(40):
-            optimizer.zero_grad()
-            method.step(model, primary, harmful)["loss"].backward()
-            optimizer.step()
-        with torch.no_grad():
-            found[name] = method.step(model, primary, harmful)
-    assert found["path"]["path"] < 0.6 * found["silence"]["path"]
-    assert found["path"]["silence"] > found["silence"]["silence"]
+def test_the_path_hides_classes_and_does_not_silence(net):
+    method, model, (primary, harmful) = prepared(net)
+    before, optimizer = method.step(model, primary, harmful), torch.optim.Adam(model.trained().values(), lr=3e-3)
+    for _ in range(40):
+        optimizer.zero_grad()
+        method.step(model, primary, harmful)["loss"].backward()
+        optimizer.step()
+    after = method.step(model, primary, harmful)
+    for name in ("path", "own_statistics"):
+        assert after[name] < 0.75 * before[name]
+    assert after["silence"] > 0.8 * before["silence"]
 
 
 def test_images_to_keep_are_held_beside_the_primary_ones(net, tmp_path):
@@ -146,7 +145,7 @@ def test_images_to_keep_are_held_beside_the_primary_ones(net, tmp_path):
 
 def test_harmful_images_leave_more_outputs_at_exactly_zero(net):
     """A small output is read as well as a large one; only one that is zero says nothing."""
-    method, model, (primary, harmful) = prepared(net, silence=4.0)
+    method, model, (primary, harmful) = prepared(net, silence=4.0, path=0.0, distill=1.0, hold=1.0)
 
     def zeros():
         return torch.stack([(m == 0).double().mean() for m in maps(model, harmful.x)])
