@@ -140,6 +140,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
     scope = ""
     setting_name, tries = "ridge", "ridges"
     natural_ends = True
+    inside = False  # whether what layers inside of blocks give is read, too
 
     steps = 1
     _: KW_ONLY
@@ -165,7 +166,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
     @property
     def net(self) -> tuple[object, ...]:
         """What tells the net that is read, and its images, from others."""
-        return type(self).read, self.precision, self.mirrored
+        return type(self).read, self.precision, self.mirrored, self.inside
 
     def readable(self, victim: Victim, outputs: Outputs) -> Outputs:
         """The outputs that the attacker reads, out of those of all blocks. Raises Inapplicable."""
@@ -189,7 +190,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
 
         def passed(net: Network) -> Outputs:
             rows = renew_from(net, images["train"]) if renewed else 0
-            return outputs_of(net, images, self.mirrored, rows)
+            return outputs_of(net, images, self.mirrored, rows, self.inside)
 
         found = victim.once((*place, "once", stage), lambda: passed(network()))
         larger = at_twice_the_size(network(), images["train"]) if self.enlarged else None
@@ -347,6 +348,15 @@ def blended(task: Task, outputs: Outputs, rows: Tensor, fits: Sequence[Fit]) -> 
         chosen.append(fits[best])
         total, error = total + predicted[best], errors[best].item()
     return Blend.of(rows, chosen, error, task.measure(total / len(chosen), task.val.y.cpu()).item(), outputs)
+
+
+class LayerProbe(BlockProbe, group="attack.layer_probe", without=["steps"]):
+    """`BlockProbe` that also reads what the layers inside of each block give, side by side, as one more block.
+
+    A defense that watches the outputs of blocks may leave inside of them what it takes from these.
+    """
+
+    inside = True
 
 
 class FrozenBlocks(BlockProbe, group="attack.frozen_blocks", without=["steps"]):

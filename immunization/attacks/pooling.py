@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,9 @@ CHANNELS = 512
 
 COVARIANCES = 192
 """The same for the covariance of channels."""
+
+INSIDE, INNER = " inside", ("average", "maximum", "deviation", "2x2", "class")
+"""Added to the name of a block for what the layers inside of it give, side by side, and how this is pooled."""
 
 SMALL, TWICE = 128, " at twice the size"
 """Longest side of images that are also read at twice their size, and what is then added to the names of blocks."""
@@ -88,21 +92,32 @@ class Outputs:
 
 
 @torch.no_grad()
-def outputs_of(network: Network, images: Mapping[str, Tensor], mirrored: bool, renewed: int = 0) -> Outputs:
+def outputs_of(
+    network: Network, images: Mapping[str, Tensor], mirrored: bool, renewed: int = 0, inside: bool = False
+) -> Outputs:
     """The outputs of every block of a net for images [N, C, H, W] by split, and for their mirror images.
 
-    `renewed` images were passed before, for the statistics of BatchNorm.
+    `renewed` images were passed before, for the statistics of BatchNorm. `inside`: what the layers inside of a block
+    give, side by side, is one more.
     """
     network.to(memory_format=torch.channels_last)  # two thirds of the time of convolutions
-    with network.whole.watched(poolings) as seen:
+    with network.whole.watched(poolings, partial(poolings, covariance=False) if inside else None) as seen:
 
         def read(batch: Tensor) -> dict[tuple[str, str], Tensor]:
             seen.clear()
             network(batch.contiguous(memory_format=torch.channels_last) if batch.ndim == 4 else batch)
-            return {(block, pooling): x for block, found in seen.items() for pooling, x in found.items()}
+            found: dict[tuple[str, str], list[Tensor]] = {}
+            for name, pools in seen.items():
+                block, within, _ = name.partition("/")
+                for pooling in [pooling for pooling in pools if not within or pooling in INNER]:
+                    found.setdefault((block + INSIDE if within else block, pooling), []).append(pools[pooling])
+            return {part: torch.cat(x, 1) for part, x in found.items()}
 
         parts = gathered(read, images, mirrored)
-    return Outputs(parts, [prefix_flops(network, images["train"].shape[1:])], [renewed])
+    flops = prefix_flops(network, images["train"].shape[1:])
+    if inside:
+        flops |= {block + INSIDE: cost for block, cost in flops.items()}
+    return Outputs(parts, [flops], [renewed])
 
 
 def gathered(
@@ -149,7 +164,7 @@ def _enlarged(_network: Network, inputs: tuple) -> tuple:
     return F.interpolate(inputs[0], scale_factor=2, mode="bilinear"), *inputs[1:]
 
 
-def poolings(x: Tensor, last: bool, prefix: int) -> dict[str, Tensor]:
+def poolings(x: Tensor, last: bool, prefix: int, covariance: bool = True) -> dict[str, Tensor]:
     """[N, d] of the output of a block by the name of the pooling: of a map, of tokens, of rows.
 
     `last`: channels of a map come last. `prefix`: tokens before those of the image's patches.
@@ -177,6 +192,8 @@ def poolings(x: Tensor, last: bool, prefix: int) -> dict[str, Tensor]:
     for side in (2, 3, 4):
         if min(x.shape[2:]) >= side:
             found[f"{side}x{side}"] = F.adaptive_avg_pool2d(x, side).flatten(1)
+    if not covariance:
+        return found
     root = covariance_root(centered if x.shape[1] <= COVARIANCES else _combined(centered, COVARIANCES))
     i, j = torch.triu_indices(*root.shape[1:])
     found["covariance"] = root[:, i, j]

@@ -16,9 +16,12 @@ from immunization.models.fold import recorded
 
 log = logging.getLogger(__name__)
 
+Reduce = Callable[[Tensor, bool, int], Any]
 Unit = Callable[[Tensor], Tensor]  # a module or, for what a net does between its modules, a bound method of it
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Layers with statistics of batches, which are no weights; those of timm inherit from them."""
+PASSED = (nn.Identity, nn.modules.dropout._DropoutNd)
+"""Layers that give what they read, once trained."""
 
 
 @dataclass(frozen=True)
@@ -76,26 +79,38 @@ class Chain(nn.Module):
         return [(name, part) for name, part in parts if any(p.ndim > 1 for p in part.parameters())]
 
     @contextmanager
-    def watched(self, reduce: Callable[[Tensor, bool, int], Any] | None = None) -> Iterator[dict[str, Any]]:
+    def watched(self, reduce: Reduce | None = None, inside: Reduce | None = None) -> Iterator[dict[str, Any]]:
         """Inside, the dict has what each block gave when it last ran, averaged over places or tokens: [N, channels].
 
         Blocks come by name, in the order in which they ran first, if they give a tensor with a row per image. `reduce`,
         in place of the average, takes it, whether channels come last in a map, and the number of prefix tokens.
+        `inside` does so with what layers inside of blocks give, `<block>/<layer>`; BatchNorm, which only scales and
+        shifts channels and may be overwritten in place, is left out.
         """
         seen: dict[str, Any] = {}
         net = self._net[0]
         last, prefix = getattr(net, "output_fmt", "NCHW") == "NHWC", getattr(net, "num_prefix_tokens", 0)
 
-        def keep(name: str, _module: nn.Module, _inputs: object, x: object) -> None:
+        def keep(name: str, take: Reduce, _module: nn.Module, _inputs: object, x: object) -> None:
             if isinstance(x, Tensor) and x.ndim in (2, 3, 4):
-                seen[name] = reduce(x, last, prefix) if reduce else pooled(x, last)
+                seen[name] = take(x, last, prefix)
 
-        hooks = [module.register_forward_hook(partial(keep, name)) for name, module in self.blocks()]
+        reduce = reduce or (lambda x, last, _: pooled(x, last))
+        hooks = [module.register_forward_hook(partial(keep, name, reduce)) for name, module in self.blocks()]
+        if inside is not None:
+            hooks += [layer.register_forward_hook(partial(keep, name, inside)) for name, layer in self._layers()]
         try:
             yield seen
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _layers(self) -> Iterator[tuple[str, nn.Module]]:
+        """The layers inside of blocks that do more than scale channels, as `<block>/<layer>`."""
+        for block, part in self.blocks():
+            for name, layer in part.named_modules():
+                if name and not list(layer.children()) and not isinstance(layer, (*BATCH_NORMS, *PASSED)):
+                    yield f"{block}/{name}", layer
 
 
 class Tail(Chain):

@@ -26,6 +26,7 @@ from immunization.attacks import (
     FreshFrom,
     FrozenBlocks,
     Inapplicable,
+    LayerProbe,
     Neighbours,
     RandomNet,
     RawInputs,
@@ -35,6 +36,7 @@ from immunization.attacks import (
 from immunization.attacks.block_probe import Fit, Reading, nested
 from immunization.attacks.kernels import Kernel, Rule, probabilities
 from immunization.attacks.pooling import (
+    INSIDE,
     POOLINGS,
     SMALL,
     TWICE,
@@ -543,3 +545,26 @@ def test_linear_maps_have_no_blocks():
             attack.run(victim, "immunized")
     curve = Neighbours().run(victim, "immunized")
     assert curve.final > 0.8
+
+
+def test_layers_inside_of_blocks_are_read_side_by_side(images):
+    """Each block has one more: every layer but BatchNorm, pooled alike. All else is as `block_probe` reads it."""
+    network, x = untouched(images).network("immunized"), torch.rand(3, 3, 32, 32)
+    drawn = dict.fromkeys(("train", "val", "test"), x)
+    plain, more = (outputs_of(network, drawn, mirrored=False, inside=inside) for inside in (False, True))
+    assert [block for block in more.blocks if not block.endswith(INSIDE)] == plain.blocks
+    for part, found in plain.parts.items():
+        assert_close(more.parts[part], found)
+    with network.whole.watched(None, lambda x, *_: x.mean((2, 3))) as seen, torch.no_grad():
+        network(x)
+    layers = [mean for name, mean in seen.items() if name.startswith("layer2.0/")]
+    assert len(layers) > 2
+    assert_close(more.parts["layer2.0" + INSIDE, "average"]["test"][0], torch.cat(layers, 1).float())
+    assert not any("bn" in name for name in seen)
+
+
+def test_the_layer_probe_reads_them(images):
+    victim = untouched(images)
+    curve = LayerProbe(enlarged=False).run(victim, "immunized")
+    assert any(block.endswith(INSIDE) for block in LayerProbe(enlarged=False).read(victim, "immunized").blocks)
+    assert curve.test.max() > 0.5
