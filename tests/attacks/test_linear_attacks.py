@@ -39,6 +39,8 @@ NETS |= {
     "frozen_blocks",
     "frozen_blocks_renewed",
     "fresh_from",
+    "layer_probe",
+    "layer_probe_renewed",
     "random_net",
     "raw_inputs",
 }
