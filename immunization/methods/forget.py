@@ -81,7 +81,7 @@ class Forget(Method, without=["combine"]):
             key = "patience" if self.patience else "max_accuracy_drop"
             raise ConfigError(f"method.{key} needs validation rows of both tasks: set dataset.val_fraction above 0")
         if self.path:
-            _check_bank(pair.harmful)
+            self.check_path(pair.harmful)
         model.head.requires_grad_(self.train_head or not model.deep)
         self.theta_0 = {name: p.detach().clone() for name, p in model.trained().items()}
         self.omega_0 = [p.detach().clone() for p in model.head.parameters()]
@@ -93,6 +93,17 @@ class Forget(Method, without=["combine"]):
             log.warning("method.inner has nothing to collapse: no block before the last one is trained")
         self.kept = model.kept() if self.distill else None
         self.bank, self.labels = self.mean.new_empty(0, len(self.mean)), pair.harmful.train.y[:0]
+
+    def check_path(self, task: Task) -> None:
+        """Raise for a class of fewer than two rows, and for features of all rows that take more than the memory."""
+        check_pairs(task)
+        size, most = len(task.train) * task.dim * 8, memory(task.train.y.device)
+        if size > most:
+            raise ConfigError(
+                f"method.path keeps a memory bank of {len(task.train):,} rows x {task.dim:,} features, "
+                f"{size / 2**30:.3g} GiB in float64, and there are {most / 2**30:.3g}: set method.path=0 or "
+                "give fewer rows"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"bank": self.bank, "labels": self.labels}
@@ -209,16 +220,10 @@ def batch_statistics(module: nn.Module) -> Iterator[None]:
             norm.training, norm.track_running_stats = state
 
 
-def _check_bank(task: Task) -> None:
-    """Raise for a class of fewer than two rows, and for features of all rows that take more than the memory."""
+def check_pairs(task: Task) -> None:
+    """Raise DataError for a class of fewer than two rows."""
     if task.classes and (fewest := torch.bincount(task.train.y, minlength=task.classes).min().item()) < 2:
         raise DataError(
             f"method.path leaves one row out, and a class of '{task.name}' has {fewest} training rows: give at least "
             "two of each class, or set method.path=0"
-        )
-    size, most = len(task.train) * task.dim * 8, memory(task.train.y.device)
-    if size > most:
-        raise ConfigError(
-            f"method.path keeps a memory bank of {len(task.train):,} rows x {task.dim:,} features, "
-            f"{size / 2**30:.3g} GiB in float64, and there are {most / 2**30:.3g}: set method.path=0 or give fewer rows"
         )

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from immunization.checks import AtLeastOne, NonNegative
-from immunization.data.task import TaskPair
+from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.forget import Forget, batch_statistics, trained_blocks
+from immunization.methods.forget import Forget, batch_statistics, check_pairs, trained_blocks
 from immunization.models.base import Batch, Model
 from immunization.models.chain import BATCH_NORMS
 
@@ -58,6 +58,10 @@ class ForgetBlocks(Forget, without=["inner"]):
         self.renewed = any(isinstance(part, BATCH_NORMS) for part in model.extractor.modules())
         if not self.blocks:
             raise ConfigError(f"method={self.name}: none of {model.name}'s blocks is trained; see model.trainable")
+
+    def check_path(self, task: Task) -> None:
+        """Raise DataError for a class of fewer than two rows; there is no memory bank."""
+        check_pairs(task)
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         kept = torch.cat([primary.x, self._drawn(primary.x)])

@@ -1,5 +1,6 @@
 """`method=forget_blocks`: its terms by hand, that it makes zeros and not small numbers, and what it refuses."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from helpers.nets import build, open_pair
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from immunization.errors import ConfigError
+from immunization.errors import ConfigError, DataError
 from immunization.methods import ForgetBlocks
 from immunization.methods.forget import batch_statistics
 from immunization.models import Linear
@@ -181,3 +182,12 @@ def test_images_are_kept_without_distillation_of_the_output(net, tmp_path):
     folders = [Path(task.folders[0]).parents[1] for task in net.tasks.values()]
     pair = open_pair(folders, val_fraction=0.2, keep_root=str(tmp_path / "kept" / "train"))
     assert len(prepared(pair, distill=0.0)[0].kept) == 5
+
+
+def test_the_path_needs_two_images_of_a_class_and_no_memory_bank(net, monkeypatch):
+    monkeypatch.setattr("immunization.methods.forget.memory", lambda device: 1)
+    method, _, _ = prepared(net)
+    task = method.pair.harmful
+    alone = replace(task, train=task.train.take((task.train.y.cumsum(0) <= 1).nonzero()[:, 0]))
+    with pytest.raises(DataError, match=r"method\.path leaves one row out, and a class .* has \d training rows"):
+        method.check_path(alone)
