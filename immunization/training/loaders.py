@@ -90,4 +90,10 @@ def batches_of(
         return PairedBatches(pair, batch_size, generator)
     if model.loaders is None:
         return PairedBatches(_kept(pair), batch_size, generator, shots)
+    if shots > 1:
+        log.warning(
+            "method.shots=%d does nothing: images that are augmented, or too many to keep, come in the order of their "
+            "loaders; set dataset.augment=false",
+            shots,
+        )
     return LoaderBatches(model.loaders(batch_size), model.read, pair.dim)

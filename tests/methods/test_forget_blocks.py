@@ -17,6 +17,7 @@ from immunization.methods.forget import batch_statistics
 from immunization.models import Linear
 from immunization.theory.leave_one_out import leave_one_out
 from immunization.training.batches import PairedBatches
+from immunization.training.loaders import batches_of
 
 pytestmark = pytest.mark.trains
 
@@ -191,3 +192,13 @@ def test_the_path_needs_two_images_of_a_class_and_no_memory_bank(net, monkeypatc
     alone = replace(task, train=task.train.take((task.train.y.cumsum(0) <= 1).nonzero()[:, 0]))
     with pytest.raises(DataError, match=r"method\.path leaves one row out, and a class .* has \d training rows"):
         method.check_path(alone)
+
+
+def test_images_of_loaders_are_not_grouped_and_a_warning_says_so(tmp_path, caplog):
+    folders = [draw_folder(tmp_path / name, 4, 16, 4, seed) for seed, name in enumerate(("primary", "harmful"))]
+    pair = open_pair(folders, augment=True)
+    model, tasks = build(pair, trainable=TRAINED).read_tasks(pair, False)
+    batches_of(model, tasks, 16, torch.Generator(), shots=1)
+    assert "method.shots" not in caplog.text
+    batches_of(model, tasks, 16, torch.Generator(), shots=4)
+    assert "method.shots=4 does nothing" in caplog.text
