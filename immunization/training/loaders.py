@@ -93,7 +93,7 @@ def batches_of(
     if shots > 1:
         log.warning(
             "method.shots=%d does nothing: images that are augmented, or too many to keep, come in the order of their "
-            "loaders; set dataset.augment=false",
+            "loaders; use fewer images and dataset.augment=false",
             shots,
         )
     return LoaderBatches(model.loaders(batch_size), model.read, pair.dim)
