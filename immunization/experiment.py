@@ -145,10 +145,8 @@ def _check_together(settings: Mapping[str, Any]) -> None:
         raise ConfigError("method.precondition needs model=linear: the matrix K of a deep net is not defined; use none")
     if model.get("bias") and precondition == "cancelled":
         raise ConfigError("method.precondition=cancelled needs model.bias=false; with a bias use ridge or pinv")
-    if model.get("amp") and settings["dtype"] == "float64":
-        raise ConfigError(
-            f"model.amp={model['amp']} needs dtype=float32: torch leaves what is computed in float64 as it is"
-        )
+    if model.get("amp") == "bfloat16" and settings["dtype"] == "float64":
+        raise ConfigError("model.amp=bfloat16 needs dtype=float32: torch leaves what is computed in float64 as it is")
 
 
 def check_objective(objective: str, evaluations: Mapping[str, object], attacks: Collection[str]) -> None:

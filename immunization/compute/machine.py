@@ -38,6 +38,13 @@ def device_of(choice: str, dim: int | None = None) -> torch.device:
     return torch.device("cuda", job % torch.cuda.device_count())
 
 
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether a device has instructions for bfloat16, or, as a CPU of older kind, emulates it, which is slow."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
 @contextmanager
 def full_precision() -> Iterator[None]:
     """Inside, a GPU computes float32 in float32: errors of TF32, cuDNN's default, exceed the rank tolerance."""

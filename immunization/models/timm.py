@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from immunization.compute import distributed
+from immunization.compute import distributed, machine
 from immunization.compute.transfer import onto
 from immunization.data.images import ImagePair
 from immunization.data.task import Task
@@ -51,7 +51,7 @@ class Timm(ImageReader):
         arguments: dict[str, Any] | None = None,
         reference: str | None = None,
         channels_last: bool = False,
-        amp: Literal["bfloat16"] | None = None,
+        amp: Literal["bfloat16", "auto"] | None = None,
         net: nn.Module | None = None,
     ) -> None:
         super().__init__()
@@ -72,7 +72,10 @@ class Timm(ImageReader):
         own = getattr(net, "pretrained_cfg", None) or {}
         self.architecture = name or own.get("architecture") or type(net).__name__
         self.original_dtype = next(net.parameters()).dtype
-        self.images, self.head_decay, self.channels_last, self.amp = pair, head_decay, channels_last, amp is not None
+        self.images, self.head_decay, self.channels_last = pair, head_decay, channels_last
+        self.amp = amp == "bfloat16" or (
+            amp == "auto" and pair.dtype == torch.float32 and machine.has_bfloat16(pair.device)
+        )
         self.parts = take_apart(net, pair.size)
         self.head, self.net, self.config = self.parts.head, self.parts.net, self.parts.config
         self.fold = trainable == "fold"

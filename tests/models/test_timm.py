@@ -5,6 +5,7 @@ import timm
 import torch
 from helpers.nets import build, open_pair
 
+from immunization.compute import machine
 from immunization.data import image_folders
 from immunization.errors import ConfigError, DataError
 from immunization.methods import ConditionNumber
@@ -135,6 +136,16 @@ def test_unknown_models_and_options(folders):
         open_pair(folders, on_bad_image="ignore")
     with pytest.raises(ConfigError, match=r"dataset\.harmful\.crop"):
         open_pair(folders, harmful={"crop": "zoom"})
+
+
+@pytest.mark.parametrize(
+    ("instructions", "dtype", "rounded"), [(True, "float32", True), (False, "float32", False), (True, "float64", False)]
+)
+def test_amp_auto_needs_a_device_with_instructions_for_it(folders, monkeypatch, instructions, dtype, rounded):
+    monkeypatch.setattr(machine, "has_bfloat16", lambda _device: instructions)
+    pair = image_folders(*map(str, folders), cache=None, size=64).to("cpu", getattr(torch, dtype))
+    model, _ = build(pair, amp="auto").read_tasks(pair, False)
+    assert model.amp == rounded
 
 
 def test_faster_steps_are_in_effect_in_training_alone(folders):
