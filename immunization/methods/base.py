@@ -12,6 +12,7 @@ from immunization.checks import AtLeastOne, AtLeastTwo, Component, Count, NonNeg
 from immunization.config import snake_case
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
+from immunization.methods.distillation import Distillation
 from immunization.models.base import Batch, Model
 from immunization.theory.preconditioning import Precondition
 
@@ -26,7 +27,7 @@ CHECKS = 10
 MIN_GAIN = 1e-3
 """Smallest gain of a score that counts as one."""
 
-ITERATIVE = ("batch_size", "patience", "max_accuracy_drop", "combine")
+ITERATIVE = ("batch_size", "patience", "max_accuracy_drop", "combine", "keep")
 """Options that mean nothing to a method that does its work in `setup`."""
 
 
@@ -48,16 +49,17 @@ class Method(Component, group="method"):
 
     With `patience`, training stops after that many epochs without a better `score` and goes back to the best
     parameters. With `max_accuracy_drop` it stops once the model's own primary head loses more than that on the
-    validation split, and goes back to the best `score` before. `flags` (name -> reason) is for readers of the scores;
-    `undetermined` is the reason where condition numbers are no result of this method on these data.
+    validation split, and goes back to the best `score` before. `keep` times L_distill of `Distillation` is added to the
+    loss: it keeps what a net makes of D_P and of the images of dataset.keep_root.
+
+    `flags` (name -> reason) is for readers of the scores; `undetermined` is the reason where condition numbers are no
+    result of this method on these data.
     """
 
     folds = False
     """Whether theta is a linear map behind the features of a deep net, which stay as they are."""
     alone = False
     """Whether a step takes gradients or features of its own, and so needs all rows of a batch in one process."""
-    keeps = False
-    """Whether it distills images of dataset.keep_root."""
     shots = 1
     """How many harmful images of a class stand side by side in a batch, where rows are stored."""
     several = False
@@ -69,6 +71,7 @@ class Method(Component, group="method"):
     patience: AtLeastOne | None = None
     max_accuracy_drop: NonNegative | None = None
     combine: Combine = "sum"
+    keep: NonNegative = 0.0
 
     def __post_init__(self) -> None:
         self.flags: dict[str, str] = {}
@@ -82,8 +85,11 @@ class Method(Component, group="method"):
     def setup(self, model: Model, pair: TaskPair) -> None:
         """Prepare for one run; called before the optimizer is built."""
         self.pair = pair
-        if pair.about.get("keep") and not self.keeps:
-            log.warning("method=%s does nothing with the images of dataset.keep_root", self.name)
+        if self.keep and not (model.deep and model.trained()):
+            raise ConfigError("method.keep distills layers of a net, and none is trained: set method.keep=0")
+        self.distillation = Distillation(model, pair) if self.keep else None
+        if pair.about.get("keep") and not (self.keep or getattr(self, "distill", 0)):
+            log.warning("method=%s: nothing keeps the images of dataset.keep_root; see method.keep", self.name)
         self.best: tuple[float, int, dict[str, Tensor]] = (-math.inf, 0, {})
         if self.max_accuracy_drop is not None:
             if not len(pair.primary.val):
@@ -102,6 +108,9 @@ class Method(Component, group="method"):
             raise ConfigError(
                 f"method={self.name}: {type(self).__name__}.step must return a dict with the tensor `loss`, not {given}"
             )
+        if self.keep:
+            kept = self.distillation(model, primary)
+            terms = {**terms, "loss": terms["loss"] + self.keep * kept, "kept": kept}
         return terms
 
     def epoch_end(self, model: Model, epoch: int) -> bool:

@@ -28,7 +28,7 @@ class Combined(Method):
 
     def __init__(self, method: Method) -> None:
         super().__init__(**{option.name: getattr(method, option.name) for option in fields(Method)})
-        self.whole = method
+        self.whole, self.keep = method, 0.0  # its copies keep
         self.folds, self.alone, self.shots = method.folds, method.alone, method.shots
 
     @property

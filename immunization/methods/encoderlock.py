@@ -17,7 +17,7 @@ TINY = 1e-8
 """Added to the gradient of L(D_P) in the score of a weight."""
 
 
-class Encoderlock(AgainstHead):
+class Encoderlock(AgainstHead, without=["keep"]):
     """Minimize L(D_P) + log(1 + alpha L(D_P) / L(D_H, w)) in few weights of theta, a mask that grows round by round.
 
     A round is `round_steps` steps. At its start, a fresh head for D_H is trained on all training rows and becomes w

@@ -11,9 +11,10 @@ from torch.nn import functional as F
 
 from immunization.checks import NonNegative, Positive
 from immunization.compute.machine import memory
-from immunization.data.task import Task, TaskPair, log_probabilities
+from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError, DataError
 from immunization.methods.base import Method
+from immunization.methods.distillation import Distillation
 from immunization.models.base import Batch, Model
 from immunization.models.chain import BATCH_NORMS
 from immunization.theory.leave_one_out import leave_one_out
@@ -25,33 +26,28 @@ CHOSEN = tuple(10.0**e for e in range(-12, 1))
 """Ridges, relative to sigma_1^2, of the attacker whom early stopping looks at."""
 
 
-class Forget(Method, without=["combine"]):
+class Forget(Method, without=["combine", "keep"]):
     """Minimize L(D_P) + distill L_distill + collapse L_collapse + path L_path + inner L_inner.
 
-    With f, f_0 the features and p, p_0 the class probabilities of theta and theta_0, and c the point of `target` (0, or
-    the mean of f_0 over D_P),
+    With f, f_0 the features of theta and theta_0, and c the point of `target` (0, or the mean of f_0 over D_P),
 
-        L_distill  = mean_K ||f - f_0||^2 / mean_P ||f_0 - mean f_0||^2 + mean_K KL(p_0 || p)
+        L_distill  = that of `Distillation`
         L_collapse = mean_H log(1 + ||f - c||^2 / (`floor` mean_P ||f_0||^2))
         L_path     = sum_lambda max(0, cos(leave-one-out predictions of ridge lambda, centered targets))
         L_inner    = mean over trained blocks but the net's last of mean_H log(1 + ||g||^2 / (`floor` mean_P ||g_0||^2))
 
-    K is the batch of D_P and as many images of dataset.keep_root, if there are any, drawn anew for every step.
-
     L_path differentiates through what a ridge probe predicts of each row without that row (`leave_one_out`). Its rows
     are the batch's, which carry the gradient, and a memory bank: features of the rows that this pass over D_H has
     shown already, as they were then. L_inner is against attackers who cut the net: g is what a block gives, pooled.
-    Only nets have logits to distill: the head of a model of rows starts untrained. `train_head`: a net's head is
-    trained on the classes of D_P, at the price of its others; without it L(D_P) is left out. BatchNorm statistics do
-    not move; against attackers with their own, `own_statistics` times L_collapse with those of the harmful batch can be
-    added.
+    `train_head`: a net's head is trained on the classes of D_P, at the price of its others; without it L(D_P) is left
+    out. BatchNorm statistics do not move; against attackers with their own, `own_statistics` times L_collapse with
+    those of the harmful batch can be added.
 
     With `patience` or `max_accuracy_drop` the best epoch has the largest accuracy of the model's own head less that of
     the best ridge probe on D_H, both on validation rows.
     """
 
     alone = True
-    keeps = True
 
     epochs = 20
     batch_size = 64
@@ -83,15 +79,11 @@ class Forget(Method, without=["combine"]):
         if self.path:
             self.check_path(pair.harmful)
         model.head.requires_grad_(self.train_head or not model.deep)
-        self.theta_0 = {name: p.detach().clone() for name, p in model.trained().items()}
-        self.omega_0 = [p.detach().clone() for p in model.head.parameters()]
-        features = model.features(pair.primary.train.x)
-        self.mean, self.size = features.mean(0), features.square().sum(1).mean()
-        self.spread = self.size - self.mean.square().sum()
+        self.distillation = Distillation(model, pair)
+        self.mean, self.size = self.distillation.mean, self.distillation.size
         self.sizes = self._inner_sizes(model, pair.primary.train.x) if self.inner else {}
         if self.inner and not self.sizes:
             log.warning("method.inner has nothing to collapse: no block before the last one is trained")
-        self.kept = model.kept() if self.distill else None
         self.bank, self.labels = self.mean.new_empty(0, len(self.mean)), pair.harmful.train.y[:0]
 
     def check_path(self, task: Task) -> None:
@@ -114,8 +106,10 @@ class Forget(Method, without=["combine"]):
         with model.extractor.watched() if self.sizes else nullcontext({}) as outputs:
             theirs = model.training_features(harmful.x)
         loss = self.pair.primary.loss(logits, primary.y)
-        x, features = self._with_kept(model, primary.x, features)
-        distill = self._distillation(model, features, self._before(model, x))
+        x = primary.x
+        if self.distill and len(own := self.distillation.drawn(x)):
+            x, features = torch.cat([x, own]), torch.cat([features, model.training_features(own)])
+        distill = self.distillation.loss(model, features, self.distillation.before(model, x))
         terms = {"distill": distill, "collapse": self._collapse(theirs)}
         if self.path:
             terms["path"] = self._path(theirs, harmful)
@@ -131,28 +125,6 @@ class Forget(Method, without=["combine"]):
         """What `step` returns; without a head to train, L(D_P) would only make the net one for the classes of D_P."""
         total = sum(getattr(self, name) * term for name, term in terms.items())
         return {"loss": loss + total if self.train_head or not model.deep else total, "task_loss": loss, **terms}
-
-    def _with_kept(self, model: Model, x: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows x and their features, and below them as many images to keep with theirs."""
-        own = self._drawn(x)
-        if not len(own):
-            return x, features
-        return torch.cat([x, own]), torch.cat([features, model.training_features(own)])
-
-    def _drawn(self, x: Tensor) -> Tensor:
-        """As many images to keep as x has rows; none where there are none."""
-        return x[:0] if self.kept is None else self.kept[torch.randint(len(self.kept), (len(x),))].to(x)
-
-    @torch.no_grad()
-    def _before(self, model: Model, x: Tensor) -> Tensor:
-        return model.training_features(x, self.theta_0)
-
-    def _distillation(self, model: Model, features: Tensor, before: Tensor) -> Tensor:
-        p_0 = log_probabilities(F.linear(before, *self.omega_0))
-        moved = (features - before).square().sum(1).mean() / self.spread
-        if not model.deep:
-            return moved
-        return moved + F.kl_div(log_probabilities(model.head(features)), p_0, log_target=True, reduction="batchmean")
 
     def _collapse(self, features: Tensor) -> Tensor:
         centered = features if self.target == "zero" else features - self.mean

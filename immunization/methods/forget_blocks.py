@@ -17,7 +17,8 @@ SMOOTH = 0.01
 class ForgetBlocks(Forget, without=["inner"]):
     """Minimize distill L_distill + hold L_hold + path L_path + silence L_silence + collapse L_collapse.
 
-    The terms of `Forget`, and with m, m_0 what a trained block of theta and theta_0 gives, at every place,
+    The terms of `Forget`, and with m, m_0 what a trained block of theta and theta_0 gives, at every place, and K as in
+    `Distillation`,
 
         L_hold    = mean over trained blocks of mean_K (m - m_0)^2 / mean_K (m_0 - mean_K m_0)^2
         L_path    = mean over trained blocks of L_path of `Forget`, of the harmful batch alone, whose features are the
@@ -49,11 +50,9 @@ class ForgetBlocks(Forget, without=["inner"]):
         super().setup(model, pair)
         if not model.deep:
             raise ConfigError(f"method={self.name} reads blocks of a net, and {model.name} has none: use method=forget")
-        if not self.distill:  # which has them already
-            self.kept = model.kept()
         trained = trained_blocks(model)
         with model.extractor.watched(_by_channel) as outputs:
-            self._before(model, next(iter(pair.primary.train.x.split(2))))
+            self.distillation.before(model, next(iter(pair.primary.train.x.split(2))))
         self.blocks = [name for name in outputs if name in trained]
         self.renewed = any(isinstance(part, BATCH_NORMS) for part in model.extractor.modules())
         if not self.blocks:
@@ -64,9 +63,9 @@ class ForgetBlocks(Forget, without=["inner"]):
         check_pairs(task)
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
-        kept = torch.cat([primary.x, self._drawn(primary.x)])
+        kept = torch.cat([primary.x, self.distillation.drawn(primary.x)])
         with model.extractor.watched(_by_channel) as outputs:
-            before = self._before(model, kept)
+            before = self.distillation.before(model, kept)
             blocks_before = self._maps(outputs)
             features = model.training_features(torch.cat([kept, harmful.x]))
             blocks = self._maps(outputs)
@@ -76,7 +75,7 @@ class ForgetBlocks(Forget, without=["inner"]):
             for m_0, m in zip(blocks_before, blocks, strict=True)
         ]
         terms = {
-            "distill": self._distillation(model, features, before),
+            "distill": self.distillation.loss(model, features, before),
             "hold": torch.stack(hold).mean(),
             "collapse": self._collapse(theirs),
             **self._forgotten([m[len(kept) :] for m in blocks], blocks_before, harmful.y),

@@ -55,7 +55,7 @@ def horizons(horizon: int | Sequence[int]) -> Tensor:
     return torch.tensor(list(horizon), dtype=torch.float64)
 
 
-class LearningCurve(Method, without=["batch_size", "max_accuracy_drop"]):
+class LearningCurve(Method, without=["batch_size", "max_accuracy_drop", "keep"]):
     """Minimize lambda_P mean_t excess_P(t) / excess_P(0) - lambda_H mean_t excess_H(t) / excess_H(0) over theta.
 
     t runs over `horizon` (T for 1, 2, 4, ..., 2^T, or a list). `benign_weight` adds mean_t mean_i (1 - lambda_i(H_P) /

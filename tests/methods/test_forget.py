@@ -90,9 +90,9 @@ def test_images_without_labels_are_kept_as_they_are(net, tmp_path):
     assert pair.about["keep"] == {str(flat): 5, str(tmp_path / "folder"): 16}
     method = Forget(1, 16)
     _, (primary, _) = stepped(method, model, tasks)
-    assert len(method.kept) == 21
-    method.kept = method.kept[:1]
-    rows = torch.cat([primary.x, method.kept.repeat(len(primary.x), 1, 1, 1)])
+    assert len(method.distillation.kept) == 21
+    method.distillation.kept = method.distillation.kept[:1]
+    rows = torch.cat([primary.x, method.distillation.kept.repeat(len(primary.x), 1, 1, 1)])
     before, whole = model.features(rows), model.features(tasks.primary.train.x)
     p_0 = model.head(before).softmax(1)
     with torch.no_grad():

@@ -131,8 +131,8 @@ def test_images_to_keep_are_held_beside_the_primary_ones(net, tmp_path):
     folders = [Path(task.folders[0]).parents[1] for task in net.tasks.values()]
     pair = open_pair(folders, val_fraction=0.2, keep_root=str(tmp_path / "kept" / "train"))
     method, model, (primary, harmful) = prepared(pair)
-    method.kept = method.kept[:1]
-    rows = torch.cat([primary.x, method.kept.repeat(len(primary.x), 1, 1, 1)])
+    method.distillation.kept = method.distillation.kept[:1]
+    rows = torch.cat([primary.x, method.distillation.kept.repeat(len(primary.x), 1, 1, 1)])
     own = maps(model, rows)
     with torch.no_grad():
         for p in model.trained().values():
@@ -182,7 +182,7 @@ def test_images_are_kept_without_distillation_of_the_output(net, tmp_path):
     draw_folder(tmp_path / "kept", 1, 5, 2, seed=2)
     folders = [Path(task.folders[0]).parents[1] for task in net.tasks.values()]
     pair = open_pair(folders, val_fraction=0.2, keep_root=str(tmp_path / "kept" / "train"))
-    assert len(prepared(pair, distill=0.0)[0].kept) == 5
+    assert len(prepared(pair, distill=0.0)[0].distillation.kept) == 5
 
 
 def test_the_path_needs_two_images_of_a_class_and_no_memory_bank(net, monkeypatch):

@@ -1,0 +1,47 @@
+"""What a net keeps of theta_0: features and class probabilities, distilled."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from immunization.data.task import TaskPair, log_probabilities
+from immunization.models.base import Batch, Model
+
+
+class Distillation:
+    """L_distill = mean_K ||f - f_0||^2 / mean_P ||f_0 - mean f_0||^2 + mean_K KL(p_0 || p) of a model as it is now.
+
+    f, f_0 are the features and p, p_0 the class probabilities of theta and theta_0; K is a batch of D_P and as many
+    images of dataset.keep_root, if there are any, drawn anew for every step. Only nets have probabilities to distill:
+    the head of a model of rows starts untrained.
+    """
+
+    def __init__(self, model: Model, pair: TaskPair) -> None:
+        self.theta_0 = {name: p.detach().clone() for name, p in model.trained().items()}
+        self.omega_0 = [p.detach().clone() for p in model.head.parameters()]
+        features = model.features(pair.primary.train.x)
+        self.mean, self.size = features.mean(0), features.square().sum(1).mean()
+        self.spread = self.size - self.mean.square().sum()
+        self.kept = model.kept()
+
+    def drawn(self, x: Tensor) -> Tensor:
+        """As many images to keep as x has rows; none where there are none."""
+        return x[:0] if self.kept is None else self.kept[torch.randint(len(self.kept), (len(x),))].to(x)
+
+    @torch.no_grad()
+    def before(self, model: Model, x: Tensor) -> Tensor:
+        """f_0 [N, D]."""
+        return model.training_features(x, self.theta_0)
+
+    def loss(self, model: Model, features: Tensor, before: Tensor) -> Tensor:
+        """L_distill of f and f_0 [N, D]."""
+        p_0 = log_probabilities(F.linear(before, *self.omega_0))
+        moved = (features - before).square().sum(1).mean() / self.spread
+        if not model.deep:
+            return moved
+        return moved + F.kl_div(log_probabilities(model.head(features)), p_0, log_target=True, reduction="batchmean")
+
+    def __call__(self, model: Model, primary: Batch) -> Tensor:
+        """L_distill of a batch of D_P beside as many images to keep."""
+        x = torch.cat([primary.x, self.drawn(primary.x)])
+        return self.loss(model, model.training_features(x), self.before(model, x))

@@ -1,0 +1,95 @@
+"""`method.keep`: what any method that trains layers adds to its loss to keep the rest of a net."""
+
+import copy
+
+import pytest
+import torch
+from helpers.images import draw_folder
+from helpers.methods import make_pair
+from helpers.nets import build, open_pair
+from torch.testing import assert_close
+
+from immunization.errors import ConfigError
+from immunization.methods import CLAMP, IMMA, NTL, TAR, ConditionNumber, Sophon, combined
+from immunization.models import Linear
+from immunization.training.batches import PairedBatches
+from immunization.training.loop import train
+
+pytestmark = pytest.mark.trains
+
+METHODS = [
+    lambda **options: ConditionNumber(1.0, 1.0, epochs=2, batch_size=16, precondition="none", **options),
+    lambda **options: IMMA(epochs=2, batch_size=16, **options),
+    lambda **options: NTL(epochs=2, batch_size=16, **options),
+    lambda **options: CLAMP(epochs=2, batch_size=16, **options),
+    lambda **options: TAR(epochs=2, batch_size=16, **options),
+    lambda **options: Sophon(epochs=2, batch_size=16, **options),
+]
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory):
+    root = tmp_path_factory.mktemp("images")
+    folders = [draw_folder(root / name, 4, 20, 4, seed) for seed, name in enumerate(("primary", "harmful", "kept"))]
+    return open_pair(folders[:2], val_fraction=0.2, keep_root=str(folders[2] / "train"))
+
+
+def trained(method, net):
+    """How far the training moves the features of the images to keep: mean squared distance from theta_0's."""
+    model, tasks = build(net).read_tasks(net, False)
+    before = copy.deepcopy(model)
+    torch.manual_seed(0)
+    method.setup(model, tasks)
+    adam = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-3)
+    train(method, model, PairedBatches(tasks, 16, torch.Generator().manual_seed(0)), adam)
+    kept = model.kept()
+    return (model.features(kept) - before.features(kept)).square().sum(1).mean().item()
+
+
+@pytest.mark.parametrize("make", METHODS, ids=["condition_number", "imma", "ntl", "clamp", "tar", "sophon"])
+def test_any_method_keeps_what_it_is_told_to(net, make):
+    assert trained(make(keep=10.0), net) < 0.5 * trained(make(), net)
+
+
+def test_the_loss_by_hand(net):
+    """features relative to the spread of theta_0's, and the divergence of the class probabilities."""
+    model, tasks = build(net).read_tasks(net, False)
+    method = NTL(1, 16, keep=2.0)
+    method.setup(model, tasks)
+    method.distillation.kept = method.distillation.kept[:1]
+    primary, harmful = next(iter(PairedBatches(tasks, 16, torch.Generator()).epoch()))
+    rows = torch.cat([primary.x, method.distillation.kept.expand_as(primary.x)])
+    f_0, whole = model.features(rows), model.features(tasks.primary.train.x)
+    p_0 = model.head(f_0).softmax(1)
+    with torch.no_grad():
+        for p in model.trained().values():
+            p.mul_(1.1)
+    f, spread = model.features(rows), whole.var(0, correction=0).sum()
+    p = model.head(f).softmax(1)
+    by_hand = (f - f_0).square().sum(1).mean() / spread + (p_0 * (p_0 / p).log()).sum(1).mean()
+    alone = copy.deepcopy(method).step(model, primary, harmful)["loss"]
+    terms = method.loss_and_terms(model, primary, harmful)
+    assert_close(terms["kept"], by_hand)
+    assert_close(terms["loss"], alone + 2 * by_hand)
+
+
+def test_several_harmful_tasks_keep_once():
+    method = NTL(1, 16, keep=2.0)
+    assert combined(method, make_pair()) is method
+    several = make_pair()
+    several = several.with_tasks({"harmful": several.harmful, "harmful_2": several.harmful})
+    whole = combined(method, several)
+    assert whole.keep == 0
+    assert whole.whole.keep == 2
+
+
+def test_a_model_of_rows_has_nothing_to_distill():
+    pair = make_pair()
+    with pytest.raises(ConfigError, match=r"method\.keep distills layers of a net"):
+        NTL(1, 16, keep=1.0).setup(Linear(pair), pair)
+
+
+def test_images_to_keep_that_nothing_keeps_are_told(net, caplog):
+    model, tasks = build(net).read_tasks(net, False)
+    NTL(1, 16).setup(model, tasks)
+    assert "nothing keeps the images of dataset.keep_root; see method.keep" in caplog.text
