@@ -81,6 +81,8 @@ def resolve(config: DictConfig, overrides: Iterable[str] = ()) -> Experiment:
     for key in sorted(OmegaConf.missing_keys(config)):
         raise ConfigError(f"{key}: Missing mandatory value: {key}")
     settings: dict[str, Any] = OmegaConf.to_container(config, resolve=True)
+    if not settings.get("attack") and isinstance(settings["suite"], dict) and "_target_" not in settings["suite"]:
+        settings |= {"suite": None, "published": None}  # what an experiment says of its attackers, who were left out
     values = {field.name: settings.get(field.name) for field in fields(Experiment)}
     for key, remedy in (("suite", "; attack=[standard] brings its own"), ("checkpoint", "")):
         if values[key] and not isinstance(values[key], dict):

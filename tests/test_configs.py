@@ -350,6 +350,11 @@ def test_groups_of_options_are_no_values(override, message):
         resolve(compose([override]))
 
 
+def test_a_track_can_run_without_its_attackers():
+    experiment = resolve(compose(["experiment=leaderboard/resnet18_cars", "method=identity", "attack=[]"]))
+    assert (experiment.attack, experiment.suite, experiment.published) == ({}, None, None)
+
+
 def test_an_integer_is_a_number_and_null_is_one_of_the_alternatives(config):
     change(config, "method.lambda_P=2")
     change(config, "method.batch_size=null")
