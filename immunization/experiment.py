@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -27,6 +28,8 @@ from immunization.terminal import importing
 from immunization.training.checkpoint import Checkpointer
 from immunization.training.debugging import Debug
 from immunization.training.optimization import scheduler_of
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -177,11 +180,13 @@ def assemble(experiment: Experiment) -> Parts:
         model = experiment.model(pair=data.to(device, getattr(torch, experiment.dtype)))
         model, pair = model.read_tasks(data, method.folds)
     machine.choose_threads(experiment.threads, None if model.trains_layers else pair.dim)
-    if distributed.size() > 1 and (method.alone or not model.trains_layers):
+    if distributed.size() > 1 and (method.alone or method.keep or not model.trains_layers):
         raise ConfigError(
             f"method={method.name} on {model.name} is not trained by several processes: nets whose layers are trained "
-            "are, by methods that simulate no attacker; start it without torchrun"
+            "are, by methods that simulate no attacker and without method.keep; start it without torchrun"
         )
+    if pair.about.get("keep") and not method.keeps:
+        log.warning("method=%s: nothing keeps the images of dataset.keep_root; see method.keep", method.name)
     method = combined(method, pair)
     shown = pair.harmful_tasks
     if (samples := experiment.harmful_samples) is not None:

@@ -78,6 +78,11 @@ class Method(Component, group="method"):
         self.undetermined = ""
 
     @property
+    def keeps(self) -> bool:
+        """Whether images of dataset.keep_root are distilled."""
+        return self.keep > 0
+
+    @property
     def name(self) -> str:
         """The class name as its YAML is called: ConditionNumber -> condition_number."""
         return snake_case(type(self).__name__)
@@ -88,8 +93,6 @@ class Method(Component, group="method"):
         if self.keep and not (model.deep and model.trained()):
             raise ConfigError("method.keep distills layers of a net, and none is trained: set method.keep=0")
         self.distillation = Distillation(model, pair) if self.keep else None
-        if pair.about.get("keep") and not (self.keep or getattr(self, "distill", 0)):
-            log.warning("method=%s: nothing keeps the images of dataset.keep_root; see method.keep", self.name)
         self.best: tuple[float, int, dict[str, Tensor]] = (-math.inf, 0, {})
         if self.max_accuracy_drop is not None:
             if not len(pair.primary.val):

@@ -28,7 +28,7 @@ class Combined(Method):
 
     def __init__(self, method: Method) -> None:
         super().__init__(**{option.name: getattr(method, option.name) for option in fields(Method)})
-        self.whole, self.keep = method, 0.0  # its copies keep
+        self.whole = method
         self.folds, self.alone, self.shots = method.folds, method.alone, method.shots
 
     @property
@@ -40,6 +40,7 @@ class Combined(Method):
         self.parts: dict[str, Method] = {}
         for role, task in pair.harmful_tasks.items():
             part = self.parts[role] = copy.deepcopy(self.whole)
+            part.keep = 0.0  # this method keeps, once
             part.setup(model, replace(pair, harmful=task, more={}))
             part.patience = part.max_accuracy_drop = None  # this method stops, by all of their scores
         self.undetermined = next((part.undetermined for part in self.parts.values() if part.undetermined), "")

@@ -65,6 +65,10 @@ class Forget(Method, without=["combine", "keep"]):
         super().__post_init__()
         self.ridges = list(self.ridges)
 
+    @property
+    def keeps(self) -> bool:
+        return self.distill > 0
+
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
         if not model.trained() or model.reads == "features":

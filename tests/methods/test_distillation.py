@@ -1,6 +1,8 @@
 """`method.keep`: what any method that trains layers adds to its loss to keep the rest of a net."""
 
 import copy
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,11 +11,16 @@ from helpers.methods import make_pair
 from helpers.nets import build, open_pair
 from torch.testing import assert_close
 
+from immunization.config import compose
 from immunization.errors import ConfigError
+from immunization.experiment import assemble, resolve
 from immunization.methods import CLAMP, IMMA, NTL, TAR, ConditionNumber, Sophon, combined
 from immunization.models import Linear
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
+
+NET = ("dataset=image_folders", "dataset.size=32", "dataset.cache=null", "model=timm", "model.name=test_resnet")
+NET += ("model.pretrained=false", "+model.arguments.num_classes=4")
 
 pytestmark = pytest.mark.trains
 
@@ -73,14 +80,21 @@ def test_the_loss_by_hand(net):
     assert_close(terms["loss"], alone + 2 * by_hand)
 
 
-def test_several_harmful_tasks_keep_once():
-    method = NTL(1, 16, keep=2.0)
-    assert combined(method, make_pair()) is method
-    several = make_pair()
-    several = several.with_tasks({"harmful": several.harmful, "harmful_2": several.harmful})
-    whole = combined(method, several)
-    assert whole.keep == 0
-    assert whole.whole.keep == 2
+def test_several_harmful_tasks_keep_once(net):
+    """The mean of the copies' losses, and L_distill beside it."""
+    model, tasks = build(net).read_tasks(net, False)
+    several = replace(tasks, more={"harmful_2": tasks.harmful})
+    method = combined(NTL(1, 16, keep=2.0), several)
+    method.setup(model, several)
+    assert all(part.keep == 0 for part in method.parts.values())
+    primary, harmful = next(iter(PairedBatches(tasks, 16, torch.Generator()).epoch()))
+    with torch.no_grad():
+        for p in model.trained().values():
+            p.mul_(1.1)
+    alone = copy.deepcopy(method).step(model, primary, harmful, harmful)["loss"]
+    terms = method.loss_and_terms(model, primary, harmful, harmful)
+    assert terms["kept"] > 0
+    assert_close(terms["loss"], alone + 2 * terms["kept"])
 
 
 def test_a_model_of_rows_has_nothing_to_distill():
@@ -89,7 +103,10 @@ def test_a_model_of_rows_has_nothing_to_distill():
         NTL(1, 16, keep=1.0).setup(Linear(pair), pair)
 
 
-def test_images_to_keep_that_nothing_keeps_are_told(net, caplog):
-    model, tasks = build(net).read_tasks(net, False)
-    NTL(1, 16).setup(model, tasks)
-    assert "nothing keeps the images of dataset.keep_root; see method.keep" in caplog.text
+@pytest.mark.parametrize(("options", "told"), [([], True), (["method.keep=1"], False)])
+def test_images_to_keep_that_nothing_keeps_are_told(net, caplog, options, told):
+    roots = [str(Path(task.folders[0]).parents[1]) for task in net.tasks.values()]
+    keep = str(Path(net.keep[0].folders[0]).parent)
+    data = [f"dataset.primary_root={roots[0]}", f"dataset.harmful_root={roots[1]}", f"dataset.keep_root={keep}"]
+    assemble(resolve(compose([*NET, *data, "method=ntl", *options])))
+    assert ("nothing keeps the images of dataset.keep_root; see method.keep" in caplog.text) == told
