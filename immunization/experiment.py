@@ -186,7 +186,8 @@ def assemble(experiment: Experiment) -> Parts:
             "are, by methods that simulate no attacker and without method.keep; start it without torchrun"
         )
     if pair.about.get("keep") and not method.keeps:
-        log.warning("method=%s: nothing keeps the images of dataset.keep_root; see method.keep", method.name)
+        told = "method=%s does nothing with the images of dataset.keep_root; most methods can, by method.keep"
+        log.warning(told, method.name)
     method = combined(method, pair)
     shown = pair.harmful_tasks
     if (samples := experiment.harmful_samples) is not None:

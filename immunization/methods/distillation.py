@@ -16,13 +16,14 @@ class Distillation:
     the head of a model of rows starts untrained.
     """
 
-    def __init__(self, model: Model, pair: TaskPair) -> None:
+    def __init__(self, model: Model, pair: TaskPair, keeps: bool = True) -> None:
+        """`keeps`: images of dataset.keep_root are read; without, K is the batch of D_P."""
         self.theta_0 = {name: p.detach().clone() for name, p in model.trained().items()}
         self.omega_0 = [p.detach().clone() for p in model.head.parameters()]
         features = model.features(pair.primary.train.x)
         self.mean, self.size = features.mean(0), features.square().sum(1).mean()
         self.spread = self.size - self.mean.square().sum()
-        self.kept = model.kept()
+        self.kept = model.kept() if keeps else None
 
     def drawn(self, x: Tensor) -> Tensor:
         """As many images to keep as x has rows; none where there are none."""

@@ -83,7 +83,7 @@ class Forget(Method, without=["combine", "keep"]):
         if self.path:
             self.check_path(pair.harmful)
         model.head.requires_grad_(self.train_head or not model.deep)
-        self.distillation = Distillation(model, pair)
+        self.distillation = Distillation(model, pair, self.keeps)
         self.mean, self.size = self.distillation.mean, self.distillation.size
         self.sizes = self._inner_sizes(model, pair.primary.train.x) if self.inner else {}
         if self.inner and not self.sizes:
@@ -111,7 +111,7 @@ class Forget(Method, without=["combine", "keep"]):
             theirs = model.training_features(harmful.x)
         loss = self.pair.primary.loss(logits, primary.y)
         x = primary.x
-        if self.distill and len(own := self.distillation.drawn(x)):
+        if len(own := self.distillation.drawn(x)):
             x, features = torch.cat([x, own]), torch.cat([features, model.training_features(own)])
         distill = self.distillation.loss(model, features, self.distillation.before(model, x))
         terms = {"distill": distill, "collapse": self._collapse(theirs)}

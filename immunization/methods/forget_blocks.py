@@ -46,6 +46,10 @@ class ForgetBlocks(Forget, without=["inner"]):
 
     inner = 0.0
 
+    @property
+    def keeps(self) -> bool:
+        return super().keeps or self.hold > 0
+
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
         if not model.deep:

@@ -182,7 +182,9 @@ def test_images_are_kept_without_distillation_of_the_output(net, tmp_path):
     draw_folder(tmp_path / "kept", 1, 5, 2, seed=2)
     folders = [Path(task.folders[0]).parents[1] for task in net.tasks.values()]
     pair = open_pair(folders, val_fraction=0.2, keep_root=str(tmp_path / "kept" / "train"))
-    assert len(prepared(pair, distill=0.0)[0].distillation.kept) == 5
+    method = prepared(pair, distill=0.0)[0]
+    assert len(method.distillation.kept) == 5
+    assert method.keeps
 
 
 def test_the_path_needs_two_images_of_a_class_and_no_memory_bank(net, monkeypatch):
