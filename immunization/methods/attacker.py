@@ -1,7 +1,7 @@
 """Attackers as methods simulate them, with a head on features of one scale."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY
+from dataclasses import KW_ONLY, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from immunization.checks import AtLeastOne, Count, Fraction, NonNegative
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.base import Method
+from immunization.models.activations import take
 from immunization.models.base import Batch, Model
 
 
@@ -28,6 +29,12 @@ def fitted_head(task: Task, head: Tensor, features: Tensor, y: Tensor, rate: flo
         (gradient,) = torch.autograd.grad(task.loss(F.linear(features, head), y), head)
         head = head.detach() - rate * gradient
     return head
+
+
+def drawn(task: Task, batch: Batch) -> Batch:
+    """Training rows of a task, drawn at random, as many as there are in a batch of it."""
+    rows = torch.randint(len(task.train), (len(batch.y),))
+    return replace(batch, x=take(task.train.x, rows).to(batch.x), y=task.train.y[rows].to(batch.y))
 
 
 class AgainstAttacker(Method, without=["patience"]):
@@ -55,10 +62,11 @@ class AgainstHead(AgainstAttacker):
 
 
 class AgainstFineTuning(AgainstAttacker):
-    """A method whose attacker trains a copy of theta and a fresh head w, on all but `held_out` of a harmful batch.
+    """A method whose attacker trains a copy of theta and a fresh head w, on all but `held_out` of harmful batches.
 
     w first takes `head_steps` steps of rate `head_lr` with theta fixed, on features scaled to a mean squared norm of 1;
-    then both take `inner_steps` gradient steps at `inner_lr`. BatchNorm statistics do not move. Needs classes.
+    then both take `inner_steps` gradient steps at `inner_lr`, each on another batch. BatchNorm statistics do not move.
+    Needs classes.
     """
 
     _: KW_ONLY
@@ -86,16 +94,18 @@ class AgainstFineTuning(AgainstAttacker):
         """The gradient by theta of `loss` (logits, labels) of held-out rows, and its value, after steps at `rate`.
 
         Both are sums over the attacker's steps, with one of `weights` each; a gradient is taken where the copy stands
-        (first order).
+        (first order). The first batch is `harmful`, the others are drawn.
         """
         task, parameters = self.pair.harmful, model.trained()
         kept = len(harmful.y) - max(1, round(self.held_out * len(harmful.y)))
-        x, y, held_x, held_y = harmful.x[:kept], harmful.y[:kept], harmful.x[kept:], harmful.y[kept:]
         zeros = model.head.weight.new_zeros(task.outputs, model.head.in_features)
-        w = fitted_head(task, zeros, model.training_features(x), y, self.head_lr, self.head_steps)
+        first = model.training_features(harmful.x[:kept])
+        w = fitted_head(task, zeros, first, harmful.y[:kept], self.head_lr, self.head_steps)
         theta, total = {name: p.detach() for name, p in parameters.items()}, torch.zeros(())
         gradients = [torch.zeros_like(p) for p in parameters.values()]
-        for weight in weights:
+        for step, weight in enumerate(weights):
+            harmful = drawn(task, harmful) if step else harmful
+            (x, held_x), (y, held_y) = (rows.tensor_split([kept]) for rows in (harmful.x, harmful.y))
             leaves = [tensor.requires_grad_() for tensor in (*theta.values(), w)]
             logits = F.linear(scaled(model.training_features(x, theta)), w)
             slopes = torch.autograd.grad(task.loss(logits, y), leaves)

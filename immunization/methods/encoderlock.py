@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from immunization.checks import AtLeastOne, NonNegative
 from immunization.data.task import TaskPair
-from immunization.methods.attacker import AgainstHead, fitted_head, scaled
+from immunization.methods.attacker import AgainstHead, drawn, fitted_head, scaled
 from immunization.models.base import Batch, Model
 from immunization.theory.regularizers import with_gradients
 
@@ -21,19 +21,21 @@ class Encoderlock(AgainstHead, without=["keep"]):
     """Minimize L(D_P) + log(1 + alpha L(D_P) / L(D_H, w)) in few weights of theta, a mask that grows round by round.
 
     A round is `round_steps` steps. At its start, a fresh head for D_H is trained on all training rows and becomes w
-    where it is stronger; weights are scored by |grad L(D_H)| / (|grad L(D_P)| + 1e-8), and the `weights` best of the
-    layer in which these have the largest sum join the mask.
+    where it is stronger; weights are scored by |grad L(D_H)| / (|grad L(D_P)| + 1e-8), gradients being means over
+    `score_batches` pairs of batches, and the `weights` best of the layer with the largest score join the mask.
 
-    From the paper and its code: the loss, the scores, the mask, alpha = 1e3, 100 weights and 40 Adam steps at 1e-2 per
-    round, and a fixed primary head. Ours: scores are of one pair of batches, not ten; the fresh head takes `head_steps`
-    gradient steps of rate `head_lr` on features scaled to a mean squared norm of 1; no normalization layer joins; the
-    primary head of a model of rows, which starts untrained, is trained too.
+    From the paper and its code: the loss, the scores, the mask, alpha = 1e3, ten pairs of batches, 100 weights and 40
+    Adam steps at 1e-2 per round, and a fixed primary head. Ours: a step sees one pair of batches, not ten, and Adam
+    goes on from round to round; the fresh head takes `head_steps` gradient steps of rate `head_lr` on features scaled
+    to a mean squared norm of 1; no normalization layer joins; the primary head of a model of rows, which starts
+    untrained, is trained too.
     """
 
     epochs = 80
     batch_size = 64
     alpha: NonNegative = 1000.0
     weights: AtLeastOne = 100
+    score_batches: AtLeastOne = 10
     round_steps: AtLeastOne = 40
     head_steps: AtLeastOne = 100
     head_lr: NonNegative = 1.0
@@ -53,12 +55,8 @@ class Encoderlock(AgainstHead, without=["keep"]):
         self.taken += 1
         if starts:
             self._renew_attacker(model)
-        logits, _ = model.outputs(primary)
-        loss = self.pair.primary.loss(logits, primary.y)
-        harmful_loss = self.harmful_loss(model.training_features(harmful.x), harmful)
-        if starts:
-            slopes = (torch.autograd.grad(term, theta, retain_graph=True) for term in (harmful_loss, loss))
-            grow(self.masks, *slopes, self.weights)
+            self._grow(model, theta, primary, harmful)
+        loss, harmful_loss = self._losses(model, primary, harmful)
         total = loss + torch.log1p(self.alpha * loss / harmful_loss)
         gradients = torch.autograd.grad(total, theta + omega)
         masked = {p: g * self.masks[name] for (name, p), g in zip(parameters.items(), gradients, strict=False)}
@@ -69,6 +67,23 @@ class Encoderlock(AgainstHead, without=["keep"]):
             "harmful_loss": harmful_loss.detach(),
             "weights": torch.stack([mask.sum() for mask in self.masks.values()]).sum().to(total),
         }
+
+    def _losses(self, model: Model, primary: Batch, harmful: Batch) -> tuple[Tensor, Tensor]:
+        """L(D_P) and L(D_H, w) of batches."""
+        logits, _ = model.outputs(primary)
+        return self.pair.primary.loss(logits, primary.y), self.harmful_loss(model.training_features(harmful.x), harmful)
+
+    def _grow(self, model: Model, theta: Sequence[Tensor], primary: Batch, harmful: Batch) -> None:
+        """Let weights join the mask, by the gradients of these batches and of others, drawn from all training rows."""
+        sums = [[torch.zeros_like(p) for p in theta] for _ in range(2)]
+        for number in range(self.score_batches):
+            if number:
+                primary, harmful = drawn(self.pair.primary, primary), drawn(self.pair.harmful, harmful)
+            for slopes, loss in zip(sums, self._losses(model, primary, harmful), strict=True):
+                for total, slope in zip(slopes, torch.autograd.grad(loss, theta), strict=True):
+                    total += slope / self.score_batches
+        of_primary, of_harmful = sums
+        grow(self.masks, of_harmful, of_primary, self.weights)
 
     def _renew_attacker(self, model: Model) -> None:
         """Train a head from zero on all training rows of D_H, and keep it if its loss is lower."""
@@ -81,13 +96,13 @@ class Encoderlock(AgainstHead, without=["keep"]):
 
 
 def grow(masks: Mapping[str, Tensor], harmful: Sequence[Tensor], primary: Sequence[Tensor], count: int) -> None:
-    """Let the `count` best weights of one layer join its mask, in place, by the gradients of both losses per mask."""
+    """Let the `count` best weights of the layer with the best one join its mask, in place, by their gradients."""
     best, chosen = -1.0, None
     for mask, g_h, g_p in zip(masks.values(), harmful, primary, strict=True):
         scores = (g_h.abs() / (g_p.abs() + TINY)).masked_fill(mask, 0.0).flatten()
         top = scores.topk(min(count, len(scores)))
-        if top.values.sum() > best:
-            best, chosen = top.values.sum(), (mask, top.indices)
+        if top.values[0] > best:
+            best, chosen = top.values[0], (mask, top.indices)
     if chosen is not None:
         mask, places = chosen
         mask.view(-1)[places] = True

@@ -142,7 +142,7 @@ class Forget(Method, without=["combine", "keep"]):
         """mean ||g_0||^2 over rows x, of each block with trained weights but the net's last one, by name."""
         if not model.deep:
             return {}
-        trained = trained_blocks(model)
+        trained = model.extractor.trained_blocks()
         sums: dict[str, Tensor] = {}
         with model.extractor.watched() as outputs:
             for _ in model.feature_batches(x):
@@ -175,11 +175,6 @@ class Forget(Method, without=["combine", "keep"]):
         weights = ridge_weights(sigma, vh.mT, u.mT @ (targets - targets.mean(0)), ridges)
         probe = task.measure((val - mean) @ weights + targets.mean(0), task.val.y)
         return self._accuracy(model) - probe.max().item()
-
-
-def trained_blocks(model: Model) -> set[str]:
-    """Names of the blocks of a net with trained weights."""
-    return {name for name, part in model.extractor.blocks() if any(p.requires_grad for p in part.parameters())}
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from torch import Tensor
 from immunization.checks import AtLeastOne, NonNegative
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.forget import Forget, batch_statistics, check_pairs, trained_blocks
+from immunization.methods.forget import Forget, batch_statistics, check_pairs
 from immunization.models.base import Batch, Model
 from immunization.models.chain import BATCH_NORMS
 
@@ -54,7 +54,7 @@ class ForgetBlocks(Forget, without=["inner"]):
         super().setup(model, pair)
         if not model.deep:
             raise ConfigError(f"method={self.name} reads blocks of a net, and {model.name} has none: use method=forget")
-        trained = trained_blocks(model)
+        trained = model.extractor.trained_blocks()
         with model.extractor.watched(_by_channel) as outputs:
             self.distillation.before(model, next(iter(pair.primary.train.x.split(2))))
         self.blocks = [name for name in outputs if name in trained]

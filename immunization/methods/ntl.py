@@ -1,9 +1,13 @@
 """NTL, non-transferable learning (Wang et al., ICLR 2022)."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
 from immunization.checks import Count, NonNegative
+from immunization.data.task import TaskPair
+from immunization.errors import ConfigError
 from immunization.methods.attacker import AgainstHead, fitted_head
 from immunization.models.base import Batch, Model
 
@@ -12,13 +16,15 @@ KERNELS = 5
 
 
 class NTL(AgainstHead):
-    """Minimize L(D_P) - min(1, alpha L(D_H, w)) min(1, beta MMD(features of D_P, features of D_H)).
+    """Minimize L(D_P) - C min(1, alpha L(D_H, w) / C_H) min(1, beta MMD(D_P, D_H)).
 
-    From the paper and its code: this loss, alpha = beta = 0.1, five Gaussian kernels and Adam at 1e-4; the KL
-    divergence from one-hot labels is the cross-entropy. Ours: D_H has labels of its own, and a head w that takes
-    `head_steps` gradient steps of rate `head_lr` on the features of each batch, scaled to a mean squared norm of 1,
-    before it counts; the paper's tasks share one head. MMD is of the features before the head. The paper claims nothing
-    against an attacker who trains a new head on D_H.
+    C and C_H are the outputs of the heads. Up to the factor C, the losses are divergences from one-hot labels, averaged
+    over rows and classes. MMD is of the features, or of what the trained block `block` gives.
+
+    From the paper and its code: this loss, alpha = beta = 0.1, five Gaussian kernels and Adam at 1e-4; its MMD is of an
+    early convolution. Ours: D_H has labels of its own, and a head w that takes `head_steps` gradient steps of rate
+    `head_lr` on the features of each batch, scaled to a mean squared norm of 1, before it counts; the paper's tasks
+    share one head. The paper claims nothing against an attacker who trains a new head on D_H.
     """
 
     epochs = 40
@@ -27,15 +33,34 @@ class NTL(AgainstHead):
     beta: NonNegative = 0.1
     head_steps: Count = 1
     head_lr: NonNegative = 0.5
+    block: str | None = None
+
+    def setup(self, model: Model, pair: TaskPair) -> None:
+        super().setup(model, pair)
+        trained = model.extractor.trained_blocks() if model.deep else []
+        own = [name for name in trained if self.block in (name, name.replace("_", "."))]
+        if self.block is not None and not own:
+            known = f"{model.name} trains {', '.join(trained)}" if trained else f"{model.name} trains none: set null"
+            raise ConfigError(f"method.block={self.block} is no trained block; {known}")
+        self.seen_at = own[0] if own else None
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
-        logits, features = model.outputs(primary)
-        features = model.training_features(primary.x) if features is None else features
-        loss, theirs = self.pair.primary.loss(logits, primary.y), model.training_features(harmful.x)
-        self.attacker = fitted_head(self.pair.harmful, self.attacker, theirs, harmful.y, self.head_lr, self.head_steps)
-        harmful_loss, distance = self.harmful_loss(theirs, harmful), mmd(features, theirs)
-        gain = (self.alpha * harmful_loss).clamp(max=1) * (self.beta * distance).clamp(max=1)
-        return {"loss": loss - gain, "task_loss": loss, "harmful_loss": harmful_loss, "mmd": distance}
+        task = self.pair.harmful
+        with self._seen(model) as seen:
+            logits, features = model.outputs(primary)
+            ours = seen.get(self.seen_at, model.training_features(primary.x) if features is None else features)
+            features = model.training_features(harmful.x)
+            theirs = seen.get(self.seen_at, features)
+        self.attacker = fitted_head(task, self.attacker, features, harmful.y, self.head_lr, self.head_steps)
+        task_loss, harmful_loss = self.pair.primary.loss(logits, primary.y), self.harmful_loss(features, harmful)
+        distance = mmd(ours.to(features), theirs.to(features))
+        gain = (self.alpha * harmful_loss / task.outputs).clamp(max=1) * (self.beta * distance).clamp(max=1)
+        loss = task_loss - logits.shape[1] * gain
+        return {"loss": loss, "task_loss": task_loss, "harmful_loss": harmful_loss, "mmd": distance}
+
+    def _seen(self, model: Model) -> AbstractContextManager[dict[str, Tensor]]:
+        """Inside, the dict has what blocks gave last, [N, D], if one of them is asked for."""
+        return model.extractor.watched(lambda x, *_: x.flatten(1)) if self.block else nullcontext({})
 
 
 def mmd(a: Tensor, b: Tensor) -> Tensor:

@@ -78,6 +78,10 @@ class Chain(nn.Module):
         parts = [unit for name, child in children for unit in _chain(name, child)]
         return [(name, part) for name, part in parts if any(p.ndim > 1 for p in part.parameters())]
 
+    def trained_blocks(self) -> list[str]:
+        """Names of the blocks with trained weights."""
+        return [name for name, part in self.blocks() if any(p.requires_grad for p in part.parameters())]
+
     @contextmanager
     def watched(self, reduce: Reduce | None = None, inside: Reduce | None = None) -> Iterator[dict[str, Any]]:
         """Inside, the dict has what each block gave when it last ran, averaged over places or tokens: [N, channels].

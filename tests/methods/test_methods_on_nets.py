@@ -5,7 +5,8 @@ import torch
 from helpers.nets import build, open_pair
 
 from immunization.errors import ConfigError
-from immunization.methods import ConditionNumber, LearningCurveNet, OptKappa
+from immunization.methods import NTL, ConditionNumber, LearningCurveNet, OptKappa
+from immunization.methods.ntl import mmd
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
 
@@ -54,3 +55,19 @@ def test_training_moves_only_the_trainable_part(folders):
     changed = {name for name, tensor in model.export().items() if not torch.equal(tensor, before[name])}
     assert changed
     assert all(name.startswith((model.trainable[0], "fc")) for name in changed)
+
+
+def test_ntls_distance_is_of_the_block_that_it_is_told(folders):
+    pair = open_pair(folders)
+    model, tasks = build(pair, trainable=["layer3", "layer4"]).read_tasks(pair, False)
+    primary, harmful = next(iter(PairedBatches(tasks, 16, torch.Generator()).epoch()))
+    method = NTL(1, 16, block="layer3.0")
+    method.setup(model, tasks)
+    found = method.step(model, primary, harmful)["mmd"]
+    with model.extractor.watched(lambda x, *_: x) as seen:
+        model.training_features(torch.cat([primary.x, harmful.x]))
+    maps = seen["layer3_0"]
+    assert maps.ndim == 4
+    torch.testing.assert_close(found, mmd(*maps.flatten(1).split([len(primary.x), len(harmful.x)])))
+    with pytest.raises(ConfigError, match=r"method\.block=layer2\.0 is no trained block; test_resnet trains layer3_0"):
+        NTL(1, 16, block="layer2.0").setup(model, tasks)

@@ -1,6 +1,7 @@
 """CLAMP, SOPHON, EncoderLock, NTL and TAR: their terms on cases known by hand, and their objectives descended."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -166,9 +167,12 @@ def test_tar_descends_what_holds_for_the_attacked_copy():
     model, method = Linear(pair, "random"), TAR(inner_steps=3, inner_lrs=[0.1], late=0.5, tamper=2.0)
     method.setup(model, pair)
     theta, before = model.extractor.theta, model.extractor.theta.detach().clone()
+    torch.manual_seed(0)
     terms = method.step(model, primary, harmful)
     (found,) = torch.autograd.grad(terms["loss"], theta)
     weights = [math.exp(-1.0), math.exp(-0.5), 1.0]
+    torch.manual_seed(0)
+    torch.randint(1, ())  # which rate
     (attacked,), resistance = method.attacked(model, harmful, negative_entropy, 0.1, weights)
     features = primary.x @ theta
     moved = (features - primary.x @ before).norm(dim=1).mean() / (primary.x @ before).square().sum(1).mean().sqrt()
@@ -195,6 +199,27 @@ def test_without_steps_the_attacked_copy_is_theta_itself():
     assert_close(found, expected)
 
 
+def test_every_inner_step_sees_another_batch(monkeypatch):
+    """Of each, the attacker reads nine rows in ten, and suppression the others."""
+    pair, seen = make_pair((40, 40), classes=3), []
+    _, harmful = full_batches(pair)
+    harmful = replace(harmful, x=harmful.x[:10], y=harmful.y[:10])
+    model, method = Linear(pair, "random"), Sophon(inner_steps=3)
+    method.setup(model, pair)
+    read = model.training_features
+    monkeypatch.setattr(model, "training_features", lambda x, *theta: seen.append(x) or read(x, *theta))
+    method.step(model, harmful, harmful)
+    head, *steps = seen
+    assert [len(x) for x in steps] == [9, 1] * 3
+    batches = [torch.cat(steps[i : i + 2]) for i in (0, 2, 4)]
+    assert torch.equal(batches[0], harmful.x)
+    assert torch.equal(head, harmful.x[:9])
+    rows = {tuple(row) for row in pair.harmful.train.x.tolist()}
+    for batch in batches[1:]:
+        assert not torch.equal(batch, harmful.x)
+        assert {tuple(row) for row in batch.tolist()} <= rows
+
+
 # --- EncoderLock ------------------------------------------------------------------------------------------------------
 
 
@@ -213,15 +238,35 @@ def test_encoderlock_moves_few_weights_more_with_each_round():
 
 
 def test_encoderlock_takes_the_weights_that_move_the_harmful_loss_alone():
-    """Largest |g_H| / |g_P|, in the layer with the largest sum."""
+    """Largest |g_H| / |g_P|, in the layer with the largest one, whatever their sum."""
     masks = {"a": torch.zeros(2, 2, dtype=torch.bool), "b": torch.zeros(3, dtype=torch.bool)}
-    harmful = torch.tensor([[9.0, 1.0], [1.0, 1.0]]), torch.tensor([-4.0, 6.0, 6.0])
+    harmful = torch.tensor([[16.5, 5.0], [1.0, 1.0]]), torch.tensor([-3.0, 6.0, 6.0])
     primary = torch.tensor([[3.0, 1.0], [1.0, 2.0]]), torch.tensor([1.0, 1.0, -6.0])
     grow(masks, harmful, primary, 2)
     assert not masks["a"].any()
     assert masks["b"].tolist() == [True, True, False]
     grow(masks, harmful, primary, 1)  # what is left of b scores 1
     assert masks["a"].tolist() == [[True, False], [False, False]]
+
+
+def test_encoderlock_scores_weights_by_ten_pairs_of_batches(monkeypatch):
+    """Mean gradients, of the step's own batches and of nine more that are drawn; one pair has those of the step."""
+    pair = make_pair((40, 40), classes=2)
+    found = {}
+    monkeypatch.setattr("immunization.methods.encoderlock.grow", lambda _masks, *slopes: found.update(now=slopes))
+    primary, harmful = (replace(batch, x=batch.x[:8], y=batch.y[:8]) for batch in full_batches(pair))
+    for pairs in (1, 10, 1000):
+        torch.manual_seed(0)
+        model, method = Linear(pair, "random"), Encoderlock(score_batches=pairs)
+        method.setup(model, pair)
+        method.step(model, primary, harmful)
+        (of_harmful,), (of_primary,), _ = found["now"]
+        found[pairs] = of_harmful, of_primary
+    losses = method._losses(model, *full_batches(pair))
+    for place, loss in enumerate(reversed(losses)):
+        (slope,) = torch.autograd.grad(loss, model.extractor.theta)
+        errors = [(found[pairs][place] - slope).norm().item() for pairs in (1, 10, 1000)]
+        assert errors[2] < errors[1] < errors[0]
 
 
 # --- NTL --------------------------------------------------------------------------------------------------------------
@@ -240,6 +285,23 @@ def test_mmd_is_0_for_the_same_rows_and_grows_with_the_distance():
     values = [mmd(x, x + shift).item() for shift in (0.5, 1.0, 4.0)]
     assert values == sorted(values)
     assert values[-1] < 10
+
+
+@pytest.mark.parametrize("alpha", [0.1, 100.0])
+def test_ntls_caps_are_on_the_mean_over_classes(alpha):
+    """KL of one-hot labels, averaged over rows and classes as in the paper's code, times the classes."""
+    pair = make_pair(classes=3)
+    model, method = Linear(pair, "random"), NTL(alpha=alpha, head_lr=0.0)
+    method.setup(model, pair)
+    primary, harmful = full_batches(pair)
+    terms = method.step(model, primary, harmful)
+    features = model.training_features(primary.x)
+    logits = model.head(features)
+    one_hot = torch.nn.functional.one_hot(primary.y, 3).to(logits)
+    divergence = torch.nn.functional.kl_div(logits.log_softmax(1), one_hot, reduction="none").mean()
+    theirs = math.log(3) / 3  # of the attacker's head, which is 0
+    distance = mmd(features, model.training_features(harmful.x))
+    assert_close(terms["loss"] / 3, divergence - min(1, alpha * theirs) * min(1, 0.1 * distance))
 
 
 # --- All of them ------------------------------------------------------------------------------------------------------
