@@ -9,6 +9,7 @@ from torch import Tensor
 from immunization.checks import NonNegative, Positive
 from immunization.data.task import TaskPair, log_probabilities
 from immunization.methods.attacker import AgainstFineTuning
+from immunization.methods.distillation import Distillation
 from immunization.models.base import Batch, Model
 
 
@@ -38,8 +39,7 @@ class TAR(AgainstFineTuning, without=["inner_lr"]):
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
-        self.theta_0 = {name: p.detach().clone() for name, p in model.trained().items()}
-        self.size = model.features(pair.primary.train.x).square().sum(1).mean().sqrt()
+        self.theta_0 = self.distillation or Distillation(model, pair, keeps=False)
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         rate = self.inner_lrs[int(torch.randint(len(self.inner_lrs), ()))]
@@ -47,10 +47,9 @@ class TAR(AgainstFineTuning, without=["inner_lr"]):
         gradients, resistance = self.attacked(model, harmful, negative_entropy, rate, weights)
         logits, features = model.outputs(primary)
         features = model.training_features(primary.x) if features is None else features
-        with torch.no_grad():
-            before = model.training_features(primary.x, self.theta_0)
         loss = self.pair.primary.loss(logits, primary.y)
-        moved = torch.linalg.vector_norm(features - before, dim=1).mean() / self.size
+        moved = torch.linalg.vector_norm(features - self.theta_0.before(model, primary.x), dim=1).mean()
+        moved = moved / self.theta_0.size.sqrt()
         slope = sum((p * g).sum() for p, g in zip(model.trained().values(), gradients, strict=True))
         total = loss + moved + self.tamper * (slope - slope.detach() + resistance)
         return {"loss": total, "task_loss": loss, "moved": moved, "resistance": resistance}
