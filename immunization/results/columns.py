@@ -437,6 +437,12 @@ COLUMNS = [
     Column("unseen", "unseen price", _PAGE, cost, note="Unseen: harmful data that no method was shown."),
     Column("steps_ratio/unseen", "unseen probe", _PAGE, middle),
     Column("steps_ratio/harmful", "harmful probe", _PAGE, worst),
+    Column("attack/closed_form_probe/final", "ridge on features", _PAGE, change),
+    Column(
+        *("attack/finetune_trained/final", "fine-tuning", _PAGE, change),
+        note="Harmful probe, ridge on features, and fine-tuning of the immunized layers are what the methods' own papers "
+        "attack with: a row on which its own does not fall shows a method that does not work here.",
+    ),
     Column("rir", "RIR", _BOARD, worst, always=True),
     Column("definition/immunized", "Def. 3.1", Place.BOARD | Place.TERMINAL, percent, always=True),
     Column("", "flags", Place.BOARD, board_flags),
