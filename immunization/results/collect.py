@@ -25,6 +25,8 @@ TRAINING = ("method.", "optimizer.", "scheduler.")
 """Prefixes of keys that say how a model is immunized: runs that differ in them stand side by side in one table."""
 LAYERS = "model.trainable"
 """Key of the part of a net that is immunized, which in a leaderboard is the method's choice."""
+TRAINED_BY = ("model.amp", "model.channels_last")
+"""Keys that say how a machine trains a net: the formats that suit it."""
 ATTACK = "attack."
 """Starts the keys of the configuration that say how a run is attacked."""
 MEASURING = ("evaluation.", ATTACK)
@@ -66,7 +68,7 @@ class Run:
     @cached_property
     def board(self) -> str:
         """What has to agree for runs to be rows of one table of the leaderboard: track, suite, data and model."""
-        others = (*TRAINING, *MEASURING, LAYERS)
+        others = (*TRAINING, *MEASURING, LAYERS, *TRAINED_BY)
         return self.track + _key(self.settings, lambda name: not name.startswith(others) and name not in PAIR)
 
     @cached_property

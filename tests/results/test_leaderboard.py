@@ -152,11 +152,11 @@ def test_what_a_row_loses_on_other_classes_counts(tmp_path):
     assert rows["tar"].lost is None
 
 
-def test_methods_that_choose_their_layers_share_a_table(tmp_path):
+def test_methods_that_choose_their_layers_share_a_table_whatever_format_suits_the_machine(tmp_path):
     for method, layers in {"forget": "layer3", "sophon": ["layer3", "layer4"]}.items():
         made = worth_run(tmp_path / method, method, {"all": 0.5})
         config = yaml.safe_load((made / "config.yaml").read_text())
-        config["model"]["trainable"] = layers
+        config["model"] |= {"trainable": layers, "amp": {"forget": "auto", "sophon": "bfloat16"}[method]}
         (made / "config.yaml").write_text(yaml.safe_dump(config))
     (board,) = sections(collect([tmp_path]))
     assert [row[0].text for row in board.tables[0].rows] == ["forget", "sophon"]
