@@ -83,6 +83,8 @@ def test_the_components_page_quotes_the_examples():
     (configured,) = (block for block in re.findall(r"```yaml\n(.*?)```", page, re.S) if "_target_" in block)
     assert configured in [path.read_text() for path in CONFIGS.values()]
     assert all(f"../examples/{name}.py" in page for name in FILES)
+    readme = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert any(block in FILES["primary_only"].read_text() for block in readme)
 
 
 def test_the_data_set_has_other_digits_in_either_task(tmp_path):
