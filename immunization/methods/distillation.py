@@ -1,11 +1,18 @@
 """What a net keeps of theta_0: features and class probabilities, distilled."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from immunization.data.task import TaskPair, log_probabilities
+from immunization.methods.damping import damp, release
+from immunization.models.activations import Stream, take
 from immunization.models.base import Batch, Model
+
+DAMPED = 500
+"""Most images of D_P, and most of those to keep, whose second moments damp the weights."""
 
 
 class Distillation:
@@ -16,14 +23,29 @@ class Distillation:
     the head of a model of rows starts untrained.
     """
 
-    def __init__(self, model: Model, pair: TaskPair, keeps: bool = True) -> None:
-        """`keeps`: images of dataset.keep_root are read; without, K is the batch of D_P."""
-        self.theta_0 = {name: p.detach().clone() for name, p in model.trained().items()}
+    def __init__(self, model: Model, pair: TaskPair, keeps: bool = True, damping: float = 0.0) -> None:
+        """`keeps`: images of dataset.keep_root are read; without, K is the batch of D_P.
+
+        `damping` of the trained weights until `release`, by such images.
+        """
+        self.kept = model.kept() if keeps else None
         self.omega_0 = [p.detach().clone() for p in model.head.parameters()]
+        self.layers = damp(model.extractor, self._read(pair.primary.train.x), damping) if damping else []
+        self.theta_0 = {name: p.detach().clone() for name, p in model.trained().items()}
         features = model.features(pair.primary.train.x)
         self.mean, self.size = features.mean(0), features.square().sum(1).mean()
         self.spread = self.size - self.mean.square().sum()
-        self.kept = model.kept() if keeps else None
+
+    def _read(self, x: Tensor | Stream) -> Iterator[Tensor]:
+        """What the weights are damped by: rows x of D_P and images to keep, `DAMPED` of each, in batches."""
+        for rows in (x, self.kept):
+            if rows is not None:
+                few = torch.linspace(0, len(rows) - 1, min(len(rows), DAMPED)).long()  # of all classes
+                yield from (batch.to(self.omega_0[0]) for batch in take(rows, few).split(50))
+
+    def release(self) -> None:
+        """Make damped weights plain ones again."""
+        release(self.layers)
 
     def drawn(self, x: Tensor) -> Tensor:
         """As many images to keep as x has rows; none where there are none."""

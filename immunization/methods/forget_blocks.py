@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 from immunization.checks import AtLeastOne, NonNegative
 from immunization.data.task import Task, TaskPair
@@ -28,6 +29,7 @@ class ForgetBlocks(Forget, without=["inner"]):
     A batch has `shots` harmful images of a class side by side: ridges are to tell each from the others' labels. L_path
     does not depend on the scale of m: outputs that are merely small hide nothing, since a ridge enlarges them.
     L_silence makes exact zeros behind a ReLU, which nobody enlarges. Means of m_0 are over the images of the step.
+    Weights are `damped` by D_P and the images to keep.
     Of nets with BatchNorm, `own_statistics` times L_path and L_silence are added with its statistics taken from the
     harmful batch, as attackers renew them. With `train_head`, + L(D_P).
     """
@@ -41,6 +43,7 @@ class ForgetBlocks(Forget, without=["inner"]):
     silence: NonNegative = 0.0
     hold: NonNegative = 0.3
     own_statistics = 1.0
+    damping = 10.0
     train_head: bool = False
     ridges = (1e-4, 1e-2, 0.1)
 
@@ -71,24 +74,25 @@ class ForgetBlocks(Forget, without=["inner"]):
         with model.extractor.watched(_by_channel) as outputs:
             before = self.distillation.before(model, kept)
             blocks_before = self._maps(outputs)
+        with parametrize.cached(), model.extractor.watched(_by_channel) as outputs:  # damped weights once a step
             features = model.training_features(torch.cat([kept, harmful.x]))
             blocks = self._maps(outputs)
-        features, theirs = features.split([len(kept), len(harmful.x)])
-        hold = [
-            (m[: len(kept)] - m_0).square().mean() / m_0.var(0, correction=0).mean()
-            for m_0, m in zip(blocks_before, blocks, strict=True)
-        ]
-        terms = {
-            "distill": self.distillation.loss(model, features, before),
-            "hold": torch.stack(hold).mean(),
-            "collapse": self._collapse(theirs),
-            **self._forgotten([m[len(kept) :] for m in blocks], blocks_before, harmful.y),
-        }
-        if self.own_statistics and self.renewed:
-            with batch_statistics(model.extractor), model.extractor.watched(_by_channel) as outputs:
-                model.training_features(harmful.x)
-            own = self._forgotten(self._maps(outputs), blocks_before, harmful.y)
-            terms["own_statistics"] = sum(getattr(self, name) * term for name, term in own.items())
+            features, theirs = features.split([len(kept), len(harmful.x)])
+            hold = [
+                (m[: len(kept)] - m_0).square().mean() / m_0.var(0, correction=0).mean()
+                for m_0, m in zip(blocks_before, blocks, strict=True)
+            ]
+            terms = {
+                "distill": self.distillation.loss(model, features, before),
+                "hold": torch.stack(hold).mean(),
+                "collapse": self._collapse(theirs),
+                **self._forgotten([m[len(kept) :] for m in blocks], blocks_before, harmful.y),
+            }
+            if self.own_statistics and self.renewed:
+                with batch_statistics(model.extractor):
+                    model.training_features(harmful.x)
+                own = self._forgotten(self._maps(outputs), blocks_before, harmful.y)
+                terms["own_statistics"] = sum(getattr(self, name) * term for name, term in own.items())
         return self._weighted(model, self.pair.primary.loss(model.head(features[: len(primary.x)]), primary.y), terms)
 
     def _maps(self, outputs: dict[str, Tensor]) -> list[Tensor]:

@@ -114,7 +114,7 @@ def test_the_path_by_hand_with_both_statistics(net):
 
 
 def test_the_path_hides_classes_and_does_not_silence(net):
-    method, model, (primary, harmful) = prepared(net)
+    method, model, (primary, harmful) = prepared(net, damping=0.0)
     before, optimizer = method.step(model, primary, harmful), torch.optim.Adam(model.trained().values(), lr=3e-3)
     for _ in range(40):
         optimizer.zero_grad()
@@ -147,7 +147,7 @@ def test_images_to_keep_are_held_beside_the_primary_ones(net, tmp_path):
 
 def test_harmful_images_leave_more_outputs_at_exactly_zero(net):
     """A small output is read as well as a large one; only one that is zero says nothing."""
-    method, model, (primary, harmful) = prepared(net, silence=4.0, path=0.0, distill=1.0, hold=1.0)
+    method, model, (primary, harmful) = prepared(net, silence=4.0, path=0.0, distill=1.0, hold=1.0, damping=0.0)
 
     def zeros():
         return torch.stack([(m == 0).double().mean() for m in maps(model, harmful.x)])

@@ -1,0 +1,91 @@
+"""Weights that move little along what their layers read of images to keep."""
+
+import logging
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+
+log = logging.getLogger(__name__)
+
+
+class Damped(nn.Module):
+    """The weights W [out, ...] = W_0 + V S of a layer, trained by V, which is 0 at first.
+
+    S [d, d] = (I + a C / mean diag C)^-1/2, where C are the second moments of the rows [N, d] that W multiplies: what a
+    layer reads, or the patches of a convolution. A step of V then moves what a layer gives for such rows by about the
+    same in every direction, and W most where they have nothing. With a projection in place of S this is training in the
+    null space of the features (Wang et al., CVPR 2021).
+    """
+
+    def __init__(self, w_0: Tensor, root: Tensor) -> None:
+        super().__init__()
+        self.w_0, self.root = w_0, root
+        self.last: tuple[Tensor, int, Tensor] | None = None
+
+    def forward(self, v: Tensor) -> Tensor:
+        if not v.any():  # theta_0, which every step asks for
+            return self.w_0
+        if torch.is_grad_enabled():
+            return self._moved(v)
+        if self.last is None or self.last[0] is not v or self.last[1] != v._version:
+            self.last = v, v._version, self._moved(v)
+        return self.last[2]
+
+    def _moved(self, v: Tensor) -> Tensor:
+        return self.w_0 + (v.flatten(1) @ self.root).view_as(self.w_0).to(self.w_0)
+
+    def right_inverse(self, w: Tensor) -> Tensor:
+        return torch.zeros_like(w)
+
+
+@torch.no_grad()
+def damp(net: nn.Module, batches: Iterable[Tensor], damping: float) -> list[nn.Module]:
+    """Make the trained weights of a net's linear layers and ungrouped convolutions `Damped`, for a = `damping`.
+
+    `batches` are what the net reads of the images to keep. Returns the layers, for `release`.
+    """
+    layers = [part for part in net.modules() if _multiplies(part) and part.weight.requires_grad]
+    if not layers:
+        log.warning("method.damping has nothing to damp: neither linear layers nor ungrouped convolutions are trained")
+    moments: dict[nn.Module, Tensor | float] = dict.fromkeys(layers, 0.0)
+
+    def add(layer: nn.Module, inputs: tuple[Tensor]) -> None:
+        rows = _rows(layer, inputs[0])
+        moments[layer] = moments[layer] + rows.T @ rows
+
+    hooks = [layer.register_forward_pre_hook(add) for layer in layers]
+    try:
+        for batch in batches:
+            net(batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for layer in layers:
+        values, vectors = torch.linalg.eigh(moments.pop(layer))
+        values = values.clamp(min=torch.finfo(values.dtype).tiny)
+        root = vectors / (1 + damping * values / values.mean()).sqrt() @ vectors.T
+        parametrize.register_parametrization(layer, "weight", Damped(layer.weight.detach().clone(), root), unsafe=True)
+    return layers
+
+
+def release(layers: Iterable[nn.Module]) -> None:
+    """Make the weights of damped layers plain ones again, as they are now."""
+    for layer in layers:
+        parametrize.remove_parametrizations(layer, "weight")
+
+
+def _multiplies(part: nn.Module) -> bool:
+    if isinstance(part, nn.Conv2d):
+        return part.groups == 1 and not isinstance(part.padding, str)
+    return isinstance(part, nn.Linear)
+
+
+def _rows(layer: nn.Module, x: Tensor) -> Tensor:
+    """[N, d] of what a layer multiplies by its weights [out, d]."""
+    if isinstance(layer, nn.Conv2d):
+        patches = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+        return patches.movedim(1, 2).flatten(0, 1)
+    return x.flatten(0, -2)

@@ -1,0 +1,106 @@
+"""`method.damping`: weights move little along what their layers read of images to keep."""
+
+import copy
+
+import pytest
+import torch
+from helpers.images import draw_folder
+from helpers.nets import build, open_pair
+from torch import nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from immunization.methods import Forget, ForgetBlocks
+from immunization.methods.damping import damp, release
+from immunization.training.batches import PairedBatches
+from immunization.training.loop import train
+
+pytestmark = pytest.mark.trains
+
+
+@pytest.fixture
+def layers():
+    """A convolution and a linear layer in float64, and batches of images that they read one after the other."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(36, 5)).double()
+    return net, torch.randn(3, 8, 2, 6, 6, dtype=torch.float64)
+
+
+def test_a_step_moves_outputs_as_the_inverse_root_of_second_moments_says(layers):
+    net, batches = layers
+    before = copy.deepcopy(net)
+    with torch.no_grad():
+        x = batches.flatten(0, 1)
+        patches = F.unfold(x, 3, padding=1, stride=2).movedim(1, 2).flatten(0, 1)
+        read = {0: patches, 3: before[:3](x)}
+    assert damp(net, batches, 5.0) == [net[0], net[3]]
+    for place, rows in read.items():
+        v = torch.randn_like(net[place].weight)
+        with torch.no_grad():
+            net[place].parametrizations.weight.original.copy_(v)
+            moved = (net[place].weight - before[place].weight).flatten(1)
+        moments = rows.T @ rows
+        damped = torch.eye(len(moments)) + 5 * moments / moments.diagonal().mean()
+        assert_close(moved @ damped @ moved.T, v.flatten(1) @ v.flatten(1).T)
+
+
+def test_it_starts_at_theta_0_and_leaves_plain_weights_behind(layers):
+    net, batches = layers
+    start, x = copy.deepcopy(net.state_dict()), batches[0]
+    before, plain = net(x), list(net.parameters())
+    damped = damp(net, batches, 5.0)
+    assert torch.equal(net(x), before)
+    for p in net.parameters():
+        p.data.add_(0.1)
+    after = net(x)
+    with torch.no_grad():
+        assert torch.equal(net(x), after)  # what is kept between steps is renewed with the weights
+        for p in net.parameters():
+            p.add_(0.1)
+        assert not torch.equal(net(x), after)
+        after = net(x)
+    release(damped)
+    assert start.keys() == net.state_dict().keys()
+    assert [p.requires_grad for p in net.parameters()] == [True] * 4
+    assert {id(p) for p in net.parameters()} == {id(p) for p in plain}
+    assert_close(net(x), after)
+
+
+def test_what_cannot_be_damped_is_left_alone_and_said(caplog):
+    net = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 4, 3, padding="same"))
+    assert damp(net, [torch.randn(2, 4, 8, 8)], 1.0) == []
+    assert "method.damping has nothing to damp" in caplog.text
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory):
+    root = tmp_path_factory.mktemp("images")
+    folders = [draw_folder(root / name, 4, 20, 4, seed) for seed, name in enumerate(("primary", "harmful", "kept"))]
+    return open_pair(folders[:2], val_fraction=0.2, keep_root=str(folders[2] / "train"))
+
+
+@pytest.mark.parametrize("kind", [Forget, ForgetBlocks])
+def test_methods_train_damped_weights_and_leave_plain_ones(net, kind):
+    def moved(damping):
+        """By how much the training moves features of images to keep."""
+        model, tasks = build(net, trainable=["layer3", "layer4"]).read_tasks(net, False)
+        before = copy.deepcopy(model)
+        method = kind(epochs=2, batch_size=16, damping=damping, distill=0.0, path=0.0, collapse=0.6, train_head=False)
+        torch.manual_seed(0)
+        method.setup(model, tasks)
+        train(
+            method,
+            model,
+            PairedBatches(tasks, 16, torch.Generator().manual_seed(0)),
+            torch.optim.Adam(model.trained().values(), 1e-3),
+        )
+        method.finish(model)
+        assert model.state_dict().keys() == before.state_dict().keys()
+        return (model.features(kept := model.kept()) - before.features(kept)).square().mean()
+
+    assert 0 < moved(10.0) < 0.8 * moved(0.0)
+
+
+def test_images_to_keep_are_read_for_it_alone():
+    assert not Forget(distill=0.0).keeps
+    assert Forget(distill=0.0, damping=1.0).keeps
