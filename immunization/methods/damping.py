@@ -26,10 +26,10 @@ class Damped(nn.Module):
         self.last: tuple[Tensor, int, Tensor] | None = None
 
     def forward(self, v: Tensor) -> Tensor:
-        if not v.any():  # theta_0, which every step asks for
-            return self.w_0
         if torch.is_grad_enabled():
             return self._moved(v)
+        if not v.any():  # theta_0, which every step asks for
+            return self.w_0
         if self.last is None or self.last[0] is not v or self.last[1] != v._version:
             self.last = v, v._version, self._moved(v)
         return self.last[2]

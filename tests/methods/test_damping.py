@@ -50,6 +50,8 @@ def test_it_starts_at_theta_0_and_leaves_plain_weights_behind(layers):
     before, plain = net(x), list(net.parameters())
     damped = damp(net, batches, 5.0)
     assert torch.equal(net(x), before)
+    net(x).square().sum().backward()
+    assert all(p.grad.any() for p in net.parameters())
     for p in net.parameters():
         p.data.add_(0.1)
     after = net(x)
@@ -96,6 +98,8 @@ def test_methods_train_damped_weights_and_leave_plain_ones(net, kind):
         )
         method.finish(model)
         assert model.state_dict().keys() == before.state_dict().keys()
+        for now, then in zip(model.trained().values(), before.trained().values(), strict=True):
+            assert now.ndim == 1 or not torch.equal(now, then)
         return (model.features(kept := model.kept()) - before.features(kept)).square().mean()
 
     assert 0 < moved(10.0) < 0.8 * moved(0.0)
