@@ -96,7 +96,7 @@ class Combined(Method):
 
     def finish(self, model: Model) -> None:
         super().finish(model)
-        for role, part in self.parts.items():
+        for role, part in reversed(self.parts.items()):  # the first one may have damped the weights of all
             part.best = self.best
             part.finish(model)
             suffix = "" if role == "harmful" else f"_{role}"

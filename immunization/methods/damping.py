@@ -45,11 +45,14 @@ class Damped(nn.Module):
 def damp(net: nn.Module, batches: Iterable[Tensor], damping: float) -> list[nn.Module]:
     """Make the trained weights of a net's linear layers and ungrouped convolutions `Damped`, for a = `damping`.
 
-    `batches` are what the net reads of the images to keep. Returns the layers, for `release`.
+    `batches` are what the net reads of the images to keep. Returns the layers, for `release`; none where they are
+    damped already.
     """
     layers = [part for part in net.modules() if _multiplies(part) and part.weight.requires_grad]
     if not layers:
         log.warning("method.damping has nothing to damp: neither linear layers nor ungrouped convolutions are trained")
+    if any(parametrize.is_parametrized(layer) for layer in layers):
+        return []
     moments: dict[nn.Module, Tensor | float] = dict.fromkeys(layers, 0.0)
 
     def add(layer: nn.Module, inputs: tuple[Tensor]) -> None:

@@ -1,6 +1,7 @@
 """`method.damping`: weights move little along what their layers read of images to keep."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from immunization.methods import Forget, ForgetBlocks
+from immunization.methods import Forget, ForgetBlocks, combined
 from immunization.methods.damping import damp, release
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
@@ -103,6 +104,24 @@ def test_methods_train_damped_weights_and_leave_plain_ones(net, kind):
         return (model.features(kept := model.kept()) - before.features(kept)).square().mean()
 
     assert 0 < moved(10.0) < 0.8 * moved(0.0)
+
+
+def test_weights_are_damped_once_for_several_harmful_tasks(net):
+    model, tasks = build(net, trainable="layer4").read_tasks(net, False)
+    two = replace(tasks, more={"harmful_b": tasks.harmful})
+    names, theta_0 = model.state_dict().keys(), copy.deepcopy(model.state_dict())
+    method = combined(Forget(epochs=1, batch_size=16, damping=10.0, path=0.0, max_accuracy_drop=1.0), two)
+    method.setup(model, two)
+    adam = torch.optim.Adam(model.trained().values(), 1e-3)
+    train(method, model, PairedBatches(two, 16, torch.Generator().manual_seed(0)), adam)
+    assert all(
+        len(layer.parametrizations.weight) == 1 for layer in next(iter(method.parts.values())).distillation.layers
+    )
+    method.finish(model)
+    assert names == model.state_dict().keys()
+    assert any(
+        not torch.equal(p, theta_0[name]) for name, p in model.state_dict().items() if name.endswith("conv1.weight")
+    )
 
 
 def test_images_to_keep_are_read_for_it_alone():
