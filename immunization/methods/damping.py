@@ -23,16 +23,16 @@ class Damped(nn.Module):
     def __init__(self, w_0: Tensor, root: Tensor) -> None:
         super().__init__()
         self.w_0, self.root = w_0, root
-        self.last: tuple[Tensor, int, Tensor] | None = None
+        self.last: tuple[Tensor, Tensor] | None = None
 
     def forward(self, v: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return self._moved(v)
         if not v.any():  # theta_0, which every step asks for
             return self.w_0
-        if self.last is None or self.last[0] is not v or self.last[1] != v._version:
-            self.last = v, v._version, self._moved(v)
-        return self.last[2]
+        if self.last is None or not torch.equal(v, self.last[0]):  # a fused optimizer leaves v._version as it is
+            self.last = v.clone(), self._moved(v)
+        return self.last[1]
 
     def _moved(self, v: Tensor) -> Tensor:
         return self.w_0 + (v.flatten(1) @ self.root).view_as(self.w_0).to(self.w_0)
