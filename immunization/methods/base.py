@@ -62,6 +62,8 @@ class Method(Component, group="method"):
     """Whether a step takes gradients or features of its own, and so needs all rows of a batch in one process."""
     shots = 1
     """How many harmful images of a class stand side by side in a batch, where rows are stored."""
+    role = "harmful"
+    """Of the task that `setup` is given as the harmful one."""
     several = False
     """Whether `setup` takes all of `pair.harmful_tasks`; a method that does not is combined (`methods.combined`)."""
 

@@ -40,7 +40,7 @@ class Combined(Method):
         self.parts: dict[str, Method] = {}
         for role, task in pair.harmful_tasks.items():
             part = self.parts[role] = copy.deepcopy(self.whole)
-            part.keep = 0.0  # this method keeps, once
+            part.keep, part.role = 0.0, role  # this method keeps, once
             part.setup(model, replace(pair, harmful=task, more={}))
             part.patience = part.max_accuracy_drop = None  # this method stops, by all of their scores
         self.undetermined = next((part.undetermined for part in self.parts.values() if part.undetermined), "")

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from immunization.checks import AtLeastOne, NonNegative
+from immunization.checks import AtLeastOne, Fraction, NonNegative
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.forget import Forget, batch_statistics, check_pairs
@@ -29,7 +29,8 @@ class ForgetBlocks(Forget, without=["inner"]):
     A batch has `shots` harmful images of a class side by side: ridges are to tell each from the others' labels. L_path
     does not depend on the scale of m: outputs that are merely small hide nothing, since a ridge enlarges them.
     L_silence makes exact zeros behind a ReLU, which nobody enlarges. Means of m_0 are over the images of the step.
-    Weights are `damped` by D_P and the images to keep.
+    In a share `enlarged` of steps harmful images are read at twice the size, as attackers read small ones.
+    Weights are `Damped` by D_P and the images to keep.
     Of nets with BatchNorm, `own_statistics` times L_path and L_silence are added with its statistics taken from the
     harmful batch, as attackers renew them. With `train_head`, + L(D_P).
     """
@@ -37,6 +38,7 @@ class ForgetBlocks(Forget, without=["inner"]):
     epochs = 24
     batch_size = 48
     shots: AtLeastOne = 6
+    enlarged: Fraction = 0.0
     distill = 0.3
     collapse = 0.0
     path = 3.0
@@ -62,6 +64,7 @@ class ForgetBlocks(Forget, without=["inner"]):
             self.distillation.before(model, next(iter(pair.primary.train.x.split(2))))
         self.blocks = [name for name in outputs if name in trained]
         self.renewed = any(isinstance(part, BATCH_NORMS) for part in model.extractor.modules())
+        self.larger = model.enlarged(self.role, pair.harmful.train) if self.enlarged else None
         if not self.blocks:
             raise ConfigError(f"method={self.name}: none of {model.name}'s blocks is trained; see model.trainable")
 
@@ -75,25 +78,39 @@ class ForgetBlocks(Forget, without=["inner"]):
             before = self.distillation.before(model, kept)
             blocks_before = self._maps(outputs)
         with parametrize.cached(), model.extractor.watched(_by_channel) as outputs:  # damped weights once a step
-            features = model.training_features(torch.cat([kept, harmful.x]))
+            features = model.training_features(kept)
             blocks = self._maps(outputs)
-            features, theirs = features.split([len(kept), len(harmful.x)])
+            x, labels = self._drawn(harmful)
+            theirs = model.training_features(x)
             hold = [
-                (m[: len(kept)] - m_0).square().mean() / m_0.var(0, correction=0).mean()
+                (m - m_0).square().mean() / m_0.var(0, correction=0).mean()
                 for m_0, m in zip(blocks_before, blocks, strict=True)
             ]
             terms = {
                 "distill": self.distillation.loss(model, features, before),
                 "hold": torch.stack(hold).mean(),
                 "collapse": self._collapse(theirs),
-                **self._forgotten([m[len(kept) :] for m in blocks], blocks_before, harmful.y),
+                **self._forgotten(self._maps(outputs), blocks_before, labels),
             }
             if self.own_statistics and self.renewed:
                 with batch_statistics(model.extractor):
-                    model.training_features(harmful.x)
-                own = self._forgotten(self._maps(outputs), blocks_before, harmful.y)
+                    model.training_features(x)
+                own = self._forgotten(self._maps(outputs), blocks_before, labels)
                 terms["own_statistics"] = sum(getattr(self, name) * term for name, term in own.items())
         return self._weighted(model, self.pair.primary.loss(model.head(features[: len(primary.x)]), primary.y), terms)
+
+    def _drawn(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Harmful images of a step and their labels: the batch, or half as many at twice the size, grouped likewise."""
+        if self.larger is None or torch.rand(()) >= self.enlarged:
+            return batch.x, batch.y
+        y, classes = self.pair.harmful.train.y, self.pair.harmful.classes
+        rows = torch.randperm(len(y))
+        few = len(batch.y) // 2
+        if classes:
+            drawn = torch.randperm(classes)[: max(2, few // self.shots)]
+            rows = torch.cat([rows[(y.cpu()[rows] == c)][: self.shots] for c in drawn])
+        rows = rows[:few]
+        return self.larger[rows].to(batch.x), y[rows.to(y.device)]
 
     def _maps(self, outputs: dict[str, Tensor]) -> list[Tensor]:
         return [outputs[name].float() for name in self.blocks]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from immunization.data.images import ImagePair, ImageSplit, ImageTask
-from immunization.data.task import Task, TaskPair
+from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.models.chain import Network
 from immunization.theory import spectrum
@@ -151,6 +151,10 @@ class Model(nn.Module):
 
     def image_batches(self, role: str, split: str, rows: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Images [n, C, H, W] of some rows of a split (None: of all), as `network` reads them, and labels [n]."""
+        raise NotImplementedError
+
+    def enlarged(self, role: str, split: Split) -> Tensor:
+        """What the extractor of a net reads of a training split's images at twice the size: [N, ...]."""
         raise NotImplementedError
 
     def images_of(self, task: ImageTask, split: ImageSplit) -> Iterator[tuple[Tensor, Tensor]]:

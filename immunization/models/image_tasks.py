@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from immunization.compute.machine import gpu_memory, memory
@@ -178,19 +179,41 @@ class ImageReader(Model):
         images = replace(self.images, crop_pct=None)  # that of the pair's own images
         return self._read(images, task, split, f"{task.name}: {len(split)} images")
 
+    def enlarged(self, role: str, split: Split) -> Tensor:
+        task, (channels, height, width) = self.images.tasks.get(role), self.config["input_size"]
+        if task is None or split.origin is None:
+            raise ConfigError("method.enlarged needs folders of images that can all be read: set method.enlarged=0")
+        images = replace(task.splits["train"], rows=split.origin.rows)
+        read = self._read(self.images, task, images, f"{role} at twice the size: {len(images)} images")
+        larger = (F.interpolate(x, scale_factor=2, mode="bilinear") for x, _ in read)
+        try:
+            size = channels, 2 * height, 2 * width
+            return self._stored(larger, len(images), size, "method.enlarged", "set it to 0")
+        except (AssertionError, RuntimeError, ValueError) as error:
+            raise ConfigError(f"{self.name} reads images of one size: set method.enlarged=0") from error
+
     def kept(self) -> Tensor | None:
         if not self.images.keep:
             return None
         splits = [(task, task.splits["train"]) for task in self.images.keep]
-        count, one = sum(len(split) for _, split in splits), self.trunk(torch.zeros(1, *self.config["input_size"]))
-        if 2 * (size := count * one.numel() * one.itemsize) > (most := memory(torch.device("cpu"))):
+        read = (images for split in splits for images, _ in self.images_of(*split))
+        count = sum(len(split) for _, split in splits)
+        return self._stored(
+            read, count, self.config["input_size"], "dataset.keep_root", "choose fewer with dataset.keep.classes"
+        )
+
+    def _stored(self, batches: Iterable[Tensor], count: int, size: Sequence[int], key: str, remedy: str) -> Tensor:
+        """What enters the extractor of `count` images of a size, for the option `key`; it has to fit into memory."""
+        one = self.trunk(torch.zeros(1, *size))
+        self.extractor(one)
+        if 2 * (needed := count * one.numel() * one.itemsize) > (most := memory(torch.device("cpu"))):
             raise ConfigError(
-                f"dataset.keep_root: {count:,} images take {size / GIB:.3g} GiB before {self.point}, and half of "
-                f"{most / GIB:.3g} is free for them; choose fewer with dataset.keep.classes"
+                f"{key}: {count:,} images take {needed / GIB:.3g} GiB before {self.point}, and half of "
+                f"{most / GIB:.3g} is free for them; {remedy}"
             )
-        read = [self.trunk(images).cpu() for split in splits for images, _ in self.images_of(*split)]
+        read = [self.trunk(images).cpu() for images in batches]
         if not read:
-            raise DataError("dataset.keep_root: none of its images can be read")
+            raise DataError(f"{key}: none of its images can be read")
         return torch.cat(read)
 
     def _read(

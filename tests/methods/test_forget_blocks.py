@@ -178,6 +178,36 @@ def test_without_a_trained_block_it_says_so(net):
         ForgetBlocks(1, 16).setup(model, tasks)
 
 
+def test_a_share_of_steps_reads_harmful_images_at_twice_the_size(net):
+    method, model, (primary, harmful) = prepared(net, enlarged=0.5, shots=4)
+    images = torch.cat([x for x, _ in model.image_batches("harmful", "train")])
+    task = method.pair.harmful
+    assert_close(method.larger, model.trunk(F.interpolate(images, scale_factor=2, mode="bilinear")))
+    assert_close(task.train.x, model.trunk(images))
+    drawn = [method._drawn(harmful) for _ in range(40)]
+    larger = [(x, y) for x, y in drawn if x.shape[2] == 2 * harmful.x.shape[2]]
+    assert 10 < len(larger) < 30
+    for x, y in larger:
+        assert sorted(torch.bincount(y, minlength=4).tolist()) == [0, 0, 4, 4]
+        rows = [int((method.larger == one).flatten(1).all(1).nonzero()[0]) for one in x]
+        assert_close(task.train.y[rows], y)
+    assert torch.isfinite(method.step(model, primary, harmful)["loss"])
+
+
+def test_of_few_images_no_others_are_enlarged(net):
+    model, tasks = build(net, trainable=TRAINED).read_tasks(net, False)
+    few = replace(tasks.harmful, train=tasks.harmful.train.take(tasks.harmful.few(3, 0)))
+    method = ForgetBlocks(1, 16, enlarged=0.9)
+    method.setup(model, replace(tasks, harmful=few))
+    assert len(method.larger) == len(few.train) == 12
+
+
+def test_a_net_of_one_size_enlarges_nothing(net):
+    model, tasks = build(net, "vit_tiny_patch16_224", trainable="blocks.11").read_tasks(net, False)
+    with pytest.raises(ConfigError, match=r"reads images of one size: set method\.enlarged=0"):
+        ForgetBlocks(1, 16, enlarged=0.5).setup(model, tasks)
+
+
 def test_images_are_kept_without_distillation_of_the_output(net, tmp_path):
     draw_folder(tmp_path / "kept", 1, 5, 2, seed=2)
     folders = [Path(task.folders[0]).parents[1] for task in net.tasks.values()]
