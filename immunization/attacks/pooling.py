@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from immunization.attacks.victim import BATCH
 from immunization.data.task import SPLITS
 from immunization.evaluation.comparison import Once
-from immunization.models.chain import Network
+from immunization.models.chain import Network, twice
 
 CHANNELS = 512
 """Of more channels, poolings other than the average read this many orthonormal combinations, drawn at random."""
@@ -161,7 +161,7 @@ def at_twice_the_size(network: Network, images: Tensor) -> Network | None:
 
 
 def _enlarged(_network: Network, inputs: tuple) -> tuple:
-    return F.interpolate(inputs[0], scale_factor=2, mode="bilinear"), *inputs[1:]
+    return twice(inputs[0]), *inputs[1:]
 
 
 def poolings(x: Tensor, last: bool, prefix: int, covariance: bool = True) -> dict[str, Tensor]:

@@ -64,9 +64,9 @@ class ForgetBlocks(Forget, without=["inner"]):
             self.distillation.before(model, next(iter(pair.primary.train.x.split(2))))
         self.blocks = [name for name in outputs if name in trained]
         self.renewed = any(isinstance(part, BATCH_NORMS) for part in model.extractor.modules())
-        self.larger = model.enlarged(self.role, pair.harmful.train) if self.enlarged else None
         if not self.blocks:
             raise ConfigError(f"method={self.name}: none of {model.name}'s blocks is trained; see model.trainable")
+        self.larger = model.enlarged(self.role, pair.harmful.train) if self.enlarged else None
 
     def check_path(self, task: Task) -> None:
         """Raise DataError for a class of fewer than two rows; there is no memory bank."""
@@ -108,7 +108,8 @@ class ForgetBlocks(Forget, without=["inner"]):
         few = len(batch.y) // 2
         if classes:
             drawn = torch.randperm(classes)[: max(2, few // self.shots)]
-            rows = torch.cat([rows[(y.cpu()[rows] == c)][: self.shots] for c in drawn])
+            labels = y.cpu()[rows]
+            rows = torch.cat([rows[labels == c][: self.shots] for c in drawn])
         rows = rows[:few]
         return self.larger[rows].to(batch.x), y[rows.to(y.device)]
 

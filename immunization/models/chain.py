@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from immunization.errors import ConfigError
 from immunization.models.adapted import Adapted
@@ -284,6 +285,11 @@ def pooled(x: Tensor, channels_last: bool = False) -> Tensor:
     if x.ndim == 4:
         return x.mean((1, 2) if channels_last else (2, 3))
     return x.mean(1) if x.ndim == 3 else x
+
+
+def twice(images: Tensor) -> Tensor:
+    """Images [N, C, H, W] at twice their height and width."""
+    return F.interpolate(images, scale_factor=2, mode="bilinear")
 
 
 def _chain(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:

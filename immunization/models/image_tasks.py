@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from immunization.compute.machine import gpu_memory, memory
@@ -22,6 +21,7 @@ from immunization.data.task import SPLITS, Split, Task, TaskPair, is_shown
 from immunization.errors import ConfigError, DataError
 from immunization.models.activations import Activations, Stream, collect, fingerprint, free_space
 from immunization.models.base import Model
+from immunization.models.chain import twice
 from immunization.models.folded import Folded
 from immunization.terminal import counted
 
@@ -183,14 +183,14 @@ class ImageReader(Model):
         task, (channels, height, width) = self.images.tasks.get(role), self.config["input_size"]
         if task is None or split.origin is None:
             raise ConfigError("method.enlarged needs folders of images that can all be read: set method.enlarged=0")
-        images = replace(task.splits["train"], rows=split.origin.rows)
-        read = self._read(self.images, task, images, f"{role} at twice the size: {len(images)} images")
-        larger = (F.interpolate(x, scale_factor=2, mode="bilinear") for x, _ in read)
+        size = channels, 2 * height, 2 * width
         try:
-            size = channels, 2 * height, 2 * width
-            return self._stored(larger, len(images), size, "method.enlarged", "set it to 0")
+            self.extractor(self.trunk(torch.zeros(1, *size)))
         except (AssertionError, RuntimeError, ValueError) as error:
             raise ConfigError(f"{self.name} reads images of one size: set method.enlarged=0") from error
+        images = replace(task.splits["train"], rows=split.origin.rows)
+        read = self._read(self.images, task, images, f"{role} at twice the size: {len(images)} images")
+        return self._stored((twice(x) for x, _ in read), len(images), size, "method.enlarged", "set it to 0")
 
     def kept(self) -> Tensor | None:
         if not self.images.keep:
@@ -205,7 +205,6 @@ class ImageReader(Model):
     def _stored(self, batches: Iterable[Tensor], count: int, size: Sequence[int], key: str, remedy: str) -> Tensor:
         """What enters the extractor of `count` images of a size, for the option `key`; it has to fit into memory."""
         one = self.trunk(torch.zeros(1, *size))
-        self.extractor(one)
         if 2 * (needed := count * one.numel() * one.itemsize) > (most := memory(torch.device("cpu"))):
             raise ConfigError(
                 f"{key}: {count:,} images take {needed / GIB:.3g} GiB before {self.point}, and half of "
