@@ -400,7 +400,7 @@ def _kernel(
 ) -> Kernel:
     """That of one pooling of a block, averaged over views, of training rows and of the rows of other splits."""
     train, *others = (outputs.columns(block, pooling, split)[:views] for split in splits)
-    train, *others = (_mean(x) for x in (train[:, rows], *others))
+    train, *others = (_mean(x) for x in (train[:, rows.to(train.device)], *others))
     return Kernel.of(train, torch.cat(others), root)
 
 

@@ -30,6 +30,7 @@ class Kernel:
     """Inner products of columns with mean 0 and deviation 1: `own` [n, n] of training rows, `others` [M, n] with them.
 
     `squares` [M] are those of other rows with themselves. Kernels of blocks side by side add up. `columns` were read.
+    They lie in the CPU's memory: they are small, and what is solved with them waits more than it computes on a GPU.
     """
 
     own: Tensor
@@ -43,7 +44,7 @@ class Kernel:
 
     @classmethod
     def of(cls, train: Tensor, others: Tensor, root: bool = False) -> Kernel:
-        """From columns [n, D] and [M, D] in float64, which it overwrites.
+        """From columns [n, D] and [M, D] in float64, on any device, which it overwrites.
 
         Columns that do not vary, up to rounding, are left out. `root`: of the columns' signed square roots.
         """
@@ -55,8 +56,9 @@ class Kernel:
             train, others = (x.sign().mul_(x.abs_().sqrt_()) for x in (train, others))
             mean, deviation = _moments(train)
         train, others = (x.sub_(mean).div_(deviation) for x in (train, others))
-        own = torch.from_numpy(np.matmul(train.numpy(), train.numpy().T))  # by BLAS's syrk: half the time of torch's
-        return cls(own, others @ train.T, torch.linalg.vector_norm(others, dim=1).square(), int(alive.sum()))
+        squares = torch.linalg.vector_norm(others, dim=1).square()
+        products = (x.cpu() for x in (_gram(train), others @ train.T, squares))
+        return cls(*products, int(alive.sum()))
 
     def gaussian(self) -> Kernel:
         """exp(-d^2 / 2) of distances, in units in which the mean of d^2 over training rows is 1, of mean 0 there."""
@@ -125,6 +127,11 @@ def probabilities(scores: Tensor, labels: Tensor) -> Tensor:
     places = labels[None, :, None].expand(len(scores), -1, 1)
     losses = [-torch.log_softmax(scaled[:, : len(labels)] * s, 2).gather(2, places).mean((1, 2)) for s in SHARPNESS]
     return torch.softmax(scaled * SHARPNESS[torch.stack(losses).argmin(0)][:, None, None], 2)
+
+
+def _gram(x: Tensor) -> Tensor:
+    """x x^T, on a CPU by BLAS's syrk, which takes half the time of torch's product."""
+    return x @ x.T if x.is_cuda else torch.from_numpy(np.matmul(x.numpy(), x.numpy().T))
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:

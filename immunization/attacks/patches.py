@@ -78,7 +78,7 @@ def outputs_of_images(images: Mapping[str, Tensor], mirrored: bool) -> Outputs:
     parts = gathered(partial(_read, filters), images, mirrored, BATCH // 4)  # the maps of patches are large
     flops = {name: patches.flops(images["train"]) for name, patches in filters.items()}
     passes = [{"pixels": 0.0, "coarse": 0.0}, *({name: cost} for name, cost in flops.items())]
-    return Outputs(parts, passes, [0] * len(passes))
+    return Outputs(parts, passes, [0] * len(passes), images["train"].device)
 
 
 def _averaged(images: Tensor, side: int) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from immunization.attacks.victim import BATCH
+from immunization.compute.transfer import room
 from immunization.data.task import SPLITS
 from immunization.evaluation.comparison import Once
 from immunization.models.chain import Network, twice
@@ -43,14 +45,15 @@ class Outputs:
     """The outputs of blocks for the images of a task.
 
     `parts` [views, N, D], by block and pooling and then by split, in float32: views are the image and, where it was
-    asked for, its mirror image. `passes`, one for each size of the images: operations of one image from the input up to
-    and with a block, in the order in which blocks run; `renewed`: images that were passed before, for statistics.
-    `once` keeps what attackers compute of them.
+    asked for, its mirror image. Kernels of them are computed on `device`, where they need not lie. `passes`, one for
+    each size of the images: operations of one image from the input up to and with a block, in the order in which blocks
+    run; `renewed`: images that were passed before, for statistics. `once` keeps what attackers compute of them.
     """
 
     parts: dict[tuple[str, str], dict[str, Tensor]]
     passes: Sequence[Mapping[str, float]]
     renewed: Sequence[int] = (0,)
+    device: torch.device = torch.device("cpu")
     once: Once = field(default_factory=Once, repr=False)
 
     @property
@@ -65,13 +68,13 @@ class Outputs:
     def of(self, blocks: Iterable[str]) -> Outputs:
         """The outputs of some blocks."""
         own = set(blocks)
-        return Outputs({part: x for part, x in self.parts.items() if part[0] in own}, self.passes, self.renewed)
+        return replace(self, parts={part: x for part, x in self.parts.items() if part[0] in own}, once=Once())
 
     def columns(self, block: str, pooling: str, split: str) -> Tensor:
-        """A pooling of a block, [views, N, D]; D is 0 where it has none."""
-        if part := self.parts.get((block, pooling)):
-            return part[split]
-        return next(iter(self.parts.values()))[split][..., :0]
+        """A pooling of a block, [views, N, D], on `device`; D is 0 where it has none."""
+        part = self.parts.get((block, pooling))
+        found = part[split] if part else next(iter(self.parts.values()))[split][..., :0]
+        return found.to(self.device)
 
     def cost(self, blocks: Iterable[str], images: float) -> float:
         """Operations of so many images, and of those for statistics, up to the last of some blocks at each size."""
@@ -82,13 +85,14 @@ class Outputs:
 
     def __or__(self, more: Outputs) -> Outputs:
         """These and those of other blocks."""
-        return Outputs(self.parts | more.parts, [*self.passes, *more.passes], [*self.renewed, *more.renewed])
+        passes, renewed = [*self.passes, *more.passes], [*self.renewed, *more.renewed]
+        return replace(self, parts=self.parts | more.parts, passes=passes, renewed=renewed, once=Once())
 
     def at_twice_the_size(self) -> Outputs:
         """The same under the names of blocks that read enlarged images."""
         parts = {(block + TWICE, pooling): x for (block, pooling), x in self.parts.items()}
         passes = [{block + TWICE: flops for block, flops in one.items()} for one in self.passes]
-        return Outputs(parts, passes, self.renewed)
+        return replace(self, parts=parts, passes=passes, once=Once())
 
 
 @torch.no_grad()
@@ -117,7 +121,7 @@ def outputs_of(
     flops = prefix_flops(network, images["train"].shape[1:])
     if inside:
         flops |= {block + INSIDE: cost for block, cost in flops.items()}
-    return Outputs(parts, [flops], [renewed])
+    return Outputs(parts, [flops], [renewed], images["train"].device)
 
 
 def gathered(
@@ -128,7 +132,8 @@ def gathered(
 ) -> dict[tuple[str, str], dict[str, Tensor]]:
     """`Outputs.parts` of what is read of batches of images; what has not a row for each image is left out.
 
-    All is written to its place: pieces kept between the large arrays of batches would break up the memory.
+    All is written to its place: pieces kept between the large arrays of batches would break up the memory. A GPU keeps
+    what is far below the room it has.
     """
     parts: dict[tuple[str, str], dict[str, Tensor]] = {}
     for split in SPLITS:
@@ -139,7 +144,9 @@ def gathered(
                     if len(x) == len(some):
                         found = parts.setdefault(part, {})
                         if split not in found:
-                            found[split] = torch.empty(1 + mirrored, len(own), x.shape[1])
+                            shape = 1 + mirrored, len(own), x.shape[1]
+                            near = 4 * math.prod(shape) < room(x.device) / 16
+                            found[split] = torch.empty(shape, device=x.device if near else "cpu")
                         found[split][view, begin : begin + batch] = x
     return parts
 

@@ -51,7 +51,8 @@ class CLAMP(AgainstAttacker):
         def harmful_loss(w: Tensor) -> Tensor:
             return self.pair.harmful.loss(F.linear(features, w), harmful.y)
 
-        start = features.new_empty(self.pair.harmful.outputs, features.shape[1]).normal_()
+        shape = self.pair.harmful.outputs, features.shape[1]
+        start = torch.randn(shape, dtype=features.dtype).to(features)  # the same numbers on every device
         limits = {name: getattr(self, name) for name in ("eps", "margin", "cap", "c_max", "kappa_min")}
         terms = attack_terms(harmful_loss, start, steps=self.attack_steps, rate=self.attack_lr, **limits)
         total = self.lambda_P * loss + sum(getattr(self, name) * term for name, term in terms.items())

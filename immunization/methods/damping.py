@@ -67,9 +67,10 @@ def damp(net: nn.Module, batches: Iterable[Tensor], damping: float) -> list[nn.M
         for hook in hooks:
             hook.remove()
     for layer in layers:
-        values, vectors = torch.linalg.eigh(moments.pop(layer))
-        values = values.clamp(min=torch.finfo(values.dtype).tiny)
-        root = vectors / (1 + damping * values / values.mean()).sqrt() @ vectors.T
+        c = moments.pop(layer)
+        c = damping * c / c.diagonal().mean().clamp(min=torch.finfo(c.dtype).tiny)
+        values, vectors = torch.linalg.eigh(torch.eye(len(c)).to(c) + c)  # of C alone, singular, it may not converge
+        root = vectors / values.sqrt() @ vectors.T
         parametrize.register_parametrization(layer, "weight", Damped(layer.weight.detach().clone(), root), unsafe=True)
     return layers
 

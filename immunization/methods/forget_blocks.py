@@ -61,7 +61,8 @@ class ForgetBlocks(Forget, without=["inner"]):
             raise ConfigError(f"method={self.name} reads blocks of a net, and {model.name} has none: use method=forget")
         trained = model.extractor.trained_blocks()
         with model.extractor.watched(_by_channel) as outputs:
-            self.distillation.before(model, next(iter(pair.primary.train.x.split(2))))
+            few = next(iter(pair.primary.train.x.split(2))).to(self.distillation.omega_0[0])
+            self.distillation.before(model, few)
         self.blocks = [name for name in outputs if name in trained]
         self.renewed = any(isinstance(part, BATCH_NORMS) for part in model.extractor.modules())
         if not self.blocks:

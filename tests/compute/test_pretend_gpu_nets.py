@@ -13,6 +13,7 @@ MORE = [
     ("method=learning_curve", "evaluation=[rir,own_head,sampled,deployment,validity]", "evaluation.sampled.groups=2"),
     *[(f"method={name}",) for name in ("r_ill_only", "opt_kappa", "imma", "learning_curve_net", "closed_form")],
     ("model.trainable=fold", "method=condition_number"),
+    *[(f"method={name}",) for name in ("forget", "forget_blocks", "sophon", "ntl", "encoderlock", "clamp", "tar")],
     ("method=condition_number", "method.max_accuracy_drop=0.5", "deterministic=true"),
 ]
 FOLDERS = ("dataset=image_folders", "dataset.size=32", "dataset.batch_size=16", "model=timm", "model.name=test_resnet")
@@ -24,6 +25,7 @@ READING = [
     ("dataset.cache=null",),
     ("model.channels_last=true",),
 ]
+READERS = ("block_probe", "frozen_blocks", "neighbours")
 PROBES, TUNING = ("linear_probe", "undo", "weights_int8"), ("last_block_finetune", "full_finetune_adamw", "lora")
 
 
@@ -70,3 +72,11 @@ def test_attacks(tmp_path, cache):
     )
     agree(cpu, gpu)
     assert all(gpu.metrics[f"attack/{name}/final"] is not None for name in (*PROBES, *TUNING))
+
+
+@pytest.mark.slow
+def test_attackers_who_read_blocks(tmp_path, cache):
+    options = [*SHORT, cache, "method=forget_blocks", "method.enlarged=0.5", f"attack=[{','.join(READERS)}]"]
+    cpu, gpu, seen = run_on_both([*options, "attack.block_probe.images=true"], tmp_path)
+    agree(cpu, gpu)
+    assert all(gpu.metrics[f"attack/{name}/final"] is not None for name in READERS)
