@@ -214,7 +214,8 @@ def covariance_root(x: Tensor) -> Tensor:
     recognition?, ICCV 2017). Taken from the smaller one of both Gram matrices.
     """
     wide = x.shape[1] > x.shape[2]
-    values, vectors = torch.linalg.eigh(x.transpose(1, 2) @ x if wide else x @ x.transpose(1, 2))
+    gram = x.transpose(1, 2) @ x if wide else x @ x.transpose(1, 2)
+    values, vectors = (found.to(x) for found in torch.linalg.eigh(gram.cpu()))  # a GPU takes one after the other
     alive = values > len(values[0]) * torch.finfo(values.dtype).eps * values[:, -1:]
     powers = values.where(alive, 1.0) ** (-0.25 if wide else 0.25) * alive
     half = (x @ vectors if wide else vectors) * powers[:, None]
