@@ -11,8 +11,8 @@ from immunization.methods.damping import damp, release
 from immunization.models.activations import Stream, take
 from immunization.models.base import Batch, Model
 
-DAMPED = 500
-"""Most images of D_P, and most of those to keep, whose second moments damp the weights."""
+DAMPED = 1000
+"""Most images to keep whose second moments damp the weights; of D_P, whose few classes are not all, a fifth of that."""
 
 
 class Distillation:
@@ -37,11 +37,10 @@ class Distillation:
         self.spread = self.size - self.mean.square().sum()
 
     def _read(self, x: Tensor | Stream) -> Iterator[Tensor]:
-        """What the weights are damped by: rows x of D_P and images to keep, `DAMPED` of each, in batches."""
-        for rows in (x, self.kept):
-            if rows is not None:
-                few = torch.linspace(0, len(rows) - 1, min(len(rows), DAMPED)).long()  # of all classes
-                yield from (batch.to(self.omega_0[0]) for batch in take(rows, few).split(50))
+        """What the weights are damped by, in batches: rows x of D_P, and images to keep where there are any."""
+        for rows, most in ((x, DAMPED // 5), (self.kept, DAMPED)) if self.kept is not None else ((x, DAMPED),):
+            few = torch.linspace(0, len(rows) - 1, min(len(rows), most)).long()  # of all classes
+            yield from (batch.to(self.omega_0[0]) for batch in take(rows, few).split(50))
 
     def release(self) -> None:
         """Make damped weights plain ones again."""
