@@ -53,7 +53,7 @@ class Outputs:
     parts: dict[tuple[str, str], dict[str, Tensor]]
     passes: Sequence[Mapping[str, float]]
     renewed: Sequence[int] = (0,)
-    device: torch.device = torch.device("cpu")
+    device: torch.device | str = "cpu"
     once: Once = field(default_factory=Once, repr=False)
 
     @property

@@ -23,7 +23,9 @@ class Distillation:
     the head of a model of rows starts untrained.
     """
 
-    def __init__(self, model: Model, pair: TaskPair, keeps: bool = True, damping: float = 0.0, mixup: float = 0.0) -> None:
+    def __init__(
+        self, model: Model, pair: TaskPair, keeps: bool = True, damping: float = 0.0, mixup: float = 0.0
+    ) -> None:
         """`keeps`: images of dataset.keep_root are read; without, K is the batch of D_P.
 
         `damping` of the trained weights until `release`, by such images. `mixup` of those to keep: see `drawn`.

@@ -77,6 +77,6 @@ def test_attacks(tmp_path, cache):
 @pytest.mark.slow
 def test_attackers_who_read_blocks(tmp_path, cache):
     options = [*SHORT, cache, "method=forget_blocks", "method.enlarged=0.5", f"attack=[{','.join(READERS)}]"]
-    cpu, gpu, seen = run_on_both([*options, "attack.block_probe.images=true"], tmp_path)
+    cpu, gpu, _ = run_on_both([*options, "attack.block_probe.images=true"], tmp_path)
     agree(cpu, gpu)
     assert all(gpu.metrics[f"attack/{name}/final"] is not None for name in READERS)
