@@ -23,14 +23,11 @@ class Distillation:
     the head of a model of rows starts untrained.
     """
 
-    def __init__(
-        self, model: Model, pair: TaskPair, keeps: bool = True, damping: float = 0.0, mixup: float = 0.0
-    ) -> None:
+    def __init__(self, model: Model, pair: TaskPair, keeps: bool = True, damping: float = 0.0) -> None:
         """`keeps`: images of dataset.keep_root are read; without, K is the batch of D_P.
 
-        `damping` of the trained weights until `release`, by such images. `mixup` of those to keep: see `drawn`.
+        `damping` of the trained weights until `release`, by such images.
         """
-        self.mixup = mixup
         self.kept = model.kept() if keeps else None
         self.omega_0 = [p.detach().clone() for p in model.head.parameters()]
         self.layers = damp(model.extractor, self._read(pair.primary.train.x), damping) if damping else []
@@ -50,21 +47,8 @@ class Distillation:
         release(self.layers)
 
     def drawn(self, x: Tensor) -> Tensor:
-        """As many images to keep as x has rows; none where there are none.
-
-        With `mixup` a each is r times it and 1 - r times another one, r of Beta(a, a), and every other map is mirrored:
-        theta_0 says what becomes of any input (Beyer et al., Knowledge distillation: a good teacher is patient and
-        consistent, CVPR 2022), so that few images stand for many.
-        """
-        if self.kept is None:
-            return x[:0]
-        own = self.kept[torch.randint(len(self.kept), (len(x),))].to(x)
-        if not self.mixup:
-            return own
-        if own.ndim == 4:
-            own = torch.where((torch.rand(len(own), 1, 1, 1) < 0.5).to(own.device), own.flip(-1), own)
-        share = torch.distributions.Beta(self.mixup, self.mixup).sample((len(own), *[1] * (own.ndim - 1))).to(own)
-        return share * own + (1 - share) * own.roll(1, 0)
+        """As many images to keep as x has rows; none where there are none."""
+        return x[:0] if self.kept is None else self.kept[torch.randint(len(self.kept), (len(x),))].to(x)
 
     @torch.no_grad()
     def before(self, model: Model, x: Tensor) -> Tensor:

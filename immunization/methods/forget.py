@@ -39,7 +39,7 @@ class Forget(Method, without=["combine", "keep"]):
     L_path differentiates through what a ridge probe predicts of each row without that row (`leave_one_out`). Its rows
     are the batch's, which carry the gradient, and a memory bank: features of the rows that this pass over D_H has
     shown already, as they were then. L_inner is against attackers who cut the net: g is what a block gives, pooled.
-    With `damping` the trained weights are `Damped` by D_P and the images to keep; with `mixup` these are mixed.
+    With `damping` the trained weights are `Damped` by D_P and the images to keep.
     `train_head`: a net's head is trained on the classes of D_P, at the price of its others; without it L(D_P) is left
     out. BatchNorm statistics do not move; against attackers with their own, `own_statistics` times L_collapse with
     those of the harmful batch can be added.
@@ -58,7 +58,6 @@ class Forget(Method, without=["combine", "keep"]):
     inner: NonNegative = 0.0
     own_statistics: NonNegative = 0.0
     damping: NonNegative = 0.0
-    mixup: NonNegative = 0.0
     target: Literal["zero", "mean"] = "zero"
     floor: Positive = 0.02
     train_head: bool = True
@@ -86,7 +85,7 @@ class Forget(Method, without=["combine", "keep"]):
         if self.path:
             self.check_path(pair.harmful)
         model.head.requires_grad_(self.train_head or not model.deep)
-        self.distillation = Distillation(model, pair, self.keeps, self.damping, self.mixup)
+        self.distillation = Distillation(model, pair, self.keeps, self.damping)
         self.mean, self.size = self.distillation.mean, self.distillation.size
         self.sizes = self._inner_sizes(model, pair.primary.train.x) if self.inner else {}
         if self.inner and not self.sizes:

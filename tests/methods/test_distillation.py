@@ -15,7 +15,6 @@ from immunization.config import compose
 from immunization.errors import ConfigError
 from immunization.experiment import assemble, resolve
 from immunization.methods import CLAMP, IMMA, NTL, TAR, ConditionNumber, Sophon, combined
-from immunization.methods.distillation import Distillation
 from immunization.models import Linear
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
@@ -79,26 +78,6 @@ def test_the_loss_by_hand(net):
     terms = method.loss_and_terms(model, primary, harmful)
     assert_close(terms["kept"], by_hand)
     assert_close(terms["loss"], alone + 2 * by_hand)
-
-
-@pytest.mark.parametrize("mixup", [0.0, 1.0])
-def test_images_to_keep_are_drawn_as_they_are_or_mixed_in_pairs(net, mixup):
-    model, tasks = build(net).read_tasks(net, False)
-    torch.manual_seed(0)
-    distillation = Distillation(model, tasks, mixup=mixup)
-    kept = model.kept()[:].flatten(1)
-    found = distillation.drawn(torch.zeros(12, *model.kept().shape[1:]))
-    mirrored = model.kept()[:].flip(-1).flatten(1)
-    known = torch.cat([kept, mirrored])
-    alone = torch.cdist(found.flatten(1).double(), known.double()).amin(1) < 1e-6
-    assert alone.all() if not mixup else alone.sum() < 4  # an image may be mixed with itself
-    if mixup:  # each lies between two of them
-        ends = known.double()
-        for x in found.flatten(1).double():
-            distances = torch.cdist(x[None], ends)[0]
-            between = distances[:, None] + distances - torch.cdist(ends, ends)
-            between.fill_diagonal_(1.0)
-            assert between.min() < 1e-5 * distances.max()
 
 
 def test_several_harmful_tasks_keep_once(net):
