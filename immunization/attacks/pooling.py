@@ -30,6 +30,9 @@ INSIDE, INNER = " inside", ("average", "maximum", "deviation", "2x2", "class")
 SMALL, TWICE = 128, " at twice the size"
 """Longest side of images that are also read at twice their size, and what is then added to the names of blocks."""
 
+NEAR = 1 / 16
+"""Share of the room on a GPU that one pooling of a block may take there; others go to the CPU's memory."""
+
 POOLINGS: dict[str, tuple[str, ...]] = {
     "average": ("average",),
     "rich": ("average", "maximum", "deviation", "2x2", "class"),
@@ -54,7 +57,7 @@ class Outputs:
     passes: Sequence[Mapping[str, float]]
     renewed: Sequence[int] = (0,)
     device: torch.device | str = "cpu"
-    once: Once = field(default_factory=Once, repr=False)
+    once: Once = field(default_factory=Once, init=False, repr=False)
 
     @property
     def views(self) -> int:
@@ -68,7 +71,7 @@ class Outputs:
     def of(self, blocks: Iterable[str]) -> Outputs:
         """The outputs of some blocks."""
         own = set(blocks)
-        return replace(self, parts={part: x for part, x in self.parts.items() if part[0] in own}, once=Once())
+        return replace(self, parts={part: x for part, x in self.parts.items() if part[0] in own})
 
     def columns(self, block: str, pooling: str, split: str) -> Tensor:
         """A pooling of a block, [views, N, D], on `device`; D is 0 where it has none."""
@@ -86,13 +89,13 @@ class Outputs:
     def __or__(self, more: Outputs) -> Outputs:
         """These and those of other blocks."""
         passes, renewed = [*self.passes, *more.passes], [*self.renewed, *more.renewed]
-        return replace(self, parts=self.parts | more.parts, passes=passes, renewed=renewed, once=Once())
+        return replace(self, parts=self.parts | more.parts, passes=passes, renewed=renewed)
 
     def at_twice_the_size(self) -> Outputs:
         """The same under the names of blocks that read enlarged images."""
         parts = {(block + TWICE, pooling): x for (block, pooling), x in self.parts.items()}
         passes = [{block + TWICE: flops for block, flops in one.items()} for one in self.passes]
-        return replace(self, parts=parts, passes=passes, once=Once())
+        return replace(self, parts=parts, passes=passes)
 
 
 @torch.no_grad()
@@ -132,8 +135,7 @@ def gathered(
 ) -> dict[tuple[str, str], dict[str, Tensor]]:
     """`Outputs.parts` of what is read of batches of images; what has not a row for each image is left out.
 
-    All is written to its place: pieces kept between the large arrays of batches would break up the memory. A GPU keeps
-    what is far below the room it has.
+    All is written to its place: pieces kept between the large arrays of batches would break up the memory.
     """
     parts: dict[tuple[str, str], dict[str, Tensor]] = {}
     for split in SPLITS:
@@ -145,7 +147,7 @@ def gathered(
                         found = parts.setdefault(part, {})
                         if split not in found:
                             shape = 1 + mirrored, len(own), x.shape[1]
-                            near = 4 * math.prod(shape) < room(x.device) / 16
+                            near = 4 * math.prod(shape) <= NEAR * room(x.device)
                             found[split] = torch.empty(shape, device=x.device if near else "cpu")
                         found[split][view, begin : begin + batch] = x
     return parts

@@ -68,8 +68,9 @@ def damp(net: nn.Module, batches: Iterable[Tensor], damping: float) -> list[nn.M
             hook.remove()
     for layer in layers:
         c = moments.pop(layer)
-        c = damping * c / c.diagonal().mean().clamp(min=torch.finfo(c.dtype).tiny)
-        values, vectors = torch.linalg.eigh(torch.eye(len(c)).to(c) + c)  # of C alone, singular, it may not converge
+        c *= damping / c.diagonal().mean().clamp(min=torch.finfo(c.dtype).tiny)
+        c.diagonal().add_(1)
+        values, vectors = torch.linalg.eigh(c)  # of C alone, which may be singular, LAPACK does not always converge
         root = vectors / values.sqrt() @ vectors.T
         parametrize.register_parametrization(layer, "weight", Damped(layer.weight.detach().clone(), root), unsafe=True)
     return layers

@@ -38,7 +38,8 @@ class Distillation:
 
     def _read(self, x: Tensor | Stream) -> Iterator[Tensor]:
         """What the weights are damped by, in batches: rows x of D_P, and images to keep where there are any."""
-        for rows, most in ((x, DAMPED // 5), (self.kept, DAMPED)) if self.kept is not None else ((x, DAMPED),):
+        parts = [(x, DAMPED)] if self.kept is None else [(x, DAMPED // 5), (self.kept, DAMPED)]
+        for rows, most in parts:
             few = torch.linspace(0, len(rows) - 1, min(len(rows), most)).long()  # of all classes
             yield from (batch.to(self.omega_0[0]) for batch in take(rows, few).split(50))
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from immunization.theory.eigenpairs import extreme_eigenpair
 from immunization.theory.spectrum import EPS
 
 
@@ -25,7 +26,10 @@ def leave_one_out(features: Tensor, targets: Tensor, ridges: Sequence[float]) ->
     z, y = (part - part.mean(0) for part in (features.double(), targets.double()))
     wide = len(z) <= z.shape[1]
     gram = z @ z.mT if wide else z.mT @ z
-    top = torch.linalg.eigh(gram.detach().cpu()).eigenvectors[:, -1].to(gram)  # a GPU takes longer, for it is small
+    near = gram.detach().cpu()
+    if not near.isfinite().all():
+        raise torch.linalg.LinAlgError("the features hold NaN, infinite or overflowing values")
+    top = extreme_eigenpair(near, -1)[1].to(gram)
     square = top @ gram @ top  # sigma_1^2, with the gradient of an eigenvalue
     eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     if not square > (len(z) * EPS * features.detach().abs().max()) ** 2:  # the rounding of the mean

@@ -72,3 +72,12 @@ def test_rows_without_information_predict_nothing():
     x[0, 0] = 1.0  # sigma_1 > 0, and nothing else
     found = leave_one_out(x, torch.eye(3, dtype=torch.float64).repeat(2, 1), [1e9])
     assert found.abs().max() < 1e-8
+
+
+@pytest.mark.parametrize("rows", [8, 300])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_features_that_are_not_finite_are_refused(rows, bad):
+    features = torch.randn(rows, 4)
+    features[0, 0] = bad
+    with pytest.raises(torch.linalg.LinAlgError, match="NaN, infinite"):
+        leave_one_out(features, torch.randn(rows, 2), [0.01])
