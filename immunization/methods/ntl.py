@@ -38,19 +38,17 @@ class NTL(AgainstHead):
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
         trained = model.extractor.trained_blocks() if model.deep else []
-        own = [name for name in trained if self.block in (name, name.replace("_", "."))]
-        if self.block is not None and not own:
+        if self.block not in (None, *trained):
             known = f"{model.name} trains {', '.join(trained)}" if trained else f"{model.name} trains none: set null"
             raise ConfigError(f"method.block={self.block} is no trained block; {known}")
-        self.seen_at = own[0] if own else None
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         task = self.pair.harmful
         with self._seen(model) as seen:
             logits, features = model.outputs(primary)
-            ours = seen.get(self.seen_at, model.training_features(primary.x) if features is None else features)
+            ours = seen.get(self.block, model.training_features(primary.x) if features is None else features)
             features = model.training_features(harmful.x)
-            theirs = seen.get(self.seen_at, features)
+            theirs = seen.get(self.block, features)
         self.attacker = fitted_head(task, self.attacker, features, harmful.y, self.head_lr, self.head_steps)
         task_loss, harmful_loss = self.pair.primary.loss(logits, primary.y), self.harmful_loss(features, harmful)
         distance = mmd(ours.to(features), theirs.to(features))

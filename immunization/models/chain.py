@@ -75,13 +75,15 @@ class Chain(nn.Module):
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
         """Its parts that have weights, Sequential ones taken apart, by name: where it could be cut."""
-        children = getattr(self, "net", self).named_children()
-        parts = [unit for name, child in children for unit in _chain(name, child)]
+        parts = [unit for name, child in self._units() for unit in _chain(name, child)]
         return [(name, part) for name, part in parts if any(p.ndim > 1 for p in part.parameters())]
 
     def trained_blocks(self) -> list[str]:
         """Names of the blocks with trained weights."""
         return [name for name, part in self.blocks() if any(p.requires_grad for p in part.parameters())]
+
+    def _units(self) -> Iterable[tuple[str, nn.Module]]:
+        return getattr(self, "net", self).named_children()
 
     @contextmanager
     def watched(self, reduce: Reduce | None = None, inside: Reduce | None = None) -> Iterator[dict[str, Any]]:
@@ -123,8 +125,12 @@ class Tail(Chain):
 
     def __init__(self, net: nn.Module, units: list[tuple[str, nn.Module]]) -> None:
         super().__init__(net)
+        self._names = [name for name, _ in units]
         for name, unit in units:
             self.add_module(name.replace(".", "_"), unit)
+
+    def _units(self) -> Iterable[tuple[str, nn.Module]]:
+        return zip(self._names, self.children(), strict=True)
 
     def forward(self, x: Tensor) -> Tensor:
         for unit in self.children():
