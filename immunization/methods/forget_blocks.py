@@ -1,5 +1,7 @@
 """Features that forget in every trained block, against attackers who read any of them."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
@@ -29,8 +31,8 @@ class ForgetBlocks(Forget, without=["inner"]):
     A batch has `shots` harmful images of a class side by side: ridges are to tell each from the others' labels. L_path
     does not depend on the scale of m: outputs that are merely small hide nothing, since a ridge enlarges them.
     L_silence makes exact zeros behind a ReLU, which nobody enlarges. Means of m_0 are over the images of the step.
-    In a share `enlarged` of steps harmful images are read at twice the size, as attackers read small ones.
-    Weights are `Damped` by D_P and the images to keep.
+    In a share `enlarged` of steps half as many images, of all kinds, are read at twice the size, as attackers read
+    small ones. Weights are `Damped` by D_P and the images to keep, at all sizes that are read.
     Of nets with BatchNorm, `own_statistics` times L_path and L_silence are added with its statistics taken from the
     harmful batch, as attackers renew them. With `train_head`, + L(D_P).
     """
@@ -67,21 +69,28 @@ class ForgetBlocks(Forget, without=["inner"]):
         self.renewed = any(isinstance(part, BATCH_NORMS) for part in model.extractor.modules())
         if not self.blocks:
             raise ConfigError(f"method={self.name}: none of {model.name}'s blocks is trained; see model.trainable")
-        self.larger = model.enlarged(self.role, pair.harmful.train) if self.enlarged else None
+
+    def larger(self, model: Model) -> Sequence[tuple[Tensor, Tensor | None]]:
+        self.large = None
+        if not self.enlarged:
+            return ()
+        kept = model.kept(enlarged=True) if self.keeps else None
+        tasks = ("primary", self.pair.primary), (self.role, self.pair.harmful)
+        self.large = [model.enlarged(role, task.train) for role, task in tasks] + [kept]
+        return [(self.large[0], kept)]
 
     def check_path(self, task: Task) -> None:
         """Raise DataError for a class of fewer than two rows; there is no memory bank."""
         check_pairs(task)
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
-        kept = torch.cat([primary.x, self.distillation.drawn(primary.x)])
+        kept, y, x, labels = self._drawn(primary, harmful)
         with model.extractor.watched(_by_channel) as outputs:
             before = self.distillation.before(model, kept)
             blocks_before = self._maps(outputs)
         with parametrize.cached(), model.extractor.watched(_by_channel) as outputs:  # damped weights once a step
             features = model.training_features(kept)
             blocks = self._maps(outputs)
-            x, labels = self._drawn(harmful)
             theirs = model.training_features(x)
             hold = [
                 (m - m_0).square().mean() / m_0.var(0, correction=0).mean()
@@ -98,21 +107,35 @@ class ForgetBlocks(Forget, without=["inner"]):
                     model.training_features(x)
                 own = self._forgotten(self._maps(outputs), blocks_before, labels)
                 terms["own_statistics"] = sum(getattr(self, name) * term for name, term in own.items())
-        return self._weighted(model, self.pair.primary.loss(model.head(features[: len(primary.x)]), primary.y), terms)
+        return self._weighted(model, self.pair.primary.loss(model.head(features[: len(y)]), y), terms)
 
-    def _drawn(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Harmful images of a step and their labels: the batch, or half as many at twice the size, grouped likewise."""
-        if self.larger is None or torch.rand(()) >= self.enlarged:
-            return batch.x, batch.y
-        y, classes = self.pair.harmful.train.y, self.pair.harmful.classes
+    def _drawn(self, primary: Batch, harmful: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """K of a step with labels of its first rows, of D_P, and harmful images with labels, which are grouped.
+
+        The batches beside images to keep, or half as many of each at twice the size.
+        """
+        if self.large is None or torch.rand(()) >= self.enlarged:
+            return torch.cat([primary.x, self.distillation.drawn(primary.x)]), primary.y, harmful.x, harmful.y
+        of_primary, of_harmful, keep = self.large
+        few = len(primary.y) // 2
+        ours = torch.randint(len(of_primary), (few,))
+        kept = of_primary[ours]
+        if keep is not None:
+            kept = torch.cat([kept, keep[torch.randint(len(keep), (few,))]])
+        theirs = self._grouped(len(harmful.y) // 2)
+        of_all = self.pair.primary.train.y, self.pair.harmful.train.y
+        y, labels = (task[rows.to(task.device)] for task, rows in zip(of_all, (ours, theirs), strict=True))
+        return kept.to(primary.x), y, of_harmful[theirs].to(harmful.x), labels
+
+    def _grouped(self, few: int) -> Tensor:
+        """So many training rows of D_H, `shots` of a class side by side."""
+        y, classes = self.pair.harmful.train.y.cpu(), self.pair.harmful.classes
         rows = torch.randperm(len(y))
-        few = len(batch.y) // 2
         if classes:
             drawn = torch.randperm(classes)[: max(2, few // self.shots)]
-            labels = y.cpu()[rows]
+            labels = y[rows]
             rows = torch.cat([rows[labels == c][: self.shots] for c in drawn])
-        rows = rows[:few]
-        return self.larger[rows].to(batch.x), y[rows.to(y.device)]
+        return rows[:few]
 
     def _maps(self, outputs: dict[str, Tensor]) -> list[Tensor]:
         return [outputs[name].float() for name in self.blocks]

@@ -161,8 +161,11 @@ class Model(nn.Module):
         """Images [n, C, H, W] of a task of no pair, as a deep model reads them, and labels [n] as its files count."""
         raise NotImplementedError
 
-    def kept(self) -> Tensor | None:
-        """What the extractor of a net reads of images to keep, without labels: [N, ...]; None where there are none."""
+    def kept(self, enlarged: bool = False) -> Tensor | None:
+        """What the extractor of a net reads of images to keep, without labels: [N, ...]; None where there are none.
+
+        `enlarged`: at twice the size.
+        """
         return None
 
     stripped_by: str | None = None

@@ -180,27 +180,34 @@ class ImageReader(Model):
         return self._read(images, task, split, f"{task.name}: {len(split)} images")
 
     def enlarged(self, role: str, split: Split) -> Tensor:
-        task, (channels, height, width) = self.images.tasks.get(role), self.config["input_size"]
+        task = self.images.tasks.get(role)
         if task is None or split.origin is None:
             raise ConfigError("method.enlarged needs folders of images that can all be read: set method.enlarged=0")
-        size = channels, 2 * height, 2 * width
-        try:
-            self.extractor(self.trunk(torch.zeros(1, *size)))
-        except (AssertionError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"{self.name} reads images of one size: set method.enlarged=0") from error
         images = replace(task.splits["train"], rows=split.origin.rows)
         read = self._read(self.images, task, images, f"{role} at twice the size: {len(images)} images")
-        return self._stored((twice(x) for x, _ in read), len(images), size, "method.enlarged", "set it to 0")
+        return self._enlarged((x for x, _ in read), len(images))
 
-    def kept(self) -> Tensor | None:
+    def kept(self, enlarged: bool = False) -> Tensor | None:
         if not self.images.keep:
             return None
         splits = [(task, task.splits["train"]) for task in self.images.keep]
         read = (images for split in splits for images, _ in self.images_of(*split))
         count = sum(len(split) for _, split in splits)
+        if enlarged:
+            return self._enlarged(read, count)
         return self._stored(
             read, count, self.config["input_size"], "dataset.keep_root", "choose fewer with dataset.keep.classes"
         )
+
+    def _enlarged(self, batches: Iterable[Tensor], count: int) -> Tensor:
+        """What enters the extractor of `count` images at twice the size."""
+        channels, height, width = self.config["input_size"]
+        size = channels, 2 * height, 2 * width
+        try:
+            self.extractor(self.trunk(torch.zeros(1, *size)))
+        except (AssertionError, RuntimeError, ValueError) as error:
+            raise ConfigError(f"{self.name} reads images of one size: set method.enlarged=0") from error
+        return self._stored(map(twice, batches), count, size, "method.enlarged", "set it to 0")
 
     def _stored(self, batches: Iterable[Tensor], count: int, size: Sequence[int], key: str, remedy: str) -> Tensor:
         """What enters the extractor of `count` images of a size, for the option `key`; it has to fit into memory."""
