@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from immunization.checks import checked
 from immunization.data.image_folders import open_task
@@ -13,8 +13,10 @@ from immunization.data.images import ImageTask
 from immunization.errors import ConfigError, DataError
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import SUFFIX, Measures, Stage
+from immunization.models.chain import twice
 from immunization.models.image_tasks import outputs_of
 
+SIZES = ("", "_enlarged")
 NAMES = ("accuracy", "called_primary")
 
 
@@ -23,10 +25,10 @@ class OtherClasses:
 
     `other_classes/accuracy` (argmax over all outputs) and `other_classes/called_primary`, the share of these images
     whose prediction is a class of D_P; also with `_baseline`, where the weights before training are kept: where
-    attackers run, or in an audit.
+    attackers run, or in an audit. With `enlarged` also `..._enlarged`, of the images at twice their size.
     The folder `root` has a folder of images per class; classes of D_P in it are left out. `classes`, `crop` and
     `outputs` are as those of dataset.primary. Models without a head for other classes have no such measures. Raises
-    DataError where all classes of `root` are in D_P.
+    DataError where all classes of `root` are in D_P, and ConfigError for `enlarged` images and a net of one size.
     """
 
     names = ("other_classes/*",)
@@ -38,7 +40,9 @@ class OtherClasses:
         classes: str | Sequence[str | int] | None = None,
         crop: str | None = None,
         outputs: str | None = None,
+        enlarged: bool = False,
     ) -> None:
+        self.enlarged = enlarged
         self.root, self.options = root, {"classes": classes, "crop": crop, "outputs": outputs}
 
     @torch.no_grad()
@@ -47,7 +51,12 @@ class OtherClasses:
         shown = comparison.tasks["primary"].head
         if not model.deep or shown is None:
             return measures
-        names = {stage: [f"other_classes/{name}{suffix}" for name in NAMES] for stage, suffix in SUFFIX.items()}
+        sizes = SIZES if self.enlarged else SIZES[:1]
+        names = {
+            (stage, size): [f"other_classes/{name}{size}{suffix}" for name in NAMES]
+            for size in sizes
+            for stage, suffix in SUFFIX.items()
+        }
         if self.root is None:
             measures.miss("evaluation.other_classes.root names no folder of images", *chain(*names.values()))
             return measures
@@ -58,24 +67,33 @@ class OtherClasses:
         if not len(rows):
             raise DataError(f"evaluation.other_classes.root={self.root}: every class in it is one of the primary task")
         measures.about["other_classes"] = {"classes": len(truth[rows].unique()), "images": len(rows)}
-        before, after = model.deployed_before(comparison.start), model.deployed()
-        predictions: dict[Stage, list[Tensor]] = {"immunized": []} | ({} if before is None else {"baseline": []})
+        nets = {"immunized": model.deployed(), "baseline": model.deployed_before(comparison.start)}
+        predictions: dict[tuple[Stage, str], list[Tensor]] = {key: [] for key in names if nets[key[0]] is not None}
         labels = []
         for images, found in model.images_of(task, split.take(rows)):
             labels.append(outputs[found])
-            for stage, made in predictions.items():
-                net = after if stage == "immunized" else before
-                made.append(net(images.to(next(net.parameters()))).argmax(1).cpu())
-        for stage, own in names.items():
-            if stage not in predictions:
+            for (stage, size), made in predictions.items():
+                x = images.to(next(nets[stage].parameters()))
+                made.append(self._predicted(nets[stage], twice(x) if size else x))
+        for key, own in names.items():
+            if key not in predictions:
                 measures.miss(
                     "the net as it was before training is not kept; runs with attackers and audits keep it", *own
                 )
                 continue
-            predicted = torch.cat(predictions[stage])
+            predicted = torch.cat(predictions[key])
             for name, hits in zip(own, (predicted == torch.cat(labels), torch.isin(predicted, shown)), strict=True):
                 measures.put(name, hits.double().mean().item())
         return measures
+
+    @staticmethod
+    def _predicted(net: nn.Module, images: Tensor) -> Tensor:
+        try:
+            return net(images).argmax(1).cpu()
+        except (AssertionError, ValueError) as error:
+            raise ConfigError(
+                "evaluation.other_classes.enlarged: the net reads images of one size; set it to false"
+            ) from error
 
     def _task(self) -> ImageTask:
         """The task below `root`, which is read as D_P is; errors name the keys of this evaluation."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.nets import build, open_pair
 
 from immunization.errors import ConfigError, DataError
@@ -59,6 +60,30 @@ def test_accuracy_and_share_taken_for_primary(opened, folders, outputs):
     assert measures.about["other_classes"] == {"classes": 2, "images": 40}
     some = OtherClasses(str(folders[0] / "train"), classes="1:3", outputs=outputs)(Comparison(tasks, model))
     assert some.about["other_classes"] == {"classes": 1, "images": 20}
+
+
+@torch.no_grad()
+def test_images_at_twice_the_size(opened, folders, outputs):
+    net, pair = opened
+    model, tasks = net.read_tasks(pair, False)
+    start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
+    measures = OtherClasses(str(folders[0] / "train"), outputs=outputs, enlarged=True)(Comparison(tasks, model, start))
+    everything = open_pair(folders, primary={"outputs": outputs}, val_fraction=0)
+    other = build(everything)
+    other.read_tasks(everything, True)
+    x, y = (torch.cat(parts) for parts in zip(*other.image_batches("primary", "train"), strict=True))
+    larger = F.interpolate(x[y < 2], scale_factor=2, mode="bilinear")
+    hits = (model.deployed()(larger).argmax(1) == y[y < 2]).double().mean()
+    for end in ("", "_baseline"):
+        assert measures.metrics[f"other_classes/accuracy_enlarged{end}"] == hits
+    assert measures.metrics["other_classes/accuracy"] is not None
+
+
+def test_a_net_of_one_size_says_so(folders, outputs):
+    pair = open_pair(folders, primary={"classes": "0:2", "outputs": outputs})
+    model, tasks = build(pair, "vit_tiny_patch16_224").read_tasks(pair, False)
+    with pytest.raises(ConfigError, match=r"other_classes\.enlarged: the net reads images of one size"):
+        OtherClasses(str(folders[0] / "train"), outputs=outputs, enlarged=True)(Comparison(tasks, model))
 
 
 def test_a_folded_map_changes_no_prediction(opened, folders, outputs):

@@ -178,20 +178,32 @@ def test_without_a_trained_block_it_says_so(net):
         ForgetBlocks(1, 16).setup(model, tasks)
 
 
-def test_a_share_of_steps_reads_harmful_images_at_twice_the_size(net):
-    method, model, (primary, harmful) = prepared(net, enlarged=0.5, shots=4)
-    images = torch.cat([x for x, _ in model.image_batches("harmful", "train")])
-    task = method.pair.harmful
-    assert_close(method.larger, model.trunk(F.interpolate(images, scale_factor=2, mode="bilinear")))
-    assert_close(task.train.x, model.trunk(images))
-    drawn = [method._drawn(harmful) for _ in range(40)]
-    larger = [(x, y) for x, y in drawn if x.shape[2] == 2 * harmful.x.shape[2]]
+def test_a_share_of_steps_reads_half_as_many_images_at_twice_the_size(net, tmp_path):
+    draw_folder(tmp_path / "kept", 1, 5, 2, seed=2)
+    folders = [Path(task.folders[0]).parents[1] for task in net.tasks.values()]
+    pair = open_pair(folders, val_fraction=0.2, keep_root=str(tmp_path / "kept" / "train"))
+    method, model, (primary, harmful) = prepared(pair, enlarged=0.5, shots=4)
+    tasks = method.pair
+    for role, found in zip(("primary", "harmful"), method.large, strict=False):
+        images = torch.cat([x for x, _ in model.image_batches(role, "train")])
+        assert_close(found, model.trunk(F.interpolate(images, scale_factor=2, mode="bilinear")))
+    assert len(method.large[2]) == len(model.kept()) == 5
+    steps = [method._drawn(primary, harmful) for _ in range(40)]
+    larger = [step for step in steps if step[0].shape[2] == 2 * primary.x.shape[2]]
     assert 10 < len(larger) < 30
-    for x, y in larger:
-        assert sorted(torch.bincount(y, minlength=4).tolist()) == [0, 0, 4, 4]
-        rows = [int((method.larger == one).flatten(1).all(1).nonzero()[0]) for one in x]
-        assert_close(task.train.y[rows], y)
+    few = len(primary.y) // 2
+    for kept, y, x, labels in larger:
+        assert x.shape[2] == kept.shape[2]
+        assert sorted(torch.bincount(labels, minlength=4).tolist()) == [0, 0, 4, 4]
+        assert_close(tasks.harmful.train.y[_places(method.large[1], x)], labels)
+        assert_close(tasks.primary.train.y[_places(method.large[0], kept[:few])], y)
+        assert len(_places(method.large[2], kept[few:])) == few
     assert torch.isfinite(method.step(model, primary, harmful)["loss"])
+
+
+def _places(rows, some):
+    """Where each of `some` stands among the rows."""
+    return [int((rows == one).flatten(1).all(1).nonzero()[0]) for one in some]
 
 
 def test_of_few_images_no_others_are_enlarged(net):
@@ -199,7 +211,7 @@ def test_of_few_images_no_others_are_enlarged(net):
     few = replace(tasks.harmful, train=tasks.harmful.train.take(tasks.harmful.few(3, 0)))
     method = ForgetBlocks(1, 16, enlarged=0.9)
     method.setup(model, replace(tasks, harmful=few))
-    assert len(method.larger) == len(few.train) == 12
+    assert len(method.large[1]) == len(few.train) == 12
 
 
 def test_a_net_of_one_size_enlarges_nothing(net):
