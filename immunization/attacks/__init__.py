@@ -1,7 +1,7 @@
 """Attacks on an immunized extractor: one class each, chosen by the list `attack=[...]` (conf/attack/*.yaml)."""
 
 from immunization.attacks.base import Attack, AttackCurve
-from immunization.attacks.block_probe import BlockProbe, FrozenBlocks, LayerProbe
+from immunization.attacks.block_probe import BlockProbe, FrozenBlocks, LayerProbe, TileProbe
 from immunization.attacks.direct import ClosedFormProbe, LogisticProbe
 from immunization.attacks.kept import KeptCurves
 from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeCurves, require_held_out

@@ -17,7 +17,7 @@ from torch import Tensor
 from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.kernels import Kernel, Rule, probabilities
 from immunization.attacks.patches import outputs_of_images
-from immunization.attacks.pooling import POOLINGS, TWICE, Outputs, at_twice_the_size, outputs_of
+from immunization.attacks.pooling import POOLINGS, SIDE, TILES, TWICE, Outputs, at_twice_the_size, in_tiles, outputs_of
 from immunization.attacks.renewed import images_of, renew_from
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.data.task import SPLITS, Task
@@ -43,7 +43,7 @@ LARGEST = 4
 """Most blocks that are read side by side, apart from all of them."""
 
 OUTPUTS = "outputs"
-"""A victim keeps outputs of blocks as (OUTPUTS, net, renewed, what, stage): what is one size of images, or both."""
+"""A victim keeps outputs of blocks as (OUTPUTS, net, renewed, what, stage): what is `TWICE`, `TILES` or ""."""
 
 MEMBERS = 16
 """Most readings whose predictions are averaged."""
@@ -141,6 +141,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
     setting_name, tries = "ridge", "ridges"
     natural_ends = True
     inside = False  # whether what layers inside of blocks give is read, too
+    tiles = False  # whether tiles of the image are passed alone, too
 
     steps = 1
     _: KW_ONLY
@@ -160,7 +161,8 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         place = (OUTPUTS, self.net, self.renewed)
         for key in [key for key in victim.once if key[0] == OUTPUTS and key[: len(place)] != place]:
             del victim.once[key]  # those of several nets may not fit into memory
-        outputs = victim.once((*place, (self.enlarged, self.images), stage), lambda: self.read(victim, stage))
+        what = self.enlarged, self.images, self.tiles
+        outputs = victim.once((*place, what, stage), lambda: self.read(victim, stage))
         return self.probe(victim.task, self.readable(victim, outputs))
 
     @property
@@ -188,15 +190,21 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         """
         images, place = images_of(victim), (OUTPUTS, self.net, self.renewed)
 
-        def passed(net: Network) -> Outputs:
-            rows = renew_from(net, images["train"]) if renewed else 0
-            return outputs_of(net, images, self.mirrored, rows, self.inside)
+        def passed(net: Network, end: str = "", side: int = 1) -> Outputs:
+            def read() -> Outputs:
+                rows = renew_from(net, images["train"]) if renewed else 0
+                return outputs_of(net, images, self.mirrored, rows, self.inside, side).named(end)
 
-        found = victim.once((*place, "once", stage), lambda: passed(network()))
-        larger = at_twice_the_size(network(), images["train"]) if self.enlarged else None
-        if larger is None:
-            return found
-        return found | victim.once((*place, TWICE, stage), lambda: passed(larger).at_twice_the_size())
+            return victim.once((*place, end, stage), read)
+
+        found = passed(network())
+        if self.enlarged and (larger := at_twice_the_size(network(), images["train"])):
+            found = found | passed(larger, TWICE)
+        if self.tiles:
+            if (tiled := in_tiles(network(), images["train"])) is None:
+                raise Inapplicable("the net reads images of one size, and no tiles of them")
+            found = found | passed(tiled, TILES, SIDE)
+        return found
 
     def probe(self, task: Task, outputs: Outputs) -> AttackCurve:
         """The curve of the best readings of `outputs` within any number of operations."""
@@ -357,6 +365,16 @@ class LayerProbe(BlockProbe, group="attack.layer_probe", without=["steps"]):
     """
 
     inside = True
+
+
+class TileProbe(BlockProbe, group="attack.tile_probe", without=["steps"]):
+    """`BlockProbe` that also reads tiles of the image, each passed alone.
+
+    A defense that switches features off where it recognizes what is harmful may leave them in tiles, which show only
+    a part of that.
+    """
+
+    tiles = True
 
 
 class FrozenBlocks(BlockProbe, group="attack.frozen_blocks", without=["steps"]):

@@ -30,6 +30,9 @@ INSIDE, INNER = " inside", ("average", "maximum", "deviation", "2x2", "class")
 SMALL, TWICE = 128, " at twice the size"
 """Longest side of images that are also read at twice their size, and what is then added to the names of blocks."""
 
+TILES, SIDE = " of tiles", 3
+"""Added to the names of blocks that read tiles of the image, each passed alone, and how many stand side by side."""
+
 NEAR = 1 / 16
 """Share of the room on a GPU that one pooling of a block may take there; others go to the CPU's memory."""
 
@@ -91,24 +94,30 @@ class Outputs:
         passes, renewed = [*self.passes, *more.passes], [*self.renewed, *more.renewed]
         return replace(self, parts=self.parts | more.parts, passes=passes, renewed=renewed)
 
-    def at_twice_the_size(self) -> Outputs:
-        """The same under the names of blocks that read enlarged images."""
-        parts = {(block + TWICE, pooling): x for (block, pooling), x in self.parts.items()}
-        passes = [{block + TWICE: flops for block, flops in one.items()} for one in self.passes]
+    def named(self, end: str) -> Outputs:
+        """The same with something added to the names of blocks: `TWICE` or `TILES`."""
+        parts = {(block + end, pooling): x for (block, pooling), x in self.parts.items()}
+        passes = [{block + end: flops for block, flops in one.items()} for one in self.passes]
         return replace(self, parts=parts, passes=passes)
 
 
 @torch.no_grad()
 def outputs_of(
-    network: Network, images: Mapping[str, Tensor], mirrored: bool, renewed: int = 0, inside: bool = False
+    network: Network,
+    images: Mapping[str, Tensor],
+    mirrored: bool,
+    renewed: int = 0,
+    inside: bool = False,
+    side: int = 1,
 ) -> Outputs:
     """The outputs of every block of a net for images [N, C, H, W] by split, and for their mirror images.
 
     `renewed` images were passed before, for the statistics of BatchNorm. `inside`: what the layers inside of a block
-    give, side by side, is one more.
+    give, side by side, is one more. `side`: of how many tiles the net makes a row of an image (`in_tiles`).
     """
     network.to(memory_format=torch.channels_last)  # two thirds of the time of convolutions
-    with network.whole.watched(poolings, partial(poolings, covariance=False) if inside else None) as seen:
+    of_block = partial(poolings, side=side)
+    with network.whole.watched(of_block, partial(of_block, covariance=False) if inside else None) as seen:
 
         def read(batch: Tensor) -> dict[tuple[str, str], Tensor]:
             seen.clear()
@@ -153,15 +162,25 @@ def gathered(
     return parts
 
 
-@torch.no_grad()
 def at_twice_the_size(network: Network, images: Tensor) -> Network | None:
     """`network`, which from now on enlarges what it reads; None for images above `SMALL` or a net of one size.
 
     What is small in an image fills more places of the early blocks, and pooling cuts it into finer cells.
     """
-    if max(images.shape[2:]) > SMALL:
-        return None
-    network.register_forward_pre_hook(_enlarged)
+    return None if max(images.shape[2:]) > SMALL else _reading(twice, network, images)
+
+
+def in_tiles(network: Network, images: Tensor) -> Network | None:
+    """`network`, which from now on passes `SIDE` x `SIDE` overlapping tiles of half the sides; None for one size.
+
+    No tile shows the whole of what a defense recognizes.
+    """
+    return _reading(cut, network, images)
+
+
+@torch.no_grad()
+def _reading(change: Callable[[Tensor], Tensor], network: Network, images: Tensor) -> Network | None:
+    network.register_forward_pre_hook(lambda _network, inputs: (change(inputs[0]), *inputs[1:]))
     try:
         network(images[:1])
     except (AssertionError, RuntimeError, ValueError):
@@ -169,27 +188,34 @@ def at_twice_the_size(network: Network, images: Tensor) -> Network | None:
     return network
 
 
-def _enlarged(_network: Network, inputs: tuple) -> tuple:
-    return twice(inputs[0]), *inputs[1:]
+def cut(images: Tensor) -> Tensor:
+    """Tiles [N SIDE^2, C, H/2, W/2] of images [N, C, H, W], row by row, from one end to the other."""
+    for axis in (2, 3):
+        length = images.shape[axis] // 2
+        images = images.unfold(axis, length, (images.shape[axis] - length) // (SIDE - 1))
+    return images.permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
 
 
-def poolings(x: Tensor, last: bool, prefix: int, covariance: bool = True) -> dict[str, Tensor]:
+def poolings(x: Tensor, last: bool, prefix: int, covariance: bool = True, side: int = 1) -> dict[str, Tensor]:
     """[N, d] of the output of a block by the name of the pooling: of a map, of tokens, of rows.
 
-    `last`: channels of a map come last. `prefix`: tokens before those of the image's patches.
+    `last`: channels of a map come last. `prefix`: tokens before those of the image's patches. `side`: x has a row for
+    each of side^2 tiles, whose maps are put side by side; other outputs are averaged.
     """
     if x.ndim == 2:
-        return {"average": x}
+        return {"average": _averaged(x, side)}
     tokens = None
     if x.ndim == 3:
         tokens, x = x[:, :prefix], x[:, prefix:]
-        side = round(x.shape[1] ** 0.5)
-        x = x.transpose(1, 2).unflatten(2, (side, side) if side**2 == x.shape[1] else (x.shape[1], 1))
+        length = round(x.shape[1] ** 0.5)
+        x = x.transpose(1, 2).unflatten(2, (length, length) if length**2 == x.shape[1] else (x.shape[1], 1))
     elif last:
         x = x.permute(0, 3, 1, 2)
+    if side > 1:
+        x = x.unflatten(0, (-1, side, side)).permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
     found = {"average": x.mean((2, 3))}
     if tokens is not None and tokens.shape[1]:
-        found["class"] = tokens[:, 0]
+        found["class"] = _averaged(tokens[:, 0], side)
     if x.shape[2] * x.shape[3] == 1:
         return found
     if x.shape[1] > CHANNELS:
@@ -198,15 +224,20 @@ def poolings(x: Tensor, last: bool, prefix: int, covariance: bool = True) -> dic
     centered = flat.to(torch.float64, copy=True)
     centered -= centered.mean(2, keepdim=True)
     found |= {"maximum": flat.amax(2), "deviation": torch.linalg.vector_norm(centered, dim=2) / flat.shape[2] ** 0.5}
-    for side in (2, 3, 4):
-        if min(x.shape[2:]) >= side:
-            found[f"{side}x{side}"] = F.adaptive_avg_pool2d(x, side).flatten(1)
+    for cells in (2, 3, 4):
+        if min(x.shape[2:]) >= cells:
+            found[f"{cells}x{cells}"] = F.adaptive_avg_pool2d(x, cells).flatten(1)
     if not covariance:
         return found
     root = covariance_root(centered if x.shape[1] <= COVARIANCES else _combined(centered, COVARIANCES))
     i, j = torch.triu_indices(*root.shape[1:])
     found["covariance"] = root[:, i, j]
     return found
+
+
+def _averaged(x: Tensor, side: int) -> Tensor:
+    """[N, d] of rows [N side^2, d]."""
+    return x.unflatten(0, (-1, side**2)).mean(1) if side > 1 else x
 
 
 def covariance_root(x: Tensor) -> Tensor:
