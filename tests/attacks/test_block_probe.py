@@ -30,6 +30,7 @@ from immunization.attacks import (
     Neighbours,
     RandomNet,
     RawInputs,
+    TileProbe,
     block_probe,
     run_attacks,
 )
@@ -38,16 +39,20 @@ from immunization.attacks.kernels import Kernel, Rule, probabilities
 from immunization.attacks.pooling import (
     INSIDE,
     POOLINGS,
+    SIDE,
     SMALL,
+    TILES,
     TWICE,
     Outputs,
     at_twice_the_size,
     covariance_root,
+    cut,
     outputs_of,
     poolings,
     prefix_flops,
 )
 from immunization.attacks.renewed import images_of, renew
+from immunization.data.task import SPLITS
 from immunization.errors import ConfigError
 from immunization.models.chain import NetParts, Network, pooled
 
@@ -568,3 +573,51 @@ def test_the_layer_probe_reads_them(images):
     curve = LayerProbe(enlarged=False).run(victim, "immunized")
     assert any(block.endswith(INSIDE) for block in LayerProbe(enlarged=False).read(victim, "immunized").blocks)
     assert curve.test.max() > 0.5
+
+
+def test_maps_of_tiles_stand_side_by_side_as_the_tiles_did():
+    images = torch.rand(2, 3, 16, 16)
+    tiles = cut(images)
+    assert tiles.shape == (2 * SIDE**2, 3, 8, 8)
+    places = [(i, j) for i in (0, 4, 8) for j in (0, 4, 8)]
+    for tile, (i, j) in zip(tiles.split(1)[SIDE**2 :], places, strict=True):
+        assert torch.equal(tile[0], images[1, :, i : i + 8, j : j + 8])
+    found = poolings(tiles, False, 0, side=SIDE)
+    rows = [tiles[SIDE * i : SIDE * (i + 1)].transpose(0, 1).transpose(1, 2).flatten(2) for i in range(2 * SIDE)]
+    whole = torch.stack([torch.cat(rows[SIDE * n : SIDE * (n + 1)], 1) for n in range(2)])
+    assert whole.shape == (2, 3, 24, 24)
+    for name, alone in poolings(whole, False, 0).items():
+        assert_close(found[name], alone)
+    last = poolings(tiles.permute(0, 2, 3, 1), True, 0, side=SIDE)
+    assert_close(last["3x3"], found["3x3"])
+    tokens = torch.cat([tiles.mean((2, 3))[:, None], tiles.flatten(2).transpose(1, 2)], 1)
+    as_tokens = poolings(tokens, False, 1, side=SIDE)
+    assert_close(as_tokens["class"], tiles.mean((2, 3)).unflatten(0, (2, 9)).mean(1))
+    assert_close(as_tokens["covariance"], found["covariance"])
+
+
+def test_tiles_tell_what_a_net_hides_in_whole_images(images):
+    """This one passes on nothing of images of its own size."""
+    victim = untouched(images)
+    network, x = victim.network("immunized"), {split: victim.images(split)[0] for split in SPLITS}
+    side = x["train"].shape[2]
+    network.register_forward_pre_hook(lambda _net, inputs: inputs[0] * (inputs[0].shape[2] < side))
+    whole = outputs_of(network, x, mirrored=False)
+    network.register_forward_pre_hook(lambda _net, inputs: cut(inputs[0]), prepend=True)
+    tiled = outputs_of(network, x, mirrored=False, side=SIDE)
+    assert whole.blocks == tiled.blocks
+    for block in whole.blocks:
+        hidden, told = (outputs.columns(block, "average", "train")[0].std(0).max() for outputs in (whole, tiled))
+        assert hidden < 1e-6 < 1e-3 < told
+
+
+def test_the_tile_probe_reads_them_beside_the_rest(images):
+    victim = untouched(images)
+    attack, plain = TileProbe(mirrored=False), BlockProbe(mirrored=False)
+    own, outputs = plain.read(victim, "baseline"), attack.read(victim, "baseline")
+    first = [block for block in own.blocks if not block.endswith(TWICE)]
+    assert outputs.blocks == own.blocks + [block + TILES for block in first]
+    assert outputs.columns(first[0], "2x2", "test") is own.columns(first[0], "2x2", "test")  # passed once
+    costs = [flops[block] for flops, block in zip(outputs.passes[::2], (first[-1], first[-1] + TILES), strict=True)]
+    assert 1.5 * costs[0] < costs[1] < 4 * costs[0]  # nine quarters, or more where maps are padded
+    assert attack.run(victim, "immunized").final > 0.5

@@ -43,6 +43,8 @@ NETS |= {
     "layer_probe_renewed",
     "random_net",
     "raw_inputs",
+    "tile_probe",
+    "tile_probe_renewed",
 }
 
 

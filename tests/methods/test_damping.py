@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from immunization.methods import Forget, ForgetBlocks, combined
+from immunization.methods import Forget, ForgetBlocks, combined, distillation
 from immunization.methods.damping import damp, release
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
@@ -102,6 +102,22 @@ def test_methods_train_damped_weights_and_leave_plain_ones(net, kind):
         return (model.features(kept := model.kept()) - before.features(kept)).square().mean()
 
     assert 0 < moved(10.0) < 0.8 * moved(0.0)
+
+
+def test_images_at_twice_the_size_damp_too(net, monkeypatch):
+    read = []
+    monkeypatch.setattr(distillation, "damp", lambda _net, batches, _damping: read.extend(batches) or [])
+    monkeypatch.setattr(distillation, "DAMPED", 40)
+    model, tasks = build(net, trainable=["layer3", "layer4"]).read_tasks(net, False)
+    method = ForgetBlocks(1, 16, enlarged=0.5, damping=10.0)
+    method.setup(model, tasks)
+    of_primary, _, larger = method.large
+    sources = tasks.primary.train.x, model.kept(), of_primary, larger
+    expected = [
+        rows[torch.linspace(0, len(rows) - 1, most).long()] for rows, most in zip(sources, (8, 40, 2, 10), strict=True)
+    ]
+    assert [len(batch) for batch in read] == [8, 40, 2, 10]
+    assert all(torch.equal(batch, rows) for batch, rows in zip(read, expected, strict=True))
 
 
 def test_weights_are_damped_once_for_several_harmful_tasks(net):
