@@ -16,7 +16,7 @@ from immunization.attacks.victim import BATCH
 from immunization.compute.transfer import room
 from immunization.data.task import SPLITS
 from immunization.evaluation.comparison import Once
-from immunization.models.chain import Network, twice
+from immunization.models.chain import Network, reads, twice
 
 CHANNELS = 512
 """Of more channels, poolings other than the average read this many orthonormal combinations, drawn at random."""
@@ -178,14 +178,9 @@ def in_tiles(network: Network, images: Tensor) -> Network | None:
     return _reading(cut, network, images)
 
 
-@torch.no_grad()
 def _reading(change: Callable[[Tensor], Tensor], network: Network, images: Tensor) -> Network | None:
     network.register_forward_pre_hook(lambda _network, inputs: (change(inputs[0]), *inputs[1:]))
-    try:
-        network(images[:1])
-    except (AssertionError, RuntimeError, ValueError):
-        return None
-    return network
+    return network if reads(network, images) else None
 
 
 def cut(images: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from immunization.checks import checked
 from immunization.data.image_folders import open_task
@@ -13,10 +13,10 @@ from immunization.data.images import ImageTask
 from immunization.errors import ConfigError, DataError
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import SUFFIX, Measures, Stage
-from immunization.models.chain import twice
+from immunization.models.chain import reads, twice
 from immunization.models.image_tasks import outputs_of
 
-SIZES = ("", "_enlarged")
+ENLARGED = "_enlarged"
 NAMES = ("accuracy", "called_primary")
 
 
@@ -42,8 +42,7 @@ class OtherClasses:
         outputs: str | None = None,
         enlarged: bool = False,
     ) -> None:
-        self.enlarged = enlarged
-        self.root, self.options = root, {"classes": classes, "crop": crop, "outputs": outputs}
+        self.root, self.enlarged, self.options = root, enlarged, {"classes": classes, "crop": crop, "outputs": outputs}
 
     @torch.no_grad()
     def __call__(self, comparison: Comparison) -> Measures:
@@ -51,10 +50,9 @@ class OtherClasses:
         shown = comparison.tasks["primary"].head
         if not model.deep or shown is None:
             return measures
-        sizes = SIZES if self.enlarged else SIZES[:1]
         names = {
             (stage, size): [f"other_classes/{name}{size}{suffix}" for name in NAMES]
-            for size in sizes
+            for size in (("", ENLARGED) if self.enlarged else ("",))
             for stage, suffix in SUFFIX.items()
         }
         if self.root is None:
@@ -73,8 +71,14 @@ class OtherClasses:
         for images, found in model.images_of(task, split.take(rows)):
             labels.append(outputs[found])
             for (stage, size), made in predictions.items():
-                x = images.to(next(nets[stage].parameters()))
-                made.append(self._predicted(nets[stage], twice(x) if size else x))
+                net = nets[stage]
+                x = images.to(next(net.parameters()))
+                x = twice(x) if size else x
+                if size and not made and not reads(net, x):
+                    raise ConfigError(
+                        "evaluation.other_classes.enlarged: the net reads images of one size; set it to false"
+                    )
+                made.append(net(x).argmax(1).cpu())
         for key, own in names.items():
             if key not in predictions:
                 measures.miss(
@@ -85,15 +89,6 @@ class OtherClasses:
             for name, hits in zip(own, (predicted == torch.cat(labels), torch.isin(predicted, shown)), strict=True):
                 measures.put(name, hits.double().mean().item())
         return measures
-
-    @staticmethod
-    def _predicted(net: nn.Module, images: Tensor) -> Tensor:
-        try:
-            return net(images).argmax(1).cpu()
-        except (AssertionError, ValueError) as error:
-            raise ConfigError(
-                "evaluation.other_classes.enlarged: the net reads images of one size; set it to false"
-            ) from error
 
     def _task(self) -> ImageTask:
         """The task below `root`, which is read as D_P is; errors name the keys of this evaluation."""

@@ -1,6 +1,7 @@
 """What a net keeps of theta_0: features and class probabilities, distilled."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -24,34 +25,31 @@ class Distillation:
     """
 
     def __init__(
-        self,
-        model: Model,
-        pair: TaskPair,
-        keeps: bool = True,
-        damping: float = 0.0,
-        larger: Sequence[tuple[Tensor, Tensor | None]] = (),
+        self, model: Model, pair: TaskPair, keeps: bool = True, damping: float = 0.0, enlarged: bool = False
     ) -> None:
         """`keeps`: images of dataset.keep_root are read; without, K is the batch of D_P.
 
-        `damping` of the trained weights until `release`, by such images, and by those of D_P and to keep in `larger`,
-        at twice the size.
+        `damping` of the trained weights until `release`, by such images. `enlarged`: `larger` has those of D_P and any
+        to keep at twice the size, and the weights are damped by these, too.
         """
         self.kept = model.kept() if keeps else None
+        self.larger = [model.enlarged("primary", pair.primary.train)] if enlarged else []
+        if enlarged and self.kept is not None:
+            self.larger.append(model.kept(enlarged=True))
         self.omega_0 = [p.detach().clone() for p in model.head.parameters()]
-        sizes = [(pair.primary.train.x, self.kept, DAMPED), *((*some, DAMPED // 4) for some in larger)]  # equal places
-        self.layers = damp(model.extractor, self._read(sizes), damping) if damping else []
+        once = [pair.primary.train.x] if self.kept is None else [pair.primary.train.x, self.kept]
+        sizes = chain(self._read(once, DAMPED), self._read(self.larger, DAMPED // 4))  # of as many places
+        self.layers = damp(model.extractor, sizes, damping) if damping else []
         self.theta_0 = {name: p.detach().clone() for name, p in model.trained().items()}
         features = model.features(pair.primary.train.x)
         self.mean, self.size = features.mean(0), features.square().sum(1).mean()
         self.spread = self.size - self.mean.square().sum()
 
-    def _read(self, sizes: Iterable[tuple[Tensor | Stream, Tensor | None, int]]) -> Iterator[Tensor]:
-        """What the weights are damped by, in batches: rows of D_P, images to keep, and how many, for each size."""
-        for x, kept, most in sizes:
-            parts = [(x, most)] if kept is None else [(x, most // 5), (kept, most)]
-            for rows, count in parts:
-                few = torch.linspace(0, len(rows) - 1, min(len(rows), count)).long()  # of all classes
-                yield from (batch.to(self.omega_0[0]) for batch in take(rows, few).split(50))
+    def _read(self, parts: Sequence[Tensor | Stream], most: int) -> Iterator[Tensor]:
+        """What the weights are damped by, in batches: rows of D_P and images to keep, where there are any."""
+        for rows, count in zip(parts, (most // 5, most)[-len(parts) :], strict=False):
+            few = torch.linspace(0, len(rows) - 1, min(len(rows), count)).long()  # of all classes
+            yield from (batch.to(self.omega_0[0]) for batch in take(rows, few).split(50))
 
     def release(self) -> None:
         """Make damped weights plain ones again."""

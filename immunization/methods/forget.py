@@ -49,6 +49,7 @@ class Forget(Method, without=["combine", "keep"]):
     """
 
     alone = True
+    enlarged = 0.0  # share of steps that read images at twice the size
 
     epochs = 20
     batch_size = 64
@@ -85,16 +86,12 @@ class Forget(Method, without=["combine", "keep"]):
         if self.path:
             self.check_path(pair.harmful)
         model.head.requires_grad_(self.train_head or not model.deep)
-        self.distillation = Distillation(model, pair, self.keeps, self.damping, self.larger(model))
+        self.distillation = Distillation(model, pair, self.keeps, self.damping, self.enlarged > 0)
         self.mean, self.size = self.distillation.mean, self.distillation.size
         self.sizes = self._inner_sizes(model, pair.primary.train.x) if self.inner else {}
         if self.inner and not self.sizes:
             log.warning("method.inner has nothing to collapse: no block before the last one is trained")
         self.bank, self.labels = self.mean.new_empty(0, len(self.mean)), pair.harmful.train.y[:0]
-
-    def larger(self, model: Model) -> Sequence[tuple[Tensor, Tensor | None]]:
-        """Images of D_P and to keep at twice the size, where a method reads them."""
-        return ()
 
     def check_path(self, task: Task) -> None:
         """Raise for a class of fewer than two rows, and for features of all rows that take more than the memory."""

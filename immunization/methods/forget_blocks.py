@@ -1,7 +1,5 @@
 """Features that forget in every trained block, against attackers who read any of them."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
@@ -58,9 +56,9 @@ class ForgetBlocks(Forget, without=["inner"]):
         return super().keeps or self.hold > 0
 
     def setup(self, model: Model, pair: TaskPair) -> None:
-        super().setup(model, pair)
         if not model.deep:
             raise ConfigError(f"method={self.name} reads blocks of a net, and {model.name} has none: use method=forget")
+        super().setup(model, pair)
         trained = model.extractor.trained_blocks()
         with model.extractor.watched(_by_channel) as outputs:
             few = next(iter(pair.primary.train.x.split(2))).to(self.distillation.omega_0[0])
@@ -69,15 +67,7 @@ class ForgetBlocks(Forget, without=["inner"]):
         self.renewed = any(isinstance(part, BATCH_NORMS) for part in model.extractor.modules())
         if not self.blocks:
             raise ConfigError(f"method={self.name}: none of {model.name}'s blocks is trained; see model.trainable")
-
-    def larger(self, model: Model) -> Sequence[tuple[Tensor, Tensor | None]]:
-        self.large = None
-        if not self.enlarged:
-            return ()
-        kept = model.kept(enlarged=True) if self.keeps else None
-        tasks = ("primary", self.pair.primary), (self.role, self.pair.harmful)
-        self.large = [model.enlarged(role, task.train) for role, task in tasks] + [kept]
-        return [(self.large[0], kept)]
+        self.larger = model.enlarged(self.role, pair.harmful.train) if self.enlarged else None
 
     def check_path(self, task: Task) -> None:
         """Raise DataError for a class of fewer than two rows; there is no memory bank."""
@@ -114,18 +104,15 @@ class ForgetBlocks(Forget, without=["inner"]):
 
         The batches beside images to keep, or half as many of each at twice the size.
         """
-        if self.large is None or torch.rand(()) >= self.enlarged:
+        if self.larger is None or torch.rand(()) >= self.enlarged:
             return torch.cat([primary.x, self.distillation.drawn(primary.x)]), primary.y, harmful.x, harmful.y
-        of_primary, of_harmful, keep = self.large
         few = len(primary.y) // 2
-        ours = torch.randint(len(of_primary), (few,))
-        kept = of_primary[ours]
-        if keep is not None:
-            kept = torch.cat([kept, keep[torch.randint(len(keep), (few,))]])
+        drawn = [torch.randint(len(rows), (few,)) for rows in self.distillation.larger]
+        kept = torch.cat([rows[some] for rows, some in zip(self.distillation.larger, drawn, strict=True)])
         theirs = self._grouped(len(harmful.y) // 2)
         of_all = self.pair.primary.train.y, self.pair.harmful.train.y
-        y, labels = (task[rows.to(task.device)] for task, rows in zip(of_all, (ours, theirs), strict=True))
-        return kept.to(primary.x), y, of_harmful[theirs].to(harmful.x), labels
+        y, labels = (task[rows.to(task.device)] for task, rows in zip(of_all, (drawn[0], theirs), strict=True))
+        return kept.to(primary.x), y, self.larger[theirs].to(harmful.x), labels
 
     def _grouped(self, few: int) -> Tensor:
         """So many training rows of D_H, `shots` of a class side by side."""

@@ -298,6 +298,16 @@ def twice(images: Tensor) -> Tensor:
     return F.interpolate(images, scale_factor=2, mode="bilinear")
 
 
+@torch.no_grad()
+def reads(net: Callable[[Tensor], Tensor], images: Tensor) -> bool:
+    """Whether a net reads images [N, C, H, W] of this size: some read those of one size alone."""
+    try:
+        net(images[:1])
+    except (AssertionError, RuntimeError, ValueError):
+        return False
+    return True
+
+
 def _chain(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     if type(module) is not nn.Sequential:
         return [(name, module)]

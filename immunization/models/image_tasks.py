@@ -21,7 +21,7 @@ from immunization.data.task import SPLITS, Split, Task, TaskPair, is_shown
 from immunization.errors import ConfigError, DataError
 from immunization.models.activations import Activations, Stream, collect, fingerprint, free_space
 from immunization.models.base import Model
-from immunization.models.chain import twice
+from immunization.models.chain import reads, twice
 from immunization.models.folded import Folded
 from immunization.terminal import counted
 
@@ -203,10 +203,8 @@ class ImageReader(Model):
         """What enters the extractor of `count` images at twice the size."""
         channels, height, width = self.config["input_size"]
         size = channels, 2 * height, 2 * width
-        try:
-            self.extractor(self.trunk(torch.zeros(1, *size)))
-        except (AssertionError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"{self.name} reads images of one size: set method.enlarged=0") from error
+        if not reads(lambda images: self.extractor(self.trunk(images)), torch.zeros(1, *size)):
+            raise ConfigError(f"{self.name} reads images of one size: set method.enlarged=0")
         return self._stored(map(twice, batches), count, size, "method.enlarged", "set it to 0")
 
     def _stored(self, batches: Iterable[Tensor], count: int, size: Sequence[int], key: str, remedy: str) -> Tensor:

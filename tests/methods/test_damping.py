@@ -111,8 +111,7 @@ def test_images_at_twice_the_size_damp_too(net, monkeypatch):
     model, tasks = build(net, trainable=["layer3", "layer4"]).read_tasks(net, False)
     method = ForgetBlocks(1, 16, enlarged=0.5, damping=10.0)
     method.setup(model, tasks)
-    of_primary, _, larger = method.large
-    sources = tasks.primary.train.x, model.kept(), of_primary, larger
+    sources = tasks.primary.train.x, model.kept(), *method.distillation.larger
     expected = [
         rows[torch.linspace(0, len(rows) - 1, most).long()] for rows, most in zip(sources, (8, 40, 2, 10), strict=True)
     ]

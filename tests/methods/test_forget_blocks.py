@@ -166,10 +166,11 @@ def test_the_head_stays_as_it_is_unless_asked_for(net):
         assert all(p.requires_grad is asked for p in model.head.parameters())
 
 
-def test_a_model_without_blocks_is_refused():
+@pytest.mark.parametrize("enlarged", [0.0, 0.5])
+def test_a_model_without_blocks_is_refused(enlarged):
     pair = make_pair()
     with pytest.raises(ConfigError, match=r"method=forget_blocks reads blocks of a net.*method=forget"):
-        ForgetBlocks(1, 16).setup(Linear(pair), pair)
+        ForgetBlocks(1, 16, enlarged=enlarged).setup(Linear(pair), pair)
 
 
 def test_without_a_trained_block_it_says_so(net):
@@ -184,10 +185,12 @@ def test_a_share_of_steps_reads_half_as_many_images_at_twice_the_size(net, tmp_p
     pair = open_pair(folders, val_fraction=0.2, keep_root=str(tmp_path / "kept" / "train"))
     method, model, (primary, harmful) = prepared(pair, enlarged=0.5, shots=4)
     tasks = method.pair
-    for role, found in zip(("primary", "harmful"), method.large, strict=False):
+    ours, kept_larger = method.distillation.larger
+    for role, found in (("primary", ours), ("harmful", method.larger)):
         images = torch.cat([x for x, _ in model.image_batches(role, "train")])
         assert_close(found, model.trunk(F.interpolate(images, scale_factor=2, mode="bilinear")))
-    assert len(method.large[2]) == len(model.kept()) == 5
+    assert_close(tasks.harmful.train.x, model.trunk(images))
+    assert len(kept_larger) == len(model.kept()) == 5
     steps = [method._drawn(primary, harmful) for _ in range(40)]
     larger = [step for step in steps if step[0].shape[2] == 2 * primary.x.shape[2]]
     assert 10 < len(larger) < 30
@@ -195,9 +198,9 @@ def test_a_share_of_steps_reads_half_as_many_images_at_twice_the_size(net, tmp_p
     for kept, y, x, labels in larger:
         assert x.shape[2] == kept.shape[2]
         assert sorted(torch.bincount(labels, minlength=4).tolist()) == [0, 0, 4, 4]
-        assert_close(tasks.harmful.train.y[_places(method.large[1], x)], labels)
-        assert_close(tasks.primary.train.y[_places(method.large[0], kept[:few])], y)
-        assert len(_places(method.large[2], kept[few:])) == few
+        assert_close(tasks.harmful.train.y[_places(method.larger, x)], labels)
+        assert_close(tasks.primary.train.y[_places(ours, kept[:few])], y)
+        assert len(_places(kept_larger, kept[few:])) == few
     assert torch.isfinite(method.step(model, primary, harmful)["loss"])
 
 
@@ -211,7 +214,7 @@ def test_of_few_images_no_others_are_enlarged(net):
     few = replace(tasks.harmful, train=tasks.harmful.train.take(tasks.harmful.few(3, 0)))
     method = ForgetBlocks(1, 16, enlarged=0.9)
     method.setup(model, replace(tasks, harmful=few))
-    assert len(method.large[1]) == len(few.train) == 12
+    assert len(method.larger) == len(few.train) == 12
 
 
 def test_a_net_of_one_size_enlarges_nothing(net):
