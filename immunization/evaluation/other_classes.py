@@ -18,6 +18,8 @@ from immunization.models.image_tasks import outputs_of
 
 ENLARGED = "_enlarged"
 NAMES = ("accuracy", "called_primary")
+NOT_KEPT = "the net as it was before training is not kept; runs with attackers and audits keep it"
+ONE_SIZE = "the net reads images of one size"
 
 
 class OtherClasses:
@@ -25,10 +27,11 @@ class OtherClasses:
 
     `other_classes/accuracy` (argmax over all outputs) and `other_classes/called_primary`, the share of these images
     whose prediction is a class of D_P; also with `_baseline`, where the weights before training are kept: where
-    attackers run, or in an audit. With `enlarged` also `..._enlarged`, of the images at twice their size.
+    attackers run, or in an audit. With `enlarged` also `..._enlarged`, of the images at twice their size, if the net
+    reads these.
     The folder `root` has a folder of images per class; classes of D_P in it are left out. `classes`, `crop` and
     `outputs` are as those of dataset.primary. Models without a head for other classes have no such measures. Raises
-    DataError where all classes of `root` are in D_P, and ConfigError for `enlarged` images and a net of one size.
+    DataError where all classes of `root` are in D_P.
     """
 
     names = ("other_classes/*",)
@@ -74,18 +77,14 @@ class OtherClasses:
                 net = nets[stage]
                 x = images.to(next(net.parameters()))
                 x = twice(x) if size else x
-                if size and not made and not reads(net, x):
-                    raise ConfigError(
-                        "evaluation.other_classes.enlarged: the net reads images of one size; set it to false"
-                    )
-                made.append(net(x).argmax(1).cpu())
+                if not size or made or reads(net, x):
+                    made.append(net(x).argmax(1).cpu())
         for key, own in names.items():
-            if key not in predictions:
-                measures.miss(
-                    "the net as it was before training is not kept; runs with attackers and audits keep it", *own
-                )
+            made = predictions.get(key)
+            if not made:
+                measures.miss(ONE_SIZE if made == [] else NOT_KEPT, *own)
                 continue
-            predicted = torch.cat(predictions[key])
+            predicted = torch.cat(made)
             for name, hits in zip(own, (predicted == torch.cat(labels), torch.isin(predicted, shown)), strict=True):
                 measures.put(name, hits.double().mean().item())
         return measures

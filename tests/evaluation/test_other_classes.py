@@ -82,8 +82,10 @@ def test_images_at_twice_the_size(opened, folders, outputs):
 def test_a_net_of_one_size_says_so(folders, outputs):
     pair = open_pair(folders, primary={"classes": "0:2", "outputs": outputs})
     model, tasks = build(pair, "vit_tiny_patch16_224").read_tasks(pair, False)
-    with pytest.raises(ConfigError, match=r"other_classes\.enlarged: the net reads images of one size"):
-        OtherClasses(str(folders[0] / "train"), outputs=outputs, enlarged=True)(Comparison(tasks, model))
+    measures = OtherClasses(str(folders[0] / "train"), outputs=outputs, enlarged=True)(Comparison(tasks, model))
+    assert measures.metrics["other_classes/accuracy"] is not None
+    assert measures.metrics["other_classes/accuracy_enlarged"] is None
+    assert measures.reasons["other_classes/accuracy_enlarged"] == "the net reads images of one size"
 
 
 def test_a_folded_map_changes_no_prediction(opened, folders, outputs):

@@ -15,7 +15,7 @@ from immunization.config import compose
 from immunization.errors import ConfigError
 from immunization.experiment import assemble, resolve
 from immunization.methods import CLAMP, IMMA, NTL, TAR, ConditionNumber, Sophon, combined
-from immunization.models import Linear
+from immunization.models import Linear, image_tasks
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
 
@@ -51,6 +51,17 @@ def trained(method, net):
     train(method, model, PairedBatches(tasks, 16, torch.Generator().manual_seed(0)), adam)
     kept = model.kept()
     return (model.features(kept) - before.features(kept)).square().sum(1).mean().item()
+
+
+def test_images_to_keep_that_do_not_fit_into_memory_are_refused_before_any_is_read(net, monkeypatch):
+    model = build(net).read_tasks(net, False)[0]
+    kept = model.kept()
+    monkeypatch.setattr(image_tasks, "memory", lambda _: 2.0 * kept.nbytes)
+    assert torch.equal(model.kept(), kept)
+    monkeypatch.setattr(image_tasks, "memory", lambda _: 2.0 * kept.nbytes - 1)
+    monkeypatch.setattr(type(model), "_read", None)
+    with pytest.raises(ConfigError, match=r"dataset\.keep_root: 80 images take .* choose fewer with dataset\.keep\."):
+        model.kept()
 
 
 @pytest.mark.parametrize("make", METHODS, ids=["condition_number", "imma", "ntl", "clamp", "tar", "sophon"])
