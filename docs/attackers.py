@@ -6,7 +6,6 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 IMAGES = Path(__file__).with_name("images")
-BOX = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
 BEFORE, AFTER, LINE = "#888888", "#D55E00", "#222222"
 
 
@@ -18,11 +17,11 @@ def figure() -> Figure:
     ax = made.subplots()
     for row, attacker in enumerate(attackers):
         ax.plot([attacker["after"], attacker["before"]], [row, row], color="#CCCCCC", linewidth=3, zorder=1)
-        for key, color, side, gap in (("before", BEFORE, "left", 9), ("after", AFTER, "right", -9)):
-            x, inside = attacker[key], key == "after" and attacker[key] < 0.1
-            ax.plot(x, row, "o", color=color, markersize=9, label=f"{key} immunization" if row == 0 else None)
-            at = {"xytext": (9 if inside else gap, 0), "ha": "left" if inside else side, "va": "center"}
-            ax.annotate(f"{x:.3f}"[1:], (x, row), textcoords="offset points", bbox=BOX, **at)
+        for key, color, size, place in (("before", BEFORE, 13, (0, 9)), ("after", AFTER, 8, (13, 8))):
+            x = attacker[key]
+            ax.plot(x, row, "o", color=color, markersize=size, label=key if row == 0 else None)
+            if key == "before" or x != attacker["before"]:
+                ax.annotate(f"{x:.3f}"[1:], (x, row), place, textcoords="offset points", ha="center")
     for x, text in ((measured["guessing"], "guessing"), (measured["without_model"], "without the released net")):
         ax.axvline(x, color=LINE, linestyle=":", linewidth=1, zorder=0)
         ax.annotate(text, (x, -0.6), (3, 0), textcoords="offset points", fontsize=9)
@@ -34,7 +33,7 @@ def figure() -> Figure:
     )
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.tick_params(axis="y", length=0)
-    made.suptitle("ResNet18 immunized by forget, 60 kinds of cars", x=0.01, ha="left", fontsize=11)
+    made.suptitle("ResNet18, 60 classes of cars, before and after forget", x=0.01, ha="left", fontsize=11)
     made.legend(loc="outside upper right", ncols=2, frameon=False)
     return made
 

@@ -50,7 +50,7 @@ def explained(error: Exception) -> str:
         return f"there is no key {cause.full_key}; {remedy}{also}"
     first = str(error).partition("\n")[0]
     if "'hydra/launcher/" in str(error):
-        return f"{first}: pip install 'immunization[launchers]'"
+        return f"{first}: install hydra-joblib-launcher, hydra-submitit-launcher or hydra-ray-launcher"
     if isinstance(error, MissingConfigException):
         above, _, name = str(error.missing_cfg_file).rpartition("/")
         group, known = options(above)

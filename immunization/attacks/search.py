@@ -47,7 +47,7 @@ def require_optuna() -> None:
     try:
         import optuna  # noqa: F401
     except ImportError as error:
-        raise ConfigError("a search needs optuna: pip install 'immunization[search]'") from error
+        raise ConfigError("a search needs optuna: pip install optuna") from error
 
 
 def search(

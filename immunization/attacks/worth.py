@@ -1,7 +1,7 @@
 """What a released model is worth to an attacker, and how much of it a defense takes away.
 
-Attackers choose their settings on validation rows. With n training images of each class and within b operations, the
-best accuracy of all attackers is A_0(n, b) with theta_0, A_I(n, b) with theta_I and A_none(n, b) without the model. An
+Validation rows choose the settings and the best attacker. With n training images of each class and within b
+operations, its test accuracy is A_0(n, b) with theta_0, A_I(n, b) with theta_I and A_none(n, b) without the model. An
 attacker with a model may leave it aside, so A_none is at most A_0 and A_I but for noise.
 
     worth = A_0 - A_none,    removed = (A_0 - A_I) / (A_0 - A_none)

@@ -8,7 +8,7 @@ from immunization.results.plot import INK, LETTER, LINE, Plot, fit_log, headline
 from immunization.results.settings import Setting
 from immunization.runs.verdict import attack_names, successes
 
-LEARNED, HELD = "#D55E00", "#0072B2"
+LEARNED, HELD, LEADER = "#D55E00", "#0072B2", "#BBBBBB"
 INCHES_A_LETTER = 0.08  # of names in letters of 9 points
 NARROW = 0.01
 """Of the primary measure, to both sides of none lost, figures show at least so much: less is rounding."""
@@ -85,14 +85,14 @@ def worth_removed(rows: Sequence[Setting], metric: str, name: str, title: str, b
         ax.set(xlim=(-bound, max(2 * bound, 1.1 * most)), ylim=(max(low, -1) - 0.1, min(high, 2) + 0.1))
         ax.locator_params(axis="x", nbins=5)
         ax.locator_params(axis="y", steps=[5, 10])
-        names = {0: "identity 0", 1: "no model 1"}
+        names = {0: "identity: 0", 1: "no model: 1"}
         ax.yaxis.set_major_formatter(lambda value, position: names.get(round(value, 6), f"{value:g}"))
         figure.suptitle(title, fontsize=10, x=0.02, ha="left", y=0.98)
         places = [(1.06, (i + 0.5) / len(points)) for i in range(len(points))]
         starts = ax.transData.transform([(loss, share) for _, loss, share, *_ in points])
         lengths = np.linalg.norm(starts[:, None] - ax.transAxes.transform(places), axis=2)
         for (row, loss, share, *_), i in zip(points, linear_sum_assignment(lengths)[1], strict=True):
-            arrow = {"arrowstyle": "-", "color": look[row].color, "linewidth": 0.8, "shrinkB": 4, "relpos": (0, 0.5)}
+            arrow = {"arrowstyle": "-", "color": LEADER, "linewidth": 0.5, "shrinkB": 4, "relpos": (0, 0.5)}
             beside = {"xytext": places[i], "textcoords": "axes fraction", "va": "center", "fontsize": 9}
             ax.annotate(row.label, (loss, share), arrowprops=arrow, annotation_clip=False, **beside)
     caption = (

@@ -352,7 +352,7 @@ def cross(a, b, c):
 
 def test_the_picture_has_the_lines_of_no_defense_and_of_no_model(picture):
     (ax,) = picture.axes
-    assert {"identity 0", "no model 1"} <= {label.get_text() for label in ax.get_yticklabels()}
+    assert {"identity: 0", "no model: 1"} <= {label.get_text() for label in ax.get_yticklabels()}
     low, high = ax.get_ylim()
     assert low < 0 < 1 < high
     assert {(0, 0), (1, 1)} <= {tuple(line.get_ydata()) for line in ax.lines}

@@ -84,7 +84,7 @@ def test_pictures_of_a_run_are_as_narrow_as_a_phone_needs(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [PHONE, 768, 1440])
 def test_pages_in_a_browser(reports, width, tmp_path):
-    pytest.importorskip("PySide6.QtWebEngineCore", reason="pip install 'immunization[browser]'", exc_type=ImportError)
+    pytest.importorskip("PySide6.QtWebEngineCore", reason="pip install '.[browser]'", exc_type=ImportError)
     for report in reports:
         found = look(report, tmp_path / f"{report.parent.name}.png", width)
         assert found["width"] > width - 20  # less a scroll bar
@@ -120,7 +120,7 @@ SORT = """(() => {
 @pytest.mark.slow
 def test_the_leaderboard_in_a_browser(reports, tmp_path):
     """A heading sorts each part of the table, words and a track leave their rows, a link opens what is behind one."""
-    pytest.importorskip("PySide6.QtWebEngineCore", reason="pip install 'immunization[browser]'", exc_type=ImportError)
+    pytest.importorskip("PySide6.QtWebEngineCore", reason="pip install '.[browser]'", exc_type=ImportError)
     said = look(reports[-1], tmp_path / "page.png", 1440, SORT)["said"]
     kept, lost = [[f"method_{i}" for i in some] for some in ((2, 1, 0), (7, 6, 5, 4, 3))]
     assert said["before"] == [*kept, leaderboard.BELOW, *lost]
