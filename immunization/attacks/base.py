@@ -98,7 +98,7 @@ class Attack(Component, group="attack.*"):
         self.settings = sorted(getattr(self, self.tries))
         if not self.settings or not self.settings[0] >= 0:
             raise ConfigError(
-                f"attack: {self.setting_name}s must be a list of numbers of at least 0, not {self.settings}"
+                f"{self.group}.{self.tries}: {self.setting_name}s must be numbers of at least 0, not {self.settings}"
             )
 
     @property

@@ -20,6 +20,7 @@ from immunization.attacks.patches import outputs_of_images
 from immunization.attacks.pooling import POOLINGS, SIDE, TILES, TWICE, Outputs, at_twice_the_size, in_tiles, outputs_of
 from immunization.attacks.renewed import images_of, renew_from
 from immunization.attacks.victim import Inapplicable, Stage, Victim
+from immunization.checks import Positive
 from immunization.data.task import SPLITS, Task
 from immunization.models import Model
 from immunization.models.chain import Network
@@ -145,7 +146,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
 
     steps = 1
     _: KW_ONLY
-    ridges: Sequence[float] = (1e-5, 1e-4, 1e-3, 0.01, 0.1, 1.0)
+    ridges: Sequence[Positive] = (1e-5, 1e-4, 1e-3, 0.01, 0.1, 1.0)
     mirrored: bool = True
     renewed: bool = False
     enlarged: bool = True

@@ -10,6 +10,7 @@ from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeCurves
 from immunization.attacks.probes import WhitenedProbe, decomposition_flops
 from immunization.attacks.victim import Inapplicable, Stage, Victim
+from immunization.checks import Positive
 from immunization.theory.probe import ridge_weights
 
 RIDGES = (0, *(float(f"1e{e}") for e in (*range(-20, -12, 2), *range(-12, 1))))
@@ -41,7 +42,7 @@ class LogisticProbe(Attack):
 
     setting_name, tries = "C", "strengths"
 
-    strengths: Sequence[float] = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0)
+    strengths: Sequence[Positive] = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0)
     steps = 200
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:

@@ -8,9 +8,6 @@ from immunization.data.task import LEARNED, MARGIN
 
 PLACES: dict[Stage, str] = {"immunized": "theta_I", "baseline": "the baseline", "start": "theta_0"}
 
-LAST = 4
-"""Points of a curve, the last octave of steps, in which an attack that has converged does not get better any more."""
-
 
 def diverged(outcome: Outcome) -> Iterator[str]:
     """On every stage, the settings that did not stay finite."""
@@ -50,9 +47,9 @@ def edge(outcome: Outcome) -> Iterator[str]:
 
 
 def not_converged(outcome: Outcome) -> Iterator[str]:
-    """An attack that does not get there, and whose best validation measure came at the end."""
-    val = outcome.after.val
-    if outcome.capped and len(val) > LAST and val[-LAST:].max() > val[:-LAST].max():
+    """An attack that does not get there, and whose best validation measure came in the last octave of its steps."""
+    val, late = outcome.after.val, outcome.after.steps > outcome.after.steps[-1] / 2
+    if outcome.capped and not late.all() and val[late].max() > val[~late].max():
         yield outcome.name
 
 

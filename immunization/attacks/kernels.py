@@ -121,7 +121,10 @@ def discriminants(predictions: Tensor, targets: Tensor, residuals: Tensor) -> Te
 
 
 def probabilities(scores: Tensor, labels: Tensor) -> Tensor:
-    """Those of classes [rules, M, C], from scores, as sharp as suits the `labels` [V] of the first V rows best."""
+    """Those of classes [rules, M, C], from scores, as sharp as suits the `labels` [V] of the first V rows best.
+
+    The scores' deviation is that of all M rows: what test rows look like, not their labels, is part of it.
+    """
     deviation = scores.std((1, 2), keepdim=True)
     scaled = scores / deviation.where(deviation > 0, 1.0)
     places = labels[None, :, None].expand(len(scores), -1, 1)

@@ -68,7 +68,9 @@ class FineTune(Attack):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.search and self.replay:
-            raise ConfigError("attack: search looks for settings and replay has them; give one of the two")
+            raise ConfigError(
+                f"give {self.group}.search, which looks for settings, or {self.group}.replay, which has them"
+            )
         self.epochs = sorted(self.epochs or ())
         if self.search:
             require_optuna()
@@ -167,7 +169,7 @@ class FineTune(Attack):
         """The recipe that was found or replayed, with the seed that is best on the validation split."""
         if self.replayed:
             if stage not in self.replayed:
-                raise ConfigError(f"attack: the file to replay holds no settings for the stage {stage}")
+                raise ConfigError(f"{self.group}.replay={self.replay} holds no settings for the stage {stage}")
             recipe, facts, others = self.replayed[stage], {}, 0.0
             courses = [tuner.train(recipe, budget, self.seed)]
         else:

@@ -40,7 +40,8 @@ def measure(
     measures.put("attack/worst/attacks", len(whole))
     measures.put("attack/worst/test_rows", len(victim.task.test))
     measures.put("attack/worst/successful", len(after))
-    measures.put("attack/worst/fine_tuned", any(outcome.attack.trains_all(victim) for outcome in whole.values()))
+    tuned = (outcome.attack.trains_all(victim) for outcome in whole.values() if not never_finite(outcome.after))
+    measures.put("attack/worst/fine_tuned", any(tuned))
     for key in ("final", "final_baseline", "gap", "area", "area_baseline", "steps", "steps_baseline", "steps_ratio"):
         if (value := measures.metrics.get(f"attack/{cheapest}/{key}")) is not None:
             measures.put(f"attack/worst/{key}", value)

@@ -35,7 +35,7 @@ class Recipe:
     the rate of a block is that of the block behind it times this, and that of the last block is the head's times this.
     `average`: what is measured in the second half of the steps is the mean of the weights, and of the statistics of
     BatchNorm, since its beginning. `mirror`: each training image is mirrored with probability 1/2, and the outputs for
-    an image and its mirror image are averaged. `smoothing`: of labels.
+    an image and its mirror image are averaged. `smoothing`: of labels of more than two classes.
     """
 
     rate: NonNegative

@@ -27,21 +27,21 @@ def read_recipes(path: str, kind: str, parts: Sequence[str]) -> dict[str, Recipe
     try:
         content = json.loads(Path(path).expanduser().read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"replay={path} cannot be read: {error}") from error
+        raise ConfigError(f"attack.*.replay={path} cannot be read: {error}") from error
     if not isinstance(content, dict) or "attack" not in content or len(content) < 2:
-        raise ConfigError(f"replay={path} holds no settings of an attack; give the attack_<name>.json of a search")
+        raise ConfigError(f"attack.*.replay={path} holds no settings; give the attack_<name>.json of a search")
     if content["attack"] != kind:
-        raise ConfigError(f"replay={path} holds settings of another attack, {content['attack']}, and not of {kind}")
+        raise ConfigError(f"attack.*.replay={path} holds settings of {content['attack']}, and not of {kind}")
     return {stage: _recipe(found, path, parts) for stage, found in content.items() if stage != "attack"}
 
 
 def _recipe(found: object, path: str, parts: Sequence[str]) -> Recipe:
     values = found.get("recipe") if isinstance(found, dict) else None
     try:
-        check_arguments(Recipe, values or {}, f"replay={path}: recipe")
+        check_arguments(Recipe, values or {}, f"attack.*.replay={path}: recipe")
         recipe = Recipe(**(values or {}))
     except (TypeError, AttributeError) as error:
-        raise ConfigError(f"replay={path}: {error}; it was edited, or written by another version") from error
+        raise ConfigError(f"attack.*.replay={path}: {error}; it was edited, or written by another version") from error
     if recipe.part not in parts:
-        raise ConfigError(f"replay={path} trains the part {recipe.part}; this attack trains {' or '.join(parts)}")
+        raise ConfigError(f"attack.*.replay={path} trains {recipe.part}; this attack trains {' or '.join(parts)}")
     return recipe

@@ -17,7 +17,7 @@ from immunization.attacks.outcome import Outcome, first, listed, never_finite, p
 from immunization.attacks.replay import found_settings
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.attacks.worth import Draw, Suite
-from immunization.data.task import Task
+from immunization.data.task import CONSTANT, Task
 from immunization.evaluation.measures import SUFFIX, Measures, Role
 from immunization.terminal import doing
 
@@ -122,9 +122,14 @@ def _worth(
     """What the model is worth with all of the attacker's images, and with as few as the suite says."""
     task, public = victim.task, suite.theta_0 == "public"
     guess = torch.full((len(task.test),), task.chance, dtype=torch.float64)
-    worth.measure([_draw(attacks, everything, untouched)], guess, "", measures, public)
+    draw = _draw(attacks, everything, untouched)
+    if draw.before:
+        worth.measure([draw], guess, "", measures, public)
+    else:
+        measures.miss("no attacker with the model ran", "worth/theta_0", "worth/lost", "worth/removed")
     for images, places in few.items():
-        draws, reason = [_draw(attacks, found_with[place], untouched) for place in places], ""
+        first = found_with[places[0]] if places else {}  # who trains a net has this draw alone
+        draws, reason = [_draw(attacks, {**first, **found_with[place]}, untouched) for place in places], ""
         if not draws:
             reason = f"no class of the harmful task has more than {images} training images"
         elif not any(draw.before for draw in draws):
@@ -190,6 +195,8 @@ def _run(
     """
     if reason := victim.comparison.no_test(victim.role):
         raise Inapplicable(reason)
+    if victim.task.constant:
+        raise Inapplicable(CONSTANT.format(victim.role))
     if kept and (curves := kept.get(name)) is not None:
         return curves
     run, shared = partial(attack.run, victim), kept.baselines if kept else None

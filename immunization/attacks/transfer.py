@@ -25,7 +25,11 @@ def run_transfer(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves
     prefix = f"worth_{victim.role}/"
     for name, value in found.metrics.items():
         key = name.removeprefix(prefix)
-        if name.startswith(prefix) and key.partition("_")[0] in ("before", "after", "without", "lost"):
+        if not name.startswith(prefix) or key.partition("_")[0] not in ("before", "after", "without", "lost"):
+            continue
+        if value is None:
+            measures.miss(found.reasons[name], f"transfer_{victim.role}/{key}")
+        else:
             measures.put(f"transfer_{victim.role}/{key}", value)
     if not measures.metrics:
         measures.miss("nobody learns the task without the model", f"transfer_{victim.role}/lost")

@@ -57,10 +57,10 @@ class Suite(Component, group="suite"):
     """A numbered list of attackers, in result.json and on every page; rows of different versions are never compared.
 
     Beside all of the attacker's images, worth is measured at each number of `images` of each class, with `draws` sets
-    of them; attackers who train a net have the first of these. `theta_0`: whether the attacker can have the net as it
-    was before immunization, too; where it is public no defense takes anything away. `benign`: names of those who also
-    learn the benign tasks, which shows what immunization costs honest users. `most`: images of each class that
-    attackers have in all; None: all there are. Raises ConfigError.
+    of them; attackers who train a net have the first of these, which stands for all. `theta_0`: whether the attacker
+    can have the net as it was before immunization, too; where it is public no defense takes anything away. `benign`:
+    names of those who also learn the benign tasks, which shows what immunization costs honest users. `most`: images of
+    each class that attackers have in all; None: all there are. Raises ConfigError.
     """
 
     version: str
@@ -131,11 +131,13 @@ def estimate(scores: Tensor) -> Estimate:
     """Mean of [draws, N] with an interval for rows and draws that are both samples.
 
     Its variance is that of a layout of two crossed random factors without replication, with Satterthwaite's degrees of
-    freedom for Student's t: a bootstrap of two or three draws would be too narrow.
+    freedom for Student's t: a bootstrap of two or three draws would be too narrow. One row alone says nothing.
     """
     from scipy.special import stdtrit
 
     draws, rows = scores.shape
+    if rows < 2:
+        return Estimate(scores.mean().item(), -math.inf, math.inf)
     mean, by_row, by_draw = scores.mean(), scores.mean(0), scores.mean(1, keepdim=True)
     terms, twice = [(by_row.var().item() / rows, rows - 1)], 0.0
     if draws > 1:

@@ -23,6 +23,8 @@ SPLITS = ("train", "val", "test")
 LEARNED, MARGIN = 0.9, 0.05
 """A task is learned at this share of the way from chance to the baseline's best measure; within this margin of chance
 nothing is."""
+CONSTANT = "all labels of the {} task are equal (dataset.protocol=authors): there is nothing to learn"
+"""Why a role's task is not attacked or probed."""
 USUAL = ("primary", "harmful", "benign")  # roles of the tasks that a pair usually has
 
 
@@ -167,7 +169,7 @@ class Task:
         return F.one_hot(y, self.classes).double()
 
     def loss(self, logits: Tensor, y: Tensor, smoothing: float = 0.0) -> Tensor:
-        """Mean training loss: squared error, binary cross-entropy, or cross-entropy with label smoothing."""
+        """Mean training loss: squared error, binary cross-entropy, or, for more classes, smoothed cross-entropy."""
         if not self.classes:
             return F.mse_loss(logits[:, 0], y)
         if logits.shape[1] == 1:

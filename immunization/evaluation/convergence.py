@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from immunization.checks import AtLeastOne, Share, checked
-from immunization.data.task import LEARNED, MARGIN, Task
+from immunization.data.task import CONSTANT, LEARNED, MARGIN, Task
 from immunization.evaluation.bootstrap import draws, ends, resampled
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import SUFFIX, Measures, Role, Stage
@@ -85,8 +85,7 @@ class LearningCurves:
                     measures.curve(f"probe/{role}", grid, held_out[stage], stage)
             reason = comparison.no_test(role)
             if not reason and task.constant:
-                reason = f"all labels of the {role} task are equal (dataset.protocol=authors): "
-                reason += "there is nothing to learn"
+                reason = CONSTANT.format(role)
             if reason:
                 measures.miss(reason, f"steps_ratio/{role}", f"rfd/{role}")
                 continue

@@ -70,7 +70,7 @@ class Deployment:
         if reason := comparison.no_test("primary"):
             measures.miss(reason, *names)
             return measures
-        nets = dict(zip(SUFFIX, (model.deployed(), model.deployed_before()), strict=True))
+        nets = dict(zip(SUFFIX, (model.deployed(), model.deployed_before(comparison.start)), strict=True))
         batches = self._batches(comparison)
         broken = [self._compare(comparison, form, nets, batches, measures) for form in FORMATS]
         if any(broken):

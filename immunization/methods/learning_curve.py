@@ -63,11 +63,11 @@ class LearningCurve(Method, without=["batch_size", "max_accuracy_drop", "keep"])
     D x D statistics of the inputs, taken once; an epoch is one step.
 
     `targets="baseline"` is for noisy labels, where learning fast is overfitting fast. The primary term then follows the
-    baseline's own probe, PACE times as fast: w_t, t <= SPAN t_0, aims at what the inputs' probe has after
-    max(PACE (t - 1) + 1, t_0) steps, with t_0 the early stop that generalizes best (`generalizing_step`), or the steps
-    to 90 % of the baseline's best on the validation rows, if fewer. The distance is the mean squared difference of
-    predictions relative to that of w = 0, half on the training inputs and half on white noise of the same mean square
-    (a multiple of ||theta w_t - w||^2), since held-out rows vary in directions in which few rows hardly do.
+    baseline's own probe, PACE times as fast: w_t, t <= SPAN t_1, aims at what the inputs' probe has after
+    max(PACE (t - 1) + 1, t_0) steps, with t_1 the early stop that generalizes best (`generalizing_step`) and t_0 the
+    smaller of t_1 and the steps to 90 % of the baseline's best on the validation rows. The distance is the mean squared
+    difference of predictions relative to that of w = 0, half on the training inputs and half on white noise of the same
+    mean square (a multiple of ||theta w_t - w||^2), since held-out rows vary in directions in which few rows hardly do.
     `targets="auto"` takes the labels where least squares on the inputs reaches, on the validation rows, what the best
     early stop does (up to `SLACK` of the way from chance), and the baseline's path elsewhere.
 

@@ -50,9 +50,12 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Flat names and values of the configuration, without seeds, places of files and bookkeeping."""
+        """Flat names and values of the configuration, without the run's seed, places of files and bookkeeping."""
         flat = flatten(result_settings(self.config))
-        return {name: value for name, value in flat.items() if name.split(".")[-1] != "seed"}
+        seed = flat.pop("seed", None)
+        if flat.get("dataset.seed") == seed:
+            flat.pop("dataset.seed", None)
+        return flat
 
     @cached_property
     def pair(self) -> str:

@@ -92,7 +92,7 @@ def _without_paths(value: object) -> Any:
 def _command(command: str | None, overrides: Sequence[str]) -> str:
     """The command for one job of a multirun: its options without -m, and the overrides of the job."""
     words = shlex.split(command or "python launch.py")
-    program = 3 if words[1:2] == ["-m"] else 2
+    program = 1 if Path(words[0]).name == "immunize" else 3 if words[1:2] == ["-m"] else 2
     options = [word for word in words[program:] if word not in ("-m", "--multirun", *overrides)]
     options = [word for word in options if "=" not in word or word.startswith("--")]
     return shlex.join([*words[:program], *options, *overrides])

@@ -56,7 +56,8 @@ def paired_p(a: Mapping[tuple, float], b: Mapping[tuple, float]) -> float:
 
     Differences are averaged over the pairs of each seed, since those of one seed are not independent. Positive measures
     are compared by their logarithms, because ratios spread by factors. The p-value is 1 for values that only rounding
-    tells apart, and NaN for others of fewer than ENOUGH seeds.
+    tells apart, and where logarithms and values disagree on which are larger, and NaN for others of fewer than ENOUGH
+    seeds.
     """
     keys = [key for key in a if key in b]
     x, y = (np.array([values[key] for key in keys], dtype=float) for values in (a, b))
@@ -64,12 +65,15 @@ def paired_p(a: Mapping[tuple, float], b: Mapping[tuple, float]) -> float:
         return 1.0
     if len({key[0] for key in keys}) < ENOUGH:
         return math.nan
+    larger = x.mean() > y.mean()
     if min(x.min(), y.min()) > 0:
         x, y = np.log(x), np.log(y)
     seeds = np.unique([str(key[0]) for key in keys], return_inverse=True)[1]
     difference = summarize(np.bincount(seeds, x - y) / np.bincount(seeds))
     if not difference.std:  # they differ by one and the same number, or factor
         return 0.0
+    if (difference.mean > 0) != larger:
+        return 1.0
     from scipy.special import stdtr
 
     t = difference.mean / difference.std * math.sqrt(difference.n)

@@ -70,10 +70,11 @@ def test_edge():
     ("values", "found"),
     [
         ([0.5, 0.6, 0.6, 0.6, 0.6, 0.7], True),
-        ([0.5, 0.6, 0.7, 0.6, 0.6, 0.6], True),  # the best is in the last octave
+        ([0.5, 0.6, 0.6, 0.7, 0.6, 0.6], True),  # the best is in the last octave
+        ([0.5, 0.6, 0.7, 0.6, 0.6, 0.6], False),
         ([0.5, 0.7, 0.6, 0.6, 0.6, 0.7], False),
-        ([0.5, 0.6, 0.7, 0.7], False),  # too short to be told
-        ([0.6, 0.7, 0.7, 0.7, 0.7], True),
+        ([0.7], False),  # too short to be told
+        ([0.6, 0.7, 0.7, 0.7, 0.7], False),
     ],
 )
 def test_not_converged(values, found):

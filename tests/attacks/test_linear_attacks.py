@@ -10,9 +10,11 @@ from immunization import run
 from immunization.attacks import (
     LBFGS,
     Adam,
+    BlockProbe,
     ClosedFormProbe,
     ConjugateGradients,
     LinearProbe,
+    LogisticProbe,
     Momentum,
     Undo,
     Victim,
@@ -215,7 +217,12 @@ def test_what_cannot_be_attacked_says_why():
         (lambda: LinearProbe(steps=0), "steps must be an integer of at least 1"),
         (lambda: LinearProbe(samples=0), "samples must be an integer of at least 1, or null"),
         (lambda: LinearProbe(scaling="rows"), "scaling must be one of none, columns, standard"),
-        (lambda: Adam(rates=[]), "learning rates must be a list of numbers"),
+        (lambda: Adam(rates=[]), r"attack\.\*\.rates: learning rates must be numbers"),
+        (
+            lambda: LogisticProbe(strengths=[0.0, 1.0]),
+            r"strengths must be a list of which each is a finite number above 0",
+        ),
+        (lambda: BlockProbe(ridges=[0.0]), r"ridges must be a list of which each is a finite number above 0"),
         (lambda: Undo("guess"), "how must be one of relearn, strip"),
     ],
 )
@@ -262,3 +269,18 @@ def test_centering_is_no_way_out_of_a_centered_map(tmp_path):
     assert centered["attack/scaled/steps_ratio"] > 1000
     assert centered["attack/linear_probe/steps_ratio"] > 500
     assert centered["steps_ratio/primary"] <= 1
+
+
+def test_labels_that_are_all_equal_are_no_task_to_attack(tmp_path):
+    """The authors' MNIST protocol: a constant answer is right."""
+    options = [
+        "method=identity",
+        "dataset.protocol=authors",
+        "tracker=none",
+        "attack=[closed_form_probe,logistic_probe]",
+    ]
+    result = run(options, tmp_path)
+    for name in ("closed_form_probe", "logistic_probe"):
+        assert result.metrics[f"attack/{name}/final"] is None
+        assert "there is nothing to learn" in result.reasons[f"attack/{name}/final"]
+    assert "attack_succeeds" not in result.flags

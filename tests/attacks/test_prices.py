@@ -67,6 +67,9 @@ class Scripted(Attack, group="attack.scripted"):
     def __post_init__(self) -> None:
         self.settings = [0.1]
 
+    def trains_all(self, victim) -> bool:
+        return True
+
     def run(self, victim, stage) -> AttackCurve:
         if stage == "immunized" and self.fails == "blind":
             raise Inapplicable("all features are the same")
@@ -85,6 +88,7 @@ def test_who_fails_on_theta_i_alone_still_counts_in_the_bar(fails):
     assert measures.metrics["attack/worst/flops_ratio"] is None
     expected = victim.task.chance if fails == "blind" else None
     assert measures.metrics["attack/it/final"] == expected
+    assert measures.metrics["attack/worst/fine_tuned"] == (fails == "blind")  # who diverges has tuned nothing
     assert ("attacks_blind" in measures.flags) is (fails == "blind")
 
 

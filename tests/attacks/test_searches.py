@@ -105,12 +105,12 @@ SETTINGS = {"recipe": {"rate": 0.1, "optimizer": "sgd", "batch_size": 8, "part":
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"attack": "LoRA of rank 8", "baseline": SETTINGS}, "settings of another attack, LoRA of rank 8, and not of"),
-        ({"baseline": SETTINGS}, "holds no settings of an attack"),
-        ([], "holds no settings of an attack"),
-        ({"attack": "FineTune"}, "holds no settings of an attack"),
+        ({"attack": "LoRA of rank 8", "baseline": SETTINGS}, "settings of LoRA of rank 8, and not of"),
+        ({"baseline": SETTINGS}, "holds no settings; give"),
+        ([], "holds no settings; give"),
+        ({"attack": "FineTune"}, "holds no settings; give"),
         ({"attack": "FineTune", "baseline": {}}, "missing 5 required positional arguments"),
-        ({"attack": "FineTune", "baseline": SETTINGS}, "trains the part full; this attack trains head or last"),
+        ({"attack": "FineTune", "baseline": SETTINGS}, "trains full; this attack trains head or last"),
         (
             {"attack": "FineTune", "baseline": {"recipe": SETTINGS["recipe"] | {"rate": -1.0}}},
             "recipe.rate must be a finite number of at least 0, not -1.0",
@@ -128,7 +128,7 @@ def test_files_that_cannot_be_replayed_are_refused_in_one_line(content, message,
 
 
 def test_other_bad_input_is_refused_before_anything_is_trained(tmp_path):
-    with pytest.raises(ConfigError, match="give one of the two"):
+    with pytest.raises(ConfigError, match=r"give attack\.\*\.search"):
         FineTune(search=2, replay="x.json")
     with pytest.raises(ConfigError, match="cannot be read"):
         FineTune(replay=str(tmp_path / "none.json"))

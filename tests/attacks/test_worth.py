@@ -1,5 +1,6 @@
 """What a model is worth, and how much of it a defense takes away."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -44,6 +45,11 @@ def test_no_defense_removes_nothing_and_an_erased_model_everything():
     assert worth(before, before, without).removed.value == 0
     assert worth(before, without, without).removed.value == 1
     assert_close(worth(before, without, without).worth.value, (before - without).mean().item())
+
+
+def test_one_test_row_says_nothing():
+    found = worth(torch.ones(3, 1), torch.ones(3, 1), torch.zeros(3, 1))
+    assert (found.worth.value, found.worth.low, found.removed) == (1, -math.inf, None)
 
 
 def test_where_the_model_is_worth_nothing_no_defense_is_measured():
@@ -194,7 +200,8 @@ def test_attacks_without_scores_have_no_part_in_the_worth(victim):
     suite = Suite(version="test-1", images=[2])
     measures = run_attacks({"plain": Plain(), "raw": RawInputs(mirrored=False)}, victim, suite=suite)
     assert measures.metrics["attack/plain/final"] == 1
-    assert measures.metrics["worth/before"] == measures.metrics["worth/without"]
+    for name in ("theta_0", "lost", "removed"):
+        assert measures.reasons[f"worth/{name}"] == "no attacker with the model ran"
     assert measures.reasons["worth/removed_2"] == "no attacker takes so few images"
 
 
@@ -205,6 +212,36 @@ class Guess(Plain):
 
     def run(self, victim, stage) -> AttackCurve:
         return replace(curve([0.0], torch.zeros(1, len(victim.task.test)), [1.0]), setting=0.0)
+
+
+class Reader(Guess):
+    """Reads half of the rows right with theta_0 and none with theta_I."""
+
+    reference = False
+
+    def run(self, victim, stage) -> AttackCurve:
+        right = (torch.arange(len(victim.task.test)) % 2 == 0) & self.learns(stage)
+        return replace(curve([right.double().mean()], right.double()[None], [1.0]), setting=0.0)
+
+    def learns(self, stage) -> bool:
+        return stage == "baseline"
+
+
+class Trainer(Reader):
+    """Learns as much on either net, and trains it."""
+
+    trains = True
+
+    def learns(self, stage) -> bool:
+        return True
+
+
+def test_who_trains_has_the_first_draw_and_counts_in_all(victim):
+    attacks = {"reads": Reader(), "trains": Trainer(), "guess": Guess()}
+    suite = Suite(version="test-1", images=[2], draws=3)
+    assert run_attacks(attacks, victim, suite=suite).metrics["worth/removed_2"] == 0
+    del attacks["trains"]
+    assert run_attacks(attacks, victim, suite=suite).metrics["worth/removed_2"] == 1
 
 
 @pytest.mark.parametrize("theta_0", ["secret", "public"])
@@ -231,6 +268,9 @@ def test_benign_tasks_are_learned_as_the_harmful_one_is(tmp_path, theta_0):
     alone = run_transfer({"near": Neighbours()}, victim, None, suite)
     assert alone.metrics == {"transfer_benign/lost": None}
     assert "without the model" in alone.reasons["transfer_benign/lost"]
+    nobody = run_transfer({"guess": Guess()}, victim, None, suite)
+    assert nobody.metrics["transfer_benign/lost"] is None
+    assert nobody.reasons["transfer_benign/lost"] == "no attacker with the model ran"
 
 
 def test_attackers_may_have_some_of_the_images_only(tmp_path):

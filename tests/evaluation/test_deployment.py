@@ -57,6 +57,9 @@ def test_a_map_without_a_bound_is_flagged(folded):
 def test_a_trained_net_has_no_baseline_to_deploy(folders):
     pair = open_pair(folders)
     net, tasks = build(pair).read_tasks(pair, False)
+    start = {name: tensor.clone() for name, tensor in net.extractor.state_dict().items()}
+    kept = Deployment(images=4)(Comparison(tasks, net, start)).metrics
+    assert kept["deployment/accuracy_float32_baseline"] == kept["deployment/accuracy_float32"] is not None
     measures = Deployment(images=4)(Comparison(tasks, net))
     assert measures.metrics["deployment/accuracy_float32"] is not None
     assert measures.metrics["deployment/accuracy_float32_baseline"] is None

@@ -103,6 +103,18 @@ def test_interrupted_runs_are_no_failures(sweep):
     assert sorted(column(made, "interrupted")) == ["0", "1"]
 
 
+def test_runs_with_other_splits_are_not_the_same(tmp_path):
+    folders = [make_run(tmp_path / str(seed), "identity") for seed in range(3)]
+    for seed, folder in enumerate(folders):
+        path = folder / "config.yaml"
+        config = yaml.safe_load(path.read_text())
+        config["dataset"]["seed"] = seed
+        path.write_text(yaml.safe_dump(config))
+    collection = collect([tmp_path])
+    assert (len(collection.runs), collection.problems) == (3, [])
+    assert len({run.setting for run in collection.runs}) == 3
+
+
 def test_the_same_run_twice_counts_once(sweep):
     make_run(sweep / "9_again", METHODS[0], 0, rir=500.0)
     collection = collect([sweep])
@@ -271,8 +283,14 @@ def test_pairs_of_classes_of_one_seed_are_one_observation():
     rng = np.random.default_rng(2)
     effects, noise = rng.normal(size=5), rng.normal(size=(5, 9))
     b = {(seed, pair): math.exp(effects[seed] + 0.01 * noise[seed, pair]) for seed in range(5) for pair in range(9)}
-    expected = stats.ttest_1samp(-(effects + 0.01 * noise.mean(1)), 0).pvalue
-    assert paired_p(dict.fromkeys(b, 1.0), b) == pytest.approx(expected)
+    expected = stats.ttest_1samp(3 - (effects + 0.01 * noise.mean(1)), 0).pvalue
+    assert paired_p(dict.fromkeys(b, math.exp(3.0)), b) == pytest.approx(expected)
+
+
+def test_a_larger_mean_that_one_run_makes_is_not_told_from_what_is_larger_elsewhere():
+    outlier, steady = by_seed([1000, 1, 1.1, 0.9, 1, 1.2]), by_seed([90, 110, 100, 95, 105, 100])
+    assert paired_p(outlier, steady) == 1
+    assert ties({"outlier": outlier, "steady": steady}, ["outlier", "steady"]) == {"outlier", "steady"}
 
 
 def test_ties_hold_holms_correction():

@@ -11,7 +11,7 @@ from helpers.made_runs import make_run
 from immunization.errors import DataError
 from immunization.results.__main__ import main
 from immunization.results.collect import collect
-from immunization.results.rows import FOLDER, plan, write
+from immunization.results.rows import FOLDER, _command, plan, write
 
 
 def test_a_row_holds_what_checks_and_repeats_it(tmp_path):
@@ -124,6 +124,19 @@ def test_the_command(tmp_path, capsys):
     track_run(tmp_path / "run")
     main(["rows", str(tmp_path / "run"), "--into", str(tmp_path / "rows")])
     assert capsys.readouterr().out == f"{tmp_path / 'rows' / 'cifar' / 'identity-0.json'}\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "one"),
+    [
+        ("python launch.py -m experiment=x seed=0,1", "python launch.py experiment=x seed=1"),
+        ("python -m immunization seed=0,1 -m experiment=x", "python -m immunization experiment=x seed=1"),
+        ("immunize -m experiment=x seed=0,1", "immunize experiment=x seed=1"),
+        ("/opt/bin/immunize seed=0,1 -m experiment=x", "/opt/bin/immunize experiment=x seed=1"),
+    ],
+)
+def test_the_command_of_one_job_of_a_multirun(given, one):
+    assert _command(given, ["experiment=x", "seed=1"]) == one
 
 
 def test_what_is_missing_of_a_track_and_how_long_it_takes(tmp_path, monkeypatch):
