@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from immunization.checks import NonNegative, Positive
+from immunization.checks import NonNegative, Positive, Share
 from immunization.compute.machine import memory
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError, DataError
@@ -44,6 +44,9 @@ class Forget(Method, without=["combine", "keep"]):
     out. BatchNorm statistics do not move; against attackers with their own, `own_statistics` times L_collapse with
     those of the harmful batch can be added.
 
+    At the end the weights are theta_0 + `interpolate` (theta - theta_0): what the net forgets is lost slower on the way
+    back to theta_0 than what it should keep returns (after WiSE-FT; Wortsman et al., CVPR 2022).
+
     With `patience` or `max_accuracy_drop` the best epoch has the largest accuracy of the model's own head less that of
     the best ridge probe on D_H, both on validation rows.
     """
@@ -62,6 +65,7 @@ class Forget(Method, without=["combine", "keep"]):
     target: Literal["zero", "mean"] = "zero"
     floor: Positive = 0.02
     train_head: bool = True
+    interpolate: Share = 1.0
     ridges: Sequence[Positive] = (1e-6, 1e-4, 1e-2, 0.1)
 
     def __post_init__(self) -> None:
@@ -128,8 +132,13 @@ class Forget(Method, without=["combine", "keep"]):
                 terms["own_statistics"] = self._collapse(model.training_features(harmful.x))
         return self._weighted(model, loss, terms)
 
+    @torch.no_grad()
     def finish(self, model: Model) -> None:
         super().finish(model)
+        if self.role == "harmful":  # once, where there is a copy of the method for each of several tasks
+            starts = [*self.distillation.theta_0.values(), *self.distillation.omega_0]
+            for p, start in zip([*model.trained().values(), *model.head.parameters()], starts, strict=True):
+                p.lerp_(start, 1 - self.interpolate)
         self.distillation.release()
 
     def _weighted(self, model: Model, loss: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """`method=forget`: its terms by hand, what it makes of features, its memory bank, and what it refuses."""
 
+import copy
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -364,3 +365,25 @@ def test_it_holds_off_direct_solvers_on_a_small_net(tmp_path):
         values = [result.metrics[f"attack/{attack}/final{stage}"] for stage in ("", "_baseline")]
         assert values[0] < values[1] - 0.2
     assert result.metrics["primary/head_accuracy"] > 0.95
+
+
+@pytest.mark.parametrize("damping", [0.0, 10.0])
+def test_weights_go_back_a_part_of_the_way_to_theta_0(net, damping):
+    """Also those of the head, and with one copy of the method for each of two harmful tasks once."""
+    found = {}
+    for interpolate in (1.0, 0.25):
+        model, tasks = build(net, trainable=["layer3", "layer4"]).read_tasks(net, False)
+        start = copy.deepcopy(model.state_dict())
+        two = replace(tasks, more={"harmful_b": tasks.harmful})
+        method = combined(Forget(1, 16, path=0.0, damping=damping, interpolate=interpolate), two)
+        method.setup(model, two)
+        assert bool(method.parts["harmful"].distillation.layers) is (damping > 0)
+        adam = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-3)
+        train(method, model, PairedBatches(two, 16, torch.Generator().manual_seed(0)), adam)
+        method.finish(model)
+        found[interpolate] = model.state_dict()
+    moved = [name for name, tensor in found[1.0].items() if not torch.equal(tensor, start[name])]
+    assert any("head" in name for name in moved)
+    assert any("head" not in name for name in moved)
+    for name, before in start.items():
+        assert_close(found[0.25][name], before + 0.25 * (found[1.0][name] - before), check_dtype=False)
