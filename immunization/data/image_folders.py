@@ -85,7 +85,7 @@ def image_folders(
             f"classes of its own, dataset.{kind_of(other)}.classes chooses them"
         )
     kept_roots = [keep_root] if isinstance(keep_root, str) else keep_root or []
-    kept = tuple(open_unlabeled(root, **(keep or {})) for root in kept_roots)
+    kept = tuple(open_unlabeled(root, **own) for root, own in zip(kept_roots, _of_each(keep, kept_roots), strict=True))
     held = {role: task.folders for role, task in tasks.items()}
     if found := first_shared({"keep": [folder for images in kept for folder in images.folders], **held}):
         _, role, shared = found
@@ -98,6 +98,17 @@ def image_folders(
         {"keep": {images.name: len(images.splits["train"]) for images in kept}} if kept else {}
     )
     return ImagePair(name, tasks, *reading, about=about, keep=kept)
+
+
+def _of_each(keep: Mapping[str, Any] | None, roots: Sequence[str]) -> list[dict[str, Any]]:
+    """Options of dataset.keep for each of its folders: of several, a list of `classes` has an entry for each."""
+    own = dict(keep or {})
+    classes = own.get("classes")
+    if len(roots) < 2 or classes is None or isinstance(classes, str):
+        return [own] * len(roots)
+    if len(classes) != len(roots):
+        raise ConfigError(f"dataset.keep.classes={list(classes)}: give an entry for each of {len(roots)} folders")
+    return [own | {"classes": some} for some in classes]
 
 
 def open_unlabeled(root: str, classes: str | Sequence[str | int] | None = None, crop: Crop | None = None) -> ImageTask:

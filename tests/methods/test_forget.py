@@ -106,6 +106,15 @@ def test_images_without_labels_are_kept_as_they_are(net, tmp_path):
     assert_close(method.step(model, primary, primary)["distill"], by_hand)
 
 
+def test_classes_are_chosen_of_each_folder_to_keep(net, tmp_path):
+    roots = [draw_folder(tmp_path / name, 3, 5, 2, seed) / "train" for seed, name in enumerate("ab")]
+    folders = [Path(task.folders[0]).parents[1] for task in net.tasks.values()]
+    pair = open_pair(folders, keep_root=[str(root) for root in roots], keep={"classes": ["0:1", None]})
+    assert [len(task.splits["train"]) for task in pair.keep] == [5, 15]
+    both = open_pair(folders, keep_root=[str(root) for root in roots], keep={"classes": "0:2"})
+    assert [len(task.splits["train"]) for task in both.keep] == [10, 10]
+
+
 def test_images_of_a_task_are_not_kept(net):
     harmful = net.tasks["harmful"].folders[0]
     roots = [str(Path(task.folders[0]).parents[1]) for task in net.tasks.values()]
@@ -118,6 +127,8 @@ def test_images_of_a_task_are_not_kept(net):
         image_folders(*roots, keep_root="nowhere")
     with pytest.raises(ConfigError, match=r"dataset\.keep\.classes=7:9 is no class"):
         image_folders(*roots, keep_root=str(harmful.parent), keep={"classes": "7:9"})
+    with pytest.raises(ConfigError, match=r"dataset\.keep\.classes=\['0:1'\]: give an entry for each of 2 folders"):
+        image_folders(*roots, keep_root=["a", "b"], keep={"classes": ["0:1"]})
 
 
 @pytest.mark.parametrize("target", ["zero", "mean"])
