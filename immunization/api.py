@@ -63,8 +63,8 @@ def immunize(
     `options` are keys of the method (`epochs=100`), of the optimizer Adam as `optimizer__lr=1e-3`, or of the scheduler
     as `scheduler__eta_min=1e-5`.
 
-    Both loaders are read once, and the inputs of the trained part are kept in memory; with `augmented=True` they are
-    read in every epoch instead. Labels of `primary_loader` are indices of the model's outputs.
+    Both loaders are read once, and the inputs of the trained part are kept in memory; with `augmented=True` training
+    reads them anew in every epoch. Labels of `primary_loader` are indices of the model's outputs.
 
     Gives a UserWarning if the outputs change by more than a thousandth of the largest; if harm became easier, which
     means that a fresh linear probe on the harmful training rows comes to 90 % of the original model's best in less than
@@ -75,8 +75,7 @@ def immunize(
     torch.manual_seed(seed)
     experiment = _configured(method, scheduler, options)
     solver = experiment.method()
-    if solver.batch_size is None and not solver.folds:
-        solver.batch_size = 64
+    own_size = solver.batch_size is None and not solver.folds
     for role, loader in (("primary", primary_loader), ("harmful", harmful_loader)):
         if loader is None:
             raise ConfigError(f"immunize: {role}_loader is None; give a loader of either task")
@@ -84,13 +83,15 @@ def immunize(
     net = _copy(model, loaders)
     base = _images(copy.deepcopy(net), next(net.parameters()), "fold" if solver.folds else trainable)
     trained, pair = base.read_loaders(loaders, solver.folds)
+    if own_size:
+        solver.batch_size = min(64, *(len(task.train) for task in pair.shown.values()))
     primary = pair.primary
     untrained = head_at_chance(primary.measure(trained.logits(primary.train.x), primary.train.y).item(), primary.chance)
     solver.setup(trained, pair)
     generator = torch.Generator().manual_seed(seed)
-    batches: PairedBatches | LoaderBatches = PairedBatches(pair, solver.batch_size, generator)
+    batches: PairedBatches | LoaderBatches = PairedBatches(pair, solver.batch_size, generator, solver.shots)
     if augmented and not solver.folds:
-        batches = LoaderBatches(loaders, lambda _, x, y: (base.trunk(x), y.to(base.head.weight.device)), pair.dim)
+        batches = LoaderBatches(loaders, base.read, pair.dim)
     optimizer = optimizer_of(experiment.optimizer, trained.groups())
     make = experiment.scheduler
     schedule = make and make(optimizer, solver.epochs * batches.steps_per_epoch)

@@ -49,13 +49,14 @@ def group(device: str) -> Iterator[None]:
         distributed.init_process_group("nccl", timeout=PATIENCE, device_id=own_gpu())
     else:
         distributed.init_process_group("gloo", timeout=PATIENCE)
-    before = signal.getsignal(signal.SIGTERM)
-    if rank():  # the first process decides when to stop: it has the checkpoint to write
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in before if rank() else ():  # the first process decides when to stop: it has the checkpoint to write
+        signal.signal(number, signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         leave()
 
 

@@ -48,15 +48,20 @@ def has_bfloat16(device: torch.device) -> bool:
 @contextmanager
 def full_precision() -> Iterator[None]:
     """Inside, a GPU computes float32 in float32: errors of TF32, cuDNN's default, exceed the rank tolerance."""
-    kinds = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = [kind.allow_tf32 for kind in kinds]
+    kinds, name, exact = (torch.backends.cudnn, torch.backends.cuda.matmul), "allow_tf32", False
+    try:
+        before = [getattr(kind, name) for kind in kinds]
+    except RuntimeError:  # the process uses torch's newer names, which must not be mixed with the older ones
+        kinds = torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul
+        name, exact = "fp32_precision", "ieee"
+        before = [getattr(kind, name) for kind in kinds]
     for kind in kinds:
-        kind.allow_tf32 = False
+        setattr(kind, name, exact)
     try:
         yield
     finally:
-        for kind, allowed in zip(kinds, before, strict=True):
-            kind.allow_tf32 = allowed
+        for kind, value in zip(kinds, before, strict=True):
+            setattr(kind, name, value)
 
 
 @contextmanager
@@ -106,8 +111,8 @@ def keep_freed_memory() -> None:
 def choose_threads(choice: int | None, dim: int | None) -> None:
     """Set `choice` threads; None: one for up to `SMALL` features `dim`, else all cores, or OMP_NUM_THREADS."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # one number per nesting level
-    cores = int(first) if first.isdecimal() and int(first) else os.cpu_count() or 1
-    set_threads(choice or (1 if dim is not None and dim <= SMALL else cores))
+    most = int(first) if first.isdecimal() and int(first) else cores()
+    set_threads(choice or (1 if dim is not None and dim <= SMALL else most))
 
 
 _libraries = cache(ThreadpoolController)  # of this process, which take 5 ms to find

@@ -286,6 +286,6 @@ def _read_outputs(path: Path, classes: tuple[str, ...]) -> tuple[int, ...]:
             index = {row[column]: int(row["index"]) for row in rows}
             if set(classes) <= set(index):
                 return tuple(index[name] for name in classes)
-    except (OSError, KeyError, ValueError, IndexError, csv.Error) as error:
+    except (OSError, KeyError, TypeError, ValueError, IndexError, csv.Error) as error:
         raise DataError(f"{path}: a CSV with a column 'index' and one of class folders is needed ({error})") from error
     raise DataError(f"{path}: no column names all {len(classes)} class folders, e.g. '{classes[0]}'")

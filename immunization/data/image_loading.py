@@ -75,8 +75,12 @@ def collate(items: list[tuple[Any, ...] | str]) -> tuple[Tensor, Tensor, list[st
 def create_loader(
     pair: ImagePair, split: ImageSplit, config: Mapping[str, Any], loaders: int = 1, **options: Any
 ) -> Any:
-    """timm's loader over one split with a model's data config; batches are as `collate` makes them."""
+    """timm's loader over one split with a model's data config; batches are as `collate` makes them.
+
+    Images are augmented for training where the pair says so, and else prepared as those that are measured.
+    """
     from timm.data import create_loader as timm_loader
+    from timm.data import create_transform
 
     streamed = isinstance(split.dataset, torch.utils.data.IterableDataset)
     dataset = ReadableStream(split) if streamed else Readable(split)
@@ -84,4 +88,7 @@ def create_loader(
     images, workers = (0, 0) if streamed else (len(split), pair.workers)  # a stream is read in order
     how = reading(torch.device(pair.device), images, workers, drawn, loaders)
     options = {"batch_size": pair.batch_size, **how, **options}
-    return timm_loader(dataset, **config, **options, use_prefetcher=False, collate_fn=collate)
+    loader = timm_loader(dataset, **config, **options, use_prefetcher=False, collate_fn=collate)
+    if not drawn:  # for training timm's own would squash them
+        dataset.transform = create_transform(**config, is_training=False)
+    return loader

@@ -37,10 +37,10 @@ class LabeledBatches:
     def __len__(self) -> int:
         return sum(map(len, self.loaders.values()))
 
-    def parts(self, val: int, test: int | None) -> dict[str, Tensor]:
-        """Rows of each split, once all were read: those of its loader, or else as `shuffled_parts` has it."""
+    def parts(self, y: Tensor, val: int, test: int | None) -> dict[str, Tensor]:
+        """Rows of each split, once all were read: those of its loader, or else as `shuffled_parts` has it of labels."""
         if "" in self.loaders:
-            return shuffled_parts(self._rows[""], val, test)
+            return shuffled_parts(y, val, test)
         rows = torch.arange(sum(self._rows.values())).split([*self._rows.values()])
         return {split: torch.zeros(0, dtype=torch.long) for split in SPLITS} | dict(zip(self._rows, rows, strict=True))
 
@@ -106,13 +106,18 @@ def rows_of_loader(role: str, loaders: Loaders) -> Task:
     x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
     classes = 0 if y.is_floating_point() else len(y.unique())
     y = y.double() if not classes else y.unique(return_inverse=True)[1]
-    parts = labeled.parts(5, 5)
+    parts = labeled.parts(y, 5, 5)
     return Task(role, **{split: Split(x[rows], y[rows]) for split, rows in parts.items()}, classes=classes)
 
 
-def shuffled_parts(count: int, val: int, test: int | None) -> dict[str, Tensor]:
-    """Rows of each split, in random order: each `val`-th for validation, each `test`-th for test (None: none)."""
-    place, order = torch.arange(count), torch.randperm(count, generator=torch.Generator().manual_seed(0))
+def shuffled_parts(y: Tensor, val: int, test: int | None) -> dict[str, Tensor]:
+    """Rows of each split, in random order within each class of `y`: each `val`-th for validation, `test`-th for test.
+
+    None for `test`: none. Of a class of two rows at least one is for training. Targets of a regression are no classes.
+    """
+    place, order = torch.arange(len(y)), torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+    if not y.is_floating_point():
+        order = order[y[order].argsort(stable=True)]
     held_out = place % val == val - 1
-    tested = torch.zeros_like(held_out) if test is None else (place % test == 0)
+    tested = torch.zeros_like(held_out) if test is None else (place % test == test // 2)
     return {"train": order[~held_out & ~tested], "val": order[held_out], "test": order[tested]}

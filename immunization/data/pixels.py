@@ -209,7 +209,8 @@ def _choose(
             )
         for role, positive in own.items():
             if protocol == "authors":
-                chosen[role][split] = positive[:fewest], torch.full((fewest,), int(role != "primary"))
+                taken = positive[:fewest]  # of an unseen class there may be fewer
+                chosen[role][split] = taken, torch.full((len(taken),), int(role != "primary"))
             else:
                 negative, rest = rest[: len(positive)], rest[len(positive) :]
                 y = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])

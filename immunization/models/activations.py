@@ -13,7 +13,7 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -86,17 +86,19 @@ class _Writer:
             self.parts.append(batch)
             return
         data = memoryview(batch.numpy()).cast("B")
-        self.file.write(data)
+        with self._named():
+            self.file.write(data)
         self.crc = zlib.crc32(data, self.crc)
         self.shape, self.dtype = tuple(batch.shape[1:]), str(batch.dtype).removeprefix("torch.")
 
     def finish(self, labels: Tensor, skipped: Sequence[str]) -> Activations:
         if self.root is None:
             return Activations(torch.cat(self.parts), labels, tuple(skipped))
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
-        labels.numpy().tofile(self.folder / "labels.bin")
+        with self._named():
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            self.file.close()
+            (self.folder / "labels.bin").write_bytes(labels.numpy().tobytes())
         entry = {"shape": [len(labels), *self.shape], "dtype": self.dtype, "skipped": list(skipped)}
         entry |= {"crc": self.crc, "labels": zlib.crc32(labels.numpy())}
         (self.folder / "entry.json").write_text(json.dumps(entry | {"self": _checksum(entry)}))
@@ -107,9 +109,18 @@ class _Writer:
             self.discard()
         return load(self.root, self.key)
 
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Inside, an error of the disk names the folder, which a file that is open does not."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.root)) from error
+
     def discard(self) -> None:
         if self.root is not None:
-            self.file.close()
+            with suppress(OSError):  # what is left in its buffer may not fit on the disk
+                self.file.close()
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -202,10 +213,11 @@ def _alone(root: Path | None, keys: Sequence[str]) -> Iterator[None]:
         return
     locks = root / ".locks"  # empty files, which stay: whoever waits for one that is removed holds nothing
     locks.mkdir(parents=True, exist_ok=True)
-    with files.locked(locks / keys[0], wait=True) as held:
-        if held:
-            for left in (path for key in keys for path in root.glob(f"{UNFINISHED}{key}-*")):
-                shutil.rmtree(left, ignore_errors=True)
+    with ExitStack() as held:
+        for key in sorted(keys):  # in one order for all: nobody waits for who waits for them
+            if held.enter_context(files.locked(locks / key, wait=True)):
+                for left in root.glob(f"{UNFINISHED}{key}-*"):
+                    shutil.rmtree(left, ignore_errors=True)
         yield
 
 

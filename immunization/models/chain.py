@@ -237,7 +237,8 @@ def data_config(net: nn.Module) -> dict[str, Any]:
 
     keys = ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")
     config = {key: value for key, value in resolve_model_data_config(net).items() if key in keys}
-    channels = next(p for p in net.parameters() if p.ndim == 4 and p.shape[-1] > 1).shape[1]
+    convolutions = (part for part in net.modules() if isinstance(part, nn.Conv2d) and part.kernel_size[-1] > 1)
+    channels = next((part.in_channels for part in convolutions), len(config["mean"]))
     if channels != len(config["mean"]):  # another number than the pretrained weights had
         config["input_size"] = (channels, *config["input_size"][1:])
         config |= {key: (sum(config[key]) / len(config[key]),) * channels for key in ("mean", "std")}

@@ -48,12 +48,14 @@ class FittedNet(Timm):
         rows = train.origin.rows.tolist()  # in full: a long tensor as text is its ends alone
         key = f"{train.identity} {rows} {pair.size} {name} {fit_epochs} {shift} {channels} {torch.__version__}"
         path = Path(cache).expanduser() / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
-        try:
-            files.read_tensors(path)
-        except DataError as error:
-            if path.exists():
-                log.warning("%s; the net is fitted again", error)
-            _fit(pair, name, arguments, fit_epochs, shift, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with files.locked(path.with_suffix(".lock"), wait=True):  # jobs side by side fit it once
+            try:
+                files.read_tensors(path)
+            except DataError as error:
+                if path.exists():
+                    log.warning("%s; the net is fitted again", error)
+                _fit(pair, name, arguments, fit_epochs, shift, path)
         super().__init__(pair, name, trainable, str(path), False, head_decay, arguments)
 
 

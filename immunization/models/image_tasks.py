@@ -81,7 +81,7 @@ class ImageReader(Model):
 
     def _own(self, role: str, labels: Tensor) -> Tensor:
         """The task's own labels of a loader's, on the device of the net."""
-        return self.order[role][labels].to(self.head.weight.device, non_blocking=True)
+        return self.order[role][labels.cpu()].to(self.head.weight.device, non_blocking=True)
 
     def _read_split(self, role: str, split: str, weights: Mapping[str, str]) -> tuple[Tensor | Stream, Activations]:
         """What the trained part (or a folded map) reads of one split, and its features before immunization."""
@@ -161,7 +161,7 @@ class ImageReader(Model):
         """Shuffled training loaders of images by role, augmented where the data set says so."""
         pair = self.images
         shown = {role: task for role, task in pair.tasks.items() if is_shown(role)}
-        how = {"loaders": len(shown), "batch_size": batch_size, "is_training": True, "no_aug": not pair.augment}
+        how = {"loaders": len(shown), "batch_size": batch_size, "is_training": True}
         return {
             role: create_loader(
                 pair, task.splits["train"], preprocessing(self.config, pair, task, training=pair.augment), **how
@@ -233,8 +233,8 @@ class ImageReader(Model):
     ) -> tuple[Model, TaskPair]:
         """`read_tasks` for loaders by role, each of which is read once.
 
-        A random tenth of the rows of a single loader is for validation; with `test`, a fifth, and another fifth for
-        test. Without a primary loader the harmful task stands for the primary one.
+        A tenth of the rows of a single loader, drawn class by class, is for validation; with `test`, a fifth, and
+        another fifth for test. Without a primary loader the harmful task stands for the primary one.
         """
         self.fold = self.fold or folded
         tasks = {role: self._task_of_loader(role, loader, test) for role, loader in loaders.items()}
@@ -272,7 +272,9 @@ class ImageReader(Model):
         present, y = y.unique(return_inverse=True)
         if len(present) < 2:
             raise DataError(f"immunize: {role}_loader holds only one class; at least two are needed")
-        parts = loader.parts(5, 5) if test else loader.parts(10, None)
+        self.order[role] = torch.zeros(int(present.max()) + 1, dtype=torch.long)
+        self.order[role][present.cpu()] = torch.arange(len(present))
+        parts = loader.parts(y.cpu(), 5, 5) if test else loader.parts(y.cpu(), 10, None)
         if features:
             self.reference |= {(role, s): torch.cat(features)[rows.to(device)] for s, rows in parts.items()}
         splits = {s: Split(x[rows], y[rows.to(device)]) for s, rows in parts.items()}

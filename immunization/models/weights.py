@@ -53,9 +53,12 @@ def load(path: str | Path, net: nn.Module | None = None) -> nn.Module:
     path = Path(path)
     if path.is_dir() and not (path / WEIGHTS).exists() and (path / HUB_WEIGHTS).exists():  # of timm's save_for_hf
         tensors, _ = files.read_tensors(path / HUB_WEIGHTS)
-        config = json.loads((path / HUB_CONFIG).read_text())
-        arguments = config.get("model_args", {"num_classes": config["num_classes"]})
-        facts = {"architecture": config["architecture"], "arguments": arguments, "computed_in": "float64"}
+        try:
+            config = json.loads((path / HUB_CONFIG).read_text())
+            arguments = config.get("model_args") or {"num_classes": config["num_classes"]}
+            facts = {"architecture": config["architecture"], "arguments": arguments, "computed_in": "float64"}
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"{path / HUB_CONFIG} is no config.json as timm writes it ({error})") from error
         facts["dtype"] = name_of(next(t.dtype for t in tensors.values() if t.is_floating_point()))
     else:
         path = weights_of(path)

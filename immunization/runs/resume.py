@@ -47,8 +47,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a plain configuration that decides the numbers of the run; a key that is null counts as absent."""
     kept = _without_nulls({key: value for key, value in config.items() if key not in BOOKKEEPING})
-    if isinstance(dataset := kept.get("dataset"), dict):
-        kept["dataset"] = {key: value for key, value in dataset.items() if key not in ("root", "download")}
+    for group in ("dataset", "model"):
+        if isinstance(options := kept.get(group), dict):
+            kept[group] = {key: value for key, value in options.items() if key not in ("root", "download", "cache")}
     for group in RETIRED.keys() & kept.keys():
         kept[group] = {key: value for key, value in kept[group].items() if RETIRED[group].get(key, ...) != value}
     return kept

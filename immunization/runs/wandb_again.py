@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from immunization.errors import ConfigError, DataError
 from immunization.runs.filenames import CONFIG
+from immunization.runs.numbers import unspelled
 from immunization.runs.resume import read_config
 
 KEY = "wandb_run="
@@ -31,9 +32,9 @@ def again(arguments: Sequence[str]) -> tuple[DictConfig, Path | None]:
             config.tracker = None
             continue
         before = OmegaConf.select(config, key, default=...) if equals else ...
-        if before is ... or OmegaConf.is_config(before):
+        if before is ... or OmegaConf.is_dict(before):
             raise ConfigError(
-                f"{argument}: beside wandb_run= only single values of the tracked run can be changed, as in seed=3, "
+                f"{argument}: beside wandb_run= only values of the tracked run can be changed, as in seed=3, "
                 "tracker=none and hydra.run.dir=..."
             )
         try:
@@ -49,7 +50,7 @@ def tracked_config(reference: str) -> dict[str, Any]:
     if not isinstance(config.get("method"), dict) or "dataset" not in config:
         raise DataError(f"{KEY}{reference}: that run is none of immunization, its configuration has no method and data")
     config["method"].pop("name", None)  # was added for grouping
-    return {key: value for key, value in config.items() if not key.startswith("_") and "." not in key}
+    return unspelled({key: value for key, value in config.items() if not key.startswith("_") and "." not in key})
 
 
 def _offline(path: Path) -> dict[str, Any]:

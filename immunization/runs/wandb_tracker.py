@@ -16,6 +16,7 @@ from immunization.checks import Positive, check_value, checked
 from immunization.config import snake_case
 from immunization.runs import files
 from immunization.runs.filenames import CONFIG, MODEL_CARD, WEIGHTS
+from immunization.runs.numbers import spelled
 from immunization.runs.result import Result
 from immunization.runs.tracker import Tracker
 from immunization.runs.verdict import ATTACK, attack_names, successes
@@ -65,7 +66,7 @@ class Wandb(Tracker):
             import wandb
 
             self.folder, sweep = folder.resolve(), _sweep()
-            config = files.plain(config)
+            config = files.plain(spelled(config))
             if "method" in config:
                 config["method"]["name"] = snake_case(config["method"]["_target_"])  # W&B can group runs by it
             init = partial(

@@ -97,7 +97,7 @@ def read(folder: Path, config: Mapping[str, Any] | None) -> dict[str, Any] | Non
         return None
     if version != VERSION:
         raise DataError(f"{path} was made by another version; another hydra.run.dir=... starts afresh")
-    if differing := different(before, result_settings(config)):
+    if differing := different(result_settings(before), result_settings(config)):
         raise ConfigError(
             f"{folder} holds a run of another configuration ({', '.join(differing)}): give that one to go on with it, "
             "or another hydra.run.dir=... to start afresh"

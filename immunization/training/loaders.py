@@ -47,6 +47,8 @@ class LoaderPasses:
                 break
             self.taken += 1
             yield item
+        if not self.taken:
+            raise DataError(f"the {self.role} loader gives no batches: it holds fewer images than one, or is exhausted")
         self.number, self.taken = self.number + 1, 0
 
     def state_dict(self) -> tuple[int, int, int]:

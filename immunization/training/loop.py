@@ -1,5 +1,6 @@
 """The one training loop that all methods share."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -32,9 +33,10 @@ def train(
     on a GPU those before the look at it, which comes with `logged` steps and at the end.
     """
     at = Progress() if progress is None else progress
+    most = math.inf if most is None else most
     told = isinstance(scheduler, ReduceLROnPlateau)
     with Watch(type(method).__name__, at) as watch:
-        while at.epoch < method.epochs:
+        while at.epoch < method.epochs and at.step < most:
             for primary, *harmful in batches.epoch():
                 try:
                     terms = method.loss_and_terms(model, primary, *harmful)
@@ -50,7 +52,7 @@ def train(
                     terms = {**terms, "lr": rate}
                 at.step += 1
                 on_step(at.step, terms)
-                if at.step == most:
+                if at.step >= most:
                     return at.step
             ended = method.epoch_end(model, at.epoch)
             at.epoch = method.epochs if ended else at.epoch + 1

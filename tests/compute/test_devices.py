@@ -1,6 +1,8 @@
 """Which device a run takes, with which precision, and what it says when memory ends."""
 
 import os
+import subprocess
+import sys
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -99,3 +101,30 @@ def test_a_full_gpu_is_said_in_one_line(tmp_path, monkeypatch, owner, name, said
         run(SHORT, tmp_path, quiet=True)
     assert said in Result.read(tmp_path).error
     assert (tmp_path / "immunized.safetensors").exists() is kept
+
+
+def test_threads_are_those_that_the_process_may_use(monkeypatch):
+    set_to = []
+    monkeypatch.setattr(machine, "set_threads", set_to.append)
+    monkeypatch.setattr(machine, "cores", lambda: 3)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    machine.choose_threads(None, None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5,2")
+    machine.choose_threads(None, None)
+    machine.choose_threads(None, machine.SMALL)
+    machine.choose_threads(7, None)
+    assert set_to == [3, 5, 1, 7]
+
+
+def test_torchs_newer_names_of_precision_may_be_in_use():
+    """In a process of its own, where they cannot be left."""
+    script = """
+import torch
+from immunization.compute.machine import full_precision
+if hasattr(torch.backends, "fp32_precision"):
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    with full_precision():
+        assert torch.backends.cuda.matmul.fp32_precision == torch.backends.cudnn.conv.fp32_precision == "ieee"
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

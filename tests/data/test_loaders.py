@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from immunization.data.loaders import LabeledBatches
+from immunization.data.loaders import LabeledBatches, shuffled_parts
 from immunization.errors import ConfigError, DataError
 
 X, Y = torch.randn(6, 3, 4, 4), torch.arange(6)
@@ -64,3 +64,16 @@ def test_other_mistakes():
         LabeledBatches("primary", []).first()
     with pytest.raises(ConfigError, match="primary_loader must give batches of inputs and labels; int gives none"):
         LabeledBatches("primary", 3)
+
+
+@pytest.mark.parametrize("test", [None, 5])
+def test_rows_are_held_out_of_every_class(test):
+    y = torch.tensor([0] * 50 + [1] * 25 + [2] * 2)
+    parts = shuffled_parts(y, 5, test)
+    assert torch.equal(torch.cat([*parts.values()]).sort().values, torch.arange(len(y)))
+    counts = {split: torch.bincount(y[rows], minlength=3).tolist() for split, rows in parts.items()}
+    assert counts["val"][:2] == [10, 5]
+    assert counts["test"][:2] == ([10, 5] if test else [0, 0])
+    assert counts["train"][2] >= 1
+    targets = torch.randn(40)
+    assert len(shuffled_parts(targets, 5, 5)["test"]) == 8

@@ -67,6 +67,12 @@ def test_digits_against_the_source(protocol):
     assert pixels.std().item() == pytest.approx(1)
 
 
+def test_of_an_unseen_class_there_may_be_fewer_images():
+    pair = data.digits(primary=0, harmful=1, unseen=8, protocol="authors", seed=0)
+    unseen, harmful = pair.tasks["unseen"].train, pair.tasks["harmful"].train
+    assert len(unseen.x) == len(unseen.y) < len(harmful.y)
+
+
 def test_digits_follow_the_seed():
     assert same(data.digits(seed=0), data.digits(seed=0))
     assert not same(data.digits(seed=0), data.digits(seed=1))

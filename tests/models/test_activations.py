@@ -1,5 +1,7 @@
 """Activations of the frozen part: kept, verified, streamed and read once."""
 
+import errno
+import io
 import threading
 import time
 
@@ -8,8 +10,9 @@ import torch
 from helpers.nets import build, open_pair
 
 from immunization.data.task import SPLITS
+from immunization.errors import DataError
 from immunization.methods import ConditionNumber
-from immunization.models.activations import UNFINISHED, Stream, collect, load, take
+from immunization.models.activations import UNFINISHED, Stream, _Writer, collect, load, take
 from immunization.terminal import where
 from immunization.training.loaders import LoaderBatches, batches_of
 
@@ -74,6 +77,44 @@ def test_of_two_who_need_the_same_one_computes_and_what_a_killed_one_left_goes(t
     assert {path.name for path in tmp_path.iterdir()} == {"key", others.name, ".locks"}
 
 
+def test_what_another_process_is_writing_is_not_removed(tmp_path):
+    """Two nets of one trunk have different features, and the same inputs."""
+    seen, begun = [], threading.Event()
+
+    def loader(own):
+        for _ in range(2):
+            seen.append((own, {path.name.rsplit("-", 1)[0] for path in tmp_path.glob(f"{UNFINISHED}*")}))
+            begun.set()
+            time.sleep(0.2)
+            yield torch.ones(2, 3), torch.zeros(2, dtype=torch.long), []
+
+    def one(own):
+        keys = {"features": own, "inputs": "shared"}
+        return collect(loader(own), lambda x: dict.fromkeys(keys, x), keys, tmp_path, "four images")
+
+    first = threading.Thread(target=one, args=["b"])
+    first.start()
+    assert begun.wait(60)
+    assert len(one("a")["inputs"].x) == 4
+    first.join(60)
+    assert len(load(tmp_path, "b").x) == len(load(tmp_path, "a").x) == 4
+    assert [own for own, _ in seen] == ["b", "b", "a", "a"]
+    assert not list(tmp_path.glob(f"{UNFINISHED}*"))
+
+
+def test_a_full_disk_of_activations_is_named(tmp_path, monkeypatch):
+    class Full(io.BytesIO):
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer = _Writer(tmp_path, "key")
+    writer.file.close()
+    monkeypatch.setattr(writer, "file", Full())
+    with pytest.raises(OSError, match="No space") as error:
+        writer.add(torch.ones(2, 3))
+    assert error.value.filename == str(tmp_path)
+
+
 def test_tasks_hold_what_the_extractor_reads(folders):
     pair = open_pair(folders, None)
     model, tasks = build(pair).read_tasks(pair, False)
@@ -99,9 +140,25 @@ def test_large_sets_are_streamed(folders):
     assert batches.steps_per_epoch == 4
     (primary, harmful), *_ = batches.epoch()
     assert primary.x.shape == harmful.x.shape == (16, *stream.shape[1:])
+    for batch, whole in ((primary, kept_tasks.primary.train.x), (harmful, kept_tasks.harmful.train.x)):
+        nearest = torch.cdist(batch.x.flatten(1), whole.flatten(1)).min(1).values
+        assert nearest.max() < 1e-6  # images are prepared as those that are measured
     terms = ConditionNumber(1.0, 1.0, epochs=1, batch_size=16, precondition="none", balance=False)
     terms.setup(model, tasks)
     assert torch.isfinite(terms.step(model, primary, harmful)["loss"])
+
+
+def test_fewer_images_than_a_batch_are_refused(folders):
+    pair = open_pair(folders, None, cache_limit=0.0)
+    model, tasks = build(pair).read_tasks(pair, False)
+    with pytest.raises(DataError, match="the harmful loader gives no batches: it holds fewer images than one"):
+        next(batches_of(model, tasks, 70, torch.Generator()).epoch())  # of 72 and 66 images
+    with pytest.raises(DataError, match="the primary loader gives no batches"):
+        next(
+            LoaderBatches(
+                {"harmful": [(torch.ones(2, 3), torch.zeros(2))], "primary": []}, lambda _, *xy: xy, 3
+            ).epoch()
+        )
 
 
 def test_augmentation_turns_the_cache_of_activations_off(folders):

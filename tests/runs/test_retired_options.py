@@ -47,3 +47,12 @@ def test_where_the_files_lie_makes_no_other_run():
         for options in (["dataset.root=here"], ["dataset.root=there", "dataset.download=false"])
     )
     assert result_settings(here) == result_settings(there)
+
+
+def test_neither_does_where_activations_are_kept():
+    here, there = (
+        OmegaConf.to_container(compose(["dataset=image_folders", "model=digits_net", f"cache={cache}"]), resolve=True)
+        for cache in ("here", "there")
+    )
+    assert here["dataset"]["cache"] != there["dataset"]["cache"]
+    assert result_settings(here) == result_settings(there)

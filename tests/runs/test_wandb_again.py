@@ -1,5 +1,7 @@
 """`wandb_run=`: a run that is tracked offline is run again from its run folder."""
 
+import json
+import math
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from helpers.commands import launched
 
 from immunization import run
 from immunization.errors import ConfigError, DataError
+from immunization.runs.numbers import spelled, unspelled
 from immunization.runs.result import Result
 from immunization.runs.wandb_again import again, tracked_config
 
@@ -48,8 +51,17 @@ def test_values_can_be_changed_and_the_folder(offline):
 
 @pytest.mark.parametrize("argument", ["method=imma", "method.nonsense=3", "-m", "attack=[linear_probe]"])
 def test_groups_and_unknown_keys_are_refused(offline, argument):
-    with pytest.raises(ConfigError, match="only single values"):
+    with pytest.raises(ConfigError, match="only values of the tracked run"):
         again([f"wandb_run={offline}", argument])
+
+
+def test_lists_can_be_changed_and_numbers_that_json_lacks_come_back(tmp_path):
+    config = {"method": {"_target_": "m", "power": math.inf}, "dataset": {"name": "d", "weights": [1.0, -math.inf]}}
+    text = json.dumps(spelled(config | {"trusted": []}), allow_nan=False)
+    (tmp_path / "config.yaml").write_text(text + "\n")
+    config, _ = again([f"wandb_run={tmp_path}", "trusted=[mine]"])
+    assert (config.trusted, config.method.power, config.dataset.weights) == (["mine"], math.inf, [1.0, -math.inf])
+    assert math.isnan(unspelled(spelled(math.nan)))
 
 
 def test_code_of_others_is_trusted_on_the_command_line_alone(tmp_path):
