@@ -1,5 +1,7 @@
 """Filters made of patches of images."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,7 +51,8 @@ def test_filters_are_the_same_for_the_same_images_and_fit_small_ones():
 
 def test_large_images_are_compared_at_every_second_pixel():
     x = images(side=64)
-    patches, dense = Patches(x, 8), Patches(x, 8)
+    patches = Patches(x, 8)
+    dense = copy.copy(patches)
     dense.stride = 1
-    assert_close(patches(x), dense(x)[:, :, ::2, ::2])
+    assert_close(patches(x[:3]), dense(x[:3])[:, :, ::2, ::2])
     assert patches.flops(x) == 2 * FILTERS * 64 * 3 * 29**2

@@ -145,10 +145,10 @@ def victim(tmp_path_factory):
 
 def test_a_run_says_what_is_removed_at_few_images(victim):
     attacks = {
-        "blocks": BlockProbe(mirrored=False),
+        "blocks": BlockProbe(mirrored=False, enlarged=False),
         "near": Neighbours(),
         "random": RandomNet(mirrored=False, enlarged=False),
-        "raw": RawInputs(),
+        "raw": RawInputs(mirrored=False),
     }
     suite = Suite(version="test-1", images=[2, 100], draws=2)
     measures = run_attacks(attacks, victim, suite=suite)
