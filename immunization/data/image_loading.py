@@ -84,11 +84,12 @@ def create_loader(
 
     streamed = isinstance(split.dataset, torch.utils.data.IterableDataset)
     dataset = ReadableStream(split) if streamed else Readable(split)
-    drawn = pair.augment and options.get("is_training", False)
+    training = options.get("is_training", False)
+    drawn = training and pair.augment
     images, workers = (0, 0) if streamed else (len(split), pair.workers)  # a stream is read in order
     how = reading(torch.device(pair.device), images, workers, drawn, loaders)
     options = {"batch_size": pair.batch_size, **how, **options}
     loader = timm_loader(dataset, **config, **options, use_prefetcher=False, collate_fn=collate)
-    if not drawn:  # for training timm's own would squash them
+    if training and not drawn:  # timm's own would squash them
         dataset.transform = create_transform(**config, is_training=False)
     return loader

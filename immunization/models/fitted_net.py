@@ -91,7 +91,6 @@ def _fit(pair: ImagePair, name: str, arguments: dict[str, int], epochs: int, shi
                 nn.utils.clip_grad_norm_(net.parameters(), 1.0)
                 optimizer.step()
                 schedule.step()
-    path.parent.mkdir(parents=True, exist_ok=True)
     files.write_tensors(path, net.state_dict())
 
 

@@ -53,7 +53,7 @@ class Run:
         """Flat names and values of the configuration, without the run's seed, places of files and bookkeeping."""
         flat = flatten(result_settings(self.config))
         seed = flat.pop("seed", None)
-        if flat.get("dataset.seed") == seed:
+        if flat.get("dataset.seed") == seed and "dataset.seed=" not in (self.command or ""):  # it is the run's
             flat.pop("dataset.seed", None)
         return flat
 

@@ -1,6 +1,7 @@
 """Numbers as text."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 SPELLED = {".inf": math.inf, "-.inf": -math.inf, ".nan": math.nan}
@@ -19,19 +20,24 @@ def number(value: float) -> str:
 
 def spelled(value: Any) -> Any:
     """A plain configuration with the numbers that JSON lacks as text."""
-    if isinstance(value, dict):
-        return {key: spelled(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [spelled(one) for one in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
-    return value
+
+    def text(leaf: Any) -> Any:
+        if not isinstance(leaf, float) or math.isfinite(leaf):
+            return leaf
+        return ".nan" if math.isnan(leaf) else ".inf" if leaf > 0 else "-.inf"
+
+    return _changed(value, text)
 
 
 def unspelled(value: Any) -> Any:
     """What `spelled` was given."""
+    return _changed(value, lambda leaf: SPELLED.get(leaf, leaf) if isinstance(leaf, str) else leaf)
+
+
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with `change` of everything that is neither a dict nor a list."""
     if isinstance(value, dict):
-        return {key: unspelled(one) for key, one in value.items()}
+        return {key: _changed(one, change) for key, one in value.items()}
     if isinstance(value, list):
-        return [unspelled(one) for one in value]
-    return SPELLED.get(value, value) if isinstance(value, str) else value
+        return [_changed(one, change) for one in value]
+    return change(value)

@@ -115,6 +115,16 @@ def test_runs_with_other_splits_are_not_the_same(tmp_path):
     assert len({run.setting for run in collection.runs}) == 3
 
 
+def test_runs_with_the_same_splits_for_all_seeds_are_averaged(tmp_path):
+    for seed in range(3):
+        folder = make_run(tmp_path / str(seed), "identity", seed)
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        config["dataset"]["seed"] = 0
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        (folder / "environment.json").write_text('{"command": "python launch.py -m seed=0,1,2 dataset.seed=0"}')
+    assert len({run.setting for run in collect([tmp_path]).runs}) == 1
+
+
 def test_the_same_run_twice_counts_once(sweep):
     make_run(sweep / "9_again", METHODS[0], 0, rir=500.0)
     collection = collect([sweep])
