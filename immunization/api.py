@@ -31,8 +31,7 @@ from immunization.results import model_card
 from immunization.runs import files
 from immunization.runs.filenames import CONFIG_OF_NET, WEIGHTS
 from immunization.runs.result import Result
-from immunization.training.batches import PairedBatches
-from immunization.training.loaders import LoaderBatches
+from immunization.training.loaders import batches_of
 from immunization.training.loop import train
 from immunization.training.optimization import optimizer_of
 from immunization.usage import explaining
@@ -89,9 +88,9 @@ def immunize(
     untrained = head_at_chance(primary.measure(trained.logits(primary.train.x), primary.train.y).item(), primary.chance)
     solver.setup(trained, pair)
     generator = torch.Generator().manual_seed(seed)
-    batches: PairedBatches | LoaderBatches = PairedBatches(pair, solver.batch_size, generator, solver.shots)
     if augmented and not solver.folds:
-        batches = LoaderBatches(loaders, base.read, pair.dim)
+        trained.loaders = lambda _: loaders
+    batches = batches_of(trained, pair, solver.batch_size, generator, solver.shots)
     optimizer = optimizer_of(experiment.optimizer, trained.groups())
     make = experiment.scheduler
     schedule = make and make(optimizer, solver.epochs * batches.steps_per_epoch)

@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import immunization
-from immunization import ConfigError, DataError, api
+from immunization import ConfigError, DataError
 from immunization.theory import spectrum
+from immunization.training import loaders as batching
 
 pytestmark = pytest.mark.trains
 
@@ -311,8 +312,8 @@ def test_labels_are_recoded_also_where_the_training_reads_the_loaders(net):
 
 def test_batches_are_no_larger_than_the_data_and_grouped_by_shots(net, monkeypatch):
     made = []
-    kept = api.PairedBatches
-    monkeypatch.setattr(api, "PairedBatches", lambda *given: made.append(given[1:2] + given[3:]) or kept(*given))
+    kept = batching.PairedBatches
+    monkeypatch.setattr(batching, "PairedBatches", lambda *given: made.append(given[1:2] + given[3:]) or kept(*given))
     few = loader(4, 0, 40), loader(3, 1, 20)
     immunization.immunize(net, *few, "condition_number", trainable="layer4", epochs=1)
     immunization.immunize(net, *few, "forget_blocks", trainable="layer4", epochs=1, batch_size=12, shots=3)
