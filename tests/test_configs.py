@@ -4,7 +4,6 @@ import copy
 import functools
 import inspect
 import math
-import os
 import re
 import shutil
 import sys
@@ -84,17 +83,20 @@ def test_every_option_composes_and_its_keys_are_its_constructors(group, option):
         assert not keys - names  # torch's classes have more than are worth a line
 
 
-@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: path.relative_to(CONF).as_posix())
-def test_every_knob_has_its_meaning_beside_it(path):
-    """Options say behind each key what it means; what changes keys described elsewhere says above what it is."""
+def unexplained(path: Path) -> list[str]:
+    """Lines of a file that do not say what they mean; the whole of one that must say above what it is."""
     lines = path.read_text().splitlines()
     setup = bool(set(path.relative_to(CONF).parts) & {*SETUPS, "config.yaml"} - {"launcher"})
     chosen = any(re.match(r"defaults:(?! \[override)", line) for line in lines)
     if setup or (chosen and "\n_target_:" not in path.read_text()):
-        assert any(line.startswith("# ") and not line.startswith("# @") for line in lines)
-        return
+        return [] if any(line.startswith("# ") and not line.startswith("# @") for line in lines) else lines
     knobs = [line for line in lines if re.match(r" *(?!defaults|tracker|scheduler)[a-zA-Z]\w*: *\S", line)]
-    assert [line for line in knobs if "#" not in line] == []
+    return [line for line in knobs if "#" not in line]
+
+
+def test_every_knob_has_its_meaning_beside_it():
+    """Options say behind each key what it means; what changes keys described elsewhere says above what it is."""
+    assert {path: lines for path in CONF.rglob("*.yaml") if (lines := unexplained(path))} == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -401,7 +403,6 @@ def test_a_partial_option_is_the_callable(config):
 )
 def test_slugs_are_safe_file_names(text, name):
     assert slug(text) == name
-    assert os.sep not in slug(text)
 
 
 # --- Values of a machine's user ---------------------------------------------------------------------------------------

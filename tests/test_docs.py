@@ -76,5 +76,5 @@ def test_the_table_of_the_readme_is_what_the_default_run_prints(tmp_path: Path, 
 
 
 def test_python_example_of_the_readme(tmp_path: Path) -> None:
-    result = run(["method=closed_form", "dataset.common_range=true", "tracker=none"], folder=tmp_path)
+    result = run(["method=closed_form", "dataset.common_range=true", "tracker=none", "figures=false"], folder=tmp_path)
     assert result.metrics["rir"] == pytest.approx(result.metrics["ceiling/rir"], rel=1e-6)

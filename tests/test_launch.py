@@ -115,13 +115,6 @@ def test_a_multirun_whose_folder_leads_back_to_itself(cli, capsys):
     assert "Warning" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("override", ["method=magic", "evaluation=[magic]"])
-def test_unknown_options_are_refused_by_hydra(cli, override):
-    said = cli(override)
-    assert re.match(rf"In 'config': Could not (find|load) '{override.split('=')[0]}/magic'", said)
-    assert "hydra.run.dir" not in said
-
-
 def test_a_gpu_that_is_not_there(cli, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "device=cuda" in (said := cli("device=cuda"))

@@ -93,7 +93,7 @@ CASES = [
     ("digits", ("method=imma", "dtype=float32", "dataset.test_fraction=0")),
     ("given", ("method=closed_form",)),
     ("given", ("method=opt_kappa", "dataset.targets=regression", "model.init=random", "model.bias=true")),
-    ("drawn", ("method=learning_curve",)),
+    ("drawn", ("method=learning_curve", "method.start=model")),
     ("drawn", ("method=identity", "dataset.common_range=true", "model.init=random")),
     ("tables", ("dataset.normalize=none", "method=closed_form")),
     ("mnist", ("method=opt_kappa", "seed=2")),

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.data_files import IMAGES, image_pair
+from helpers.data_files import IMAGES, Trap, image_pair
 from helpers.made_runs import make_run
 from helpers.repository import ROOT
 from helpers.runs import DEEP
@@ -26,16 +26,6 @@ from immunization.results.page import summarize
 from immunization.runs.filenames import CHECKPOINT
 
 QUICK = ("tracker=none", "evaluation=[rir]", "dataset.max_samples=20", "figures=false")
-
-
-class Trap:
-    """Unpickling it creates a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
 
 
 NET = (

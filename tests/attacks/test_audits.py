@@ -11,11 +11,7 @@ from helpers.victims import classes, victim_of
 
 from immunization import run
 from immunization.attacks import AttackCurve, LinearProbe, run_attacks
-from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
-from immunization.evaluation import Comparison, Validity
-from immunization.evaluation.validity import in_train_mode
-from immunization.models import Linear
 from immunization.results.page import audit
 from immunization.terminal import where
 
@@ -39,28 +35,6 @@ def test_a_checkpoint_is_audited_as_it_stands(tmp_path):
     assert again.verdict[-1] == "Within their budgets these did not learn it: linear_probe."
     with pytest.raises(ConfigError, match=r"theta of shape \(64, 64\) does not fit"):
         run([*options, "dataset.common_range=true", f"model.checkpoint={tmp_path / 'first'}"], folder=tmp_path / "bad")
-
-
-def test_validity_flags(tmp_path):
-    same = run(["method=identity", "tracker=none", "figures=false"], folder=tmp_path / "same")
-    assert "unchanged" in same.flags
-    few = run(
-        ["method=closed_form", "dataset.max_samples=20", "tracker=none", "figures=false"], folder=tmp_path / "few"
-    )
-    assert {"few_samples_primary", "few_samples_harmful"} <= set(few.flags)
-    task = classes()
-    pair = TaskPair("known", task, task)
-    model = Linear(pair)
-    model.extractor.theta.data.copy_(torch.diag(torch.tensor([1.0, 1, 1, 0, 0, 0], dtype=torch.float64)))
-    spoiled = Linear(pair)
-    spoiled.extractor.theta.data.copy_(torch.diag(torch.tensor([0.0, 1, 1, 1, 1, 1], dtype=torch.float64)))
-    assert "primary_dropped" not in Validity()(Comparison(pair, model)).flags
-    assert "primary_dropped" in Validity()(Comparison(pair, spoiled)).flags
-    scaled = Linear(pair)
-    scaled.extractor.theta.data.mul_(1e-4)
-    assert "ridge_limited_harmful" in Validity()(Comparison(pair, scaled)).flags
-    layer = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Dropout(0.5).eval())
-    assert in_train_mode(layer) == ["0"]
 
 
 def test_the_report_of_an_audit_whose_benign_classes_are_a_list(tmp_path):

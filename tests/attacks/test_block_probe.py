@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.matrices import gaussian
-from helpers.victims import classes, colored_pair, colors_behind_a_map, net_victim, victim_of
+from helpers.victims import classes, colored_pair, colors_behind_a_map, net_victim, silenced, victim_of, zeroed
 from sklearn.kernel_ridge import KernelRidge
 from sklearn.linear_model import Ridge
 from sklearn.metrics.pairwise import rbf_kernel
@@ -56,14 +56,18 @@ from immunization.data.task import SPLITS
 from immunization.errors import ConfigError
 from immunization.models.chain import NetParts, Network, pooled
 
+pytestmark = pytest.mark.usefixtures("few_patches")
 
-@pytest.fixture(scope="module")
-def images(tmp_path_factory):
-    return colored_pair(tmp_path_factory.mktemp("images"))
+RIDGES = (0.01, 0.1)
 
 
-def untouched(images, name="test_resnet", trainable="layer4", **arguments):
-    return net_victim(images, lambda model: None, name, trainable, **arguments)
+def untouched(colors, name="test_resnet", trainable="layer4", **arguments):
+    return net_victim(colors, lambda model: None, name, trainable, **arguments)
+
+
+def quick(kind=BlockProbe, **options):
+    """An attacker who has five images of each class, reads them as they are, and tries two ridges."""
+    return kind(**{"samples": 5, "mirrored": False, "enlarged": False, "ridges": RIDGES} | options)
 
 
 @pytest.mark.parametrize("shape", [(30, 7), (20, 50)])
@@ -137,14 +141,15 @@ def test_columns_that_do_not_vary_are_left_out():
 
 
 @pytest.mark.parametrize("wipe", ["zero", "scale"])
-def test_what_layer4_has_lost_is_read_before_it(images, wipe):
+def test_what_layer4_has_lost_is_read_before_it(colors, wipe):
     def defend(model):
         for parameter in model.trained().values():
             parameter.mul_(0 if wipe == "zero" else 1e-6)
 
-    victim = net_victim(images, defend, "test_resnet", "layer4")
-    curve = BlockProbe(enlarged=False).run(victim, "immunized")
+    victim = net_victim(colors, defend, "test_resnet", "layer4")
+    curve = quick(samples=None, mirrored=True).run(victim, "immunized")
     assert curve.final > 0.9
+    assert len(curve.steps) > 1
     readings = [reading["blocks"] for reading in curve.found["readings"]]
     assert readings
     assert all(any(not block.startswith("layer4") for block in blocks) for blocks in readings)
@@ -153,8 +158,8 @@ def test_what_layer4_has_lost_is_read_before_it(images, wipe):
     assert (curve.val.diff() >= 0).all()
 
 
-def test_the_cost_is_that_of_the_part_that_is_passed(images):
-    victim = untouched(images)
+def test_the_cost_is_that_of_the_part_that_is_passed(colors):
+    victim = untouched(colors)
     network = victim.network("baseline")
     flops = prefix_flops(network, network.input_size)
     assert list(flops) == [name for name, _ in network.whole.blocks()]
@@ -187,12 +192,12 @@ def test_second_order_pooling_is_the_root_of_the_covariance(shape):
     assert torch.equal(covariance_root(torch.zeros_like(x)), torch.zeros(3, shape[1], shape[1], dtype=x.dtype))
 
 
-def test_what_was_found_with_few_images_is_not_searched_again(images, monkeypatch):
-    victim, seen, real = untouched(images), [], BlockProbe._search
+def test_what_was_found_with_few_images_is_not_searched_again(colors, monkeypatch):
+    victim, seen, real = untouched(colors), [], BlockProbe._search
     monkeypatch.setattr(BlockProbe, "_search", lambda self, *args: seen.append(len(args[2])) or real(self, *args))
-    few = BlockProbe(samples=5, enlarged=False)
-    alone = few.run(untouched(images), "baseline")
-    BlockProbe(enlarged=False).run(victim, "baseline")
+    few = quick()
+    alone = few.run(untouched(colors), "baseline")
+    quick(samples=None).run(victim, "baseline")
     first = list(seen)
     again = few.run(victim, "baseline")
     assert seen == first
@@ -200,8 +205,8 @@ def test_what_was_found_with_few_images_is_not_searched_again(images, monkeypatc
     assert torch.equal(alone.test, again.test)
 
 
-def test_mirror_images_are_a_second_view(images):
-    victim = untouched(images)
+def test_mirror_images_are_a_second_view(colors):
+    victim = untouched(colors)
     network, own = victim.network("baseline"), images_of(victim)
     outputs = outputs_of(network, own, mirrored=True)
     mirrored = outputs_of(network, {split: x.flip(-1) for split, x in own.items()}, mirrored=False)
@@ -209,67 +214,54 @@ def test_mirror_images_are_a_second_view(images):
         assert_close(outputs.columns(block, "2x2", "val")[1], mirrored.columns(block, "2x2", "val")[0])
 
 
-def test_training_images_grow_from_few_to_all(images):
-    task = untouched(images).task
+def test_training_images_grow_from_few_to_all(colors):
+    task = untouched(colors).task
     parts = list(nested(task, torch.arange(len(task.train)), seed=0))
-    assert [len(part) for part in parts[:-1]] == [15, 30][: len(parts) - 1]
-    assert len(parts[-1]) == len(task.train)
+    assert [len(part) for part in parts] == [15, 30, len(task.train)]
     assert all(set(a.tolist()) <= set(b.tolist()) for a, b in itertools.pairwise(parts))
-    few = BlockProbe(samples=5, enlarged=False).run(untouched(images), "baseline")
+    few = quick().run(untouched(colors), "baseline")
     assert few.steps.max() == 15
 
 
-def test_blocks_of_a_vit(images):
-    curve = BlockProbe(mirrored=False, enlarged=False).run(
-        untouched(images, "test_vit", "blocks.5", img_size=32), "baseline"
-    )
+def test_blocks_of_a_vit(colors):
+    curve = quick().run(untouched(colors, "test_vit", "blocks.5", img_size=32), "baseline")
     assert curve.final > 0.6
 
 
-def test_one_who_has_no_model_reads_nothing_of_it(images):
+def test_one_who_has_no_model_reads_nothing_of_it(colors):
     """Neither the weights of theta_I nor those of theta_0 decide what they find."""
-    own, other = untouched(images), untouched(images, trainable="layer3")
+    own, other = untouched(colors), untouched(colors, trainable="layer3")
     with torch.no_grad():
         for parameter in other.model.net.parameters():
             parameter.add_(1.0)
-    for attack in (RandomNet(mirrored=False, enlarged=False), RawInputs(mirrored=False)):
+    for attack in (quick(RandomNet), RawInputs(samples=5, mirrored=False, ridges=RIDGES)):
         curves = [attack.run(own, "immunized"), attack.run(other, "baseline")]
         assert torch.equal(curves[0].test, curves[1].test)
         assert attack.reference
 
 
-def test_the_random_net_is_the_same_for_all_draws_of_images(images):
-    drawn = [
-        RandomNet(samples=3, seed=seed, mirrored=False, enlarged=False).read(untouched(images), "baseline")
-        for seed in (0, 1)
-    ]
+def test_the_random_net_is_the_same_for_all_draws_of_images(colors):
+    drawn = [quick(RandomNet, samples=3, seed=seed).read(untouched(colors), "baseline") for seed in (0, 1)]
     assert all(torch.equal(x["test"], drawn[1].parts[part]["test"]) for part, x in drawn[0].parts.items())
 
 
-def test_a_net_drawn_anew_from_a_block_on_is_theta_0_before_it_and_random_behind_it(images):
-    victim, options = untouched(images), {"mirrored": False, "enlarged": False}
-    half, renewed, random, whole = (
-        attack.read(victim, "baseline").parts
-        for attack in (
-            FreshFrom(scope="layer3", **options),
-            BlockProbe(renewed=True, mirrored=False, enlarged=False),
-            RandomNet(**options),
-            FreshFrom(scope="conv1", **options),
-        )
-    )
+def test_a_net_drawn_anew_from_a_block_on_is_theta_0_before_it_and_random_behind_it(colors):
+    victim = untouched(colors)
+    attacks = quick(FreshFrom, scope="layer3"), quick(renewed=True), quick(RandomNet), quick(FreshFrom, scope="conv1")
+    half, renewed, random, whole = (attack.read(victim, "baseline").parts for attack in attacks)
     for part in half:
         before = not part[0].startswith(("layer3", "layer4"))
         assert torch.allclose(half[part]["test"], renewed[part]["test"]) == before
         assert torch.equal(whole[part]["test"], random[part]["test"])
 
 
-def test_who_has_a_part_of_theta_0_is_no_attacker_without_the_model(images):
-    victim = net_victim(images, lambda model: None, "test_resnet", "layer4")
+def test_who_has_a_part_of_theta_0_is_no_attacker_without_the_model(colors):
+    victim = net_victim(colors, lambda model: None, "test_resnet", "layer4")
     attacks = {
-        "blocks": BlockProbe(mirrored=False, enlarged=False),
-        "half": FreshFrom(scope="layer3", mirrored=False, enlarged=False),
-        "fresh": FreshFrom(mirrored=False, enlarged=False),
-        "random": RandomNet(mirrored=False, enlarged=False),
+        "blocks": quick(),
+        "half": quick(FreshFrom, scope="layer3"),
+        "fresh": quick(FreshFrom),
+        "random": quick(RandomNet),
     }
     measures = run_attacks(attacks, victim)
     values = measures.metrics
@@ -284,17 +276,17 @@ def test_who_has_a_part_of_theta_0_is_no_attacker_without_the_model(images):
     RandomNet().check(victim.task, victim.model)
 
 
-def test_a_search_pays_for_what_it_tried_on_fewer_images(images, monkeypatch):
-    attack, victim = BlockProbe(mirrored=False, enlarged=False), untouched(images)
-    whole = attack.run(untouched(images), "baseline").others
+def test_a_search_pays_for_what_it_tried_on_fewer_images(colors, monkeypatch):
+    attack, victim = quick(samples=None), untouched(colors)
+    whole = attack.run(untouched(colors), "baseline").others
     monkeypatch.setattr(block_probe, "SEARCHED", 15)
     curve = attack.run(victim, "baseline")
     assert 0 < curve.others < whole
     assert curve.flops[-1] + curve.others > victim.flops_per_row("baseline") * len(victim.task.train)
 
 
-def test_with_many_images_the_readings_that_were_best_on_fewer_are_compared_again(images, monkeypatch):
-    attack, victim = BlockProbe(enlarged=False), untouched(images)
+def test_with_many_images_the_readings_that_were_best_on_fewer_are_compared_again(colors, monkeypatch):
+    attack, victim = quick(samples=None, mirrored=True), untouched(colors)
     outputs, rows = attack.read(victim, "baseline"), torch.arange(len(victim.task.train))
     monkeypatch.setattr(block_probe, "SEARCHED", 15)
     found, _ = attack._search(victim.task, outputs, rows, ())
@@ -306,8 +298,8 @@ def test_with_many_images_the_readings_that_were_best_on_fewer_are_compared_agai
     assert cost == sum(fit.flops for fit in again)
 
 
-def test_predictions_that_complement_each_other_are_averaged(images):
-    task = untouched(images).task
+def test_predictions_that_complement_each_other_are_averaged(colors):
+    task = untouched(colors).task
     right, wrong = (F.one_hot(y, task.classes).double() for y in (task.val.y, (task.val.y + 1) % task.classes))
     first = (torch.arange(len(right)) % 2).bool()[:, None]
     halves = [torch.where(known, right, 0.4 * wrong) for known in (first, ~first)]
@@ -323,8 +315,8 @@ def test_predictions_that_complement_each_other_are_averaged(images):
     assert blend.flops == 6 * 3 + 20
 
 
-def test_a_net_that_nobody_changed_is_attacked_once(images, monkeypatch):
-    victim, attack, seen = untouched(images), BlockProbe(mirrored=False, enlarged=False), []
+def test_a_net_that_nobody_changed_is_attacked_once(colors, monkeypatch):
+    victim, attack, seen = untouched(colors), quick(), []
     real = BlockProbe.run
     monkeypatch.setattr(BlockProbe, "run", lambda self, *args: seen.append(args[1]) or real(self, *args))
     metrics = run_attacks({"it": attack}, victim).metrics
@@ -333,16 +325,8 @@ def test_a_net_that_nobody_changed_is_attacked_once(images, monkeypatch):
     assert torch.equal(real(attack, victim, "immunized").test, real(attack, victim, "baseline").test)
 
 
-def test_what_stands_before_the_immunized_part_is_read_once_for_both_stages(images, monkeypatch):
-    def forget(model):
-        for parameter in model.trained().values():
-            parameter.zero_()
-
-    victim, attack, seen = (
-        net_victim(images, forget, "test_resnet", "layer3*"),
-        FrozenBlocks(mirrored=False, enlarged=False),
-        [],
-    )
+def test_what_stands_before_the_immunized_part_is_read_once_for_both_stages(colors, monkeypatch):
+    victim, attack, seen = net_victim(colors, zeroed, "test_resnet", "layer3*"), quick(FrozenBlocks), []
     real = FrozenBlocks.run
     monkeypatch.setattr(FrozenBlocks, "run", lambda self, *args: seen.append(args[1]) or real(self, *args))
     measures = run_attacks({"it": attack}, victim)
@@ -360,18 +344,18 @@ def test_what_stands_before_the_immunized_part_is_read_once_for_both_stages(imag
 
 
 def test_behind_a_folded_map_every_block_is_left(tmp_path):
-    victim = colors_behind_a_map(tmp_path)
+    victim = colors_behind_a_map(tmp_path, size=16)
     assert not victim.same_outside("trained")
-    for attack in (FrozenBlocks(mirrored=False, enlarged=False), BlockProbe(mirrored=False, enlarged=False)):
+    for attack in (quick(FrozenBlocks), quick()):
         assert attack.untouched(victim)
         values = run_attacks({"it": attack}, victim).metrics
         assert values["attack/it/final"] == values["attack/it/final_baseline"] > 0.6
         assert torch.equal(attack.run(victim, "immunized").test, attack.run(victim, "baseline").test)
 
 
-def test_small_images_are_read_at_twice_their_size_too(images):
-    victim = net_victim(images, lambda model: None, "test_resnet", "layer4")
-    attack = BlockProbe(renewed=True, mirrored=False)
+def test_small_images_are_read_at_twice_their_size_too(colors):
+    victim = net_victim(colors, lambda model: None, "test_resnet", "layer4")
+    attack = quick(renewed=True, enlarged=True)
     outputs, rows = attack.read(victim, "baseline"), len(victim.task.train)
     own = [block for block in outputs.blocks if not block.endswith(TWICE)]
     assert outputs.blocks == own + [block + TWICE for block in own]
@@ -379,26 +363,26 @@ def test_small_images_are_read_at_twice_their_size_too(images):
     assert 3 * plain < larger < 5 * plain
     assert outputs.cost(outputs.blocks, 7) == (7 + rows) * (plain + larger)
     assert outputs.cost(own, 7) == (7 + rows) * plain  # who reads nothing at twice the size renews nothing there
-    alone = BlockProbe(renewed=True, mirrored=False, enlarged=False).read(victim, "baseline")
+    alone = quick(renewed=True).read(victim, "baseline")
     assert_close(outputs.columns(own[0], "2x2", "test"), alone.columns(own[0], "2x2", "test"))
     frozen = FrozenBlocks().readable(victim, outputs).blocks
     assert frozen == [block for block in outputs.blocks if not block.startswith("layer4")]
 
 
-def test_images_are_read_beside_the_blocks_and_are_left_where_the_net_is_dead(images):
+def test_images_are_read_beside_the_blocks_and_are_left_where_the_net_is_dead(colors):
     def erase(model):
         for parameter in model.net.parameters():
             parameter.zero_()
 
-    victim, options = net_victim(images, erase, "test_resnet", "layer4"), {"mirrored": False, "enlarged": False}
-    attack, raw = BlockProbe(images=True, **options), RawInputs(mirrored=False)
+    victim = net_victim(colors, erase, "test_resnet", "layer4")
+    attack, raw = quick(images=True), RawInputs(samples=5, mirrored=False, ridges=RIDGES)
     outputs, alone = attack.read(victim, "immunized"), raw.read(victim, "baseline")
     assert outputs.blocks == [name for name, _ in victim.network("baseline").whole.blocks()] + alone.blocks
     assert outputs.columns("patches6", "2x2", "test") is alone.columns("patches6", "2x2", "test")
-    frozen = FrozenBlocks(images=True, **options).readable(victim, outputs).blocks
+    frozen = quick(FrozenBlocks, images=True).readable(victim, outputs).blocks
     assert frozen == [block for block in outputs.blocks if not block.startswith("layer4")]
     with pytest.raises(Inapplicable, match="no block of the net tells"):
-        BlockProbe(**options).run(victim, "immunized")
+        quick().run(victim, "immunized")
     found, without = attack.run(victim, "immunized"), raw.run(victim, "baseline")
     assert found.final > 0.9
     assert found.final >= without.final - 0.05
@@ -412,9 +396,9 @@ def test_neither_large_images_nor_those_of_a_net_of_one_size_are_enlarged():
     assert at_twice_the_size(maps(), large) is None
 
 
-def test_a_net_without_batchnorm_is_read_at_twice_its_size_too(images):
-    victim = net_victim(images, lambda model: None, "test_vit", "blocks.5", img_size=32)
-    outputs = BlockProbe(mirrored=False).read(victim, "baseline")
+def test_a_net_without_batchnorm_is_read_at_twice_its_size_too(colors):
+    victim = net_victim(colors, lambda model: None, "test_vit", "blocks.5", img_size=32)
+    outputs = quick(enlarged=True).read(victim, "baseline")
     assert len(outputs.passes) == 2
     assert list(outputs.renewed) == [0, 0]
 
@@ -456,17 +440,11 @@ def test_pooling():
     assert_close(pooled(x[0, 0]), x[0, 0])
 
 
-def silence(model):
-    for key, buffer in model.extractor.named_buffers():
-        if key.endswith("running_mean"):
-            buffer += 1e6  # behind it every ReLU is silent
-
-
-def test_statistics_that_silence_the_net_are_renewed_at_the_cost_of_a_pass(images):
-    victim = net_victim(images, silence, "test_resnet", "layer1")
+def test_statistics_that_silence_the_net_are_renewed_at_the_cost_of_a_pass(colors):
+    victim = net_victim(colors, silenced, "test_resnet", "layer1")
     before = {key: tensor.clone() for key, tensor in victim.model.state_dict().items()}
-    attacks = {"features": ClosedFormProbe(), "blocks": BlockProbe(mirrored=False, enlarged=False)}
-    attacks["renewed"] = BlockProbe(mirrored=False, enlarged=False, renewed=True)
+    attacks = {"features": ClosedFormProbe(), "blocks": quick()}
+    attacks["renewed"] = quick(renewed=True)
     measures = run_attacks(attacks, victim)
     values = measures.metrics
     assert values["attack/renewed/final"] > 0.6
@@ -477,8 +455,8 @@ def test_statistics_that_silence_the_net_are_renewed_at_the_cost_of_a_pass(image
     assert [list(found) for found in rows] == [[0], [len(victim.task.train)]]
 
 
-def test_a_net_without_batchnorm_has_none_to_renew(images):
-    victim = net_victim(images, silence, "test_vit", "blocks.5", img_size=32)
+def test_a_net_without_batchnorm_has_none_to_renew(colors):
+    victim = net_victim(colors, silenced, "test_vit", "blocks.5", img_size=32)
     found = run_attacks({"it": BlockProbe(renewed=True)}, victim)
     assert found.metrics["attack/it/final"] is None
     assert "no BatchNorm" in found.reasons["attack/it/final"]
@@ -501,9 +479,10 @@ def test_statistics_are_those_of_the_images_and_nothing_is_drawn():
 def test_a_run_says_what_was_read(tmp_path):
     """From the command line: the blocks stand in result.json, and in a file for each task that was attacked."""
     options = ["experiment=digits_deep", "dataset.size=16", "tracker=none", "figures=false", "evaluation=[]"]
-    options += ["method=identity"]
+    options += ["method=identity", "model.fit_epochs=1"]
     tasks = ["dataset.primary=[0,1]", "dataset.harmful=[4,5]", "dataset.benign=null", "dataset.unseen=[7,8]"]
-    attack = ["attack=[block_probe]", "attack.block_probe.mirrored=false", "attack.block_probe.samples=5"]
+    attack = ["attack=[block_probe]", *(f"attack.block_probe.{key}=false" for key in ("mirrored", "enlarged"))]
+    attack += ["attack.block_probe.samples=5"]
     result = run([*options, *tasks, *attack], folder=tmp_path)
     for kind in ("", "_unseen"):
         file = tmp_path / f"attack{kind}_block_probe.json"
@@ -515,7 +494,7 @@ def test_a_run_says_what_was_read(tmp_path):
 @pytest.mark.parametrize(
     "attack",
     [
-        BlockProbe(mirrored=False, enlarged=False),
+        quick(),
         Neighbours(),
         pytest.param(FineTune("trained", steps=2), marks=pytest.mark.trains),
     ],
@@ -532,11 +511,11 @@ def test_without_validation_images_the_attacker_holds_back_training_images(tmp_p
     assert torch.isfinite(curve.val).all()
 
 
-def test_readings_are_tried_in_one_order(images, monkeypatch):
+def test_readings_are_tried_in_one_order(colors, monkeypatch):
     """Of equals the first is chosen: an order that changes from process to process would change the figures."""
     real, seen = BlockProbe._fit, []
     monkeypatch.setattr(BlockProbe, "_fit", lambda self, *args: seen.append(args[2]) or real(self, *args))
-    BlockProbe(mirrored=False, samples=5).run(untouched(images), "baseline")
+    quick().run(untouched(colors), "baseline")
     varied = [reading for reading in seen if reading.root or reading.radial]
     ways = [(True, False), (False, True), (True, True)]
     assert [(reading.root, reading.radial) for reading in varied[:6]] == ways + ways
@@ -552,9 +531,9 @@ def test_linear_maps_have_no_blocks():
     assert curve.final > 0.8
 
 
-def test_layers_inside_of_blocks_are_read_side_by_side(images):
+def test_layers_inside_of_blocks_are_read_side_by_side(colors):
     """Each block has one more: every layer but BatchNorm, pooled alike. All else is as `block_probe` reads it."""
-    network, x = untouched(images).network("immunized"), torch.rand(3, 3, 32, 32)
+    network, x = untouched(colors).network("immunized"), torch.rand(3, 3, 32, 32)
     drawn = dict.fromkeys(("train", "val", "test"), x)
     plain, more = (outputs_of(network, drawn, mirrored=False, inside=inside) for inside in (False, True))
     assert [block for block in more.blocks if not block.endswith(INSIDE)] == plain.blocks
@@ -568,11 +547,11 @@ def test_layers_inside_of_blocks_are_read_side_by_side(images):
     assert not any("bn" in name for name in seen)
 
 
-def test_the_layer_probe_reads_them(images):
-    victim = untouched(images)
-    curve = LayerProbe(enlarged=False).run(victim, "immunized")
-    assert any(block.endswith(INSIDE) for block in LayerProbe(enlarged=False).read(victim, "immunized").blocks)
-    assert curve.test.max() > 0.5
+def test_the_layer_probe_reads_them(colors):
+    victim = untouched(colors)
+    attack = quick(LayerProbe)
+    assert any(block.endswith(INSIDE) for block in attack.read(victim, "immunized").blocks)
+    assert attack.run(victim, "immunized").final > 0.5
 
 
 def test_maps_of_tiles_stand_side_by_side_as_the_tiles_did():
@@ -596,9 +575,9 @@ def test_maps_of_tiles_stand_side_by_side_as_the_tiles_did():
     assert_close(as_tokens["covariance"], found["covariance"])
 
 
-def test_tiles_tell_what_a_net_hides_in_whole_images(images):
+def test_tiles_tell_what_a_net_hides_in_whole_images(colors):
     """This one passes on nothing of images of its own size."""
-    victim = untouched(images)
+    victim = untouched(colors)
     network, x = victim.network("immunized"), {split: victim.images(split)[0] for split in SPLITS}
     side = x["train"].shape[2]
     network.register_forward_pre_hook(lambda _net, inputs: inputs[0] * (inputs[0].shape[2] < side))
@@ -611,9 +590,9 @@ def test_tiles_tell_what_a_net_hides_in_whole_images(images):
         assert hidden < 1e-6 < 1e-3 < told
 
 
-def test_the_tile_probe_reads_them_beside_the_rest(images):
-    victim = untouched(images)
-    attack, plain = TileProbe(mirrored=False), BlockProbe(mirrored=False)
+def test_the_tile_probe_reads_them_beside_the_rest(colors):
+    victim = untouched(colors)
+    attack, plain = quick(TileProbe, enlarged=True), quick(enlarged=True)
     own, outputs = plain.read(victim, "baseline"), attack.read(victim, "baseline")
     first = [block for block in own.blocks if not block.endswith(TWICE)]
     assert outputs.blocks == own.blocks + [block + TILES for block in first]

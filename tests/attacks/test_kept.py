@@ -1,8 +1,8 @@
 """An audit that is killed between two attacks goes on with the next one, and ends with the same result."""
 
+import os
 import shutil
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import victims
 from helpers.matrices import gaussian, orthonormal
+from helpers.processes import ended, in_a_child, wait_for
 from torch import Tensor
 
 from immunization import Result, run
@@ -36,13 +37,6 @@ from immunization.runs.filenames import ATTACKS
 QUICK = ["tracker=none", "figures=false", "evaluation=[rir]", "method=closed_form", "dataset.max_samples=60"]
 AUDIT = [*QUICK, "attack=[closed_form_probe,whitened_probe,conjugate_gradients,linear_probe]", "resume=true"]
 AUDIT += ["attack.conjugate_gradients.steps=64", "attack.linear_probe.steps=64"]
-HANGS_IN_THE_THIRD = """
-import sys, time
-from immunization import run
-from immunization.attacks import ConjugateGradients
-ConjugateGradients.run = lambda self, victim, stage: time.sleep(600)
-run(sys.argv[2:], folder=sys.argv[1])
-"""
 
 
 def victim_of(theta: Tensor, noise: float = 0.0) -> Victim:
@@ -89,16 +83,16 @@ def content_of(folder: Path) -> dict:
 
 def test_a_killed_audit_goes_on_with_the_next_attack(tmp_path, ran):
     folder = tmp_path / "run"
-    process = subprocess.Popen(
-        [sys.executable, "-c", HANGS_IN_THE_THIRD, str(folder), *AUDIT], stderr=subprocess.DEVNULL
-    )
-    deadline = time.monotonic() + 120
-    while not (folder / ATTACKS).exists() or b"whitened_probe" not in (folder / ATTACKS).read_bytes():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.kill()
-    assert process.wait() == -9
+    kept = folder / ATTACKS
+
+    def hangs_in_the_third() -> None:
+        ConjugateGradients.run = lambda *_: time.sleep(600)
+        run(AUDIT, folder=folder)
+
+    child = in_a_child(hangs_in_the_third)
+    wait_for(lambda: kept.exists() and b"whitened_probe" in kept.read_bytes())
+    os.kill(child, signal.SIGKILL)
+    assert ended(child) == -signal.SIGKILL
     assert not (folder / "result.json").exists()
     run(AUDIT, folder=folder)
     assert ran == ["ConjugateGradients", "LinearProbe"]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.matrices import orthonormal
-from helpers.victims import classes, colored_pair, net_victim, victim_of
+from helpers.victims import classes, net_victim, silenced, victim_of, zeroed
 from torch import Tensor
 
 from immunization.attacks import (
@@ -35,37 +35,27 @@ def of_trained(change: Callable[[Tensor], Tensor]) -> Callable[[Model], None]:
     return immunize
 
 
-def silence(model: Model) -> None:
-    for key, buffer in model.extractor.named_buffers():
-        if key.endswith("running_mean"):
-            buffer += 1e6  # behind it every ReLU is silent
-
-
 def mask(model: Model) -> None:
     of_trained(lambda x: 1e4 * x)(model)
     model.net.layer4[-1].register_forward_hook(lambda _module, _inputs, output: output.detach())
 
 
+FEW = {"samples": 5, "mirrored": False, "enlarged": False, "ridges": [0.01, 0.1]}
 TUNED = FineTune("trained", rates=[0.01], steps=8, batch_size=12)
 
 DEFENSES: dict[str, tuple[Callable[[Model], None], Attack, Attack]] = {
-    "dead features": (of_trained(torch.zeros_like), ClosedFormProbe(), BlockProbe(mirrored=False)),
+    "dead features": (zeroed, ClosedFormProbe(), BlockProbe(**FEW)),
     "scaled weights": (of_trained(lambda x: 1e-6 * x), TUNED, ClosedFormProbe()),
-    "statistics": (silence, ClosedFormProbe(), BlockProbe(mirrored=False, renewed=True)),
-    "a bad start": (of_trained(torch.zeros_like), TUNED, FreshPart(steps=32, rates=[1e-3, 1e-2], batch_size=12)),
-    "masked gradients": (mask, TUNED, BlockProbe(mirrored=False)),
+    "statistics": (silenced, ClosedFormProbe(), BlockProbe(renewed=True, **FEW)),
+    "a bad start": (zeroed, TUNED, FreshPart(steps=32, rates=[1e-3, 1e-2], batch_size=12)),
+    "masked gradients": (mask, TUNED, BlockProbe(**FEW)),
 }
 
 
-@pytest.fixture(scope="module")
-def images(tmp_path_factory):
-    return colored_pair(tmp_path_factory.mktemp("images"))
-
-
 @pytest.mark.parametrize("name", DEFENSES)
-def test_what_fools_one_attacker_is_found_out_by_another(images, name):
+def test_what_fools_one_attacker_is_found_out_by_another(colors, name):
     plant, fooled, finds = DEFENSES[name]
-    victim = net_victim(images, plant, "test_resnet", "layer4")
+    victim = net_victim(colors, plant, "test_resnet", "layer4")
     found_out(victim, fooled, finds)
 
 

@@ -267,10 +267,10 @@ def test_sgrc_is_the_share_of_accuracy_that_immunization_takes(net):
 
 
 def test_a_run_that_searched_leaves_settings_that_another_run_takes(tmp_path):
-    options = [*DEEP, *(f"attack.full_finetune.{key}" for key in ("steps=32", "seeds=1", "scope=last"))]
+    options = [*DEEP, *(f"attack.full_finetune.{key}" for key in ("steps=4", "batch_size=16", "seeds=1", "scope=last"))]
     attack = "attack=[full_finetune,scratch]"
     scratch = ["attack.scratch.steps=2", "attack.scratch.rates=[1e-6]"]  # far below the bar, which both others reach
-    first = run([attack, *options, *scratch, "attack.full_finetune.search=2"], folder=tmp_path / "first")
+    first = run([attack, *options, *scratch, "attack.full_finetune.search=1"], folder=tmp_path / "first")
     file = tmp_path / "first" / "attack_full_finetune.json"
     assert json.loads(file.read_text()) == first.about["attackers"]["full_finetune"]
     assert attack_names(first) == ["full_finetune"]

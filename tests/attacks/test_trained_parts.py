@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.victims import classes, colored_pair, net_victim, regression, victim_of
+from helpers.victims import classes, net_victim, regression, victim_of
 from torch import nn
 
 from immunization.attacks import (
@@ -38,18 +38,13 @@ PLAIN = Recipe(0.01, "sgd", 12, "trained", 0.0)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return colored_pair(tmp_path_factory.mktemp("images"))
+def resnet(colors):
+    return net_victim(colors, lambda model: None, "test_resnet", ["layer3", "layer4"])
 
 
 @pytest.fixture(scope="module")
-def resnet(pair):
-    return net_victim(pair, lambda model: None, "test_resnet", ["layer3", "layer4"])
-
-
-@pytest.fixture(scope="module")
-def vit(pair):
-    return net_victim(pair, lambda model: None, "test_vit", "blocks.3", img_size=32, patch_size=8)
+def vit(colors):
+    return net_victim(colors, lambda model: None, "test_vit", "blocks.3", img_size=32, patch_size=8)
 
 
 def tuner_of(net: Victim, kept: bool = True, attack: FineTune | None = None) -> Tuner:
@@ -86,8 +81,8 @@ def test_an_attack_trains_all_where_it_trains_what_was_immunized(resnet):
     assert not LoRA().trains_all(resnet)
 
 
-def test_what_another_net_has_of_its_own_is_what_was_trained(pair):
-    net = net_victim(pair, lambda model: None, "test_resnet", "last")
+def test_what_another_net_has_of_its_own_is_what_was_trained(colors):
+    net = net_victim(colors, lambda model: None, "test_resnet", "last")
     before = copy.deepcopy(net.model)
     norm = net.model.net.layer3[0].bn1
     norm.running_mean.add_(1)
@@ -151,7 +146,7 @@ def test_a_part_that_nobody_can_draw_is_not_drawn(resnet):
         redrawn(network, "trained")
 
 
-def test_a_layer_scaled_against_one_recipe_is_found_by_another(pair):
+def test_a_layer_scaled_against_one_recipe_is_found_by_another(colors):
     """All that layer4 says of an image is a ten-thousandth of what it always says."""
 
     def immunize(model):
@@ -160,7 +155,7 @@ def test_a_layer_scaled_against_one_recipe_is_found_by_another(pair):
                 module.weight.mul_(1e-4)
                 module.bias.fill_(1.0)
 
-    net = net_victim(pair, immunize, "test_resnet", "layer4")
+    net = net_victim(colors, immunize, "test_resnet", "layer4")
     small = {"steps": 8, "batch_size": 12}
     one = FineTune("trained", "sgd", [1e-3], **small)
     assert one.run(net, "immunized").final < 0.5
@@ -231,7 +226,7 @@ ATTACKS = {
     "lora": LoRA(rates=[0.01], steps=1, rank=2, batch_size=12),
     "scratch": Scratch(rates=[0.01], steps=2, batch_size=12),
     "closed": ClosedFormProbe(),
-    "renewed": BlockProbe(renewed=True),
+    "renewed": BlockProbe(samples=5, renewed=True, mirrored=False, enlarged=False, ridges=[0.1]),
     "logistic": LogisticProbe(),
     "adam": Adam(steps=8),
 }

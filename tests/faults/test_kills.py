@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import sklearn.datasets  # noqa: F401  a signal amid an extension's start is an ImportError, and no Preempted
 import torch
+from helpers.processes import ended, in_a_child
 from helpers.repository import ROOT
 from helpers.runs import DEEP, QUICK, outcome
 from hydra.core.global_hydra import GlobalHydra
@@ -32,27 +33,6 @@ LINEAR = [*QUICK, "method.epochs=60", "checkpoint.every=7"]
 BATCHES = [*QUICK, "method.epochs=8", "method.batch_size=10", "model.init=random", "checkpoint.every=5"]
 BATCHES += ["scheduler=warmup_cosine"]
 NET = [*DEEP, "method=condition_number", "method.epochs=3", "method.batch_size=32", "checkpoint.every=2", "log_every=1"]
-
-
-def in_a_child(work: Callable[[], object]) -> int:
-    """The id of a process that does `work`, silently, and leaves with code 0 if that ended well."""
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-        work()
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
-    finally:
-        os._exit(code)
-
-
-def ended(child: int) -> int:
-    """Exit code of a child, negative for the signal that killed it."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def sound(folder: Path) -> int:

@@ -5,12 +5,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from pathlib import Path
 
 import pytest
 import torch
 from helpers.commands import launched
+from helpers.processes import ended, in_a_child, wait_for
 from helpers.repository import ROOT
 
 from immunization import run, terminal
@@ -22,19 +21,6 @@ from immunization.runs.result import Result
 pytestmark = pytest.mark.trains
 
 LONG = ("tracker=none", "dataset.max_samples=20", "evaluation=[rir]", "method.epochs=1000000", "log_every=50")
-
-
-def started(*arguments: str, until: Path, cwd: Path) -> subprocess.Popen:
-    """A process that listens to Ctrl-C, once there is something in the file `until`."""
-    command = [sys.executable, str(ROOT / "launch.py"), *arguments]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test runner in the background ignores it
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=cwd, stdout=pipe, stderr=pipe, text=True)
-    signal.signal(signal.SIGINT, before)
-    deadline = time.monotonic() + 120
-    while not (until.exists() and until.stat().st_size > 1000) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return process
 
 
 def test_ctrl_c_keeps_a_checkpoint_which_is_not_thrown_away(tmp_path, monkeypatch):
@@ -72,22 +58,30 @@ def test_ctrl_c_of_a_multirun_shows_what_is_done_and_a_second_process_is_refused
     sweep = tmp_path / "sweep"
     jobs = (*LONG, "log_every=10", "method.epochs=1,1000000", f"hydra.sweep.dir={sweep}")
     names = "hydra.sweep.subdir=${hydra.job.num}"
-    process = started("-m", *jobs, names, until=sweep / "1" / "metrics.jsonl", cwd=tmp_path)
+    said, history = tmp_path / "said", sweep / "1" / "metrics.jsonl"
+
+    def interrupted() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a test runner in the background ignores it
+        done = launched("-m", *jobs, names, cwd=tmp_path)
+        print(done.stdout, done.stderr, sep="", end="")
+        sys.exit(done.returncode)
+
+    child = in_a_child(interrupted, said)
     try:
+        wait_for(lambda: history.exists() and history.stat().st_size > 1000)
         with pytest.raises(ConfigError, match="another process is at work in this run folder"):
             run([*LONG, "resume=true"], folder=sweep / "1")
-        process.send_signal(signal.SIGINT)
-        said, errors = process.communicate(timeout=120)
     finally:
-        process.kill()
-    assert process.returncode == 130
-    assert "1 completed, 1 interrupted" in said
+        os.kill(child, signal.SIGINT)
+        code = ended(child)
+    assert code == 130
+    assert "1 completed, 1 interrupted" in said.read_text()
     assert (sweep / "report.html").exists()
-    assert errors.splitlines()[-1].endswith(f"the same command with hydra.sweep.dir={sweep} resume=true goes on")
+    last = said.read_text().splitlines()[-1]
+    assert last.endswith(f"the same command with hydra.sweep.dir={sweep} resume=true goes on")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("module", ["hydra", "torch"])
+@pytest.mark.parametrize(("module", "number"), [("hydra", signal.SIGTERM), ("torch", signal.SIGINT)])
 def test_a_signal_amid_the_imports_is_one_line(tmp_path, module, number):
     """The command listens before it imports anything that takes long."""
     code = (
@@ -117,7 +111,7 @@ def test_sigterm_amid_an_import_of_a_run_waits_for_its_end(tmp_path, monkeypatch
         import slow_module
 
         assert slow_module.done
-        time.sleep(5)
+        threading.Event().wait(5)
 
     monkeypatch.setattr("immunization.evaluation.RelativeRatio.__call__", imports)
     with pytest.raises(SystemExit) as end:
@@ -128,7 +122,7 @@ def test_sigterm_amid_an_import_of_a_run_waits_for_its_end(tmp_path, monkeypatch
 
 def test_a_run_without_a_terminal_says_where_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(terminal, "SECONDS", 0.01)
-    run([*LONG[:3], "method.epochs=300", "figures=false"], folder=tmp_path)
+    run([*LONG[:3], "method.epochs=60", "figures=false"], folder=tmp_path)
     assert "condition_number: step" in (said := capsys.readouterr().err)
-    assert "of 300, 0 min since the start" in said
+    assert "of 60, 0 min since the start" in said
     assert "condition_number: step" in (tmp_path / "run.log").read_text()

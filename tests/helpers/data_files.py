@@ -71,3 +71,13 @@ def image_pair(tmp: Path) -> None:
     """Two folders of images with two classes each."""
     draw_folder(tmp / "p", 2, 6, 2, 0)
     draw_folder(tmp / "h", 2, 6, 2, 1)
+
+
+class Trap:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)

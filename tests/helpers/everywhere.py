@@ -27,6 +27,7 @@ import torch
 from helpers.images import draw_folder
 from helpers.repository import ROOT
 from helpers.runs import kill_at
+from helpers.victims import colored_pair
 from hydra._internal import config_loader_impl, defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository, IConfigRepository
@@ -39,12 +40,14 @@ from omegaconf.grammar_parser import parse
 from threadpoolctl import threadpool_info
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from immunization.attacks import patches
 from immunization.config import CONF
+from immunization.data.images import ImagePair
 from immunization.results import run_figures
 
 torch.set_num_threads(1)
 # No deadline: a first call pays for imports and allocation, and the machine may be busy.
-settings.register_profile("reproducible", derandomize=True, deadline=None)
+settings.register_profile("reproducible", derandomize=True, deadline=None, max_examples=30)
 settings.load_profile("reproducible")
 
 _load = OmegaConf.load
@@ -293,11 +296,31 @@ def no_figures(monkeypatch) -> None:
     monkeypatch.setattr(run_figures, "draw", lambda result, folder: [])
 
 
+@pytest.fixture
+def few_patches(monkeypatch) -> None:
+    """Who reads images without a net compares patches with 16 others, not 256, chosen of 2000: most of the time."""
+    for name, value in {"FILTERS": 16, "IMAGES": 24, "SAMPLE": 2000}.items():
+        monkeypatch.setattr(patches, name, value)
+
+
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory) -> tuple[Path, Path]:
     """Images of a primary task with 4 classes and of a harmful one with 3."""
     root = tmp_path_factory.mktemp("images")
     return draw_folder(root / "primary", 4, 20, 6, 0), draw_folder(root / "harmful", 3, 24, 8, 1)
+
+
+@pytest.fixture(scope="session")
+def drawn(tmp_path_factory) -> list[Path]:
+    """Images of a primary and a harmful task and images to keep, 4 classes each."""
+    root = tmp_path_factory.mktemp("drawn")
+    return [draw_folder(root / name, 4, 20, 4, seed) for seed, name in enumerate(("primary", "harmful", "kept"))]
+
+
+@pytest.fixture(scope="session")
+def colors(tmp_path_factory) -> ImagePair:
+    """Images of three colors a task, which no test changes."""
+    return colored_pair(tmp_path_factory.mktemp("colors"))
 
 
 @pytest.fixture(scope="session")

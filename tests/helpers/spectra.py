@@ -1,5 +1,7 @@
 """Spectra: many random ones, their condition numbers, and the ceiling of two Gram matrices."""
 
+from functools import cache
+
 import torch
 
 SAMPLES = 100_000  # random spectra of every statement that is checked by arithmetic on the spectrum alone
@@ -20,6 +22,7 @@ def inverse_root(gram):
     return vectors * eigenvalues.rsqrt() @ vectors.T
 
 
+@cache
 def random_spectra(size):
     """[SAMPLES, size] descending, over up to eight decades, with nearly flat ones among them."""
     generator = torch.Generator().manual_seed(size)

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.images import draw_folder
 from helpers.nets import build, open_pair
 from torch import nn
 from torch.nn import functional as F
@@ -74,10 +73,8 @@ def test_what_cannot_be_damped_is_left_alone_and_said(caplog):
 
 
 @pytest.fixture(scope="module")
-def net(tmp_path_factory):
-    root = tmp_path_factory.mktemp("images")
-    folders = [draw_folder(root / name, 4, 20, 4, seed) for seed, name in enumerate(("primary", "harmful", "kept"))]
-    return open_pair(folders[:2], val_fraction=0.2, keep_root=str(folders[2] / "train"))
+def net(drawn):
+    return open_pair(drawn[:2], val_fraction=0.2, keep_root=str(drawn[2] / "train"))
 
 
 @pytest.mark.parametrize("kind", [Forget, ForgetBlocks])

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.images import draw_folder
 from helpers.methods import make_pair
 from helpers.nets import build, open_pair
 from torch.testing import assert_close
@@ -35,10 +34,8 @@ METHODS = [
 
 
 @pytest.fixture(scope="module")
-def net(tmp_path_factory):
-    root = tmp_path_factory.mktemp("images")
-    folders = [draw_folder(root / name, 4, 20, 4, seed) for seed, name in enumerate(("primary", "harmful", "kept"))]
-    return open_pair(folders[:2], val_fraction=0.2, keep_root=str(folders[2] / "train"))
+def net(drawn):
+    return open_pair(drawn[:2], val_fraction=0.2, keep_root=str(drawn[2] / "train"))
 
 
 def trained(method, net):

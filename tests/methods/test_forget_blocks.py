@@ -25,16 +25,22 @@ TRAINED = ["layer2", "layer3", "layer4"]
 
 
 @pytest.fixture(scope="module")
-def net(tmp_path_factory):
-    root = tmp_path_factory.mktemp("images")
-    folders = [draw_folder(root / name, 4, 20, 4, seed) for seed, name in enumerate(("primary", "harmful"))]
-    return open_pair(folders, val_fraction=0.2)
+def net(drawn):
+    return open_pair(drawn[:2], val_fraction=0.2)
+
+
+@pytest.fixture(scope="module")
+def keeping(net, tmp_path_factory):
+    """The same with five images to keep."""
+    root = draw_folder(tmp_path_factory.mktemp("kept"), 1, 5, 2, seed=2)
+    folders = [Path(task.folders[0]).parents[1] for task in net.tasks.values()]
+    return open_pair(folders, val_fraction=0.2, keep_root=str(root / "train"))
 
 
 def prepared(pair, **options):
     """A method after its setup, the model, and the first batch of both tasks."""
     model, tasks = build(pair, trainable=TRAINED).read_tasks(pair, False)
-    method = ForgetBlocks(1, **{"batch_size": 16} | options)
+    method = ForgetBlocks(1, **{"batch_size": 16, "damping": 0.0} | options)
     method.setup(model, tasks)
     batches = next(iter(PairedBatches(tasks, 16, torch.Generator().manual_seed(0)).epoch()))
     return method, model, batches
@@ -67,10 +73,7 @@ def test_terms_by_hand(net):
             p.mul_(1.1)
     terms = method.step(model, primary, harmful)
     silence = [m.abs().mean() / m_0.abs().mean() for m, m_0 in zip(maps(model, harmful.x), own, strict=True)]
-    hold = [
-        (m - m_0).square().mean() / (m_0 - m_0.mean(0)).square().mean()
-        for m, m_0 in zip(maps(model, primary.x), own, strict=True)
-    ]
+    hold = moved(maps(model, primary.x), own)
     assert len(own) == len(method.blocks) == 3
     assert_close(terms["silence"], torch.stack(silence).mean().to(terms["silence"]))
     assert_close(terms["hold"], torch.stack(hold).mean().to(terms["hold"]))
@@ -114,7 +117,7 @@ def test_the_path_by_hand_with_both_statistics(net):
 
 
 def test_the_path_hides_classes_and_does_not_silence(net):
-    method, model, (primary, harmful) = prepared(net, damping=0.0)
+    method, model, (primary, harmful) = prepared(net)
     before, optimizer = method.step(model, primary, harmful), torch.optim.Adam(model.trained().values(), lr=3e-3)
     for _ in range(40):
         optimizer.zero_grad()
@@ -126,28 +129,22 @@ def test_the_path_hides_classes_and_does_not_silence(net):
     assert after["silence"] > 0.8 * before["silence"]
 
 
-def test_images_to_keep_are_held_beside_the_primary_ones(net, tmp_path):
-    draw_folder(tmp_path / "kept", 1, 5, 2, seed=2)
-    folders = [Path(task.folders[0]).parents[1] for task in net.tasks.values()]
-    pair = open_pair(folders, val_fraction=0.2, keep_root=str(tmp_path / "kept" / "train"))
-    method, model, (primary, harmful) = prepared(pair)
+def test_images_to_keep_are_held_beside_the_primary_ones(keeping):
+    method, model, (primary, harmful) = prepared(keeping)
     method.distillation.kept = method.distillation.kept[:1]
     rows = torch.cat([primary.x, method.distillation.kept.repeat(len(primary.x), 1, 1, 1)])
     own = maps(model, rows)
     with torch.no_grad():
         for p in model.trained().values():
             p.mul_(1.1)
-    hold = [
-        (m - m_0).square().mean() / (m_0 - m_0.mean(0)).square().mean()
-        for m, m_0 in zip(maps(model, rows), own, strict=True)
-    ]
+    hold = moved(maps(model, rows), own)
     terms = method.step(model, primary, harmful)
     assert_close(terms["hold"], torch.stack(hold).mean().to(terms["hold"]))
 
 
 def test_harmful_images_leave_more_outputs_at_exactly_zero(net):
     """A small output is read as well as a large one; only one that is zero says nothing."""
-    method, model, (primary, harmful) = prepared(net, silence=4.0, path=0.0, distill=1.0, hold=1.0, damping=0.0)
+    method, model, (primary, harmful) = prepared(net, silence=4.0, path=0.0, distill=1.0, hold=1.0)
 
     def zeros():
         return torch.stack([(m == 0).double().mean() for m in maps(model, harmful.x)])
@@ -179,11 +176,8 @@ def test_without_a_trained_block_it_says_so(net):
         ForgetBlocks(1, 16).setup(model, tasks)
 
 
-def test_a_share_of_steps_reads_half_as_many_images_at_twice_the_size(net, tmp_path):
-    draw_folder(tmp_path / "kept", 1, 5, 2, seed=2)
-    folders = [Path(task.folders[0]).parents[1] for task in net.tasks.values()]
-    pair = open_pair(folders, val_fraction=0.2, keep_root=str(tmp_path / "kept" / "train"))
-    method, model, (primary, harmful) = prepared(pair, enlarged=0.5, shots=4)
+def test_a_share_of_steps_reads_half_as_many_images_at_twice_the_size(keeping):
+    method, model, (primary, harmful) = prepared(keeping, enlarged=0.5, shots=4)
     tasks = method.pair
     ours, kept_larger = method.distillation.larger
     for role, found in (("primary", ours), ("harmful", method.larger)):
@@ -212,7 +206,7 @@ def _places(rows, some):
 def test_of_few_images_no_others_are_enlarged(net):
     model, tasks = build(net, trainable=TRAINED).read_tasks(net, False)
     few = replace(tasks.harmful, train=tasks.harmful.train.take(tasks.harmful.few(3, 0)))
-    method = ForgetBlocks(1, 16, enlarged=0.9)
+    method = ForgetBlocks(1, 16, enlarged=0.9, damping=0.0)
     method.setup(model, replace(tasks, harmful=few))
     assert len(method.larger) == len(few.train) == 12
 
@@ -223,11 +217,8 @@ def test_a_net_of_one_size_enlarges_nothing(net):
         ForgetBlocks(1, 16, enlarged=0.5).setup(model, tasks)
 
 
-def test_images_are_kept_without_distillation_of_the_output(net, tmp_path):
-    draw_folder(tmp_path / "kept", 1, 5, 2, seed=2)
-    folders = [Path(task.folders[0]).parents[1] for task in net.tasks.values()]
-    pair = open_pair(folders, val_fraction=0.2, keep_root=str(tmp_path / "kept" / "train"))
-    method = prepared(pair, distill=0.0)[0]
+def test_images_are_kept_without_distillation_of_the_output(keeping):
+    method = prepared(keeping, distill=0.0)[0]
     assert len(method.distillation.kept) == 5
     assert method.keeps
 

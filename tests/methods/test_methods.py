@@ -7,7 +7,20 @@ import torch
 from helpers.methods import fit, full_batches, make_pair
 
 from immunization.errors import ConfigError
-from immunization.methods import IMMA, ConditionNumber, Identity, OptKappa, ReleasedConditionNumber, RIllOnly
+from immunization.methods import (
+    CLAMP,
+    IMMA,
+    NTL,
+    TAR,
+    ConditionNumber,
+    Encoderlock,
+    Forget,
+    Identity,
+    OptKappa,
+    ReleasedConditionNumber,
+    RIllOnly,
+    Sophon,
+)
 from immunization.methods.hold import Hold
 from immunization.models import Linear
 from immunization.theory.spectrum import condition_number
@@ -29,13 +42,20 @@ METHODS = {
 every_method = pytest.mark.parametrize("make", METHODS.values(), ids=METHODS)
 
 
-@every_method
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("batch_size", [None, 3, 6], ids=["full", "wide", "tall"])
-def test_theta_keeps_its_dtype_and_stays_finite(make, dtype, batch_size):
-    pair = make_pair().to("cpu", dtype)
-    model = fit(make(epochs=3, batch_size=batch_size), pair, torch.optim.SGD, 1e-4)
-    for parameter in model.parameters():
+@pytest.mark.parametrize(
+    ("make", "batch_size"),
+    [
+        *((make, batch_size) for make in METHODS.values() for batch_size in (None, 3, 6)),
+        *((make, 6) for make in (CLAMP, NTL, TAR, Encoderlock, Forget, Sophon)),
+    ],
+)
+def test_theta_keeps_its_dtype_and_stays_finite(make, batch_size, dtype):
+    """On full batches, and on mini-batches of fewer rows than columns and of more; rivals need classes."""
+    rival = make not in METHODS.values()
+    pair = make_pair(classes=2 if rival else 0).to("cpu", dtype)
+    optimizer, rate = (torch.optim.Adam, 1e-3) if rival else (torch.optim.SGD, 1e-4)
+    for parameter in fit(make(epochs=3, batch_size=batch_size), pair, optimizer, rate).parameters():
         assert parameter.dtype == dtype
         assert torch.isfinite(parameter).all()
 

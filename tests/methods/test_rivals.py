@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.methods import fit, full_batches, make_pair
+from helpers.methods import full_batches, make_pair
 from helpers.runs import QUICK, resumed
 from torch.testing import assert_close
 
@@ -338,19 +338,11 @@ def test_the_objective_falls(method: Method, term: str, falls: bool):
     assert (harm[-10:].mean() < harm[:10].mean()) == falls
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("make", [CLAMP, NTL, Encoderlock, Sophon, TAR])
-def test_theta_keeps_its_dtype_and_stays_finite(make, dtype):
-    pair = make_pair(classes=2).to("cpu", dtype)
-    for parameter in fit(make(3, 6), pair, torch.optim.Adam, 1e-3).parameters():
-        assert parameter.dtype == dtype
-        assert torch.isfinite(parameter).all()
-
-
-@pytest.mark.parametrize("rival", RIVALS)
-def test_interrupted_runs_go_on(rival, tmp_path, monkeypatch, cut):
-    options = [f"method={rival}", "method.epochs=4", "method.batch_size=20", "dataset.val_fraction=0.2"]
-    whole, again = resumed([*QUICK, *options, "method.max_accuracy_drop=0.5"], tmp_path, monkeypatch, cut)
+@pytest.mark.parametrize("method", [*RIVALS, "forget"])
+def test_interrupted_runs_go_on(method, tmp_path, monkeypatch, cut):
+    options = [f"method={method}", "method.epochs=4", "method.batch_size=20", "dataset.val_fraction=0.2"]
+    options.append("method.patience=3" if method == "forget" else "method.max_accuracy_drop=0.5")
+    whole, again = resumed([*QUICK, *options], tmp_path, monkeypatch, cut)
     assert whole == again
 
 
@@ -360,5 +352,4 @@ def test_they_run_on_regressions(rival, data_dir, tmp_path):
     if not (data_dir / "house_prices").exists():
         pytest.skip("no data for it")
     result = run([*options, f"method={rival}", "method.epochs=2", "tracker=none", "figures=false"], folder=tmp_path)
-    assert result.status == "completed"
-    assert result.metrics["rir"] > 0
+    assert result.metrics["kappa_harmful"] != result.metrics["kappa_harmful_baseline"]

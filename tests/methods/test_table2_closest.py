@@ -40,4 +40,5 @@ def test_a_pair_of_digits(method, tmp_path):
     assert result.status == "completed"
     for name in ("rir", "ratio_harmful", "ratio_primary", "rir_theta0"):
         assert result.metrics[f"authors/{name}"] > 0
+    assert result.metrics["authors/rir_theta0"] != 1
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) <= 3

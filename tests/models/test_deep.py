@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 import immunization
 from immunization import run
 from immunization.errors import ConfigError
-from immunization.methods import ConditionNumber
 from immunization.models.chain import Tail
 
 pytestmark = pytest.mark.trains
@@ -43,7 +42,7 @@ def test_every_method_trains_the_net(tmp_path, digits, method):
         [*digits, f"method={method}", "method.epochs=1", "evaluation=[rir,sampled,own_head]"], tmp_path / "run"
     )
     assert result.status == "completed"
-    assert result.metrics["rir"] > 0
+    assert result.metrics["kappa_harmful"] != result.metrics["kappa_harmful_baseline"]
     assert result.metrics["authors/rir"] > 0
 
 
@@ -114,13 +113,10 @@ def test_real_weights_and_images(data_dir, tmp_path):
     assert after[1024] <= 0.10
 
 
-def test_a_full_gpu_is_a_message(tmp_path, digits, monkeypatch):
+def test_a_gpu_that_is_full_of_images_is_a_message(tmp_path, digits, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(ConditionNumber, "step", full)
-    with pytest.raises(ConfigError, match=r"no memory for method\.batch_size=64; lower it"):
-        run([*digits, "method=condition_number"], tmp_path / "run")
     monkeypatch.setattr(Tail, "forward", full)  # while features are collected
     with pytest.raises(ConfigError, match=r"no memory for dataset\.batch_size=64 images; lower it"):
         run([*digits, "method=closed_form"], tmp_path / "features")

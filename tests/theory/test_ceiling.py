@@ -6,13 +6,11 @@ import pytest
 import torch
 from helpers.matrices import gaussian, orthonormal, seeds, with_spectrum
 from helpers.spectra import ceiling, inverse_root, kappa
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from immunization.theory import spectrum
-
-quick = settings(max_examples=30)
 
 
 def optimal(k_p, k_h, rank, target, seed):
@@ -33,7 +31,6 @@ def pairs(draw):
     return gaussian(size + 2, size, seed=seed) * scales, gaussian(draw(st.integers(2, size)), size, seed=seed + 1)
 
 
-@quick
 @given(pair=pairs(), seed=seeds, decades=st.floats(0, 2))
 def test_no_map_exceeds_the_ceiling(pair, seed, decades):
     """kappa(H_H) <= kappa(M) kappa(H_P), hence RIR <= RIR*, for every invertible theta."""
@@ -44,7 +41,6 @@ def test_no_map_exceeds_the_ceiling(pair, seed, decades):
     assert found <= ceiling(x_p.T @ x_p, x_h.T @ x_h) * (1 + 1e-6)
 
 
-@quick
 @given(pair=pairs(), seed=seeds, share=st.floats(0, 1))
 def test_the_ceiling_is_attained_at_any_primary_ratio(pair, seed, share):
     """K_P^-1/2 Q Delta R reaches RIR* for every (ii) in [1/kappa(K_P), 1], rank-deficient K_H included."""
@@ -64,7 +60,6 @@ def test_shared_inputs_admit_no_immunization():
     assert ceiling(x.T @ x, x.T @ x) == pytest.approx(1)
 
 
-@quick
 @given(stretch=st.floats(1, 1e4), seed=seeds)
 def test_ratio_is_unbounded_outside_the_primary_range(stretch, seed):
     """n in the null space of K_P but not of K_H: theta = I + (t - 1) n n^T leaves H_P and stretches kappa(H_H) by at
@@ -77,7 +72,6 @@ def test_ratio_is_unbounded_outside_the_primary_range(stretch, seed):
     assert spectrum.condition_number(x_h @ theta, rank=5) >= lower.item() * (1 - 1e-6)
 
 
-@quick
 @given(seed=seeds, decades=st.floats(0, 4))
 def test_direct_solvers_and_whitening_undo_any_invertible_map(seed, decades):
     """Least squares predicts the same through X theta as through X; whitened features have kappa = 1 again."""

@@ -4,15 +4,13 @@ import pytest
 import torch
 from helpers.matrices import gaussian, orthonormal, seeds
 from helpers.spectra import tensor
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from immunization.theory import spectrum
 from immunization.theory.learning_curve import residuals
 from immunization.theory.probe import Probe
-
-quick = settings(max_examples=30)
 
 
 def gradient_descent(features, y, steps):
@@ -30,7 +28,6 @@ def excess(features, y, weights):
     return (features @ weights - best).square().sum().item()
 
 
-@quick
 @given(rows=st.integers(3, 20), size=st.integers(1, 8), outputs=st.integers(1, 3), seed=seeds)
 def test_excess_loss_in_closed_form(rows, size, outputs, seed):
     """excess(t) = sum_i |c_i|^2 (1 - lambda_i / lambda_1)^(2t), c = U^T Y."""
@@ -40,7 +37,6 @@ def test_excess_loss_in_closed_form(rows, size, outputs, seed):
     assert stepwise == pytest.approx(closed.tolist(), rel=1e-6, abs=1e-10)
 
 
-@quick
 @given(rows=st.integers(2, 20), size=st.integers(1, 8), seed=seeds, scale=st.floats(-3, 3))
 def test_doubling_is_gradient_descent(rows, size, seed, scale):
     """w_2t = w_t + P^t w_t with P = I - H/lambda_1 gives the weights after 2^j steps, singular H included; scaling the

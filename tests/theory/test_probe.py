@@ -39,33 +39,6 @@ def test_a_decomposition_that_fails_is_taken_by_the_slower_driver(monkeypatch):
         spectrum.svd(f * float("nan"))
 
 
-def gradient_descent(f: torch.Tensor, y: torch.Tensor, steps: int) -> list[torch.Tensor]:
-    """w_0 .. w_steps of gradient descent on 1/2 ||F w - Y||^2 with step 1/lambda_1."""
-    w, rate = torch.zeros(f.shape[1], y.shape[1], dtype=f.dtype), torch.linalg.matrix_norm(f, 2) ** -2
-    path = [w]
-    for _ in range(steps):
-        w = w - rate * f.T @ (f @ w - y)
-        path.append(w)
-    return path
-
-
-@given(seeds, st.integers(1, 4), st.integers(1, 6))
-def test_weights_are_those_of_gradient_descent(seed, outputs, rank):
-    f, y = problem(seed, outputs, rank)
-    path = gradient_descent(f, y, 40)
-    torch.testing.assert_close(
-        Probe.fit(f, y, FLOOR).weights(torch.arange(41)), torch.stack(path), rtol=1e-9, atol=1e-12
-    )
-
-
-@given(seeds, st.integers(1, 4), st.integers(1, 6))
-def test_excess_is_the_loss_above_its_minimum(seed, outputs, rank):
-    f, y = problem(seed, outputs, rank)
-    squares = torch.stack([(f @ w - y).square().sum() for w in gradient_descent(f, y, 40)])
-    least = (f @ torch.linalg.pinv(f) @ y - y).square().sum()
-    torch.testing.assert_close(Probe.fit(f, y, FLOOR).excess(torch.arange(41)), squares - least, rtol=1e-9, atol=1e-10)
-
-
 @given(seeds, st.integers(1, 6))
 def test_optimum_is_minimum_norm_least_squares_and_the_limit_of_the_descent(seed, rank):
     f, y = problem(seed, 2, rank)

@@ -8,17 +8,14 @@ import pytest
 import torch
 from helpers.matrices import gaussian, orthonormal, seeds, spectra, with_spectrum
 from helpers.regularizers import r_ill, r_well
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from immunization.errors import DataError, DegenerateSpectrum
 from immunization.theory import regularizers, spectrum
 
-few = settings(max_examples=30)
 
-
-@few
 @given(rows=st.integers(1, 30), columns=st.integers(1, 12), cuts=st.lists(st.integers(0, 30), max_size=6), seed=seeds)
 def test_streamed_factor_is_that_of_the_whole(rows, columns, cuts, seed):
     """TSQR: any split into batches, empty ones included, in any order of sizes, folds into the same Gram matrix."""
@@ -53,7 +50,6 @@ def test_small_singular_values_survive_where_a_gram_matrix_loses_them():
     assert abs(squared / sigma[-1] ** 2 - 1) > 1e3
 
 
-@few
 @given(
     rank=st.integers(1, 6), rows=st.integers(6, 20), columns=st.integers(6, 12), scale=st.floats(-12, 12), seed=seeds
 )
@@ -63,7 +59,6 @@ def test_numerical_rank_is_numpys(rank, rows, columns, scale, seed):
     assert found == np.linalg.matrix_rank(features.numpy()) == rank
 
 
-@few
 @given(rank=st.integers(1, 6), seed=seeds)
 def test_rank_of_features_that_were_float32(rank, seed):
     """Rounding to float32 leaves singular values near 1e-7, which only float32's epsilon recognizes as noise."""
@@ -78,7 +73,6 @@ def test_rank_of_nothing():
     assert spectrum.compress(torch.zeros(5, 3)).shape == (0, 3)
 
 
-@few
 @given(sigma=spectra(1, 6), rows=st.integers(6, 20), columns=st.integers(6, 12), seed=seeds)
 def test_compress_keeps_the_gram_in_rank_rows(sigma, rows, columns, seed):
     features = with_spectrum(sigma, rows, columns, seed)
@@ -87,14 +81,12 @@ def test_compress_keeps_the_gram_in_rank_rows(sigma, rows, columns, seed):
     assert_close(root.T @ root, features.T @ features, rtol=1e-10, atol=1e-12 * sigma[0].item() ** 2)
 
 
-@few
 @given(sigma=spectra(1, 6), rows=st.integers(6, 20), columns=st.integers(6, 12), seed=seeds)
 def test_condition_number_is_the_squared_ratio_at_any_rank(sigma, rows, columns, seed):
     kappa = spectrum.condition_number(with_spectrum(sigma, rows, columns, seed))
     assert_close(kappa, (sigma[0] / sigma[-1]).item() ** 2, rtol=1e-9, atol=0)
 
 
-@few
 @given(seed=seeds, columns=st.integers(1, 8))
 def test_condition_number_is_numpys_at_full_rank(seed, columns):
     features = gaussian(columns + 4, columns, seed=seed)
@@ -112,7 +104,6 @@ def test_condition_number_of_repeated_and_nearly_repeated_values(sigma, kappa):
     assert_close(spectrum.condition_number(features), kappa, rtol=1e-11, atol=0)
 
 
-@few
 @given(sigma=spectra(), power=st.integers(-300, 300), seed=seeds)
 def test_rank_aware_kappa_ignores_scale_and_rotation(sigma, power, seed):
     """c Q F R has the kappa of F for every power of two c and all rotations Q, R, rank-deficient F included."""
@@ -121,7 +112,6 @@ def test_rank_aware_kappa_ignores_scale_and_rotation(sigma, power, seed):
     assert_close(spectrum.condition_number(changed), spectrum.condition_number(features), rtol=1e-9, atol=0)
 
 
-@few
 @given(sigma=spectra(2, 6, decades=2.0), seed=seeds)
 def test_authors_kappa_of_rank_deficient_features_is_a_scale(sigma, seed):
     """Null eigenvalues count as 1e-6: the value is sigma_1^2 / 1e-6, whatever sigma_k is; doubling F makes it 4x."""

@@ -6,16 +6,13 @@ import pytest
 import torch
 from helpers.matrices import gaussian, seeds, spectra, with_spectrum
 from helpers.spectra import denominator_of, random_fractions, random_spectra, ratio, tensor
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from immunization.theory import regularizers, spectrum
 
-quick = settings(max_examples=30)
 
-
-@quick
 @given(rows=st.integers(3, 12), size=st.integers(2, 6), seed=seeds)
 def test_theorem_4_2(rows, size, seed):
     """For H = theta^T K theta of rank k, grad_theta R_well(H) = 2 K theta (s_1 v_1 v_1^T - H/D) and grad_theta R_ill(H)
@@ -93,7 +90,6 @@ def ill_bound(sigma):
     return 1 / (sigma[..., -1] * (1 - 2 / k)) if k > 2 else 1 / sigma[..., -1]
 
 
-@quick
 @given(sigma=spectra(2, 6), eta=st.floats(1e-3, 1.0), seed=seeds)
 def test_preconditioned_steps_move_the_spectrum_as_stated(sigma, eta, seed):
     """Both steps, taken with the gradients of this project, leave the eigenvectors of H and give these eigenvalues."""

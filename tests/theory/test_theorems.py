@@ -11,13 +11,12 @@ import torch
 from helpers.matrices import gaussian, orthonormal, seeds, spectra, with_spectrum
 from helpers.regularizers import r_ill, r_well
 from helpers.spectra import ceiling, denominator_of, kappa, random_fractions, random_spectra, ratio, tensor
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from immunization.theory import spectrum
 
-quick = settings(max_examples=30)
 fraction = st.floats(0.01, 1.0)  # of the largest admissible step
 
 
@@ -46,7 +45,6 @@ def test_proposition_3_2_is_false():
     assert_close(proposition_3_2(k, theta), tensor(8.0, 2.0))
 
 
-@quick
 @given(size=st.integers(2, 6), seed=seeds)
 def test_proposition_3_2_gives_a_diagonal_of_the_hessian(size, seed):
     """Corrected: Eq. 10 is the diagonal of V^T H V, so the spectrum majorizes it (Schur), and it understates kappa."""
@@ -57,7 +55,6 @@ def test_proposition_3_2_gives_a_diagonal_of_the_hessian(size, seed):
     assert formula[0] / formula[-1] <= truth[0] / truth[-1] * (1 + 1e-9)
 
 
-@quick
 @given(size=st.integers(2, 6), seed=seeds)
 def test_proposition_3_2_holds_for_shared_singular_vectors(size, seed):
     """The proposition is right where the left singular vectors of theta are eigenvectors of K."""
@@ -77,7 +74,6 @@ def test_aligned_singular_vectors_can_be_immunized():
     assert immunization_ratio == pytest.approx(ceiling(k_p, k_h))
 
 
-@quick
 @given(sigma=spectra(), seed=seeds)
 def test_theorem_a1_1_and_2(sigma, seed):
     """(1) R_well(S) >= 0, and 0 only at kappa = 1. (2) log kappa(S) <= p R_well(S) / sigma_p^2 at full rank."""
@@ -86,7 +82,6 @@ def test_theorem_a1_1_and_2(sigma, seed):
     assert math.log(sigma[0] / sigma[-1]) <= len(sigma) * value / sigma[-1].item() ** 2 * (1 + 1e-9)
 
 
-@quick
 @given(scale=st.floats(1e-3, 1e3), size=st.integers(1, 8), seed=seeds)
 def test_theorem_a1_1_at_kappa_one(scale, size, seed):
     """Full rank is needed: diag(1, 0), whose kappa by the pseudo-inverse is 1, has R_well = 1/4."""
@@ -113,7 +108,6 @@ def a1_bound(sigma):
     return (sigma[..., 0] - sigma[..., 1]) / ((1 - 1 / p) * sigma[..., 0] + sigma[..., 1] / p)
 
 
-@quick
 @given(sigma=spectra(), share=fraction, seed=seeds)
 def test_theorem_a1_3_and_4(sigma, share, seed):
     """(3) With sigma_1 simple the gradient is sigma_1 u_1 v_1^T - S/p: descent moves singular values only,
@@ -143,7 +137,6 @@ def power_mean(sigma, p):
     return sigma.max() if p == math.inf else sigma.max() * (sigma / sigma.max()).pow(p).mean() ** (1 / p)
 
 
-@quick
 @given(sigma=spectra(2, 8), seed=seeds, p=powers, factor=st.integers(1, 8))
 def test_power_means_are_ordered_and_vanish_at_kappa_one(sigma, seed, p, factor):
     """0 <= R_p <= R_q <= R_inf <= R_p + (1 - k^(-2/p)) sigma_1^2 / 2 over the same k = rank; 0 where all agree."""
@@ -160,7 +153,6 @@ def test_power_means_are_ordered_and_vanish_at_kappa_one(sigma, seed, p, factor)
     assert r_well(s, k, 2).item() == pytest.approx(0, abs=1e-12 * top)
 
 
-@quick
 @given(sigma=spectra(2, 8), seed=seeds, p=powers)
 def test_a_small_power_mean_certifies_a_small_kappa(sigma, seed, p):
     """log kappa(S) <= sqrt(2 k R_p) sigma_1 / sigma_k^2."""
@@ -171,7 +163,6 @@ def test_a_small_power_mean_certifies_a_small_kappa(sigma, seed, p):
     assert math.log(sigma.max() / sigma.min()) <= bound
 
 
-@quick
 @given(sigma=spectra(2, 6, decades=2.0), seed=seeds, p=powers, share=fraction)
 def test_steps_on_power_means_lower_kappa(sigma, seed, p, share):
     """sigma_1 falls and sigma_k rises; up to the step at which the order changes, so does kappa fall."""
@@ -201,7 +192,6 @@ def test_theorem_4_1_1_is_false():
         assert spectrum.condition_number(inflated) == pytest.approx(4)  # of F^T F: kappa(S) = 2
 
 
-@quick
 @given(sigma=spectra(), seed=seeds)
 def test_theorem_4_1_1_corrected(sigma, seed):
     """2k/(k-1) <= sigma_1^2 (1 - kappa^-2) R_ill <= 2k: R_ill tends to 0 only as sigma_1 tends to infinity."""
@@ -211,7 +201,6 @@ def test_theorem_4_1_1_corrected(sigma, seed):
     assert 2 * k / (k - 1) * (1 - 1e-8) <= scaled <= 2 * k * (1 + 1e-8)
 
 
-@quick
 @given(sigma=spectra(), seed=seeds)
 def test_theorem_4_1_2(sigma, seed):
     """1 / log kappa <= sigma_1^2 R_ill holds, and certifies no kappa above e^(1/2), however large kappa is."""
@@ -230,7 +219,6 @@ def test_theorem_4_1_2_on_many_spectra(size):
     assert (bound <= 0.5).all()
 
 
-@quick
 @given(sigma=spectra(), share=st.floats(0.01, 0.99), seed=seeds)
 def test_theorem_4_1_3_and_4(sigma, share, seed):
     """(3) Eq. 13: descent moves singular values only, sigma_k (1 - eta c (1 - 1/k)) and sigma_i (1 + eta c / k) with

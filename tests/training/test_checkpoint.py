@@ -17,8 +17,6 @@ from immunization.config import compose
 from immunization.data.pixels import sklearn_digits
 from immunization.errors import ConfigError, DataError
 from immunization.methods import Method
-from immunization.results import run_figures
-from immunization.runs import files
 from immunization.runs.filenames import CHECKPOINT
 from immunization.runs.tracker import Tracker
 from immunization.training import checkpoint
@@ -301,25 +299,3 @@ def test_a_full_disk_is_said_and_nothing_written_before_is_lost(size, half, limi
     assert (half / CHECKPOINT).read_bytes() == kept
     assert not list(half.glob(".*"))
     assert run([*NINE, "resume=true"], folder=half).status == "completed"
-
-
-def test_a_figure_that_cannot_be_drawn_leaves_the_run_completed(tmp_path, monkeypatch, capsys):
-    def broken(*_):
-        raise RuntimeError("no fonts")
-
-    monkeypatch.setattr(run_figures, "draw", broken)
-    assert run([*QUICK, "figures=true", "method.epochs=2"], folder=tmp_path).status == "completed"
-    assert Result.read(tmp_path).status == "completed"
-    assert "the figures cannot be drawn (RuntimeError: no fonts)" in capsys.readouterr().err
-
-
-# --- The pieces -------------------------------------------------------------------------------------------------------
-
-
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
-    files.write(tmp_path / "x", "old")
-    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(OSError, match=r"No space left on device.*/x"):
-        files.write(tmp_path / "x", "new")
-    assert (tmp_path / "x").read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]

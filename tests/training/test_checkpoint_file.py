@@ -3,11 +3,11 @@
 import io
 import random
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers.data_files import Trap
 
 from immunization.errors import ConfigError, DataError
 from immunization.runs.filenames import CHECKPOINT
@@ -41,16 +41,6 @@ def test_what_only_a_pickle_could_keep_is_refused_when_it_is_written(keeper, tmp
         with pytest.raises(TypeError, match=f"tensors and plain values alone, not .*{name}"):
             keeper.write(2, lambda thing=thing: {"deep": [thing]})
     assert checkpoint.read(tmp_path, CONFIG) == {"step": 1}
-
-
-class Trap:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
 
 
 def test_code_in_a_checkpoint_does_not_run(tmp_path, caplog):
