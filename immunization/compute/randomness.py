@@ -59,11 +59,11 @@ def deterministic(wanted: bool) -> Iterator[None]:
         yield
         return
     cudnn = torch.backends.cudnn
-    before = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
+    before = torch.get_deterministic_debug_mode(), cudnn.deterministic, cudnn.benchmark
     torch.use_deterministic_algorithms(True)
     cudnn.deterministic, cudnn.benchmark = True, False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
+        torch.set_deterministic_debug_mode(before[0])
         cudnn.deterministic, cudnn.benchmark = before[1:]

@@ -41,6 +41,16 @@ class AgainstAttacker(Method, without=["patience"]):
     """A method that simulates an attacker; with `max_accuracy_drop` it goes back to the last epoch within that drop."""
 
     alone = True
+    draws = False
+    """Whether a step draws rows at random."""
+
+    def setup(self, model: Model, pair: TaskPair) -> None:
+        super().setup(model, pair)
+        if self.draws and not all(isinstance(task.train.x, Tensor) for task in pair.shown.values()):
+            raise ConfigError(
+                f"method={self.name} draws images at random in every step, and these are not kept: set "
+                "dataset.augment=false, or raise dataset.cache_limit"
+            )
 
     def score(self, model: Model) -> float:
         return max(self.best[0], 0.0) + 1.0
@@ -68,6 +78,8 @@ class AgainstFineTuning(AgainstAttacker):
     then both take `inner_steps` gradient steps at `inner_lr`, each on another batch. BatchNorm statistics do not move.
     Needs classes.
     """
+
+    draws = True
 
     _: KW_ONLY
     inner_steps: AtLeastOne = 5

@@ -13,7 +13,7 @@ from immunization.config import snake_case
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.distillation import Distillation
-from immunization.models.base import Batch, Model
+from immunization.models.base import Batch, Model, kept_of, load_into
 from immunization.theory.preconditioning import Precondition
 
 log = logging.getLogger(__name__)
@@ -92,13 +92,15 @@ class Method(Component, group="method"):
     def setup(self, model: Model, pair: TaskPair) -> None:
         """Prepare for one run; called before the optimizer is built."""
         self.pair = pair
-        if self.keep and not (model.deep and model.trained()):
+        if self.keep and not (model.trains_layers and model.trained()):
             raise ConfigError("method.keep distills layers of a net, and none is trained: set method.keep=0")
         self.distillation = Distillation(model, pair) if self.keep else None
         self.best: tuple[float, int, dict[str, Tensor]] = (-math.inf, 0, {})
         if self.max_accuracy_drop is not None:
             if not len(pair.primary.val):
                 raise ConfigError("method.max_accuracy_drop needs a validation split: set dataset.val_fraction above 0")
+            if not model.deep:
+                log.warning("method.max_accuracy_drop does little here: %s starts with a head at chance", model.name)
             self.accuracy = self._accuracy(model)
             self.best = -math.inf, 0, _copy(model)
 
@@ -160,11 +162,15 @@ class Method(Component, group="method"):
         """Take over what `state_dict` returned; by default every entry is an attribute."""
         vars(self).update(state)
 
+    def keeps_last(self, model: Model) -> bool:
+        """Whether the result is the last iterate, also where another one has the best score."""
+        return False
+
     def finish(self, model: Model) -> None:
         """Called once after the last step, before the evaluation."""
-        if self.best[2]:
-            model.load_state_dict(self.best[2])
+        if self.best[2] and not self.keeps_last(model):
+            load_into(model, self.best[2])
 
 
 def _copy(model: Model) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return {name: tensor.clone() for name, tensor in kept_of(model).items()}

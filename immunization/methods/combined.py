@@ -86,6 +86,10 @@ class Combined(Method):
             part.best = self.best
         return min(part.score(model) for part in self.parts.values())
 
+    def keeps_last(self, model: Model) -> bool:
+        stops = self.patience is not None or self.max_accuracy_drop is not None
+        return not stops and all(part.keeps_last(model) for part in self.parts.values())
+
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"parts": {role: part.state_dict() for role, part in self.parts.items()}}
 

@@ -89,7 +89,7 @@ class ConditionNumber(Hold):
 
     def rank_of_r_well(self, primary: Batch) -> int:
         """k of R_well: the paper's counts all dimensions, also those that the primary features lack."""
-        return primary.x.shape[1] if self.power == math.inf else primary.rank
+        return self.pair.dim if self.power == math.inf else primary.rank
 
     def rank_of_r_ill(self, harmful: Batch) -> int:
         """k of R_ill: sigma_k is the smallest singular value that the harmful features have."""
@@ -157,7 +157,7 @@ class ReleasedConditionNumber(ConditionNumber):
         self.preconditioner_H = {**self.preconditioner_P, "ridge": ridge}
 
     def rank_of_r_ill(self, harmful: Batch) -> int:
-        return harmful.x.shape[1] if self.rank == "full" else harmful.rank
+        return self.pair.dim if self.rank == "full" else harmful.rank
 
 
 class RIllOnly(Method, without=["patience"]):
@@ -183,7 +183,7 @@ class RIllOnly(Method, without=["patience"]):
         self.scale: float | None = None if self.normalize else 1.0
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
-        rank = harmful.x.shape[1] if self.rank == "full" else harmful.rank
+        rank = self.pair.dim if self.rank == "full" else harmful.rank
         ill = model.hessian_term(partial(r_ill_of_features, rank=rank), harmful, **self.preconditioner)
         if self.scale is None:
             self.scale = 1 / ill.item()

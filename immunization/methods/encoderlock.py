@@ -31,6 +31,8 @@ class Encoderlock(AgainstHead, without=["keep"]):
     untrained, is trained too.
     """
 
+    draws = True
+
     epochs = 80
     batch_size = 64
     alpha: NonNegative = 1000.0

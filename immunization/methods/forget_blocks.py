@@ -121,7 +121,8 @@ class ForgetBlocks(Forget, without=["inner"]):
         if classes:
             drawn = torch.randperm(classes)[: max(2, few // self.shots)]
             labels = y[rows]
-            rows = torch.cat([rows[labels == c][: self.shots] for c in drawn])
+            shots = min(self.shots, max(1, few // 2))  # of two classes at least
+            rows = torch.cat([rows[labels == c][:shots] for c in drawn])
         return rows[:few]
 
     def _maps(self, outputs: dict[str, Tensor]) -> list[Tensor]:

@@ -55,7 +55,7 @@ class Hold(Method):
         self.limit = None if bound is None else math.log(bound)
         self.multiplier, self.factor = 0.0, 1.0
         self.allowed: float | None = None
-        self.acted = False
+        self.acted, self.ratio = False, None
         if bound is not None:
             tasks = {"primary": pair.primary, "harmful": pair.harmful}
             self.before = {role: _log_kappa(task, model.baseline_factor(role, task)) for role, task in tasks.items()}
@@ -66,20 +66,24 @@ class Hold(Method):
         task = self.pair.primary if role == "primary" else self.pair.harmful
         return _log_kappa(task, model.factor(task)) - self.before[role]
 
-    def epoch_end(self, model: Model, epoch: int) -> bool:
-        looks = self._looks(epoch)
-        if looks or (self.limit is not None and self.max_accuracy_drop is not None):  # which scores every epoch
+    def _ratio(self, model: Model) -> float:
+        """log (ii) after this epoch, computed once."""
+        if self.ratio is None:
             self.ratio = self.log_ratio(model, "primary")
-        if looks and epoch + 1 >= START * self.epochs:
-            self._ascend((epoch + 1) / self.epochs)
+        return self.ratio
+
+    def epoch_end(self, model: Model, epoch: int) -> bool:
+        self.ratio = None
+        if self._looks(epoch) and epoch + 1 >= START * self.epochs:
+            self._ascend(self._ratio(model), (epoch + 1) / self.epochs)
         return super().epoch_end(model, epoch)
 
-    def _ascend(self, share: float) -> None:
-        """A step of the multiplier after this share of the training."""
+    def _ascend(self, ratio: float, share: float) -> None:
+        """A step of the multiplier at this log (ii), after this share of the training."""
         bound = self.limit - MARGIN
-        self.allowed = max(self.ratio, bound) if self.allowed is None else self.allowed
+        self.allowed = max(ratio, bound) if self.allowed is None else self.allowed
         early = max(0.0, (SETTLED - share) / (SETTLED - START))
-        violation = self.ratio - bound - early * (self.allowed - bound)
+        violation = ratio - bound - early * (self.allowed - bound)
         violation = max(-LARGEST, min(LARGEST, violation))
         self.multiplier = max(0.0, min(HIGHEST, self.multiplier + PACE * violation))
         self.factor = math.exp(max(0.0, min(HIGHEST, self.multiplier + REACTION * violation)))
@@ -95,29 +99,32 @@ class Hold(Method):
         """log (i) where the bound is satisfied; without a bound, that of every method."""
         if self.limit is None:
             return super().score(model)
-        return self.log_ratio(model, "harmful") if self.ratio <= self.limit else -math.inf
+        return self.log_ratio(model, "harmful") if self._ratio(model) <= self.limit else -math.inf
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {
             name: getattr(self, name) for name in ("multiplier", "factor", "allowed", "acted")
         }
 
+    def keeps_last(self, model: Model) -> bool:
+        """Whether the weights held the bound by themselves: the run is what it is without one."""
+        free = not self.acted and self.patience is None and self.max_accuracy_drop is None
+        return free and self.limit is not None and self.log_ratio(model, "primary") <= self.limit
+
     @torch.no_grad()
     def finish(self, model: Model) -> None:
-        if self.limit is None:
+        if self.limit is None or self.keeps_last(model):
             return super().finish(model)
         theta, last = model.linear_map(), self.log_ratio(model, "primary")
-        if last <= self.limit and not self.acted and self.patience is None and self.max_accuracy_drop is None:
-            return None  # the weights held by themselves: the run is what it is without a bound
         found = [] if theta is None or last <= self.limit else self._nearest(theta.double())
         super().finish(model)
         ratio, nearest = max(found, key=lambda one: one[0], default=(-math.inf, None))
         if ratio > self.best[0] + MIN_GAIN:
             theta.copy_(nearest)
-        elif not self.best[2] and last > self.limit:
+        elif self.best[0] == -math.inf and last > self.limit:
             self.flags["primary_not_held"] = (
                 f"no iterate has a ratio (ii) of at most method.hold_primary={math.exp(self.limit):.3g}; that of the "
-                f"last one is {math.exp(last):.3g}"
+                f"last one is {math.exp(last):.3g}{'; theta_0 is kept' if self.best[2] else ''}"
             )
         if theta is not None:
             fit_head(model, probe_of_inputs(self.pair.primary))

@@ -42,6 +42,8 @@ class IMMA(Method, without=["patience"]):
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
+        if model.reads == "features":
+            raise ConfigError(f"method={self.name} trains heads, and that of a folded map follows it: train layers")
         like = model.head.weight
         self.attacker = nn.Linear(model.head.in_features, pair.harmful.outputs, bias=False).to(like.dtype)
         if self.head_start == "zero":
@@ -53,6 +55,8 @@ class IMMA(Method, without=["patience"]):
             if self.attacker.weight.shape != model.head.weight.shape:
                 raise ConfigError("method.heads=shared needs a harmful task with as many outputs as the primary one")
             self.attacker = model.head
+        if self.heads == "fixed" and not (model.head.weight.any() or self.attacker.weight.any()):
+            raise ConfigError("method.heads=fixed leaves both heads at 0, which trains nothing: set head_start=random")
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"attacker": self.attacker.weight.data}

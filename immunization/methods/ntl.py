@@ -37,7 +37,7 @@ class NTL(AgainstHead):
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
-        trained = model.extractor.trained_blocks() if model.deep else []
+        trained = model.extractor.trained_blocks() if model.trains_layers else []
         if self.block not in (None, *trained):
             known = f"{model.name} trains {', '.join(trained)}" if trained else f"{model.name} trains none: set null"
             raise ConfigError(f"method.block={self.block} is no trained block; {known}")

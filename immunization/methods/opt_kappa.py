@@ -4,6 +4,7 @@ import math
 from functools import partial
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from immunization.checks import EvenPower, Fraction, NonNegative
@@ -19,6 +20,7 @@ from immunization.theory.regularizers import (
     log_authors_condition_number,
     log_condition_number,
     relative_log_condition_slope,
+    with_gradients,
 )
 
 SMOOTH = 8
@@ -39,7 +41,7 @@ class OptKappa(Hold):
     `form="log"` minimizes -log RIR up to a constant, with M_p / M_-p (power means of the eigenvalues, p = `power`) in
     the place of kappa. A linear theta takes steps of its own, theta <- theta (I - rate (E_P - E_H)), E the relative
     gradients (`relative_log_condition_slope`): log kappa has a pole where theta loses rank, which steps of an optimizer
-    run into. The optimizer trains only the head; with `rate=None` it trains theta too, as in every other form.
+    run into. The optimizer then trains at most the head; with `rate=None` it trains theta too, as in every other form.
     The reciprocal forms reproduce the paper's numbers (docs/reproduction.md). `conditioning="authors"` takes
     kappa(H + 1e-6 I) of all D eigenvalues, the released code's. Gradients are multiplied by K^-1 as in
     `ReleasedConditionNumber`; `task_weight` L(D_P) is added (None: 0 for raw, else 1). `hold_primary`, for form="log":
@@ -114,6 +116,8 @@ class OptKappa(Hold):
 
         (log_p, slope_p), (log_h, slope_h) = of(primary), of(harmful)
         # where the factor is large, the step is that of log kappa(H_P), and no longer
+        if model.deep:  # its own head undoes theta, whatever that is
+            loss = with_gradients(loss.detach(), {model.linear_map(): torch.zeros_like(theta)})
         theta -= self.rate * (theta.double() @ (slope_p - slope_h / self.factor)).to(theta.dtype)
         return {
             "loss": self.task_weight * loss + (self.factor * log_p - log_h).to(loss.dtype),

@@ -198,3 +198,15 @@ class Model(nn.Module):
     def facts(self) -> dict[str, Any]:
         """Facts of a net that `load` needs beside its tensors; a linear map needs none."""
         return {}
+
+
+def kept_of(model: nn.Module) -> dict[str, Tensor]:
+    """What training may change in a model: its trained parameters, and all buffers."""
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    return trained | dict(model.named_buffers())
+
+
+def load_into(model: nn.Module, kept: Mapping[str, Tensor]) -> None:
+    """Put the tensors of `kept_of` back into a model of the same making."""
+    for name, tensor in kept_of(model).items():
+        tensor.copy_(kept[name])

@@ -281,8 +281,8 @@ def relative_log_condition_slope(features: Tensor, rank: int, power: float) -> t
     """`log_condition_number` and its relative gradient E [D, D]: features F (I + X) change it by <E, X>.
 
     E = 2 V diag(s) V^T with s_i the derivative in log sigma_i^2, at most 1. E does not grow as sigma_k vanishes, unlike
-    the gradient in F, and steps F <- F exp(-rate E) never meet the pole that log kappa has there. Both are on the
-    device of the features.
+    the gradient in F, and steps F <- F (I - rate E) of a rate below 1/2 never meet the pole that log kappa has there.
+    Both are on the device of the features.
     """
     found = _log_condition_number(_factor(features.double()).cpu(), rank, power)
     value, slope, _, v = (part.to(features.device) for part in found)

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
-
 from immunization.checks import AtLeastOne, Positive
 from immunization.errors import ConfigError, DataError
 from immunization.runs import files
@@ -20,18 +18,6 @@ log = logging.getLogger(__name__)
 
 VERSION = 2
 SHARE = 0.01  # largest share of a run's time that goes into checkpoints which the clock asks for
-
-
-def kept_of(model: nn.Module) -> dict[str, Tensor]:
-    """What training may change in a model: its trained parameters, and all buffers."""
-    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    return trained | dict(model.named_buffers())
-
-
-def load_into(model: nn.Module, kept: Mapping[str, Tensor]) -> None:
-    """Put the tensors of `kept_of` back into a model of the same making."""
-    for name, tensor in kept_of(model).items():
-        tensor.copy_(kept[name])
 
 
 class Checkpointer:

@@ -23,9 +23,12 @@ def optimizer_of(
 ) -> torch.optim.Optimizer:
     """The optimizer that `make` makes for parameters or groups of them; raises ConfigError."""
     try:
-        return make(parameters)
+        made = make(parameters)
     except (TypeError, ValueError) as error:  # torch's way to refuse a value
         raise ConfigError(f"optimizer: {error}") from error
+    if isinstance(made, torch.optim.LBFGS):
+        raise ConfigError("optimizer._target_=torch.optim.LBFGS: takes several losses a step; choose another optimizer")
+    return made
 
 
 def scheduler_of(settings: Mapping[str, Any], optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler | None:

@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from immunization.compute import distributed, machine, randomness
 from immunization.errors import DataError
+from immunization.models.base import kept_of, load_into
 from immunization.runs.filenames import CHECKPOINT
 from immunization.runs.folder import RunFolder
-from immunization.training import checkpoint
 from immunization.training.checkpoint import Checkpointer
 from immunization.training.divergence import Progress
 from immunization.training.loaders import batches_of
@@ -113,7 +113,7 @@ class TrainingSession:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint is made of: model, optimizer, place in the data, random states, what was logged."""
         return {name: part.state_dict() for name, part in self._stateful().items()} | {
-            "model": checkpoint.kept_of(self.model),
+            "model": kept_of(self.model),
             "progress": vars(self.progress),
             "random": randomness.states(),
             "recorder": self.recorder and self.recorder.state_dict(),
@@ -126,7 +126,7 @@ class TrainingSession:
         try:
             for name, part in self._stateful().items():
                 part.load_state_dict(state[name])
-            checkpoint.load_into(self.model, state["model"])
+            load_into(self.model, state["model"])
             vars(self.progress).update(state["progress"])
             randomness.restore(state["random"])
         except (KeyError, RuntimeError, TypeError, ValueError) as error:

@@ -211,6 +211,16 @@ def test_of_few_images_no_others_are_enlarged(net):
     assert len(method.larger) == len(few.train) == 12
 
 
+@pytest.mark.parametrize("few", [2, 4, 6, 12])
+def test_however_few_enlarged_images_are_of_two_classes(net, few):
+    model, tasks = build(net, trainable=TRAINED).read_tasks(net, False)
+    method = ForgetBlocks(1, 16, enlarged=0.9, damping=0.0)
+    method.setup(model, tasks)
+    rows = method._grouped(few)
+    assert len(rows) <= few
+    assert len(tasks.harmful.train.y[rows].unique()) >= 2
+
+
 def test_a_net_of_one_size_enlarges_nothing(net):
     model, tasks = build(net, "vit_tiny_patch16_224", trainable="blocks.11").read_tasks(net, False)
     with pytest.raises(ConfigError, match=r"reads images of one size: set method\.enlarged=0"):

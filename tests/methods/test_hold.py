@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.evaluation import Comparison
 from immunization.evaluation.rir import condition_ratios
-from immunization.methods import ConditionNumber, Method, OptKappa, ReleasedConditionNumber
+from immunization.methods import ConditionNumber, Method, OptKappa, ReleasedConditionNumber, combined
 from immunization.models import Linear
 from immunization.theory.optimal_map import conditioned
 from immunization.theory.spectrum import condition_number
@@ -141,5 +142,27 @@ def test_a_largest_accuracy_drop_works_where_condition_numbers_are_looked_at_sel
         [Split(x[part], (x[part, 0] > 0).long()) for part in (slice(60), slice(60, None), slice(0))] for x in rows
     ]
     tasks = [Task("task", *own, classes=2) for own in splits]
-    model, _ = trained(ConditionNumber(1.0, 30.0, epochs=3, max_accuracy_drop=0.5), TaskPair("wide", *tasks))
-    assert model.extractor.theta.isfinite().all()
+    method = ConditionNumber(1.0, 30.0, epochs=3, max_accuracy_drop=0.5)
+    for pair in (TaskPair("wide", *tasks), TaskPair("two", *tasks, more={"harmful_2": tasks[1]})):
+        model, _ = trained(combined(method, pair), pair)
+        assert model.extractor.theta.isfinite().all()
+
+
+def test_theta_0_that_is_kept_for_want_of_better_is_told(monkeypatch):
+    """As on a net, which has no nearest map."""
+    pair = small_table()
+    tasks = {role: replace(task, val=task.train) for role, task in pair.tasks.items()}
+    method = ConditionNumber(1.0, 30.0, epochs=3, hold_primary=0.01, max_accuracy_drop=0.5)
+    monkeypatch.setattr(method, "_nearest", lambda theta: [])
+    trained(method, pair.with_tasks(tasks))
+    assert method.flags["primary_not_held"].endswith("; theta_0 is kept")
+
+
+def test_two_harmful_tasks_whose_weights_hold_by_themselves_are_left_alone():
+    pair = small_table()
+    pair = replace(pair, more={"harmful_2": pair.harmful})
+    thetas = [
+        trained(combined(ConditionNumber(10.0, 0.1, epochs=60, hold_primary=bound), pair), pair)[0].extractor.theta
+        for bound in (None, 1.0)
+    ]
+    assert torch.equal(*thetas)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from immunization.data.task import Task, TaskPair
+from immunization.errors import ConfigError
 from immunization.methods import IMMA
 from immunization.models import Linear
 from immunization.training.batches import PairedBatches
@@ -103,6 +104,12 @@ def test_imma_differentiates_twice_through_nets(folders, name):
     loss(0.0)
     other = torch.autograd.grad(first_order.step(model, *batches)["loss"], parameters)
     assert any((slope - one).norm() > 1e-3 * slope.norm() for slope, one in zip(slopes, other, strict=True))
+
+
+def test_heads_that_stay_at_zero_are_refused():
+    pair = make_pair()
+    with pytest.raises(ConfigError, match="leaves both heads at 0"):
+        IMMA(epochs=1, heads="fixed").setup(Linear(pair), pair)
 
 
 @pytest.mark.parametrize("scale", [1.0, 100.0])

@@ -5,7 +5,18 @@ import torch
 from helpers.nets import build, open_pair
 
 from immunization.errors import ConfigError
-from immunization.methods import NTL, ConditionNumber, LearningCurveNet, OptKappa
+from immunization.methods import (
+    IMMA,
+    NTL,
+    TAR,
+    ConditionNumber,
+    Encoderlock,
+    LearningCurveNet,
+    OptKappa,
+    ReleasedConditionNumber,
+    RIllOnly,
+    Sophon,
+)
 from immunization.methods.ntl import mmd
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
@@ -71,3 +82,57 @@ def test_ntls_distance_is_of_the_block_that_it_is_told(folders):
     torch.testing.assert_close(found, mmd(*maps.flatten(1).split([len(primary.x), len(harmful.x)])))
     with pytest.raises(ConfigError, match=r"method\.block=layer2\.0 is no trained block; test_resnet trains layer3\.0"):
         NTL(1, 16, block="layer2.0").setup(model, tasks)
+
+
+def test_the_papers_regularizers_count_the_features_of_a_net(folders):
+    """Not the channels of what the trained layers read."""
+    pair = open_pair(folders)
+    model, tasks = build(pair).read_tasks(pair, False)
+    primary, harmful = next(iter(PairedBatches(tasks, 64, torch.Generator()).epoch()))
+    assert primary.x.shape[1] != tasks.dim == model.head.in_features
+    method = ReleasedConditionNumber(1.0, 1.0, precondition="none", side="input")
+    method.setup(model, tasks)
+    terms = method.step(model, primary, harmful)
+    features = model.training_features(primary.x).double()
+    sigma2 = torch.linalg.eigvalsh(features.T @ features)
+    expected = (sigma2[-1] ** 2 - sigma2.square().mean()) / 2
+    torch.testing.assert_close(terms["r_well"].double(), expected, rtol=1e-3, atol=0)
+    assert method.rank_of_r_ill(harmful) == tasks.dim
+    only = RIllOnly(rank="full")
+    only.setup(model, tasks)
+    torch.testing.assert_close(only.step(model, primary, harmful)["r_ill"], terms["r_ill"])
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (IMMA(1, 16), "folded map"),
+        (NTL(1, 16, block="layer4"), "trains none: set null"),
+        (ConditionNumber(1.0, 1.0, keep=1.0), r"set method\.keep=0"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_what_a_folded_map_cannot_take_is_refused(folders, method, message):
+    pair = open_pair(folders)
+    model, tasks = build(pair).read_tasks(pair, True)
+    with pytest.raises(ConfigError, match=message):
+        method.setup(model, tasks)
+
+
+def test_the_loss_of_a_folded_map_does_not_move_it(folders):
+    """The head undoes the map: the gradient is 0, not that of one of both."""
+    pair = open_pair(folders)
+    model, tasks = build(pair).read_tasks(pair, True)
+    method = OptKappa(1, form="log", hold_primary=None)
+    method.setup(model, tasks)
+    primary, harmful = next(iter(PairedBatches(tasks, None, torch.Generator()).epoch()))
+    method.step(model, primary, harmful)["loss"].backward()
+    assert not model.linear_map().grad.any()
+
+
+@pytest.mark.parametrize("method", [Sophon(1, 16), TAR(1, 16), Encoderlock(1, 16)], ids=lambda method: method.name)
+def test_methods_that_draw_images_refuse_those_that_are_not_kept(folders, method):
+    pair = open_pair(folders, augment=True)
+    model, tasks = build(pair).read_tasks(pair, False)
+    with pytest.raises(ConfigError, match=r"set dataset\.augment=false"):
+        method.setup(model, tasks)

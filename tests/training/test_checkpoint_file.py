@@ -10,9 +10,10 @@ import torch
 from helpers.data_files import Trap
 
 from immunization.errors import ConfigError, DataError
+from immunization.models.base import kept_of, load_into
 from immunization.runs.filenames import CHECKPOINT
 from immunization.training import checkpoint
-from immunization.training.checkpoint import Checkpointer, kept_of, load_into
+from immunization.training.checkpoint import Checkpointer
 from immunization.training.signals import Stop
 
 CONFIG = {"seed": 0}
