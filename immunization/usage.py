@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from textwrap import fill
 
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf, errors
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
@@ -58,6 +58,12 @@ def explained(error: Exception) -> str:
         close = get_close_matches(name, known)
         meant = f"; did you mean {' or '.join(close)}" if close else ""
         return first.rstrip(".") + meant + (f"; available for {group or above}: {', '.join(known)}" if known else "")
+    if isinstance(error, OverrideParseException):
+        key, _, value = error.override.partition("=")
+        return (
+            f"{error.override}: Hydra cannot read it; a value with = , ( ) {{ }} or letters beyond ASCII, as the "
+            f"folder of a job has, needs two pairs of quotes: \"{key}='{value}'\""
+        )
     if isinstance(error, InterpolationResolutionError | MissingMandatoryValue):
         told, _, of_a_resolver = first.partition(" raised while resolving interpolation: ")
         if told == "Recursive interpolation detected":

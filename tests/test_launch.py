@@ -226,6 +226,7 @@ def test_threads_by_nesting_level_or_nonsense(threads, tmp_path, monkeypatch):
     [
         ({"harmful_x": with_nan()}, r"'harmful_x' in .*pair.npz holds 1 NaN .* \[7, 1\]; clean or drop"),
         ({"primary_y": np.zeros(40, int)}, "'primary_y' in .*pair.npz .*one class only.* is empty"),
+        ({"primary_y": np.full(40, "a")}, "pair.npz cannot be read .* 'primary_y' holds <U1; number classes 0, 1, "),
         ({"primary_x": np.ones((40, 3))}, r"task 'primary': every input feature is constant .* \(rank 0\); give it"),
     ],
 )
@@ -237,12 +238,25 @@ def test_arrays(tmp_path, cli, changes, message):
     assert Result.read(tmp_path / "run").error == said
 
 
+@pytest.mark.parametrize("folder", ["runs/0_seed=1,lr=2", "Läufe/a", "runs/a(1)"])
+def test_a_folder_that_hydra_cannot_read_says_how_it_is_quoted(tmp_path, cli, folder):
+    said = cli("experiment=audit", f"model.checkpoint={folder}")
+    quoted = f"model.checkpoint='{folder}'"
+    assert said.endswith(f'needs two pairs of quotes: "{quoted}"')
+    assert f"{folder} not found" in cli("experiment=audit", quoted)
+
+
+def test_an_optimizer_of_several_losses_a_step_is_refused(cli):
+    chosen = ("optimizer=sgd", "optimizer._target_=torch.optim.LBFGS", "~optimizer.momentum", "~optimizer.weight_decay")
+    assert "takes several losses a step" in cli(*chosen, "dataset.max_samples=20")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (None, "harmful.csv .*No such file"),
-        (table(header="a,b,price"), "harmful.csv lacks the column target"),
-        (table(first="near,0,0"), "harmful.csv, data row 1, column a: 'near' is not a finite number"),
+        (table(header="a,b,price"), "harmful.csv lacks the column target; set dataset.target to one of a, b, price"),
+        (table(first="near,0,0"), "harmful.csv, data row 1, column a: 'near' is not a finite number; encode text as"),
         (table()[:-14], "harmful.csv, line 41: 2 fields, the header has 3; .*cut off"),
         (table()[:-3], "harmful.csv does not end with a line break"),
         ("", "harmful.csv .*Too many levels of symbolic links"),

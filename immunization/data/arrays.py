@@ -208,9 +208,10 @@ def _read_arrays(path: Path) -> Arrays:
     if path.suffix == ".npz":
         try:
             with np.load(path, allow_pickle=False) as file:
-                return {key: torch.from_numpy(file[key]) for key in _known(file, path)}
+                return {key: _tensor(file[key], key, path) for key in _known(file, path)}
         except (OSError, EOFError, ValueError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
-            raise DataError(f"{path} cannot be read as an npz file of numbers: {error}") from error
+            said = "it is none; write one by numpy.savez" if "unsafely" in str(error) else error  # numpy's bad advice
+            raise DataError(f"{path} cannot be read as an npz file of numbers: {said}") from error
     if path.suffix == ".safetensors":
         from safetensors import SafetensorError, safe_open
 
@@ -222,6 +223,12 @@ def _read_arrays(path: Path) -> Arrays:
     raise ConfigError(
         f"dataset.path={path}: must end in .npz or .safetensors (for CSV files set dataset.primary_csv ...)"
     )
+
+
+def _tensor(array: np.ndarray, key: str, path: Path) -> torch.Tensor:
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"'{key}' holds {array.dtype}; number classes 0, 1, ...")
+    return torch.from_numpy(array)
 
 
 def _known(names: Iterable[str], path: Path) -> list[str]:
@@ -238,7 +245,8 @@ def _read_tables(paths: dict[str, Path], target: str) -> Arrays:
     stored, columns = {}, None
     for role, path in paths.items():
         table = read_table(path)
-        require_columns(table, [target], path)
+        remedy = f"; set dataset.target to one of {', '.join(map(str, table.columns))}"
+        require_columns(table, [target], path, remedy)
         columns = columns or [column for column in table if column != target]
         if sorted(columns) != sorted(column for column in table if column != target):
             raise DataError(f"{path} and {paths['primary']} have different columns; both tasks need the same inputs")

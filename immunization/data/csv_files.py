@@ -75,10 +75,10 @@ def _check_header(header: Sequence[str], rows: Iterator[Sequence[str]], path: Pa
         )
 
 
-def require_columns(table: pd.DataFrame, columns: Sequence[str], path: Path) -> None:
+def require_columns(table: pd.DataFrame, columns: Sequence[str], path: Path, remedy: str = "") -> None:
     missing = [name for name in columns if name not in table.columns]
     if missing:
-        raise DataError(f"{path} lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}")
+        raise DataError(f"{path} lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}{remedy}")
 
 
 def numbers(table: pd.DataFrame, columns: Sequence[str], path: Path, missing: Sequence[str] = ()) -> np.ndarray:
@@ -95,7 +95,10 @@ def numbers(table: pd.DataFrame, columns: Sequence[str], path: Path, missing: Se
     if len(bad):
         i, j = bad[0]
         value = table[columns[j]].iloc[i]
-        remedy = f"; write {POINTS}" * bool(re.fullmatch(r"\s*[+-]?\d*,\d+\s*", str(value)))
+        text = str(value).strip()
+        remedy = f"; write {POINTS}" * bool(re.fullmatch(r"[+-]?\d*,\d+", text))
+        if text[:1].isalpha() and text.lower() not in ("nan", "inf", "infinity"):
+            remedy = "; encode text as numbers, or drop the column"
         raise DataError(
             f"{path}, data row {table.index[i] + 1}, column {columns[j]}: '{value}' is not a finite number{remedy}"
         )

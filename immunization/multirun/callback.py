@@ -80,7 +80,9 @@ class SweepSummary(Callback):
             traceback.print_exc()
             folder = config.hydra.sweep.dir
             sys.exit(f"error: the jobs have run, but there is no summary; python -m immunization.results {folder}")
-        if any(problem.kind != "repeated" for problem in collection.problems):
+        asked = any(word.startswith("objective=") for word in config.hydra.overrides.task)
+        unknown = asked and all(run.result.metrics.get(config.objective) is None for run in collection.runs)
+        if unknown or any(problem.kind != "repeated" for problem in collection.problems):
             sys.exit(1)
 
 

@@ -23,6 +23,8 @@ PAIR = ("dataset.primary", "dataset.harmful", "dataset.benign", "dataset.unseen"
 """Keys that choose the classes of the tasks: runs that differ in nothing else are averaged."""
 TRAINING = ("method.", "optimizer.", "scheduler.")
 """Prefixes of keys that say how a model is immunized: runs that differ in them stand side by side in one table."""
+AUDITED = "model.checkpoint"
+"""Key of the run whose net is attacked where nothing is immunized."""
 LAYERS = "model.trainable"
 """Key of the part of a net that is immunized, which in a leaderboard is the method's choice."""
 TRAINED_BY = ("model.amp", "model.channels_last")
@@ -65,8 +67,12 @@ class Run:
 
     @cached_property
     def group(self) -> str:
-        """What has to agree for runs to stand in one table: the data and its preparation, model and evaluation."""
-        return _key(self.settings, lambda name: not name.startswith(TRAINING) and name not in PAIR)
+        """What has to agree for runs to stand in one table: the data and its preparation, model and evaluation.
+
+        Of audits not the checkpoint: they compare some.
+        """
+        audited = AUDITED if self.settings.get("immunize") is False else ""
+        return _key(self.settings, lambda name: not name.startswith(TRAINING) and name not in (*PAIR, audited))
 
     @cached_property
     def board(self) -> str:
@@ -135,7 +141,7 @@ def collect(paths: Iterable[str | Path]) -> Collection:
     """
     collection = Collection()
     latest: dict[tuple[str, str, int], Run] = {}
-    for folder in dict.fromkeys(folder for path in paths for folder in _run_folders(Path(path))):
+    for folder in {folder.resolve(): folder for path in paths for folder in _run_folders(Path(path))}.values():
         try:
             run = _read(folder)
         except DataError as error:

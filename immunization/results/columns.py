@@ -19,7 +19,7 @@ from immunization.results.collect import Run
 from immunization.results.formatting import MEASURES, NONE, Cell, number
 from immunization.results.settings import Setting, median
 from immunization.runs.result import Result
-from immunization.runs.verdict import BAR, attack_names, capped, interval, rows_tested, successes, undecided
+from immunization.runs.verdict import BAR, at_least, attack_names, interval, rows_tested, successes, undecided
 
 AUTHORS = ", authors' κ"
 """Ends the heading of a column by the released code's convention; all others are rank-aware."""
@@ -78,14 +78,17 @@ def label(setting: Setting, measure: str) -> Cell:
 
 
 def size(setting: Setting, runs: str) -> Cell:
-    """How many `runs`, `failed` or `interrupted` there are."""
+    """How many `runs`, `failed` or `interrupted` there are; a dash for none."""
     count = len(getattr(setting, runs))
-    return Cell(str(count), count)
+    return Cell(str(count) if count else NONE, count)
 
 
 def middle(setting: Setting, measure: str, form: str = "") -> Cell:
-    """The median over all runs."""
-    return Cell.of(setting.median(measure), form)
+    """The median over all runs, with > where that is of runs that have a lower bound."""
+    cell = Cell.of(setting.median(measure), form)
+    if cell.value is not None and 2 * sum(at_least(result, measure) for result in setting.results) >= len(setting.runs):
+        cell.text, cell.words = f"> {cell.text}", True
+    return cell
 
 
 def mean(setting: Setting, measure: str) -> Cell:
@@ -93,8 +96,8 @@ def mean(setting: Setting, measure: str) -> Cell:
     summary = setting.summary(measure)
     cell = Cell.of(summary.mean if summary.n else None)
     if not math.isnan(summary.std):
-        cell.spread = float(f"{summary.std:.1e}")
-        cell.text += f" ± {number(cell.spread)}"
+        cell.spread = summary.std
+        cell.text += f" ± {number(float(f'{summary.std:.1e}'))}"
     return cell
 
 
@@ -243,8 +246,8 @@ def sgrc(setting: Setting, measure: str) -> Cell:
 
 def worst(setting: Setting, measure: str) -> Cell:
     """The smallest value over the harmful tasks."""
-    several = setting.median(f"worst/{measure.removesuffix('/harmful')}")
-    return middle(setting, measure) if several is None else Cell.of(several)
+    several = middle(setting, f"worst/{measure.removesuffix('/harmful')}")
+    return middle(setting, measure) if several.value is None else several
 
 
 def board_flags(setting: Setting, measure: str) -> Cell:
@@ -263,15 +266,6 @@ def learned(setting: Setting, attack: str) -> Cell:
         return Cell(f"{count} of {len(known)}", count / len(known), count > 0, words=True)
     text = ("● yes" if count else "○ no") + " ?" * (attack in undecided(known[0]))
     return Cell(text, count, count > 0, words=True)
-
-
-def attack_steps(setting: Setting, measure: str, form: str = "") -> Cell:
-    """The median, with > where that is of runs that did not come to the end, which have a lower bound."""
-    cell = middle(setting, measure, form)
-    bounds = sum(measure.split("/")[1] in capped(result) for result in setting.results)
-    if cell.value is not None and 2 * bounds >= len(setting.runs):
-        cell.text, cell.words = f"> {cell.text}", True
-    return cell
 
 
 def rows_interval(setting: Setting, measure: str) -> Cell:
@@ -452,12 +446,12 @@ COLUMNS = [
     Column("attack/{attack}/final", "immunized", _AUDIT, middle),
     Column("attack/{attack}/final", "95 % interval", Place.ATTACKS, rows_interval),
     Column("attack/{attack}/final_baseline", "baseline", _AUDIT, middle),
-    Column("attack/{attack}/steps_ratio", "steps ratio", _AUDIT, attack_steps),
+    Column("attack/{attack}/steps_ratio", "steps ratio", _AUDIT, middle),
     Column("attack/{attack}/cost", "operations, immunized", _AUDIT, middle),
     Column("attack/{attack}/cost_baseline", "operations, baseline", Place.ATTACKS, middle),
     Column("attack/{attack}/cost_searched", "with search, immunized", Place.ATTACKS, middle),
     Column("attack/{attack}/cost_searched_baseline", "with search, baseline", Place.ATTACKS, middle),
-    Column("attack/{attack}/steps", "steps, immunized", Place.ATTACKS, partial(attack_steps, form="{:,.0f}")),
+    Column("attack/{attack}/steps", "steps, immunized", Place.ATTACKS, partial(middle, form="{:,.0f}")),
     Column("attack/{attack}/steps_baseline", "steps, baseline", Place.ATTACKS, partial(middle, form="{:,.0f}")),
     Column("attack/{attack}/steps_ratio_predicted", "ratio by Eq. 2", Place.ATTACKS, middle),
     Column("attack/{attack}/area", "area, immunized", Place.ATTACKS, middle),

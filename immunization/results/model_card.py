@@ -10,7 +10,7 @@ from immunization.results.formatting import number, roles_in, template
 from immunization.runs import files
 from immunization.runs.filenames import MODEL_CARD, WEIGHTS
 from immunization.runs.result import Result
-from immunization.runs.verdict import EASIER
+from immunization.runs.verdict import EASIER, at_least
 
 STEPS = (1, 10, 100, 1000, 10_000, 100_000, 1_000_000)
 SOURCES = ("hfds", "hfids", "tfds", "torch", "wds")
@@ -83,8 +83,7 @@ def _value(result: Result, name: str) -> str:
     value = result.metrics[name]
     if value is None:
         return f"none: {result.reasons.get(name, '')}"
-    group, _, role = name.partition("/")
-    if group == "steps_ratio" and f"capped_{role}" in result.flags:
+    if at_least(result, name):
         return f"> {number(value)} (capped: not reached within the counted steps)"
     return number(value)
 

@@ -4,10 +4,11 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from immunization.data.task import kind_of
-from immunization.results.collect import ATTACK, MEASURING, PAIR, TRAINING, Collection, Run, varying
+from immunization.results.collect import ATTACK, AUDITED, MEASURING, PAIR, TRAINING, Collection, Run, varying
 from immunization.results.formatting import MEASURES, number
 from immunization.results.seed_statistics import ROUNDING, Summary, summarize
 from immunization.runs.result import Result
@@ -129,8 +130,10 @@ class Setting:
         """
         if not self.runs or any(result.metrics.get(metric) is None for result in self.results):
             return None
-        name, _, images = metric.partition("_")
-        mean, *ends = (self.summary("_".join(filter(None, (name, end, images)))) for end in ("", "low", "high"))
+        task, _, measure = metric.partition("/")
+        name, _, images = measure.partition("_")
+        own = ("_".join(filter(None, (name, end, images))) for end in ("", "low", "high"))
+        mean, *ends = (self.summary(f"{task}/{each}") for each in own)
         spread = 0.0 if math.isnan(mean.low) else mean.mean - mean.low
         low, high = (math.hypot(end.mean - mean.mean, spread) for end in ends)
         return mean.mean, mean.mean - low, mean.mean + high
@@ -277,9 +280,11 @@ def place(setting: Setting) -> int:
 
 
 def _label(name: str, value: object) -> str:
-    """One key and its value as a part of a label; a class by its name alone."""
+    """One key and its value as a part of a label; a class by its name alone, a run by the end of its path."""
     if name.endswith("._target_"):
         return f"{name.removesuffix('._target_')}={str(value).rpartition('.')[2]}"
+    if name == AUDITED:
+        return "/".join(Path(str(value)).parts[-2:])
     return f"{name.removeprefix('method.')}={_value(value)}"
 
 

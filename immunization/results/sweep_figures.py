@@ -57,9 +57,10 @@ def draw(
 
 def norm_ratio(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | None:
     """Fig. 1: distance to the optimum against steps, all methods, both tasks."""
-    figure = _curves(group, objective, "norm_ratio", ("primary", "harmful"))
-    if figure is None:
+    made = _curves(group, objective, "norm_ratio", ("primary", "harmful"))
+    if made is None:
         return None
+    figure, shown = made
     figure.axes[0].set_ylabel("distance to the optimum, relative")
     for ax in figure.axes:
         ax.set_xlabel("steps, exact line search")
@@ -68,7 +69,7 @@ def norm_ratio(group: Sequence[Setting], objective: str) -> tuple[Figure, str] |
             ax.set_ylim(bottom=max(ax.get_ylim()[0], 1e-16))  # below is rounding
     return figure, (
         "Fig. 1 of the paper. Distance of the probe to its optimum against steps of steepest descent (Eq. 16). Slow is "
-        "good for the harmful task, fast for the primary one. " + _HOW
+        "good for the harmful task, fast for the primary one. " + shown
     )
 
 
@@ -76,9 +77,10 @@ def probes(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
     """Fig. 3: held-out measure of a probe by gradient descent against its steps."""
     names = (name for setting in group for run in setting.runs for name in run.result.curves)
     roles = roles_in(names, "probe", ("primary", "harmful", "benign"))
-    figure = _curves(group, objective, "probe", roles, xscale="log")
-    if figure is None:
+    made = _curves(group, objective, "probe", roles, xscale="log")
+    if made is None:
         return None
+    figure, shown = made
     accuracy = any("primary/accuracy" in run.result.metrics for setting in group for run in setting.runs)
     figure.axes[0].set_ylabel("held-out " + ("accuracy" if accuracy else "R²"))
     low, high = figure.axes[0].get_ylim()
@@ -90,7 +92,7 @@ def probes(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
             ax.axhline(np.median(bars), color=INK, linewidth=1.2, linestyle=":")
     return figure, (
         "Fig. 3 of the paper. Held-out measure of a linear probe against its steps of gradient descent. Dotted: 90 % "
-        "of the way from guessing to the baseline's best, where steps are counted. " + _HOW
+        "of the way from guessing to the baseline's best, where steps are counted. " + shown
     )
 
 
@@ -258,13 +260,17 @@ def _points(ax: Axes, group: Sequence[Setting], points: Sequence[Setting], x: Se
 
 def _curves(
     group: Sequence[Setting], objective: str, family: str, roles: Sequence[str], xscale: str = "linear"
-) -> Figure | None:
-    """One panel per task, one line per setting, with bands for a few settings; the baseline in thin dashes."""
+) -> tuple[Figure, str] | None:
+    """One panel per task, one line per setting, with bands for a few settings; the baseline in thin dashes.
+
+    And how they are drawn, for the caption.
+    """
     shown = [r for r in roles if any(f"{family}/{r}" in run.result.curves for s in group for run in s.runs)]
     if not shown:
         return None
-    look = plot.looks(group)
+    look, how = plot.looks(group), _HOW
     if len(group) > MOST:
+        how += f" Of {len(group)} settings, the {MOST} with the largest {objective}."
         scored = [setting for setting in group if setting.seeds(objective)]
         group = sorted(scored, key=lambda setting: -setting.summary(objective).mean)[:MOST]
     names = short_labels(group)
@@ -283,7 +289,7 @@ def _curves(
             ax.plot(*before[:2], color=INK, linestyle=(0, (5, 3)), linewidth=1.0, label="baseline")
         ax.set(title=f"{role} task", xscale=xscale)
     plot.legend_below(figure, axes[0])
-    return figure
+    return figure, how
 
 
 def _band(setting: Setting, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:

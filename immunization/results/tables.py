@@ -56,11 +56,10 @@ class Table:
         columns: Iterable[Column],
         rows: Iterable[T],
         cell: Callable[[Column, T], Cell] = lambda column, setting: column.cell(setting, column.measure),
-        there: Callable[[Cell], bool] = lambda cell: cell.text != NONE,
     ) -> Self:
-        """One row per setting; a column without a cell that is `there` is left out, unless it is always shown."""
+        """One row per setting; a column of dashes is left out, unless it is always shown."""
         cells = {column: [cell(column, row) for row in rows] for column in columns}
-        cells = {column: own for column, own in cells.items() if column.always or any(map(there, own))}
+        cells = {column: own for column, own in cells.items() if column.always or {cell.text for cell in own} != {NONE}}
         notes = [column.note for column in cells if column.note]
         lines = [list(line) for line in zip(*cells.values(), strict=True)]
         return cls(name, title, [column.heading for column in cells], lines, notes, list(cells))
@@ -174,7 +173,7 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     }
     winner = best(group, objective) if len(group) > 1 else None
     columns = filled_in(placed(Place.COMPARISON | (Place.PAIRS if len(pairs) > 1 else Place(0))), words, lists)
-    table = Table.of(name, heading, columns, group, there=lambda cell: bool(cell.value))
+    table = Table.of(name, heading, columns, group)
     for place, column in enumerate(table.columns):
         strong = _strong(group, column.measure) if column.best else ()
         for setting, row in zip(group, table.rows, strict=True):

@@ -142,6 +142,12 @@ def test_submitit_runs_jobs_on_this_machine(tmp_path):
     assert "2 completed" in done.stdout
 
 
+def test_an_objective_that_no_job_has_is_no_success(tmp_path):
+    done = launched("-m", *QUICK, "seed=0,1", "objective=test/rri", cwd=tmp_path)
+    assert (done.returncode, "2 completed" in done.stdout) == (1, True)
+    assert "the closest are: test/rir" in done.stderr
+
+
 # --- Resume -----------------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ import pytest
 from scipy.stats import binomtest
 
 from immunization.runs.result import Result
-from immunization.runs.verdict import capped, headline, interval, rows_tested, successes, undecided, verdict
+from immunization.runs.verdict import at_least, capped, headline, interval, rows_tested, successes, undecided, verdict
 
 CURVE = {"x": [1], "y": [0.9]}
 
@@ -175,3 +175,26 @@ def test_the_ceiling_of_a_defense_that_begins_at_a_block():
         first == f"A defense that begins at layer3 removes at most 0.00 {interval}, 0.50 with 5 images of each class."
     )
     assert second.startswith("A defense that begins at what was immunized removes at most 0.75 (95")
+
+
+def test_steps_are_lower_bounds_where_nothing_came_to_the_end():
+    metrics = {"steps_ratio/harmful": 5.0, "steps_ratio/harmful_2": 3.0, "worst/steps_ratio": 3.0}
+    result = Result(0, "digits", "linear", "identity", metrics=metrics, flags=["capped_harmful"])
+    result.about["attacks_capped"] = ["slow"]
+    assert at_least(result, "steps_ratio/harmful")
+    assert not at_least(result, "worst/steps_ratio")
+    assert not at_least(result, "steps_ratio/primary")
+    result.flags.append("capped_harmful_2")
+    assert at_least(result, "worst/steps_ratio")
+    assert at_least(result, "attack/slow/steps")
+    assert not at_least(result, "attack/slow/steps_baseline")
+    assert not at_least(result, "attack/fast/steps")
+
+
+def test_attacks_that_all_diverge_leave_a_sentence():
+    metrics = {"attack/worst/bar": 0.9, "attack/probe/final": None, "attack/probe/final_baseline": 0.95}
+    result = Result(0, "digits", "linear", "identity", metrics=metrics)
+    result.reasons["attacks_diverged"] = "probe with theta_I"
+    said = " ".join(verdict([result]))
+    assert "No attack came to an end." in said
+    assert "Nothing is known of probe: probe with theta_I." in said
