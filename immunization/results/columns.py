@@ -394,8 +394,8 @@ COLUMNS = [
     ),
     Column(
         *("steps_ratio/primary", "primary probe", _PAGE, middle),
-        note="Probe: steps ratio of a probe by gradient descent; large is good for harmful and unseen tasks, at most 1 "
-        "for primary and benign ones.",
+        note="Probe: steps ratio of a probe by gradient descent, > where it never came to the end; large is good for "
+        "harmful and unseen tasks, at most 1 for primary and benign ones.",
     ),
     Column("steps_ratio/benign", "benign probe", _PAGE, middle),
     Column("", "learned in", Place.BOARD, learned_in),
