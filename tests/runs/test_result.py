@@ -229,6 +229,13 @@ def test_the_sheet_shows_the_objective_and_measures_of_ones_own():
     assert line(measured, "my/score").startswith("condition_number: my/score 0.125, RIR 3,990, ")
 
 
+def test_the_sheet_shows_steps_that_never_came_to_the_end_as_bounds():
+    assert "> 152" in printed(result())
+    assert "> 0.84" not in printed(result())
+    assert "> 152" not in printed(result(flags=[]))
+    assert "harmful steps > 152" in line(result())
+
+
 def test_the_sheet_of_a_failed_run_says_so():
     text = printed(result(status="failed", error="lower optimizer.lr", metrics={}, flags=[], reasons={}, seconds={}))
     assert "failed: lower optimizer.lr" in text
