@@ -113,8 +113,10 @@ class Hold(Method):
 
     @torch.no_grad()
     def finish(self, model: Model) -> None:
-        if self.limit is None or self.keeps_last(model):
+        if self.limit is None:
             return super().finish(model)
+        if self.keeps_last(model):
+            return None
         theta, last = model.linear_map(), self.log_ratio(model, "primary")
         found = [] if theta is None or last <= self.limit else self._nearest(theta.double())
         super().finish(model)

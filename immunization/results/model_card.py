@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from immunization.results.columns import Place, placed
-from immunization.results.formatting import number, roles_in, template
+from immunization.results.formatting import roles_in, template
 from immunization.runs import files
 from immunization.runs.filenames import MODEL_CARD, WEIGHTS
 from immunization.runs.result import Result
-from immunization.runs.verdict import EASIER, at_least
+from immunization.runs.verdict import EASIER, at_least, shown
 
 STEPS = (1, 10, 100, 1000, 10_000, 100_000, 1_000_000)
 SOURCES = ("hfds", "hfids", "tfds", "torch", "wds")
@@ -83,9 +83,7 @@ def _value(result: Result, name: str) -> str:
     value = result.metrics[name]
     if value is None:
         return f"none: {result.reasons.get(name, '')}"
-    if at_least(result, name):
-        return f"> {number(value)} (capped: not reached within the counted steps)"
-    return number(value)
+    return shown(result, name) + " (capped: not reached within the counted steps)" * at_least(result, name)
 
 
 def _curves(result: Result) -> list[list[str]]:

@@ -18,7 +18,7 @@ from immunization.results.formatting import number, roles_in
 from immunization.results.plot import INK, LINE, fit_log, panel_axes
 from immunization.runs import tracker
 from immunization.runs.result import Curve, Result
-from immunization.runs.verdict import at_least
+from immunization.runs.verdict import shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -100,8 +100,8 @@ def learning_curves(result: Result) -> Figure | None:
         if bar is not None:
             ax.axhline(bar, color=INK, linewidth=1.0, linestyle=":")
             ax.text(1, bar, "90 %", fontsize=8, va="top", transform=ax.get_yaxis_transform(), ha="right")
-        bound = "> " if at_least(result, f"steps_ratio/{role}") else ""
-        ax.set(title=f"{role} task" + ("" if ratio is None else f": steps ratio {bound}{number(ratio)}"), xscale="log")
+        steps = "" if ratio is None else f": steps ratio {shown(result, f'steps_ratio/{role}')}"
+        ax.set(title=f"{role} task{steps}", xscale="log")
         ax.minorticks_off()
     if figure:
         low, high = ax.get_ylim()  # of all panels

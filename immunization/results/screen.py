@@ -12,7 +12,7 @@ from rich.text import Text
 from immunization.results.columns import Place, interval_of, own_measures, placed
 from immunization.results.formatting import NONE, number, roles_in
 from immunization.runs.result import Result
-from immunization.runs.verdict import EASIER, at_least, attack_groups, attack_names, headline
+from immunization.runs.verdict import EASIER, attack_groups, attack_names, headline, shown
 
 SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -42,9 +42,7 @@ class Footnotes(dict[str, str]):
     def cell(self, result: Result, name: str) -> str:
         """A metric as text; where it is null, a dash and the mark of its reason."""
         value = result.metrics.get(name)
-        if value is None:
-            return NONE + self.mark(result.reasons.get(name))
-        return f"> {number(value)}" if at_least(result, name) else number(value)
+        return NONE + self.mark(result.reasons.get(name)) if value is None else shown(result, name)
 
 
 def _sheet(result: Result, objective: str) -> Iterator[RenderableType]:

@@ -268,11 +268,11 @@ def _curves(
     shown = [r for r in roles if any(f"{family}/{r}" in run.result.curves for s in group for run in s.runs)]
     if not shown:
         return None
-    look, how = plot.looks(group), _HOW
-    if len(group) > MOST:
-        how += f" Of {len(group)} settings, the {MOST} with the largest {objective}."
+    look, how, count = plot.looks(group), _HOW, len(group)
+    if count > MOST:
         scored = [setting for setting in group if setting.seeds(objective)]
         group = sorted(scored, key=lambda setting: -setting.summary(objective).mean)[:MOST]
+        how += f" Of {count} settings, the {len(group)} with the largest {objective}."
     names = short_labels(group)
     figure, axes = plot.panel_axes(len(shown), width=3.2, height=2.8)
     for ax, role in zip(axes, shown, strict=True):

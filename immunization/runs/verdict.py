@@ -67,6 +67,11 @@ def at_least(result: Result, metric: str) -> bool:
     return group == "attack" and name[-1] in ("steps", "steps_ratio") and name[0] in capped(result)
 
 
+def shown(result: Result, metric: str) -> str:
+    """A metric as text, with > where it is a lower bound (`at_least`)."""
+    return "> " * at_least(result, metric) + number(result.metrics[metric])
+
+
 def unbroken(result: Result, group: str = "attack") -> str:
     """What is said of a run in which no attack learns the task."""
     if not result.metrics.get(f"{group}/worst/fine_tuned"):

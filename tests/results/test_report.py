@@ -97,6 +97,15 @@ def test_figures_of_pairs_show_every_cell_and_count(folder):
     assert values[0, 0] != values[0, 0]  # the diagonal is blank
 
 
+def test_a_caption_counts_the_settings_that_a_figure_of_curves_leaves_out(tmp_path):
+    for i in range(9):
+        make_run(tmp_path / str(i), lambdas=(1.0, 10.0**i), rir=10.0 + i)
+    (group,) = settings(collect([tmp_path]))
+    (plot,) = draw(group, "x", kinds=("figure3",))
+    assert plot.caption.endswith("Of 9 settings, the 8 with the largest rir.")
+    assert "Of 9" not in draw(group[:8], "x", kinds=("figure3",))[0].caption
+
+
 def test_the_map_of_both_weights(tmp_path):
     for i, lambda_p in enumerate((1.0, 10.0)):
         for j, lambda_h in enumerate((1.0, 10.0, 100.0)):
