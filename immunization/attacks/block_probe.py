@@ -247,7 +247,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         Only of the readings `known`, if there are any. And the operations of all regressions, also of those on fewer
         rows, which only say what to read.
         """
-        tried = [] if known else self._tried(task, outputs, rows[:: math.ceil(len(rows) / SEARCHED)])
+        tried = [] if known else self._tried(task, outputs, fewer(task, rows))
         kept = tried if len(rows) <= SEARCHED else []
         views = {1, outputs.views} - {fit.reading.views for fit in kept}
         kernel = _kernels(outputs, rows)
@@ -433,6 +433,14 @@ def _kernels(outputs: Outputs, rows: Tensor) -> Callable[[str, str, int, bool], 
     others = sum(outputs.columns("", "", split).shape[1] for split in SPLITS[1:])
     size = 8 * len(rows) * (len(rows) + others)
     return lru_cache(max(1, int(KEPT / size)))(partial(_kernel, outputs, rows, SPLITS))
+
+
+def fewer(task: Task, rows: Tensor) -> Tensor:
+    """Every n-th of the rows, about `SEARCHED`, and one of each class that these lack."""
+    few, y = rows[:: math.ceil(len(rows) / SEARCHED)], task.train.y.cpu()
+    of_class = dict(zip(y[rows].tolist(), rows.tolist(), strict=True)) if task.classes else {}
+    lacking = [of_class[label] for label in sorted(of_class.keys() - set(y[few].tolist()))]
+    return torch.cat([few, torch.tensor(lacking, dtype=few.dtype)])
 
 
 def nested(task: Task, rows: Tensor, seed: int) -> Iterator[Tensor]:

@@ -111,9 +111,14 @@ def discriminants(predictions: Tensor, targets: Tensor, residuals: Tensor) -> Te
     With A = X^T Y and T = X^T X + ridge, the scatter within classes is W = T - A N^-1 A^T, where N = Y^T Y holds the
     classes' sizes. As f(x) = x^T T^-1 A are the regression's predictions, x^T W^-1 A N^-1 = f(x) (N - A^T T^-1 A)^-1 by
     Woodbury's identity: one C x C matrix makes discriminants of them (Hastie, Buja and Tibshirani, Penalized
-    discriminant analysis, Annals of Statistics 1995).
+    discriminant analysis, Annals of Statistics 1995). A class without training rows is the least likely one.
     """
     sizes = targets.sum(0)
+    if not (known := sizes > 0).all():
+        scores = discriminants(predictions[:, known], targets[:, known], residuals[:, known])
+        found = scores.amin(1, keepdim=True).repeat(1, len(known))
+        found[:, known] = scores
+        return found
     inverse = torch.linalg.inv(targets.T @ residuals + sizes[:, None] * sizes / len(targets))
     inverse = (inverse + inverse.T) / 2
     own = (inverse.diagonal() - 1 / sizes) / 2

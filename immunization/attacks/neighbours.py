@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.least_squares import require_held_out
@@ -33,9 +34,9 @@ class Neighbours(Attack, group="attack.neighbours", without=["steps"]):
         found = {split: victim.features(stage, split, self.precision) for split in SPLITS}
         train, y = (x if rows is None else x[rows.to(x.device)] for x in (found["train"], task.train.y))
         mean = train.mean(0)
-        train, val, test = (torch.nn.functional.normalize(x - mean) for x in (train, found["val"], found["test"]))
+        train, val, test = (_unit(x - mean) for x in (train, found["val"], found["test"]))
         one_hot = torch.nn.functional.one_hot(y, task.classes).to(train)
-        means = torch.nn.functional.normalize(one_hot.T @ train)
+        means = _unit(one_hot.T @ train)
         likeness = torch.cat([val, test]) @ train.T
         votes = []
         for k in self.settings:
@@ -46,3 +47,8 @@ class Neighbours(Attack, group="attack.neighbours", without=["steps"]):
         flops = victim.flops_per_row(stage) * len(train) + 2.0 * likeness.numel() * train.shape[1]
         spent = torch.tensor([flops], dtype=torch.float64)
         return self.choose([1], spent, val.mean(-1), test.mean(-1), task.chance, shared=flops, scores=test)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Rows [N, D] of length 1, however short they were; rows of 0 stay."""
+    return torch.nn.functional.normalize(x, eps=torch.finfo(x.dtype).tiny)

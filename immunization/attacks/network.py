@@ -41,7 +41,7 @@ class FineTune(Attack):
     The best of `rates` on the validation split is used; with `search=N`, the best of `known_recipes` and N more
     (`search.py`) within the same operations; or the recipes of the file `replay`. A searched or replayed recipe runs
     with several `seeds`. `epochs` are passes over the training images at which SGRC is taken; the last of them takes
-    the place of `steps`.
+    the place of `steps`. A mini-batch counts as `batch_size` images there, also where the attacker has fewer.
     """
 
     trains = True

@@ -175,7 +175,8 @@ class ConjugateGradients(ProbeAttack):
 class Undo(LinearProbe, group="attack.undo", without=["scaling"]):
     """The attacker takes the map back before they probe.
 
-    `how=relearn`: by the least-squares map from the features of theta_I to those of theta_0, on inputs of both tasks.
+    `how=relearn`: by the least-squares map from the features of theta_I to those of theta_0, on all training inputs of
+    both tasks, which need no labels: also with `samples`.
     `how=strip`: by the pseudo-inverse of the linear map itself, found in the weights.
     """
 

@@ -126,7 +126,12 @@ class Tuner:
         return len(self.splits["train"][1])
 
     def train(self, recipe: Recipe, budget: Budget, seed: int, should_stop: ShouldStop = lambda val: False) -> Course:
-        """Train a copy within the budget; `seed` draws batches, the head's bias and what `adapt` adds."""
+        """Train a copy within the budget; `seed` draws batches, masks, the head's bias and what `adapt` adds."""
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return self._train(recipe, budget, seed, should_stop)
+
+    def _train(self, recipe: Recipe, budget: Budget, seed: int, should_stop: ShouldStop) -> Course:
         cost = self.step_cost(recipe, seed)
         opened = self.open(recipe, seed)
         depths = opened.network.depths() if recipe.decay < 1 else {}
@@ -325,4 +330,7 @@ class Tuner:
 
 def _unit(features: Tensor) -> Tensor:
     """The factor that gives features a mean square of 1; 1 for features that are all 0."""
+    largest = features.abs().amax()
+    if not 1e-15 < largest < 1e15 and largest > 0:  # squares, or their sum, are beyond float32
+        return _unit(features / largest) / largest
     return features.square().mean().rsqrt().nan_to_num(posinf=1.0)

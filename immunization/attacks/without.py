@@ -117,7 +117,10 @@ class RandomNet(FreshFrom, group="attack.random_net", without=["scope"]):
 
 
 class RawInputs(BlockProbe, group="attack.raw_inputs", without=["precision", "renewed", "enlarged", "images"]):
-    """`BlockProbe` on the images themselves, without any net."""
+    """`BlockProbe` on the images themselves, without any net.
+
+    Filters and whitening come from all training images, which need no labels: also with `samples`.
+    """
 
     reference = True
 

@@ -34,7 +34,7 @@ from immunization.attacks import (
     block_probe,
     run_attacks,
 )
-from immunization.attacks.block_probe import Fit, Reading, nested
+from immunization.attacks.block_probe import Fit, Reading, fewer, nested
 from immunization.attacks.kernels import Kernel, Rule, probabilities
 from immunization.attacks.pooling import (
     INSIDE,
@@ -52,7 +52,7 @@ from immunization.attacks.pooling import (
     prefix_flops,
 )
 from immunization.attacks.renewed import images_of, renew
-from immunization.data.task import SPLITS
+from immunization.data.task import SPLITS, Split, Task
 from immunization.errors import ConfigError
 from immunization.models.chain import NetParts, Network, pooled
 
@@ -117,6 +117,19 @@ def test_discriminants_are_those_of_the_scatter_within_classes(sizes, dim):
     weights = torch.linalg.solve(scatter / len(y), means.T)
     expected = others @ weights - (means.T * weights).sum(0) / 2 + torch.tensor(sizes).log()
     assert_close(found, expected)
+
+
+@pytest.mark.parametrize("images", [1, 0])
+def test_a_class_of_one_training_image_or_none_is_no_obstacle(images, monkeypatch):
+    monkeypatch.setattr(block_probe, "SEARCHED", 8)
+    counts = {"train": [6, images, 6, 6], "val": [4] * 4, "test": [4] * 4}
+    labels = {split: torch.arange(4).repeat_interleave(torch.tensor(n)) for split, n in counts.items()}
+    read = {split: gaussian(len(y), 9, seed=1) + 4 * torch.eye(4, 9)[y] for split, y in labels.items()}
+    task = Task("birds", *(Split(read[split], y) for split, y in labels.items()), classes=4)
+    outputs = Outputs({("block", "average"): {split: x[None] for split, x in read.items()}}, [{"block": 1.0}])
+    curve = BlockProbe(mirrored=False).probe(task, outputs)
+    assert curve.scores[-1].double()[labels["test"] != 1].mean() > 0.9
+    assert set(labels["train"][fewer(task, torch.arange(len(task.train)))].tolist()) == set(labels["train"].tolist())
 
 
 def test_probabilities_are_as_sharp_as_the_labels_of_some_rows_say():

@@ -14,6 +14,7 @@ from immunization.attacks import (
     LinearProbe,
     LogisticProbe,
     Momentum,
+    Neighbours,
     Undo,
     WhitenedProbe,
 )
@@ -120,3 +121,9 @@ def test_the_condition_number_of_whitened_features():
     victim = victim_of(task, torch.diag(torch.tensor([1.0, 0.1], dtype=torch.float64)))
     whitened = WhitenedProbe(ridges=[0.03])
     assert whitened.run(victim, "immunized").kappa.item() == pytest.approx((1 / 1.03) / (0.01 / 0.04))
+
+
+def test_neighbours_do_not_see_the_size_of_features():
+    task = noisy_classes()
+    finals = [Neighbours().run(victim_of(task, s * torch.eye(6).double()), "immunized").final for s in (1.0, 1e-20)]
+    assert finals[0] == finals[1]

@@ -202,6 +202,24 @@ def test_a_head_solved_first_knows_something_before_it_is_trained(resnet):
     assert (poor.val, poor.steps, poor.spent) == ([resnet.task.chance], [-1], 0.0)
 
 
+def test_masks_are_drawn_by_the_attackers_own_seed(colors):
+    dropping = net_victim(colors, lambda model: None, "test_vit", "blocks.3", img_size=32, patch_size=8, proj_drop_rate=0.5)
+    tuner = tuner_of(dropping)
+    budget = Budget([0, 4], tuner.step_cost(PLAIN), tuner.open(PLAIN, 0).flops)
+    first, again = (tuner.train(PLAIN, budget, seed=0) for _ in range(2))
+    assert torch.equal(first.scores[-1], again.scores[-1])
+    before = torch.get_rng_state()
+    tuner.train(PLAIN, budget, seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1.0, 1e20, 1e30])
+def test_features_of_any_size_have_a_mean_square_of_1(scale):
+    features = torch.randn(50, 8, generator=torch.Generator().manual_seed(0)) * scale
+    assert (features * tuning._unit(features)).square().mean().item() == pytest.approx(1, rel=1e-5)
+    assert tuning._unit(torch.zeros(3, 2)) == 1
+
+
 def test_earlier_blocks_have_smaller_rates(resnet, monkeypatch):
     made = []
 
