@@ -22,12 +22,12 @@ def attack_costs(setting: Setting, name: str) -> Plot | None:
     """
     results, rows = setting.results, []
     for attack in dict.fromkeys(name for result in results for name in attack_names(result)):
-        after = setting.median(f"attack/{attack}/cost")
+        after = setting.paid(f"attack/{attack}/cost")
         if held := 2 * sum(attack in successes(result) for result in results) < len(results):
             spent = (result.curves.get(f"attack/{attack}/compute") for result in results)
             after = max((curve["x"][-1] for curve in spent if curve), default=None)
         if after is not None and after > 0:
-            rows.append((held, after, attack, setting.median(f"attack/{attack}/cost_baseline")))
+            rows.append((held, after, attack, setting.paid(f"attack/{attack}/cost_baseline")))
     if not rows:
         return None
     rows.sort(reverse=True)  # the cheapest success stands at the top

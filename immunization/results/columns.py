@@ -17,9 +17,10 @@ import yaml
 
 from immunization.results.collect import Run
 from immunization.results.formatting import MEASURES, NONE, Cell, number
+from immunization.results.seed_statistics import ROUNDING
 from immunization.results.settings import Setting, median
 from immunization.runs.result import Result
-from immunization.runs.verdict import BAR, at_least, attack_names, interval, rows_tested, successes, undecided
+from immunization.runs.verdict import BAR, attack_names, interval, rows_tested, successes, undecided
 
 AUTHORS = ", authors' κ"
 """Ends the heading of a column by the released code's convention; all others are rank-aware."""
@@ -84,9 +85,9 @@ def size(setting: Setting, runs: str) -> Cell:
 
 
 def middle(setting: Setting, measure: str, form: str = "") -> Cell:
-    """The median over all runs, with > where that is of runs that have a lower bound."""
+    """The median over all runs, with > where it is a lower bound."""
     cell = Cell.of(setting.median(measure), form)
-    if cell.value is not None and 2 * sum(at_least(result, measure) for result in setting.results) >= len(setting.runs):
+    if setting.at_least(measure):
         cell.text, cell.words = f"> {cell.text}", True
     return cell
 
@@ -187,13 +188,24 @@ def learned_in(setting: Setting, measure: str) -> Cell:
     return Cell(f"{sum(found)} of {len(found)}", sum(found), words=True) if found else Cell(NONE)
 
 
+def paid(setting: Setting, measure: str) -> Cell:
+    """Operations until an attack learns the task, where it does in most runs."""
+    found = setting.paid(measure)
+    return Cell.of(None if found == math.inf else found)
+
+
+def price(setting: Setting, measure: str) -> Cell:
+    return _price(setting, setting.paid(measure))
+
+
+def _price(setting: Setting, ratio: float | None, kind: str = "harmful") -> Cell:
+    return Cell(setting.unbroken(kind), 1e300, words=True) if ratio == math.inf else Cell.of(ratio)
+
+
 def cost(setting: Setting, kind: str) -> Cell:
     """Cost of the cheapest attack on tasks of a kind; `searched`: on harmful tasks, among attacks that search."""
     only, kind = (setting.searched, "harmful") if kind == "searched" else (None, kind)
-    ratio = None if only == [] else setting.cost(kind, only)
-    if ratio == math.inf:
-        return Cell(setting.unbroken(kind), 1e300, words=True)
-    return Cell.of(ratio)
+    return _price(setting, None if only == [] else setting.cost(kind, only), kind)
 
 
 def breaker(result: Result) -> str | None:
@@ -289,7 +301,7 @@ def run_interval(setting: Setting, measure: str) -> Cell:
     return Cell(" to ".join(map(number, found)), found[0], words=True) if found else Cell(NONE)
 
 
-_ABOVE_1, _AT_MOST_1 = partial(operator.lt, 1), partial(operator.ge, 1)
+_ABOVE_1, _AT_MOST_1 = partial(operator.lt, 1 + ROUNDING), partial(operator.ge, 1 + ROUNDING)
 UNDETERMINED = "undetermined"
 WORTH = (
     "Worth removed: the share of what theta_0 is worth to the best attacker, compared with one without the model, that "
@@ -409,7 +421,7 @@ COLUMNS = [
     ),
     Column("", "broken by", _SITE, broken_by, always=True),
     Column(
-        *("attack/worst/flops_ratio_searched", "price with search", _PAGE, middle),
+        *("attack/worst/flops_ratio_searched", "price with search", _PAGE, price),
         note="Price with search: what an attacker spends on settings that are worse is counted, too.",
     ),
     Column(
@@ -447,10 +459,10 @@ COLUMNS = [
     Column("attack/{attack}/final", "95 % interval", Place.ATTACKS, rows_interval),
     Column("attack/{attack}/final_baseline", "baseline", _AUDIT, middle),
     Column("attack/{attack}/steps_ratio", "steps ratio", _AUDIT, middle),
-    Column("attack/{attack}/cost", "operations, immunized", _AUDIT, middle),
-    Column("attack/{attack}/cost_baseline", "operations, baseline", Place.ATTACKS, middle),
-    Column("attack/{attack}/cost_searched", "with search, immunized", Place.ATTACKS, middle),
-    Column("attack/{attack}/cost_searched_baseline", "with search, baseline", Place.ATTACKS, middle),
+    Column("attack/{attack}/cost", "operations, immunized", _AUDIT, paid),
+    Column("attack/{attack}/cost_baseline", "operations, baseline", Place.ATTACKS, paid),
+    Column("attack/{attack}/cost_searched", "with search, immunized", Place.ATTACKS, paid),
+    Column("attack/{attack}/cost_searched_baseline", "with search, baseline", Place.ATTACKS, paid),
     Column("attack/{attack}/steps", "steps, immunized", Place.ATTACKS, partial(middle, form="{:,.0f}")),
     Column("attack/{attack}/steps_baseline", "steps, baseline", Place.ATTACKS, partial(middle, form="{:,.0f}")),
     Column("attack/{attack}/steps_ratio_predicted", "ratio by Eq. 2", Place.ATTACKS, middle),

@@ -83,11 +83,11 @@ def paired_p(a: Mapping[tuple, float], b: Mapping[tuple, float]) -> float:
 def paired_ratio(a: Mapping[tuple, float], b: Mapping[tuple, float]) -> Summary | None:
     """Geometric mean of a / b over the keys (seed, pair of classes) that both have, with its interval over seeds.
 
-    None for fewer than three seeds, and for values that are not all positive.
+    None for fewer than three seeds, and for values that are not all positive and finite.
     """
     logs: dict[object, list[float]] = {}
     for key in (key for key in a if key in b):
-        if min(a[key], b[key]) <= 0:
+        if not 0 < min(a[key], b[key]) <= max(a[key], b[key]) < math.inf:
             return None
         logs.setdefault(key[0], []).append(math.log(a[key] / b[key]))
     if len(logs) < 3:

@@ -12,7 +12,7 @@ from immunization.results.collect import ATTACK, AUDITED, MEASURING, PAIR, TRAIN
 from immunization.results.formatting import MEASURES, number
 from immunization.results.seed_statistics import ROUNDING, Summary, summarize
 from immunization.runs.result import Result
-from immunization.runs.verdict import HELD, UNNUMBERED, UNTRAINED, attack_groups, successes, unbroken
+from immunization.runs.verdict import BAR, HELD, UNNUMBERED, UNTRAINED, at_least, attack_groups, successes, unbroken
 
 OTHER = "other_classes/accuracy"
 
@@ -50,14 +50,23 @@ class Setting:
     def results(self) -> list[Result]:
         return [run.result for run in self.runs]
 
-    def values(self, metric: str) -> dict[tuple[int, str, str], float]:
-        """The measure of each run that has it, by seed, pair of classes, and benign and unseen classes."""
+    def values(self, metric: str, bound: float | None = None) -> dict[tuple[int, str, str], float]:
+        """The measure of each run that has it, by seed, pair of classes, and benign and unseen classes.
+
+        `bound` stands for every lower bound (`verdict.at_least`).
+        """
         found = {}
         for run in self.runs:
             if (value := run.result.metrics.get(metric)) is not None:
                 others = str([run.settings.get(key) for key in ("dataset.benign", "dataset.unseen")])
-                found[run.result.seed, run.pair, others] = float(value)
+                bounded = bound is not None and at_least(run.result, metric)
+                found[run.result.seed, run.pair, others] = bound if bounded else float(value)
         return found
+
+    def at_least(self, metric: str) -> bool:
+        """Whether the median is a lower bound, since it depends on values that are."""
+        values = self.values(metric, bound=math.inf).values()
+        return bool(values) and statistics.median(values) != self.median(metric)
 
     def seeds(self, metric: str) -> list[float]:
         """The mean over all pairs of classes, for each seed."""
@@ -74,6 +83,11 @@ class Setting:
         """Over all runs; for measures that spread by orders of magnitude."""
         values = self.values(metric).values()
         return statistics.median(values) if values else None
+
+    def paid(self, metric: str) -> float | None:
+        """The median of operations until a task is learned, or of their ratio: infinite in runs that never learn it."""
+        attacked = (result.metrics for result in self.results if result.metrics.get(BAR) is not None)
+        return median(math.inf if metrics[metric] is None else metrics[metric] for metrics in attacked if metric in metrics)
 
     def change(self, measure: str) -> tuple[float, float] | None:
         """A measure before and after: a mean over seeds for an accuracy, else a median over runs."""

@@ -18,7 +18,7 @@ from immunization.results.collect import varying
 from immunization.results.columns import AUTHORS, published
 from immunization.results.formatting import roles_in
 from immunization.results.plot import INK, Look, Plot
-from immunization.results.seed_statistics import rank_correlation
+from immunization.results.seed_statistics import ROUNDING, rank_correlation
 from immunization.results.settings import KEEPS, Setting, best, by_authors, correlations, in_convention, short_labels
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def pair_maps(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | 
         values = np.array([[np.mean(cell) for cell in row] for row in rows])
         drawn = plot.image(ax, values, classes, classes, cmap="RdBu", vmin=-SATURATED, vmax=SATURATED)
         plot.write_values(ax, values, drawn, "z.1f")
-        above, known = int((values > 0).sum()), int(np.isfinite(values).sum())
+        above, known = int((values > ROUNDING).sum()), int(np.isfinite(values).sum())
         count = paper.get(setting.method, {}).get("figure2")
         theirs = f" (paper: {count[0]:.0f})" if count else ""
         ax.set(title=f"{setting.label}\nRIR > 1 in {above} of {known}{theirs}", xlabel="harmful class")

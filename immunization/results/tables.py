@@ -13,7 +13,7 @@ from rich.text import Text
 
 from immunization.results.columns import AUTHORS, Column, Place, filled_in, own_measures, placed, published
 from immunization.results.formatting import NONE, Cell, number, roles_in
-from immunization.results.seed_statistics import ENOUGH, paired_ratio, rank_correlation, ties
+from immunization.results.seed_statistics import ENOUGH, ROUNDING, paired_ratio, rank_correlation, ties
 from immunization.results.settings import KEEPS, RATIOS, Setting, best, by_authors, correlations, in_convention
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def pair_counts(group: Sequence[Setting], name: str, heading: str) -> Table | No
     rows = []
     for setting, values in zip(group, pairs, strict=True):
         theirs = paper.get(setting.method, {}).get("figure2")
-        above = [sum(value > bound for value in values.values()) for bound in ABOVE]
+        above = [sum(value > bound * (1 + ROUNDING) for value in values.values()) for bound in ABOVE]
         shown = Cell("{:.0f} of {:.0f}".format(*theirs), theirs[0], words=True) if theirs else Cell(NONE)
         rows.append([Cell(setting.label), *(Cell(str(n), n) for n in (len(values), *above)), shown])
     header = ["method", "pairs", *(f"RIR > {bound}" for bound in ABOVE), "paper, Fig. 2"]
@@ -267,11 +267,14 @@ def _strong(group: Sequence[Setting], metric: str) -> set[Setting]:
 
 
 def _paired(winner: Setting, group: Sequence[Setting], rir: str) -> Iterator[str]:
-    """What other settings come to, relative to the winner on the same seeds and pairs, by measure; `rir` names one."""
+    """What other settings come to, relative to the winner on the same seeds and pairs, by measure; `rir` names one.
+
+    Nothing of settings with lower bounds, which have no ratio.
+    """
     texts = {rir: "RIR", "steps_ratio/harmful": "Harmful steps", "steps_ratio/primary": "Primary steps"}
     for metric, text in texts.items():
-        own = winner.values(metric)
-        ratios = {s.label: paired_ratio(s.values(metric), own) for s in group if s is not winner}
+        own, *others = (s.values(metric, bound=math.inf) for s in (winner, *group))
+        ratios = {s.label: paired_ratio(x, own) for s, x in zip(group, others, strict=True) if s is not winner}
         found = [f"{name} {number(r.mean)} ({number(r.low)} to {number(r.high)})" for name, r in ratios.items() if r]
         if found:
             yield f"{text} relative to ★, paired by run, geometric mean and 95 % interval: {', '.join(found)}."

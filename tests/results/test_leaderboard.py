@@ -70,6 +70,21 @@ def test_a_row_says_what_is_paid(folder):
     assert rows_of(folder)["closed_form"].cost() == math.inf
 
 
+@pytest.mark.parametrize(
+    ("costs", "price", "operations"),
+    [([None, None, 150.0], "held", NONE), ([None, 300.0, 150.0], "3", "300"), ([200.0, 300.0, 150.0], "2", "200")],
+)
+def test_runs_that_hold_count_in_every_price(costs, price, operations, tmp_path):
+    for seed, cost in enumerate(costs):
+        ratio = {"attack/worst/flops_ratio_searched": cost and cost / 100}
+        board_run(tmp_path / str(seed), "closed_form", {"probe": cost}, seed, more=ratio)
+    (row,) = rows_of(tmp_path).values()
+    shown = texts(row)
+    assert (shown["price"], shown["price with search"]) == (price, price)
+    (own,) = (column for column in placed(Place.ATTACKS) if column.heading == "operations, immunized")
+    assert own.cell(row, "attack/probe/cost").text == operations
+
+
 def test_nothing_is_held_that_nobody_fine_tuned(tmp_path):
     """One run of three without an attack that trains the whole net is enough."""
     for seed in range(3):

@@ -20,7 +20,7 @@ from immunization.results.collect import collect
 from immunization.results.formatting import NONE
 from immunization.results.seed_statistics import paired_p, paired_ratio, rank_correlation, summarize, ties
 from immunization.results.settings import Setting, best, settings, title
-from immunization.results.tables import alignment, comparison, counts
+from immunization.results.tables import alignment, comparison, counts, pair_counts
 
 
 @pytest.fixture
@@ -85,12 +85,44 @@ def test_what_cannot_be_read_is_named_counted_and_left_out(sweep, damage, kind, 
     assert collection.counts() == f"5 completed, 1 {kind}"
 
 
-def test_steps_that_never_came_to_the_end_are_lower_bounds(tmp_path):
-    for seed, flags in enumerate((["capped_harmful"], ["capped_harmful"], [])):
-        make_run(tmp_path / str(seed), seed=seed, flags=flags)
+@pytest.mark.parametrize(
+    ("bounds", "others", "shown"),
+    [
+        ([100, 100], [100], "> 100"),
+        ([], [100], "100"),
+        ([1000], [50, 20], "50"),  # whatever it is, it is the largest
+        ([10], [50, 200], "> 50"),
+        ([100, 1000], [2, None, None], "> 100"),
+        ([1000, 1000], [2, 3], "> 502"),
+    ],
+)
+def test_a_median_that_depends_on_lower_bounds_is_one(bounds, others, shown, tmp_path):
+    for seed, value in enumerate(bounds + others):
+        flags = ["capped_harmful"] * (seed < len(bounds))
+        make_run(tmp_path / str(seed), seed=seed, flags=flags, measures={"steps_ratio/harmful": value})
     made = table(tmp_path)
-    assert column(made, "harmful steps ratio") == ["> 100"]
+    assert column(made, "harmful steps ratio") == [shown]
     assert column(made, "primary steps ratio") == ["1"]
+
+
+def test_settings_with_lower_bounds_have_no_ratio_to_the_best(tmp_path):
+    for seed in range(3):
+        for method, steps in (("condition_number", 100), ("opt_kappa", 50)):
+            flags = ["capped_harmful"] * (method == "condition_number")
+            measures = {"steps_ratio/harmful": steps, "steps_ratio/primary": 1.0}
+            make_run(tmp_path / f"{seed}{method}", method, seed, flags=flags, measures=measures)
+    notes = str(table(tmp_path).notes)
+    assert "Primary steps relative to ★" in notes
+    assert "Harmful steps relative to ★" not in notes
+
+
+def test_what_only_rounding_brings_above_1_is_not_above_1(tmp_path):
+    for seed in range(3):
+        for pair in ((0, 1), (1, 0), (1, 2)):
+            make_run(tmp_path / f"{seed}{pair}", seed=seed, pair=pair, rir=1 + 2e-15)
+    (group,) = settings(collect([tmp_path]))
+    assert column(counts(group, "counts", ""), "RIR > 1") == ["0"]
+    assert column(pair_counts(group, "pairs", ""), "RIR > 1") == ["0"]
 
 
 def test_what_is_nothing_in_all_runs_has_its_column(tmp_path):
