@@ -131,7 +131,8 @@ def estimate(scores: Tensor) -> Estimate:
     """Mean of [draws, N] with an interval for rows and draws that are both samples.
 
     Its variance is that of a layout of two crossed random factors without replication, with Satterthwaite's degrees of
-    freedom for Student's t: a bootstrap of two or three draws would be too narrow. One row alone says nothing.
+    freedom for Student's t: a bootstrap of two or three draws would be too narrow. One row alone says nothing; of rows
+    that all agree on something else than 0, as if one more did not.
     """
     from scipy.special import stdtrit
 
@@ -139,7 +140,7 @@ def estimate(scores: Tensor) -> Estimate:
     if rows < 2:
         return Estimate(scores.mean().item(), -math.inf, math.inf)
     mean, by_row, by_draw = scores.mean(), scores.mean(0), scores.mean(1, keepdim=True)
-    terms, twice = [(by_row.var().item() / rows, rows - 1)], 0.0
+    terms, twice = [(by_row.var().item() / rows or (mean.item() / (rows + 1)) ** 2, rows - 1)], 0.0
     if draws > 1:
         terms.append((by_draw.var().item() / draws, draws - 1))
         rest = (scores - by_row - by_draw + mean).square().sum().item() / ((draws - 1) * (rows - 1))

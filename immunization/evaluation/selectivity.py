@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -66,8 +67,12 @@ class Selectivity:
             own.diagonal().add_(RIDGE * own.diagonal().mean())
             weight = layer.weight.flatten(1).cpu().double()
             lost = selectivity.lost(weight, own, bad, LEFT, (own_held, bad_held))
-            for each, value in zip(names, (lost, switched), strict=True):
-                measures.put(each, value)
+            measures.put(names[1], switched)
+            if math.isnan(lost):
+                inputs, seen = weight.shape[1], min(rows[0].shape[1], rows[1].shape[1])
+                measures.miss(f"{seen} places say too little of {inputs} inputs: raise images or places", names[0])
+            else:
+                measures.put(names[0], lost)
         return measures
 
     def _inputs(self, model: Model, layers: Mapping[str, nn.Module], sources: Sequence[Tensor | Stream]) -> dict:

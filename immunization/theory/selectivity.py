@@ -16,7 +16,8 @@ def lost(weight: Tensor, kept: Tensor, harmful: Tensor, share: float, held_out: 
     W K V diag(g) V^T with gains g = 1 / (1 + strength m): variances of outputs are quadratic forms of g.
 
     Both shares are those of `held_out` covariances of kept and harmful inputs. Weights times 1 - s leave (1 - s)^2 and
-    lose s^2, of any inputs: they lose (1 - sqrt(share))^2.
+    lose s^2, of any inputs: they lose (1 - sqrt(share))^2. NaN where no strength leaves so little of held-out rows: too
+    few rows for so many inputs say what the weights should be.
     """
     from scipy.linalg import eigh
 
@@ -29,6 +30,8 @@ def lost(weight: Tensor, kept: Tensor, harmful: Tensor, share: float, held_out: 
         gains = 1 / (1 + strength * scale * ratios.clamp(min=0))
         enough = gains @ of_harmful @ gains <= share * of_harmful.sum()
         low, high = (low, strength) if enough else (strength, high)
+    if high == LARGEST:
+        return torch.nan
     return ((1 - gains) @ of_kept @ (1 - gains) / of_kept.sum()).item()
 
 

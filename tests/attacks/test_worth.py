@@ -54,6 +54,13 @@ def test_one_test_row_says_nothing():
     assert (found.worth.value, found.worth.low, found.removed) == (1, -math.inf, None)
 
 
+def test_a_few_rows_that_agree_are_no_proof():
+    few, many = (worth(torch.ones(1, n), torch.ones(1, n), torch.zeros(1, n)) for n in (3, 600))
+    assert few.worth.low < 0 < few.worth.value
+    assert (few.lost.low, few.lost.high) == (0, 0)
+    assert many.worth.low > 0.99
+
+
 def test_where_the_model_is_worth_nothing_no_defense_is_measured():
     assert worth(hits(0.5, 0), hits(0.2, 1), hits(0.5, 2)).removed is None
 

@@ -16,7 +16,7 @@ def test_every_trained_layer_is_measured_the_same_every_time(folders, name: str)
     found = []
     for _ in range(2):
         model, tasks = build(pair, name, trainable=trainable).read_tasks(pair, False)
-        found.append(Selectivity(places=4)(Comparison(tasks, model)).metrics)
+        found.append(Selectivity(places=64)(Comparison(tasks, model)).metrics)
     expected = {f"selectivity/{layer}/{what}" for layer in layers for what in ("lost", "switched")}
     assert set(found[0]) == expected
     assert all(0 <= value <= 1 for value in found[0].values())

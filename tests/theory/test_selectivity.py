@@ -91,3 +91,10 @@ def test_what_a_unit_switches_off(distance: float, expected: float) -> None:
     harmful[..., 0] += distance
     covariances = covariance(kept[0]), covariance(harmful[0])
     assert switched(kept, harmful, covariances, 0.9, 1e-3) == pytest.approx(expected, abs=0.02)
+
+
+def test_too_few_rows_for_so_many_inputs_give_no_figure():
+    rows = torch.randn(4, 20, 60, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    kept, harmful, *held_out = map(covariance, rows)
+    kept.diagonal().add_(1e-3)
+    assert math.isnan(lost(torch.eye(60).double(), kept, harmful, 0.25, tuple(held_out)))
