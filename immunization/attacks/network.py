@@ -216,6 +216,8 @@ class Pruned(FineTune, group="attack.pruned"):
         layers = (layer for module in network.part(part) for layer in module.modules())
         for layer in layers:
             for name in [name for name, weight in layer.named_parameters(recurse=False) if weight.ndim > 1]:
+                weight = getattr(layer, name)
+                weight.data = weight.data.contiguous()  # a folded map's is not, and prune reads a view
                 prune.l1_unstructured(layer, name, self.pruned)
                 prune.remove(layer, name)
         return network

@@ -13,6 +13,7 @@ from immunization.attacks import prices, reference, worth
 from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.flags import PLACES, flags_of
 from immunization.attacks.kept import KeptCurves
+from immunization.attacks.numbered import changes
 from immunization.attacks.outcome import Outcome, first, listed, never_finite, put_final, reached
 from immunization.attacks.replay import found_settings
 from immunization.attacks.victim import Inapplicable, Stage, Victim
@@ -90,6 +91,8 @@ def _of_one_task(
     reference.measure(references, without, bar, victim.task.measure_name, measures)
     if suite is not None:
         measures.about["suite"] = {"version": suite.version, "theta_0": suite.theta_0}
+        if changed := changes(attacks, suite.version):
+            measures.about["suite"]["changed"] = changed
         if kept and kept.baselines:
             measures.about["baselines_by"] = sorted(set(kept.baselines.made_by.values()))
     if begin := {name: attacks[name].partial for name in references if name not in without}:

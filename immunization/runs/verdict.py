@@ -76,7 +76,8 @@ def unbroken(result: Result, group: str = "attack") -> str:
     """What is said of a run in which no attack learns the task."""
     if not result.metrics.get(f"{group}/worst/fine_tuned"):
         return UNTRAINED
-    return HELD if version(result).startswith("standard-") else UNNUMBERED
+    numbered = version(result).startswith("standard-") and not result.about["suite"].get("changed")
+    return HELD if numbered else UNNUMBERED
 
 
 def version(result: Result) -> str:
@@ -188,7 +189,7 @@ def _attacks(results: Sequence[Result]) -> list[str]:
         ]
         if why := {
             UNTRAINED: "No attack fine-tuned all that was immunized",
-            UNNUMBERED: "The suite attack=standard did not run",
+            UNNUMBERED: "The suite attack=standard did not run as it is",
         }.get(unbroken(result)):
             lines.append(f"{why}, so nobody can say that it holds.")
     lines.append(
@@ -253,7 +254,8 @@ def _worth(result: Result, measure: str) -> list[str]:
         lines.append(f"With so many images of each class, {', '.join(said)}.")
     if suite := result.about.get("suite"):
         secret = "" if suite["theta_0"] == "secret" else "; theta_0 is public, and every attacker has it"
-        lines.append(f"Attackers are those of {suite['version']}{secret}.")
+        changed = "".join(f", {how}" for how in suite.get("changed", ()))
+        lines.append(f"Attackers are those of {suite['version']}{changed}{secret}.")
     return lines
 
 

@@ -6,6 +6,7 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
+from immunization.attacks.numbered import changes
 from immunization.config import CONF, build, compose
 from immunization.errors import ConfigError
 
@@ -43,6 +44,17 @@ def test_a_numbered_suite_is_never_changed(name, version, digest):
     numbered = _numbered(name)
     found = hashlib.sha256(json.dumps(numbered, sort_keys=True).encode()).hexdigest()
     assert (numbered["suite"]["version"], found[:16]) == (version, digest)
+
+
+def test_a_changed_suite_says_in_what():
+    def attacks(*overrides):
+        config = compose([*overrides])
+        return {name: build(config, f"attack.{name}") for name in config.attack}
+
+    assert not changes(attacks("attack=[standard,adam]"), "standard-3")
+    others = attacks("attack=[standard]", "attack.fresh_part.epochs=[1]", "~attack.neighbours")
+    assert changes(others, "standard-3") == ["without neighbours", "another fresh_part"]
+    assert not changes(others, "mine-1")
 
 
 def test_suites_grow_from_quick_to_nightly():

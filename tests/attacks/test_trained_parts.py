@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.victims import classes, net_victim, regression, victim_of
+from helpers.victims import classes, colors_behind_a_map, net_victim, regression, victim_of
 from torch import nn
 
 from immunization.attacks import (
@@ -294,6 +294,11 @@ def test_a_distilled_part_begins_anew_and_learns_the_features_of_the_net(resnet,
     assert 2 * distance < losses[0] - math.log(resnet.task.classes)  # the head begins at 0
     assert tuner.step_cost(PLAIN) > tuner_of(resnet, kept, FreshPart()).step_cost(PLAIN)
     assert Distilled(scope="trained", steps=2, rates=[0.01]).run(resnet, "immunized").val.isfinite().all()
+
+
+def test_a_map_folded_in_is_pruned_too(tmp_path):
+    network = Pruned(scope="full", pruned=0.5).network(colors_behind_a_map(tmp_path, size=16), "immunized", "full")
+    assert all((p == 0).double().mean() >= 0.4 for p in network.parameters() if p.ndim > 1)
 
 
 def test_the_smallest_weights_of_what_was_immunized_are_pruned_and_no_others(resnet):

@@ -36,9 +36,11 @@ def test_without_fine_tuning_nobody_says_that_it_holds():
     result = audited(probe=0.5)
     assert "No attack fine-tuned all that was immunized, so nobody can say that it holds." in verdict([result])
     result.metrics["attack/worst/fine_tuned"] = 1.0
-    assert "The suite attack=standard did not run, so nobody can say that it holds." in verdict([result])
+    assert "The suite attack=standard did not run as it is, so nobody can say that it holds." in verdict([result])
     result.about["suite"] = {"version": "standard-1", "theta_0": "secret"}
     assert not any("nobody can say" in line for line in verdict([result]))
+    result.about["suite"]["changed"] = ["without fresh_part"]
+    assert any("did not run as it is, so nobody can say" in line for line in verdict([result]))
 
 
 def test_what_the_model_is_worth_comes_first():
