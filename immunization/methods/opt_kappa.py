@@ -103,7 +103,7 @@ class OptKappa(Hold):
     def _log_kappa(self, batch: Batch) -> Regularizer:
         if self.authors:
             return log_authors_condition_number
-        return partial(log_condition_number, rank=batch.rank, power=self.power)
+        return partial(_log_kappa, rank=batch.rank, power=self.power)
 
     def _multiply(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         """The step of a linear theta; terms are those before it."""
@@ -130,3 +130,8 @@ class OptKappa(Hold):
         super().finish(model)
         if self.multiplicative:
             fit_head(model, probe_of_inputs(self.pair.primary))
+
+
+def _log_kappa(features: Tensor, rank: int, power: float) -> Tensor:
+    """`log_condition_number` of features [N, D], of which a net's dead units are none."""
+    return log_condition_number(features, min(rank, int(features.detach().any(0).sum())), power)

@@ -136,3 +136,18 @@ def test_methods_that_draw_images_refuse_those_that_are_not_kept(folders, method
     model, tasks = build(pair).read_tasks(pair, False)
     with pytest.raises(ConfigError, match=r"set dataset\.augment=false"):
         method.setup(model, tasks)
+
+
+def test_dead_units_add_nothing_to_the_rank(folders):
+    pair = open_pair(folders)
+    model, tasks = build(pair).read_tasks(pair, False)
+    silence = torch.arange(tasks.dim) % 8 == 0
+    model.extractor.register_forward_hook(lambda module, inputs, features: features * silence)
+    method = OptKappa(1, 16)
+    method.setup(model, tasks)
+    batch, harmful = next(iter(PairedBatches(tasks, 16, torch.Generator()).epoch()))
+    assert batch.rank > silence.sum()
+    terms = method.step(model, batch, harmful)
+    features = model.features(batch.x)
+    sigma = torch.linalg.svdvals(features[:, features.any(0)].double())
+    assert terms["log_kappa_primary"].item() == pytest.approx(2 * (sigma[0] / sigma[-1]).log().item(), rel=1e-3)
