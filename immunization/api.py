@@ -3,7 +3,7 @@
 import copy
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -235,6 +235,11 @@ def _loaders(primary: Loaders | None, harmful: Loaders) -> dict[str, LabeledBatc
     if primary is harmful:
         raise ConfigError("primary_loader and harmful_loader are the same; give every task data of its own")
     given = {"primary": primary, "harmful": harmful}
+    for role, parts in given.items():
+        if isinstance(parts, Mapping) and len({id(part) for part in parts.values()}) < len(parts):
+            raise ConfigError(
+                f"{role}_loader: {', '.join(parts)} are the same loader; give every split rows of its own"
+            )
     return {role: LabeledBatches(role, loader) for role, loader in given.items() if loader is not None}
 
 

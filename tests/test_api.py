@@ -290,6 +290,9 @@ def test_an_audit_by_harmful_data_alone(net):
     ]
     with pytest.raises(ConfigError, match="harmful_loader: give one loader each for train, test and perhaps val, not"):
         immunization.audit(net, {"train": loader(3, 1)}, reference=net, attacks=["neighbours"])
+    one = loader(3, 1)
+    with pytest.raises(ConfigError, match="harmful_loader: train, test are the same loader"):
+        immunization.audit(net, {"train": one, "test": one}, reference=net, attacks=["neighbours"])
     with pytest.raises(ConfigError, match="give a loader of the harmful task"):
         immunization.audit(net, reference=net)
     rows = {split: DataLoader(TensorDataset(torch.randn(30, 4), torch.arange(30) % 2)) for split in ("train", "test")}

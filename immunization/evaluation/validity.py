@@ -11,7 +11,10 @@ from immunization.models.chain import BATCH_NORMS
 from immunization.theory.spectrum import AUTHORS_RIDGE
 
 SAME = 1e-6
-"""Largest relative difference of singular values that counts as none."""
+"""Largest relative difference of singular values, or of features, that counts as none."""
+
+LOOKED_AT = 200
+"""Test rows that are looked for among the training rows."""
 
 
 class Validity:
@@ -19,7 +22,7 @@ class Validity:
 
     `unchanged`: theta_I is the baseline. `few_samples_<role>`: fewer training rows than features, so that H is singular
     whatever the model is. `ridge_limited_<role>`: the released code's kappa is set by its ridge of 1e-6.
-    `primary_dropped`: the retrained primary head lost more than `tolerance` (points of accuracy, or relative for R^2).
+    `test_rows_seen_<role>`: most test rows are training rows, too. `primary_dropped`: the retrained primary head lost more than `tolerance` (points of accuracy, or relative for R^2).
     `train_mode`: a batch norm or dropout layer is in train mode while features are taken.
     """
 
@@ -42,6 +45,8 @@ class Validity:
             )
         for role in ("primary", *comparison.pair.attacked):
             self._role(comparison, role, measures)
+            if comparison.no_test(role) is None:
+                self._seen(comparison, role, measures)
         if comparison.no_test("primary") is None:
             now, then, change = primary_change(comparison)
             measure = comparison.tasks["primary"].measure_name
@@ -54,6 +59,20 @@ class Validity:
         if names := in_train_mode(comparison.model):
             measures.flag("train_mode", f"{', '.join(names[:3])} in train mode: features change from batch to batch")
         return measures
+
+    @staticmethod
+    def _seen(comparison: Comparison, role: str, measures: Measures) -> None:
+        task = comparison.tasks[role]
+        train, test = (comparison.features(role, split, "baseline") for split in ("train", "test"))
+        few = torch.linspace(0, len(test) - 1, min(LOOKED_AT, len(test))).long()
+        distances, near = torch.cdist(test[few], train).min(1)
+        same = (distances <= 100 * SAME * train.std(0).norm()) & (task.test.y[few] == task.train.y[near])
+        if train.std(0).any() and 2 * same.sum() > len(few):
+            measures.flag(
+                f"test_rows_seen_{role}",
+                f"{int(same.sum())} of {len(few)} test rows have features and label of a training row: where rows are "
+                "repeated or splits share them, held-out figures are none",
+            )
 
     @staticmethod
     def _role(comparison: Comparison, role: str, measures: Measures) -> None:

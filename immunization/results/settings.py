@@ -87,7 +87,9 @@ class Setting:
     def paid(self, metric: str) -> float | None:
         """The median of operations until a task is learned, or of their ratio: infinite in runs that never learn it."""
         attacked = (result.metrics for result in self.results if result.metrics.get(BAR) is not None)
-        return median(math.inf if metrics[metric] is None else metrics[metric] for metrics in attacked if metric in metrics)
+        return median(
+            math.inf if metrics[metric] is None else metrics[metric] for metrics in attacked if metric in metrics
+        )
 
     def change(self, measure: str) -> tuple[float, float] | None:
         """A measure before and after: a mean over seeds for an accuracy, else a median over runs."""

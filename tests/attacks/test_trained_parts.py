@@ -203,7 +203,9 @@ def test_a_head_solved_first_knows_something_before_it_is_trained(resnet):
 
 
 def test_masks_are_drawn_by_the_attackers_own_seed(colors):
-    dropping = net_victim(colors, lambda model: None, "test_vit", "blocks.3", img_size=32, patch_size=8, proj_drop_rate=0.5)
+    dropping = net_victim(
+        colors, lambda model: None, "test_vit", "blocks.3", img_size=32, patch_size=8, proj_drop_rate=0.5
+    )
     tuner = tuner_of(dropping)
     budget = Budget([0, 4], tuner.step_cost(PLAIN), tuner.open(PLAIN, 0).flops)
     first, again = (tuner.train(PLAIN, budget, seed=0) for _ in range(2))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.matrices import orthonormal
+from helpers.matrices import gaussian, orthonormal
 from torch import Tensor
 
 from immunization.data.task import Split, Task, TaskPair
@@ -67,3 +67,13 @@ def test_as_many_rows_as_features_are_enough():
     eye = torch.eye(D, dtype=torch.float64)
     assert not any(name.startswith("few_samples") for name in flags(eye, INPUTS[:D]))
     assert {"few_samples_primary", "few_samples_harmful"} <= set(flags(eye, INPUTS[: D - 1]))
+
+
+@pytest.mark.parametrize(("repeated", "seen"), [(50, False), (52, True)])
+def test_test_rows_that_are_training_rows_are_named(repeated, seen):
+    train, others = gaussian(300, D, seed=1), gaussian(100, D, seed=2)
+    test = torch.cat([train[:repeated], others[repeated:]])
+    task = Task("known", *(Split(x, (x.sum(1) > 0).long()) for x in (train, others, test)), classes=2)
+    pair = TaskPair("known", task, task)
+    found = Validity()(Comparison(pair, Linear(pair))).flags
+    assert ("test_rows_seen_harmful" in found) is ("test_rows_seen_primary" in found) is seen
