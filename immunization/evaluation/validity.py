@@ -22,8 +22,9 @@ class Validity:
 
     `unchanged`: theta_I is the baseline. `few_samples_<role>`: fewer training rows than features, so that H is singular
     whatever the model is. `ridge_limited_<role>`: the released code's kappa is set by its ridge of 1e-6.
-    `test_rows_seen_<role>`: most test rows are training rows, too. `primary_dropped`: the retrained primary head lost more than `tolerance` (points of accuracy, or relative for R^2).
-    `train_mode`: a batch norm or dropout layer is in train mode while features are taken.
+    `test_rows_seen_<role>`: most test rows are training rows, too. `primary_dropped`: the retrained primary head lost
+    more than `tolerance` (points of accuracy, or relative for R^2). `train_mode`: a batch norm or dropout layer is in
+    train mode while features are taken.
     """
 
     names = ()
