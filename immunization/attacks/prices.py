@@ -37,6 +37,8 @@ def measure(
     after, before = (_costs(whole, stage, bar) for stage in ("immunized", "baseline"))
     cheapest = min(after, key=after.__getitem__) if after else max(whole, key=partial(_final, whole))
     measures.put("attack/worst/bar", bar)
+    if reason := victim.task.passed_by_majority(bar):
+        measures.flag("attacks_passed_by_majority", reason)
     measures.put("attack/worst/attacks", len(whole))
     measures.put("attack/worst/test_rows", len(victim.task.test))
     measures.put("attack/worst/successful", len(after))

@@ -155,6 +155,13 @@ class Task:
         """Accuracy of guessing, 1/classes; 0 for R^2."""
         return 1 / self.classes if self.classes else 0.0
 
+    def passed_by_majority(self, bar: float) -> str | None:
+        """Why an accuracy of `bar` shows nothing: the most frequent class alone has it on test rows; None elsewhere."""
+        share = self.test.y.bincount().max().item() / len(self.test) if self.classes and len(self.test) else 0.0
+        if share < bar:
+            return None
+        return f"the most frequent class is {share:.3f} of the test rows: who guesses it has learned, by a bar of {bar:.3f}"
+
     @property
     def measure_name(self) -> str:
         """`accuracy` for classes, `r2` for a regression."""

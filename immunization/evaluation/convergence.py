@@ -89,7 +89,7 @@ class LearningCurves:
             if reason:
                 measures.miss(reason, f"steps_ratio/{role}", f"rfd/{role}")
                 continue
-            self._steps_ratio(role, task.chance, measures, **held_out)
+            self._steps_ratio(role, task, measures, **held_out)
             deviation = relative_deviation(held_out["baseline"], held_out["immunized"])
             if deviation is None:
                 measures.miss("the baseline's measure is never above 0.05", f"rfd/{role}")
@@ -120,7 +120,7 @@ class LearningCurves:
     def training_ratio(self, comparison: Comparison, role: Role) -> float | None:
         """`steps_ratio/<role>` on training rows, if there are no test rows; None if it does not exist."""
         measures, curves = Measures(), {stage: self._curve(comparison, role, "train", stage)[0] for stage in SUFFIX}
-        self._steps_ratio(role, comparison.tasks[role].chance, measures, **curves)
+        self._steps_ratio(role, comparison.tasks[role], measures, **curves)
         return measures.metrics[f"steps_ratio/{role}"]
 
     def _intervals(self, role: Role, task: Task, measures: Measures, immunized: Tensor, baseline: Tensor) -> None:
@@ -139,8 +139,8 @@ class LearningCurves:
         features = comparison.features(role, split, stage)
         return held_out_curve(comparison.probe(role, stage), comparison.tasks[role], features, self.grid, split)
 
-    def _steps_ratio(self, role: str, chance: float, measures: Measures, immunized: Tensor, baseline: Tensor) -> None:
-        best = baseline.max().item()
+    def _steps_ratio(self, role: str, task: Task, measures: Measures, immunized: Tensor, baseline: Tensor) -> None:
+        best, chance = baseline.max().item(), task.chance
         if best < chance + MARGIN:
             reason = f"the baseline's probe stays under chance + {MARGIN} (best {best:.3f}, chance {chance:.3f})"
             measures.miss(reason, f"steps_ratio/{role}")
@@ -148,6 +148,8 @@ class LearningCurves:
             return
         threshold = chance + self.share * (best - chance)
         measures.put(f"steps_bar/{role}", threshold)
+        if reason := task.passed_by_majority(threshold):
+            measures.flag(f"passed_by_majority_{role}", reason)
         steps = steps_to(threshold, immunized, self.grid)
         if steps is None:
             steps = self.grid[-1].item()

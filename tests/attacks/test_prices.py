@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from helpers.matrices import gaussian
 from helpers.victims import classes, victim_of
 from torch import Tensor
 
@@ -17,6 +18,8 @@ from immunization.attacks import (
     run_attacks,
 )
 from immunization.attacks.outcome import cost, reached
+from immunization.data.task import Split, Task
+from immunization.evaluation import LearningCurves
 from immunization.runs.result import Result
 from immunization.runs.verdict import verdict
 
@@ -110,3 +113,14 @@ def test_the_price_is_told_with_the_search_and_without_and_for_several_bars():
     said = " ".join(verdict([Result("", 0, "", "", metrics=values)]))
     price = values["attack/worst/flops_ratio_searched"]
     assert f"{price:.3g} times where the search for settings is paid for" in said
+
+
+@pytest.mark.parametrize(("few", "named"), [(8, True), (50, False)])
+def test_a_bar_that_the_most_frequent_class_passes_is_named(few, named):
+    y = (torch.arange(100) >= few).long()
+    part = Split(0.5 * y[:, None] + gaussian(100, 3, seed=0), y)
+    victim = victim_of(Task("uneven", part, part, part, classes=2), torch.eye(3, dtype=torch.float64))
+    measures = run_attacks({"probe": ClosedFormProbe()}, victim)
+    measures.merge(LearningCurves()(victim.comparison))
+    flags = {"attacks_passed_by_majority", "passed_by_majority_harmful"}
+    assert flags & set(measures.flags) == (flags if named else set())
