@@ -160,7 +160,7 @@ class Task:
         share = self.test.y.bincount().max().item() / len(self.test) if self.classes and len(self.test) else 0.0
         if share < bar:
             return None
-        return f"the most frequent class is {share:.3f} of the test rows: who guesses it has learned, by a bar of {bar:.3f}"
+        return f"the most frequent class has {share:.3f} of the test rows, and who guesses it passes the bar, {bar:.3f}"
 
     @property
     def measure_name(self) -> str:
