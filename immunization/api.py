@@ -226,8 +226,8 @@ def _configured(method: str, scheduler: str, options: dict[str, Any]) -> Experim
 def _easier(model: Model, pair: TaskPair) -> str | None:
     """Why an immunized model makes harm easier, as far as the training rows show it."""
     with suppress(DegenerateSpectrum):  # features that no probe can learn from
-        ratio = LearningCurves().training_ratio(Comparison(pair, model), "harmful")
-        return (reason := faster({"harmful": ratio})) and f"on the training rows, {reason}"
+        measures = LearningCurves().on_training_rows(Comparison(pair, model), "harmful")
+        return (reason := faster(measures, ["harmful"])) and f"on the training rows, {reason}"
     return None
 
 

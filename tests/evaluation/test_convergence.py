@@ -17,7 +17,9 @@ from immunization.evaluation import (
     LearningCurves,
     NormRatio,
 )
-from immunization.evaluation.convergence import faster, held_out_curve, relative_deviation, steps_to
+from immunization.evaluation.convergence import faster, held_out_curve, not_slower, relative_deviation, steps_to
+from immunization.evaluation.measures import Measures
+from immunization.runs.numbers import number
 
 pytestmark = pytest.mark.trains
 
@@ -95,6 +97,8 @@ def test_a_probe_that_never_learns_counts_as_the_last_step_and_is_flagged():
     first = steps_to(0.5 + 0.9 * (before.max().item() - 0.5), before, LearningCurves().grid)
     assert measures.metrics["steps_ratio/harmful"] == 2**20 / first
     assert {"capped_harmful", "capped_primary"} <= set(measures.flags)
+    ratio = number(measures.metrics["steps_ratio/primary"])
+    assert f"takes > {ratio} times" in measures.reasons["primary_slower"]
     assert LearningCurves()(two_directions(eye(2))).flags == ["harmful_not_slower"]
 
 
@@ -110,12 +114,23 @@ def test_a_harmful_task_that_is_learned_sooner_is_flagged():
     assert "harmful_faster" not in LearningCurves()(compare(pair, rotation)).flags
 
 
+def ratios(harmful: float | None, **others: float) -> Measures:
+    return Measures({f"steps_ratio/{role}": ratio for role, ratio in {"harmful": harmful, **others}.items()})
+
+
 def test_one_step_of_the_grid_is_within_rounding():
     grid = sorted(set(LearningCurves().grid.tolist()))
     pairs = itertools.pairwise(grid)
-    assert not any(faster({"harmful": a / b}) for a, b in pairs if a >= 4)
-    assert all(faster({"harmful": a / b}) for a, b in zip(grid, grid[2:], strict=False))
-    assert "the unseen task in 0.5 of" in faster({"harmful": None, "unseen": 0.5})
+    assert not any(faster(ratios(a / b), ["harmful"]) for a, b in pairs if a >= 4)
+    assert all(faster(ratios(a / b), ["harmful"]) for a, b in zip(grid, grid[2:], strict=False))
+    assert "the unseen task in 0.5 of" in faster(ratios(None, unseen=0.5), ["harmful", "unseen"])
+
+
+def test_reasons_mark_lower_bounds():
+    measures = ratios(0.5)
+    measures.flag("capped_harmful", "never reached")
+    assert "the harmful task in > 0.5 of" in faster(measures, ["harmful"])
+    assert "the harmful task in > 0.5 times" in not_slower(measures, ["harmful"])
 
 
 def test_labels_that_cannot_be_learned_give_null_and_a_flag():
