@@ -49,7 +49,8 @@ class LearningCurves:
     baseline's best, `steps_bar/<role>`; what is never reached counts as the last t and is flagged `capped_<role>`.
     `rfd/<role>`: mean of (baseline - immunized) / baseline up to the baseline's best, where the baseline is above 0.05.
     `interval/<measure>_low` and `_high`: 95 % interval of both, over resamples of the test rows, the same ones for both
-    curves. With several harmful tasks, `worst/steps_ratio` and `worst/rfd` are the smallest of theirs.
+    curves; `about.intervals_capped` names the ends that are lower bounds. With several harmful tasks,
+    `worst/steps_ratio` and `worst/rfd` are the smallest of theirs.
 
     Flags `harmful_faster`: a harmful or unseen task takes less than `FASTER` of the baseline's steps;
     `harmful_not_slower`: at most `SLOWER` times these, or the interval holds 1; `primary_slower`: the primary task
@@ -127,14 +128,22 @@ class LearningCurves:
 
     def _intervals(self, role: Role, task: Task, measures: Measures, immunized: Tensor, baseline: Tensor) -> None:
         """95 % intervals of both measures that exist, of the scores [T, N] on the test rows."""
-        y, grid, found = task.test.y, self.grid.to(baseline), {"steps_ratio": [], "rfd": []}
+        y, grid, found, missed = task.test.y, self.grid.to(baseline), {"steps_ratio": [], "rfd": []}, []
         for counts in draws(len(y)):
             after, before = (resampled(task, scores, y, counts) for scores in (immunized, baseline))
-            found["steps_ratio"].append(_steps_ratios(after, before, grid, task.chance, self.share))
+            ratios, never = _steps_ratios(after, before, grid, task.chance, self.share)
+            found["steps_ratio"].append(ratios)
+            missed.append(never)
             found["rfd"].append(_deviations(before, after))
         for name, parts in found.items():
             if measures.metrics[f"{name}/{role}"] is not None:
                 measures.interval(f"{name}/{role}", *ends(torch.cat(parts)))
+        if measures.metrics[name := f"steps_ratio/{role}"] is not None:
+            ratios = torch.cat(found["steps_ratio"])
+            both = zip(ends(ratios), ends(ratios.masked_fill(torch.cat(missed), torch.inf)), strict=True)
+            for end, (counted, known) in zip(("low", "high"), both, strict=True):
+                if known != counted:
+                    measures.about.setdefault("intervals_capped", []).append(f"interval/{name}_{end}")
 
     def _curve(self, comparison: Comparison, role: Role, split: str, stage: Stage) -> tuple[Tensor, Tensor]:
         """The measure [T] and the scores [T, N] of all rows of a split."""
@@ -161,12 +170,15 @@ class LearningCurves:
         measures.put(f"steps_ratio/{role}", steps / steps_to(threshold, baseline, self.grid))
 
 
-def _steps_ratios(after: Tensor, before: Tensor, grid: Tensor, chance: float, share: float) -> Tensor:
-    """Ratios [B] of the steps that curves [B, T] take to `share` of the way to the best of `before`."""
+def _steps_ratios(after: Tensor, before: Tensor, grid: Tensor, chance: float, share: float) -> tuple[Tensor, Tensor]:
+    """Ratios [B] of the steps that curves [B, T] take to `share` of the way to the best of `before`.
+
+    And where `after` never comes there, which counts as the last step of the grid.
+    """
     threshold = chance + share * (before.max(1).values - chance)
-    missed = ((curves.cummax(1).values < threshold[:, None] - 1e-12).sum(1) for curves in (after, before))
+    missed = [(curves.cummax(1).values < threshold[:, None] - 1e-12).sum(1) for curves in (after, before)]
     first, second = (grid[missing.clamp(max=len(grid) - 1)] for missing in missed)
-    return first / second
+    return first / second, missed[0] == len(grid)
 
 
 def _deviations(before: Tensor, after: Tensor) -> Tensor:

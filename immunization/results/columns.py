@@ -20,7 +20,7 @@ from immunization.results.formatting import MEASURES, NONE, Cell, number
 from immunization.results.seed_statistics import ROUNDING
 from immunization.results.settings import Setting, median
 from immunization.runs.result import Result
-from immunization.runs.verdict import BAR, attack_names, interval, rows_tested, successes, undecided
+from immunization.runs.verdict import BAR, attack_names, interval, rows_tested, shown, successes, undecided
 
 AUTHORS = ", authors' κ"
 """Ends the heading of a column by the released code's convention; all others are rank-aware."""
@@ -289,16 +289,16 @@ def rows_interval(setting: Setting, measure: str) -> Cell:
     return Cell(f"{low:.2f} to {high:.2f}", low, words=True)
 
 
-def interval_of(result: Result, measure: str) -> tuple[float, float] | None:
-    """The 95 % interval of a metric of one run; None where it has none."""
-    low, high = (result.metrics.get(f"interval/{measure}_{end}") for end in ("low", "high"))
-    return None if low is None or high is None else (low, high)
+def interval_of(result: Result, measure: str) -> str:
+    """The 95 % interval of a metric of one run, with > at an end that is a lower bound; empty where it has none."""
+    ends = [f"interval/{measure}_{end}" for end in ("low", "high")]
+    return "" if None in map(result.metrics.get, ends) else " to ".join(shown(result, end) for end in ends)
 
 
 def run_interval(setting: Setting, measure: str) -> Cell:
     """The interval of a single run; several have a spread."""
-    found = interval_of(setting.results[0], measure) if len(setting.runs) == 1 else None
-    return Cell(" to ".join(map(number, found)), found[0], words=True) if found else Cell(NONE)
+    text = interval_of(setting.results[0], measure) if len(setting.runs) == 1 else ""
+    return Cell(text, setting.median(f"interval/{measure}_low"), words=True) if text else Cell(NONE)
 
 
 _ABOVE_1, _AT_MOST_1 = partial(operator.lt, 1 + ROUNDING), partial(operator.ge, 1 + ROUNDING)

@@ -120,9 +120,8 @@ def _sheet(result: Result, objective: str) -> Iterator[RenderableType]:
 
 def _add_interval(grid: Table, result: Result, names: Iterable[str]) -> None:
     """Below a row, the 95 % intervals of its metrics, where there are some."""
-    found = [interval_of(result, name) for name in names]
-    if any(found):
-        texts = (" to ".join(map(number, ends)) if ends else "" for ends in found)
+    texts = [interval_of(result, name) for name in names]
+    if any(texts):
         grid.add_row("  95 % interval", *texts, style="dim")
 
 

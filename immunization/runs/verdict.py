@@ -57,12 +57,14 @@ def capped(result: Result) -> set[str]:
 
 
 def at_least(result: Result, metric: str) -> bool:
-    """Whether a number of steps, or its ratio, is a lower bound: the probe or attack never came to where they end."""
+    """Whether steps, their ratio, or an end of its interval are a lower bound: the probe or attack never came there."""
     if metric == "worst/steps_ratio":
         tasks = [name for name in result.metrics if name.startswith("steps_ratio/harmful")]
         smallest = [name for name in tasks if result.metrics[name] == result.metrics[metric]]
         return any(at_least(result, name) for name in smallest)
     group, *name = metric.split("/")
+    if group == "interval":  # runs of before do not say
+        return metric in result.about.get("intervals_capped", ())
     if group == "steps_ratio":
         return f"capped_{name[0]}" in result.flags
     return group == "attack" and name[-1] in ("steps", "steps_ratio") and name[0] in capped(result)

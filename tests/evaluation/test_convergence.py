@@ -97,9 +97,23 @@ def test_a_probe_that_never_learns_counts_as_the_last_step_and_is_flagged():
     first = steps_to(0.5 + 0.9 * (before.max().item() - 0.5), before, LearningCurves().grid)
     assert measures.metrics["steps_ratio/harmful"] == 2**20 / first
     assert {"capped_harmful", "capped_primary"} <= set(measures.flags)
+    ends = [f"interval/steps_ratio/{role}_{end}" for role in ("primary", "harmful") for end in ("low", "high")]
+    assert measures.about["intervals_capped"] == ends
     ratio = number(measures.metrics["steps_ratio/primary"])
     assert f"takes > {ratio} times" in measures.reasons["primary_slower"]
     assert LearningCurves()(two_directions(eye(2))).flags == ["harmful_not_slower"]
+
+
+def test_an_end_that_some_resamples_never_come_to_is_a_lower_bound():
+    """A probe that comes to the bar on all test rows, but not on some resamples."""
+    measures, grid = Measures({"steps_ratio/harmful": 1.0, "rfd/harmful": 0.0}), LearningCurves(OCTAVES).grid
+    harmful = task(gaussian(120, 2, seed=0), (torch.arange(120) % 2).long(), test=100, classes=2)
+    before = torch.ones(len(grid), 100).double()
+    after = before.clone()
+    after[:, :7] = 0  # below 90 % of the rows on some resamples
+    LearningCurves(OCTAVES, share=0.8)._intervals("harmful", harmful, measures, after, before)
+    assert measures.about["intervals_capped"] == ["interval/steps_ratio/harmful_high"]
+    assert measures.metrics["interval/steps_ratio/harmful_low"] == 1
 
 
 def test_a_harmful_task_that_is_learned_sooner_is_flagged():

@@ -62,3 +62,14 @@ def test_in_the_results(collection, tmp_path):
     text = (tmp_path / "RESULTS.md").read_text()
     assert text.count("| my score |") == 1  # in the first table; the section has none of its own
     assert "| my score |" in (tmp_path / "docs" / "mine.md").read_text()
+
+
+def test_ends_of_intervals_that_are_lower_bounds_are_marked(tmp_path):
+    """On the screen and in tables; runs of before have no list of them."""
+    ends = {f"interval/steps_ratio/harmful_{end}": value for end, value in (("low", 81.9), ("high", 262.0))}
+    for about, expected in ({"intervals_capped": list(ends)[1:]}, "81.9 to > 262"), ({}, "81.9 to 262"):
+        made = make_run(tmp_path / str(len(about)), measures=ends, about=about)
+        collection = collect([made])
+        assert expected in printed(show, collection.runs[0].result, "rir")
+        table = page.sections(collection, "rir", figures=False)[0].tables[0]
+        assert table.rows[0][table.header.index("harmful steps ratio, 95 % interval")].text == expected
