@@ -16,6 +16,8 @@ from immunization.results.seed_statistics import ROUNDING
 from immunization.results.settings import Setting, grouped, named, title
 from immunization.results.tables import Table
 from immunization.runs import files
+from immunization.runs.filenames import ENVIRONMENT
+from immunization.runs.result import Result
 from immunization.runs.verdict import version
 
 REPORT = "leaderboard.html"
@@ -34,11 +36,13 @@ BELOW = "More than two points lost, or not measured"
 
 
 def rows_below(paths: Iterable[Path]) -> list[Path]:
-    """The files of rows at or below `paths`; raises DataError where there is none."""
+    """The files of rows at or below `paths`; raises DataError where there is none, or a run in their place."""
     found = [row for path in paths for row in ([path] if path.is_file() else sorted(path.rglob("*.json")))]
+    made = "python -m immunization.results rows PATH... makes them from runs"
     if not found:
-        where = ", ".join(map(str, paths))
-        raise DataError(f"no row in or below {where}: python -m immunization.results rows PATH... makes them from runs")
+        raise DataError(f"no row in or below {', '.join(map(str, paths))}: {made}")
+    if run := next((row.parent for row in found if row.name in (Result.file, ENVIRONMENT)), None):
+        raise DataError(f"{run} is a run, and no row of the leaderboard: {made} of its tracks")
     return found
 
 
