@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -214,11 +214,20 @@ def grouped(collection: Collection, key: Callable[[Run], str]) -> list[list[Sett
 
 
 def best(group: Iterable[Setting], objective: str) -> Setting | None:
-    """The setting with the largest mean of the objective among those that immunize; None if there is none."""
+    """The setting with the largest mean of the objective among those that immunize; None if there is none.
+
+    Nor if it shares no seed and pair of classes with another of them, which it cannot be compared with.
+    """
     group = list(group)
     objective = in_convention(group, objective)
     candidates = [setting for setting in group if setting.seeds(objective) and immunizes(setting, objective)]
-    return max(candidates, key=lambda setting: setting.summary(objective).mean, default=None)
+    candidates.sort(key=lambda setting: setting.summary(objective).mean, reverse=True)
+    return next(iter(candidates), None) if comparable([s.values(objective) for s in candidates]) else None
+
+
+def comparable(values: Sequence[Mapping[tuple, float]]) -> bool:
+    """Whether the first of some settings' `Setting.values` share a seed and pair of classes with each of the others."""
+    return all(values[0].keys() & others.keys() for others in values[1:])
 
 
 def in_convention(group: Sequence[Setting], objective: str) -> str:

@@ -2,6 +2,7 @@
 
 import math
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -14,7 +15,16 @@ from rich.text import Text
 from immunization.results.columns import AUTHORS, Column, Place, filled_in, own_measures, placed, published
 from immunization.results.formatting import NONE, Cell, number, roles_in
 from immunization.results.seed_statistics import ENOUGH, ROUNDING, paired_ratio, rank_correlation, ties
-from immunization.results.settings import KEEPS, RATIOS, Setting, best, by_authors, correlations, in_convention
+from immunization.results.settings import (
+    KEEPS,
+    RATIOS,
+    Setting,
+    best,
+    by_authors,
+    comparable,
+    correlations,
+    in_convention,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -185,7 +195,7 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     sample = f"{seeds} seed{'s' * (seeds != 1)}" + (f", {len(pairs)} pairs of classes" if len(pairs) > 1 else "")
     sample += "; fewer than 3, so nothing is known of the spread over seeds" if seeds < 3 else ""
     sample += "; the settings have different numbers of runs" if len({len(s.runs) for s in group}) > 1 else ""
-    table.notes = [f"{sample}."]
+    table.notes = [f"{sample}.", *_other_pairs(group)]
     table.notes += [f"Data: {'; '.join(facts) or 'not described'}."]  # which decides what any method can attain
     table.notes += [
         *meanings(authors),
@@ -257,13 +267,29 @@ def alignment(group: Sequence[Setting], name: str, heading: str) -> Table | None
 
 
 def _strong(group: Sequence[Setting], metric: str) -> set[Setting]:
-    """The best of a column, and those that paired tests do not distinguish from it; the baseline is left out."""
+    """The best of a column, and those that paired tests do not distinguish from it; the baseline is left out.
+
+    None where the best shares no seed and pair of classes with another setting.
+    """
     rivals = [setting for setting in group if setting.method != "identity"]
     values = {setting: found for setting in rivals if (found := setting.values(metric))}
     if len(values) < 2:
         return set()
     largest = not metric.endswith("ratio_primary")
-    return ties(values, sorted(values, key=lambda setting: setting.summary(metric).mean, reverse=largest))
+    ranked = sorted(values, key=lambda setting: setting.summary(metric).mean, reverse=largest)
+    return ties(values, ranked) if comparable([values[setting] for setting in ranked]) else set()
+
+
+def _other_pairs(group: Sequence[Setting]) -> Iterator[str]:
+    """That settings were run on different pairs of classes, and on which."""
+    counted = Counter(tuple(sorted({run.pair for run in setting.runs})) for setting in group if setting.runs)
+    if len(counted) > 1:
+        named = (", ".join(pairs) if len(pairs) <= 3 else f"{len(pairs)} pairs" for pairs in counted)
+        found = (f"{pairs} in {n} of {counted.total()}" for pairs, n in zip(named, counted.values(), strict=True))
+        yield (
+            f"Settings have different pairs of classes: {'; '.join(found)}. Their averages are of other data; one that "
+            "shares no seed and pair with another is neither ★ nor bold beside it."
+        )
 
 
 def _paired(winner: Setting, group: Sequence[Setting], rir: str) -> Iterator[str]:

@@ -407,6 +407,18 @@ def test_bold_is_the_best_alone_until_there_are_five_seeds(tmp_path):
     assert bold(tmp_path / "same", {"clamp": BEST[:2], "ntl": BEST[:2]}) == ["clamp", "ntl"]
 
 
+@pytest.mark.parametrize(("pairs", "also", "starred"), [([(1, 2)], "", []), ([(0, 1), (1, 2)], "0→1, ", ["ntl ★"])])
+def test_settings_on_other_pairs_of_classes_are_not_compared(pairs, also, starred, tmp_path):
+    for seed in range(3):
+        make_run(tmp_path / str(seed), "clamp", seed)
+        for pair in pairs:
+            make_run(tmp_path / f"{seed}{pair}", "ntl", seed, pair, rir=20.0)
+    made = table(tmp_path)
+    assert [name for name in column(made, "method") if "★" in name] == starred
+    assert any(cell.strong for row in made.rows for cell in row) == bool(starred)
+    assert f"different pairs of classes: 0→1 in 1 of 2; {also}1→2 in 1 of 2." in str(made.notes)
+
+
 def test_what_only_spreads_is_not_bold_behind_one_that_is_worse_than_the_best(tmp_path):
     worse, spread = [8.2, 9.3, 8.7, 9.0, 8.35], [24.0, 3.0, 1.0, 2.0, 1.5]
     assert paired_p(by_seed(BEST), by_seed(worse)) < 0.025
