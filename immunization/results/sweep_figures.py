@@ -35,7 +35,7 @@ ALIKE = 1.01
 """Ratios that differ by no more than this factor are one value to a figure."""
 BANDS = 3
 """More settings than this have no bands, which would merge."""
-_HOW = f"Medians over runs; with up to {BANDS} settings, bands hold the middle half. Thin dashes: the baseline."
+_HOW = f"Medians over runs; with up to {BANDS} settings, bands hold the middle half. Thin dashes: the baseline"
 
 
 def draw(
@@ -77,7 +77,7 @@ def probes(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
     """Fig. 3: held-out measure of a probe by gradient descent against its steps."""
     names = (name for setting in group for run in setting.runs for name in run.result.curves)
     roles = roles_in(names, "probe", ("primary", "harmful", "benign"))
-    made = _curves(group, objective, "probe", roles, xscale="log")
+    made = _curves(group, objective, "probe", roles, xscale="log", bar="steps_bar")
     if made is None:
         return None
     figure, shown = made
@@ -87,9 +87,6 @@ def probes(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
     figure.axes[0].set_ylim(max(low, -0.25), min(high, 1.03))  # R^2 can start far below 0
     for ax in figure.axes:
         ax.set_xlabel("steps of gradient descent")
-        role = ax.get_title().removesuffix(" task")
-        if bars := [bar for setting in group if (bar := setting.median(f"steps_bar/{role}")) is not None]:
-            ax.axhline(np.median(bars), color=INK, linewidth=1.2, linestyle=":")
     return figure, (
         "Fig. 3 of the paper. Held-out measure of a linear probe against its steps of gradient descent. Dotted: 90 % "
         "of the way from guessing to the baseline's best, where steps are counted. " + shown
@@ -259,20 +256,23 @@ def _points(ax: Axes, group: Sequence[Setting], points: Sequence[Setting], x: Se
 
 
 def _curves(
-    group: Sequence[Setting], objective: str, family: str, roles: Sequence[str], xscale: str = "linear"
+    group: Sequence[Setting], objective: str, family: str, roles: Sequence[str], xscale: str = "linear", bar: str = ""
 ) -> tuple[Figure, str] | None:
     """One panel per task, one line per setting, with bands for a few settings; the baseline in thin dashes.
 
+    The median of the measure `bar` is dotted. Settings on different pairs of classes have a baseline and a bar each.
     And how they are drawn, for the caption.
     """
     shown = [r for r in roles if any(f"{family}/{r}" in run.result.curves for s in group for run in s.runs)]
     if not shown:
         return None
-    look, how, count = plot.looks(group), _HOW, len(group)
+    look, how, count = plot.looks(group), "", len(group)
     if count > MOST:
         scored = [setting for setting in group if setting.seeds(objective)]
         group = sorted(scored, key=lambda setting: -setting.summary(objective).mean)[:MOST]
-        how += f" Of {count} settings, the {len(group)} with the largest {objective}."
+        how = f" Of {count} settings, the {len(group)} with the largest {objective}."
+    apart = len({frozenset(run.pair for run in setting.runs) for setting in group}) > 1
+    how = _HOW + (", of each setting in its color, since their pairs of classes differ." if apart else ".") + how
     names = short_labels(group)
     figure, axes = plot.panel_axes(len(shown), width=3.2, height=2.8)
     for ax, role in zip(axes, shown, strict=True):
@@ -284,9 +284,12 @@ def _curves(
                 if len(setting.runs) > 1 and len(group) <= BANDS:
                     edge = {"linewidth": 0.6, "linestyle": line, "edgecolor": color}
                     ax.fill_between(x, low, high, facecolor=(color, 0.1), **edge)
-        before = next((b for s in group if (b := _band(s, f"{family}/{role}/baseline"))), None)
-        if before:
-            ax.plot(*before[:2], color=INK, linestyle=(0, (5, 3)), linewidth=1.0, label="baseline")
+        for some, color in [([s], look[s].color) for s in group] if apart else [(group, INK)]:
+            if before := next((b for s in some if (b := _band(s, f"{family}/{role}/baseline"))), None):
+                label = None if "baseline" in ax.get_legend_handles_labels()[1] else "baseline"
+                ax.plot(*before[:2], color=color, linestyle=(0, (5, 3)), linewidth=1.0, label=label)
+            if bars := [found for s in some if (found := s.median(f"{bar}/{role}")) is not None]:
+                ax.axhline(np.median(bars), color=color, linewidth=1.2, linestyle=":")
         ax.set(title=f"{role} task", xscale=xscale)
     plot.legend_below(figure, axes[0])
     return figure, how

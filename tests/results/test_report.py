@@ -106,6 +106,21 @@ def test_a_caption_counts_the_settings_that_a_figure_of_curves_leaves_out(tmp_pa
     assert "Of 9" not in draw(group[:8], "x", kinds=("figure3",))[0].caption
 
 
+@pytest.mark.parametrize(("pairs", "count"), [([(0, 1), (0, 1)], 1), ([(0, 1), (1, 2)], 2)])
+def test_settings_on_other_pairs_have_a_baseline_of_their_own(pairs, count, tmp_path):
+    for method, pair in zip(METHODS, pairs, strict=True):
+        make_run(tmp_path / method, method, pair=pair, measures={"steps_bar/harmful": 0.9})
+    (group,) = settings(collect([tmp_path]))
+    for plot in draw(group, "x", kinds=("figure1", "figure3")):
+        ax = plot.figure.axes[1]  # of the harmful task
+        dashed = [line for line in ax.lines if line.get_linewidth() == 1.0]
+        assert len(dashed) == len({line.get_color() for line in dashed}) == count
+        assert len([line for line in ax.lines if line.get_linestyle() == ":" and len(line.get_ydata()) == 2]) == (
+            count if plot.name.endswith("3") else 0
+        )
+        assert ("of each setting in its color" in plot.caption) == (count == 2)
+
+
 def test_the_map_of_both_weights(tmp_path):
     for i, lambda_p in enumerate((1.0, 10.0)):
         for j, lambda_h in enumerate((1.0, 10.0, 100.0)):
