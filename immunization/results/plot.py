@@ -33,6 +33,8 @@ PALETTE = (
 """Of METHODS: Okabe and Ito's colors and, as far from these and each other as color-blind readers see, nine more."""
 LINES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 1)), (0, (3, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+NEAR = 64
+"""Between colors, of 255 a channel; less is not told apart for sure."""
 
 LINE, LETTER, HANDLE = 0.22, 0.075, 0.7
 """Inches that a line of a legend takes, a letter of it, and what stands before its text."""
@@ -91,16 +93,32 @@ class Look(NamedTuple):
     line: str | tuple[int, tuple[int, ...]]
     marker: str
 
+    def like(self, other: Look) -> bool:
+        """Whether a reader takes both for one: the same line, in colors that are near."""
+        one, two = (bytes.fromhex(look.color[1:]) for look in (self, other))
+        return self.line == other.line and math.dist(one, two) < NEAR
+
 
 def looks(group: Sequence[Setting]) -> dict[Setting, Look]:
-    """One look a setting: the color of its method, in shades from dark to light where a method has several settings."""
+    """One look a setting: the color of its method, in shades from dark to light where a method has several settings.
+
+    Settings whose colors are near each other have other lines and markers, as far as there are some.
+    """
     methods = [setting.method for setting in group]
-    places = (methods[:i].count(method) for i, method in enumerate(methods))
-    return {s: _look(s.method, place, methods.count(s.method)) for s, place in zip(group, places, strict=True)}
+    placed = [(setting, methods[:i].count(setting.method)) for i, setting in enumerate(group)]
+    found: dict[Setting, Look] = {}
+    for setting, place in sorted(placed, key=lambda item: item[1]):  # first those that look the same in every figure
+        choices = [_look(setting.method, place, methods.count(setting.method), more) for more in range(len(LINES))]
+        distinct = (look for look in choices if not any(look.like(other) for other in found.values()))
+        found[setting] = next(distinct, choices[0])
+    return {setting: found[setting] for setting in group}
 
 
-def _look(method: str, place: int, count: int) -> Look:
-    """That of setting `place` of `count` of a method; one's own methods have colors that follow from their names."""
+def _look(method: str, place: int, count: int, more: int) -> Look:
+    """That of setting `place` of `count` of a method, with the line and marker `more` places on.
+
+    One's own methods have colors that follow from their names.
+    """
     if method in METHODS:
         i = METHODS.index(method)
         color = bytes.fromhex(PALETTE[i][1:])
@@ -109,7 +127,7 @@ def _look(method: str, place: int, count: int) -> Look:
         color = [round(255 * part) for part in hls_to_rgb(hue / 256, 0.35 + dark / 1024, 0.6)]
     share = 0.9 * place / (count - 1) - 0.4 if count > 1 else 0.0  # of white, or below 0 of black
     shade = (round(c + abs(share) * (255 * (share > 0) - c)) for c in color)
-    i += place + i // len(MARKERS)
+    i += place + i // len(MARKERS) + more
     return Look(f"#{bytes(shade).hex()}".upper(), LINES[i % len(LINES)], MARKERS[i % len(MARKERS)])
 
 

@@ -64,3 +64,14 @@ def test_settings_of_a_method_are_shades_of_its_color(tmp_path):
     brightness = [sum(to_rgb(look.color)) for look in own]
     assert brightness == sorted(brightness)
     assert len({look.marker for look in own}) == 8
+
+
+@pytest.mark.parametrize("counts", [(3, 1), (4, 2), (8, 1)])
+def test_settings_of_two_methods_in_near_colors_have_other_lines(counts, tmp_path):
+    for method, count in zip(("condition_number", "learning_curve"), counts, strict=True):
+        for i in range(count):
+            make_run(tmp_path / f"{method}{i}", method, lambdas=(1.0, 10.0**i))
+    (group,) = settings(collect([tmp_path]))
+    assert not any(one.like(other) for one, other in combinations(looks(group).values(), 2))
+    alike = Look("#7FB8D8", ":", "o"), Look("#7FB8E0", ":", "o")
+    assert alike[0].like(alike[1])
