@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from immunization.checks import NonNegative, check_value
 from immunization.config import build
 from immunization.errors import ConfigError
 
 LENGTHS = ("T_0", "T_max", "milestones", "step_size", "step_size_down", "step_size_up", "total_iters", "total_steps")
 """Keys by which torch's schedulers are told steps of the training."""
+
+RATES = ("base_lr", "end_factor", "eta_min", "factor", "gamma", "max_lr", "min_lr", "power", "start_factor")
+"""Keys, of one number or one a group of parameters, by which they are told rates, or what makes one of another."""
 
 ENDS = ("T_max", "total_steps")  # those of schedulers that climb again, or fail, in a training that goes on
 
@@ -63,6 +67,9 @@ def _fitted(node: object, steps: int, key: str) -> dict[str, Any]:
         raise ConfigError(f"{key}.steps_per_epoch: give {key}.total_steps=1.0 instead, the whole training")
     if not isinstance(node.get("milestones", []), list):
         raise ConfigError(f"{key}.milestones={node['milestones']}: must be a list, [0.5,0.75] on the command line")
+    for name in filter(node.__contains__, RATES):  # below 0, steps would climb the loss
+        for rate in node[name] if isinstance(node[name], list) else [node[name]]:
+            check_value(f"{key}.{name}", rate, NonNegative)
     fitted = node | {name: _steps(node[name], steps, f"{key}.{name}") for name in LENGTHS if name in node}
     for name in ENDS:
         if (fitted.get(name) or steps) < steps:
