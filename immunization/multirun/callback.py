@@ -28,10 +28,12 @@ if TYPE_CHECKING:
 class SweepSummary(Callback):
     """A Hydra callback: the table over all jobs of a multirun, of their run folders, and exit code 1 if one failed.
 
-    `begun` is the key of the folder that this process fills, a run's or a sweep's, and its configuration.
+    `begun` is the key of the folder that this process fills, a run's or a sweep's, and its configuration; `jobs` holds
+    the overrides of the jobs of this command: others in the folder are in the table, but not in the exit code.
     """
 
     begun: ClassVar[tuple[str, DictConfig] | None] = None
+    jobs: ClassVar[list[Sequence[str]]] = []
 
     def on_run_start(self, config: DictConfig, **kwargs: object) -> None:
         """Remember which folder is filled."""
@@ -44,7 +46,7 @@ class SweepSummary(Callback):
         # processes that launchers start have to find this package
         path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(path)
-        SweepSummary.begun = "hydra.sweep.dir", config
+        SweepSummary.begun, SweepSummary.jobs = ("hydra.sweep.dir", config), []
         try:
             folder = Path(config.hydra.sweep.dir)
         except OmegaConfBaseException as error:
@@ -70,35 +72,47 @@ class SweepSummary(Callback):
         if key == "hydra.sweep.dir":
             with suppress(UserError):  # no job has begun
                 _summary(config)
+            _forget_refusals(folder)
         return f"interrupted: the same command with {key}={folder} resume=true goes on"
 
     def on_multirun_end(self, config: DictConfig, **kwargs: object) -> None:
         """Print and save the summary; Hydra turns exceptions of callbacks into warnings, exits it lets pass."""
+        folder = Path(config.hydra.sweep.dir)
         try:
             collection = _summary(config)
+            failed = any(problem.kind != "repeated" and _own(problem.folder, config) for problem in collection.problems)
+            _forget_refusals(folder)
         except Exception:
             traceback.print_exc()
-            folder = config.hydra.sweep.dir
             sys.exit(f"error: the jobs have run, but there is no summary; python -m immunization.results {folder}")
         asked = any(word.startswith("objective=") for word in config.hydra.overrides.task)
         unknown = asked and all(run.result.metrics.get(config.objective) is None for run in collection.runs)
-        if unknown or any(problem.kind != "repeated" for problem in collection.problems):
+        if unknown or failed:
             sys.exit(1)
 
 
 def _summary(config: DictConfig) -> "Collection":
-    """Print and save the table over all jobs; what a job refused to write over is none of them, from here on it is."""
+    """Print and save the table over all jobs; what a job refused to write over is none of them."""
     from immunization.results.collect import collect
     from immunization.results.page import summarize
 
     folder = Path(config.hydra.sweep.dir)
     collection = collect([folder])
     summarize(collection, folder, config.objective)
-    _forget_refusals(folder)
     return collection
 
 
+def _own(folder: Path, config: DictConfig) -> bool:
+    """Whether a job of this command left what is in a run folder; those that ended before they said so count, too."""
+    from immunization.results import rows
+
+    ignored, overrides = config.hydra.job.config.override_dirname.exclude_keys, rows.overrides_of(folder)
+    jobs = {rows.job(job, ignored) for job in SweepSummary.jobs}
+    return not (jobs and overrides) or (folder / REFUSED).exists() or rows.job(overrides, ignored) in jobs
+
+
 def _forget_refusals(folder: Path) -> None:
+    """Let what jobs refused to write over be runs again."""
     for refused in folder.rglob(REFUSED):
         refused.unlink()
 
@@ -125,6 +139,7 @@ def _validate(sweeper: Sweeper, batch: list[Sequence[str]]) -> None:
     if repeated := len(batch) - len(jobs):
         print(f"{repeated} of {len(batch)} jobs repeat another one and are left out", flush=True)
         batch[:] = jobs
+    SweepSummary.jobs += map(list, batch)
     _track(sweeper.config, batch)
     loader = sweeper.hydra_context.config_loader
     is_group = cache(lambda key: bool(loader.get_group_options(key)))

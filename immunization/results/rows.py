@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def _replaces(path: Path, row: Result) -> bool:
 def _row(run: Run) -> tuple[Path, Result]:
     """The path of a row below the folder of all, and its content, without paths of this machine."""
     folder, content = run.result.folder, run.result.as_dict()
-    overrides, place = _overrides(folder), folder / ENVIRONMENT
+    overrides, place = overrides_of(folder), folder / ENVIRONMENT
     if (track := track_of(overrides)) is None:
         raise DataError(f"{folder} is no run of a track: none of its overrides is {TRACK}<track>")
     environment = json.loads(place.read_text()) if place.is_file() else {}
@@ -103,25 +103,27 @@ def track_of(overrides: Iterable[str]) -> str | None:
     return next((word.removeprefix(TRACK) for word in overrides if word.startswith(TRACK)), None)
 
 
-def _overrides(folder: Path) -> list[str]:
+def overrides_of(folder: Path) -> list[str]:
+    """The overrides of a run, as they were typed; none where its folder does not say."""
     path = folder / OVERRIDES
     return yaml.safe_load(path.read_text()) or [] if path.is_file() else []
 
 
-def plan(jobs: Sequence[Sequence[str]], sweep: Path, ignored: Iterable[str] = ()) -> str:
+def job(overrides: Iterable[str], ignored: Collection[str]) -> frozenset[str]:
+    """What makes a job of a multirun: its overrides, but for `ignored` keys, which change no number."""
+    return frozenset(word for word in overrides if word.partition("=")[0] not in ignored)
+
+
+def plan(jobs: Sequence[Sequence[str]], sweep: Path, ignored: Collection[str] = ()) -> str:
     """How many of the `jobs` of a track, given by their overrides, are missing in `sweep`, and how long they take.
 
     A job takes the median of the completed ones, or of the track's rows. `ignored` keys of overrides change no number.
     """
-
-    def job(overrides: Iterable[str]) -> frozenset[str]:
-        return frozenset(word for word in overrides if word.partition("=")[0] not in ignored)
-
-    track, wanted, done, seconds = track_of(jobs[0]), set(map(job, jobs)), set(), []
+    track, wanted, done, seconds = track_of(jobs[0]), {job(one, ignored) for one in jobs}, set(), []
     for folder in (path.parent for path in sweep.glob(f"*/{OVERRIDES}")):
         with suppress(DataError):
             if (result := Result.read(folder)).status == "completed":
-                done.add(job(_overrides(folder)))
+                done.add(job(overrides_of(folder), ignored))
                 seconds.append(sum(result.seconds.values()))
     if not seconds and (known := [*(FOLDER / track).glob("*.json")]):
         seconds = [sum(run.result.seconds.values()) for run in collect(known).runs]

@@ -165,6 +165,15 @@ def test_resume_takes_no_job_of_another_configuration_for_its_own(tmp_path):
     assert (done.returncode, "2 completed" in done.stdout) == (0, True)
 
 
+def test_the_exit_code_is_that_of_the_jobs_of_the_command(tmp_path):
+    """Not of those that an earlier command left in the same folder, which the table still counts."""
+    options = (*QUICK, "hydra.sweep.dir=runs", "resume=true")
+    assert launched("-m", *options, "optimizer.lr=0.001,-1", cwd=tmp_path).returncode == 1
+    done = launched("-m", *options, "optimizer.lr=0.001,0.003", "threads=1", cwd=tmp_path)
+    assert (done.returncode, "2 completed, 1 failed" in done.stdout) == (0, True)
+    assert launched("-m", *options, "optimizer.lr=-1", cwd=tmp_path).returncode == 1
+
+
 def test_resume_of_a_single_run(tmp_path, capsys):
     first = run([*QUICK], folder=tmp_path)
     written = (tmp_path / "result.json").stat().st_mtime_ns
