@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from timm.data.readers.reader import Reader
 
 Crop = Literal["center", "squash", "border"]
+SOURCES = ("torch/", "hfds/", "hfids/", "tfds/", "wds/")
 SYNONYMS = {"val": ("val", "validation", "valid", "test"), "train": ("train", "training")}
 
 
@@ -144,7 +145,18 @@ def open_task(
     check_value(f"dataset.{role}.crop", crop, Crop | None)
     generator = torch.Generator().manual_seed(split_seed)
     folder = None if root is None else Path(root).expanduser()
+    found = [] if source else [place.resolve() for place in (_find(folder, train), _find(folder, test)) if place]
+    if train == test or len(set(found)) < len(found):
+        raise ConfigError(
+            f"dataset.{role}.train={train} and dataset.{role}.test={test} are the same images: name two splits"
+        )
     if source:
+        # any other name makes timm read the folder, and torch's folder is the whole of it for every split
+        if not source.lower().startswith(SOURCES) or source.lower() in ("torch/folder", "torch/image_folder"):
+            raise ConfigError(
+                f"dataset.{role}.source={source} is no source with splits: write one of "
+                f'{", ".join(f"{known}<name>" for known in SOURCES)}, or "" for a folder per class'
+            )
         if classes is not None:
             raise ConfigError(
                 f"dataset.{role}.classes chooses among class folders, and {source} has none; set it to null"
@@ -201,8 +213,8 @@ def _chosen(
     """`least` or more of the class `folders`: all for None, `a:b` of their order, or a list of names and places."""
     check_value(key, classes, str | Sequence[str | int] | None)
     if classes is None:
-        return folders
-    if isinstance(classes, str):
+        chosen = list(folders)
+    elif isinstance(classes, str):
         try:
             chosen = list(folders[slice(*(int(end) if end else None for end in classes.split(":", 1)))])
         except ValueError:
@@ -218,7 +230,8 @@ def _chosen(
         chosen = [folders[one] if isinstance(one, int) else one for one in classes]
     if len(chosen) < least or len(set(chosen)) < len(chosen):
         needed = "two different classes are" if least > 1 else "one class is"
-        raise ConfigError(f"{key}={classes}: at least {needed} needed")
+        shown = "null" if classes is None else classes
+        raise ConfigError(f"{key}={shown}: at least {needed} needed")
     return tuple(sorted(chosen))
 
 

@@ -69,19 +69,39 @@ def test_folders_that_are_missing_or_disagree(tmp_path):
         open_pair((folders[0], tmp_path / "flat"))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"source": name}, f"harmful.source={name} is no source") for name in ("foo", "hfds", "torch/folder", "x/y")),
+        ({"train": "val"}, r"harmful\.train=val and dataset\.harmful\.test=val are the same images"),
+        ({"test": "training"}, r"harmful\.train=train and dataset\.harmful\.test=training are the same images"),
+        ({"classes": "0:1"}, r"harmful\.classes=0:1: at least two different classes"),
+        ({"train": "one", "test": "none"}, r"harmful\.classes=null: at least two different classes"),
+    ],
+    ids=str,
+)
+def test_splits_that_would_be_the_same_or_hold_one_class(tmp_path, options, message):
+    folders = draw_folder(tmp_path / "p", 4, 6, 2, 0), draw_folder(tmp_path / "h", 3, 6, 2, 1)
+    (folders[1] / "training").symlink_to(folders[1] / "train")
+    (folders[1] / "one/class0").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=message):
+        open_pair(folders, None, harmful=options)
+
+
 def test_one_folder_without_splits(tmp_path, folders):
     flat = folders[0] / "train"
     pair = open_pair((flat, folders[1]), test_fraction=0.25)
     assert [len(pair.tasks["primary"].splits[split]) for split in SPLITS] == [52, 8, 20]
 
 
-def test_equal_tasks_are_refused(folders):
+def test_equal_tasks_are_refused(folders, monkeypatch):
     with pytest.raises(ConfigError, match=r"class folder .* belongs to the primary task and to the harmful task"):
         open_pair((folders[0], folders[0]))
     with pytest.raises(ConfigError, match="to the harmful task and to the benign task"):
         open_pair(folders, benign_root=str(folders[1]))
-    source = {"source": "torch/folder"}
-    with pytest.raises(ConfigError, match=r"torch/folder .* is both the primary and the harmful task"):
+    source = {"source": "hfds/a/b"}
+    monkeypatch.setattr(sys.modules[image_folders.__module__], "_open_source", lambda *_: [0] * 20)
+    with pytest.raises(ConfigError, match=r"hfds/a/b .* is both the primary and the harmful task"):
         open_pair((folders[0] / "train",) * 2, primary=source, harmful=source)
 
 
