@@ -24,6 +24,7 @@ RETIRED = {
     "dataset": {"augment": False, "unseen": {"source": "", "train": "train", "test": "val"}},
     "method": {"side": "input", "rank": "data", "combine": "sum"},
     "model": {"compile": False},
+    "suite": {"benign": []},
 }
 """Options that are gone or came later, at the value at which they do nothing: some run folders lack them."""
 
@@ -50,8 +51,9 @@ def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     for group in ("dataset", "model"):
         if isinstance(options := kept.get(group), dict):
             kept[group] = {key: value for key, value in options.items() if key not in ("root", "download", "cache")}
-    for group in RETIRED.keys() & kept.keys():
-        kept[group] = {key: value for key, value in kept[group].items() if RETIRED[group].get(key, ...) != value}
+    for group, retired in RETIRED.items():
+        if isinstance(options := kept.get(group), dict):
+            kept[group] = {key: value for key, value in options.items() if retired.get(key, ...) != value}
     return kept
 
 

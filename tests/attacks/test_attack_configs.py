@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from immunization.attacks.numbered import changes
 from immunization.config import CONF, build, compose
 from immunization.errors import ConfigError
+from immunization.runs.resume import result_settings
 
 READ = {path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in (CONF / "attack").glob("*.yaml")}
 SEVERAL = {name for name, content in READ.items() if "defaults" in content and "_here_" not in str(content["defaults"])}
@@ -32,7 +33,10 @@ def test_one_option_may_stand_for_several():
 
 def _numbered(name):
     content = compose([f"attack=[{name}]"])
-    return {key: OmegaConf.to_container(content[key], resolve=True) for key in ("attack", "suite")}
+    numbered = {key: OmegaConf.to_container(content[key], resolve=True) for key in ("attack", "suite")}
+    came_later = {"benign": [], "most": None}  # at these values they change nothing
+    numbered["suite"] = {key: value for key, value in numbered["suite"].items() if came_later.get(key, ...) != value}
+    return numbered
 
 
 @pytest.mark.parametrize(
@@ -55,6 +59,15 @@ def test_a_changed_suite_says_in_what():
     others = attacks("attack=[standard]", "attack.fresh_part.epochs=[1]", "~attack.neighbours")
     assert changes(others, "standard-3") == ["without neighbours", "another fresh_part"]
     assert not changes(others, "mine-1")
+
+
+@pytest.mark.parametrize("name", ["quick", "standard", "nightly", "depth", "depth_vit"])
+def test_every_key_of_a_suite_can_be_set(name):
+    suite = build(compose([f"attack=[{name}]", "suite.benign=[block_probe]", "suite.most=3"]), "suite")
+    assert (suite.benign, suite.most) == (["block_probe"], 3)
+    written, older = ({"suite": dict(compose([f"attack=[{name}]"]).suite)} for _ in range(2))
+    del older["suite"]["benign"]  # as in run folders and rows that lack it
+    assert result_settings(written) == result_settings(older)
 
 
 def test_suites_grow_from_quick_to_nightly():
