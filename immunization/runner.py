@@ -106,6 +106,10 @@ def train(
     if leads and experiment.tracker:
         with importing("starting the tracker"):
             run.track(experiment.tracker(), experiment.settings, state)
+    if experiment.attack and experiment.baselines:
+        from immunization.attacks import check_baselines  # not loaded by runs without attacks
+
+        check_baselines(experiment.baselines)
     with waiting("preparing data, model and optimizer"):
         parts = assemble(experiment)
     for attack in experiment.attack.values():

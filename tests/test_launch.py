@@ -144,10 +144,15 @@ def test_folders_that_cannot_be_written(tmp_path, cli, folder):
     assert "hydra.run.dir=" in said
 
 
-def test_a_folder_of_shared_work_that_is_a_circle_of_links(tmp_path, cli):
+@pytest.mark.parametrize(
+    ("folder", "why"), [("{tmp}/circle", "Too many levels of symbolic links"), ("/proc/x", "No such file or directory")]
+)
+def test_a_folder_of_shared_work_that_cannot_be_made(tmp_path, cli, monkeypatch, folder, why):
+    monkeypatch.setattr("immunization.runner.assemble", lambda _: pytest.fail("this is found too late"))
     (tmp_path / "circle").symlink_to("circle")
-    said = cli("dataset.max_samples=20", "method=identity", "attack=[linear_probe]", f"baselines={tmp_path / 'circle'}")
-    assert said == f"{tmp_path}/circle/.locks: Too many levels of symbolic links; a folder is needed there"
+    folder = folder.format(tmp=tmp_path)
+    said = cli("dataset.max_samples=20", "method=identity", "attack=[linear_probe]", f"baselines={folder}")
+    assert said == f"baselines={folder}: {why}; give a folder that can be made and written, or null"
 
 
 def test_a_mode_that_wandb_does_not_have(cli, monkeypatch):

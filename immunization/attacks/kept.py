@@ -1,8 +1,10 @@
 """Attacks that are done: a killed audit goes on with the next one, the baseline is attacked once for all methods."""
 
+import errno
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +16,7 @@ from torch import Tensor
 from immunization.attacks.base import AttackCurve
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.data.task import SPLITS
-from immunization.errors import DataError, DegenerateSpectrum
+from immunization.errors import ConfigError, DataError, DegenerateSpectrum
 from immunization.evaluation.measures import SUFFIX
 from immunization.models.activations import fingerprint
 from immunization.runs import environment, files
@@ -139,6 +141,18 @@ class KeptBaselines:
                     files.write_archive(path, content)
             self.made_by[name] = content["by"]
             return AttackCurve(**content["curve"])
+
+
+def check_baselines(folder: str) -> None:
+    """Raise ConfigError for a folder `baselines` that cannot be made or written, which else is found after training."""
+    try:
+        (locks := Path(folder).expanduser() / ".locks").mkdir(parents=True, exist_ok=True)
+        if not os.access(locks, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ConfigError(
+            f"baselines={folder}: {error.strerror}; give a folder that can be made and written, or null"
+        ) from error
 
 
 def _read(path: Path) -> dict[str, Any] | None:
