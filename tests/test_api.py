@@ -254,6 +254,12 @@ def test_an_audit_of_a_linear_map(tmp_path):
     assert result.metrics["attack/strip/final"] > 0.9
 
 
+def test_an_audit_from_the_command_line_of_a_net_of_no_library_says_how(tmp_path):
+    immunization.save(rows_net(), tmp_path)
+    with pytest.raises(ConfigError, match=r"holds a Sequential, no net of timm: in Python, immunization\.audit\("):
+        immunization.run(["experiment=audit", "tracker=none", f"model.checkpoint={tmp_path}"], tmp_path / "audit")
+
+
 def test_mistakes_of_an_audit_are_named(net):
     with pytest.raises(ConfigError, match="as it was before immunization"):
         immunization.audit(net, loader(4, 1), loader(3, 2))

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from immunization.data.task import USUAL, Origin
+from immunization.errors import ConfigError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -87,6 +88,21 @@ class ImagePair:
     def dim(self) -> None:
         """Images are no rows of features; how many a net makes of them, the net says."""
 
+    @property
+    def channels(self) -> int | None:
+        """Of its images as they are read; None where only their source knows."""
+        modes = {getattr(task.splits["train"].dataset, "input_img_mode", None) for task in self.tasks.values()}
+        return {"L": 1, "RGB": 3}.get(modes.pop()) if len(modes) == 1 else None
+
+    def check_channels(self, net: str, channels: int) -> None:
+        """Raise ConfigError for a net that reads images of another number of channels."""
+        if self.channels not in (None, channels):
+            raise ConfigError(
+                f"{net} reads images of {channels} channels, those of dataset={self.name} have {self.channels}: choose "
+                f"other data, or a net for these, as model=timm +model.arguments.in_chans={self.channels} makes one"
+                f"{' and model=digits_net is one' if self.channels == 1 else ''}"
+            )
+
     def to(self, device: torch.device | str, dtype: torch.dtype) -> ImagePair:
         return replace(self, device=torch.device(device), dtype=dtype)
 
@@ -96,6 +112,7 @@ class Pictures(Dataset):
 
     def __init__(self, pixels: np.ndarray, labels: Tensor) -> None:
         self.pixels, self.labels = pixels, labels
+        self.input_img_mode = "L" if pixels.ndim == 3 else "RGB"  # as timm's data sets call it
 
     def __len__(self) -> int:
         return len(self.labels)

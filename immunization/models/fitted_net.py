@@ -39,6 +39,7 @@ class FittedNet(Timm):
     ) -> None:
         if not isinstance(pair, ImagePair) or pair.size is None:
             raise ConfigError(f"model.name={name} is fitted to small images: dataset=cifar10 or digits_deep")
+        pair.check_channels(name, channels)
         arguments = {"in_chans": channels, "num_classes": len(pair.tasks["primary"].classes)}
         train = pair.tasks["primary"].splits["train"]
         if len(train) < BATCH:

@@ -320,5 +320,5 @@ def outputs_of(task: ImageTask, size: int, net: str, classes: int | None = None)
     raise ConfigError(
         f"the head of {net} has {size} outputs, the primary task {task.name} {classes} classes, and their "
         "names are no ImageNet ids: say which output means which class with dataset.primary.outputs=<csv>, or fit "
-        "a head to these classes first (model.arguments.num_classes with a checkpoint that has it)"
+        f"a head to these classes first (+model.arguments.num_classes={classes} with a checkpoint that has it)"
     )

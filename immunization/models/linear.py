@@ -15,8 +15,13 @@ from immunization.theory.preconditioning import Precondition, preconditioned_pro
 
 def _map_of(checkpoint: str, dim: int, outputs: int) -> tuple[Tensor, Tensor]:
     """theta [dim, dim] and omega [outputs, dim] of `model.checkpoint`; raises ConfigError."""
-    path, tensors, _ = read_checkpoint(checkpoint)
+    path, tensors, facts = read_checkpoint(checkpoint)
     if "theta" not in tensors:
+        if not facts.get("timm", True):
+            raise ConfigError(
+                f"model.checkpoint={path} holds a {facts['architecture']}, no net of timm: in Python, "
+                "immunization.audit(immunization.load(path, net), ...) audits it"
+            )
         raise ConfigError(f"model.checkpoint={path} holds no linear map theta; a net needs model=timm model.name=...")
     if tensors["theta"].shape != (dim, dim) or "bias" in tensors:
         shape = f"{tuple(tensors['theta'].shape)}{' with a bias' if 'bias' in tensors else ''}"
@@ -46,7 +51,8 @@ class Linear(Model):
     ) -> None:
         super().__init__()
         if not isinstance(pair, TaskPair):
-            raise ConfigError(f"dataset '{pair.name}' holds images; choose model=resnet18, vit_b16_clip or timm for it")
+            nets = "digits_net" if pair.channels == 1 else "resnet18, vit_b16_clip or timm"
+            raise ConfigError(f"dataset '{pair.name}' holds images; choose model={nets} for it")
         like = {"dtype": pair.primary.train.x.dtype, "device": pair.primary.train.x.device}
         d, outputs = pair.dim, pair.primary.outputs
         # drawn on the CPU, so that a seed means the same numbers on every device

@@ -78,6 +78,7 @@ class Timm(ImageReader):
         )
         self.parts = take_apart(net, pair.size)
         self.head, self.net, self.config = self.parts.head, self.parts.net, self.parts.config
+        pair.check_channels(self.architecture, self.config["input_size"][0])
         self.fold = trainable == "fold"
         self.trainable = [] if self.fold else self._match([trainable] if isinstance(trainable, str) else trainable)
         self._split_net()

@@ -146,7 +146,7 @@ def create(name: str, checkpoint: Checkpoint | None, pretrained: bool, arguments
     if found := misfits(net, tensors):
         raise ConfigError(
             f"model.checkpoint={path} does not fit the model in {found}. Choose the "
-            "model.name it was made with (and model.arguments.num_classes for a head of another size)"
+            "model.name it was made with (and, e.g., +model.arguments.num_classes=3 for a head of 3 outputs)"
         )
     net.load_state_dict(tensors, strict=False)
     return net

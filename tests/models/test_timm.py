@@ -6,9 +6,10 @@ import torch
 from helpers.nets import build, open_pair
 
 from immunization.compute import machine
-from immunization.data import image_folders
+from immunization.data import digits_deep, image_folders
 from immunization.errors import ConfigError, DataError
 from immunization.methods import ConditionNumber
+from immunization.models import FittedNet, Linear
 from immunization.models.timm import Timm
 from immunization.training.batches import PairedBatches
 
@@ -66,7 +67,10 @@ def test_frozen_batchnorm_does_not_drift(folders):
 def test_head_and_classes(folders, tmp_path):
     pair = open_pair(folders)
     model = Timm(pair, "test_resnet", pretrained=False, arguments={"num_classes": 7})
-    with pytest.raises(ConfigError, match=r"has 7 outputs, the primary task .* 4 classes.*dataset\.primary\.outputs"):
+    found = (
+        r"has 7 outputs, the primary task .* 4 classes.*dataset\.primary\.outputs.*\(\+model\.arguments\.num_classes=4 "
+    )
+    with pytest.raises(ConfigError, match=found):
         model.read_tasks(pair, True)
     table = tmp_path / "outputs.csv"
     table.write_text("index,dir\n6,class0\n2,class1\n0,class2\n4,class3\n")
@@ -106,6 +110,7 @@ def test_checkpoints(folders, tmp_path):
         "conv1.0.weight is missing",
         "extra is unknown",
         "fc.weight has shape (9, 96), not (4, 96)",
+        "+model.arguments.num_classes=3",
     ):
         assert words in str(caught.value)
     (tmp_path / "d.pt").write_bytes(b"no weights")
@@ -124,6 +129,25 @@ def test_checkpoints(folders, tmp_path):
     (tmp_path / "circle").symlink_to("circle")
     with pytest.raises(ConfigError, match="not found"):
         build(pair, checkpoint=str(tmp_path / "circle"))
+
+
+def test_images_of_another_number_of_channels(folders, tmp_path):
+    one = {"in_chans": 1, "num_classes": 4}
+    net = timm.create_model("test_resnet", pretrained=False, **one)
+    torch.save(net.state_dict(), tmp_path / "one.pt")
+    remedy = r"\+model\.arguments\.in_chans="
+    digits = digits_deep()
+    with pytest.raises(ConfigError, match=rf"test_resnet reads images of 3 .* have 1: .*{remedy}1.*model=digits_net"):
+        build(digits)
+    with pytest.raises(ConfigError, match=rf"test_resnet reads images of 3 .* have 1: .*{remedy}1.*model=digits_net"):
+        FittedNet(digits, cache=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"choose model=digits_net for it"):
+        Linear(digits)
+    with pytest.raises(ConfigError, match=r"choose model=resnet18, vit_b16_clip or timm for it"):
+        Linear(open_pair(folders))
+    with pytest.raises(ConfigError, match=rf"test_resnet reads images of 1 .* have 3: .*{remedy}3"):
+        Timm(open_pair(folders), "test_resnet", checkpoint=str(tmp_path / "one.pt"), arguments=one)
+    assert Timm(digits, "test_resnet", pretrained=False, arguments=one).config["input_size"][0] == 1
 
 
 def test_unknown_models_and_options(folders):
