@@ -23,6 +23,7 @@ Count = Annotated[int, Ge(0)]
 AtLeastOne = Annotated[int, Ge(1)]
 AboveOne = Annotated[float, Gt(1), Lt(math.inf)]
 AtLeastTwo = Annotated[int, Ge(2)]
+Octaves = Annotated[int, Ge(1), Le(40)]
 Digit = Annotated[int, Ge(0), Le(9)]
 Seed = Annotated[int, Ge(0), Lt(2**32), doc("an integer of at least 0 and below 2^32")]
 """Torch's generators on a CPU read 32 bits of a seed: a larger one would repeat the numbers of a smaller one."""

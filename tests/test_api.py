@@ -123,8 +123,9 @@ def test_mistakes_are_named(net):
             "TorchScript: give the nn.Module it was made from",
         ),
         (type, "must be an nn.Module, not type"),
+        (lambda net: nn.Flatten(), "a Flatten, has no weights: give a net with a linear classifier"),
     ],
-    ids=["compiled", "scripted", "class"],
+    ids=["compiled", "scripted", "class", "without weights"],
 )
 def test_nets_that_cannot_be_taken_are_refused(net, made, message, tmp_path):
     with warnings.catch_warnings(action="ignore"):  # of torch.jit

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from immunization.checks import AtLeastOne, Share, checked
+from immunization.checks import AtLeastOne, Octaves, Share, checked
 from immunization.data.task import CONSTANT, LEARNED, MARGIN, Task
 from immunization.evaluation.bootstrap import draws, ends, resampled
 from immunization.evaluation.comparison import Comparison
@@ -68,7 +68,7 @@ class LearningCurves:
     )
 
     @checked("evaluation.learning_curves")
-    def __init__(self, octaves: AtLeastOne = 20, share: Share = LEARNED) -> None:
+    def __init__(self, octaves: Octaves = 20, share: Share = LEARNED) -> None:
         self.grid = torch.tensor([round(2 ** (j / 4)) for j in range(4 * octaves + 1)])
         self.share = share
 

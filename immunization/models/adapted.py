@@ -59,6 +59,8 @@ def check_net(what: str, net: object) -> None:
         raise ConfigError(f"{what} was made by torch.compile: give the net itself (._orig_mod) and compile the result")
     if isinstance(net, torch.jit.ScriptModule):
         raise ConfigError(f"{what} is TorchScript: give the nn.Module it was made from")
+    if next(net.parameters(), None) is None:
+        raise ConfigError(f"{what}, a {type(net).__name__}, has no weights: give a net with a linear classifier")
 
 
 def is_of_timm(net: nn.Module) -> bool:

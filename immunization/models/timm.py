@@ -57,6 +57,10 @@ class Timm(ImageReader):
         super().__init__()
         if not isinstance(pair, ImagePair):
             raise ConfigError(f"model={name} needs images, for example dataset=image_folders; '{pair.name}' has none")
+        if not isinstance(arguments, Mapping | None):
+            raise ConfigError(
+                f"model.arguments must be options of timm.create_model, {{num_classes: 10}}, or null, not {arguments!r}"
+            )
         stored = None if checkpoint is None else read_checkpoint(checkpoint)
         self.arguments = dict(arguments or (stored.facts.get("arguments", {}) if stored else {}))
         self.weights, self.license, stripped = "the caller's own", None, None

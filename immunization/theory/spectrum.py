@@ -30,6 +30,8 @@ def features_of(owner: str) -> Iterator[None]:
 
 
 def _as_batches(features: Tensor | Iterable[Tensor]) -> Iterable[Tensor]:
+    if not isinstance(features, Iterable):
+        raise DataError(f"features must be a tensor [N, D], or batches of its rows, not {type(features).__name__}")
     return (features,) if isinstance(features, Tensor) else features
 
 
@@ -48,6 +50,11 @@ def triangular_factor(features: Tensor | Iterable[Tensor]) -> tuple[Tensor, int]
             raise DataError(f"features must be a tensor [N, D], or batches of its rows, not {given}")
         if not torch.isfinite(batch).all():
             raise DegenerateSpectrum("the features hold NaN or infinite values; their spectrum does not exist")
+        if pending and batch.shape[1] != pending[0].shape[1]:
+            raise DataError(
+                f"batches of features must have one width: one has {batch.shape[1]} columns, those before "
+                f"have {pending[0].shape[1]}"
+            )
         pending.append(batch.detach().double())
         rows, waiting = rows + len(batch), waiting + len(batch)
         if waiting >= batch.shape[1]:

@@ -61,6 +61,7 @@ def test_every_evaluation_has_a_config_of_one_key_its_name():
     [
         (lambda: NormRatio(steps=0), "norm_ratio.steps"),
         (lambda: LearningCurves(octaves=0), "learning_curves.octaves"),
+        (lambda: LearningCurves(octaves=64), "octaves must be an integer of at least 1 and at most 40, not 64"),
         (lambda: LearningCurves(share=1.1), "learning_curves.share"),
         (lambda: Alignment(energy=0.0), "alignment.energy"),
         (lambda: Definition(tolerance=-0.1), "definition.tolerance"),

@@ -154,6 +154,8 @@ def test_unknown_models_and_options(folders):
     pair = open_pair(folders)
     with pytest.raises(ConfigError, match=r"model\.name=resnet19: timm has no such model"):
         Timm(pair, "resnet19", pretrained=False)
+    with pytest.raises(ConfigError, match=r"model\.arguments must be options of timm\.create_model, .*, not 5"):
+        Timm(pair, "test_resnet", pretrained=False, arguments=5)
     with pytest.raises(ConfigError, match="no linear classifier"):
         Timm(pair, "test_resnet", pretrained=False, arguments={"num_classes": 0})
     with pytest.raises(ConfigError, match=r"dataset\.on_bad_image"):

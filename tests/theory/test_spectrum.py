@@ -176,7 +176,14 @@ def test_no_condition_number_without_a_spectrum(features, conditioning):
         spectrum.condition_number(features, conditioning=conditioning)
 
 
-@pytest.mark.parametrize("given", [torch.ones(3), [[1.0, 2.0]], np.ones((3, 2))], ids=["vector", "list", "array"])
+def test_batches_of_several_widths_are_refused():
+    with pytest.raises(DataError, match="one has 2 columns, those before have 3"):
+        spectrum.condition_number([torch.ones(4, 3), torch.ones(4, 2)])
+
+
+@pytest.mark.parametrize(
+    "given", [torch.ones(3), [[1.0, 2.0]], np.ones((3, 2)), None], ids=["vector", "list", "array", "none"]
+)
 def test_what_is_no_matrix_is_refused(given):
     with pytest.raises(DataError, match=r"features must be a tensor \[N, D\], or batches of its rows, not "):
         spectrum.condition_number(given)
