@@ -142,7 +142,10 @@ def compose(overrides: Iterable[str] = ()) -> DictConfig:
 def build(cfg: Mapping[str, Any], key: str, **arguments: Any) -> Any:
     """The result of `factory`, called with `arguments`; a YAML with `_partial_: true` gives the callable itself."""
     made = factory(cfg, key)
-    return made if _node(cfg, key).get("_partial_") else made(**arguments)
+    try:
+        return made if _node(cfg, key).get("_partial_") else made(**arguments)
+    except ConfigError as error:  # of an attack, which knows its group and not its name
+        raise ConfigError(str(error).replace(f"{key.partition('.')[0]}.*", key)) from error
 
 
 def factory(cfg: Mapping[str, Any], key: str) -> partial[Any]:

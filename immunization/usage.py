@@ -51,6 +51,9 @@ def explained(error: Exception) -> str:
     first = str(error).partition("\n")[0]
     if "'hydra/launcher/" in str(error):
         return f"{first}: install hydra-joblib-launcher, hydra-submitit-launcher or hydra-ray-launcher"
+    if told := re.match(r"Error resolving interpolation '(.*?)', possible interpolation keys: (.*)", first):
+        group = min(set(re.findall(r"\$\{(\w+)\}", told[1])) - set(told[2].split(", ")), default=told[1])
+        return f"{group} takes the name of one option, {group}=<option>, and no list"
     if isinstance(error, MissingConfigException):
         above, _, name = str(error.missing_cfg_file).rpartition("/")
         group, known = options(above)

@@ -37,13 +37,21 @@ def map_inputs(pair: TaskPair, transform: Callable[[str, Tensor], Tensor], **ten
     return replace(pair.with_tasks(tasks), tensors=pair.tensors | tensors)
 
 
-def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+def moments(x: Tensor, what: str = "the inputs") -> tuple[Tensor, Tensor]:
     """Mean and standard deviation (ddof = 1) [D] of the columns of x [N, D].
 
     A constant column gets its own value and 1, exactly: it must become 0, not a quotient of two rounding errors.
+    Raises DataError for one whose deviation underflows or overflows.
     """
     constant = (x == x[0]).all(0)
-    return torch.where(constant, x[0], x.mean(0)), torch.where(constant, 1.0, x.std(0))
+    mean, std = torch.where(constant, x[0], x.mean(0)), torch.where(constant, 1.0, x.std(0))
+    for wrong, size in ((std == 0, "small"), (~torch.isfinite(std), "large")):
+        if wrong.any():
+            raise DataError(
+                f"{what}: the values of column {int(wrong.int().argmax())} are so {size} that their squares leave the "
+                "range of float64; rescale the data"
+            )
+    return mean, std
 
 
 def standardize(pair: TaskPair, normalize: Normalize) -> TaskPair:
@@ -59,7 +67,7 @@ def standardize(pair: TaskPair, normalize: Normalize) -> TaskPair:
         return map_inputs(pair, lambda _, x: (x - mean) / std, mean=mean, std=std)
     own = {}
     for role, task in pair.tasks.items():
-        own[f"{role}/mean"], own[f"{role}/std"] = moments(task.train.x)
+        own[f"{role}/mean"], own[f"{role}/std"] = moments(task.train.x, f"the inputs of {role}")
     return map_inputs(pair, lambda role, x: (x - own[f"{role}/mean"]) / own[f"{role}/std"], **own)
 
 
@@ -69,7 +77,7 @@ def standardize_targets(pair: TaskPair) -> TaskPair:
     for role, task in pair.tasks.items():
         if task.classes:
             continue
-        mean, std = (value[0] for value in moments(task.train.y[:, None]))
+        mean, std = (value[0] for value in moments(task.train.y[:, None], f"the targets of {role}"))
         splits = {name: replace(split, y=(split.y - mean) / std) for name, split in task.splits.items()}
         tasks[role] = replace(task, **splits)
         tensors |= {f"{role}/target_mean": mean, f"{role}/target_std": std}

@@ -131,7 +131,7 @@ class Task:
             rows = [split.y, *([split.x] if matrix and isinstance(split.x, Tensor) else [])]
             if not all(torch.isfinite(part).all() for part in rows):
                 raise DataError(
-                    f"task '{self.name}', {name} split holds NaN or infinite values; clean or drop those rows"
+                    f"task '{self.name}', {name} split holds NaN or infinite values; clean, rescale or drop those rows"
                 )
         if not len(self.train):
             raise DataError(f"task '{self.name}' has no training rows")

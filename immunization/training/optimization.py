@@ -28,6 +28,10 @@ def optimizer_of(
     """The optimizer that `make` makes for parameters or groups of them; raises ConfigError."""
     try:
         made = make(parameters)
+    except IndexError as error:  # of betas, which torch does not count
+        if "betas" not in (given := getattr(make, "keywords", {})):
+            raise
+        raise ConfigError(f"optimizer.betas={given['betas']}: give both, as [0.9,0.999]") from error
     except (TypeError, ValueError) as error:  # torch's way to refuse a value
         raise ConfigError(f"optimizer: {error}") from error
     if isinstance(made, torch.optim.LBFGS):

@@ -98,6 +98,13 @@ def test_options_of_an_attack_that_is_not_chosen_are_refused_by_its_name():
         build(compose(["attack=[linear_probe]", "+attack.adam.steps=3"]), "attack.adam")
 
 
+def test_settings_that_cannot_be_are_refused_by_their_key():
+    with pytest.raises(
+        ConfigError, match=r"^attack\.adam\.rates: learning rates must be numbers of at least 0, not \[\]"
+    ):
+        build(compose(["attack=[adam]", "attack.adam.rates=[]"]), "attack.adam")
+
+
 @pytest.mark.parametrize("value", ["null", "3"])
 def test_what_is_no_attack_is_refused_by_its_name(value):
     with pytest.raises(ConfigError, match=r"has no _target_: to do without adam, leave it out of attack=\[...\]"):

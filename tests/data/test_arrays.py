@@ -96,6 +96,17 @@ def test_arrays_targets(matrices, tmp_path):
     fails(DataError, "'harmful_test_y'", "9", **save(tmp_path, matrices | labels))
 
 
+@pytest.mark.parametrize(("scale", "size"), [(1e-200, "small"), (1e200, "large")])
+def test_values_whose_squares_leave_the_range_of_floats(matrices, tmp_path, scale, size):
+    inputs = {f"{role}_x": matrices[f"{role}_x"] * scale for role in ("primary", "harmful")}
+    told = f"column 0 are so {size} that their squares leave the range of float64; rescale the data"
+    stored = save(tmp_path, matrices | inputs)
+    fails(DataError, f"the inputs: the values of {told}", **stored)
+    fails(DataError, f"the inputs of primary: the values of {told}", **stored, normalize="each")
+    targets = save(tmp_path, matrices | {"primary_y": matrices["primary_y"] * scale})
+    fails(DataError, f"the targets of primary: the values of {told}", **targets)
+
+
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
