@@ -91,6 +91,19 @@ def test_without_a_held_out_measure_the_primary_ones_are_null():
         assert words in measures.reasons["primary/loss_baseline"]
 
 
+@pytest.mark.parametrize(("second", "holds"), [(2.0, True), (0.5, False)])
+def test_the_definition_is_of_every_harmful_task(monkeypatch, second, holds):
+    ratios = {"harmful": 2.0, "harmful_8": second}
+
+    def of(comparison, harmful="harmful"):
+        return {"ratio_harmful": ratios[harmful], "ratio_primary": 0.5, "rir": 2 * ratios[harmful]}
+
+    monkeypatch.setattr(evaluation.primary, "condition_ratios", of)
+    pair = TaskPair("pair", classification(0, 2), regression(10), more={"harmful_8": regression(11)})
+    metrics = Definition()(compare(pair, eye(5))).metrics
+    assert (metrics["definition/a"], metrics["ratio_harmful"]) == (holds, 2.0)
+
+
 def definition(monkeypatch, harmful=2.0, primary=1.0, after=0.9, before=0.9, classes=2) -> dict[str, float | None]:
     """The verdict for the given ratios and held-out measures."""
     values = {"ratio_harmful": harmful, "ratio_primary": primary, "rir": harmful / primary}

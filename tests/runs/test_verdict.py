@@ -171,7 +171,7 @@ def test_the_headline_says_by_which_measure(holds, flags, lead):
 def test_of_several_harmful_tasks_the_worst_counts(second, worst, said):
     metrics = {"ratio_harmful": 2.4, "ratio_harmful_8": worst, "worst/ratio_harmful": worst, "ratio_primary": 0.5}
     metrics |= {"steps_ratio/harmful": 9.0, "steps_ratio/harmful_8": second, "steps_ratio/primary": 0.25}
-    metrics |= {"definition/immunized": 1.0}
+    metrics |= {"definition/immunized": worst > 1, "definition/a": worst > 1, "definition/b": 1, "definition/c": 1}
     result = Result(0, "d", "m", "imma", "completed", metrics, flags=["capped_harmful_8"])
     assert headline(result).startswith(said)
     if second is None:  # nothing is said for all tasks, but one is enough against
