@@ -330,7 +330,6 @@ class Tuner:
 
 def _unit(features: Tensor) -> Tensor:
     """The factor that gives features a mean square of 1; 1 for features that are all 0."""
-    largest = features.abs().amax()
-    if not 1e-15 < largest < 1e15 and largest > 0:  # squares, or their sum, are beyond float32
-        return _unit(features / largest) / largest
-    return features.square().mean().rsqrt().nan_to_num(posinf=1.0)
+    _, exponent = torch.frexp(features.detach().abs().amax())  # a power of two: exact
+    scaled = torch.ldexp(features, -exponent)
+    return torch.ldexp(scaled.square().mean().rsqrt().nan_to_num(posinf=1.0), -exponent)

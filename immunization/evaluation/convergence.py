@@ -139,10 +139,9 @@ class LearningCurves:
             if measures.metrics[f"{name}/{role}"] is not None:
                 measures.interval(f"{name}/{role}", *ends(torch.cat(parts)))
         if measures.metrics[name := f"steps_ratio/{role}"] is not None:
-            ratios = torch.cat(found["steps_ratio"])
-            both = zip(ends(ratios), ends(ratios.masked_fill(torch.cat(missed), torch.inf)), strict=True)
-            for end, (counted, known) in zip(("low", "high"), both, strict=True):
-                if known != counted:
+            known = ends(torch.cat(found["steps_ratio"]).masked_fill(torch.cat(missed), torch.inf))
+            for end, value in zip(("low", "high"), known, strict=True):
+                if value != measures.metrics[f"interval/{name}_{end}"]:
                     measures.about.setdefault("intervals_capped", []).append(f"interval/{name}_{end}")
 
     def _curve(self, comparison: Comparison, role: Role, split: str, stage: Stage) -> tuple[Tensor, Tensor]:

@@ -67,8 +67,9 @@ class Validity:
         train, test = (comparison.features(role, split, "baseline") for split in ("train", "test"))
         few = torch.linspace(0, len(test) - 1, min(LOOKED_AT, len(test))).long()
         distances, near = torch.cdist(test[few], train).min(1)
-        same = (distances <= 100 * SAME * train.std(0).norm()) & (task.test.y[few] == task.train.y[near])
-        if train.std(0).any() and 2 * same.sum() > len(few):
+        spread = train.std(0).norm()
+        same = (distances <= 100 * SAME * spread) & (task.test.y[few] == task.train.y[near])
+        if spread > 0 and 2 * same.sum() > len(few):
             measures.flag(
                 f"test_rows_seen_{role}",
                 f"{int(same.sum())} of {len(few)} test rows have features and label of a training row: where rows are "

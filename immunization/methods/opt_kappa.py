@@ -91,8 +91,8 @@ class OptKappa(Hold):
         if self.multiplicative:
             return self._multiply(model, primary, harmful)
         logits, features = model.outputs(primary) if self.task_weight else (None, None)
-        log_p = model.hessian_term(self._log_kappa(primary), primary, **self.preconditioner, features=features)
-        log_h = model.hessian_term(self._log_kappa(harmful), harmful, **self.preconditioner)
+        log_p = model.hessian_term(self._log_kappa(model, primary), primary, **self.preconditioner, features=features)
+        log_h = model.hessian_term(self._log_kappa(model, harmful), harmful, **self.preconditioner)
         terms = {"log_kappa_primary": log_p, "log_kappa_harmful": log_h}
         objective = FORMS[self.form](self.factor * log_p, log_h)
         if not self.task_weight:
@@ -100,10 +100,11 @@ class OptKappa(Hold):
         loss = self.pair.primary.loss(logits, primary.y)
         return {"loss": objective + self.task_weight * loss, "task_loss": loss, **terms}
 
-    def _log_kappa(self, batch: Batch) -> Regularizer:
+    def _log_kappa(self, model: Model, batch: Batch) -> Regularizer:
         if self.authors:
             return log_authors_condition_number
-        return partial(_log_kappa, rank=batch.rank, power=self.power)
+        of_features = _of_alive if model.trains_layers else log_condition_number
+        return partial(of_features, rank=batch.rank, power=self.power)
 
     def _multiply(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         """The step of a linear theta; terms are those before it."""
@@ -132,6 +133,6 @@ class OptKappa(Hold):
             fit_head(model, probe_of_inputs(self.pair.primary))
 
 
-def _log_kappa(features: Tensor, rank: int, power: float) -> Tensor:
-    """`log_condition_number` of features [N, D], of which a net's dead units are none."""
+def _of_alive(features: Tensor, rank: int, power: float) -> Tensor:
+    """`log_condition_number` of a net's features [N, D], to whose rank dead units add nothing."""
     return log_condition_number(features, min(rank, int(features.detach().any(0).sum())), power)
