@@ -17,6 +17,7 @@ from immunization.compute import machine
 from immunization.config import compose
 from immunization.data.images import ImagePair
 from immunization.data.loaders import LabeledBatches, Loader, Loaders, rows_of_loader
+from immunization.data.preparation import finish, standardize_targets
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError, DegenerateSpectrum
 from immunization.evaluation import Comparison, LearningCurves
@@ -179,7 +180,7 @@ def audit(
     if isinstance(model, LinearMap):
         harmful = rows_of_loader("harmful", harmful_loader)
         primary = harmful if primary_loader is None else rows_of_loader("primary", primary_loader)
-        pair = TaskPair("loaders", primary, harmful)
+        pair = finish(standardize_targets(TaskPair("loaders", primary, harmful)), common_range=False)
         pair = pair.to(model.theta.device, torch.float64)
         audited = Linear(pair)
         audited.extractor = copy.deepcopy(model).double()

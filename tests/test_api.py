@@ -291,7 +291,7 @@ def test_an_audit_by_harmful_data_alone(net):
     assert "with theta_0" in result.verdict[0]
     one = immunization.audit(net, loader(3, 1, 60), reference=net, attacks=["neighbours"])
     assert one.metrics["attack/worst/test_rows"] == 12
-    few = immunization.audit(net, {"train": loader(9, 1, 6), "test": loader(9, 1, 18)}, reference=net, budget="quick")
+    few = immunization.audit(net, {"train": loader(4, 1, 4), "test": loader(4, 1, 16)}, reference=net, budget="quick")
     assert few.verdict == [
         "Nothing is known of prices: the harmful task has no val split: set dataset.val_fraction above 0."
     ]
@@ -305,6 +305,18 @@ def test_an_audit_by_harmful_data_alone(net):
     rows = {split: DataLoader(TensorDataset(torch.randn(30, 4), torch.arange(30) % 2)) for split in ("train", "test")}
     linear = immunization.audit(immunization.models.fold.LinearMap(torch.eye(4)), rows, attacks=["closed_form_probe"])
     assert linear.metrics["attack/closed_form_probe/gap"] == 0
+    shifted = {}
+    for split in ("train", "test"):
+        x = torch.randn(200, 4)
+        shifted[split] = DataLoader(TensorDataset(x, 50 + x[:, 0]))
+    linear = immunization.audit(
+        immunization.models.fold.LinearMap(torch.eye(4)), shifted, attacks=["closed_form_probe"]
+    )
+    assert linear.metrics["attack/closed_form_probe/final"] > 0.9  # of targets far from 0
+    rows["train"] = DataLoader(TensorDataset(torch.randn(30, 4), torch.arange(30) % 2))
+    rows["test"] = DataLoader(TensorDataset(torch.randn(30, 4), torch.arange(30) % 3))
+    with pytest.raises(DataError, match="class 2 is empty, it has no training rows"):
+        immunization.audit(immunization.models.fold.LinearMap(torch.eye(4)), rows, attacks=["closed_form_probe"])
 
 
 def test_labels_are_recoded_also_where_the_training_reads_the_loaders(net):

@@ -105,6 +105,8 @@ def rows_of_loader(role: str, loaders: Loaders) -> Task:
         raise DataError(f"{role}_loader gives no batches")
     x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
     classes = 0 if y.is_floating_point() else len(y.unique())
+    if classes == 1:
+        raise DataError(f"{role}_loader holds only one class; at least two are needed")
     y = y.double() if not classes else y.unique(return_inverse=True)[1]
     parts = labeled.parts(y, 5, 5)
     return Task(role, **{split: Split(x[rows], y[rows]) for split, rows in parts.items()}, classes=classes)

@@ -106,23 +106,26 @@ def common_basis(primary: Task, harmful: Task, *further: Task) -> Tensor:
     return basis
 
 
+def check_learnable(task: Task) -> None:
+    """Raise DataError where the training rows are all alike, or lack a class."""
+    x, y = task.train.x, task.train.y
+    if (x == x[0]).all():
+        raise DataError(
+            f"task '{task.name}': every input feature is constant over its {len(x)} training rows (rank 0); "
+            "give it features that vary"
+        )
+    if task.constant:
+        return
+    if not task.classes and (y == y[0]).all():
+        raise DataError(f"task '{task.name}': its target is constant over the training rows, nothing can be learned")
+    if task.classes and not (counts := torch.bincount(y, minlength=task.classes)).all():
+        raise DataError(f"task '{task.name}': class {int(counts.argmin())} is empty, it has no training rows")
+
+
 def finish(pair: TaskPair, common_range: bool) -> TaskPair:
     """Raise DataError for a task that cannot be learned; go to coordinates in `common_basis` with `common_range`."""
     for task in pair.tasks.values():
-        x, y = task.train.x, task.train.y
-        if (x == x[0]).all():
-            raise DataError(
-                f"task '{task.name}': every input feature is constant over its {len(x)} training rows (rank 0); "
-                "give it features that vary"
-            )
-        if task.constant:
-            continue
-        if not task.classes and (y == y[0]).all():
-            raise DataError(
-                f"task '{task.name}': its target is constant over the training rows, nothing can be learned"
-            )
-        if task.classes and not (counts := torch.bincount(y, minlength=task.classes)).all():
-            raise DataError(f"task '{task.name}': class {int(counts.argmin())} is empty, it has no training rows")
+        check_learnable(task)
     about = {"inputs": pair.dim}
     if common_range:
         basis = common_basis(*pair.shown.values())

@@ -223,14 +223,22 @@ class Task:
         """Numerical rank k of the training inputs, which an invertible theta does not change; for a net, min(N, D)."""
         return min(len(self.train), self.width) if self.width else len(self.root)
 
-    def condition_number(self, factor: Tensor) -> float:
-        """kappa of the training features with the Gram matrix of `factor` [m, D]; raises DegenerateSpectrum.
+    def tolerance(self, rows: int) -> float:
+        """Singular values of `rows` features of a net are noise up to this, relative to the largest."""
+        return max(rows, self.dim) * self.eps
 
-        A net's features count by their own rank: of a dead one's singular value, rounding would decide (0, or 1e-20).
-        """
+    def rank_of(self, factor: Tensor) -> int:
+        """Rank of training features with the Gram matrix of `factor` [m, D]: a net's own, else that of the inputs."""
+        if not self.width:
+            return self.rank
+        return spectrum.numerical_rank(torch.linalg.svdvals(factor), (len(self.train), self.width), self.eps)
+
+    def condition_number(self, factor: Tensor, rank: int) -> float:
+        """kappa of such features, over as many directions as the baseline has (`rank`); raises DegenerateSpectrum."""
         sigma = torch.linalg.svdvals(factor)
-        own = spectrum.numerical_rank(sigma, (len(self.train), self.width), self.eps) if self.width else self.rank
-        return spectrum.condition_number_of(sigma, min(own, self.rank))
+        if not self.width:
+            return spectrum.condition_number_of(sigma, rank)
+        return spectrum.condition_number_down_to(sigma, rank, self.tolerance(len(self.train)))
 
     def few(self, samples: int, seed: int) -> Tensor:
         """At most `samples` training rows of each class (of all, for a regression), drawn by `seed`, in their order."""

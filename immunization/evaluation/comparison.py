@@ -81,6 +81,18 @@ class Comparison:
         return self._once(("sigma", role, split, stage), lambda: self._sigma(role, split, stage))
 
     @torch.no_grad()
+    def condition_number(self, role: Role, split: str, stage: Stage) -> float:
+        """kappa of one split's features, over as many directions as the baseline has.
+
+        Directions that a net lost count as being at the rank tolerance, a lower bound: rounding would decide beyond.
+        Infinite where sigma_k of a linear map's features underflowed to 0.
+        """
+        sigma, rank = self.sigma(role, split, stage), len(self.sigma(role, split, "baseline"))
+        if len(sigma) < rank:
+            return self.tasks[role].tolerance(len(self._split(role, split))) ** -2
+        return spectrum.condition_number_of(sigma, rank)
+
+    @torch.no_grad()
     def authors_condition_number(self, role: Role, stage: Stage) -> float:
         """kappa of the training features by the released code's convention (`spectrum.authors_condition_number`)."""
 

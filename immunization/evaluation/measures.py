@@ -20,8 +20,10 @@ SUFFIX: dict[Stage, str] = {"immunized": "", "baseline": "_baseline"}
 CONDITIONING = ("rir", "ratio_harmful", "ratio_primary", "kappa_harmful", "kappa_primary")
 """Measures of the spectra after immunization, on training inputs."""
 
-FURTHER = re.compile(r"(rir|ratio|kappa)_(harmful|unseen)(_.+)?(?<!_baseline)|worst/(rir|ratio_harmful)")
-"""Such measures of further harmful and of unseen tasks, and the worst of the harmful ones."""
+OF_SPECTRA = re.compile(
+    r"(authors/|test/)?(rir|ratio|kappa)(_\w+)?(?<!_baseline)|worst/(rir|ratio_harmful)|definition/rir_kept"
+)
+"""Measures of spectra after immunization, of every task and split, in both conventions, and what is made of them."""
 
 AUTHORS = ("authors/rir", "authors/ratio_harmful", "authors/ratio_primary")
 """Ratios by the released code's convention of kappa."""
@@ -72,8 +74,7 @@ class Measures:
     def withhold(self, flag: str, reason: str) -> None:
         """Flag condition numbers and their ratios as undetermined, and move them to `undetermined/<name>`."""
         self.flag(flag, reason)
-        usual = [f"{split}{name}" for split in ("", "test/", "authors/") for name in CONDITIONING]
-        for name in dict.fromkeys([*usual, *filter(FURTHER.fullmatch, self.metrics)]):
+        for name in list(filter(OF_SPECTRA.fullmatch, self.metrics)):
             if self.metrics.get(name) is not None:
                 self.metrics[f"undetermined/{name}"] = self.metrics[name]
                 self.miss(reason, name)

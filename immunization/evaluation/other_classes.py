@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from itertools import chain
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -29,9 +30,9 @@ class OtherClasses:
     whose prediction is a class of D_P; also with `_baseline`, where the weights before training are kept: where
     attackers run, or in an audit. With `enlarged` also `..._enlarged`, of the images at twice their size, if the net
     reads these.
-    The folder `root` has a folder of images per class; classes of D_P in it are left out. `classes`, `crop` and
-    `outputs` are as those of dataset.primary. Models without a head for other classes have no such measures. Raises
-    DataError where all classes of `root` are in D_P.
+    The folder `root` has a folder of images per class; classes of D_P and of dataset.keep_root in it are left out.
+    `classes`, `crop` and `outputs` are as those of dataset.primary. Models without a head for other classes have no
+    such measures. Raises DataError where no class of `root` is left.
     """
 
     names = ("other_classes/*",)
@@ -64,9 +65,14 @@ class OtherClasses:
         task, shown = self._task(), shown.cpu()
         split, outputs = task.splits["train"], outputs_of(task, model.head.out_features, model.name)
         truth = outputs[torch.tensor([label for _, label in split.dataset.reader.samples])]
-        rows = torch.isin(truth, shown, invert=True).nonzero()[:, 0]
+        kept = {folder for images in model.images.keep for folder in images.folders}
+        held_out = torch.tensor([Path(path).parent.resolve() not in kept for path, _ in split.dataset.reader.samples])
+        rows = (torch.isin(truth, shown, invert=True) & held_out).nonzero()[:, 0]
         if not len(rows):
-            raise DataError(f"evaluation.other_classes.root={self.root}: every class in it is one of the primary task")
+            raise DataError(
+                f"evaluation.other_classes.root={self.root}: every class in it is one of the primary task or of "
+                "dataset.keep_root"
+            )
         measures.about["other_classes"] = {"classes": len(truth[rows].unique()), "images": len(rows)}
         nets = {"immunized": model.deployed(), "baseline": model.deployed_before(comparison.start)}
         predictions: dict[tuple[Stage, str], list[Tensor]] = {key: [] for key in names if nets[key[0]] is not None}

@@ -18,8 +18,7 @@ def condition_ratios(comparison: Comparison, split: str = "train", harmful: Role
     values: dict[str, float] = {}
     for name, role in {"harmful": harmful, "primary": "primary"}.items():
         for stage, suffix in SUFFIX.items():
-            sigma = comparison.sigma(role, split, stage)
-            values[f"kappa_{name}{suffix}"] = spectrum.condition_number_of(sigma, len(sigma))
+            values[f"kappa_{name}{suffix}"] = comparison.condition_number(role, split, stage)
         values[f"rank_{name}"] = len(comparison.sigma(role, split, "immunized"))
     return spectrum.ratios(values) | values
 
@@ -84,7 +83,7 @@ class RelativeRatio:
     @staticmethod
     def _flags(comparison: Comparison, role: str, measures: Measures) -> None:
         probe = comparison.probe(role, "immunized")
-        (width, k), lowest = probe.vectors.shape, (probe.sigma[-1] / probe.sigma[0]).item()
+        width, k = probe.vectors.shape
         if k < width:
             measures.flag(
                 f"rank_deficient_{role}",
@@ -98,11 +97,12 @@ class RelativeRatio:
                 f"the smallest eigenvalue of H, {smallest:.1e}, is within the rounding of F^T F, {rounding:.1e}, "
                 "which decides whether the released code finds it above 1e-6 and counts it; under authors/ it counts",
             )
-        if probe.resolved < k:
+        before = len(comparison.sigma(role, "train", "baseline"))
+        if probe.resolved < before:
             measures.flag(
                 f"noise_floor_{role}",
-                f"sigma_{k} / sigma_1 = {lowest:.1e} is below the rounding errors of float64, max(N, D) eps: "
-                f"kappa_{role} is not resolved, only known to be large",
+                f"{before - probe.resolved} of the {before} directions of the features before are below rounding "
+                f"errors now, sigma_1 max(N, D) eps: kappa_{role} is not resolved, only known to be large",
             )
 
 
@@ -167,8 +167,7 @@ class StartRatio:
             return measures
         aware, authors = {}, {}
         for role in ("harmful", "primary"):
-            after = comparison.sigma(role, "train", "immunized")
-            aware[f"kappa_{role}"] = spectrum.condition_number_of(after, len(after))
+            aware[f"kappa_{role}"] = comparison.condition_number(role, "train", "immunized")
             authors[f"kappa_{role}"] = comparison.authors_condition_number(role, "immunized")
             aware[f"kappa_{role}_baseline"], authors[f"kappa_{role}_baseline"] = self._start(comparison, role)
         for prefix, kappa in {"": aware, "authors/": authors}.items():
@@ -183,9 +182,8 @@ class StartRatio:
         x = (task.train.x if model.linear_map() is None else task.root).double()
         features = model.training_features(x, {name: tensor.to(x) for name, tensor in comparison.start.items()})
         if torch.equal(features, x):
-            sigma = comparison.sigma(role, "train", "baseline")
             authors = comparison.authors_condition_number(role, "baseline")
-            return spectrum.condition_number_of(sigma, len(sigma)), authors
+            return comparison.condition_number(role, "train", "baseline"), authors
         sigma = spectrum.singular_values(features)
         authors = spectrum.authors_condition_number_of(sigma, features.shape[1])
         return spectrum.condition_number_of(sigma, task.rank), authors

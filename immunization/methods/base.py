@@ -91,7 +91,7 @@ class Method(Component, group="method"):
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         """Prepare for one run; called before the optimizer is built."""
-        self.pair = pair
+        self.pair, self.before = pair, {}
         if self.keep and not (model.trains_layers and model.trained()):
             raise ConfigError("method.keep distills layers of a net, and none is trained: set method.keep=0")
         self.distillation = Distillation(model, pair) if self.keep else None
@@ -146,10 +146,23 @@ class Method(Component, group="method"):
         return task.measure(model.logits(task.val.x), task.val.y).item()
 
     def score(self, model: Model) -> float:
-        """The score that early stopping maximizes: log RIR, up to a constant, on the training inputs."""
-        tasks = self.pair.harmful, self.pair.primary
-        harmful, primary = (math.log(task.condition_number(model.factor(task))) for task in tasks)
-        return harmful - primary
+        """The score that early stopping maximizes: log RIR on the training inputs."""
+        return self.log_ratio(model, "harmful") - self.log_ratio(model, "primary")
+
+    def log_ratio(self, model: Model, role: str) -> float:
+        """log of ratio (i), `harmful`, or (ii), `primary`, on the training inputs."""
+        rank, before = self.baseline(model, role)
+        task = getattr(self.pair, role)
+        return math.log(task.condition_number(model.factor(task).double(), rank)) - before
+
+    def baseline(self, model: Model, role: str) -> tuple[int, float]:
+        """Rank and log kappa of a task before immunization, computed once."""
+        if role not in self.before:
+            task = getattr(self.pair, role)
+            factor = model.baseline_factor(role, task).double()
+            rank = task.rank_of(factor)
+            self.before[role] = rank, math.log(task.condition_number(factor, rank))
+        return self.before[role]
 
     def state_dict(self) -> dict[str, Any]:
         """The part of the method that training changes: nested dicts, lists and tuples of tensors and plain values.

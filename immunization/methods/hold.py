@@ -57,14 +57,7 @@ class Hold(Method):
         self.allowed: float | None = None
         self.acted, self.ratio = False, None
         if bound is not None:
-            tasks = {"primary": pair.primary, "harmful": pair.harmful}
-            self.before = {role: _log_kappa(task, model.baseline_factor(role, task)) for role, task in tasks.items()}
             self.every = SELDOM if pair.dim > SMALL else 1
-
-    def log_ratio(self, model: Model, role: str) -> float:
-        """log of ratio (ii), `primary`, or (i), `harmful`."""
-        task = self.pair.primary if role == "primary" else self.pair.harmful
-        return _log_kappa(task, model.factor(task)) - self.before[role]
 
     def _ratio(self, model: Model) -> float:
         """log (ii) after this epoch, computed once."""
@@ -118,7 +111,7 @@ class Hold(Method):
         if self.keeps_last(model):
             return None
         theta, last = model.linear_map(), self.log_ratio(model, "primary")
-        found = [] if theta is None or last <= self.limit else self._nearest(theta.double())
+        found = [] if theta is None or last <= self.limit else self._nearest(model, theta.double())
         super().finish(model)
         ratio, nearest = max(found, key=lambda one: one[0], default=(-math.inf, None))
         if ratio > self.best[0] + MIN_GAIN:
@@ -131,18 +124,13 @@ class Hold(Method):
         if theta is not None:
             fit_head(model, probe_of_inputs(self.pair.primary))
 
-    def _nearest(self, theta: Tensor) -> list[tuple[float, Tensor]]:
+    def _nearest(self, model: Model, theta: Tensor) -> list[tuple[float, Tensor]]:
         """log (i) and the map, for both ways to bring theta within the bound."""
-        root, kappa = self.pair.primary.root.double(), math.exp(self.before["primary"] + self.limit)
+        root, kappa = self.pair.primary.root.double(), math.exp(self.baseline(model, "primary")[1] + self.limit)
         maps = [conditioned(theta, root, kappa, raised) for raised in (True, False)]
-        harmful = self.pair.harmful
+        harmful, (rank, before) = self.pair.harmful, self.baseline(model, "harmful")
         return [
-            (_log_kappa(harmful, harmful.root.double() @ a) - self.before["harmful"], a)
+            (math.log(harmful.condition_number(harmful.root.double() @ a, rank)) - before, a)
             for a in maps
             if a.isfinite().all()
         ]
-
-
-def _log_kappa(task: Any, factor: Tensor) -> float:
-    kappa = task.condition_number(factor.double())
-    return math.log(kappa) if math.isfinite(kappa) else math.inf

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from immunization.data.images import ImageSplit, ImageTask
+from immunization.data.images import ImagePair, ImageSplit, ImageTask
 from immunization.data.task import Task, TaskPair
 from immunization.models.base import Model
 from immunization.models.chain import NetParts, Network
@@ -36,6 +36,10 @@ class Folded(Linear):
     @property
     def name(self) -> str:
         return self.base.name
+
+    @property
+    def images(self) -> ImagePair:
+        return self.base.images
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.extractor(x))

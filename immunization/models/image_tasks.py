@@ -17,6 +17,7 @@ from immunization.compute.transfer import onto
 from immunization.data.image_loading import create_loader
 from immunization.data.images import ImagePair, ImageSplit, ImageTask
 from immunization.data.loaders import LabeledBatches
+from immunization.data.preparation import check_learnable
 from immunization.data.task import SPLITS, Split, Task, TaskPair, is_shown
 from immunization.errors import ConfigError, DataError
 from immunization.models.activations import Activations, Stream, collect, fingerprint, free_space
@@ -280,7 +281,9 @@ class ImageReader(Model):
         splits = {s: Split(x[rows], y[rows.to(device)]) for s, rows in parts.items()}
         head = present if role == "primary" and len(present) < outputs else None
         eps, width = torch.finfo(self.images.dtype).eps, None if self.fold else self.head.in_features
-        return Task(role, **splits, classes=len(present), eps=eps, width=width, head=head)
+        task = Task(role, **splits, classes=len(present), eps=eps, width=width, head=head)
+        check_learnable(task)
+        return task
 
 
 def preprocessing(config: dict[str, Any], pair: ImagePair, task: ImageTask, training: bool = False) -> dict[str, Any]:

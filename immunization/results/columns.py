@@ -20,7 +20,7 @@ from immunization.results.formatting import MEASURES, NONE, Cell, number
 from immunization.results.seed_statistics import ROUNDING
 from immunization.results.settings import Setting, median
 from immunization.runs.result import Result
-from immunization.runs.verdict import BAR, attack_names, interval, rows_tested, shown, successes, undecided
+from immunization.runs.verdict import BAR, attack_names, interval, rows_tested, shown, successes, undecided, weakest
 
 AUTHORS = ", authors' κ"
 """Ends the heading of a column by the released code's convention; all others are rank-aware."""
@@ -184,7 +184,7 @@ def board_primary(setting: Setting, measure: str) -> Cell:
 
 def learned_in(setting: Setting, measure: str) -> Cell:
     """In how many attacked runs at least one attack learns the task."""
-    found = [bool(successes(result)) for result in setting.results if BAR in result.metrics]
+    found = [bool(successes(result, group=weakest(result))) for result in setting.results if BAR in result.metrics]
     return Cell(f"{sum(found)} of {len(found)}", sum(found), words=True) if found else Cell(NONE)
 
 
@@ -209,17 +209,20 @@ def cost(setting: Setting, kind: str) -> Cell:
 
 
 def breaker(result: Result) -> str | None:
-    """The cheapest attack that learns the task; where none does, the one that comes closest."""
+    """The cheapest attack that learns a harmful task; where none does, the one that comes closest."""
+    if found := successes(result, group=weakest(result)):
+        return next(iter(found))
     finals = {name: result.metrics.get(f"attack/{name}/final") for name in attack_names(result)}
     known = {name: final for name, final in finals.items() if final is not None}
-    return next(iter(successes(result)), None) or max(known, key=known.__getitem__, default=None)
+    return max(known, key=known.__getitem__, default=None)
 
 
 def broken_by(setting: Setting, measure: str) -> Cell:
     """The attack that most often is the cheapest success; where there is none, that comes closest."""
     if not setting.runs:
         return Cell("failed")
-    if broken := [next(iter(found)) for result in setting.results if (found := successes(result))]:
+    groups = ((result, weakest(result)) for result in setting.results)
+    if broken := [next(iter(found)) for result, group in groups if (found := successes(result, group=group))]:
         return Cell(statistics.mode(broken))
     closest = [name for result in setting.results if (name := breaker(result))]
     return Cell(f"nobody; closest: {statistics.mode(closest)}" if closest else NONE)
@@ -334,7 +337,7 @@ COLUMNS = [
     ),
     Column("rir", "RIR, training images", Place.CARD, mean),
     Column("test/rir", "RIR, held-out images", Place.CARD | Place.RUNS, mean),
-    Column("authors/rir", "RIR by the paper's sampled protocol", Place.CARD | Place.RUNS, mean),
+    Column("authors/rir", "RIR by authors' κ", Place.CARD | Place.RUNS, mean),
     Column("rir", "RIR", Place.LINE | Place.OVERVIEW, middle),
     Column("authors/rir", "RIR by authors' κ", Place.LINE, mean),
     Column("ratio_harmful", "(i)", Place.LINE, mean),

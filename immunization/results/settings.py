@@ -246,7 +246,9 @@ def immunizes(setting: Setting, objective: str = "rir") -> bool:
     (i) is read in the objective's convention of kappa.
     """
     harmful = setting.median(("authors/" if objective.startswith("authors/") else "") + "ratio_harmful")
-    slowed, steps = (setting.median(f"steps_ratio/{role}") for role in ("harmful", "primary"))
+    found = (setting.median(name) for name in ("worst/steps_ratio", "steps_ratio/harmful", "steps_ratio/primary"))
+    worst, slowed, steps = found
+    slowed = slowed if worst is None else worst
     holds = setting.seeds("definition/immunized")
     return (
         harmful is not None

@@ -275,7 +275,7 @@ def _strong(group: Sequence[Setting], metric: str) -> set[Setting]:
     values = {setting: found for setting in rivals if (found := setting.values(metric))}
     if len(values) < 2:
         return set()
-    largest = not metric.endswith("ratio_primary")
+    largest = "ratio_primary" not in metric
     ranked = sorted(values, key=lambda setting: setting.summary(metric).mean, reverse=largest)
     return ties(values, ranked) if comparable([values[setting] for setting in ranked]) else set()
 

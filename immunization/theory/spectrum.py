@@ -100,13 +100,17 @@ def svd(matrix: Tensor, full_matrices: bool = False) -> tuple[Tensor, Tensor, Te
 def dimensions_outside(root: Tensor, other: Tensor, rows: int, eps: float = EPS) -> int:
     """Dimensions of the row space of `other` [m, D] outside of that of `root` [k, D], which has full rank k.
 
-    `rows`, for which both stand, and `eps` set the tolerance.
+    These are the singular values of what projection leaves of `other`, above its largest one times max(rows, D) eps or,
+    where that is more, sqrt(D) eps sigma_1 / sigma_k of `root`: rounded data tilt their smallest direction so far.
     """
     k, width = root.shape
     if k == width:
         return 0
-    sigma = torch.linalg.svdvals(torch.cat([root, other]).double())
-    return max(0, numerical_rank(sigma, (rows, width), eps) - k)
+    _, sigma, vh = svd(root.double())
+    left = other.double() - other.double() @ vh.T @ vh
+    tilt = width**0.5 * (sigma[0] / sigma[-1]).item()
+    threshold = torch.linalg.matrix_norm(other.double(), 2) * eps * max(rows, width, tilt)
+    return int((torch.linalg.svdvals(left) > threshold).sum())
 
 
 def condition_number(
@@ -154,6 +158,16 @@ def condition_number_of(sigma: Tensor, rank: int) -> float:
     if rank > len(sigma):
         raise DegenerateSpectrum(f"rank={rank}: the features have {len(sigma)} singular values")
     return (sigma[0] / sigma[rank - 1]).square().item()
+
+
+def condition_number_down_to(sigma: Tensor, rank: int, tolerance: float) -> float:
+    """`condition_number_of`, where directions below `tolerance` sigma_1, or not in `sigma`, count as being there.
+
+    So it is a lower bound, and rounding does not decide it.
+    """
+    resolved = int((sigma > tolerance * sigma[0]).sum())
+    kappa = condition_number_of(sigma, min(rank, resolved))
+    return kappa if resolved >= rank else tolerance**-2
 
 
 def authors_condition_number(features: Tensor | Iterable[Tensor]) -> float:

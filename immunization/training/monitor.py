@@ -23,6 +23,7 @@ class Monitor:
         self.model, self.result, self.trackers = model, result, trackers
         self.tasks = pair.shown
         factors = {role: model.baseline_factor(role, task) for role, task in self.tasks.items()}
+        self.ranks = {role: task.rank_of(factors[role]) for role, task in self.tasks.items()}
         self.baseline = self._kappas(factors, "baseline")
         self.labels = {role: zlib.crc32(task.train.y.cpu().numpy()) for role, task in self.tasks.items()}
         self.kappa, self.period = self.baseline, 1
@@ -31,7 +32,7 @@ class Monitor:
         kappas = {}
         for role, factor in factors.items():
             with features_of(f"{role} task, {state}"):
-                kappas[role] = self.tasks[role].condition_number(factor)
+                kappas[role] = self.tasks[role].condition_number(factor, self.ranks[role])
         return kappas
 
     def state_dict(self) -> dict[str, Any]:

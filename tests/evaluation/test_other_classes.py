@@ -113,6 +113,16 @@ def test_what_cannot_be_measured_is_said(opened, folders, outputs, tmp_path):
         OtherClasses(str(folders[0] / "train"), classes="90:95", outputs=outputs)(Comparison(tasks, model))
     with pytest.raises(DataError, match=r"evaluation\.other_classes\.root: folder"):
         OtherClasses(str(tmp_path / "none"), outputs=outputs)(Comparison(tasks, model))
+    held = {"keep_root": str(folders[0] / "train"), "keep": {"classes": "2:4"}}
+    for keep, message in ((held, "or of dataset.keep_root"), (held | {"keep": {"classes": "2:3"}}, "")):
+        pair = open_pair(folders, primary={"classes": "0:2", "outputs": outputs}, **keep)
+        other = OtherClasses(str(folders[0] / "train"), outputs=outputs)
+        read = build(pair).read_tasks(pair, False)
+        if message:
+            with pytest.raises(DataError, match=message):
+                other(Comparison(read[1], read[0]))
+        else:
+            assert other(Comparison(read[1], read[0])).about["other_classes"] == {"classes": 1, "images": 20}
     pair = open_pair(folders, primary={"outputs": outputs})
     whole, every = build(pair).read_tasks(pair, False)
     assert not OtherClasses(str(only_primary))(Comparison(every, whole)).metrics  # the head has no other class

@@ -115,6 +115,22 @@ def test_a_condition_number_lost_in_rounding_is_flagged():
     assert {"noise_floor_primary", "noise_floor_harmful"} <= set(measures.flags)
 
 
+@pytest.mark.parametrize("small", [1e-7, 1e-12, 0.0])
+def test_directions_that_features_lost_count_as_just_above_rounding(small):
+    """Where features are no linear map of the inputs, their rank falls: kappa does not fall with it."""
+    pair = TaskPair("pair", *(dataclasses.replace(regression(seed), eps=2.0**-23) for seed in (0, 10)))
+    model = Linear(pair, bias=True)
+    model.extractor.theta.data = torch.diag(f64([1, 1, 1, 1, small]))
+    measures = RelativeRatio()(Comparison(pair, model))
+    assert measures.metrics["rank_primary"] == 4
+    assert measures.metrics["kappa_primary"] == pytest.approx((40 * 2.0**-23) ** -2)
+    assert measures.metrics["rir"] == pytest.approx(
+        measures.metrics["kappa_primary_baseline"] / measures.metrics["kappa_harmful_baseline"]
+    )
+    assert {"noise_floor_primary", "noise_floor_harmful"} <= set(measures.flags)
+    assert "1 of the 5 directions" in measures.reasons["noise_floor_primary"]
+
+
 def test_a_bias_is_part_of_the_features():
     pair, theta, bias = TaskPair("pair", regression(0), regression(10)), gaussian(5, 5, seed=3), gaussian(5, seed=4)
     model = Linear(pair, bias=True)

@@ -153,7 +153,7 @@ def test_theta_0_that_is_kept_for_want_of_better_is_told(monkeypatch):
     pair = small_table()
     tasks = {role: replace(task, val=task.train) for role, task in pair.tasks.items()}
     method = ConditionNumber(1.0, 30.0, epochs=3, hold_primary=0.01, max_accuracy_drop=0.5)
-    monkeypatch.setattr(method, "_nearest", lambda theta: [])
+    monkeypatch.setattr(method, "_nearest", lambda model, theta: [])
     trained(method, pair.with_tasks(tasks))
     assert method.flags["primary_not_held"].endswith("; theta_0 is kept")
 

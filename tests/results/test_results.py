@@ -20,7 +20,7 @@ from immunization.results.collect import collect
 from immunization.results.formatting import NONE
 from immunization.results.seed_statistics import paired_p, paired_ratio, rank_correlation, summarize, ties
 from immunization.results.settings import Setting, best, settings, title
-from immunization.results.tables import alignment, comparison, counts, pair_counts
+from immunization.results.tables import _strong, alignment, comparison, counts, pair_counts
 
 
 @pytest.fixture
@@ -417,6 +417,14 @@ def test_settings_on_other_pairs_of_classes_are_not_compared(pairs, also, starre
     assert [name for name in column(made, "method") if "★" in name] == starred
     assert any(cell.strong for row in made.rows for cell in row) == bool(starred)
     assert f"different pairs of classes: 0→1 in 1 of 2; {also}1→2 in 1 of 2." in str(made.notes)
+
+
+def test_of_ratios_of_the_primary_task_the_smallest_is_bold(tmp_path):
+    for method, values in {"clamp": [0.1, 0.2, 0.1], "ntl": [70.0, 71.0, 72.0]}.items():
+        for seed, ratio in enumerate(values):
+            make_run(tmp_path / f"{method}_{seed}", method, seed, measures={"ratio_primary_theta0": ratio})
+    (group,) = settings(collect([tmp_path]))
+    assert {setting.method for setting in _strong(group, "ratio_primary_theta0")} == {"clamp"}
 
 
 def test_what_only_spreads_is_not_bold_behind_one_that_is_worse_than_the_best(tmp_path):

@@ -153,6 +153,26 @@ def test_features_below_double_precision_are_ranked_by_single(dtype):
     assert spectrum.condition_number(coarse, eps=spectrum.EPS) > 1e10
 
 
+@given(scale=st.integers(-8, 8), small=st.sampled_from([1.0, 1e-3, 1e-8]), seed=seeds)
+def test_dimensions_outside_do_not_hang_on_the_scales(scale, small, seed):
+    """P spans dimensions 0 to 5, H the first two of them and two of the other four."""
+    rotation = orthonormal(10, 10, seed=seed)
+    p = torch.diag(torch.tensor([1.0, 1.0, 1.0, small, small, small], dtype=torch.float64)) @ rotation[:6]
+    h = 10.0**scale * gaussian(4, 4, seed=seed) @ rotation[[0, 1, 8, 9]]
+    assert spectrum.dimensions_outside(p, h, rows=100) == 2
+    assert spectrum.dimensions_outside(p, h @ rotation[:6].T @ rotation[:6], rows=100) == 0
+    assert spectrum.dimensions_outside(rotation, h, rows=100) == 0
+
+
+def test_lost_directions_count_as_being_at_the_tolerance():
+    sigma = torch.tensor([1.0, 0.1, 1e-3, 0.0], dtype=torch.float64)
+    found = [spectrum.condition_number_down_to(sigma, rank, 0.01) for rank in (1, 2, 3, 4)]
+    assert found == pytest.approx([1.0, 100.0, 1e4, 1e4])
+    assert spectrum.condition_number_down_to(sigma[:2], 3, 0.01) == pytest.approx(1e4)
+    with pytest.raises(DegenerateSpectrum, match="all zero"):
+        spectrum.condition_number_down_to(torch.zeros(2), 1, 0.01)
+
+
 def test_condition_number_beyond_float64_is_infinite():
     sigma = torch.tensor([1.0, 1e-200, 0.0], dtype=torch.float64)
     assert spectrum.condition_number_of(sigma, 2) == math.inf
