@@ -17,7 +17,7 @@ def figure() -> Figure:
     ax = made.subplots()
     for row, attacker in enumerate(attackers):
         ax.plot([attacker["after"], attacker["before"]], [row, row], color="#CCCCCC", linewidth=3, zorder=1)
-        for key, color, size, place in (("before", BEFORE, 13, (0, 9)), ("after", AFTER, 8, (13, 8))):
+        for key, color, size, place in (("before", BEFORE, 13, (0, 9)), ("after", AFTER, 8, (18, 8))):
             x = attacker[key]
             ax.plot(x, row, "o", color=color, markersize=size, label=key if row == 0 else None)
             if key == "before" or x != attacker["before"]:
