@@ -1,5 +1,7 @@
 """The paper's score: condition numbers of both Hessians and the relative immunization ratio (Eq. 15, 17)."""
 
+import math
+
 import torch
 
 from immunization.checks import AtLeastOne, AtLeastTwo, Seed, checked
@@ -13,14 +15,25 @@ def condition_ratios(comparison: Comparison, split: str = "train", harmful: Role
     """Rank-aware `rir`, `ratio_<role>`, `kappa_<role>`, `kappa_<role>_baseline` and `rank_<role>` of one split.
 
     Roles are `harmful` and `primary`; the first stands for the task of the role `harmful`. A kappa is infinite where
-    sigma_k underflowed to 0, and then so is its ratio.
+    sigma_k underflowed to 0, and then so is its ratio. `rir` is NaN where a net lost directions of the primary task.
     """
     values: dict[str, float] = {}
     for name, role in {"harmful": harmful, "primary": "primary"}.items():
         for stage, suffix in SUFFIX.items():
             values[f"kappa_{name}{suffix}"] = comparison.condition_number(role, split, stage)
         values[f"rank_{name}"] = len(comparison.sigma(role, split, "immunized"))
-    return spectrum.ratios(values) | values
+    found = spectrum.ratios(values) | values
+    if values["rank_primary"] < len(comparison.sigma("primary", split, "baseline")):
+        found["rir"] = math.nan  # kappa_primary is only known to be large: RIR may be anything below
+    return found
+
+
+def put(measures: Measures, name: str, value: float) -> None:
+    """`Measures.put`, with the reason for a NaN."""
+    if math.isnan(value):
+        measures.miss("the features lost directions of the primary task: kappa_primary is only known to be large", name)
+    else:
+        measures.put(name, value)
 
 
 class RelativeRatio:
@@ -35,7 +48,7 @@ class RelativeRatio:
     def __call__(self, comparison: Comparison) -> Measures:
         measures = Measures()
         for name, value in condition_ratios(comparison).items():
-            measures.put(name, value)
+            put(measures, name, value)
         self._further(comparison, measures)
         self._authors(comparison, measures)
         self._test(comparison, measures)
@@ -53,7 +66,7 @@ class RelativeRatio:
         for role in list(pair.attacked)[1:]:
             for name, value in condition_ratios(comparison, harmful=role).items():
                 if "primary" not in name:
-                    measures.put(f"rir_{role}" if name == "rir" else name.replace("harmful", role), value)
+                    put(measures, f"rir_{role}" if name == "rir" else name.replace("harmful", role), value)
         if len(pair.harmful_tasks) > 1:
             measures.worst("worst/rir", ("rir" if role == "harmful" else f"rir_{role}" for role in pair.harmful_tasks))
             measures.worst("worst/ratio_harmful", (f"ratio_{role}" for role in pair.harmful_tasks))
@@ -76,7 +89,7 @@ class RelativeRatio:
             return
         try:
             for name, value in condition_ratios(comparison, "test").items():
-                measures.put(f"test/{name}", value)
+                put(measures, f"test/{name}", value)
         except DegenerateSpectrum as error:
             measures.miss(f"test split: {error}", *names)
 

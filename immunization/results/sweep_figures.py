@@ -112,10 +112,10 @@ def pair_maps(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | 
         values = np.array([[np.mean(cell) for cell in row] for row in rows])
         drawn = plot.image(ax, values, classes, classes, cmap="RdBu", vmin=-SATURATED, vmax=SATURATED)
         plot.write_values(ax, values, drawn, "z.1f")
-        above, known = int((values > ROUNDING).sum()), int(np.isfinite(values).sum())
         count = paper.get(setting.method, {}).get("figure2")
-        theirs = f" (paper: {count[0]:.0f})" if count else ""
-        ax.set(title=f"{setting.label}\nRIR > 1 in {above} of {known}{theirs}", xlabel="harmful class")
+        bound, theirs = (10, " (paper: {:.0f} of {:.0f})".format(*count)) if count else (1, "")
+        above, known = int((values > math.log10(bound) + ROUNDING).sum()), int(np.isfinite(values).sum())
+        ax.set(title=f"{setting.label}\nRIR > {bound} in {above} of {known}{theirs}", xlabel="harmful class")
         ax.set_ylabel("primary class")
     by = AUTHORS if by_authors(group) else ""
     plot.color_bar(figure, drawn, axes[columns - 1], f"log₁₀ RIR{by}, mean over seeds", extend="both")

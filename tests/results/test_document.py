@@ -71,8 +71,8 @@ def test_pairs_are_counted_beside_the_papers(found):
 def test_the_map_of_pairs_names_the_papers_count_and_is_by_the_authors_kappa(found):
     figure = next(plot.figure for plot in found[0].plots if plot.name.endswith("figure2"))
     assert [ax.get_title() for ax in figure.axes[:2]] == [
-        "opt_kappa\nRIR > 1 in 3 of 3 (paper: 58)",
-        "condition_number\nRIR > 1 in 3 of 3 (paper: 90)",
+        "opt_kappa\nRIR > 10 in 0 of 3 (paper: 58 of 90)",
+        "condition_number\nRIR > 10 in 2 of 3 (paper: 90 of 90)",
     ]
     assert figure.axes[2].get_ylabel() == "log₁₀ RIR, authors' κ, mean over seeds"
 
