@@ -64,9 +64,6 @@ def norm_ratio(group: Sequence[Setting], objective: str) -> tuple[Figure, str] |
     figure.axes[0].set_ylabel("distance to the optimum, relative")
     for ax in figure.axes:
         ax.set_xlabel("steps, exact line search")
-        if ax.dataLim.ymin < 0.1:  # below a decade, a logarithmic axis has hardly any ticks
-            ax.set_yscale("log")
-            ax.set_ylim(bottom=max(ax.get_ylim()[0], 1e-16))  # below is rounding
     return figure, (
         "Fig. 1 of the paper. Distance of the probe to its optimum against steps of steepest descent (Eq. 16). Slow is "
         "good for the harmful task, fast for the primary one. " + shown
@@ -83,9 +80,9 @@ def probes(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
     figure, shown = made
     accuracy = any("primary/accuracy" in run.result.metrics for setting in group for run in setting.runs)
     figure.axes[0].set_ylabel("held-out " + ("accuracy" if accuracy else "R²"))
-    low, high = figure.axes[0].get_ylim()
-    figure.axes[0].set_ylim(max(low, -0.25), min(high, 1.03))  # R^2 can start far below 0
     for ax in figure.axes:
+        low, high = ax.get_ylim()
+        ax.set_ylim(max(low, -0.25), min(high, 1.03))  # R^2 can be far below 0
         ax.set_xlabel("steps of gradient descent")
     return figure, (
         "Fig. 3 of the paper. Held-out measure of a linear probe against its steps of gradient descent. Dotted: 90 % "
