@@ -1,14 +1,13 @@
 """RESULTS.md and the pages of docs/results/: one table over all data sets, and a page of details per section."""
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from immunization.results.columns import Place, placed
 from immunization.results.formatting import NONE, Cell, template
-from immunization.results.page import kept
 from immunization.results.parts import Section
 from immunization.results.tables import Table
 from immunization.runs import files
@@ -26,7 +25,7 @@ class Places:
 def write(found: Sequence[Section], places: Places, command: str, titles: Sequence[str]) -> None:
     """Write the first page, a page for each part, and the figures.
 
-    `titles` are those of all sections, in order. Sections without runs stay as they were `kept`.
+    `titles` are those of all sections, in order. A JSON file beside the first page keeps sections without runs.
     """
     for folder in (places.page.parent, places.details, places.figures):
         folder.mkdir(parents=True, exist_ok=True)
@@ -39,7 +38,9 @@ def write(found: Sequence[Section], places: Places, command: str, titles: Sequen
         table = overview([part])
         rows = [dict(zip(table.header, map(asdict, row), strict=True)) for row in table.rows]
         made[part.title] = {"rows": rows, "text": text}
-    sections = kept(places.page, made, lambda: _earlier(places.page))
+    record = places.page.with_suffix(".json")
+    sections = (json.loads(record.read_text()) if record.is_file() else {}) | made
+    files.write_json(record, sections)
     chosen = [sections[title] for title in titles if title in sections]
     table = overview(())
     empty = asdict(Cell(NONE))
@@ -48,20 +49,6 @@ def write(found: Sequence[Section], places: Places, command: str, titles: Sequen
     texts = [part["text"] for part in chosen]
     page = template("results.jinja").render(command=command, overview=table, sections=texts)
     files.write(places.page, page)
-
-
-def _earlier(page: Path) -> dict[str, Any]:
-    """The sections of a page without a JSON file beside it, by title."""
-    first, *blocks = page.read_text().split("\n## ") if page.is_file() else [""]
-    sections = {block.partition("\n")[0]: {"rows": [], "text": f"## {block}"} for block in blocks}
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in first.splitlines() if line.startswith("|")]
-    title = ""
-    for line in lines[2:]:
-        title = line[0] or title  # further rows of a section leave it empty
-        cells = [Cell(text, 0.0 if i > 1 and text != NONE else None) for i, text in enumerate(line)]
-        if title in sections:
-            sections[title]["rows"].append(dict(zip(lines[0], map(asdict, cells), strict=True)))
-    return sections
 
 
 def overview(found: Sequence[Section]) -> Table:

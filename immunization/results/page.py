@@ -1,15 +1,13 @@
 """report.html: tables, figures and every problem, in one file that needs no network."""
 
-import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup, escape
 from rich.console import Console
@@ -145,17 +143,6 @@ def flags_page(path: Path) -> str | None:
     root = Path(__file__).resolve().parents[2]
     page, folder = root / "docs" / "flags.md", path.resolve().parent
     return os.path.relpath(page, folder) if page.is_file() and folder.is_relative_to(root) else None
-
-
-def kept(page: Path, made: Mapping[str, Any], earlier: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The parts of a page by title: the earlier ones, from a JSON file beside it, updated by `made`.
-
-    `earlier` reads them from a page that has no such file yet.
-    """
-    path = page.with_suffix(".json")
-    parts = (json.loads(path.read_text()) if path.is_file() else earlier()) | made
-    files.write_json(path, parts)
-    return parts
 
 
 def provenance(runs: Sequence[Run]) -> str:
