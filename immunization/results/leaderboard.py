@@ -69,12 +69,13 @@ def ranked(rows: Sequence[Setting]) -> list[Setting]:
     worth = measure(rows)
     shares = {row: found[0] if (found := row.removed(worth)) else -math.inf for row in rows}
     rows = sorted(rows, key=lambda row: (not keeps(row), -shares[row]))
-    place = 0
+    placed: list[float] = []
     for row in rows:
         if keeps(row) and not row.apart and math.isfinite(shares[row]) and row.method != "identity":
             seeds = len({result.seed for result in row.results})
             enough = seeds >= SEEDS and not row.failed
-            place += enough
+            placed += [shares[row]] * enough
+            place = 1 + sum(share > shares[row] + ROUNDING for share in placed)  # equal ones share it
             row.rank = str(place) if enough else f"{len(row.failed)} failed" if row.failed else _seeds(seeds)
     return rows
 

@@ -134,7 +134,7 @@ def test_several_seeds_are_a_mean_with_an_interval_that_is_no_narrower(tmp_path)
 
 def test_rows_are_sorted_by_what_they_remove_and_those_that_lose_more_follow(tmp_path):
     """By the most images at which worth is known; a loss of two points is none too many, whatever rounding says."""
-    shares = {"identity": 0.0, "opt_kappa": 0.2, "imma": 0.4, "forget": 0.9, "sophon": 0.5}
+    shares = {"identity": 0.0, "opt_kappa": 0.2, "imma": 0.4, "encoderlock": 0.4, "forget": 0.9, "sophon": 0.5}
     lost = {"imma": 0.02, "forget": 0.021}
     for method, share in shares.items():
         for seed in range(1 if method == "opt_kappa" else 3):
@@ -147,7 +147,7 @@ def test_rows_are_sorted_by_what_they_remove_and_those_that_lose_more_follow(tmp
     (rows,) = tracks(collect([tmp_path]))
     found = [(row.method, row.rank) for row in rows]
     assert found == [
-        *(("sophon", "1"), ("imma", "2"), ("opt_kappa", "1 seed"), ("identity", ""), ("ntl", "")),
+        *(("sophon", "1"), ("imma", "2"), ("encoderlock", "2"), ("opt_kappa", "1 seed"), ("identity", ""), ("ntl", "")),
         *(("forget", ""), ("tar", ""), ("clamp", "")),
     ]
     (board,) = sections(collect([tmp_path]))
