@@ -59,8 +59,8 @@ def attack_costs(setting: Setting, name: str) -> Plot | None:
 def worth_removed(rows: Sequence[Setting], metric: str, name: str, title: str, bound: float) -> Plot | None:
     """Worth removed with its interval, against points lost (`Setting.lost`), with lines at 0, 1 and `bound`.
 
-    None where no row has both. Names stand one below the other beside the axes, in the order of the shortest lines to
-    them: none of these cross.
+    None where no row has both. Names stand one below the other beside the axes, those of points that hide one another
+    together, in the order of the shortest lines to them: none of these cross.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -88,13 +88,20 @@ def worth_removed(rows: Sequence[Setting], metric: str, name: str, title: str, b
         names = {0: "identity: 0", 1: "no model: 1"}
         ax.yaxis.set_major_formatter(lambda value, position: names.get(round(value, 6), f"{value:g}"))
         figure.suptitle(title, fontsize=10, x=0.02, ha="left", y=0.98)
-        places = [(1.06, (i + 0.5) / len(points)) for i in range(len(points))]
-        starts = ax.transData.transform([(loss, share) for _, loss, share, *_ in points])
-        lengths = np.linalg.norm(starts[:, None] - ax.transAxes.transform(places), axis=2)
-        for (row, loss, share, *_), i in zip(points, linear_sum_assignment(lengths)[1], strict=True):
+        together: dict[tuple[float, float], list[str]] = {}  # labels by the first of points that hide one another
+        for row, loss, share, *_ in points:
+            near = (at for at in together if abs(at[0] - loss) < 0.04 * most and abs(at[1] - share) < 0.03)
+            together.setdefault(next(near, (loss, share)), []).append(row.label)
+        starts = ax.transData.transform(list(together))
+        ends = ax.transAxes.transform([(1.06, (i + 0.5) / len(together)) for i in range(len(together))])
+        order = np.argsort(linear_sum_assignment(np.linalg.norm(starts[:, None] - ends, axis=2))[1])
+        filled = 0
+        for at, labels in (list(together.items())[i] for i in order):
+            place = (1.06, (filled + len(labels) / 2) / len(points))
+            filled += len(labels)
             arrow = {"arrowstyle": "-", "color": LEADER, "linewidth": 0.5, "shrinkB": 4, "relpos": (0, 0.5)}
-            beside = {"xytext": places[i], "textcoords": "axes fraction", "va": "center", "fontsize": 9}
-            ax.annotate(row.label, (loss, share), arrowprops=arrow, annotation_clip=False, **beside)
+            beside = {"xytext": place, "textcoords": "axes fraction", "va": "center", "fontsize": 9}
+            ax.annotate("\n".join(labels), at, arrowprops=arrow, annotation_clip=False, linespacing=1.5, **beside)
     caption = (
         f"Share of theta_0's worth that is removed from attackers with {images} images of each class (95 % interval), "
         "against the points lost, on the primary task or on the own head's other classes; a gain counts as no loss. "
