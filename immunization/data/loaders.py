@@ -115,11 +115,16 @@ def rows_of_loader(role: str, loaders: Loaders) -> Task:
 def shuffled_parts(y: Tensor, val: int, test: int | None) -> dict[str, Tensor]:
     """Rows of each split, in random order within each class of `y`: each `val`-th for validation, `test`-th for test.
 
-    None for `test`: none. Of a class of two rows at least one is for training. Targets of a regression are no classes.
+    None for `test`: none. Of each class at least one row is for training. Targets of a regression are no classes.
     """
     place, order = torch.arange(len(y)), torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
     if not y.is_floating_point():
         order = order[y[order].argsort(stable=True)]
     held_out = place % val == val - 1
     tested = torch.zeros_like(held_out) if test is None else (place % test == test // 2)
+    if not y.is_floating_point():
+        sorted_y = y[order]
+        trained = torch.bincount(sorted_y[~held_out & ~tested], minlength=int(y.max()) + 1) if len(y) else sorted_y
+        only = (trained[sorted_y] == 0) & (sorted_y.diff(prepend=sorted_y[:1] - 1) != 0)
+        held_out, tested = held_out & ~only, tested & ~only
     return {"train": order[~held_out & ~tested], "val": order[held_out], "test": order[tested]}

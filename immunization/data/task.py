@@ -234,7 +234,7 @@ class Task:
         return spectrum.numerical_rank(torch.linalg.svdvals(factor), (len(self.train), self.width), self.eps)
 
     def condition_number(self, factor: Tensor, rank: int) -> float:
-        """kappa of such features, over as many directions as the baseline has (`rank`); raises DegenerateSpectrum."""
+        """kappa of such features, over the `rank` directions of the baseline or more; raises DegenerateSpectrum."""
         sigma = torch.linalg.svdvals(factor)
         if not self.width:
             return spectrum.condition_number_of(sigma, rank)

@@ -82,15 +82,15 @@ class Comparison:
 
     @torch.no_grad()
     def condition_number(self, role: Role, split: str, stage: Stage) -> float:
-        """kappa of one split's features, over as many directions as the baseline has.
+        """kappa of one split's features, over at least as many directions as the baseline has.
 
         Directions that a net lost count as being at the rank tolerance, a lower bound: rounding would decide beyond.
         Infinite where sigma_k of a linear map's features underflowed to 0.
         """
-        sigma, rank = self.sigma(role, split, stage), len(self.sigma(role, split, "baseline"))
-        if len(sigma) < rank:
+        sigma = self.sigma(role, split, stage)
+        if len(sigma) < len(self.sigma(role, split, "baseline")):
             return self.tasks[role].tolerance(len(self._split(role, split))) ** -2
-        return spectrum.condition_number_of(sigma, rank)
+        return spectrum.condition_number_of(sigma, len(sigma))
 
     @torch.no_grad()
     def authors_condition_number(self, role: Role, stage: Stage) -> float:

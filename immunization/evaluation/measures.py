@@ -21,7 +21,7 @@ CONDITIONING = ("rir", "ratio_harmful", "ratio_primary", "kappa_harmful", "kappa
 """Measures of the spectra after immunization, on training inputs."""
 
 OF_SPECTRA = re.compile(
-    r"(authors/|test/)?(rir|ratio|kappa)(_\w+)?(?<!_baseline)|worst/(rir|ratio_harmful)|definition/rir_kept"
+    r"(authors/|test/)?(rir|ratio|kappa)(_[\w.-]+)?(?<!_baseline)|worst/(rir|ratio_harmful)|definition/rir_kept"
 )
 """Measures of spectra after immunization, of every task and split, in both conventions, and what is made of them."""
 

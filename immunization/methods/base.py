@@ -146,8 +146,11 @@ class Method(Component, group="method"):
         return task.measure(model.logits(task.val.x), task.val.y).item()
 
     def score(self, model: Model) -> float:
-        """The score that early stopping maximizes: log RIR on the training inputs."""
-        return self.log_ratio(model, "harmful") - self.log_ratio(model, "primary")
+        """The score that early stopping maximizes: log RIR on the training inputs, -inf where it is not known."""
+        harmful, primary = (self.log_ratio(model, role) for role in ("harmful", "primary"))
+        task = self.pair.primary
+        most = -2 * math.log(task.tolerance(len(task.train))) - self.baseline(model, "primary")[1]
+        return -math.inf if task.width and primary > most - MIN_GAIN else harmful - primary
 
     def log_ratio(self, model: Model, role: str) -> float:
         """log of ratio (i), `harmful`, or (ii), `primary`, on the training inputs."""
@@ -159,7 +162,8 @@ class Method(Component, group="method"):
         """Rank and log kappa of a task before immunization, computed once."""
         if role not in self.before:
             task = getattr(self.pair, role)
-            factor = model.baseline_factor(role, task).double()
+            own = self.role if role == "harmful" else role
+            factor = model.baseline_factor(own, task).double()
             rank = task.rank_of(factor)
             self.before[role] = rank, math.log(task.condition_number(factor, rank))
         return self.before[role]

@@ -60,7 +60,7 @@ def worth_removed(rows: Sequence[Setting], metric: str, name: str, title: str, b
     """Worth removed with its interval, against points lost (`Setting.lost`), with lines at 0, 1 and `bound`.
 
     None where no row has both. Names stand one below the other beside the axes, those of points that hide one another
-    together, in the order of the shortest lines to them: none of these cross.
+    together, in the order of the shortest lines to them.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -89,8 +89,10 @@ def worth_removed(rows: Sequence[Setting], metric: str, name: str, title: str, b
         ax.yaxis.set_major_formatter(lambda value, position: names.get(round(value, 6), f"{value:g}"))
         figure.suptitle(title, fontsize=10, x=0.02, ha="left", y=0.98)
         together: dict[tuple[float, float], list[str]] = {}  # labels by the first of points that hide one another
+        near_x = 0.04 * np.ptp(ax.get_xlim())
         for row, loss, share, *_ in points:
-            near = (at for at in together if abs(at[0] - loss) < 0.04 * most and abs(at[1] - share) < 0.03)
+            beside = (at for at in together if (at[0] <= bound) == (loss <= bound) and abs(at[0] - loss) < near_x)
+            near = (at for at in beside if abs(at[1] - share) < 0.03)
             together.setdefault(next(near, (loss, share)), []).append(row.label)
         starts = ax.transData.transform(list(together))
         ends = ax.transAxes.transform([(1.06, (i + 0.5) / len(together)) for i in range(len(together))])

@@ -20,7 +20,7 @@ from immunization.results.formatting import MEASURES, NONE, Cell, number
 from immunization.results.seed_statistics import ROUNDING
 from immunization.results.settings import Setting, median
 from immunization.runs.result import Result
-from immunization.runs.verdict import BAR, attack_names, interval, rows_tested, shown, successes, undecided, weakest
+from immunization.runs.verdict import attack_names, interval, rows_tested, shown, successes, undecided, weakest
 
 AUTHORS = ", authors' κ"
 """Ends the heading of a column by the released code's convention; all others are rank-aware."""
@@ -86,7 +86,11 @@ def size(setting: Setting, runs: str) -> Cell:
 
 def middle(setting: Setting, measure: str, form: str = "") -> Cell:
     """The median over all runs, with > where it is a lower bound."""
-    cell = Cell.of(setting.median(measure), form)
+    return _bounded(Cell.of(setting.median(measure), form), setting, measure)
+
+
+def _bounded(cell: Cell, setting: Setting, measure: str) -> Cell:
+    """The cell with > where it is a lower bound."""
     if setting.at_least(measure):
         cell.text, cell.words = f"> {cell.text}", True
     return cell
@@ -99,7 +103,7 @@ def mean(setting: Setting, measure: str) -> Cell:
     if not math.isnan(summary.std):
         cell.spread = summary.std
         cell.text += f" ± {number(float(f'{summary.std:.1e}'))}"
-    return cell
+    return _bounded(cell, setting, measure)
 
 
 def mean_interval(setting: Setting, measure: str) -> Cell:
@@ -184,7 +188,8 @@ def board_primary(setting: Setting, measure: str) -> Cell:
 
 def learned_in(setting: Setting, measure: str) -> Cell:
     """In how many attacked runs at least one attack learns the task."""
-    found = [bool(successes(result, group=weakest(result))) for result in setting.results if BAR in result.metrics]
+    groups = ((result, weakest(result)) for result in setting.results)
+    found = [bool(successes(result, group=group)) for result, group in groups if f"{group}/worst/bar" in result.metrics]
     return Cell(f"{sum(found)} of {len(found)}", sum(found), words=True) if found else Cell(NONE)
 
 

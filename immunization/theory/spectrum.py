@@ -100,16 +100,17 @@ def svd(matrix: Tensor, full_matrices: bool = False) -> tuple[Tensor, Tensor, Te
 def dimensions_outside(root: Tensor, other: Tensor, rows: int, eps: float = EPS) -> int:
     """Dimensions of the row space of `other` [m, D] outside of that of `root` [k, D], which has full rank k.
 
-    These are the singular values of what projection leaves of `other`, above its largest one times max(rows, D) eps or,
-    where that is more, sqrt(D) eps sigma_1 / sigma_k of `root`: rounded data tilt their smallest direction so far.
+    These are the singular values of what projection leaves of `other`, above max(rows, D) eps times its largest one and
+    above what rounded data leave: they tilt the direction i of `root` by up to sqrt(D) eps sigma_1 / sigma_i.
     """
     k, width = root.shape
     if k == width:
         return 0
     _, sigma, vh = svd(root.double())
-    left = other.double() - other.double() @ vh.T @ vh
-    tilt = width**0.5 * (sigma[0] / sigma[-1]).item()
-    threshold = torch.linalg.matrix_norm(other.double(), 2) * eps * max(rows, width, tilt)
+    along = other.double() @ vh.T
+    left = other.double() - along @ vh
+    largest, tilted = (torch.linalg.matrix_norm(matrix, 2).item() for matrix in (other.double(), along / sigma))
+    threshold = eps * max(max(rows, width) * largest, width**0.5 * sigma[0].item() * tilted)
     return int((torch.linalg.svdvals(left) > threshold).sum())
 
 
@@ -161,12 +162,12 @@ def condition_number_of(sigma: Tensor, rank: int) -> float:
 
 
 def condition_number_down_to(sigma: Tensor, rank: int, tolerance: float) -> float:
-    """`condition_number_of`, where directions below `tolerance` sigma_1, or not in `sigma`, count as being there.
+    """kappa over all directions above `tolerance` sigma_1; if these are fewer than `rank`, the others count as there.
 
-    So it is a lower bound, and rounding does not decide it.
+    Then it is a lower bound, and rounding does not decide it.
     """
     resolved = int((sigma > tolerance * sigma[0]).sum())
-    kappa = condition_number_of(sigma, min(rank, resolved))
+    kappa = condition_number_of(sigma, resolved)
     return kappa if resolved >= rank else tolerance**-2
 
 

@@ -87,7 +87,7 @@ def test_everything_on_digits_is_strict_json_with_a_reason_for_every_null():
 
 def test_what_is_withheld_is_that_of_every_task_but_no_baseline():
     names = ("rir", "ratio_harmful", "rir_harmful_5", "kappa_unseen", "worst/rir", "test/rir", "ratio_primary_theta0")
-    names += ("authors/rir_theta0", "definition/rir_kept")
+    names += ("authors/rir_theta0", "definition/rir_kept", "rir_harmful_stanford-cars", "kappa_unseen_v1.2")
     kept = ("kappa_harmful_baseline", "kappa_harmful_5_baseline", "steps_ratio/harmful_5", "worst/rfd", "rank_unseen")
     measures = Measures(dict.fromkeys([*names, *kept], 2.0))
     measures.withhold("undetermined", "why")

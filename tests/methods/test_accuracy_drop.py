@@ -63,17 +63,20 @@ def test_it_needs_validation_rows():
 
 
 @pytest.mark.parametrize("dead", [0.0, 1e-20])
-def test_the_score_of_a_net_counts_dead_features_as_just_above_rounding(dead):
-    """Their singular value is 0 or noise, as rounding has it; without them, fewer features would be a better score."""
+def test_dead_features_are_no_better_score(dead):
+    """Their singular value is 0 or noise, as rounding has it; they count as just above it, and not on D_P."""
     images = Split(torch.zeros(9, 1, 4, 4), torch.arange(9) % 2)
-    method, tasks = Method(), [Task("images", images, images, images, classes=2, width=3) for _ in range(2)]
-    factors = [torch.tensor([2.0, 1.0, smallest], dtype=torch.float64).diag() for smallest in (dead, 0.5)]
-    pair = SimpleNamespace(primary=tasks[0], harmful=tasks[1])
-    method.setup(
-        model := SimpleNamespace(
+    tasks = [Task("images", images, images, images, classes=2, width=3) for _ in range(2)]
+
+    def score(primary: float, harmful: float) -> float:
+        factors = [torch.tensor([2.0, 1.0, smallest], dtype=torch.float64).diag() for smallest in (primary, harmful)]
+        method = Method()
+        model = SimpleNamespace(
             factor=lambda task: factors[task is tasks[1]],
             baseline_factor=lambda role, task: torch.tensor([2.0, 1.0, 1.0], dtype=torch.float64).diag(),
-        ),
-        pair,
-    )
-    assert method.score(model) == pytest.approx(math.log(4) + 2 * math.log(9 * torch.finfo(torch.float64).eps * 2))
+        )
+        method.setup(model, SimpleNamespace(primary=tasks[0], harmful=tasks[1]))
+        return method.score(model)
+
+    assert score(0.5, dead) == pytest.approx(-math.log(16) - 2 * math.log(9 * torch.finfo(torch.float64).eps))
+    assert score(dead, 0.5) == -math.inf

@@ -49,7 +49,9 @@ def test_of_several_harmful_tasks_the_one_that_is_learned_leads():
     result.curves |= {name.replace("attack/", "attack_harmful_7/"): curve for name, curve in other.curves.items()}
     assert weakest(result) == "attack_harmful_7"
     assert verdict([result])[0].startswith("It does not hold: 1 of 1 attacks learn the task harmful_7; the cheapest")
-    assert verdict([result, result])[0].startswith("In 2 of 2 runs an attack learns the harmful task")
+    assert verdict([result, result])[0].startswith("In 2 of 2 runs an attack learns a harmful task")
+    result.metrics["attack/worst/bar"] = None
+    assert verdict([result])[0].startswith("It does not hold: 1 of 1 attacks learn the task harmful_7; the cheapest")
 
 
 def test_a_harmful_regression_beside_primary_classes_is_no_share_of_rows():
@@ -138,7 +140,7 @@ def test_runs_without_that_list_have_the_names_in_their_flag():
 def test_several_runs():
     words = verdict([audited(a=0.9), audited(a=0.95), audited(a=0.5)])
     assert words == [
-        "In 2 of 3 runs an attack learns the harmful task; the cheapest is a in 2 of them, and takes 2 times the "
+        "In 2 of 3 runs an attack learns a harmful task; the cheapest is a in 2 of them, and takes 2 times the "
         "operations that the baseline takes (median)."
     ]
 
