@@ -618,8 +618,11 @@ def ceiling(primary: Probe, harmful: Probe, run: Run) -> float | None:
     if harmful.k == 1:
         return 1.0
     eps = max(run.tasks[role].eps for role in ("primary", "harmful"))
-    both = np.concatenate([primary.f, harmful.f])
-    if primary.k < both.shape[1] and rank(linalg.svdvals(both), both.shape, eps) > primary.k:
+    along = harmful.f @ primary.v
+    left, width = harmful.f - along @ primary.v.T, harmful.f.shape[1]
+    size = max(len(primary.f) + len(harmful.f), width) * np.linalg.norm(harmful.f, 2)
+    tilt = width**0.5 * primary.sigma[0] * np.linalg.norm(along / primary.sigma, 2)  # of directions of rounded data
+    if primary.k < width and linalg.svdvals(left)[0] > eps * max(size, tilt):
         return None
     r = np.linalg.qr(primary.f @ primary.v, mode="r")
     sigma = linalg.svdvals(linalg.solve_triangular(r.T, (harmful.f @ primary.v).T, lower=True))
