@@ -118,13 +118,14 @@ def shuffled_parts(y: Tensor, val: int, test: int | None) -> dict[str, Tensor]:
     None for `test`: none. Of each class at least one row is for training. Targets of a regression are no classes.
     """
     place, order = torch.arange(len(y)), torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
-    if not y.is_floating_point():
+    classes = not y.is_floating_point()
+    if classes:
         order = order[y[order].argsort(stable=True)]
     held_out = place % val == val - 1
     tested = torch.zeros_like(held_out) if test is None else (place % test == test // 2)
-    if not y.is_floating_point():
-        sorted_y = y[order]
-        trained = torch.bincount(sorted_y[~held_out & ~tested], minlength=int(y.max()) + 1) if len(y) else sorted_y
-        only = (trained[sorted_y] == 0) & (sorted_y.diff(prepend=sorted_y[:1] - 1) != 0)
-        held_out, tested = held_out & ~only, tested & ~only
+    if classes:
+        labels = y[order]
+        first = labels.diff(prepend=labels[:1] - 1) != 0
+        taken = first & torch.isin(labels, labels[~held_out & ~tested], invert=True)
+        held_out, tested = held_out & ~taken, tested & ~taken
     return {"train": order[~held_out & ~tested], "val": order[held_out], "test": order[tested]}

@@ -20,7 +20,7 @@ from immunization.results.formatting import MEASURES, NONE, Cell, number
 from immunization.results.seed_statistics import ROUNDING
 from immunization.results.settings import Setting, median
 from immunization.runs.result import Result
-from immunization.runs.verdict import attack_names, interval, rows_tested, shown, successes, undecided, weakest
+from immunization.runs.verdict import attack_names, breaks, interval, rows_tested, shown, successes, undecided, weakest
 
 AUTHORS = ", authors' κ"
 """Ends the heading of a column by the released code's convention; all others are rank-aware."""
@@ -188,8 +188,8 @@ def board_primary(setting: Setting, measure: str) -> Cell:
 
 def learned_in(setting: Setting, measure: str) -> Cell:
     """In how many attacked runs at least one attack learns the task."""
-    groups = ((result, weakest(result)) for result in setting.results)
-    found = [bool(successes(result, group=group)) for result, group in groups if f"{group}/worst/bar" in result.metrics]
+    attacked = (result for result in setting.results if f"{weakest(result)}/worst/bar" in result.metrics)
+    found = [bool(breaks(result)[0]) for result in attacked]
     return Cell(f"{sum(found)} of {len(found)}", sum(found), words=True) if found else Cell(NONE)
 
 
@@ -215,7 +215,7 @@ def cost(setting: Setting, kind: str) -> Cell:
 
 def breaker(result: Result) -> str | None:
     """The cheapest attack that learns a harmful task; where none does, the one that comes closest."""
-    if found := successes(result, group=weakest(result)):
+    if found := breaks(result)[0]:
         return next(iter(found))
     finals = {name: result.metrics.get(f"attack/{name}/final") for name in attack_names(result)}
     known = {name: final for name, final in finals.items() if final is not None}
@@ -226,8 +226,7 @@ def broken_by(setting: Setting, measure: str) -> Cell:
     """The attack that most often is the cheapest success; where there is none, that comes closest."""
     if not setting.runs:
         return Cell("failed")
-    groups = ((result, weakest(result)) for result in setting.results)
-    if broken := [next(iter(found)) for result, group in groups if (found := successes(result, group=group))]:
+    if broken := [next(iter(found)) for found, _ in map(breaks, setting.results) if found]:
         return Cell(statistics.mode(broken))
     closest = [name for result in setting.results if (name := breaker(result))]
     return Cell(f"nobody; closest: {statistics.mode(closest)}" if closest else NONE)

@@ -58,6 +58,12 @@ def weakest(result: Result) -> str:
     return min(groups, key=price, default="attack")
 
 
+def breaks(result: Result) -> tuple[dict[str, float], dict[str, float]]:
+    """`successes` on the `weakest` harmful task, with theta_I and with the baseline."""
+    group = weakest(result)
+    return successes(result, group=group), successes(result, "_baseline", group)
+
+
 def capped(result: Result) -> set[str]:
     """Attacks whose steps are all that they had: the number of steps they would need is larger."""
     if (names := result.about.get("attacks_capped")) is not None:
@@ -185,12 +191,11 @@ def _attacks(results: Sequence[Result]) -> list[str]:
     (result,) = results
     group = weakest(result)
     task = f"the task {role}" if (role := group.partition("_")[2]) else "the harmful task"
-    found, tried = successes(result, group=group), attack_names(result, group)
+    (found, before), tried = breaks(result), attack_names(result, group)
     bar, measure = result.metrics[f"{group}/worst/bar"], "accuracy" if _classes(result, group) else "R²"
     finals = {name: result.metrics.get(f"{group}/{name}/final") for name in tried}
     known = {name: final for name, final in finals.items() if final is not None}
     if found:
-        before = successes(result, "_baseline", group)
         name, cost = next(iter(found.items()))
         price = f"{cost:.2g} operations"
         if before:
@@ -224,9 +229,7 @@ def _attacks(results: Sequence[Result]) -> list[str]:
     if close := undecided(result, group):
         which = ", ".join(close) if len(close) < 4 else f"{len(close)} of the attacks"
         lines.append(f"On {rows_tested(result, group)} test rows {which} cannot be told from that bar (95 % interval).")
-    doubts = [f"Mind: {result.reasons[flag]}." for flag in DOUBTS if flag in result.flags] + _worth(
-        result, "accuracy" if _classes(result) else "R²"
-    )
+    doubts = [f"Mind: {result.reasons[flag]}." for flag in DOUBTS if flag in result.flags] + _worth(result)
     held = [name for name in known if name not in found]
     if held and found:
         lines.append(f"Within their budgets these did not learn it: {', '.join(held)}.")
@@ -241,18 +244,18 @@ def _without_bar(result: Result) -> list[str]:
     finals = [name for name in result.metrics if name.startswith(ATTACK) and name.endswith("/final")]
     failed = finals and all(result.metrics[name] is None for name in finals)  # then the first one says why
     why = result.reasons.get(finals[0] if failed else "attack/worst/flops")
-    lines = _worth(result, "accuracy" if _classes(result) else "R²")
+    lines = _worth(result)
     return [*lines, f"Nothing is known of prices: {why}."] if why else lines
 
 
-def _worth(result: Result, measure: str) -> list[str]:
+def _worth(result: Result) -> list[str]:
     """What theta_0 is worth to an attacker and how much of that is removed; nothing where no attacker lacked it."""
     metrics = result.metrics
     if metrics.get("worth/before") is None:
         return []
     reached = [f"{metrics[f'worth/{key}']:.3f}" for key in ("before", "after", "without")]
     line = "The best attacker's held-out {}: {} with theta_0, {} with theta_I, {} without the model".format(
-        measure, *reached
+        "accuracy" if _classes(result) else "R²", *reached
     )
     if (removed := metrics.get("worth/removed")) is None:
         return [f"{line}. What theta_0 is worth cannot be told from nothing, and no defense of it can be measured."]
@@ -285,10 +288,7 @@ def _worth(result: Result, measure: str) -> list[str]:
 
 
 def _several(results: Sequence[Result]) -> str:
-    groups = [weakest(result) for result in results]
-    pairs = zip(results, groups, strict=True)
-    both = ([successes(result, stage, group) for stage in ("", "_baseline")] for result, group in pairs)
-    broken = [(found, before) for found, before in both if found]
+    broken = [(found, before) for found, before in map(breaks, results) if found]
     line = f"In {len(broken)} of {len(results)} runs an attack learns a harmful task"
     if cheapest := Counter(next(iter(found)) for found, _ in broken).most_common(1):
         line += "; the cheapest is {} in {} of them".format(*cheapest[0])
