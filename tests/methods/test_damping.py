@@ -81,7 +81,7 @@ def net(drawn):
 def test_methods_train_damped_weights_and_leave_plain_ones(net, kind):
     def moved(damping):
         """By how much the training moves features of images to keep."""
-        model, tasks = build(net, trainable=["layer3", "layer4"]).read_tasks(net, False)
+        model, tasks = build(net, trainable="layer3").read_tasks(net, False)
         before = copy.deepcopy(model)
         method = kind(epochs=2, batch_size=16, damping=damping, distill=0.0, path=0.0, collapse=0.6, train_head=False)
         torch.manual_seed(0)
@@ -117,7 +117,7 @@ def test_images_at_twice_the_size_damp_too(net, monkeypatch):
 
 
 def test_weights_are_damped_once_for_several_harmful_tasks(net):
-    model, tasks = build(net, trainable="layer4").read_tasks(net, False)
+    model, tasks = build(net, trainable="layer3").read_tasks(net, False)
     two = replace(tasks, more={"harmful_b": tasks.harmful})
     names, theta_0 = model.state_dict().keys(), copy.deepcopy(model.state_dict())
     method = combined(Forget(epochs=1, batch_size=16, damping=10.0, path=0.0, max_accuracy_drop=1.0), two)

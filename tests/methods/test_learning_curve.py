@@ -138,7 +138,7 @@ def test_the_last_bit_of_theta_decides_nothing():
     """Along a cosine from a small rate; with lr=3e-3, constant, RIR differs by tens of per cent."""
     pair, found = digits(seed=0), []
     for perturbation in (0.0, 1e-14):
-        method = LearningCurve(epochs=300, lambda_P=5.0, benign_weight=0.0, targets="baseline", patience=None)
+        method = LearningCurve(epochs=150, lambda_P=5.0, benign_weight=0.0, targets="baseline", patience=None)
         model, _ = immunized(pair, method, lr=1e-3, cosine=True, perturbation=perturbation)
         comparison = Comparison(pair, model)
         found.append(LearningCurves()(comparison).metrics | condition_ratios(comparison))
