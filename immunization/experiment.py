@@ -197,6 +197,8 @@ def assemble(experiment: Experiment) -> Parts:
                 "dataset.cache_limit"
             )
         few = {role: task.few(samples, experiment.seed) for role, task in shown.items()}
+        if model.trains_layers:
+            model.few = few
         shown = {role: replace(task, train=task.train.take(few[role])) for role, task in shown.items()}
     trained_on = pair.with_tasks(shown).to(device, model.dtype)
     if method.epochs:  # a process's first optimizer imports torch's compiler, seconds that are not the method's

@@ -91,6 +91,7 @@ class Timm(ImageReader):
         self._original_head = [p.detach().clone() for p in self.head.parameters()]
         self._before: tuple[Timm, ...] = ()
         self.reference: dict[tuple[str, str], Tensor] = {}
+        self.few: dict[str, Tensor] = {}  # rows that a method learns from, by role, where these are not all
         self.order: dict[str, Tensor] = {}
         if reference is not None:
             weights = None if reference == "hub" else reference
@@ -184,7 +185,9 @@ class Timm(ImageReader):
         return distributed.triangular_factor(self.feature_batches(task.train.x, shared=True), self.head.in_features)
 
     def baseline_factor(self, role: str, task: Task) -> Tensor:
-        return triangular_factor(self.reference[role, "train"].split(self.images.batch_size))[0]
+        features = self.reference[role, "train"]
+        features = features[self.few[role].to(features.device)] if role in self.few else features
+        return triangular_factor(features.split(self.images.batch_size))[0]
 
     def baseline_features(self, role: str, split: str) -> Tensor:
         return self.reference[role, split]

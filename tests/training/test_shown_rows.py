@@ -7,6 +7,8 @@ from immunization import run
 from immunization.config import compose
 from immunization.errors import ConfigError
 from immunization.experiment import assemble, resolve
+from immunization.runs.result import Result
+from immunization.training.monitor import Monitor
 
 pytestmark = pytest.mark.trains
 
@@ -31,6 +33,17 @@ def test_further_harmful_tasks_and_nets_too():
     for task in parts.trained_on.harmful_tasks.values():
         assert torch.bincount(task.train.y).tolist() == [3, 3]
     assert len(parts.trained_on.harmful_tasks) == 2
+
+
+def test_an_unchanged_net_has_ratio_1_on_so_few_rows():
+    small = ("experiment=digits_deep", "dataset.size=16", "model.fit_epochs=1", "harmful_samples=3")
+    parts = parts_of(*small, "method=condition_number")
+    parts.method.setup(parts.model, parts.trained_on)
+    monitor = Monitor(parts.model, parts.trained_on, Result(0, "digits", "net", "condition_number"))
+    values = monitor(0, {})
+    assert [values["ratio_harmful"], values["ratio_primary"], values["rir"]] == pytest.approx([1] * 3, rel=1e-4)
+    assert monitor.ranks["harmful"] <= len(parts.trained_on.harmful.train)
+    assert parts.method.score(parts.model) == pytest.approx(0, abs=1e-4)
 
 
 def test_it_changes_what_is_learned_and_not_what_is_measured(tmp_path):
