@@ -20,7 +20,7 @@ from immunization.results.formatting import MEASURES, NONE, Cell, number
 from immunization.results.seed_statistics import ROUNDING
 from immunization.results.settings import Setting, median
 from immunization.runs.result import Result
-from immunization.runs.verdict import attack_names, breaks, interval, rows_tested, shown, successes, undecided, weakest
+from immunization.runs.verdict import at_least, attack_names, breaks, interval, rows_tested, shown, successes, undecided, weakest
 
 AUTHORS = ", authors' κ"
 """Ends the heading of a column by the released code's convention; all others are rank-aware."""
@@ -86,12 +86,12 @@ def size(setting: Setting, runs: str) -> Cell:
 
 def middle(setting: Setting, measure: str, form: str = "") -> Cell:
     """The median over all runs, with > where it is a lower bound."""
-    return _bounded(Cell.of(setting.median(measure), form), setting, measure)
+    return _bounded(Cell.of(setting.median(measure), form), setting.at_least(measure))
 
 
-def _bounded(cell: Cell, setting: Setting, measure: str) -> Cell:
+def _bounded(cell: Cell, bound: bool) -> Cell:
     """The cell with > where it is a lower bound."""
-    if setting.at_least(measure):
+    if bound:
         cell.text, cell.words = f"> {cell.text}", True
     return cell
 
@@ -103,7 +103,7 @@ def mean(setting: Setting, measure: str) -> Cell:
     if not math.isnan(summary.std):
         cell.spread = summary.std
         cell.text += f" ± {number(float(f'{summary.std:.1e}'))}"
-    return _bounded(cell, setting, measure)
+    return _bounded(cell, any(at_least(result, measure) for result in setting.results))
 
 
 def mean_interval(setting: Setting, measure: str) -> Cell:

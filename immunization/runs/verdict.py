@@ -54,8 +54,12 @@ def weakest(result: Result) -> str:
         after, before = (successes(result, stage, group).values() for stage in ("", "_baseline"))
         return min(after) / min(before) if after and before else math.inf
 
-    groups = [group for group in attack_groups(result) if group == "attack" or group.startswith("attack_harmful")]
-    return min(groups, key=price, default="attack")
+    return min(_on_harmful(result), key=price, default="attack")
+
+
+def _on_harmful(result: Result) -> list[str]:
+    """The groups (`attack_groups`) of the harmful tasks."""
+    return [group for group in attack_groups(result) if group == "attack" or group.startswith("attack_harmful")]
 
 
 def breaks(result: Result) -> tuple[dict[str, float], dict[str, float]]:
@@ -154,7 +158,7 @@ def headline(result: Result) -> str | None:
     definition = metrics.get("definition/immunized")
     said, holds = [], []
     if definition is not None:
-        failed = ", ".join(letter for letter in "abc" if not metrics.get(f"definition/{letter}"))
+        failed = ", ".join(letter for letter in "abc" if metrics.get(f"definition/{letter}") == 0)
         kappa = "worst/ratio_harmful" if "worst/ratio_harmful" in metrics else "ratio_harmful"
         names = kappa, "ratio_primary"
         known = None not in map(metrics.get, names)  # else they are withheld: undetermined
@@ -249,23 +253,34 @@ def _without_bar(result: Result) -> list[str]:
 
 
 def _worth(result: Result) -> list[str]:
-    """What theta_0 is worth to an attacker and how much of that is removed; nothing where no attacker lacked it."""
+    """What theta_0 is worth to an attacker and how much of that is removed; nothing where no attacker lacked it.
+
+    Of several harmful tasks, of the one of which the smallest share is removed.
+    """
     metrics = result.metrics
-    if metrics.get("worth/before") is None:
+
+    def removed_of(of: str) -> float:
+        removed = metrics.get(f"worth{of}/removed")
+        return math.inf if removed is None else removed
+
+    tasks = [group.removeprefix("attack") for group in _on_harmful(result)]
+    of = min((task for task in tasks if metrics.get(f"worth{task}/before") is not None), key=removed_of, default=None)
+    if of is None:
         return []
-    reached = [f"{metrics[f'worth/{key}']:.3f}" for key in ("before", "after", "without")]
-    line = "The best attacker's held-out {}: {} with theta_0, {} with theta_I, {} without the model".format(
-        "accuracy" if _classes(result) else "R²", *reached
+    worth, ceiling, task = f"worth{of}", f"ceiling{of}", f" on the task {of.removeprefix('_')}" if of else ""
+    reached = [f"{metrics[f'{worth}/{key}']:.3f}" for key in ("before", "after", "without")]
+    line = "The best attacker's held-out {}{}: {} with theta_0, {} with theta_I, {} without the model".format(
+        "accuracy" if _classes(result, f"attack{of}") else "R²", task, *reached
     )
-    if (removed := metrics.get("worth/removed")) is None:
+    if (removed := metrics.get(f"{worth}/removed")) is None:
         return [f"{line}. What theta_0 is worth cannot be told from nothing, and no defense of it can be measured."]
-    low, high = (metrics[f"worth/removed_{end}"] for end in ("low", "high"))
+    low, high = (metrics[f"{worth}/removed_{end}"] for end in ("low", "high"))
     lines = [f"{line}: {removed:.2f} of what theta_0 is worth is removed (95 % interval {low:.2f} to {high:.2f})."]
-    if (ceiling := metrics.get("ceiling/worth")) is not None:
-        lines.append(f"What stands before the immunized layers leaves {max(ceiling, 0):.2f} to be removed at most.")
-    few = sorted(int(name.rpartition("_")[2]) for name in metrics if name.startswith("worth/before_"))
-    for name, scope in result.about.get("drawn_anew", {}).items():
-        key = f"ceiling/partial_{name}"
+    if (most := metrics.get(f"{ceiling}/worth")) is not None:
+        lines.append(f"What stands before the immunized layers leaves {max(most, 0):.2f} to be removed at most.")
+    few = sorted(int(name.rpartition("_")[2]) for name in metrics if name.startswith(f"{worth}/before_"))
+    for name, scope in result.about.get(f"drawn_anew{of}", {}).items():
+        key = f"{ceiling}/partial_{name}"
         if metrics.get(key) is None:
             continue
         value, low, high = (max(metrics[f"{key}{end}"], 0) for end in ("", "_low", "_high"))
@@ -275,12 +290,12 @@ def _worth(result: Result) -> list[str]:
                 said.append(f"{max(share, 0):.2f} with {n} images of each class")
         begin = "what was immunized" if scope == "trained" else scope
         lines.append(f"A defense that begins at {begin} removes at most {', '.join(said)}.")
-    known = [n for n in few if metrics.get(f"worth/removed_{n}") is not None]
+    known = [n for n in few if metrics.get(f"{worth}/removed_{n}") is not None]
     if known:
-        shares = [[metrics[f"worth/removed{end}_{n}"] for end in ("", "_low", "_high")] for n in known]
+        shares = [[metrics[f"{worth}/removed{end}_{n}"] for end in ("", "_low", "_high")] for n in known]
         said = ("{}: {:.2f} ({:.2f} to {:.2f})".format(n, *share) for n, share in zip(known, shares, strict=True))
         lines.append(f"With so many images of each class, {', '.join(said)}.")
-    if suite := result.about.get("suite"):
+    if suite := result.about.get(f"suite{of}"):
         secret = "" if suite["theta_0"] == "secret" else "; theta_0 is public, and every attacker has it"
         changed = "".join(f", {how}" for how in suite.get("changed", ()))
         lines.append(f"Attackers are those of {suite['version']}{changed}{secret}.")

@@ -105,6 +105,14 @@ def test_a_median_that_depends_on_lower_bounds_is_one(bounds, others, shown, tmp
     assert column(made, "primary steps ratio") == ["1"]
 
 
+def test_a_mean_with_one_lower_bound_is_one(tmp_path):
+    for seed, value in enumerate((2.0, 3.0, 1e9)):
+        flags = ["noise_floor_harmful"] * (seed == 2)
+        make_run(tmp_path / str(seed), seed=seed, flags=flags, measures={"ratio_harmful": value})
+    (shown,) = column(table(tmp_path), "(i)")
+    assert shown.startswith("> 3.33e8")
+
+
 def test_settings_with_lower_bounds_have_no_ratio_to_the_best(tmp_path):
     for seed in range(3):
         for method, steps in (("condition_number", 100), ("opt_kappa", 50)):
