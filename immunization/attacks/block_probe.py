@@ -38,7 +38,7 @@ CANDIDATES = 16
 """How many these are, and how many are also fitted without mirror images."""
 
 KEPT = 1e9
-"""Bytes of kernels that are kept while several readings of the same parts are fitted."""
+"""Bytes of kernels that are kept at a time while several readings of the same parts are fitted."""
 
 LARGEST = 4
 """Most blocks that are read side by side, apart from all of them."""
@@ -257,7 +257,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
 
     def _tried(self, task: Task, outputs: Outputs, few: Tensor) -> list[Fit]:
         """Fits of all readings that are compared, with mirror images. Raises Inapplicable."""
-        kernel = cache(partial(_kernel, outputs, few, SPLITS[:2]))
+        kernel = _kernels(outputs, few, SPLITS[:2])
 
         def tried(readings: Iterable[Reading]) -> list[Fit]:
             with_views = (replace(reading, views=outputs.views) for reading in readings)
@@ -425,14 +425,15 @@ def _kernel(
 
 def _mean(views: Tensor) -> Tensor:
     """That of one or two views [views, N, D], in float64."""
-    return views[0].double() if len(views) == 1 else views[0].double().add_(views[1]).mul_(0.5)
+    first = views[0].to(torch.float64, copy=True)  # which the kernel overwrites
+    return first if len(views) == 1 else first.add_(views[1]).mul_(0.5)
 
 
-def _kernels(outputs: Outputs, rows: Tensor) -> Callable[[str, str, int, bool], Kernel]:
-    """`_kernel` for all splits, of which the last used are kept."""
-    others = sum(outputs.columns("", "", split).shape[1] for split in SPLITS[1:])
+def _kernels(outputs: Outputs, rows: Tensor, splits: Sequence[str] = SPLITS) -> Callable[[str, str, int, bool], Kernel]:
+    """`_kernel`, of which the last used are kept."""
+    others = sum(outputs.columns("", "", split).shape[1] for split in splits[1:])
     size = 8 * len(rows) * (len(rows) + others)
-    return lru_cache(max(1, int(KEPT / size)))(partial(_kernel, outputs, rows, SPLITS))
+    return lru_cache(max(1, int(KEPT / size)))(partial(_kernel, outputs, rows, splits))
 
 
 def fewer(task: Task, rows: Tensor) -> Tensor:

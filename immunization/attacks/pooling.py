@@ -157,7 +157,7 @@ def gathered(
                         if split not in found:
                             shape = 1 + mirrored, len(own), x.shape[1]
                             near = 4 * math.prod(shape) <= NEAR * room(x.device)
-                            found[split] = torch.empty(shape, device=x.device if near else "cpu")
+                            found[split] = torch.empty(shape, dtype=torch.float32, device=x.device if near else "cpu")
                         found[split][view, begin : begin + batch] = x
     return parts
 

@@ -60,7 +60,7 @@ class Suite(Component, group="suite"):
     of them; attackers who train a net have the first of these, which stands for all. `theta_0`: whether the attacker
     can have the net as it was before immunization, too; where it is public no defense takes anything away. `benign`:
     names of those who also learn the benign tasks, which shows what immunization costs honest users. `most`: images of
-    each class that attackers have in all; None: all there are. Raises ConfigError.
+    each class that attackers train on; None: all there are. Raises ConfigError.
     """
 
     version: str

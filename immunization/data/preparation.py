@@ -9,6 +9,7 @@ from torch import Tensor
 
 from immunization.data.task import SPLITS, Task, TaskPair
 from immunization.errors import DataError
+from immunization.theory import spectrum
 
 Normalize = Literal["shared", "each", "none"]
 
@@ -91,10 +92,10 @@ def common_basis(primary: Task, harmful: Task, *further: Task) -> Tensor:
     machine epsilon, i.e. angles under about 2e-4 for float64; with several harmful tasks, what is common to the first
     two is intersected with the next. Raises DataError where the ranges meet only in 0.
     """
-    common = torch.linalg.svd(primary.root, full_matrices=False).Vh
+    common = spectrum.svd(primary.root)[2]
     for task in (harmful, *further):
-        own = torch.linalg.svd(task.root, full_matrices=False).Vh
-        vectors, cosines, _ = torch.linalg.svd(common @ own.T, full_matrices=False)
+        own = spectrum.svd(task.root)[2]
+        vectors, cosines, _ = spectrum.svd(common @ own.T)
         shared = cosines > 1 - max(primary.eps, task.eps) ** 0.5
         if not shared.any():
             raise DataError(

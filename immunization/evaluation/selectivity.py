@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from immunization.checks import AtLeastOne, AtLeastTwo, checked
@@ -16,6 +15,7 @@ from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import Measures
 from immunization.models import Model
 from immunization.models.activations import Stream, take
+from immunization.models.layers import multiplies, rows_of
 from immunization.theory import selectivity
 
 LEFT, HITS = 0.25, 0.9
@@ -52,7 +52,7 @@ class Selectivity:
         measures, model = Measures(), comparison.model
         if not model.trains_layers:
             return measures
-        layers = {name: layer for name, layer in model.net.named_modules() if _readable(layer)}
+        layers = {name: layer for name, layer in model.net.named_modules() if multiplies(layer)}
         kept = model.kept()
         others = [comparison.tasks["primary"].train.x, *([] if kept is None else [kept])]
         found = [self._inputs(model, layers, x) for x in (others, [comparison.tasks["harmful"].train.x])]
@@ -80,7 +80,7 @@ class Selectivity:
         generator, found = torch.Generator().manual_seed(0), {name: [] for name in layers}
 
         def keep(name: str, layer: nn.Module, inputs: tuple[Tensor]) -> None:
-            rows = _rows(layer, inputs[0])
+            rows = rows_of(layer, inputs[0])
             chosen = torch.randperm(rows.shape[1], generator=generator)[: self.places]
             found[name].append(rows[:, chosen.to(rows.device)].cpu())
 
@@ -94,23 +94,6 @@ class Selectivity:
             for hook in hooks:
                 hook.remove()
         return {name: torch.cat(parts) for name, parts in found.items()}
-
-
-def _readable(layer: nn.Module) -> bool:
-    """Whether it is a trained linear layer, or a convolution without groups that pads with zeros, if at all."""
-    if not getattr(getattr(layer, "weight", None), "requires_grad", False):
-        return False
-    if isinstance(layer, nn.Conv2d):
-        return layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-    return isinstance(layer, nn.Linear)
-
-
-def _rows(layer: nn.Module, x: Tensor) -> Tensor:
-    """What a layer reads at every place, [N, places, D]."""
-    if isinstance(layer, nn.Conv2d):
-        how = {name: getattr(layer, name) for name in ("dilation", "padding", "stride")}
-        return F.unfold(x, layer.kernel_size, **how).mT
-    return x.flatten(1, -2) if x.ndim > 2 else x[:, None]
 
 
 def _halves(x: Tensor) -> Tensor:

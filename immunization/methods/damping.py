@@ -5,8 +5,9 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.utils import parametrize
+
+from immunization.models.layers import multiplies, rows_of
 
 log = logging.getLogger(__name__)
 
@@ -48,15 +49,17 @@ def damp(net: nn.Module, batches: Iterable[Tensor], damping: float) -> list[nn.M
     `batches` are what the net reads of the images to keep. Returns the layers, for `release`; none where they are
     damped already.
     """
-    layers = [part for part in net.modules() if _multiplies(part) and part.weight.requires_grad]
+    layers = [part for part in net.modules() if multiplies(part)]
     if not layers:
-        log.warning("method.damping has nothing to damp: neither linear layers nor ungrouped convolutions are trained")
+        log.warning(
+            "method.damping has nothing to damp: no trained layer is linear or a plain convolution (one group, zeros)"
+        )
     if any(parametrize.is_parametrized(layer) for layer in layers):
         return []
     moments: dict[nn.Module, Tensor | float] = dict.fromkeys(layers, 0.0)
 
     def add(layer: nn.Module, inputs: tuple[Tensor]) -> None:
-        rows = _rows(layer, inputs[0])
+        rows = rows_of(layer, inputs[0]).flatten(0, 1)
         moments[layer] = moments[layer] + rows.T @ rows
 
     hooks = [layer.register_forward_pre_hook(add) for layer in layers]
@@ -80,17 +83,3 @@ def release(layers: Iterable[nn.Module]) -> None:
     """Make the weights of damped layers plain ones again, as they are now."""
     for layer in layers:
         parametrize.remove_parametrizations(layer, "weight")
-
-
-def _multiplies(part: nn.Module) -> bool:
-    if isinstance(part, nn.Conv2d):
-        return part.groups == 1 and not isinstance(part.padding, str)
-    return isinstance(part, nn.Linear)
-
-
-def _rows(layer: nn.Module, x: Tensor) -> Tensor:
-    """[N, d] of what a layer multiplies by its weights [out, d]."""
-    if isinstance(layer, nn.Conv2d):
-        patches = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
-        return patches.movedim(1, 2).flatten(0, 1)
-    return x.flatten(0, -2)

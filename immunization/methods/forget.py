@@ -19,6 +19,7 @@ from immunization.models.base import Batch, Model
 from immunization.models.chain import BATCH_NORMS
 from immunization.theory.leave_one_out import leave_one_out
 from immunization.theory.probe import ridge_weights
+from immunization.theory.spectrum import svd
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +187,7 @@ class Forget(Method, without=["combine", "keep"]):
         task = self.pair.harmful
         train, val = (model.features(split.x).double() for split in (task.train, task.val))
         mean, targets = train.mean(0), task.targets(task.train.y)
-        u, sigma, vh = torch.linalg.svd(train - mean, full_matrices=False)
+        u, sigma, vh = svd(train - mean)
         ridges = sigma.new_tensor(CHOSEN) * sigma[0] ** 2
         weights = ridge_weights(sigma, vh.mT, u.mT @ (targets - targets.mean(0)), ridges)
         probe = task.measure((val - mean) @ weights + targets.mean(0), task.val.y)

@@ -20,7 +20,17 @@ from immunization.results.formatting import MEASURES, NONE, Cell, number
 from immunization.results.seed_statistics import ROUNDING
 from immunization.results.settings import Setting, median
 from immunization.runs.result import Result
-from immunization.runs.verdict import at_least, attack_names, breaks, interval, rows_tested, shown, successes, undecided, weakest
+from immunization.runs.verdict import (
+    at_least,
+    attack_names,
+    breaks,
+    interval,
+    rows_tested,
+    shown,
+    successes,
+    undecided,
+    weakest,
+)
 
 AUTHORS = ", authors' κ"
 """Ends the heading of a column by the released code's convention; all others are rank-aware."""

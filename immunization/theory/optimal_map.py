@@ -106,7 +106,7 @@ def nearest_bounded(a: Tensor, bound: float) -> Tensor:
     Its singular values are those of `a`, clipped to [floor, bound floor]; the floor changes them least in the sum of
     squares. `a` itself where it is within the bound.
     """
-    u, sigma, vh = torch.linalg.svd(a)
+    u, sigma, vh = spectrum.svd(a)
     near = sigma.cpu()  # on a GPU every comparison below would wait
     if near[0] <= bound * near[-1]:
         return a
@@ -135,7 +135,7 @@ def _spectrum(root: Tensor, ridge: float, name: str) -> tuple[float, Tensor, Ten
     root = root.double()
     if not torch.isfinite(root).all():
         raise DegenerateSpectrum(f"the {name} features hold NaN or infinite values; their spectrum does not exist")
-    _, sigma, vh = torch.linalg.svd(root)
+    _, sigma, vh = spectrum.svd(root, full_matrices=True)
     k = spectrum.numerical_rank(sigma, tuple(root.shape))
     if not k:
         raise DegenerateSpectrum(f"the {name} features are all zero (rank 0): there is nothing to immunize")

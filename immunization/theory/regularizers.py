@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from immunization.errors import DegenerateSpectrum
 from immunization.theory.eigenpairs import extreme_eigenpair
 from immunization.theory.products import gram, matrix_power
-from immunization.theory.spectrum import AUTHORS_RIDGE, EPS
+from immunization.theory.spectrum import AUTHORS_RIDGE, EPS, svd
 
 WIDE = 0.85
 """Rows of a feature matrix over its columns, below which the Gram of its rows takes fewer operations."""
@@ -211,7 +211,7 @@ def _factor(f: Tensor) -> Tensor:
 
 def _log_condition_number(factor: Tensor, rank: int, power: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The value of `log_condition_number`, its derivatives in log sigma_i^2 [k], sigma [k] and V [D, k]."""
-    _, sigma, vh = torch.linalg.svd(factor, full_matrices=False)
+    _, sigma, vh = svd(factor)
     sigma, v = sigma[:rank], vh[:rank].T
     if len(sigma) < rank or not sigma[-1] > 0:
         raise DegenerateSpectrum(f"log kappa is infinite: the features have fewer than {rank} non-zero singular values")

@@ -77,7 +77,7 @@ def singular_values(features: Tensor | Iterable[Tensor]) -> Tensor:
 def compress(features: Tensor | Iterable[Tensor], eps: float = EPS) -> Tensor:
     """Smallest matrix with the same Gram: [k, D] of k = rank rows with C^T C = F^T F up to the rank tolerance."""
     factor, rows = triangular_factor(features)
-    _, sigma, vh = torch.linalg.svd(factor, full_matrices=False)
+    _, sigma, vh = svd(factor)
     k = numerical_rank(sigma, (rows, factor.shape[1]), eps)
     return sigma[:k, None] * vh[:k]
 

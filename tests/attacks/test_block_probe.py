@@ -127,7 +127,9 @@ def test_a_class_of_one_training_image_or_none_is_no_obstacle(images, monkeypatc
     read = {split: gaussian(len(y), 9, seed=1) + 4 * torch.eye(4, 9)[y] for split, y in labels.items()}
     task = Task("birds", *(Split(read[split], y) for split, y in labels.items()), classes=4)
     outputs = Outputs({("block", "average"): {split: x[None] for split, x in read.items()}}, [{"block": 1.0}])
+    kept = {split: x.clone() for split, x in read.items()}
     curve = BlockProbe(mirrored=False).probe(task, outputs)
+    assert all(torch.equal(outputs.columns("block", "average", split)[0], x) for split, x in kept.items())
     assert curve.scores[-1].double()[labels["test"] != 1].mean() > 0.9
     assert set(labels["train"][fewer(task, torch.arange(len(task.train)))].tolist()) == set(labels["train"].tolist())
 

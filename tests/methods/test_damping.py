@@ -67,7 +67,8 @@ def test_it_starts_at_theta_0_and_leaves_plain_weights_behind(layers):
 
 
 def test_what_cannot_be_damped_is_left_alone_and_said(caplog):
-    net = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 4, 3, padding="same"))
+    reflecting = nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect")  # pads before it multiplies
+    net = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 4, 3, padding="same"), reflecting)
     assert damp(net, [torch.randn(2, 4, 8, 8)], 1.0) == []
     assert "method.damping has nothing to damp" in caplog.text
 
