@@ -36,9 +36,9 @@ Curves = dict[Stage, AttackCurve]
 class KeptCurves:
     """The curves of attacks that are done, in one file, which is replaced in one step after each attack.
 
-    A curve is taken from there only for the same configuration of its attack (`settings`, by name), weights and data.
-    Damaged curves are measured again. Curves of the baseline are shared by all runs with one folder `baselines`, and
-    by all machines where the suite called `version` has a folder of `published` ones.
+    A curve is taken from there only for the same configuration of its attack (`settings`, by name), weights, data, code
+    in `DECIDE` and libraries. Damaged curves are measured again. Curves of the baseline are shared by all runs with one
+    folder `baselines`, and by all machines where the suite called `version` has a folder of `published` ones.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class KeptCurves:
         self.path = path
         roots = [Path(root).expanduser() if root else None for root in (baselines, published)]
         self.baselines = KeptBaselines(*roots, settings, victim, version) if any(roots) else None
-        victim_key = _digest(_identity(victim))
+        key = [_digest(_identity(victim)), _source(), *environment.libraries()]
         self.prefix = "" if victim.role == "harmful" else f"{victim.role}/"
-        self.settings, self.victim_key = settings, victim_key
+        self.settings, self.key = settings, key
         self.kept: dict[str, dict[str, Any]] = {}
         with suppress(DataError, KeyError, TypeError):  # none, or a damaged one, or another version's
             content = files.read_archive(path)
@@ -72,7 +72,7 @@ class KeptCurves:
         return {stage: AttackCurve(**fields) for stage, fields in entry["curves"].items()}
 
     def _key(self, name: str) -> dict[str, object]:
-        return {"settings": _settings(self.settings, name), "victim": self.victim_key}
+        return {"settings": _settings(self.settings, name), "key": self.key}
 
     def put(self, name: str, curves: Curves) -> None:
         """Keep the curves of an attack that is done."""
@@ -165,9 +165,12 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _settings(settings: Mapping[str, object], name: str) -> object:
-    """Those of an attack; one on few images is called <attack>@<images>.<draw>."""
+    """Those of an attack, with the content of a file that it replays; one on few images is <attack>@<images>.<draw>."""
     own, at, images = name.partition("@")
-    return [settings[own], images] if at else settings[own]
+    found = settings[own]
+    if isinstance(found, Mapping) and (replay := found.get("replay")):
+        found = {**found, "replay": hashlib.sha256(Path(replay).read_bytes()).hexdigest()}
+    return [found, images] if at else found
 
 
 def _source() -> str:

@@ -17,7 +17,9 @@ import torch
 from immunization.runs.filenames import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("immunization", "torch", "numpy", "timm", "hydra-core", "scikit-learn", "wandb")
+LIBRARIES = ("torch", "numpy", "scipy", "timm", "scikit-learn", "peft", "optuna")
+"""Those that compute."""
+PACKAGES = ("immunization", *LIBRARIES, "hydra-core", "wandb")
 
 
 def describe(device: torch.device | str) -> dict[str, Any]:
@@ -47,10 +49,15 @@ def command_of(folder: str | Path) -> str | None:
     return shlex.join([*start, *arguments])
 
 
+def libraries() -> tuple[str, ...]:
+    """Those that compute, with their versions."""
+    return tuple(f"{name} {_version(name)}" for name in LIBRARIES)
+
+
 def arithmetic(device: torch.device) -> tuple[str, ...]:
     """What decides how numbers are rounded: libraries, the device and the instructions in use."""
     return (
-        *(f"{name} {_version(name)}" for name in PACKAGES),
+        *libraries(),
         _device_name(device),
         torch.backends.cpu.get_cpu_capability(),
         platform.machine(),

@@ -193,8 +193,12 @@ def test_a_kept_baseline_is_of_one_attack_and_one_task(tmp_path, stages):
     for victim, settings, expected in (
         (victim_of(theta, noise=1e-9), None, 2),
         (victim_of(theta), {"whitened": {"_target_": "whitened"}, "gd": {"_target_": "gd", "steps": 9}}, 1),
+        (victim_of(theta), {"whitened": {}, "gd": {"replay": str(tmp_path / "found.json")}}, 2),
+        (victim_of(theta), {"whitened": {}, "gd": {"replay": str(tmp_path / "found.json")}}, 1),  # of another content
     ):
         stages.clear()
+        with (tmp_path / "found.json").open("a") as file:
+            file.write("{}")
         with_baselines(tmp_path, victim, settings)
         assert stages.count("baseline") == expected
     for path in (tmp_path / "baselines").glob("*.pt"):
@@ -217,6 +221,15 @@ def test_only_code_that_decides_an_attack_throws_baselines_away(tmp_path, monkey
         file.write("# edited\n")
     with_baselines(tmp_path, victim)
     assert stages.count("baseline") == attacked_again
+
+
+def test_a_resumed_audit_takes_nothing_that_other_code_measured(tmp_path, monkeypatch, stages):
+    victim, attack = victim_of(torch.eye(4, dtype=torch.float64)), WhitenedProbe(steps=8)
+    for source, attacked_again in (("this code", True), ("this code", False), ("other code", True)):
+        monkeypatch.setattr("immunization.attacks.kept._source", lambda source=source: source)
+        stages.clear()
+        attacked(tmp_path / "kept.pt", victim, {"it": attack}, {"it": {}})
+        assert bool(stages) is attacked_again
 
 
 def test_a_kept_baseline_is_of_one_trained_part(tmp_path):
