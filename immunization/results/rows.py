@@ -13,7 +13,7 @@ import yaml
 
 from immunization.config import TRACK, slug
 from immunization.errors import DataError
-from immunization.results.collect import LAYERS, ROW, TRAINING, Run, collect
+from immunization.results.collect import LAYERS, ROW, TRAINING, Run, collect, flatten, varying
 from immunization.runs import files
 from immunization.runs.filenames import ENVIRONMENT, OVERRIDES
 from immunization.runs.result import Result
@@ -32,7 +32,7 @@ def write(paths: Iterable[Path], into: Path = FOLDER) -> list[Path]:
 
     Settings of the method that the command names, and the pair of classes, are part of the file's name. Interrupted
     runs are left out, and a failed one leaves a completed row as it is. Raises DataError for a run of no track, for two
-    of one name, and for a row of other attackers than the one it would replace.
+    of one name, and for a row of other settings than the one it would replace.
     """
     collection, rows = collect(paths), {}
     failed = [problem.run for problem in collection.problems if problem.kind == "failed" and problem.run]
@@ -53,9 +53,10 @@ def _replaces(path: Path, row: Result) -> bool:
         old = Result.read(path)
     except DataError:  # there is none, or nothing that could be trusted
         return True
-    before, now = (result.about[ROW]["config"] for result in (old, row))
-    if any(before.get(key) != now.get(key) for key in ("attack", "suite")):
-        raise DataError(f"{path} is a row of other attackers; move it or remove it first")
+    before, now = (flatten(result.about[ROW]["config"]) for result in (old, row))
+    if other := varying((before, now)):
+        keys = ", ".join(other) if len(other) < 4 else f"{', '.join(other[:2])} and {len(other) - 2} more"
+        raise DataError(f"{path} is a row of other settings ({keys}); move it or remove it first")
     return row.status == "completed" or old.status != "completed"
 
 

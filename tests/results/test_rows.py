@@ -85,13 +85,14 @@ def test_a_new_run_replaces_the_row_of_an_old_one(tmp_path):
     assert collect([path]).runs[0].result.metrics["rir"] == 1.0
 
 
-def test_a_failed_run_leaves_a_completed_row_and_other_attackers_are_refused(tmp_path):
+def test_a_failed_run_leaves_a_completed_row_and_other_settings_are_refused(tmp_path):
     track_run(tmp_path / "good", rir=1.0)
     track_run(tmp_path / "bad", status="failed", error="diverged")
     track_run(tmp_path / "other", suite="quick-1")
     (path,) = write([tmp_path / "good"], tmp_path / "rows")
     assert write([tmp_path / "bad"], tmp_path / "rows") == []
-    with pytest.raises(DataError, match=r"identity-0\.json is a row of other attackers; move it or remove it first"):
+    refused = r"identity-0\.json is a row of other settings \(suite\.version\); move it or remove it first"
+    with pytest.raises(DataError, match=refused):
         write([tmp_path / "other"], tmp_path / "rows")
     assert collect([path]).runs[0].result.metrics["rir"] == 1.0
 
