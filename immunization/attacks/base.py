@@ -117,6 +117,10 @@ class Attack(Component, group="attack.*"):
         """Whether it uses nothing that immunization changed, so that it is left to an attacker of any theta_I."""
         return False
 
+    def needs_theta_0(self, victim: Victim) -> bool:
+        """Whether who has theta_I also needs theta_0, which a suite may keep from them."""
+        return False
+
     def beside(self, victim: Victim) -> tuple[object, ...]:
         """What its curve on the baseline depends on beside the baseline: a row's operations, layers that it trains."""
         trained = victim.network("baseline").trained if self.trains and victim.model.deep else ()

@@ -182,6 +182,9 @@ class Undo(LinearProbe, group="attack.undo", without=["scaling"]):
 
     how: Literal["relearn", "strip"] = "relearn"
 
+    def needs_theta_0(self, victim: Victim) -> bool:
+        return self.how == "relearn" and victim.model.trains_layers  # else theta_0 gives the rows that theta reads
+
     def problem(self, victim: Victim, stage: Stage, features: Mapping[str, Tensor]) -> LeastSquares:
         problem, d = super().problem(victim, stage, features), victim.task.dim
         if self.how == "strip":

@@ -60,6 +60,8 @@ def _of_one_task(
     for number, (name, attack) in enumerate(bar, 1):
         place = f"attack {number} of {len(attacks)}, {name}"
         try:
+            if suite is not None and suite.theta_0 == "secret" and attack.needs_theta_0(victim):
+                raise Inapplicable("it needs theta_0 itself, which attackers do not have: suite.theta_0=secret")
             curves = _run(name, attack, victim, kept, partial(_at, bar, place), name in untouched)
         except Inapplicable as error:
             measures.miss(str(error), f"{'reference' if attack.reference else 'attack'}/{name}/final")

@@ -19,6 +19,7 @@ from immunization.attacks import (
     RandomNet,
     RawInputs,
     Suite,
+    Undo,
     Victim,
     run_attacks,
     run_transfer,
@@ -182,6 +183,16 @@ def test_without_an_attacker_who_lacks_the_model_there_is_no_worth(victim):
     named = run_attacks({"near": Neighbours()}, victim, suite=Suite(version="test-1", images=[2]))
     assert named.about["suite"]["version"] == "test-1"
     assert not any(name.startswith("worth/") for name in named.metrics)
+
+
+@pytest.mark.parametrize("theta_0", ["secret", "public"])
+def test_a_secret_theta_0_is_not_what_an_attacker_goes_back_to(victim, theta_0):
+    """A map behind a net gives its rows away; the trained layers of one do not."""
+    suite, attacks = Suite(version="test-1", theta_0=theta_0), {"undo": Undo(steps=8), "near": Neighbours()}
+    measures = run_attacks(attacks, victim, suite=suite)
+    assert (measures.metrics["attack/undo/final"] is None) is (theta_0 == "secret")
+    assert ("suite.theta_0=secret" in measures.reasons.get("attack/undo/final", "")) is (theta_0 == "secret")
+    assert measures.metrics["attack/near/final"] is not None
 
 
 class Plain(Attack):
