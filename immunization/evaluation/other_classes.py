@@ -30,9 +30,9 @@ class OtherClasses:
     whose prediction is a class of D_P; also with `_baseline`, where the weights before training are kept: where
     attackers run, or in an audit. With `enlarged` also `..._enlarged`, of the images at twice their size, if the net
     reads these.
-    The folder `root` has a folder of images per class; classes of D_P and folders of dataset.keep_root are left out.
-    `classes`, `crop` and `outputs` are as those of dataset.primary. Models without a head for other classes have no
-    such measures. Raises DataError where no class of `root` is left.
+    The folder `root` has a folder of images per class; classes of D_P are left out, and so are those with the name of a
+    folder that dataset.keep_root gives. `classes`, `crop` and `outputs` are as those of dataset.primary. Models without
+    a head for other classes have no such measures. Raises DataError where no class of `root` is left.
     """
 
     names = ("other_classes/*",)
@@ -65,10 +65,8 @@ class OtherClasses:
         task, shown = self._task(), shown.cpu()
         split, outputs = task.splits["train"], outputs_of(task, model.head.out_features, model.name)
         truth = outputs[torch.tensor([label for _, label in split.dataset.reader.samples])]
-        kept = {folder for images in model.images.keep for folder in images.folders}
-        folders = [Path(path).parent for path, _ in split.dataset.reader.samples]
-        left = {folder: folder.resolve() not in kept for folder in set(folders)}
-        held_out = torch.tensor([left[folder] for folder in folders])
+        kept = {folder.name for images in model.images.keep for folder in images.folders}
+        held_out = torch.tensor([Path(path).parent.name not in kept for path, _ in split.dataset.reader.samples])
         rows = (torch.isin(truth, shown, invert=True) & held_out).nonzero()[:, 0]
         if not len(rows):
             raise DataError(

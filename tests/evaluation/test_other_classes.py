@@ -114,9 +114,10 @@ def test_what_cannot_be_measured_is_said(opened, folders, outputs, tmp_path):
     with pytest.raises(DataError, match=r"evaluation\.other_classes\.root: folder"):
         OtherClasses(str(tmp_path / "none"), outputs=outputs)(Comparison(tasks, model))
     held = {"keep_root": str(folders[0] / "train"), "keep": {"classes": "2:4"}}
-    for keep, message in ((held, "or of dataset.keep_root"), (held | {"keep": {"classes": "2:3"}}, "")):
+    one = held | {"keep": {"classes": "2:3"}}
+    for keep, root, message in ((held, "train", "or of dataset.keep_root"), (held, "val", "or of"), (one, "train", "")):
         pair = open_pair(folders, primary={"classes": "0:2", "outputs": outputs}, **keep)
-        other = OtherClasses(str(folders[0] / "train"), outputs=outputs)
+        other = OtherClasses(str(folders[0] / root), outputs=outputs)
         read = build(pair).read_tasks(pair, False)
         if message:
             with pytest.raises(DataError, match=message):
