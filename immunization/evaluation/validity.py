@@ -88,7 +88,7 @@ class Validity:
         if len(probe.sigma) == width and probe.sigma[-1].square() < 10 * AUTHORS_RIDGE:
             measures.flag(
                 f"ridge_limited_{role}",
-                f"the smallest eigenvalue of H, {probe.sigma[-1].square().item():.1e}, is not far above the 1e-6 of "
+                f"the smallest eigenvalue of H, {probe.sigma[-1].square().item():.1e}, is below or near the 1e-6 of "
                 "the released code's kappa, which cannot see it; read the rank-aware figures",
             )
 

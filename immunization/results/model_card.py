@@ -10,7 +10,7 @@ from immunization.results.formatting import roles_in, template
 from immunization.runs import files
 from immunization.runs.filenames import MODEL_CARD, WEIGHTS
 from immunization.runs.result import Result
-from immunization.runs.verdict import EASIER, at_least, shown
+from immunization.runs.verdict import EASIER, at_least, headline, shown
 
 STEPS = (1, 10, 100, 1000, 10_000, 100_000, 1_000_000)
 SOURCES = ("hfds", "hfids", "tfds", "torch", "wds")
@@ -42,6 +42,7 @@ def write(folder: str | Path, facts: dict[str, Any], made: dict[str, Any] | None
         warnings=[result.reasons[flag] for flag in told] if result else made.get("doubts", []),
         arguments="".join(f", {key}={value!r}" for key, value in (facts.get("arguments") or {}).items()),
         data=_data(result),
+        headline=headline(result) if result else None,
         rows=_rows(result, facts.get("rounding", made.get("rounding"))),
         steps=[f"{step:,}" for step in STEPS],
         curves=_curves(result) if result else [],

@@ -39,7 +39,7 @@ def present(
 
             page.audit(result.folder)
     for tracker in trackers:
-        with _harmless("a tracker failed at the end"), waiting("handing over to the tracker"):
+        with waiting("handing over to the tracker"):
             tracker.finish(result, pictures)
         tracker.close(failed=False)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from immunization.errors import ConfigError, Preempted, UserError
 from immunization.runs import environment, filenames, files
 from immunization.runs.result import Result
-from immunization.runs.tracker import Recorder, Tracker
+from immunization.runs.tracker import Guarded, Recorder, Tracker
 from immunization.usage import explained
 
 log = logging.getLogger("immunization")
@@ -77,8 +77,9 @@ class RunFolder:
     def track(self, tracker: Tracker, settings: dict[str, Any], state: Mapping[str, Any] | None) -> None:
         """Start a tracker; `state` is that of the checkpoint to go on from."""
         tracker.run_id = state["tracker"] if state else None
-        tracker.start(self.path, settings, self.path.name, settings["name"], settings["tags"] or [])
-        self.trackers.append(tracker)
+        guarded = Guarded(tracker)
+        guarded.start(self.path, settings, self.path.name, settings["name"], settings["tags"] or [])
+        self.trackers.append(guarded)
 
     def record(self, device: torch.device, state: Mapping[str, Any] | None) -> None:
         """Remove what an unfinished run left, as far as `state` does not go on from it, and log steps from here on."""

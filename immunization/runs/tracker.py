@@ -2,20 +2,23 @@
 
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from immunization.errors import DataError
+from immunization.errors import DataError, UserError
 from immunization.runs import files
 from immunization.runs.filenames import METRICS
 from immunization.runs.result import Curve, Result
 
+log = logging.getLogger(__name__)
+
 
 class Tracker:
-    """The interface; here every method does nothing. A tracker never fails a run: it warns and goes on.
+    """The interface; here every method does nothing. A tracker never fails a run (`Guarded`).
 
     `run_id` is the tracker's own name of the run, if any. It is set before `start` to go on with an interrupted run,
     else by `start`.
@@ -34,6 +37,47 @@ class Tracker:
 
     def close(self, failed: bool) -> None:
         """End the run; may be called without `start` and twice."""
+
+
+class Guarded(Tracker):
+    """Another tracker, of which the first failure is a warning and the last call but `close`: the run goes on.
+
+    A UserError of its start ends the run: somebody can mend it.
+    """
+
+    def __init__(self, tracker: Tracker) -> None:
+        self.tracker, self.failed = tracker, False
+
+    @property
+    def run_id(self) -> str | None:
+        return self.tracker.run_id
+
+    def start(self, *arguments: Any, **options: Any) -> None:
+        self._call(self.tracker.start, *arguments, **options)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._call(self.tracker.log, step, metrics)
+
+    def finish(self, result: Result, figures: list[Path]) -> None:
+        self._call(self.tracker.finish, result, figures)
+
+    def close(self, failed: bool) -> None:
+        self.failed = False
+        self._call(self.tracker.close, failed)
+
+    def _call(self, method: Callable[..., None], *arguments: Any, **options: Any) -> None:
+        if self.failed:
+            return
+        try:
+            method(*arguments, **options)
+        except UserError:
+            raise
+        except Exception as error:
+            self.failed = True
+            name, what = type(self.tracker).__name__, f"{type(error).__name__}: {error}"
+            log.warning(
+                "the tracker %s failed in %s (%s) and is left out; the run goes on", name, method.__name__, what
+            )
 
 
 class Recorder(Tracker):

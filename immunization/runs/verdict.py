@@ -269,9 +269,9 @@ def _worth(result: Result) -> list[str]:
         return []
     worth, ceiling, task = f"worth{of}", f"ceiling{of}", f" on the task {of.removeprefix('_')}" if of else ""
     reached = [f"{metrics[f'{worth}/{key}']:.3f}" for key in ("before", "after", "without")]
-    line = "The best attacker's held-out {}{}: {} with theta_0, {} with theta_I, {} without the model".format(
-        "accuracy" if _classes(result, f"attack{of}") else "R²", task, *reached
-    )
+    measure = "accuracy" if _classes(result, f"attack{of}") else "R²"
+    line = f"Held-out {measure}{task} of the best attacker by validation rows: "
+    line += "{} with theta_0, {} with theta_I, {} without the model".format(*reached)
     if (removed := metrics.get(f"{worth}/removed")) is None:
         return [f"{line}. What theta_0 is worth cannot be told from nothing, and no defense of it can be measured."]
     low, high = (metrics[f"{worth}/removed_{end}"] for end in ("low", "high"))

@@ -18,7 +18,7 @@ from PIL import Image
 
 from immunization.errors import ConfigError
 from immunization.runs.result import Result
-from immunization.runs.tracker import Recorder, Tracker, history
+from immunization.runs.tracker import Guarded, Recorder, Tracker, history
 from immunization.runs.wandb_tracker import Wandb
 
 CONFIG = {
@@ -26,6 +26,51 @@ CONFIG = {
     "dataset": {"name": "digits"},
     "method": {"_target_": "immunization.methods.Identity", "lambda_P": 0.5},
 }
+
+
+class Broken(Tracker):
+    """Somebody's own, which raises in `where`."""
+
+    def __init__(self, where: str) -> None:
+        self.where, self.calls = where, []
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self.where:
+            raise RuntimeError("no network")
+
+    def start(self, *_, **__) -> None:
+        self._called("start")
+
+    def log(self, step, metrics) -> None:
+        self._called("log")
+
+    def close(self, failed) -> None:
+        self._called("close")
+
+
+@pytest.mark.parametrize(
+    ("where", "calls"),
+    [("start", ["start", "close"]), ("log", ["start", "log", "close"]), ("close", ["start", "log", "log", "close"])],
+)
+def test_a_tracker_that_fails_is_left_out_and_ends_no_run(where, calls, tmp_path, caplog):
+    broken = Broken(where)
+    guarded = Guarded(broken)
+    start(guarded, tmp_path)
+    for step in range(2):
+        guarded.log(step, {"loss": 1.0})
+    guarded.close(failed=False)
+    assert broken.calls == calls
+    assert caplog.text.count(f"the tracker Broken failed in {where} (RuntimeError: no network)") == 1
+
+
+def test_a_mistake_that_a_user_can_mend_ends_the_run(tmp_path):
+    class Unset(Tracker):
+        def start(self, *_, **__) -> None:
+            raise ConfigError("give tracker.project")
+
+    with pytest.raises(ConfigError, match="project"):
+        start(Guarded(Unset()), tmp_path)
 
 
 def start(tracker: Tracker, folder: Path) -> None:

@@ -62,7 +62,9 @@ def test_of_several_harmful_tasks_the_least_removed_worth_is_said():
         result.metrics |= {f"worth{of}/{key}": 0.5 for key in ("before", "after", "without")}
         result.metrics |= {f"worth{of}/removed{end}": removed for end in ("", "_low", "_high")}
     first = verdict([result])[0]
-    assert first.startswith("The best attacker's held-out accuracy on the task harmful_7: 0.500 with theta_0")
+    assert first.startswith(
+        "Held-out accuracy on the task harmful_7 of the best attacker by validation rows: 0.500 with theta_0"
+    )
     assert "0.25 of what theta_0 is worth is removed" in first
 
 
@@ -90,7 +92,7 @@ def test_what_the_model_is_worth_comes_first():
     result.metrics |= {"worth/before": 0.87, "worth/after": 0.83, "worth/without": 0.27, "worth/removed": None}
     first = verdict([result])[0]
     assert first.startswith(
-        "The best attacker's held-out accuracy: 0.870 with theta_0, 0.830 with theta_I, 0.270 without"
+        "Held-out accuracy of the best attacker by validation rows: 0.870 with theta_0, 0.830 with theta_I, 0.270"
     )
     assert first.endswith("no defense of it can be measured.")
     result.metrics |= {"worth/removed": 0.067, "worth/removed_low": 0.02, "worth/removed_high": 0.11}
