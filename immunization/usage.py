@@ -45,6 +45,8 @@ def explained(error: Exception) -> str:
         keys = ", ".join(str(key) for key in cause.parent_node if not str(key).startswith("_"))
         group, _, name = str(cause.full_key).rpartition(".")
         remedy = f"allowed here are {keys}" if keys else f"choose a {group} first"
+        if not (keys or (CONF / group).is_dir()):  # a mapping of anything, which the configuration leaves empty
+            remedy = f"if it is right, +{cause.full_key}=<value> adds it"
         having = [path.stem for path in sorted((CONF / group).glob("*.yaml")) if f"\n{name}: " in text_of(path)]
         also = f"; {group}={' and '.join(having)} {'has' if len(having) == 1 else 'have'} it" if having else ""
         return f"there is no key {cause.full_key}; {remedy}{also}"

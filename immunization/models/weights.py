@@ -145,11 +145,20 @@ def create(name: str, checkpoint: Checkpoint | None, pretrained: bool, arguments
         _fold(net.to(tensors[f"{place}.{FOLD}.weight"].dtype), tensors, facts)
     if found := misfits(net, tensors):
         raise ConfigError(
-            f"model.checkpoint={path} does not fit the model in {found}. Choose the "
-            "model.name it was made with (and, e.g., +model.arguments.num_classes=3 for a head of 3 outputs)"
+            f"model.checkpoint={path} does not fit the model in {found}. Choose the model.name, and "
+            "+model.arguments.<argument>=<value> of timm.create_model, that it was made with"
         )
     net.load_state_dict(tensors, strict=False)
     return net
+
+
+def outputs_of(name: str, tensors: Mapping[str, Tensor]) -> int | None:
+    """How many outputs the classifier among `tensors` has, where those are not as many as of timm's `name`."""
+    import timm
+
+    known = timm.get_pretrained_cfg(name)
+    weight = tensors.get(f"{known.classifier}.weight") if known else None
+    return None if weight is None or len(weight) == known.num_classes else len(weight)
 
 
 def read_checkpoint(checkpoint: str) -> Checkpoint:
@@ -167,6 +176,9 @@ def read_checkpoint(checkpoint: str) -> Checkpoint:
     state = next((state[key] for key in ("state_dict", "model") if isinstance(state.get(key), dict)), state)
     if all(name.startswith("module.") for name in state):  # of a net inside DataParallel
         state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    for name, tensor in state.items():
+        if isinstance(tensor, Tensor) and not torch.isfinite(tensor).all():
+            raise ConfigError(f"model.checkpoint={path}: {name} holds NaN or infinite values; its training diverged")
     return Checkpoint(path, state, facts)
 
 

@@ -111,6 +111,9 @@ def show(collection: Collection, parts: Sequence[Section], console: Console | No
             plain(*made.sentences[:1])
         if part.conclusion:
             plain(part.conclusion)
+        flags = Counter(flag for run in part.runs for flag in run.result.flags)
+        if told := ", ".join(f"{flag} in {count}" for flag, count in flags.most_common()):
+            plain(f"Flags, of {len(part.runs)} runs: {told} (docs/flags.md)")
     plain("", *dict.fromkeys(line for part in parts for line in part.legend), sep="\n")
     console.print("", collection.counts(), sep="\n", highlight=False)
     for (kind, message), same in Counter((p.kind, p.message) for p in collection.problems).most_common(20):

@@ -110,9 +110,13 @@ def test_checkpoints(folders, tmp_path):
         "conv1.0.weight is missing",
         "extra is unknown",
         "fc.weight has shape (9, 96), not (4, 96)",
-        "+model.arguments.num_classes=3",
+        "+model.arguments.<argument>=<value>",
     ):
         assert words in str(caught.value)
+    spoilt = net.state_dict() | {"conv1.1.running_mean": torch.full((16,), torch.nan)}
+    torch.save(spoilt, tmp_path / "nan.pt")
+    with pytest.raises(ConfigError, match=r"nan\.pt: conv1\.1\.running_mean holds NaN or infinite values"):
+        build(pair, checkpoint=str(tmp_path / "nan.pt"))
     (tmp_path / "d.pt").write_bytes(b"no weights")
     with pytest.raises(ConfigError, match=r"d\.pt cannot be read"):
         build(pair, checkpoint=str(tmp_path / "d.pt"))
@@ -129,6 +133,13 @@ def test_checkpoints(folders, tmp_path):
     (tmp_path / "circle").symlink_to("circle")
     with pytest.raises(ConfigError, match="not found"):
         build(pair, checkpoint=str(tmp_path / "circle"))
+
+
+def test_a_head_has_as_many_outputs_as_its_checkpoint(folders, tmp_path):
+    net = timm.create_model("test_resnet", pretrained=False, num_classes=5)
+    torch.save(net.state_dict(), tmp_path / "five.pt")
+    model = Timm(open_pair(folders), "test_resnet", checkpoint=str(tmp_path / "five.pt"))
+    assert (model.head.out_features, model.arguments) == (5, {"num_classes": 5})
 
 
 def test_images_of_another_number_of_channels(folders, tmp_path):
