@@ -155,9 +155,14 @@ class Task:
         """Accuracy of guessing, 1/classes; 0 for R^2."""
         return 1 / self.classes if self.classes else 0.0
 
+    @property
+    def majority(self) -> float:
+        """The most frequent class's share of the test rows; 0 without classes or rows."""
+        return self.test.y.bincount().max().item() / len(self.test) if self.classes and len(self.test) else 0.0
+
     def passed_by_majority(self, bar: float) -> str | None:
         """Why an accuracy of `bar` shows nothing: the most frequent class alone has it on test rows; None elsewhere."""
-        share = self.test.y.bincount().max().item() / len(self.test) if self.classes and len(self.test) else 0.0
+        share = self.majority
         if share < bar:
             return None
         return f"the most frequent class has {share:.3f} of the test rows, and who guesses it passes the bar, {bar:.3f}"

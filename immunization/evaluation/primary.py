@@ -73,7 +73,7 @@ class OwnHead:
 
     `primary/head_accuracy`, `primary/head_loss` (cross-entropy), also with `_baseline`, and
     `primary/changed_predictions`, a number of test images. Flag `head_at_chance`: before, accuracy is below chance +
-    MARGIN. Linear models have no such measures.
+    MARGIN, or that of the most frequent class + MARGIN. Linear models have no such measures.
     """
 
     names = ("primary/head_*", "primary/changed_predictions", "interval/primary/head_*")
@@ -93,7 +93,8 @@ class OwnHead:
             measures.put(f"primary/head_accuracy{suffix}", task.measure(logits[stage], task.test.y).item())
             measures.interval(f"primary/head_accuracy{suffix}", *of_measure(task, logits[stage]))
             measures.put(f"primary/head_loss{suffix}", task.loss(logits[stage], task.test.y).item())
-        if reason := head_at_chance(measures.metrics["primary/head_accuracy_baseline"], task.chance):
+        chance = max(task.chance, task.majority)
+        if reason := head_at_chance(measures.metrics["primary/head_accuracy_baseline"], chance):
             measures.flag("head_at_chance", reason)
         decisions = [x.argmax(1) if x.shape[1] > 1 else x[:, 0] > 0 for x in logits.values()]
         measures.put("primary/changed_predictions", (decisions[0] != decisions[1]).sum().item())

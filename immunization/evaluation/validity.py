@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from immunization.checks import NonNegative, checked
+from immunization.data.task import Task
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import Measures
 from immunization.evaluation.primary import primary_change
@@ -22,9 +23,9 @@ class Validity:
 
     `unchanged`: theta_I is the baseline. `few_samples_<role>`: fewer training rows than features, so that H is singular
     whatever the model is. `ridge_limited_<role>`: the released code's kappa is set by its ridge of 1e-6.
-    `test_rows_seen_<role>`: most test rows are training rows, too. `primary_dropped`: the retrained primary head lost
-    more than `tolerance` (points of accuracy, or relative for R^2). `train_mode`: a batch norm or dropout layer is in
-    train mode while features are taken.
+    `test_rows_seen_<role>`: most test rows are training rows, too. `untested_classes_<role>`: some classes have no test
+    rows. `primary_dropped`: the retrained primary head lost more than `tolerance` (points of accuracy, or relative for
+    R^2). `train_mode`: a batch norm or dropout layer is in train mode while features are taken.
     """
 
     names = ()
@@ -48,6 +49,7 @@ class Validity:
             self._role(comparison, role, measures)
             if comparison.no_test(role) is None:
                 self._seen(comparison, role, measures)
+                self._untested(comparison.tasks[role], role, measures)
         if comparison.no_test("primary") is None:
             now, then, change = primary_change(comparison)
             measure = comparison.tasks["primary"].measure_name
@@ -60,6 +62,16 @@ class Validity:
         if names := in_train_mode(comparison.model):
             measures.flag("train_mode", f"{', '.join(names[:3])} in train mode: features change from batch to batch")
         return measures
+
+    @staticmethod
+    def _untested(task: Task, role: str, measures: Measures) -> None:
+        lacking = (task.test.y.bincount(minlength=task.classes) == 0).nonzero()[:, 0].tolist() if task.classes else []
+        if lacking:
+            which = ", ".join(map(str, lacking[:5])) + ", ..." * (len(lacking) > 5)
+            measures.flag(
+                f"untested_classes_{role}",
+                f"{len(lacking)} of {task.classes} classes ({which}) have no test rows: held-out figures leave them out",
+            )
 
     @staticmethod
     def _seen(comparison: Comparison, role: str, measures: Measures) -> None:

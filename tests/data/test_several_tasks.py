@@ -119,6 +119,12 @@ def test_arrays_that_share_rows_or_lack_the_first_task(matrices, kind):
         arrays(seed=0, path=path)
 
 
+def test_two_labels_of_the_same_inputs_are_named(matrices, caplog):
+    _, content = matrices()
+    arrays(seed=0, path=matrices(harmful_x=content["primary_x"], harmful_y=1 - content["primary_y"])[0])
+    assert "the primary and the harmful task have the same inputs: RIR is 1 with any model" in caplog.text
+
+
 def test_csv_files_of_several_tasks(matrices, tmp_path):
     _, content = matrices()
     paths = {}

@@ -69,6 +69,15 @@ def test_as_many_rows_as_features_are_enough():
     assert {"few_samples_primary", "few_samples_harmful"} <= set(flags(eye, INPUTS[: D - 1]))
 
 
+def test_classes_without_test_rows_are_named():
+    x = gaussian(300, D, seed=1)
+    labels = [torch.arange(100) % classes for classes in (3, 3, 2)]
+    task = Task("known", *(Split(x[i::3], y) for i, y in enumerate(labels)), classes=3)
+    found = Validity()(Comparison(pair := TaskPair("known", task, task), Linear(pair)))
+    assert {"untested_classes_primary", "untested_classes_harmful"} <= set(found.flags)
+    assert "1 of 3 classes (2) have no test rows" in found.reasons["untested_classes_harmful"]
+
+
 @pytest.mark.parametrize(("repeated", "seen"), [(50, False), (52, True)])
 def test_test_rows_that_are_training_rows_are_named(repeated, seen):
     train, others = gaussian(300, D, seed=1), gaussian(100, D, seed=2)
