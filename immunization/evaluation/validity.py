@@ -70,7 +70,7 @@ class Validity:
             which = ", ".join(map(str, lacking[:5])) + ", ..." * (len(lacking) > 5)
             measures.flag(
                 f"untested_classes_{role}",
-                f"{len(lacking)} of {task.classes} classes ({which}) have no test rows: held-out figures leave them out",
+                f"{len(lacking)} of {task.classes} classes ({which}) have no test rows; held-out figures lack them",
             )
 
     @staticmethod
