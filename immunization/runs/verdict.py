@@ -127,7 +127,7 @@ def interval(share: float, rows: int) -> tuple[float, float]:
     """Wilson's 95 % interval of a probability of which `rows` independent trials show `share`."""
     middle = (share + Z**2 / (2 * rows)) / (1 + Z**2 / rows)
     half = Z / (1 + Z**2 / rows) * math.sqrt(share * (1 - share) / rows + (Z / (2 * rows)) ** 2)
-    return max(0.0, middle - half), min(1.0, middle + half)
+    return min(max(0.0, middle - half), share), max(min(1.0, middle + half), share)  # not past it by rounding
 
 
 def undecided(result: Result, group: str = "attack") -> list[str]:

@@ -223,6 +223,13 @@ def test_of_several_harmful_tasks_the_worst_counts(second, worst, said):
         assert "Definition 3.1 only" in headline(result)
 
 
+@pytest.mark.parametrize("rows", [7, 72, 220, 999])
+def test_an_interval_contains_its_share(rows):
+    for share in (0.0, 1 / rows, 1 - 1 / rows, 1.0):
+        low, high = interval(share, rows)
+        assert low <= share <= high
+
+
 def test_what_was_not_measured_did_not_fail():
     metrics = {"definition/immunized": 0.0, "definition/a": 0.0, "definition/b": 1.0, "definition/c": None}
     metrics |= {"ratio_harmful": 1.0, "ratio_primary": 1.0}
