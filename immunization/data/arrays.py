@@ -234,7 +234,8 @@ def _read_arrays(path: Path) -> Arrays:
 
 def _tensor(array: np.ndarray, key: str, path: Path) -> torch.Tensor:
     if array.dtype.kind not in "biuf":
-        raise TypeError(f"'{key}' holds {array.dtype}; number classes 0, 1, ...")
+        remedy = "number classes 0, 1, ..." if key.endswith("_y") else "give real numbers"
+        raise TypeError(f"'{key}' holds {array.dtype}; {remedy}")
     return torch.from_numpy(array)
 
 

@@ -96,9 +96,11 @@ def numbers(table: pd.DataFrame, columns: Sequence[str], path: Path, missing: Se
         i, j = bad[0]
         value = table[columns[j]].iloc[i]
         text = str(value).strip()
-        remedy = f"; write {POINTS}" * bool(re.fullmatch(r"[+-]?\d*,\d+", text))
-        if text[:1].isalpha() and text.lower() not in ("nan", "inf", "infinity"):
-            remedy = "; encode text as numbers, or drop the column"
+        remedy = "; fill in the value, or leave the row out"
+        if re.fullmatch(r"[+-]?\d*,\d+", text):
+            remedy = f"; write {POINTS}"
+        elif text[:1].isalpha() and text.lower() not in ("nan", "inf", "infinity"):
+            remedy = "; encode text as numbers (classes as 0, 1, ...), or leave out a column of inputs"
         raise DataError(
             f"{path}, data row {table.index[i] + 1}, column {columns[j]}: '{value}' is not a finite number{remedy}"
         )
