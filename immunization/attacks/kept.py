@@ -169,7 +169,7 @@ def _settings(settings: Mapping[str, object], name: str) -> object:
     own, at, images = name.partition("@")
     found = settings[own]
     if isinstance(found, Mapping) and (replay := found.get("replay")):
-        found = {**found, "replay": hashlib.sha256(Path(replay).read_bytes()).hexdigest()}
+        found = {**found, "replay": hashlib.sha256(Path(replay).expanduser().read_bytes()).hexdigest()}
     return [found, images] if at else found
 
 

@@ -183,7 +183,9 @@ class Undo(LinearProbe, group="attack.undo", without=["scaling"]):
     how: Literal["relearn", "strip"] = "relearn"
 
     def needs_theta_0(self, victim: Victim) -> bool:
-        return self.how == "relearn" and victim.model.trains_layers  # else theta_0 gives the rows that theta reads
+        if self.how != "relearn" or not victim.model.trains_layers:
+            return False
+        return victim.model.last_map(victim.model.extractor) is None  # whose inputs are theta_0's features
 
     def problem(self, victim: Victim, stage: Stage, features: Mapping[str, Tensor]) -> LeastSquares:
         problem, d = super().problem(victim, stage, features), victim.task.dim

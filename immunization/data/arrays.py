@@ -109,7 +109,7 @@ def _roles(stored: Arrays) -> list[str]:
 def _refuse_shared_rows(tasks: dict[str, Task]) -> None:
     """Raise DataError for two equal tasks, and for one beyond the usual three that shares a row with another.
 
-    Warns of two with the same inputs.
+    Warns of a harmful one with the inputs of the primary one.
     """
     rows, inputs = {}, {}
     for role, task in tasks.items():
@@ -120,9 +120,9 @@ def _refuse_shared_rows(tasks: dict[str, Task]) -> None:
         usual = {one, other} <= set(USUAL)  # of the same inputs, two labels may agree here and there
         if rows[one] == rows[other] if usual else not set(rows[one]).isdisjoint(rows[other]):
             raise DataError(f"the {other} task and the {one} task share rows; give every task rows of its own")
-        if inputs[one] == inputs[other]:
-            told = "the %s and the %s task have the same inputs: RIR is 1 with any model, but for how they are split"
-            log.warning(told, one, other)
+        if one == "primary" and kind_of(other) == "harmful" and inputs[one] == inputs[other]:
+            told = "the primary and the %s task have the same inputs: RIR is 1 with any model, up to the splits"
+            log.warning(told, other)
 
 
 def _task(

@@ -58,13 +58,17 @@ class PrimaryPerformance:
         return measures
 
 
-def head_at_chance(accuracy: float, chance: float) -> str | None:
-    """Why a model with this accuracy of its own head should not be immunized; None if it can be."""
-    if accuracy >= chance + MARGIN:
+def head_at_chance(accuracy: float, chance: float, majority: float = 0.0) -> str | None:
+    """Why a model with this accuracy of its own head should not be immunized; None if it can be.
+
+    That is below chance + MARGIN, or no more than the `majority`, the share of the most frequent class.
+    """
+    if accuracy >= chance + MARGIN and (accuracy > majority or majority == 1):
         return None
+    guess = f"chance is {chance:.3f}" if majority < chance + MARGIN else f"the most frequent class has {majority:.3f}"
     return (
-        f"before immunization the model's own head comes to accuracy {accuracy:.3f} on the primary task, chance is "
-        f"{chance:.3f}: it was not trained on this task, or its outputs mean other classes; there is nothing to keep"
+        f"before immunization the model's own head comes to accuracy {accuracy:.3f} on the primary task, {guess}: it "
+        "was not trained on this task, or its outputs mean other classes; there is nothing to keep"
     )
 
 
@@ -73,7 +77,7 @@ class OwnHead:
 
     `primary/head_accuracy`, `primary/head_loss` (cross-entropy), also with `_baseline`, and
     `primary/changed_predictions`, a number of test images. Flag `head_at_chance`: before, accuracy is below chance +
-    MARGIN, or that of the most frequent class + MARGIN. Linear models have no such measures.
+    MARGIN, or no more than the most frequent class has. Linear models have no such measures.
     """
 
     names = ("primary/head_*", "primary/changed_predictions", "interval/primary/head_*")
@@ -93,8 +97,7 @@ class OwnHead:
             measures.put(f"primary/head_accuracy{suffix}", task.measure(logits[stage], task.test.y).item())
             measures.interval(f"primary/head_accuracy{suffix}", *of_measure(task, logits[stage]))
             measures.put(f"primary/head_loss{suffix}", task.loss(logits[stage], task.test.y).item())
-        chance = max(task.chance, task.majority)
-        if reason := head_at_chance(measures.metrics["primary/head_accuracy_baseline"], chance):
+        if reason := head_at_chance(measures.metrics["primary/head_accuracy_baseline"], task.chance, task.majority):
             measures.flag("head_at_chance", reason)
         decisions = [x.argmax(1) if x.shape[1] > 1 else x[:, 0] > 0 for x in logits.values()]
         measures.put("primary/changed_predictions", (decisions[0] != decisions[1]).sum().item())

@@ -12,7 +12,7 @@ import copy
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,6 +38,7 @@ Facts = dict[str, Any]
 HUB_WEIGHTS, HUB_CONFIG = "model.safetensors", "config.json"
 TOLERANCE = 1e-3  # largest change of an output by rounding, relative to the largest output, that passes without a word
 ROWS = 4096
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SECONDS = 5.0  # how long the Hugging Face hub has to answer
 
 
@@ -156,9 +157,11 @@ def outputs_of(name: str, tensors: Mapping[str, Tensor]) -> int | None:
     """How many outputs the classifier among `tensors` has, where those are not as many as of timm's `name`."""
     import timm
 
-    known = timm.get_pretrained_cfg(name)
+    known = None
+    with suppress(AttributeError, RuntimeError):  # of names that are none, which `create` refuses
+        known = timm.get_pretrained_cfg(name)
     weight = tensors.get(f"{known.classifier}.weight") if known else None
-    return None if weight is None or len(weight) == known.num_classes else len(weight)
+    return None if weight is None or not weight.ndim or len(weight) == known.num_classes else len(weight)
 
 
 def read_checkpoint(checkpoint: str) -> Checkpoint:
@@ -177,8 +180,9 @@ def read_checkpoint(checkpoint: str) -> Checkpoint:
     if all(name.startswith("module.") for name in state):  # of a net inside DataParallel
         state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
     for name, tensor in state.items():
-        if isinstance(tensor, Tensor) and not torch.isfinite(tensor).all():
-            raise ConfigError(f"model.checkpoint={path}: {name} holds NaN or infinite values; its training diverged")
+        dense = isinstance(tensor, Tensor) and tensor.dtype in FLOATS and tensor.layout == torch.strided
+        if dense and not torch.isfinite(tensor).all():
+            raise ConfigError(f"model.checkpoint={path}: {name} holds NaN or infinite values; give sound weights")
     return Checkpoint(path, state, facts)
 
 

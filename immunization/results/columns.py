@@ -21,7 +21,6 @@ from immunization.results.seed_statistics import ROUNDING
 from immunization.results.settings import Setting, median
 from immunization.runs.result import Result
 from immunization.runs.verdict import (
-    at_least,
     attack_names,
     breaks,
     interval,
@@ -113,7 +112,7 @@ def mean(setting: Setting, measure: str) -> Cell:
     if not math.isnan(summary.std):
         cell.spread = summary.std
         cell.text += f" ± {number(float(f'{summary.std:.1e}'))}"
-    return _bounded(cell, any(at_least(result, measure) for result in setting.results))
+    return _bounded(cell, math.inf in setting.values(measure, bound=math.inf).values())
 
 
 def mean_interval(setting: Setting, measure: str) -> Cell:

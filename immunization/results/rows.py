@@ -53,11 +53,14 @@ def _replaces(path: Path, row: Result) -> bool:
         old = Result.read(path)
     except DataError:  # there is none, or nothing that could be trusted
         return True
-    before, now = (flatten(result.about[ROW]["config"]) for result in (old, row))
-    if other := varying((before, now)):
+    if row.status != "completed" and old.status == "completed":
+        return False
+    before, now = (flatten(result_settings(result.about[ROW]["config"])) for result in (old, row))
+    places = {key for found in (before, now) for key, value in found.items() if str(value).startswith("<folder>")}
+    if other := [key for key in varying((before, now)) if key not in places | {"device"}]:
         keys = ", ".join(other) if len(other) < 4 else f"{', '.join(other[:2])} and {len(other) - 2} more"
         raise DataError(f"{path} is a row of other settings ({keys}); move it or remove it first")
-    return row.status == "completed" or old.status != "completed"
+    return True
 
 
 def _row(run: Run) -> tuple[Path, Result]:

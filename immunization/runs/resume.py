@@ -22,7 +22,7 @@ BOOKKEEPING = (
 
 RETIRED = {
     "dataset": {"augment": False, "unseen": {"source": "", "train": "train", "test": "val"}},
-    "method": {"side": "input", "rank": "data", "combine": "sum"},
+    "method": {"side": "input", "rank": "data", "combine": "sum", "keep": 0.0, "damping": 0.0, "interpolate": 1.0},
     "model": {"compile": False},
     "suite": {"benign": []},
 }

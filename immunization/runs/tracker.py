@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -53,31 +53,29 @@ class Guarded(Tracker):
         return self.tracker.run_id
 
     def start(self, *arguments: Any, **options: Any) -> None:
-        self._call(self.tracker.start, *arguments, **options)
+        self._call("start", *arguments, **options)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._call(self.tracker.log, step, metrics)
+        self._call("log", step, metrics)
 
     def finish(self, result: Result, figures: list[Path]) -> None:
-        self._call(self.tracker.finish, result, figures)
+        self._call("finish", result, figures)
 
     def close(self, failed: bool) -> None:
         self.failed = False
-        self._call(self.tracker.close, failed)
+        self._call("close", failed)
 
-    def _call(self, method: Callable[..., None], *arguments: Any, **options: Any) -> None:
+    def _call(self, method: str, /, *arguments: Any, **options: Any) -> None:
         if self.failed:
             return
         try:
-            method(*arguments, **options)
-        except UserError:
-            raise
+            getattr(self.tracker, method)(*arguments, **options)
         except Exception as error:
+            if method == "start" and isinstance(error, UserError):
+                raise
             self.failed = True
-            name, what = type(self.tracker).__name__, f"{type(error).__name__}: {error}"
-            log.warning(
-                "the tracker %s failed in %s (%s) and is left out; the run goes on", name, method.__name__, what
-            )
+            said = type(self.tracker).__name__, method, type(error).__name__, error
+            log.warning("the tracker %s failed in %s (%s: %s) and is left out; the run goes on", *said)
 
 
 class Recorder(Tracker):

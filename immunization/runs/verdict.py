@@ -267,7 +267,8 @@ def _worth(result: Result) -> list[str]:
     of = min((task for task in tasks if metrics.get(f"worth{task}/before") is not None), key=removed_of, default=None)
     if of is None:
         return []
-    worth, ceiling, task = f"worth{of}", f"ceiling{of}", f" on the task {of.removeprefix('_')}" if of else ""
+    worth, ceiling = f"worth{of}", f"ceiling{of}"
+    task = f" on the task {of.removeprefix('_') or 'harmful'}" if len(tasks) > 1 else ""
     reached = [f"{metrics[f'{worth}/{key}']:.3f}" for key in ("before", "after", "without")]
     measure = "accuracy" if _classes(result, f"attack{of}") else "R²"
     line = f"Held-out {measure}{task} of the best attacker by validation rows: "

@@ -193,6 +193,7 @@ def test_a_secret_theta_0_is_not_what_an_attacker_goes_back_to(victim, theta_0):
     assert (measures.metrics["attack/undo/final"] is None) is (theta_0 == "secret")
     assert ("suite.theta_0=secret" in measures.reasons.get("attack/undo/final", "")) is (theta_0 == "secret")
     assert measures.metrics["attack/near/final"] is not None
+    assert not Undo().needs_theta_0(net_victim(victim.model.images, lambda model: None, "test_resnet", "fold"))
 
 
 class Plain(Attack):

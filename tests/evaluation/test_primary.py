@@ -20,6 +20,7 @@ from immunization.evaluation import (
     OwnHead,
     PrimaryPerformance,
 )
+from immunization.evaluation.primary import head_at_chance
 
 pytestmark = pytest.mark.trains
 
@@ -70,6 +71,22 @@ def test_the_trained_head_is_measured_where_there_is_one():
     comparison.model.set_head(eye(5)[:3])
     expected = (primary.test.x[:, :3].argmax(1) == primary.test.y).double().mean().item()
     assert PrimaryPerformance()(comparison).metrics["primary/head_accuracy"] == expected
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "majority", "said"),
+    [
+        (1.0, 0.97, None),
+        (0.98, 0.95, None),
+        (1.0, 1.0, None),
+        (0.25, 0.25, "the most frequent class has 0.250"),
+        (0.9, 0.95, "the most frequent class has 0.950"),
+        (0.24, 0.2, "chance is 0.200"),
+    ],
+)
+def test_a_head_that_guesses_the_most_frequent_class_is_at_chance(accuracy, majority, said):
+    reason = head_at_chance(accuracy, 0.2, majority)
+    assert reason is None if said is None else said in reason
 
 
 def test_a_net_whose_own_head_is_at_chance_is_flagged(folders):

@@ -66,6 +66,12 @@ def test_what_was_capped_says_so(result, tmp_path):
     assert "at most 1) | 1 |" in text
 
 
+def test_what_was_measured_begins_with_the_verdict(result, tmp_path):
+    result.metrics |= {"definition/immunized": 0.0, "definition/a": 0.0, "definition/b": 1.0, "definition/c": 1.0}
+    measured = card(result, tmp_path).partition("## Measured")[2].strip()
+    assert measured.startswith("**Not immunized: Definition 3.1 fails in a")
+
+
 def test_what_makes_a_model_useless_comes_first(result, tmp_path):
     result.flags += ["harmful_faster", "head_at_chance"]
     result.reasons |= {"harmful_faster": "harm became easier", "head_at_chance": "its head is at 0.25"}

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import runpy
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -111,6 +112,9 @@ def test_a_mean_with_one_lower_bound_is_one(tmp_path):
         make_run(tmp_path / str(seed), seed=seed, flags=flags, measures={"ratio_harmful": value})
     (shown,) = column(table(tmp_path), "(i)")
     assert shown.startswith("> 3.33e8")
+    shutil.rmtree(tmp_path / "2")
+    make_run(tmp_path / "2", seed=2, flags=["noise_floor_harmful"], measures={"ratio_harmful": None})
+    assert column(table(tmp_path), "(i)") == ["2.5 ± 0.71"]
 
 
 def test_settings_with_lower_bounds_have_no_ratio_to_the_best(tmp_path):

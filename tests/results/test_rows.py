@@ -97,6 +97,14 @@ def test_a_failed_run_leaves_a_completed_row_and_other_settings_are_refused(tmp_
     assert collect([path]).runs[0].result.metrics["rir"] == 1.0
 
 
+def test_a_failed_run_of_other_settings_stops_no_other_row(tmp_path):
+    track_run(tmp_path / "runs" / "good", rir=1.0)
+    write([tmp_path / "runs"], tmp_path / "rows")
+    track_run(tmp_path / "runs" / "bad", suite="quick-1", status="failed", error="diverged")
+    assert len(write([tmp_path / "runs" / "bad"], tmp_path / "rows")) == 0
+    assert len(write([tmp_path / "runs" / "good"], tmp_path / "rows")) == 1
+
+
 def test_paths_of_the_machine_are_left_out_wherever_they_stand(tmp_path):
     error = 'no file "/home/me/x", [a,/home/me/y], file:///home/me/z or ~/me; 3/4 of https://example.org/page remain'
     track_run(tmp_path / "run", status="failed", error=error)

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 import socket
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from PIL import Image
 
-from immunization.errors import ConfigError
+from immunization.errors import ConfigError, DataError
 from immunization.runs.result import Result
 from immunization.runs.tracker import Guarded, Recorder, Tracker, history
 from immunization.runs.wandb_tracker import Wandb
@@ -37,10 +38,13 @@ class Broken(Tracker):
     def _called(self, name: str) -> None:
         self.calls.append(name)
         if name == self.where:
-            raise RuntimeError("no network")
+            raise (DataError if name == "finish" else RuntimeError)("no network")
 
     def start(self, *_, **__) -> None:
         self._called("start")
+
+    def finish(self, result, figures) -> None:
+        self._called("finish")
 
     def log(self, step, metrics) -> None:
         self._called("log")
@@ -51,7 +55,12 @@ class Broken(Tracker):
 
 @pytest.mark.parametrize(
     ("where", "calls"),
-    [("start", ["start", "close"]), ("log", ["start", "log", "close"]), ("close", ["start", "log", "log", "close"])],
+    [
+        ("start", ["start", "close"]),
+        ("log", ["start", "log", "close"]),
+        ("finish", ["start", "log", "log", "finish", "close"]),
+        ("close", ["start", "log", "log", "finish", "close"]),
+    ],
 )
 def test_a_tracker_that_fails_is_left_out_and_ends_no_run(where, calls, tmp_path, caplog):
     broken = Broken(where)
@@ -59,9 +68,10 @@ def test_a_tracker_that_fails_is_left_out_and_ends_no_run(where, calls, tmp_path
     start(guarded, tmp_path)
     for step in range(2):
         guarded.log(step, {"loss": 1.0})
+    guarded.finish(Result(0, "d", "m", "identity"), [])
     guarded.close(failed=False)
     assert broken.calls == calls
-    assert caplog.text.count(f"the tracker Broken failed in {where} (RuntimeError: no network)") == 1
+    assert len(re.findall(rf"the tracker Broken failed in {where} \(\w+Error: no network\)", caplog.text)) == 1
 
 
 def test_a_mistake_that_a_user_can_mend_ends_the_run(tmp_path):
