@@ -139,6 +139,7 @@ CASES = {
     "primary_lost": (100.0, {"definition/c": 0, "definition/immunized": 0}),
     "primary_probe_slower": (1000.0, {"steps_ratio/primary": 1e5}),
     "harmful_better_conditioned": (1e4, {"ratio_harmful": 0.632}),
+    "perhaps_as_fast": (1e5, {}),
 }
 """RIR and what else is measured, of settings of which the first is to be marked."""
 
@@ -148,7 +149,8 @@ def test_what_is_marked_best_is_best(tmp_path, cases, marked, capsys):
     """In figure, table and the line below; nothing is, where no setting immunizes and keeps the primary task."""
     for i, (rir, measures) in enumerate(CASES[case] for case in cases):
         measures = {"primary/accuracy": 0.9 + i / 100} | measures
-        make_run(tmp_path / str(i), lambdas=(1.0, 10.0**i), rir=rir, measures=measures)
+        flags = ["harmful_not_slower"] * (cases[i] == "perhaps_as_fast")
+        make_run(tmp_path / str(i), lambdas=(1.0, 10.0**i), rir=rir, measures=measures, flags=flags)
     collection = collect([tmp_path])
     (part,) = made = sections(collection, "rir")
     plot = next(plot for plot in part.plots if plot.name.endswith("_pareto"))
@@ -157,7 +159,9 @@ def test_what_is_marked_best_is_best(tmp_path, cases, marked, capsys):
     starred = [row[0].text for row in part.tables[0].rows if "★" in row[0].text]
     assert starred == (["condition_number lambda_H=1 ★"] if marked else [])
     show(collection, made)
-    assert ("★" in capsys.readouterr().out) == marked
+    shown = capsys.readouterr().out
+    assert ("★" in shown) == marked
+    assert f"Flags, of {len(cases)} runs: harmful_not_slower in 1 (docs/flags.md)" in shown
     assert ("No setting is circled" in plot.caption) != marked
 
 
