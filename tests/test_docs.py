@@ -68,7 +68,7 @@ def test_the_readme_has_commands() -> None:
 
 
 def test_the_table_of_the_readme_is_what_the_default_run_prints(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """To the digit, on every processor; flags, seconds and folder follow."""
+    """To the digit, on every processor; seconds, folder and footnotes follow."""
     run(["tracker=none", "figures=false"], folder=tmp_path)
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     (shown,) = (block.splitlines() for block in blocks("text"))
