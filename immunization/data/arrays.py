@@ -111,11 +111,11 @@ def _refuse_shared_rows(tasks: dict[str, Task]) -> None:
 
     Warns of a harmful one with the inputs of the primary one.
     """
-    rows, inputs = {}, {}
+    rows = {}
     for role, task in tasks.items():
         pairs = (row for s in task.splits.values() for row in zip(s.x.numpy(), s.y.tolist(), strict=True))
-        rows[role] = sorted(hash((x.tobytes(), y)) for x, y in pairs)
-        inputs[role] = sorted(hash(x.tobytes()) for split in task.splits.values() for x in split.x.numpy())
+        rows[role] = sorted((hash(x.tobytes()), y) for x, y in pairs)
+    inputs = {role: [x for x, _ in pairs] for role, pairs in rows.items()}
     for one, other in combinations(rows, 2):
         usual = {one, other} <= set(USUAL)  # of the same inputs, two labels may agree here and there
         if rows[one] == rows[other] if usual else not set(rows[one]).isdisjoint(rows[other]):

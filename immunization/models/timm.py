@@ -24,7 +24,7 @@ from immunization.models.adapted import BODY
 from immunization.models.chain import Network, Tail, Whole, first_with, parameters, take_apart
 from immunization.models.fold import folded_map, unfold
 from immunization.models.image_tasks import ImageReader, room_for
-from immunization.models.weights import create, name_of, outputs_of, read_checkpoint
+from immunization.models.weights import create, head_size, name_of, read_checkpoint
 from immunization.theory.spectrum import triangular_factor
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Timm(ImageReader):
         self.arguments = dict(arguments or (stored.facts.get("arguments", {}) if stored else {}))
         self.weights, self.license, stripped = "the caller's own", None, None
         if net is None:
-            if stored and "num_classes" not in self.arguments and (outputs := outputs_of(name, stored.tensors)):
+            if stored and "num_classes" not in self.arguments and (outputs := head_size(name, stored.tensors)):
                 self.arguments["num_classes"] = outputs
             net = create(name, stored, pretrained, self.arguments)
             self.weights = "weights of the hub" if pretrained else "random weights"

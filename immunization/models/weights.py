@@ -153,7 +153,7 @@ def create(name: str, checkpoint: Checkpoint | None, pretrained: bool, arguments
     return net
 
 
-def outputs_of(name: str, tensors: Mapping[str, Tensor]) -> int | None:
+def head_size(name: str, tensors: Mapping[str, Tensor]) -> int | None:
     """How many outputs the classifier among `tensors` has, where those are not as many as of timm's `name`."""
     import timm
 

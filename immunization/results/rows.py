@@ -55,9 +55,9 @@ def _replaces(path: Path, row: Result) -> bool:
         return True
     if row.status != "completed" and old.status == "completed":
         return False
-    before, now = (flatten(result_settings(result.about[ROW]["config"])) for result in (old, row))
-    places = {key for found in (before, now) for key, value in found.items() if str(value).startswith("<folder>")}
-    if other := [key for key in varying((before, now)) if key not in places | {"device"}]:
+    both = [flatten(result_settings(result.about[ROW]["config"])) for result in (old, row)]
+    places = {key for settings in both for key, value in settings.items() if str(value).startswith("<folder>")}
+    if other := [key for key in varying(both) if key not in places | {"device"}]:
         keys = ", ".join(other) if len(other) < 4 else f"{', '.join(other[:2])} and {len(other) - 2} more"
         raise DataError(f"{path} is a row of other settings ({keys}); move it or remove it first")
     return True
