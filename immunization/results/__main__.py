@@ -98,9 +98,10 @@ def _tidy(folder: Path, written: Iterable[Path]) -> None:
 
 def _log(options: argparse.Namespace, collection: Collection, parts: list[Section], *made: list[Path] | Path) -> None:
     """A summary run on W&B with every table, all runs with their measures, every figure and the report."""
+    from immunization.runs.tracker import Guarded
     from immunization.runs.wandb_tracker import Wandb
 
-    tracker = Wandb(os.environ.get("WANDB_PROJECT", "immunization"), os.environ.get("WANDB_ENTITY"))
+    tracker = Guarded(Wandb(os.environ.get("WANDB_PROJECT", "immunization"), os.environ.get("WANDB_ENTITY")))
     paths = {"paths": [str(path) for path in options.paths]}
     tracker.start(options.output, paths, name=options.title, group="results", tags=["summary"])
     tables = {table.name: numbers(table) for part in parts for table in part.every_table}

@@ -16,6 +16,8 @@ from immunization.runs.result import Curve, Result
 
 log = logging.getLogger(__name__)
 
+DataTable = tuple[list[str], list[list[str | float | bool | None]]]  # header and rows
+
 
 class Tracker:
     """The interface; here every method does nothing. A tracker never fails a run (`Guarded`).
@@ -34,6 +36,9 @@ class Tracker:
 
     def finish(self, result: Result, figures: list[Path]) -> None:
         """Record the final measures and figures; called once, before `close`, and not for a failed run."""
+
+    def report(self, tables: Mapping[str, DataTable], figures: list[Path], page: Path) -> None:
+        """Record what sums up many runs: tables (name -> header and rows), PNG figures and an HTML page."""
 
     def close(self, failed: bool) -> None:
         """End the run; may be called without `start` and twice."""
@@ -60,6 +65,9 @@ class Guarded(Tracker):
 
     def finish(self, result: Result, figures: list[Path]) -> None:
         self._call("finish", result, figures)
+
+    def report(self, *arguments: Any) -> None:
+        self._call("report", *arguments)
 
     def close(self, failed: bool) -> None:
         self.failed = False

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -18,7 +17,7 @@ from immunization.runs import files
 from immunization.runs.filenames import CONFIG, MODEL_CARD, WEIGHTS
 from immunization.runs.numbers import spelled
 from immunization.runs.result import Result
-from immunization.runs.tracker import Tracker
+from immunization.runs.tracker import DataTable, Tracker
 from immunization.runs.verdict import ATTACK, attack_names, successes
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DataTable = tuple[list[str], list[list[str | float | bool | None]]]  # header and rows
 STEPS = "curves/step"  # what the curves are drawn against: steps of the probe or attack, not of the training
 NO_STEPS = ("spectrum/", "/compute", "/excess")
 """In names of curves that are left to result.json: against an index, against operations, and twice as much to send."""
@@ -55,93 +53,83 @@ class Wandb(Tracker):
         check_value("WANDB_MODE", os.environ.get("WANDB_MODE") or "online", modes)
         self.project, self.entity, self.mode, self.timeout = project, entity, mode, timeout
         self.model, self.link = model, link
-        self.run: wandb.Run | None = None
+        self.run: Any = None  # a wandb.Run from `start` to `close`
         self.folder = Path()
-        self.failing = False
 
     def start(self, folder: Path, config: dict[str, Any], name: str, group: str, tags: list[str]) -> None:
-        with self._guard("did not start"):
-            # W&B's reports about itself, which it sends in offline mode too
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-            import wandb
+        # W&B's reports about itself, which it sends in offline mode too
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
 
-            self.folder, sweep = folder.resolve(), _sweep()
-            config = files.plain(spelled(config))
-            if "method" in config:
-                config["method"]["name"] = snake_case(config["method"]["_target_"])  # W&B can group runs by it
-            init = partial(
-                wandb.init,
-                project=self.project,
-                entity=self.entity,
-                dir=str(self.folder),  # W&B's service may have been started in another folder
-                config=config,
-                name=title(config, name, bool(sweep)),
-                group=f"{group}-{sweep.name}" if sweep else group,
-                job_type=job_type(config),
-                tags=tags,
-                id=self.run_id,
-                resume="allow" if self.run_id else None,
-                reinit="create_new",  # a run of the caller's own in this process stays as it is
-                settings=self._settings(),
-            )
-            mode, why = self._mode()
-            try:
-                self.run = init(mode=mode)
-            except wandb.Error as error:
-                if mode != "online":
-                    raise
-                why = f"cannot be used online, this run is tracked offline ({str(error).partition(chr(10))[0]})"
-                self.run = init(mode="offline")
-            self.run_id = self.run.id
-            self.run.define_metric(STEPS, hidden=True, summary="none")
-            self.run.define_metric("curves/*", step_metric=STEPS, summary="none")
-            if self.run.offline:
-                self._say_offline(why, sweep)
-            elif self.run.url:
-                log.info("W&B: %s", self.run.url)
+        self.folder, sweep = folder.resolve(), _sweep()
+        config = files.plain(spelled(config))
+        if "method" in config:
+            config["method"]["name"] = snake_case(config["method"]["_target_"])  # W&B can group runs by it
+        init = partial(
+            wandb.init,
+            project=self.project,
+            entity=self.entity,
+            dir=str(self.folder),  # W&B's service may have been started in another folder
+            config=config,
+            name=title(config, name, bool(sweep)),
+            group=f"{group}-{sweep.name}" if sweep else group,
+            job_type=job_type(config),
+            tags=tags,
+            id=self.run_id,
+            resume="allow" if self.run_id else None,
+            reinit="create_new",  # a run of the caller's own in this process stays as it is
+            settings=self._settings(),
+        )
+        mode, why = self._mode()
+        try:
+            self.run = init(mode=mode)
+        except wandb.Error as error:
+            if mode != "online":
+                raise
+            why = f"cannot be used online, this run is tracked offline ({str(error).partition(chr(10))[0]})"
+            self.run = init(mode="offline")
+        self.run_id = self.run.id
+        self.run.define_metric(STEPS, hidden=True, summary="none")
+        self.run.define_metric("curves/*", step_metric=STEPS, summary="none")
+        if self.run.offline:
+            self._say_offline(why, sweep)
+        elif self.run.url:
+            log.info("W&B: %s", self.run.url)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        with self._guard("did not take everything"):
-            if self.run:
-                self.run.log(dict(metrics), step=step)
+        self.run.log(dict(metrics), step=step)
 
     def finish(self, result: Result, figures: list[Path]) -> None:
-        with self._guard("did not take everything"):
-            if self.run:
-                from wandb import Image, Table
+        from wandb import Image, Table
 
-                shown: dict[str, object] = {f"figures/{path.stem}": Image(str(path)) for path in figures}
-                header, rows = attack_table(result)
-                shown |= {"attacks": Table(columns=header, data=rows)} if rows else {}
-                self.run.log(shown)
-                for row in curve_rows(result):
-                    self.run.log(row)
-                content = result.as_dict()
-                known = {name: value for name, value in content["metrics"].items() if value is not None}
-                seconds = {f"seconds/{name}": value for name, value in content["seconds"].items()}
-                self.run.summary.update(known | seconds | {"status": result.status, "flags": result.flags})
-        with self._guard("did not take the model"):
-            wanted = self.model if self.model is not None else not _sweep()
-            if self.run and wanted and (made := model_artifact(result, self.folder)):
-                artifact, aliases = made
-                logged = self.run.log_artifact(artifact, aliases=aliases)
-                if self.link and self.run.offline:  # only a server can link it
-                    log.warning("W&B is offline: the model is not linked to %s (tracker.link)", self.link)
-                elif self.link:
-                    self.run.link_artifact(logged, self.link, aliases=aliases)
+        shown: dict[str, object] = {f"figures/{path.stem}": Image(str(path)) for path in figures}
+        header, rows = attack_table(result)
+        shown |= {"attacks": Table(columns=header, data=rows)} if rows else {}
+        self.run.log(shown)
+        for row in curve_rows(result):
+            self.run.log(row)
+        content = result.as_dict()
+        known = {name: value for name, value in content["metrics"].items() if value is not None}
+        seconds = {f"seconds/{name}": value for name, value in content["seconds"].items()}
+        self.run.summary.update(known | seconds | {"status": result.status, "flags": result.flags})
+        wanted = self.model if self.model is not None else not _sweep()
+        if wanted and (made := model_artifact(result, self.folder)):
+            artifact, aliases = made
+            logged = self.run.log_artifact(artifact, aliases=aliases)
+            if self.link and self.run.offline:  # only a server can link it
+                log.warning("W&B is offline: the model is not linked to %s (tracker.link)", self.link)
+            elif self.link:
+                self.run.link_artifact(logged, self.link, aliases=aliases)
 
     def report(self, tables: Mapping[str, DataTable], figures: list[Path], page: Path) -> None:
-        """Log what sums up many runs: tables (name -> header and rows), PNG figures and an HTML page."""
-        with self._guard("did not take everything"):
-            if self.run:
-                from wandb import Html, Image, Table
+        from wandb import Html, Image, Table
 
-                shown: dict[str, object] = {
-                    f"tables/{name}": Table(columns=head, data=rows, allow_mixed_types=True)
-                    for name, (head, rows) in tables.items()
-                }
-                shown |= {f"figures/{path.stem}": Image(str(path)) for path in figures}
-                self.run.log(shown | {"report": Html(str(page))})
+        shown: dict[str, object] = {
+            f"tables/{name}": Table(columns=head, data=rows, allow_mixed_types=True)
+            for name, (head, rows) in tables.items()
+        }
+        shown |= {f"figures/{path.stem}": Image(str(path)) for path in figures}
+        self.run.log(shown | {"report": Html(str(page))})
 
     def _say_offline(self, why: str, sweep: Path | None) -> None:
         """Name the command that uploads the run later; on the terminal if being offline is no wish, in run.log else."""
@@ -152,20 +140,9 @@ class Wandb(Tracker):
         log.log(logging.WARNING if aloud else logging.INFO, "W&B %s; upload with: %s", why or "is offline", command)
 
     def close(self, failed: bool) -> None:
-        with self._guard("did not take everything"):
-            if self.run:
-                self.run.finish(exit_code=int(failed))
-        self.run = None
-
-    @contextmanager
-    def _guard(self, problem: str) -> Iterator[None]:
-        """Turn failures of W&B into one warning."""
-        try:
-            yield
-        except Exception as error:
-            level = logging.DEBUG if self.failing else logging.WARNING
-            log.log(level, "W&B %s (%s: %s); the run goes on", problem, type(error).__name__, error)
-            self.failing = True
+        run, self.run = self.run, None
+        if run:
+            run.finish(exit_code=int(failed))
 
     def _mode(self) -> tuple[str, str]:
         """The mode to start in, and why that is offline where nobody asked for it."""
