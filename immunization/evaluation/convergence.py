@@ -1,5 +1,6 @@
 """How fast the attacker's probe learns: the paper's norm ratio (Eq. 16), and exact learning curves."""
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -92,8 +93,8 @@ class LearningCurves:
                 measures.miss(reason, f"steps_ratio/{role}", f"rfd/{role}")
                 continue
             self._steps_ratio(role, task, measures, **held_out)
-            deviation = relative_deviation(held_out["baseline"], held_out["immunized"])
-            if deviation is None:
+            deviation = relative_deviation(held_out["baseline"], held_out["immunized"]).item()
+            if math.isnan(deviation):
                 measures.miss("the baseline's measure is never above 0.05", f"rfd/{role}")
             else:
                 measures.put(f"rfd/{role}", deviation)
@@ -128,19 +129,18 @@ class LearningCurves:
 
     def _intervals(self, role: Role, task: Task, measures: Measures, immunized: Tensor, baseline: Tensor) -> None:
         """95 % intervals of both measures that exist, of the scores [T, N] on the test rows."""
-        y, grid, found, missed = task.test.y, self.grid.to(baseline), {"steps_ratio": [], "rfd": []}, []
+        y, last, steps, deviations = task.test.y, self.grid[-1].item(), [], []
         for counts in draws(len(y)):
             after, before = (resampled(task, scores, y, counts) for scores in (immunized, baseline))
-            ratios, never = _steps_ratios(after, before, grid, task.chance, self.share)
-            found["steps_ratio"].append(ratios)
-            missed.append(never)
-            found["rfd"].append(_deviations(before, after))
-        for name, parts in found.items():
-            if measures.metrics[f"{name}/{role}"] is not None:
-                measures.interval(f"{name}/{role}", *ends(torch.cat(parts)))
+            threshold = self._threshold(before, task)
+            steps.append(torch.stack([steps_to(threshold, curves, self.grid) for curves in (after, before)]))
+            deviations.append(relative_deviation(before, after).nan_to_num())
+        if measures.metrics[name := f"rfd/{role}"] is not None:
+            measures.interval(name, *ends(torch.cat(deviations)))
         if measures.metrics[name := f"steps_ratio/{role}"] is not None:
-            known = ends(torch.cat(found["steps_ratio"]).masked_fill(torch.cat(missed), torch.inf))
-            for end, value in zip(("low", "high"), known, strict=True):
+            after, before = torch.cat(steps, 1)
+            measures.interval(name, *ends(after.clamp(max=last) / before))
+            for end, value in zip(("low", "high"), ends(after / before), strict=True):
                 if value != measures.metrics[f"interval/{name}_{end}"]:
                     measures.about.setdefault("intervals_capped", []).append(f"interval/{name}_{end}")
 
@@ -156,53 +156,36 @@ class LearningCurves:
             measures.miss(reason, f"steps_ratio/{role}")
             measures.flag(f"baseline_at_chance_{role}", reason)
             return
-        threshold = chance + self.share * (best - chance)
-        measures.put(f"steps_bar/{role}", threshold)
-        if reason := task.passed_by_majority(threshold):
+        threshold = self._threshold(baseline, task)
+        measures.put(f"steps_bar/{role}", threshold.item())
+        if reason := task.passed_by_majority(threshold.item()):
             measures.flag(f"passed_by_majority_{role}", reason)
-        steps = steps_to(threshold, immunized, self.grid)
-        if steps is None:
-            steps = self.grid[-1].item()
+        after, before = (steps_to(threshold, curve, self.grid).item() for curve in (immunized, baseline))
+        if after == math.inf:
+            after = self.grid[-1].item()
             measures.flag(
-                f"capped_{role}", f"the probe with theta_I never came to {threshold:.3f}: its steps count as {steps}"
+                f"capped_{role}", f"the probe with theta_I never came to {threshold:.3f}: its steps count as {after}"
             )
-        measures.put(f"steps_ratio/{role}", steps / steps_to(threshold, baseline, self.grid))
+        measures.put(f"steps_ratio/{role}", after / before)
+
+    def _threshold(self, baseline: Tensor, task: Task) -> Tensor:
+        """What counts as learned [...], of curves [..., T] of the baseline's probe."""
+        return task.chance + self.share * (baseline.amax(-1) - task.chance)
 
 
-def _steps_ratios(after: Tensor, before: Tensor, grid: Tensor, chance: float, share: float) -> tuple[Tensor, Tensor]:
-    """Ratios [B] of the steps that curves [B, T] take to `share` of the way to the best of `before`.
+def steps_to(threshold: Tensor, curves: Tensor, grid: Tensor) -> Tensor:
+    """First t of the grid [T] at which curves [..., T] are at least `threshold` [...], up to rounding; inf if never."""
+    return torch.where(curves >= threshold[..., None] - 1e-12, grid.to(curves), torch.inf).amin(-1)
 
-    And where `after` never comes there, which counts as the last step of the grid.
+
+def relative_deviation(before: Tensor, after: Tensor) -> Tensor:
+    """RFD of curves [..., T]: mean of (before - after) / before up to the maximum of `before`, where that is > 0.05.
+
+    NaN if it never is. The maximum is the first up to rounding: R^2 that has converged stays there for many t.
     """
-    threshold = chance + share * (before.max(1).values - chance)
-    missed = [(curves.cummax(1).values < threshold[:, None] - 1e-12).sum(1) for curves in (after, before)]
-    first, second = (grid[missing.clamp(max=len(grid) - 1)] for missing in missed)
-    return first / second, missed[0] == len(grid)
-
-
-def _deviations(before: Tensor, after: Tensor) -> Tensor:
-    """`relative_deviation` [B] of curves [B, T]; 0 where it does not exist."""
-    first = (before >= before.max(1).values[:, None] - 1e-12).int().argmax(1)
-    counted = (torch.arange(before.shape[1], device=before.device) <= first[:, None]) & (before > 0.05)
-    shares = torch.where(counted, (before - after) / before, 0.0)
-    return shares.sum(1) / counted.sum(1).clamp(min=1)
-
-
-def steps_to(threshold: float, curve: Tensor, grid: Tensor) -> int | None:
-    """First t of the grid [T] at which the curve [T] is at least `threshold`, up to rounding; None if never."""
-    reached = (curve >= threshold - 1e-12).nonzero()
-    return grid[reached[0, 0]].item() if len(reached) else None
-
-
-def relative_deviation(before: Tensor, after: Tensor) -> float | None:
-    """RFD of two curves [T]: mean of (before - after) / before up to the maximum of `before`, where that is > 0.05.
-
-    None if it never is. The maximum is the first up to rounding: R^2 that has converged stays there for many t.
-    """
-    first = (before >= before.max() - 1e-12).nonzero()[0, 0]
-    before, after = (curve[: first + 1] for curve in (before, after))
-    counted = before > 0.05
-    return ((before - after) / before)[counted].mean().item() if counted.any() else None
+    converged = (before >= before.amax(-1, keepdim=True) - 1e-12).int()
+    counted = (converged.cumsum(-1) - converged == 0) & (before > 0.05)  # up to the first one, which counts
+    return torch.where(counted, (before - after) / before, 0.0).sum(-1) / counted.sum(-1)
 
 
 def faster(measures: Measures, roles: Iterable[Role]) -> str | None:
@@ -236,7 +219,7 @@ def not_slower(measures: Measures, roles: Iterable[Role]) -> str | None:
 def held_out_curve(
     probe: Probe, task: Task, features: Tensor, grid: Tensor, split: str = "test"
 ) -> tuple[Tensor, Tensor]:
-    """The task's measure [T] on `features` [N, D] of a split after each number of steps in `grid` [T].
+    """The task's measure [T], float64, on `features` [N, D] of a split after each number of steps in `grid` [T].
 
     And the scores [T, N] that its rows add.
     """
@@ -248,4 +231,4 @@ def held_out_curve(
         predictions = predictions.view(n, len(t), outputs).transpose(0, 1)
         parts.append(task.measure(predictions, y))
         scores.append(task.scores(predictions, y))
-    return torch.cat(parts), torch.cat(scores)
+    return torch.cat(parts).double(), torch.cat(scores)

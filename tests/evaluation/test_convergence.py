@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -69,10 +70,12 @@ def test_steps_and_deviation_of_a_case_done_by_hand():
     grid = torch.tensor([1, 2, 4, 8])
     before = f64([0.02, 0.5, 0.8, 0.8])
     after = f64([0.9, 0.4, 0.9, 0.1])
-    assert [steps_to(threshold, before, grid) for threshold in (0.02, 0.5, 0.80, 0.81)] == [1, 2, 4, None]
+    assert [steps_to(f64(threshold), before, grid) for threshold in (0.02, 0.5, 0.80, 0.81)] == [1, 2, 4, math.inf]
     # up to the first maximum (t = 4), without t = 1, where the baseline is below 0.05: (0.1/0.5 - 0.1/0.8) / 2
     assert relative_deviation(before, after) == pytest.approx((0.2 - 0.125) / 2)
-    assert relative_deviation(before / 100, after) is None
+    assert relative_deviation(before / 100, after).isnan()
+    curves = torch.stack([before, before / 100]), torch.stack([after, after])
+    assert relative_deviation(*curves).tolist() == pytest.approx([(0.2 - 0.125) / 2, math.nan], nan_ok=True)
 
 
 def test_the_deviation_ends_where_the_baseline_has_converged():
@@ -94,7 +97,7 @@ def two_directions(theta: Tensor) -> Comparison:
 def test_a_probe_that_never_learns_counts_as_the_last_step_and_is_flagged():
     measures = LearningCurves()(two_directions(torch.diag(f64([1.0, 1e-7]))))
     before = torch.tensor(measures.curves["probe/harmful/baseline"]["y"])
-    first = steps_to(0.5 + 0.9 * (before.max().item() - 0.5), before, LearningCurves().grid)
+    first = steps_to(0.5 + 0.9 * (before.max() - 0.5), before, LearningCurves().grid)
     assert measures.metrics["steps_ratio/harmful"] == 2**20 / first
     assert {"capped_harmful", "capped_primary"} <= set(measures.flags)
     ends = [f"interval/steps_ratio/{role}_{end}" for role in ("primary", "harmful") for end in ("low", "high")]
