@@ -6,6 +6,7 @@ A task's role is its kind (`primary`, `harmful`, `benign`, `unseen`), and from t
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -231,6 +232,11 @@ class Task:
     def tolerance(self, rows: int) -> float:
         """Singular values of `rows` features of a net are noise up to this, relative to the largest."""
         return max(rows, self.dim) * self.eps
+
+    @property
+    def kappa_bound(self) -> float:
+        """The lower bound that `condition_number` gives where a net lost directions; infinite without a net."""
+        return self.tolerance(len(self.train)) ** -2 if self.width else math.inf
 
     def rank_of(self, factor: Tensor) -> int:
         """Rank of training features with the Gram matrix of `factor` [m, D]: a net's own, else that of the inputs."""

@@ -148,9 +148,8 @@ class Method(Component, group="method"):
     def score(self, model: Model) -> float:
         """The score that early stopping maximizes: log RIR on the training inputs, -inf where it is not known."""
         harmful, primary = (self.log_ratio(model, role) for role in ("harmful", "primary"))
-        task = self.pair.primary
-        most = -2 * math.log(task.tolerance(len(task.train))) - self.baseline(model, "primary")[1]
-        return -math.inf if task.width and primary > most - MIN_GAIN else harmful - primary
+        bound = math.log(self.pair.primary.kappa_bound) - self.baseline(model, "primary")[1]
+        return -math.inf if primary > bound - MIN_GAIN else harmful - primary
 
     def log_ratio(self, model: Model, role: str) -> float:
         """log of ratio (i), `harmful`, or (ii), `primary`, on the training inputs."""

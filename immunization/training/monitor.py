@@ -54,11 +54,12 @@ class Monitor:
                 raise Diverged(f"theta overflows at step {step}; lower optimizer.lr or the weights in method.*")
             self.kappa = self._kappas(factors, f"model at step {step}")
         ratio = {role: kappa / self.baseline[role] for role, kappa in self.kappa.items()}
+        lost = self.tasks["primary"].kappa_bound <= self.kappa["primary"] < math.inf  # RIR may be anything below
         values = {
             **{name: term.item() for name, term in terms.items()},
             **{f"kappa_{role}": value for role, value in self.kappa.items()},
             **{f"ratio_{role}": value for role, value in ratio.items()},
-            "rir": ratio["harmful"] / ratio["primary"],
+            "rir": math.nan if lost else ratio["harmful"] / ratio["primary"],
         }
         self.result.metrics.update(values)
         for tracker in self.trackers:

@@ -1,5 +1,7 @@
 """harmful_samples: a method is shown a few harmful rows of each class, attackers and measures have all of them."""
 
+import math
+
 import pytest
 import torch
 
@@ -44,6 +46,19 @@ def test_an_unchanged_net_has_ratio_1_on_so_few_rows():
     assert [values["ratio_harmful"], values["ratio_primary"], values["rir"]] == pytest.approx([1] * 3, rel=1e-4)
     assert monitor.ranks["harmful"] <= len(parts.trained_on.harmful.train)
     assert parts.method.score(parts.model) == pytest.approx(0, abs=1e-4)
+
+
+def test_where_a_net_lost_directions_of_the_primary_task_rir_is_not_known():
+    parts = parts_of("experiment=digits_deep", "dataset.size=16", "model.fit_epochs=1", "method=condition_number")
+    parts.method.setup(parts.model, parts.trained_on)
+    monitor = Monitor(parts.model, parts.trained_on, Result(0, "digits", "net", "condition_number"))
+    with torch.no_grad():
+        last = [layer for layer in parts.model.modules() if isinstance(layer, torch.nn.BatchNorm2d)][-1]
+        last.weight[:3] = last.bias[:3] = 0
+    values = monitor(0, {})
+    assert values["kappa_primary"] == parts.trained_on.primary.kappa_bound
+    assert math.isnan(values["rir"])
+    assert parts.method.score(parts.model) == -math.inf
 
 
 def test_it_changes_what_is_learned_and_not_what_is_measured(tmp_path):
