@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from immunization.results.plot import INK, LETTER, LINE, Plot, fit_log, headline, inked, looks, panel_axes
+from immunization.results.plot import INK, LINE, Plot, fit_log, headline, inked, panel_axes
 from immunization.results.settings import Setting
 from immunization.runs.verdict import attack_names, successes
 
-LEARNED, HELD, LEADER = "#D55E00", "#0072B2", "#BBBBBB"
+LEARNED, HELD, LOST = "#D55E00", "#0072B2", "#BBBBBB"
+IMAGES = ((INK, "o"), ("#E69F00", "s"), ("#56B4E9", "^"))
+"""Color and marker of attackers with all images, with fewer, and with fewest."""
+
 INCHES_A_LETTER = 0.08  # of names in letters of 9 points
 NARROW = 0.01
 """Of the primary measure, to both sides of none lost, figures show at least so much: less is rounding."""
@@ -56,58 +57,48 @@ def attack_costs(setting: Setting, name: str) -> Plot | None:
     return Plot(name, caption, figure)
 
 
-def worth_removed(rows: Sequence[Setting], metric: str, name: str, title: str, bound: float) -> Plot | None:
-    """Worth removed with its interval, against points lost (`Setting.lost`), with lines at 0, 1 and `bound`.
+def worth_removed(rows: Sequence[Setting], metrics: Sequence[str], name: str, title: str, bound: float) -> Plot | None:
+    """Worth removed by number of images, with intervals, and beside it the points lost (`Setting.lost`); a line a row.
 
-    None where no row has both. Names stand one below the other beside the axes, those of points that hide one another
-    together, in the order of the shortest lines to them.
+    `metrics` are the measures of worth, `bound` the points that a row with a rank may lose. None for fewer than two
+    rows with any of `metrics`.
     """
-    from scipy.optimize import linear_sum_assignment
-
-    look, rows = looks(rows), [row for row in rows if row.lost is not None and row.removed(metric)]
-    if not rows:
+    rows = [row for row in rows if any(map(row.removed, metrics))]
+    if len(rows) < 2:
         return None
-    points = [(row, 100 * max(row.lost, 0.0), *row.removed(metric)) for row in rows]
-    images = metric.partition("_")[2] or "all"
-    low, high = min(0.0, *(point[3] for point in points)), max(1.0, *(point[4] for point in points))
     with inked():
-        right = 0.6 + LETTER * max(len(row.label) for row, *_ in points)
-        figure, (ax,) = panel_axes(1, width=4.2, height=max(2.6, LINE * len(points)), left=1.5, right=right)
-        for y in (0, 1):
-            ax.axhline(y, color=INK, linewidth=0.8, linestyle=":")
-        ax.axvline(bound, color=INK, linewidth=0.8, linestyle=":")
-        for row, loss, share, *ends in points:
-            color, _, marker = look[row]
-            ax.plot([loss, loss], ends, color=color, linewidth=1.4)
-            ax.plot(loss, share, marker, color=color, markersize=8, markeredgecolor=INK, markeredgewidth=0.6)
-        ax.set(xlabel="points lost, of the primary task or other classes", ylabel=f"worth removed, {images} images")
-        most = max(loss for _, loss, *_ in points)
-        ax.set(xlim=(-bound, max(2 * bound, 1.1 * most)), ylim=(max(low, -1) - 0.1, min(high, 2) + 0.1))
-        ax.locator_params(axis="x", nbins=5)
-        ax.locator_params(axis="y", steps=[5, 10])
-        names = {0: "identity: 0", 1: "no model: 1"}
-        ax.yaxis.set_major_formatter(lambda value, position: names.get(round(value, 6), f"{value:g}"))
+        left = 0.4 + INCHES_A_LETTER * max(len(row.label) + 2 for row in rows)
+        options = {"width": 3.2, "height": 0.28 * (len(rows) + 1), "left": left, "right": 0.6, "gap": 0.4, "top": 0.5}
+        figure, (worth, loss) = panel_axes(2, share=True, legend_rows=1, **options)
+        lowest = -0.2
+        for i, (metric, (color, marker)) in enumerate(zip(metrics, IMAGES, strict=True)):
+            found = [(y + 0.22 * (i - 1), *row.removed(metric)) for y, row in enumerate(rows) if row.removed(metric)]
+            for y, _, *ends in found:
+                worth.plot(ends, [y, y], color=color, linewidth=1.2)
+            if not found:
+                continue
+            y, shares, lows, _ = zip(*found, strict=True)
+            label = f"{metric.partition('_')[2] or 'all'} images per class"
+            worth.plot(shares, y, marker, color=color, markersize=5, label=label)
+            lowest = min(lowest, *lows)
+        worth.set(xlabel="worth removed", xlim=(max(lowest, -1) - 0.05, 1.1), ylim=(len(rows) - 0.4, -0.6))
+        names = {0: "0\n(identity)", 1: "1\n(no model)"}
+        worth.set_xticks([0, 0.25, 0.5, 0.75, 1], [names.get(x, f"{x:g}") for x in (0, 0.25, 0.5, 0.75, 1)])
+        for x, ax in ((0, worth), (1, worth), (bound, loss)):
+            ax.axvline(x, color=INK, linewidth=0.8, linestyle=":")
+        losses = {y: 100 * max(row.lost, 0.0) for y, row in enumerate(rows) if row.lost is not None}
+        loss.barh(list(losses), list(losses.values()), height=0.5, color=LOST)
+        for y, points in losses.items():
+            loss.text(1.02, y, f"{points:.1f}", transform=loss.get_yaxis_transform(), va="center", fontsize=9)
+        loss.set(xlabel="points lost", xlim=(0, 1.05 * max([2 * bound, *losses.values()])))
+        labels = [f"{row.label} †" if row.apart else row.label for row in rows]
+        worth.set_yticks(range(len(rows)), labels, fontsize=9)
+        figure.legend(*worth.get_legend_handles_labels(), loc="lower left", ncols=3, frameon=False, fontsize=9)
         figure.suptitle(title, fontsize=10, x=0.02, ha="left", y=0.98)
-        together: dict[tuple[float, float], list[str]] = {}  # labels by the first of points that hide one another
-        near_x = 0.04 * np.ptp(ax.get_xlim())
-        for row, loss, share, *_ in points:
-            beside = (at for at in together if (at[0] <= bound) == (loss <= bound) and abs(at[0] - loss) < near_x)
-            near = (at for at in beside if abs(at[1] - share) < 0.03)
-            together.setdefault(next(near, (loss, share)), []).append(row.label)
-        starts = ax.transData.transform(list(together))
-        ends = ax.transAxes.transform([(1.06, (i + 0.5) / len(together)) for i in range(len(together))])
-        order = np.argsort(linear_sum_assignment(np.linalg.norm(starts[:, None] - ends, axis=2))[1])
-        filled = 0
-        for at, labels in (list(together.items())[i] for i in order):
-            place = (1.06, (filled + len(labels) / 2) / len(points))
-            filled += len(labels)
-            arrow = {"arrowstyle": "-", "color": LEADER, "linewidth": 0.5, "shrinkB": 4, "relpos": (0, 0.5)}
-            beside = {"xytext": place, "textcoords": "axes fraction", "va": "center", "fontsize": 9}
-            ax.annotate("\n".join(labels), at, arrowprops=arrow, annotation_clip=False, linespacing=1.5, **beside)
     caption = (
-        f"Share of theta_0's worth that is removed from attackers with {images} images of each class (95 % interval), "
-        "against the points lost, on the primary task or on the own head's other classes; a gain counts as no loss. "
-        "Up and left is better: at 0 nothing is removed, at 1 the model is of no use; a row that loses more than "
-        f"{bound:g} points has no rank."
+        "Left: the share of theta_0's worth that is removed from attackers, by the images of each class that they have "
+        "(95 % interval). At 0 nothing is removed, at 1 the model is of no use. Right: points lost on the primary task "
+        f"or on the own head's other classes; a gain counts as no loss. Who loses more than {bound:g} points has "
+        f"no rank.{' †: met other attackers.' if any(row.apart for row in rows) else ''}"
     )
     return Plot(f"{name}_worth", caption, figure)

@@ -132,11 +132,12 @@ def sections(collection: Collection) -> list[Section]:
         names = (name.partition("/")[0] for row in group for result in row.results for name in result.metrics)
         benign = dict.fromkeys(name.partition("_")[2] for name in names if name.startswith(BENIGN))
         columns = list(filled_in(placed(Place.BOARD), {}, {"benign": list(benign)}))
+        plot = worth_removed(group, WORTH, _named(heading), heading, 100 * LOSS)
+        plots = [plot] if plot else []
         for words, apart in (("", False), (": not comparable", True)):
             if not (rows := [row for row in group if bool(row.apart) is apart]):
                 continue
-            name = "_".join(["leaderboard", *re.findall(r"[\w.-]+", heading + words)])
-            table = Table.of(name, heading + words, columns, rows)
+            table = Table.of(_named(heading + words), heading + words, columns, rows)
             notes = [f"{row.label}: {row.apart}." for row in rows if apart] + stakes(rows)
             if suites := {suite for row in rows for result in row.results if (suite := version(result))}:
                 notes.append(f"Attackers: {', '.join(sorted(suites))}.")
@@ -146,9 +147,13 @@ def sections(collection: Collection) -> list[Section]:
                 notes.append("Rows have different numbers of runs.")
             table.notes[:0] = notes
             legend = [column.note for column in table.only(Place.TERMINAL).columns if column.note]
-            plot = worth_removed(rows, worth, name, table.title, 100 * LOSS)
-            made.append(Section(rows, [table], [plot] if plot else [], legend))
+            made.append(Section(rows, [table], plots, legend))
+            plots = []
     return made
+
+
+def _named(heading: str) -> str:
+    return "_".join(["leaderboard", *re.findall(r"[\w.-]+", heading)])
 
 
 def between_marks(path: Path, parts: Sequence[Section], pictures: Mapping[str, str], command: str) -> str:

@@ -1,7 +1,7 @@
 """The leaderboard: a row a method by giving its folder, weaker attacks apart, failures shown, the place in a page."""
 
 import math
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 import pytest
 import yaml
@@ -195,12 +195,17 @@ def test_rows_of_two_suites_or_tracks_or_other_data_share_no_table(tmp_path):
     assert all("Attackers: standard-" in board.tables[0].notes[0] for board in found)
 
 
-def test_a_gain_of_the_primary_task_is_not_plotted(tmp_path):
+def test_a_gain_of_the_primary_task_is_drawn_as_no_loss(tmp_path):
     worth_run(tmp_path / "run", "closed_form", {"all": 0.5}, lost=-0.31)
+    worth_run(tmp_path / "other", "identity", {"all": 0.0})
     assert rows_of(tmp_path)["closed_form"].price == pytest.approx(-0.31)
     (plot,) = (plot for section in sections(collect([tmp_path])) for plot in section.plots)
-    (text,) = plot.figure.axes[0].texts
-    assert text.xy == (0.0, 0.5)
+    assert [bar.get_width() for bar in plot.figure.axes[1].patches] == [0, 0]
+
+
+def test_one_row_is_not_drawn(tmp_path):
+    worth_run(tmp_path / "run", "identity", {"all": 0.0})
+    assert not any(section.plots for section in sections(collect([tmp_path])))
 
 
 def test_sgrc_after_the_fewest_and_the_most_epochs(tmp_path):
@@ -342,16 +347,20 @@ def test_a_page_without_a_place_is_refused(tmp_path):
 
 @pytest.fixture
 def picture(tmp_path):
-    """Thirteen rows, some of them at one place."""
+    """Thirteen rows, some of them at one place; the last of other attackers."""
     for i in range(13):
-        worth_run(tmp_path / str(i), f"a_method_with_a_long_name_{i}", {"20": i * 4 % 6 / 10}, 0.01 * (i * 5 % 7))
-    ((plot,),) = (section.plots for section in sections(collect([tmp_path])))
+        attacks = {"probe": {"steps": 5}} if i == 12 else ATTACKS
+        removed = {"20": i * 4 % 6 / 10, "all": 0.1}
+        made = worth_run(tmp_path / str(i), f"a_method_with_a_long_name_{i}", removed, 0.01 * (i * 5 % 7))
+        config = yaml.safe_load((made / "config.yaml").read_text())
+        (made / "config.yaml").write_text(yaml.safe_dump(config | {"attack": attacks}))
+    (plot,) = (plot for section in sections(collect([tmp_path])) for plot in section.plots)
     plot.figure.draw_without_rendering()
     return plot.figure
 
 
 def test_labels_of_the_figure_do_not_overlap(picture):
-    boxes = [Text.get_window_extent(text) for text in picture.axes[0].texts]
+    boxes = [Text.get_window_extent(label) for label in picture.axes[0].get_yticklabels()]
     assert len(boxes) == 13
     edge = picture.bbox
     assert all(edge.x0 <= box.x0 and box.x1 <= edge.x1 for box in boxes)
@@ -359,22 +368,23 @@ def test_labels_of_the_figure_do_not_overlap(picture):
     assert all(low.y1 <= high.y0 for low, high in pairwise(boxes))
 
 
-def test_lines_to_the_labels_do_not_cross(picture):
-    (ax,) = picture.axes
-    lines = [(ax.transData.transform(text.xy), ax.transAxes.transform(text.get_position())) for text in ax.texts]
-    for (a, b), (c, d) in combinations(lines, 2):
-        sides = [cross(a, b, c), cross(a, b, d), cross(c, d, a), cross(c, d, b)]
-        assert not (sides[0] * sides[1] < -1 and sides[2] * sides[3] < -1)
-
-
-def cross(a, b, c):
-    """Twice the area of a triangle in square pixels, with the sign of the side of a line a to b on which c lies."""
-    return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])
+def test_every_row_has_its_worth_by_number_of_images_and_its_loss_on_one_line(picture):
+    worth, loss = picture.axes
+    points = {line.get_label(): line.get_xydata() for line in worth.lines if "images" in line.get_label()}
+    assert list(points) == ["all images per class", "20 images per class"]
+    bars = {round(bar.get_y() + bar.get_height() / 2): bar.get_width() for bar in loss.patches}
+    for place, label in enumerate(text.get_text() for text in worth.get_yticklabels()):
+        i = int(label.removesuffix(" †").rpartition("_")[2])
+        assert label.endswith("†") == (i == 12)
+        for name, share in (("all", 0.1), ("20", i * 4 % 6 / 10)):
+            x, y = points[f"{name} images per class"][place]
+            assert (x, round(y)) == (pytest.approx(share), place)
+        assert bars[place] == pytest.approx(i * 5 % 7)
 
 
 def test_the_picture_has_the_lines_of_no_defense_and_of_no_model(picture):
-    (ax,) = picture.axes
-    assert {"identity: 0", "no model: 1"} <= {label.get_text() for label in ax.get_yticklabels()}
-    low, high = ax.get_ylim()
+    worth, _ = picture.axes
+    assert {"0\n(identity)", "1\n(no model)"} <= {label.get_text() for label in worth.get_xticklabels()}
+    low, high = worth.get_xlim()
     assert low < 0 < 1 < high
-    assert {(0, 0), (1, 1)} <= {tuple(line.get_ydata()) for line in ax.lines}
+    assert {(0, 0), (1, 1)} <= {tuple(line.get_xdata()) for line in worth.lines}
