@@ -195,6 +195,12 @@ def board_primary(setting: Setting, measure: str) -> Cell:
     return cell
 
 
+def retrained(setting: Setting, measure: str) -> Cell:
+    """A measure of a retrained head, where it is not the one that `board_primary` shows."""
+    shown = setting.primary
+    return Cell(NONE) if shown is None or shown[0] == measure else change(setting, measure)
+
+
 def learned_in(setting: Setting, measure: str) -> Cell:
     """In how many attacked runs at least one attack learns the task."""
     attacked = (result for result in setting.results if f"{weakest(result)}/worst/bar" in result.metrics)
@@ -415,6 +421,7 @@ COLUMNS = [
         "deviation over seeds, of the mean over pairs. R², loss and ratios: medians over runs, since one run can "
         "dominate a mean.",
     ),
+    Column("primary/accuracy", "primary, retrained head", _PAGE | Place.BOARD_HTML, retrained),
     Column("other_classes/accuracy", "other classes, own head", _PAGE | Place.BOARD_HTML, after),
     *(
         Column(f"transfer_{{benign}}/after{suffix}", f"{{benign}}, {images} images", _PAGE | Place.BOARD_HTML, change)
