@@ -312,7 +312,7 @@ def meanings(authors: bool) -> list[str]:
     return [
         f"(i), (ii): κ of the harmful and primary Hessian, relative to the baseline; RIR = (i) / (ii); {convention}.",
         "Steps ratio: steps of a probe by gradient descent on the immunized extractor, relative to the baseline. RIR "
-        "sees only the spectrum; this is what an attacker meets.",
+        "sees only the spectrum; this sees the labels, too.",
     ]
 
 
