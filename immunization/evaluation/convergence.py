@@ -139,6 +139,7 @@ class LearningCurves:
             measures.interval(name, *ends(torch.cat(deviations)))
         if measures.metrics[name := f"steps_ratio/{role}"] is not None:
             after, before = torch.cat(steps, 1)
+            before = before.clamp(max=last)  # of resamples on which the baseline's best is below chance
             measures.interval(name, *ends(after.clamp(max=last) / before))
             for end, value in zip(("low", "high"), ends(after / before), strict=True):
                 if value != measures.metrics[f"interval/{name}_{end}"]:

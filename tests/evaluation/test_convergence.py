@@ -119,6 +119,20 @@ def test_an_end_that_some_resamples_never_come_to_is_a_lower_bound():
     assert measures.metrics["interval/steps_ratio/harmful_low"] == 1
 
 
+def test_resamples_below_chance_give_no_ratio_of_0():
+    """A baseline that is right on 12 of 20 rows of two classes, from t = 1 on; theta_I from t = 4 on."""
+    curves = LearningCurves(OCTAVES)
+    measures = Measures({"steps_ratio/harmful": 4.0, "rfd/harmful": 0.0})
+    harmful = task(gaussian(40, 2, seed=0), (torch.arange(40) % 2).long(), test=20, classes=2)
+    before = torch.zeros(len(curves.grid), 20).double()
+    before[:, :12] = 1
+    after = before.clone()
+    after[curves.grid < 4] = 0
+    curves._intervals("harmful", harmful, measures, after, before)
+    ends = [measures.metrics[f"interval/steps_ratio/harmful_{end}"] for end in ("low", "high")]
+    assert ends == [1, 4]  # 1 where neither of them comes to the bar
+
+
 def test_a_harmful_task_that_is_learned_sooner_is_flagged():
     x = gaussian(200, 2, seed=0) * f64([1.0, 0.01])
     harmful, primary = (task(x, (x[:, place] > 0).long(), test=100, classes=2) for place in (1, 0))
