@@ -1,7 +1,7 @@
 """Onto a GPU without waiting for it: what fits stays there, what does not is read ahead of the step."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -36,6 +36,15 @@ def room(device: torch.device, most: float = math.inf) -> float:
 def onto(x: Tensor, like: Tensor) -> Tensor:
     """`x` in the dtype and on the device of `like`; the copy onto a GPU makes the program wait for nothing."""
     return x.to(like, non_blocking=like.is_cuda)
+
+
+def moved(content: Any, device: torch.device) -> Any:
+    """Nested dicts, lists and tuples with their tensors on `device`."""
+    if isinstance(content, Tensor):
+        return content.to(device)
+    if isinstance(content, Mapping):
+        return {key: moved(value, device) for key, value in content.items()}
+    return type(content)(moved(value, device) for value in content) if isinstance(content, list | tuple) else content
 
 
 def gathered(x: Tensor, chunks: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:

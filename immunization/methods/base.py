@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from immunization.checks import AtLeastOne, AtLeastTwo, Component, Count, NonNegative
+from immunization.compute.transfer import moved
 from immunization.config import snake_case
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
@@ -175,8 +176,8 @@ class Method(Component, group="method"):
         return {"best": self.best, "flags": self.flags}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned; by default every entry is an attribute."""
-        vars(self).update(state)
+        """Take over what `state_dict` returned, from any device; by default every entry is an attribute."""
+        vars(self).update(moved(state, self.pair.primary.train.y.device))
 
     def keeps_last(self, model: Model) -> bool:
         """Whether the result is the last iterate, also where another one has the best score."""

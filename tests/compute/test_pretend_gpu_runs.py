@@ -7,7 +7,7 @@ import pytest
 from helpers.both_devices import agree, run_on_both
 from helpers.houses import write_table
 from helpers.pretend_gpu import pretended_gpu
-from helpers.runs import resumed
+from helpers.runs import DEEP, resumed
 from omegaconf import OmegaConf
 
 import launch
@@ -95,6 +95,16 @@ def test_a_resumed_run(tmp_path, monkeypatch, cut):
     with pretended_gpu() as seen:
         whole, again = resumed([*SHORT, "log_every=1", "method.epochs=6", "device=cuda"], tmp_path, monkeypatch, cut)
     assert seen["to_cpu"]
+    assert again == whole
+
+
+@pytest.mark.parametrize(
+    "method", ["forget", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ntl", "encoderlock"))]
+)
+def test_resumed_runs_of_methods_that_keep_tensors(tmp_path, monkeypatch, cut, method):
+    own = [f"method={method}", "method.epochs=2", "method.batch_size=20", "device=cuda"]
+    with pretended_gpu():
+        whole, again = resumed([*DEEP, *own], tmp_path, monkeypatch, cut, at=3, every=2)
     assert again == whole
 
 
