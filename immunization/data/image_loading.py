@@ -1,8 +1,8 @@
 """Images as a model reads them: timm's loaders over a split, in which an image that cannot be read is named."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,13 +11,31 @@ from torch.utils.data import Dataset
 
 from immunization.compute.transfer import reading
 from immunization.data.images import ImagePair, ImageSplit
+from immunization.errors import DataError
+
+
+class Unreadable(NamedTuple):
+    """An image that cannot be read: its place among those of the split, and the file with the reason."""
+
+    row: int
+    why: str
+
+
+def unreadable(title: str, images: Sequence[Unreadable]) -> DataError:
+    """The error that names the first of `images`."""
+    shown = "; ".join(image.why for image in images[:5]) + ("; ..." if len(images) > 5 else "")
+    return DataError(
+        f"{title}: {len(images)} images cannot be read: {shown}. Repair or remove them, or set "
+        "dataset.on_bad_image=skip"
+    )
+
 
 KINDS = {"1": "black and white", "L": "gray", "LA": "gray", "I": "16 bit"}
 """Modes of Pillow in words; others are known by their names (CMYK, RGBA, P)."""
 
 
 class Readable(Dataset):
-    """The images of a split after `transform`, which timm's loaders set; what cannot be read comes as its message."""
+    """The images of a split after `transform`, which timm's loaders set, or what says that one cannot be read."""
 
     def __init__(self, split: ImageSplit) -> None:
         self.split, self.transform = split, None
@@ -25,7 +43,7 @@ class Readable(Dataset):
     def __len__(self) -> int:
         return len(self.split)
 
-    def __getitem__(self, i: int) -> tuple[Tensor, int, list[str]] | str:
+    def __getitem__(self, i: int) -> tuple[Tensor, int, list[str]] | Unreadable:
         from PIL import Image
 
         dataset, rows = self.split.dataset, self.split.rows
@@ -46,7 +64,7 @@ class Readable(Dataset):
                 image, label = dataset[row]
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             name = reader.filename(row, absolute=True) if hasattr(reader, "samples") else f"image {row}"
-            return f"{name}: {error}"
+            return Unreadable(i, f"{name}: {error}")
         return self.transform(image), label, kinds
 
 
@@ -63,13 +81,13 @@ class ReadableStream(torch.utils.data.IterableDataset):
                 yield self.transform(image), label
 
 
-def collate(items: list[tuple[Any, ...] | str]) -> tuple[Tensor, Tensor, list[str], list[str]]:
-    """Images [n, C, H, W], labels [n], the messages about those that could not be read, and kinds of the others."""
-    good = [item for item in items if not isinstance(item, str)]
+def collate(items: list[tuple[Any, ...]]) -> tuple[Tensor, Tensor, list[Unreadable], list[str]]:
+    """Images [n, C, H, W] that can be read, labels [n], those that cannot, and kinds of the first."""
+    good = [item for item in items if not isinstance(item, Unreadable)]
     images = torch.stack([torch.as_tensor(item[0]) for item in good]) if good else torch.empty(0)
     labels = torch.tensor([int(item[1]) for item in good], dtype=torch.long)
     kinds = [kind for item in good for kind in chain(*item[2:])]
-    return images, labels, [item for item in items if isinstance(item, str)], kinds
+    return images, labels, [item for item in items if isinstance(item, Unreadable)], kinds
 
 
 def create_loader(

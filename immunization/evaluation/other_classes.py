@@ -73,7 +73,6 @@ class OtherClasses:
                 f"evaluation.other_classes.root={self.root}: every class in it is one of the primary task or of "
                 "dataset.keep_root"
             )
-        measures.about["other_classes"] = {"classes": len(truth[rows].unique()), "images": len(rows)}
         nets = {"immunized": model.deployed(), "baseline": model.deployed_before(comparison.start)}
         predictions: dict[tuple[Stage, str], list[Tensor]] = {key: [] for key in names if nets[key[0]] is not None}
         labels = []
@@ -85,13 +84,15 @@ class OtherClasses:
                 x = twice(x) if size else x
                 if not size or made or reads(net, x):
                     made.append(net(x).argmax(1).cpu())
+        found = torch.cat(labels)
+        measures.about["other_classes"] = {"classes": len(found.unique()), "images": len(found)}
         for key, own in names.items():
             made = predictions.get(key)
             if not made:
                 measures.miss(ONE_SIZE if made == [] else NOT_KEPT, *own)
                 continue
             predicted = torch.cat(made)
-            for name, hits in zip(own, (predicted == torch.cat(labels), torch.isin(predicted, shown)), strict=True):
+            for name, hits in zip(own, (predicted == found, torch.isin(predicted, shown)), strict=True):
                 measures.put(name, hits.double().mean().item())
         return measures
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from immunization.compute import randomness
+from immunization.data.image_loading import Unreadable, unreadable
 from immunization.errors import DataError
 from immunization.runs import files
 from immunization.terminal import counted
@@ -38,7 +39,7 @@ class Activations:
 
     x: Tensor
     labels: Tensor
-    skipped: tuple[str, ...] = ()
+    skipped: tuple[Unreadable, ...] = ()
 
 
 class Stream:
@@ -91,7 +92,7 @@ class _Writer:
         self.crc = zlib.crc32(data, self.crc)
         self.shape, self.dtype = tuple(batch.shape[1:]), str(batch.dtype).removeprefix("torch.")
 
-    def finish(self, labels: Tensor, skipped: Sequence[str]) -> Activations:
+    def finish(self, labels: Tensor, skipped: Sequence[Unreadable]) -> Activations:
         if self.root is None:
             return Activations(torch.cat(self.parts), labels, tuple(skipped))
         with self._named():
@@ -133,6 +134,7 @@ def load(root: Path | None, key: str) -> Activations | None:
         entry = json.loads((folder / "entry.json").read_text())
         x = _mapped(folder / "data.bin", entry["shape"], getattr(torch, entry["dtype"]))
         labels = _mapped(folder / "labels.bin", entry["shape"][:1], torch.int64)
+        skipped = tuple(Unreadable(row, why) for row, why in entry["skipped"])
         expected = entry.pop("self"), entry["crc"], entry["labels"]
         if expected != (_checksum(entry), zlib.crc32(x.numpy()), zlib.crc32(labels.numpy())):
             raise ValueError("wrong checksum")
@@ -140,7 +142,7 @@ def load(root: Path | None, key: str) -> Activations | None:
         log.warning("activations in %s are damaged (%s) and are computed again", folder, error)
         shutil.rmtree(folder, ignore_errors=True)
         return None
-    return Activations(x, labels, tuple(entry["skipped"]))
+    return Activations(x, labels, skipped)
 
 
 def _mapped(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -164,8 +166,8 @@ def collect(
 ) -> dict[str, Activations]:
     """One pass over `loader`: what `compute` makes of the images, by name; entries that exist are not computed.
 
-    `loader` gives images, labels, messages about unreadable ones and perhaps kinds; `keys` the key of each name. One
-    of several processes computes, the others wait. Raises DataError for unreadable images, unless `skip`.
+    `loader` gives images, labels, unreadable ones and perhaps kinds; `keys` the key of each name. One of several
+    processes computes, the others wait. Raises DataError for unreadable images, unless `skip`.
     """
     found = {name: load(root, key) for name, key in keys.items()}
     if all(found.values()):
@@ -178,8 +180,8 @@ def collect(
         labels, bad, kinds = [], [], Counter()
         try:
             with randomness.isolated_rng():  # or a run that finds the entries would go on with other random numbers
-                for images, targets, messages, *more in counted(loader, title):
-                    bad += messages
+                for images, targets, lost, *more in counted(loader, title):
+                    bad += lost
                     kinds.update(*more)
                     if len(images) and not (bad and not skip):
                         outputs = compute(images)
@@ -187,13 +189,9 @@ def collect(
                         for name, writer in writers.items():
                             writer.add(outputs[name])
             if bad and not skip:
-                shown = "; ".join(bad[:5]) + ("; ..." if len(bad) > 5 else "")
-                raise DataError(
-                    f"{title}: {len(bad)} images cannot be read: {shown}. Repair or remove them, or set "
-                    "dataset.on_bad_image=skip"
-                )
+                raise unreadable(title, bad)
             if not labels:
-                raise DataError(f"{title}: no image can be read{': ' + bad[0] if bad else ''}")
+                raise DataError(f"{title}: no image can be read{': ' + bad[0].why if bad else ''}")
             if kinds:
                 among = ", ".join(f"{kind}: {count}" for kind, count in kinds.most_common())
                 log.info("%s, all read as RGB with 8 bits; among them %s", title, among)

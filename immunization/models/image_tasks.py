@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from immunization.compute.machine import gpu_memory, memory
 from immunization.compute.transfer import onto
-from immunization.data.image_loading import create_loader
+from immunization.data.image_loading import Unreadable, create_loader, unreadable
 from immunization.data.images import ImagePair, ImageSplit, ImageTask
 from immunization.data.loaders import LabeledBatches
 from immunization.data.preparation import check_learnable
@@ -61,6 +61,7 @@ class ImageReader(Model):
         for role in self.images.tasks:
             read = {split: self._read_split(role, split, weights) for split in SPLITS}
             self.reference |= {(role, split): features.x for split, (_, features) in read.items()}
+            self._leave_out(role, {split: features.skipped for split, (_, features) in read.items()})
             tasks[role] = self._task(role, read)
         about = data.about | {
             "inputs": f"features of {self.name}" if self.fold else f"activations of {self.name} before {self.point}",
@@ -124,12 +125,20 @@ class ImageReader(Model):
             done = collect(loader(), compute, keys, root, title, pair.on_bad_image == "skip")
         features = done["features"]
         if features.skipped:
-            log.warning("%s: %d unreadable images are left out: %s", title, len(features.skipped), features.skipped[0])
+            _warn(title, features.skipped)
         if self.fold:
             return features.x, features
         if "inputs" in done:
             return done["inputs"].x, features
         return Stream(loader, self.trunk, (len(features.labels), *shape)), features
+
+    def _leave_out(self, role: str, skipped: Mapping[str, Sequence[Unreadable]]) -> None:
+        """From here on the task has only the images that can be read, so that rows of it are those of its features."""
+        task, splits = self.images.tasks[role], {}
+        for split, part in task.splits.items():
+            lost = {image.row for image in skipped[split]}
+            splits[split] = part.take(torch.tensor([i for i in range(len(part)) if i not in lost])) if lost else part
+        self.images = replace(self.images, tasks=self.images.tasks | {role: replace(task, splits=splits)})
 
     def _task(self, role: str, read: Mapping[str, tuple[Tensor | Stream, Activations]]) -> Task:
         """The task as the extractor (or a folded map) reads it, of its splits; raises DataError for an empty class."""
@@ -150,10 +159,9 @@ class ImageReader(Model):
         splits = {}
         for split, (x, features) in read.items():
             y, origin = features.labels, task.splits[split].origin
-            known = len(y) == len(origin.rows)  # which images were unreadable, and left out, is not kept
             if not self.fold and not len(y):
                 x = torch.empty(0, *read["train"][0].shape[1:])
-            splits[split] = Split(x, order[y].to(device), origin if known else None)
+            splits[split] = Split(x, order[y].to(device), origin)
         self.order[role] = order
         eps, width = torch.finfo(self.images.dtype).eps, None if self.fold else self.head.in_features
         return Task(task.name, **splits, classes=classes, eps=eps, width=width, head=head)
@@ -225,7 +233,12 @@ class ImageReader(Model):
         self, images: ImagePair, task: ImageTask, split: ImageSplit, what: str
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Images of a split as the net reads them, on its device, and their labels as the files count."""
-        for x, labels, *_ in counted(create_loader(images, split, preprocessing(self.config, images, task)), what):
+        loader = create_loader(images, split, preprocessing(self.config, images, task))
+        for x, labels, lost, *_ in counted(loader, what):
+            if lost and images.on_bad_image != "skip":
+                raise unreadable(what, lost)
+            if lost:
+                _warn(what, lost)
             if len(x):
                 yield onto(x, self.head.weight), labels
 
@@ -284,6 +297,10 @@ class ImageReader(Model):
         task = Task(role, **splits, classes=len(present), eps=eps, width=width, head=head)
         check_learnable(task)
         return task
+
+
+def _warn(title: str, images: Sequence[Unreadable]) -> None:
+    log.warning("%s: %d unreadable images are left out: %s", title, len(images), images[0].why)
 
 
 def preprocessing(config: dict[str, Any], pair: ImagePair, task: ImageTask, training: bool = False) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import zlib
 
 import numpy as np
 import pytest
+import torch
 from helpers.images import draw_folder
 from helpers.nets import build, open_pair
 from PIL import Image
@@ -33,6 +34,32 @@ def test_bad_images_are_named_or_left_out(tmp_path, caplog):
     for _ in range(2):  # also from the cache
         _, tasks = build(pair).read_tasks(pair, True)
         assert len(tasks.harmful.train) == 15
+
+
+def test_rows_of_a_task_are_those_of_its_images_where_some_are_left_out(tmp_path):
+    folders = draw_folder(tmp_path / "p", 4, 6, 2, 0), draw_folder(tmp_path / "h", 3, 6, 2, 1)
+    (folders[1] / "train/class0/2.png").write_bytes(b"no image")
+    pair = open_pair(folders, None, on_bad_image="skip", val_fraction=0.0)
+    model, tasks = build(pair).read_tasks(pair, False)
+    train, rows = tasks.harmful.train, torch.tensor([1, 2, 16])
+    assert len(train) == len(train.origin.rows) == 17
+    images, labels = (torch.cat(parts) for parts in zip(*model.image_batches("harmful", "train", rows), strict=True))
+    assert torch.equal(model.trunk(images), train.x[rows])
+    assert torch.equal(labels, train.y[rows])
+
+
+def test_images_of_other_folders_that_cannot_be_read_are_named(tmp_path):
+    folders = draw_folder(tmp_path / "p", 4, 6, 2, 0), draw_folder(tmp_path / "h", 3, 6, 2, 1)
+    more = draw_folder(tmp_path / "k", 2, 6, 2, 2)
+    (more / "train/class1/0.png").write_bytes(b"no image")
+    for how in ("error", "skip"):
+        pair = open_pair(folders, None, on_bad_image=how, keep_root=str(more), val_fraction=0.0)
+        model, _ = build(pair).read_tasks(pair, False)
+        if how == "error":
+            with pytest.raises(DataError, match=r"1 images cannot be read: .*class1/0\.png"):
+                model.kept()
+        else:
+            assert len(model.kept()) == 15  # train and val
 
 
 def test_empty_class_folder(tmp_path):
