@@ -26,12 +26,13 @@ NUMBERED: dict[str, dict[str, str]] = {
 """By version, each attack's `fingerprint`."""
 
 
-def changes(attacks: Mapping[str, Attack], version: str) -> list[str]:
-    """How attacks differ from those of a suite in `NUMBERED`, in words; more attacks are no difference."""
+def changes(attacks: Mapping[str, Attack], version: str, most: int | None = None) -> list[str]:
+    """How attacks, on at most `most` images of each class, differ from a suite in `NUMBERED`; more of them do not."""
     known = NUMBERED.get(version, {})
+    few = [f"with at most {most} images of each class"] if known and most else []
     missing = [f"without {name}" for name in known if name not in attacks]
     other = [name for name in known if name in attacks and fingerprint(attacks[name]) != known[name]]
-    return missing + [f"another {name}" for name in other]
+    return few + missing + [f"another {name}" for name in other]
 
 
 def fingerprint(attack: Attack) -> str:

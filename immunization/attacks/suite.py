@@ -93,7 +93,7 @@ def _of_one_task(
     reference.measure(references, without, bar, victim.task.measure_name, measures)
     if suite is not None:
         measures.about["suite"] = {"version": suite.version, "theta_0": suite.theta_0}
-        if changed := changes(attacks, suite.version):
+        if changed := changes(attacks, suite.version, suite.most):
             measures.about["suite"]["changed"] = changed
         if kept and kept.baselines:
             measures.about["baselines_by"] = sorted(set(kept.baselines.made_by.values()))

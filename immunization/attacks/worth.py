@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -184,9 +185,9 @@ def at(draws: Sequence[Draw], guess: Tensor, public: bool, budget: float = math.
 def budgets(draws: Sequence[Draw]) -> list[float]:
     """A geometric grid of operations from the cheapest attacker to the dearest."""
     flops = torch.cat([curve.flops for draw in draws for curve in (*draw.before, *draw.after, *draw.without)])
-    low, high = (math.log10(max(value, 1.0)) for value in (flops.min().item(), flops.max().item()))
-    count = max(2, math.ceil((high - low) * PER_DECADE) + 1)
-    return [*torch.logspace(low, high, count, dtype=torch.float64).tolist()[:-1], flops.max().item()]
+    low, high = (max(value, 1.0) for value in (flops.min().item(), flops.max().item()))
+    count = max(2, math.ceil(math.log10(high / low) * PER_DECADE) + 1)
+    return np.geomspace(low, high, count).tolist()  # both ends as they are
 
 
 def measure(draws: Sequence[Draw], guess: Tensor, suffix: str, measures: Measures, public: bool = False) -> None:

@@ -58,7 +58,8 @@ def test_a_changed_suite_says_in_what():
     assert not changes(attacks("attack=[standard,adam]"), "standard-3")
     others = attacks("attack=[standard]", "attack.fresh_part.epochs=[1]", "~attack.neighbours")
     assert changes(others, "standard-3") == ["without neighbours", "another fresh_part"]
-    assert not changes(others, "mine-1")
+    assert changes(attacks("attack=[standard]"), "standard-3", 5) == ["with at most 5 images of each class"]
+    assert not changes(others, "mine-1", 5)
 
 
 @pytest.mark.parametrize("name", ["quick", "standard", "nightly", "depth", "depth_vit"])

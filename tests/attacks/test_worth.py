@@ -24,7 +24,7 @@ from immunization.attacks import (
     run_attacks,
     run_transfer,
 )
-from immunization.attacks.worth import Draw, at, best, put, worth
+from immunization.attacks.worth import Draw, at, best, budgets, put, worth
 from immunization.errors import ConfigError
 from immunization.evaluation.measures import Measures
 
@@ -92,6 +92,14 @@ def test_attackers_are_chosen_on_validation_rows_within_the_budget():
     assert torch.equal(best([lucky, seen], guess), poor)  # which test rows would not have chosen
     assert torch.equal(best([lucky, seen], guess, budget=9), good)
     assert torch.equal(best([lucky, seen], guess, budget=0.5), guess)
+
+
+@pytest.mark.parametrize("flops", [1234567.0, 3.0, 0.0])
+def test_the_cheapest_attacker_has_enough_operations_at_the_first_point(flops):
+    found = [curve([0.5], hits(0.75, 0), [cost]) for cost in (flops, 1e9)]
+    grid = budgets([Draw(found, found, found[1:])])
+    assert (grid[0], grid[-1]) == (max(flops, 1.0), 1e9)
+    assert grid == sorted(grid)
 
 
 def test_who_has_a_model_may_leave_it_aside_or_take_the_public_one():
