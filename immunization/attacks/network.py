@@ -255,6 +255,7 @@ class LoRA(FineTune, group="attack.lora", without=["scope"]):
         ]
         exactly = "|".join(map(re.escape, layers))  # peft takes a list of names for their endings
         inject_adapter_in_model(LoraConfig(r=self.rank, lora_alpha=self.rank, target_modules=exactly), network)
+        network.find_units()
         return [p for name, p in network.named_parameters() if "lora_" in name], []
 
 

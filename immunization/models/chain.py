@@ -164,6 +164,11 @@ class Network(nn.Module):
         self.map.weight.data = theta.detach().T.clone()
         self.trained = ["map"]
 
+    def find_units(self) -> None:
+        """Take the units anew by their names, after layers of the net were replaced."""
+        net = self.whole.net
+        self.units = [(name, net.get_submodule(name) if isinstance(f, nn.Module) else f) for name, f in self.units]
+
     def part(self, name: str) -> list[nn.Module]:
         """Modules of a part of the net: of none (`head`), `last`, of what was `trained`, `full`.
 

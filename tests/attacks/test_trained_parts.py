@@ -240,6 +240,16 @@ def test_earlier_blocks_have_smaller_rates(resnet, monkeypatch):
     assert depths[net.layer4[0].conv1.weight] == depths[net.layer4[0].bn2.bias] < depths[net.layer3[0].conv1.weight]
 
 
+def test_adapters_of_the_stem_are_as_deep_as_the_stem(resnet):
+    network = resnet.network("immunized")
+    before = network.depths()[next(network.units[0][1].parameters())]
+    LoRA(rank=2).adapt(network, "full")
+    adapters = {name: p for name, p in network.named_parameters() if "lora_" in name}
+    depths = network.depths()
+    assert [depths[p] for name, p in adapters.items() if "net.conv1.0." in name] == [before] * 2
+    assert network.start_of(adapters.values()) == 0
+
+
 ATTACKS = {
     "trained": FineTune("trained", "sgd", [0.01, 0.1], steps=2, batch_size=12, smoothing=0.1, mirror=True),
     "full": FineTune(rates=[0.01], steps=2, batch_size=12),
