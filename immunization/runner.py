@@ -106,10 +106,11 @@ def train(
     if leads and experiment.tracker:
         with importing("starting the tracker"):
             run.track(experiment.tracker(), experiment.settings, state)
-    if experiment.attack and experiment.baselines:
-        from immunization.attacks import check_baselines  # not loaded by runs without attacks
+    for key in ("baselines", "published"):
+        if experiment.attack and (folder := getattr(experiment, key)):
+            from immunization.attacks import check_folder  # not loaded by runs without attacks
 
-        check_baselines(experiment.baselines)
+            check_folder(key, folder)
     with waiting("preparing data, model and optimizer"):
         parts = assemble(experiment)
     for attack in experiment.attack.values():

@@ -144,15 +144,16 @@ def test_folders_that_cannot_be_written(tmp_path, cli, folder):
     assert "hydra.run.dir=" in said
 
 
+@pytest.mark.parametrize("key", ["baselines", "published"])
 @pytest.mark.parametrize(
     ("folder", "why"), [("{tmp}/circle", "Too many levels of symbolic links"), ("/proc/x", "No such file or directory")]
 )
-def test_a_folder_of_shared_work_that_cannot_be_made(tmp_path, cli, monkeypatch, folder, why):
+def test_a_folder_of_shared_work_that_cannot_be_made(tmp_path, cli, monkeypatch, key, folder, why):
     monkeypatch.setattr("immunization.runner.assemble", lambda _: pytest.fail("this is found too late"))
     (tmp_path / "circle").symlink_to("circle")
     folder = folder.format(tmp=tmp_path)
-    said = cli("dataset.max_samples=20", "method=identity", "attack=[linear_probe]", f"baselines={folder}")
-    assert said == f"baselines={folder}: {why}; give a folder that can be made and written, or null"
+    said = cli("dataset.max_samples=20", "method=identity", "attack=[standard]", f"{key}={folder}")
+    assert said == f"{key}={folder}: {why}; give a folder that can be made and written, or null"
 
 
 def test_a_mode_that_wandb_does_not_have(cli, monkeypatch):

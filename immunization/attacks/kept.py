@@ -143,15 +143,15 @@ class KeptBaselines:
             return AttackCurve(**content["curve"])
 
 
-def check_baselines(folder: str) -> None:
-    """Raise ConfigError for a folder `baselines` that cannot be made or written, which else is found after training."""
+def check_folder(key: str, folder: str) -> None:
+    """Raise ConfigError for the folder of `key` that cannot be made or written, which else is found after training."""
     try:
         (locks := Path(folder).expanduser() / ".locks").mkdir(parents=True, exist_ok=True)
         if not os.access(locks, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise ConfigError(
-            f"baselines={folder}: {error.strerror}; give a folder that can be made and written, or null"
+            f"{key}={folder}: {error.strerror}; give a folder that can be made and written, or null"
         ) from error
 
 
