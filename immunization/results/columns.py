@@ -175,7 +175,7 @@ def passing(tests: Mapping[str, Callable[[float], bool]]) -> Callable[[Setting, 
             return Cell(NONE)
         good = sum(all(test(value) for test, value in zip(tests.values(), row, strict=True)) for row in rows)
         partly = len(rows) < len(setting.runs)
-        return Cell(f"{good}/{len(rows)}" if partly else str(good), good / len(rows), words=partly)
+        return Cell(f"{good}/{len(rows)}" if partly else str(good), good, words=partly)
 
     return cell
 

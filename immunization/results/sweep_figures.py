@@ -226,6 +226,8 @@ def alignment(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | 
     drawn_as = {setting.label: look for setting, look in plot.looks(group).items()}
     panels = {"the largest attainable": {"ceiling": outcomes.pop("ceiling")}, "reached": outcomes}
     panels = {title: series for title, series in panels.items() if any(series.values())}
+    if not panels:
+        return None
     figure, axes = plot.panel_axes(len(panels), width=3.2, height=3.0, legend_rows=2 * len(outcomes) + 2)
     for ax, (heading, series) in zip(axes, panels.items(), strict=True):
         for label, values in series.items():
@@ -266,8 +268,9 @@ def _curves(
     look, how, count = plot.looks(group), "", len(group)
     if count > MOST:
         scored = [setting for setting in group if setting.seeds(objective)]
-        group = sorted(scored, key=lambda setting: -setting.summary(objective).mean)[:MOST]
-        how = f" Of {count} settings, the {len(group)} with the largest {objective}."
+        best = sorted(scored, key=lambda setting: -setting.summary(objective).mean)[:MOST]
+        which = f"{len(best)} with the largest {objective}" if best else f"first {MOST}"
+        group, how = best or group[:MOST], f" Of {count} settings, the {which}."
     apart = len({frozenset(run.pair for run in setting.runs) for setting in group}) > 1
     how = _HOW + (", of each setting in its color, since their pairs of classes differ." if apart else ".") + how
     names = short_labels(group)

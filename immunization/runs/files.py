@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ _KEY, _FACTS = "sha256", "immunization"
 
 def write(path: Path, content: bytes | memoryview | str) -> None:
     """Write `content` to `path` as a whole, or raise OSError, which names `path`, with the old file as it was."""
-    part = path.with_name(f".{path.name}.{os.getpid()}{PART}")
+    part = path.with_name(f".{path.name}.{uuid4().hex[:8]}{PART}")  # on shared disks two machines have one PID
     try:
         with part.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

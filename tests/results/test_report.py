@@ -106,6 +106,17 @@ def test_a_caption_counts_the_settings_that_a_figure_of_curves_leaves_out(tmp_pa
     assert "Of 9" not in draw(group[:8], "x", kinds=("figure3",))[0].caption
 
 
+def test_figures_of_settings_that_have_no_rir(tmp_path):
+    for i in range(9):
+        make_run(tmp_path / "many" / str(i), lambdas=(1.0, 10.0**i), rir=None)
+    (group,) = settings(collect([tmp_path / "many"]))
+    assert "Of 9 settings, the first 8." in draw(group, "x", kinds=("figure3",))[0].caption
+    for i, pair in enumerate([(0, 1), (0, 2), (0, 3)]):
+        make_run(tmp_path / "pairs" / str(i), rir=None, measures={"alignment/score": 0.5}, pair=pair)
+    (group,) = settings(collect([tmp_path / "pairs"]))
+    assert not any("alignment" in plot.name for plot in draw(group, "x"))
+
+
 @pytest.mark.parametrize(("pairs", "count"), [([(0, 1), (0, 1)], 1), ([(0, 1), (1, 2)], 2)])
 def test_settings_on_other_pairs_have_a_baseline_of_their_own(pairs, count, tmp_path):
     for method, pair in zip(METHODS, pairs, strict=True):
