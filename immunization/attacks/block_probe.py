@@ -40,6 +40,7 @@ CANDIDATES = 16
 KEPT = 1e9
 """Bytes of kernels that are kept at a time while several readings of the same parts are fitted."""
 
+BY_ERROR = operator.attrgetter("error")
 LARGEST = 4
 """Most blocks that are read side by side, apart from all of them."""
 
@@ -266,14 +267,14 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         def grown(poolings: str) -> list[Fit]:
             """Of every block, and of the best one with one block more at a time as long as that gains."""
             found = tried(Reading((block,), poolings) for block in outputs.blocks)
-            best = min(found, key=_error)
+            best = min(found, key=BY_ERROR)
             while len(best.reading.blocks) < min(LARGEST, len(outputs.blocks)):
                 own = best.reading.blocks
                 larger = tried(Reading((*own, block), poolings) for block in outputs.blocks if block not in own)
                 found = found + larger
-                if min(larger, key=_error).error >= best.error:
+                if min(larger, key=BY_ERROR).error >= best.error:
                     break
-                best = min(larger, key=_error)
+                best = min(larger, key=BY_ERROR)
             return found
 
         if not sum(kernel(block, pooling, outputs.views, False).columns for block, pooling in outputs.parts):
@@ -281,9 +282,9 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
         whole_net = tuple(outputs.blocks)
         fits = tried([*(Reading((block,), "average") for block in whole_net), Reading(whole_net, "rich")])
         fits += grown("rich") + grown("covariance")
-        chosen = min(fits, key=_error).reading
+        chosen = min(fits, key=BY_ERROR).reading
         fits += tried(Reading(chosen.blocks, name) for name in POOLINGS if name != chosen.poolings)
-        several = dict.fromkeys([min(fits, key=_error).reading, Reading(whole_net, "fine")])
+        several = dict.fromkeys([min(fits, key=BY_ERROR).reading, Reading(whole_net, "fine")])
         ways = ((True, False), (False, True), (True, True))
         return fits + tried(replace(reading, root=root, radial=radial) for reading in several for root, radial in ways)
 
@@ -329,7 +330,7 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
 
 def best_readings(fits: Sequence[Fit]) -> tuple[Reading, ...]:
     """The `CANDIDATES` that do best on validation rows, each once, whatever its views."""
-    ranked = sorted(fits, key=_error)
+    ranked = sorted(fits, key=BY_ERROR)
     return tuple(dict.fromkeys(replace(fit.reading, views=1) for fit in ranked))[:CANDIDATES]
 
 
@@ -408,10 +409,6 @@ class FrozenBlocks(BlockProbe, group="attack.frozen_blocks", without=["steps"]):
         if len(behind) == len(own):
             raise Inapplicable(f"attack.*.scope={self.scope}: no block of the net stands before it")
         return behind
-
-
-def _error(fit: Fit) -> float:
-    return fit.error
 
 
 def _kernel(

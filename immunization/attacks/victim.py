@@ -165,15 +165,11 @@ class Victim:
 
     def _same_blocks(self) -> bool:
         after, before = (self.network(stage).whole.state_dict() for stage in ("immunized", "baseline"))
-        return _equal(after, before)
+        return after.keys() == before.keys() and all(torch.equal(x, before[name]) for name, x in after.items())
 
     def unchanged(self) -> bool:
         """Whether theta_I is a net with the weights of the baseline, so that attacks need not be repeated."""
-        return self.model.deep and self.once("unchanged", self._unchanged)
-
-    def _unchanged(self) -> bool:
-        after, before = (self.network(stage).state_dict() for stage in ("immunized", "baseline"))
-        return _equal(after, before)
+        return self.once("unchanged", lambda: self.same_outside("head"))
 
     def _changed(self) -> list[str]:
         """Modules of the net whose weights or statistics are not those of the net it is compared with, by name."""
@@ -279,7 +275,3 @@ def round_to(x: Tensor, precision: Precision) -> Tensor:
         return x.to(getattr(torch, precision)).to(x.dtype)
     scale = x.abs().max() / 127
     return x if x.ndim < 2 or not scale > 0 else (x / scale).round() * scale
-
-
-def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in one.items())

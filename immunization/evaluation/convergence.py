@@ -158,15 +158,15 @@ class LearningCurves:
             measures.flag(f"baseline_at_chance_{role}", reason)
             return
         threshold = self._threshold(baseline, task)
-        measures.put(f"steps_bar/{role}", threshold.item())
-        if reason := task.passed_by_majority(threshold.item()):
+        bar, last = threshold.item(), self.grid[-1].item()
+        measures.put(f"steps_bar/{role}", bar)
+        if reason := task.passed_by_majority(bar):
             measures.flag(f"passed_by_majority_{role}", reason)
         after, before = (steps_to(threshold, curve, self.grid).item() for curve in (immunized, baseline))
         if after == math.inf:
-            after = self.grid[-1].item()
-            measures.flag(
-                f"capped_{role}", f"the probe with theta_I never came to {threshold:.3f}: its steps count as {after}"
-            )
+            after = last
+            reason = f"the probe with theta_I never came to {bar:.3f}: its steps count as {last}"
+            measures.flag(f"capped_{role}", reason)
         measures.put(f"steps_ratio/{role}", after / before)
 
     def _threshold(self, baseline: Tensor, task: Task) -> Tensor:

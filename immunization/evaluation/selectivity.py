@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -84,15 +85,13 @@ class Selectivity:
             chosen = torch.randperm(rows.shape[1], generator=generator)[: self.places]
             found[name].append(rows[:, chosen.to(rows.device)].cpu())
 
-        hooks = [layer.register_forward_pre_hook(partial(keep, name)) for name, layer in layers.items()]
-        try:
+        with ExitStack() as hooks:
+            for name, layer in layers.items():
+                hooks.enter_context(layer.register_forward_pre_hook(partial(keep, name)))
             for x in sources:
                 rows = torch.randperm(len(x), generator=generator)[: self.images // len(sources)].sort().values
                 for batch in take(x, rows).split(BATCH):
                     model.extractor(onto(batch, model.head.weight))
-        finally:
-            for hook in hooks:
-                hook.remove()
         return {name: torch.cat(parts) for name, parts in found.items()}
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -62,13 +63,11 @@ def damp(net: nn.Module, batches: Iterable[Tensor], damping: float) -> list[nn.M
         rows = rows_of(layer, inputs[0]).flatten(0, 1)
         moments[layer] = moments[layer] + rows.T @ rows
 
-    hooks = [layer.register_forward_pre_hook(add) for layer in layers]
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(add))
         for batch in batches:
             net(batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
     for layer in layers:
         c = moments.pop(layer)
         c *= damping / c.diagonal().mean().clamp(min=torch.finfo(c.dtype).tiny)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -103,14 +103,12 @@ class Chain(nn.Module):
                 seen[name] = take(x, last, prefix)
 
         reduce = reduce or (lambda x, last, _: pooled(x, last))
-        hooks = [module.register_forward_hook(partial(keep, name, reduce)) for name, module in self.blocks()]
-        if inside is not None:
-            hooks += [layer.register_forward_hook(partial(keep, name, inside)) for name, layer in self._layers()]
-        try:
+        layers = [] if inside is None else self._layers()
+        places = [*((*block, reduce) for block in self.blocks()), *((*layer, inside) for layer in layers)]
+        with ExitStack() as hooks:
+            for name, module, take in places:
+                hooks.enter_context(module.register_forward_hook(partial(keep, name, take)))
             yield seen
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _layers(self) -> Iterator[tuple[str, nn.Module]]:
         """The layers inside of blocks that do more than scale channels, as `<block>/<layer>`."""

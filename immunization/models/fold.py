@@ -3,7 +3,7 @@
 import copy
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -18,16 +18,12 @@ FOLD = "immunization"  # how the map's layer is called in the net
 def recorded(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[list[tuple[str, object]]]:
     """Inside, the list has the name and the output of every named one of `modules` that ran, in order."""
     ran: list[tuple[str, object]] = []
-    hooks = [
-        module.register_forward_hook(lambda _m, _i, output, name=name: ran.append((name, output)))
-        for name, module in modules
-        if name
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in modules:
+            if name:
+                keep = module.register_forward_hook(lambda _m, _i, output, name=name: ran.append((name, output)))
+                hooks.enter_context(keep)
         yield ran
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class LinearMap(nn.Module):

@@ -99,7 +99,8 @@ def learning_curves(result: Result) -> Figure | None:
         ratio, bar = (result.metrics.get(f"{name}/{role}") for name in ("steps_ratio", "steps_bar"))
         if bar is not None:
             ax.axhline(bar, color=INK, linewidth=1.0, linestyle=":")
-            ax.text(1, bar, "90 %", fontsize=8, va="top", transform=ax.get_yaxis_transform(), ha="right")
+            place = {"xycoords": ax.get_yaxis_transform(), "textcoords": "offset points", "va": "top", "ha": "right"}
+            ax.annotate("90 %", (1, bar), (-3, -3), fontsize=8, **place)
         steps = "" if ratio is None else f": steps ratio {shown(result, f'steps_ratio/{role}')}"
         ax.set(title=f"{role} task{steps}", xscale="log")
         ax.minorticks_off()

@@ -186,7 +186,8 @@ def pareto(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
         ax.set_xlabel("steps of a fresh primary probe / baseline")
     plot.legend_below(figure, ax, columns=1)
     mark = "Circled" if chosen else "No setting is circled, which would be"
-    paid = "the loss on the primary task" if by_loss else "the steps of a fresh primary probe"
+    steps = "the steps of a fresh primary probe (at most the last of its grid)"
+    paid = "the loss on the primary task" if by_loss else steps
     return figure, (
         f"Mean RIR against {paid}, one point per setting. Up and left is better; no setting beats "
         f"one on the front in both. {mark}: the largest {objective} among {KEEPS}."

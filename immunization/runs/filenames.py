@@ -9,7 +9,6 @@ RUN_LOG = "run.log"
 REFUSED = "refused.txt"  # why a job of a multirun left what it found here as it is; until the multirun ends
 METRICS = "metrics.jsonl"
 CHECKPOINT = "checkpoint.pt"
-OLDER_CHECKPOINT = "checkpoint.safetensors"  # of the version before
 WEIGHTS = "immunized.safetensors"
 ROWS = "splits.safetensors"
 ARRAYS = "arrays.safetensors"

@@ -85,7 +85,7 @@ class RunFolder:
         """Remove what an unfinished run left, as far as `state` does not go on from it, and log steps from here on."""
         files.write_json(self.path / filenames.ENVIRONMENT, environment.describe(device))
         names = [Result.file, filenames.WEIGHTS, filenames.ROWS, filenames.ARRAYS, filenames.MODEL_CARD]
-        names += [] if state else [filenames.CHECKPOINT, filenames.OLDER_CHECKPOINT]
+        names += [] if state else [filenames.CHECKPOINT]
         for path in (*(self.path / name for name in names), *self.path.glob(f".*{files.PART}")):
             path.unlink(missing_ok=True)
         self.recorder = Recorder(self.path, state["recorder"] if state else None)

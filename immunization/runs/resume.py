@@ -9,7 +9,7 @@ import yaml
 
 from immunization.errors import ConfigError, DataError
 from immunization.runs import files
-from immunization.runs.filenames import ATTACKS, CHECKPOINT, CONFIG, OLDER_CHECKPOINT, ROWS, WEIGHTS
+from immunization.runs.filenames import ATTACKS, CHECKPOINT, CONFIG, ROWS, WEIGHTS
 from immunization.runs.result import Result
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ RETIRED = {
 }
 """Options that are gone or came later, at the value at which they do nothing: some run folders lack them."""
 
-KEPT = (CHECKPOINT, OLDER_CHECKPOINT, ATTACKS)  # files of an unfinished run that hold work of its own
+KEPT = (CHECKPOINT, ATTACKS)  # files of an unfinished run that hold work of its own
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where PyYAML was built with it, ten times faster
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from immunization.checks import AtLeastOne, Positive
 from immunization.errors import ConfigError, DataError
 from immunization.runs import files
-from immunization.runs.filenames import CHECKPOINT, OLDER_CHECKPOINT
+from immunization.runs.filenames import CHECKPOINT
 from immunization.runs.resume import different, result_settings
 from immunization.training.signals import Stop
 
@@ -69,10 +69,8 @@ def read(folder: Path, config: Mapping[str, Any] | None) -> dict[str, Any] | Non
     """
     if config is None:
         return None
-    path, older = folder / CHECKPOINT, folder / OLDER_CHECKPOINT
+    path = folder / CHECKPOINT
     if not path.exists():
-        if older.exists():
-            raise DataError(f"{older} was made by an older version; another hydra.run.dir=... starts afresh")
         return None
     try:
         content = files.read_archive(path)
