@@ -99,12 +99,17 @@ def test_a_resumed_run(tmp_path, monkeypatch, cut):
 
 
 @pytest.mark.parametrize(
-    "method", ["forget", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ntl", "encoderlock"))]
+    "options",
+    [
+        (*SHORT[:-1], "method=ntl"),
+        *(pytest.param((*DEEP, f"method={m}"), marks=pytest.mark.slow) for m in ("forget", "encoderlock")),
+    ],
+    ids=lambda options: options[-1],
 )
-def test_resumed_runs_of_methods_that_keep_tensors(tmp_path, monkeypatch, cut, method):
-    own = [f"method={method}", "method.epochs=2", "method.batch_size=20", "device=cuda"]
+def test_resumed_runs_of_methods_that_keep_tensors(tmp_path, monkeypatch, cut, options):
+    own = ["method.epochs=2", "method.batch_size=20", "device=cuda"]
     with pretended_gpu():
-        whole, again = resumed([*DEEP, *own], tmp_path, monkeypatch, cut, at=3, every=2)
+        whole, again = resumed([*options, *own], tmp_path, monkeypatch, cut, at=3, every=2)
     assert again == whole
 
 
