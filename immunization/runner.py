@@ -114,8 +114,7 @@ def train(
     with waiting("preparing data, model and optimizer"):
         parts = assemble(experiment)
     for attack in experiment.attack.values():
-        for task in parts.pair.attacked.values():
-            attack.check(task, parts.model)
+        attack.check(parts.model)
     if experiment.suite and experiment.suite.benign and not parts.pair.benign_tasks:
         raise ConfigError("suite.benign: the data have no benign task; name one, or set suite.benign=[]")
     run.result.about, run.result.method, run.result.model = parts.pair.about, parts.method.name, parts.model.name

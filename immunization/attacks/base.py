@@ -106,8 +106,8 @@ class Attack(Component, group="attack.*"):
         """The kind of attack that settings of this one fit."""
         return type(self).__name__
 
-    def check(self, task: Task, model: Model) -> None:
-        """Raise ConfigError where the harmful task or the model lacks what the attack was asked to use."""
+    def check(self, model: Model) -> None:
+        """Raise ConfigError where the model lacks what the attack was asked to use."""
 
     def trains_all(self, victim: Victim) -> bool:
         """Whether it fine-tunes all that was immunized; without such an attack nothing is called held."""

@@ -387,7 +387,7 @@ class FrozenBlocks(BlockProbe, group="attack.frozen_blocks", without=["steps"]):
 
     scope: str = "trained"
 
-    def check(self, task: Task, model: Model) -> None:
+    def check(self, model: Model) -> None:
         if model.deep and self.scope != "trained":
             model.network().part(self.scope)
 

@@ -18,7 +18,7 @@ from immunization.attacks.search import require_optuna, search
 from immunization.attacks.tuning import Course, ShouldStop, Tuner
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.checks import AtLeastOne, AtLeastTwo, Fraction, Share
-from immunization.data.task import MARGIN, Task
+from immunization.data.task import MARGIN
 from immunization.errors import ConfigError
 from immunization.models import Model
 from immunization.models.chain import Network
@@ -90,7 +90,7 @@ class FineTune(Attack):
             return (*WHOLE[:-1], "trained", "full")
         return WHOLE[: WHOLE.index(self.scope) + 1] if self.scope in WHOLE else ("head", self.scope)
 
-    def check(self, task: Task, model: Model) -> None:
+    def check(self, model: Model) -> None:
         if model.deep and self.scope not in (*WHOLE, "trained"):
             model.network().part(self.scope)
 
@@ -120,13 +120,13 @@ class FineTune(Attack):
         return None
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
-        self.network(victim, "baseline", self.scope)  # Inapplicable where there is no net
+        victim.network("baseline")  # Inapplicable where there is no net
         few = self.rows(victim.task)
         rows = None if few is None else tuple(few.tolist())
         splits = {"train": victim.images("train", rows)}
         splits |= {split: victim.images(split) for split in ("val", "test")}
         if not all(len(y) for _, y in splits.values()):
-            self.check(victim.task, victim.model)
+            self.check(victim.model)
             raise Inapplicable("the harmful task needs validation and test images")
         activations = partial(victim.activations, stage, self.precision, rows)
         network, teacher = partial(self.network, victim, stage), self.teacher(victim, stage)

@@ -12,7 +12,6 @@ from immunization.attacks.network import FineTune
 from immunization.attacks.pooling import Outputs
 from immunization.attacks.renewed import norms_of
 from immunization.attacks.victim import Inapplicable, Stage, Victim
-from immunization.data.task import Task
 from immunization.errors import ConfigError
 from immunization.models import Model
 from immunization.models.chain import Network
@@ -90,7 +89,7 @@ class FreshFrom(BlockProbe, group="attack.fresh_from", without=["precision", "re
     def net(self) -> tuple[object, ...]:
         return *super().net, self.scope
 
-    def check(self, task: Task, model: Model) -> None:
+    def check(self, model: Model) -> None:
         if self.partial in ("head", "last", "full"):
             raise ConfigError(f"attack.*.scope={self.scope}: name a block or a stage, or trained")
         if model.deep:

@@ -285,10 +285,10 @@ def test_who_has_a_part_of_theta_0_is_no_attacker_without_the_model(colors):
     assert values["worth/without"] == values["reference/random/final"]
     assert values["attack/worst/attacks"] == 1
     with pytest.raises(ConfigError, match="no block of the net is called so"):
-        FreshFrom(scope="layer9").check(victim.task, victim.model)
+        FreshFrom(scope="layer9").check(victim.model)
     with pytest.raises(ConfigError, match="scope=full: name a block"):
-        FreshFrom(scope="full").check(victim.task, victim.model)
-    RandomNet().check(victim.task, victim.model)
+        FreshFrom(scope="full").check(victim.model)
+    RandomNet().check(victim.model)
 
 
 def test_a_search_pays_for_what_it_tried_on_fewer_images(colors, monkeypatch):
@@ -355,7 +355,7 @@ def test_what_stands_before_the_immunized_part_is_read_once_for_both_stages(colo
     with pytest.raises(Inapplicable, match="no block of the net stands before it"):
         FrozenBlocks(scope="conv1").run(victim, "baseline")
     with pytest.raises(ConfigError, match="layer9"):
-        FrozenBlocks(scope="layer9").check(victim.task, victim.model)
+        FrozenBlocks(scope="layer9").check(victim.model)
 
 
 def test_behind_a_folded_map_every_block_is_left(tmp_path):

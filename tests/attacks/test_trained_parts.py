@@ -69,7 +69,7 @@ def test_a_part_is_what_was_trained_or_all_from_a_block_on(resnet, vit):
     ends = (trained.whole.net.blocks[3:], trained.whole.net.norm, trained.whole.net.fc_norm)
     assert set(own) == {p for module in ends for p in module.parameters()}
     with pytest.raises(ConfigError, match=r"scope=layer9: no block .* trained or one of conv1\.0, .*layer4\.0"):
-        FineTune("layer9").check(resnet.task, resnet.model)
+        FineTune("layer9").check(resnet.model)
     with pytest.raises(ConfigError, match="layer9"):
         FineTune("layer9", steps=1).run(resnet, "immunized")
 
