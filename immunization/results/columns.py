@@ -469,8 +469,8 @@ COLUMNS = [
     Column("attack/closed_form_probe/final", "ridge on features", _PAGE, change),
     Column(
         *("attack/finetune_trained/final", "fine-tuning", _PAGE, change),
-        note="Harmful probe, ridge on features, and fine-tuning of the immunized layers: attackers of the methods' own "
-        "papers. A method that does not stop its own does not work here.",
+        note="Harmful probe, ridge on features, and fine-tuning of what was immunized, which is not the same in every "
+        "row: attackers of the methods' own papers. A method that does not stop its own does not work here.",
     ),
     Column("rir", "RIR", _BOARD, worst, always=True),
     Column("definition/immunized", "Def. 3.1", Place.BOARD | Place.TERMINAL, percent, always=True),
