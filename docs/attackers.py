@@ -33,9 +33,7 @@ def figure() -> Figure:
     )
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.tick_params(axis="y", length=0)
-    made.suptitle(
-        "ResNet18, 224 pixels, 60 classes of cars, method=forget", x=0.01, ha="left", fontsize=11
-    )
+    made.suptitle("ResNet18, 224 pixels, 60 classes of cars, method=forget", x=0.01, ha="left", fontsize=11)
     made.legend(loc="outside upper right", ncols=2, frameon=False)
     return made
 

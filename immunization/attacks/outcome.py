@@ -9,7 +9,7 @@ from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.victim import Stage
 from immunization.data.task import LEARNED, MARGIN
 from immunization.evaluation.measures import Measures
-from immunization.runs.verdict import ROUNDING
+from immunization.runs.interpretation import ROUNDING
 
 
 @dataclass

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from immunization.data.task import Task
-from immunization.runs.verdict import interval
+from immunization.runs.interpretation import interval
 
 RESAMPLES = 1000
 BLOCK = 2**22

@@ -11,7 +11,7 @@ from immunization.data.task import CONSTANT, LEARNED, MARGIN, Task
 from immunization.evaluation.bootstrap import draws, ends, resampled
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import SUFFIX, Measures, Role, Stage
-from immunization.runs.verdict import shown
+from immunization.runs.interpretation import shown
 from immunization.theory.probe import Probe
 
 CHUNK = 2**22

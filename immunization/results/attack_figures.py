@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from immunization.results.plot import INK, LINE, Plot, fit_log, headline, inked, panel_axes
 from immunization.results.settings import Setting
-from immunization.runs.verdict import attack_names, successes
+from immunization.runs.interpretation import attack_names, successes
 
 LEARNED, HELD, LOST = "#D55E00", "#0072B2", "#BBBBBB"
 IMAGES = ((INK, "o"), ("#E69F00", "s"), ("#56B4E9", "^"))

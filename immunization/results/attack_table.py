@@ -16,7 +16,8 @@ from immunization.results.settings import Setting
 from immunization.results.tables import Table
 from immunization.runs import files
 from immunization.runs.filenames import WEIGHTS, weights_of
-from immunization.runs.verdict import attack_names, successes, verdict
+from immunization.runs.interpretation import attack_names, successes
+from immunization.runs.verdict import verdict
 
 NOTES = (
     "immunized, baseline: the held-out measure at the step that the attacker's validation rows choose. learned: it "

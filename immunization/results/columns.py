@@ -19,8 +19,7 @@ from immunization.results.collect import Run
 from immunization.results.formatting import MEASURES, NONE, Cell, number
 from immunization.results.seed_statistics import ROUNDING
 from immunization.results.settings import Setting, median
-from immunization.runs.result import Result
-from immunization.runs.verdict import (
+from immunization.runs.interpretation import (
     attack_names,
     breaks,
     interval,
@@ -30,6 +29,7 @@ from immunization.runs.verdict import (
     undecided,
     weakest,
 )
+from immunization.runs.result import Result
 
 AUTHORS = ", authors' κ"
 """Ends the heading of a column by the released code's convention; all others are rank-aware."""

@@ -17,8 +17,8 @@ from immunization.results.settings import Setting, grouped, named, title
 from immunization.results.tables import Table
 from immunization.runs import files
 from immunization.runs.filenames import ENVIRONMENT
+from immunization.runs.interpretation import version
 from immunization.runs.result import Result
-from immunization.runs.verdict import version
 
 REPORT = "leaderboard.html"
 MARKS = "<!-- leaderboard -->", "<!-- /leaderboard -->"

@@ -9,8 +9,9 @@ from immunization.results.columns import Place, placed
 from immunization.results.formatting import roles_in, template
 from immunization.runs import files
 from immunization.runs.filenames import MODEL_CARD, WEIGHTS
+from immunization.runs.interpretation import at_least, shown
 from immunization.runs.result import Result
-from immunization.runs.verdict import EASIER, at_least, headline, shown
+from immunization.runs.verdict import EASIER, headline
 
 STEPS = (1, 10, 100, 1000, 10_000, 100_000, 1_000_000)
 SOURCES = ("hfds", "hfids", "tfds", "torch", "wds")

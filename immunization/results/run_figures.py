@@ -17,8 +17,8 @@ from immunization.data.task import kind_of
 from immunization.results.formatting import number, roles_in
 from immunization.results.plot import INK, LINE, fit_log, panel_axes
 from immunization.runs import tracker
+from immunization.runs.interpretation import shown
 from immunization.runs.result import Curve, Result
-from immunization.runs.verdict import shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,8 +11,9 @@ from rich.text import Text
 
 from immunization.results.columns import Place, interval_of, own_measures, placed
 from immunization.results.formatting import NONE, number, roles_in
+from immunization.runs.interpretation import attack_groups, attack_names, shown
 from immunization.runs.result import Result
-from immunization.runs.verdict import EASIER, attack_groups, attack_names, headline, shown
+from immunization.runs.verdict import EASIER, headline
 
 SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 

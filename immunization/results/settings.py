@@ -11,18 +11,9 @@ from immunization.data.task import kind_of
 from immunization.results.collect import ATTACK, AUDITED, MEASURING, PAIR, TRAINING, Collection, Run, varying
 from immunization.results.formatting import MEASURES, number
 from immunization.results.seed_statistics import ROUNDING, Summary, summarize
+from immunization.runs.interpretation import HELD, UNNUMBERED, UNTRAINED, at_least, attack_groups, successes, unbroken
 from immunization.runs.result import Result
-from immunization.runs.verdict import (
-    BAR,
-    HELD,
-    NOT_SLOWER,
-    UNNUMBERED,
-    UNTRAINED,
-    at_least,
-    attack_groups,
-    successes,
-    unbroken,
-)
+from immunization.runs.verdict import NOT_SLOWER
 
 OTHER = "other_classes/accuracy"
 
@@ -96,7 +87,7 @@ class Setting:
 
     def paid(self, metric: str) -> float | None:
         """The median of operations until a task is learned, or of their ratio: infinite in runs that never learn it."""
-        attacked = (result.metrics for result in self.results if result.metrics.get(BAR) is not None)
+        attacked = (result.metrics for result in self.results if result.metrics.get("attack/worst/bar") is not None)
         return median(
             math.inf if metrics[metric] is None else metrics[metric] for metrics in attacked if metric in metrics
         )

@@ -15,10 +15,10 @@ from immunization.checks import Positive, check_value, checked
 from immunization.config import snake_case
 from immunization.runs import files
 from immunization.runs.filenames import CONFIG, MODEL_CARD, WEIGHTS
+from immunization.runs.interpretation import ATTACK, attack_names, successes
 from immunization.runs.numbers import spelled
 from immunization.runs.result import Result
 from immunization.runs.tracker import DataTable, Tracker
-from immunization.runs.verdict import ATTACK, attack_names, successes
 
 if TYPE_CHECKING:
     import wandb

@@ -19,7 +19,7 @@ from immunization.attacks.victim import Inapplicable
 from immunization.attacks.without import redrawn
 from immunization.errors import ConfigError
 from immunization.models.chain import Network
-from immunization.runs.verdict import attack_names
+from immunization.runs.interpretation import attack_names
 
 pytestmark = pytest.mark.trains
 SMALL = {"steps": 2, "batch_size": 24}

@@ -3,18 +3,9 @@
 import pytest
 from scipy.stats import binomtest
 
+from immunization.runs.interpretation import at_least, capped, interval, rows_tested, successes, undecided, weakest
 from immunization.runs.result import Result
-from immunization.runs.verdict import (
-    at_least,
-    capped,
-    headline,
-    interval,
-    rows_tested,
-    successes,
-    undecided,
-    verdict,
-    weakest,
-)
+from immunization.runs.verdict import headline, verdict
 
 CURVE = {"x": [1], "y": [0.9]}
 
