@@ -8,7 +8,7 @@ from pathlib import Path
 
 from immunization.results.columns import Place, placed
 from immunization.results.formatting import NONE, Cell, template
-from immunization.results.parts import Section
+from immunization.results.parts import Chapter
 from immunization.results.tables import Table
 from immunization.runs import files
 
@@ -22,7 +22,7 @@ class Places:
     figures: Path
 
 
-def write(found: Sequence[Section], places: Places, command: str, titles: Sequence[str]) -> None:
+def write(found: Sequence[Chapter], places: Places, command: str, titles: Sequence[str]) -> None:
     """Write the first page, a page for each part, and the figures.
 
     `titles` are those of all sections, in order. A JSON file beside the first page keeps sections without runs.
@@ -51,7 +51,7 @@ def write(found: Sequence[Section], places: Places, command: str, titles: Sequen
     files.write(places.page, page)
 
 
-def overview(found: Sequence[Section]) -> Table:
+def overview(found: Sequence[Chapter]) -> Table:
     """Methods by data set: RIR, Definition 3.1, harmful and primary steps, and the primary measure before and after."""
     columns = placed(Place.OVERVIEW)
     rows = []
@@ -62,7 +62,7 @@ def overview(found: Sequence[Section]) -> Table:
     return Table("overview", "", ["data", *(column.heading for column in columns)], rows)
 
 
-def _filled(name: str, page: Path, part: Section, paths: Mapping[str, Path]) -> str:
+def _filled(name: str, page: Path, part: Chapter, paths: Mapping[str, Path]) -> str:
     """A template on a section, with paths as seen from `page`, which it stands in."""
     relative = {name: os.path.relpath(path, page.parent) for name, path in paths.items()}
     return template(name).render(part=part, paths=relative).rstrip() + "\n"

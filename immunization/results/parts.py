@@ -80,7 +80,7 @@ class Multirun:
 
 
 @dataclass(frozen=True)
-class Section:
+class Chapter:
     """A heading of RESULTS.md and a page of docs/results/; `lacking` names files that are not there."""
 
     name: str
@@ -127,7 +127,7 @@ class Section:
         return f"{there:,} runs." if there == asked else f"{there:,} of {asked:,} runs; the others are missing."
 
 
-def read(folder: Path, quick: bool = False, path: Path | None = None) -> list[Section]:
+def read(folder: Path, quick: bool = False, path: Path | None = None) -> list[Chapter]:
     """The list at `path` (the package's own), with run folders below `folder`; `quick`: its small form."""
     content = yaml.safe_load((path or Path(__file__).with_name("parts.yaml")).read_text())
     config = compose()
@@ -143,7 +143,7 @@ def read(folder: Path, quick: bool = False, path: Path | None = None) -> list[Se
         if multiruns:
             texts, front = (entry["title"].strip(), entry["about"].strip()), entry.get("front", False)
             lists = (tuple(entry.get(key, ())) for key in ("objectives", "figures"))
-            sections.append(Section(name, *texts, front, *lists, tuple(multiruns), lacking))
+            sections.append(Chapter(name, *texts, front, *lists, tuple(multiruns), lacking))
     return sections
 
 

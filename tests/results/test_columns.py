@@ -10,7 +10,7 @@ from immunization.results import columns, leaderboard, model_card, page
 from immunization.results.collect import collect
 from immunization.results.columns import EVERYWHERE, Column, mean
 from immunization.results.document import Places, write
-from immunization.results.parts import Multirun, Section
+from immunization.results.parts import Chapter, Multirun
 from immunization.results.screen import line, show
 
 FACTS = {"architecture": "resnet18", "weights": "random", "dtype": "float32", "data_config": {}}
@@ -57,7 +57,7 @@ def test_of_several_runs(collection, tmp_path):
 
 def test_in_the_results(collection, tmp_path):
     run = Multirun(("seed=0,1",), (), tmp_path / "runs")
-    found = [Section("mine", "Mine", "About it.", True, (), (), (run,), None)]
+    found = [Chapter("mine", "Mine", "About it.", True, (), (), (run,), None)]
     write(found, Places(tmp_path / "RESULTS.md", tmp_path / "docs", tmp_path / "images"), "make results", ["Mine"])
     text = (tmp_path / "RESULTS.md").read_text()
     assert text.count("| my score |") == 1  # in the first table; the section has none of its own

@@ -8,20 +8,20 @@ from helpers.made_runs import make_run
 
 from immunization.results.document import Places, overview, write
 from immunization.results.formatting import NONE
-from immunization.results.parts import Multirun, Section
+from immunization.results.parts import Chapter, Multirun
 
 AUTHORS = {"authors/rir": 20.0, "authors/ratio_harmful": 10.0, "authors/ratio_primary": 0.5}
 TITLES = ["Title of pairs", "Title of starts"]
 THETA0 = {"authors/rir_theta0": 30.0, "authors/ratio_harmful_theta0": 15.0, "authors/ratio_primary_theta0": 0.5}
 
 
-def section(name: str, folder: Path, objectives: tuple[str, ...] = (), figures: tuple[str, ...] = ()) -> Section:
+def section(name: str, folder: Path, objectives: tuple[str, ...] = (), figures: tuple[str, ...] = ()) -> Chapter:
     run = Multirun(("method=condition_number,opt_kappa", "seed=0,1"), (), folder)
-    return Section(name, f"Title of {name}", "About it.", True, objectives, figures, (run,), None)
+    return Chapter(name, f"Title of {name}", "About it.", True, objectives, figures, (run,), None)
 
 
 @pytest.fixture
-def found(tmp_path) -> list[Section]:
+def found(tmp_path) -> list[Chapter]:
     """Pairs of MNIST in the authors' protocol, a failed run among them, and digits of another start each."""
     for i, (method, pair) in enumerate(
         (m, p) for m in ("condition_number", "opt_kappa") for p in ((0, 1), (0, 2), (1, 2))

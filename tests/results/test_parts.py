@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from immunization.config import build, compose
 from immunization.errors import ConfigError
-from immunization.results.parts import Multirun, Section, read
+from immunization.results.parts import Chapter, Multirun, read
 
 COUNTS = {"digits": 1620, "house_prices": 30, "house_prices_stated": 30, "house_prices_closest": 20}
 COUNTS |= {"house_prices_released": 3, "mnist_stated": 80, "resnet18": 15, "vit_tiny": 15}
@@ -21,7 +21,7 @@ def multirun(folder: Path, overrides: tuple[str, ...] = ("seed=0,1", "method=clo
 
 
 @cache
-def sections(quick: bool) -> list[Section]:
+def sections(quick: bool) -> list[Chapter]:
     return read(Path("runs"), quick)
 
 
