@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from immunization.compute.transfer import room
-from immunization.data.task import Split, Task, TaskPair
+from immunization.data.task import Split, TaskPair
 from immunization.evaluation.measures import SUFFIX, Role, Stage
 from immunization.models.activations import take
 from immunization.models.base import Model
@@ -170,12 +170,3 @@ class Comparison:
         c = inverse.T @ (x.T @ y)
         c = c + inverse.T @ (x.T @ (y - x @ (inverse @ c)))
         return Probe(sigma, vectors, c, task.rank)
-
-
-def held_out(task: Task, predictions: Tensor) -> dict[str, float]:
-    """The task's measure on its test split and the loss 1/2 ||.||^2 per row, of predictions [N, C]."""
-    residual = predictions - task.targets(task.test.y)
-    return {
-        task.measure_name: task.measure(predictions, task.test.y).item(),
-        "loss": residual.square().sum(1).mean().item() / 2,
-    }

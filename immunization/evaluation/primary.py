@@ -8,7 +8,7 @@ from torch import Tensor
 from immunization.checks import NonNegative, checked
 from immunization.data.task import MARGIN
 from immunization.evaluation.bootstrap import of_measure
-from immunization.evaluation.comparison import Comparison, held_out
+from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import SUFFIX, Measures
 from immunization.evaluation.rir import condition_ratios
 
@@ -16,16 +16,17 @@ ROUNDING = 1e-6
 """Relative difference of two condition numbers that counts as none."""
 
 
-def retrained_head(comparison: Comparison, stage: str) -> dict[str, float]:
-    """Test measure and loss of the primary head retrained to its optimum: minimum-norm least squares in training."""
-    return held_out(comparison.tasks["primary"], _predicted(comparison, stage))
-
-
 def primary_change(comparison: Comparison) -> tuple[float, float, float]:
     """The retrained head's test measure after and before, and its change: absolute for accuracy, relative for R^2."""
+    after, before = (retrained_head(comparison, stage) for stage in SUFFIX)
     name = comparison.tasks["primary"].measure_name
-    after, before = (retrained_head(comparison, stage)[name] for stage in SUFFIX)
     return after, before, (after - before) / (abs(before) or 1 if name == "r2" else 1)
+
+
+def retrained_head(comparison: Comparison, stage: str) -> float:
+    """Test measure of the primary head retrained to its optimum: minimum-norm least squares in training."""
+    task = comparison.tasks["primary"]
+    return task.measure(_predicted(comparison, stage), task.test.y).item()
 
 
 def _predicted(comparison: Comparison, stage: str) -> Tensor:
@@ -50,8 +51,9 @@ class PrimaryPerformance:
             return measures
         for stage, suffix in SUFFIX.items():
             predictions = _predicted(comparison, stage)
-            for name, value in held_out(task, predictions).items():
-                measures.put(f"primary/{name}{suffix}", value)
+            residual = predictions - task.targets(task.test.y)
+            measures.put(f"primary/{task.measure_name}{suffix}", task.measure(predictions, task.test.y).item())
+            measures.put(f"primary/loss{suffix}", residual.square().sum(1).mean().item() / 2)
             measures.interval(f"primary/{task.measure_name}{suffix}", *of_measure(task, predictions))
         logits = comparison.model.logits(task.test.x).double()
         measures.put(f"primary/head_{task.measure_name}", task.measure(logits, task.test.y).item())
