@@ -269,7 +269,7 @@ def alignment(group: Sequence[Setting], name: str, heading: str) -> Table | None
 def _strong(group: Sequence[Setting], metric: str) -> set[Setting]:
     """The best of a column, and those that paired tests do not distinguish from it; the baseline is left out.
 
-    None where the best shares no seed and pair of classes with another setting.
+    Empty where the best shares no seed and pair of classes with another setting.
     """
     rivals = [setting for setting in group if setting.method != "identity"]
     values = {setting: found for setting in rivals if (found := setting.values(metric))}
