@@ -59,9 +59,9 @@ def immunize(
     `model` is one of timm, or any other module whose output is that of a linear layer inside of it. `method` is any of
     conf/method. `closed_form` and `learning_curve` put a linear map behind the features and its inverse into the
     classifier, so that the outputs stay. Both are computed in float64 and rounded once. The other methods train the
-    modules named by `trainable` and the classifier, in the model's own dtype. `scheduler` is any of conf/scheduler.
-    `options` are keys of the method (`epochs=100`), of the optimizer Adam as `optimizer__lr=1e-3`, or of the scheduler
-    as `scheduler__eta_min=1e-5`.
+    modules named by `trainable` and the classifier, in the model's own dtype, but at least float32. `scheduler` is any
+    of conf/scheduler. `options` are keys of the method (`epochs=100`), of the optimizer Adam as `optimizer__lr=1e-3`,
+    or of the scheduler as `scheduler__eta_min=1e-5`; defaults are those of folders of images (conf/hparams).
 
     Both loaders are read once, and the inputs of the trained part are kept in memory; with `augmented=True` training
     reads them anew in every epoch. Labels of `primary_loader` are indices of the model's outputs.
@@ -75,16 +75,18 @@ def immunize(
     torch.manual_seed(seed)
     experiment = _configured(method, scheduler, options)
     solver = experiment.method()
-    own_size = solver.batch_size is None and not solver.folds
     for role, loader in (("primary", primary_loader), ("harmful", harmful_loader)):
         if loader is None:
             raise ConfigError(f"immunize: {role}_loader is None; give a loader of either task")
     loaders = _loaders(primary_loader, harmful_loader)
     net = _copy(model, loaders)
-    base = _images(copy.deepcopy(net), next(net.parameters()), "fold" if solver.folds else trainable)
+    if folded_map(net) is not None:
+        raise ConfigError("immunize: a map is folded into the model already; give the model as it was before that")
+    like = _precise(next(net.parameters()))
+    base = _images(copy.deepcopy(net), like, "fold" if solver.folds else trainable)
     trained, pair = base.read_loaders(loaders, solver.folds)
-    if own_size:
-        solver.batch_size = min(64, *(len(task.train) for task in pair.shown.values()))
+    if "batch_size" not in options and not solver.folds:
+        solver.batch_size = min(solver.batch_size or 64, *(len(task.train) for task in pair.shown.values()))
     primary = pair.primary
     untrained = head_at_chance(primary.measure(trained.logits(primary.train.x), primary.train.y).item(), primary.chance)
     solver.setup(trained, pair)
@@ -187,7 +189,7 @@ def audit(
     else:
         loaders = _loaders(primary_loader, harmful_loader)
         net = _copy(model, loaders)
-        like = next(net.parameters())
+        like = _precise(next(net.parameters()))
         if folded_map(net) is not None:
             like = like.double()  # what the map spreads over many orders of magnitude is measured as it is
         audited, before = (
@@ -209,7 +211,8 @@ def audit(
 def _configured(method: str, scheduler: str, options: dict[str, Any]) -> Experiment:
     """The experiment of a method with options as `immunize` takes them."""
     check_value("method", method, str)
-    config = compose([f"method={method}", "tracker=none", "optimizer=adam", f"scheduler={scheduler}"])
+    chosen = ["kind@_global_=image_folders", f"method={method}", "optimizer=adam", f"scheduler={scheduler}"]
+    config = compose([*chosen, "tracker=none"])
     for key, value in options.items():
         group, _, name = key.partition("__") if key.startswith(("optimizer__", "scheduler__")) else ("method", "", key)
         keys = config[group] or {}
@@ -249,6 +252,11 @@ def _copy(model: nn.Module, loaders: dict[str, LabeledBatches]) -> nn.Module:
     check_net("the model", model)
     model = copy.deepcopy(model)
     return model if is_of_timm(model) else Adapted(model, next(iter(loaders.values())).first())
+
+
+def _precise(weights: Tensor) -> Tensor:
+    """`weights` in at least float32: rounding to 16 bits would decide the rank of features."""
+    return weights.float() if weights.dtype.itemsize < 4 else weights
 
 
 def _images(net: nn.Module, like: Tensor, trainable: str | Sequence[str] = "last") -> Timm:

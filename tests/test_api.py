@@ -7,11 +7,14 @@ import pytest
 import timm
 import torch
 from helpers.images import draw_folder, loader
+from omegaconf import OmegaConf
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import immunization
-from immunization import ConfigError, DataError
+from immunization import ConfigError, DataError, api
+from immunization.config import compose
+from immunization.models.fold import folded_map
 from immunization.theory import spectrum
 from immunization.training import loaders as batching
 
@@ -47,6 +50,34 @@ def test_folded_maps_keep_the_outputs(net, method):
         assert (outputs - expected).abs().max() < (1e-4 if method == "closed_form" else 1e-6) * expected.abs().max()
         assert not torch.allclose(features(immunized, images), features(net, images), rtol=0.1)
     assert not immunized.training
+
+
+@pytest.mark.parametrize("make", [None, rows_net])
+def test_a_net_with_a_folded_map_is_not_immunized_again(net, make):
+    net = make() if make else net
+    folded = immunization.immunize(net, loader(4, 0), loader(3, 1), "closed_form", ridge=1e-4)
+    for method in ("closed_form", "condition_number"):
+        with pytest.raises(ConfigError, match="a map is folded into the model already"):
+            immunization.immunize(folded, loader(4, 0), loader(3, 1), method)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_rank_of_a_net_of_16_bits_is_not_that_of_its_rounding(dtype):
+    maps = [
+        folded_map(immunization.immunize(net, loader(4, 0), loader(3, 1), "closed_form", ridge=1e-2))
+        for net in (rows_net(), rows_net().to(dtype))
+    ]
+    assert maps[1].dtype == dtype
+    known, found = (torch.linalg.svdvals(map_.double()) for map_ in maps)
+    torch.testing.assert_close(found, known, rtol=0.1, atol=0)
+
+
+def test_defaults_are_those_of_folders_of_images():
+    for method in ("learning_curve", "condition_number", "imma", "closed_form"):
+        folders = compose(["dataset=image_folders", "model=timm", f"method={method}", "optimizer=adam"])
+        own = api._configured(method, "none", {}).settings
+        assert own["method"] == OmegaConf.to_container(folders.method)
+        assert own["optimizer"] == OmegaConf.to_container(folders.optimizer)
 
 
 @pytest.mark.parametrize("augmented", [False, True])
