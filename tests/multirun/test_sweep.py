@@ -231,6 +231,17 @@ def test_every_sweep_composes_and_runs_one_step(name, tmp_path):
     assert result.status == "completed"
 
 
+@pytest.mark.parametrize("path", ["sweeps/layers.yaml", "conf/experiment/layers.yaml"])
+def test_several_layers_of_a_sweep_are_a_list(path):
+    text = yaml.safe_load((ROOT / path).read_text())["hydra"]["sweeper"]["params"]["model.trainable"]
+    (override,) = OverridesParser.create().parse_overrides([f"model.trainable={text}"])
+    jobs = [[f"model.trainable={value}"] for value in override.sweep_string_iterator()]
+    chosen = [compose(["dataset=image_folders", "model=resnet18", *job]).model.trainable for job in jobs]
+    assert ["layer3", "layer4"] in chosen
+    assert "layer4" in chosen
+    assert len(chosen) == (5 if path.startswith("sweeps") else 4)
+
+
 def test_mnist_pairs_are_the_90_ordered_pairs():
     text = yaml.safe_load((ROOT / "sweeps" / "mnist_pairs.yaml").read_text())["hydra"]["sweeper"]["params"]["pair"]
     pairs = {tuple(pair.strip().split("-")) for pair in text.split(",")}
