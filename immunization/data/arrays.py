@@ -19,6 +19,7 @@ from immunization.data.csv_files import numbers, read_table, require_columns
 from immunization.data.preparation import Normalize, finish, split_rows, standardize, standardize_targets
 from immunization.data.task import SPLITS, USUAL, Origin, Split, Task, TaskPair, first_shared, kind_of, roles_of
 from immunization.errors import ConfigError, DataError
+from immunization.theory.spectrum import eps_of
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +138,8 @@ def _task(
     """The task of one role and a line on its targets; splits the file lacks are drawn from `<role>_x`."""
     x, y = _samples(stored, role, source)
     is_classes = targets == "classes" or (targets == "auto" and not y.is_floating_point())
-    given = {s: _samples(stored, f"{role}_{s}", source) for s in ("val", "test") if f"{role}_{s}_x" in stored}
+    named = [s for s in ("val", "test") if {f"{role}_{s}_x", f"{role}_{s}_y"} & stored.keys()]
+    given = {s: _samples(stored, f"{role}_{s}", source) for s in named}
     rows = split_rows(
         y if is_classes else torch.zeros(len(y)),
         0.0 if "val" in given else val_fraction,
@@ -164,7 +166,9 @@ def _task(
         if split in given:
             origin = Origin(f"{role}_{split}_x", torch.arange(len(target)))
         splits[split] = Split(part.double(), target if is_classes else target.double(), origin)
-    eps = torch.finfo(torch.float64 if x.dtype == torch.float64 or not x.is_floating_point() else torch.float32).eps
+    eps = eps_of(x.dtype)
+    if x.is_floating_point() and x.dtype.itemsize < 4:
+        log.warning("'%s_x' in %s has 16 bits: its rank is that of rounding; store float32", role, source)
     if classes is None:
         return Task(role, **splits, eps=eps), "regression"
     about = f"classes {classes.tolist()} coded 0 to {len(classes) - 1}"

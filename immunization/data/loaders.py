@@ -8,6 +8,7 @@ from torch import Tensor
 
 from immunization.data.task import SPLITS, Split, Task
 from immunization.errors import ConfigError, DataError
+from immunization.theory.spectrum import eps_of
 
 Item = tuple[Tensor, ...] | Mapping[str, Tensor]
 Loader = Iterable[Item]
@@ -100,16 +101,22 @@ class LabeledBatches:
 def rows_of_loader(role: str, loaders: Loaders) -> Task:
     """The task of rows [n, D] and labels; of a single loader a fifth is for validation, another one for test."""
     labeled = LabeledBatches(role, loaders, classes=False)
-    batches = [(x.double(), y) for x, y in labeled]
+    batches = list(labeled)
     if not batches:
         raise DataError(f"{role}_loader gives no batches")
-    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    eps = max(eps_of(x.dtype) for x, _ in batches)
+    x, y = (torch.cat(parts) for parts in zip(*((x.double(), y) for x, y in batches), strict=True))
     classes = 0 if y.is_floating_point() else len(y.unique())
+    if 2 * classes > len(y) and classes > 2:
+        raise DataError(
+            f"{role}_loader gives {classes} different integers as labels of {len(y)} rows: give targets of a "
+            "regression as floats"
+        )
     if classes == 1:
         raise DataError(f"{role}_loader holds only one class; at least two are needed")
     y = y.double() if not classes else y.unique(return_inverse=True)[1]
     parts = labeled.parts(y, 5, 5)
-    return Task(role, **{split: Split(x[rows], y[rows]) for split, rows in parts.items()}, classes=classes)
+    return Task(role, **{split: Split(x[rows], y[rows]) for split, rows in parts.items()}, classes=classes, eps=eps)
 
 
 def shuffled_parts(y: Tensor, val: int, test: int | None) -> dict[str, Tensor]:

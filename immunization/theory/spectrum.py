@@ -114,6 +114,11 @@ def dimensions_outside(root: Tensor, other: Tensor, rows: int, eps: float = EPS)
     return int((torch.linalg.svdvals(left) > threshold).sum())
 
 
+def eps_of(dtype: torch.dtype) -> float:
+    """Epsilon of the rank tolerance of features stored so: float64's (integers, too) or float32's (16 bits, too)."""
+    return torch.finfo(torch.float32).eps if dtype.is_floating_point and dtype != torch.float64 else EPS
+
+
 def condition_number(
     features: Tensor | Iterable[Tensor],
     rank: int | None = None,
@@ -146,8 +151,7 @@ def condition_number(
             warnings.warn(
                 "features of 16 bits have the rank of their rounding: use float32, or give rank", stacklevel=2
             )
-        coarse = any(dtype.is_floating_point and dtype != torch.float64 for dtype in dtypes)
-        eps = torch.finfo(torch.float32).eps if coarse else EPS
+        eps = max(map(eps_of, dtypes), default=EPS)
     sigma = torch.linalg.svdvals(factor)
     return condition_number_of(sigma, rank or numerical_rank(sigma, (rows, factor.shape[1]), eps))
 

@@ -84,6 +84,12 @@ def test_arrays_of_floats_keep_their_epsilon(matrices, tmp_path):
     assert pair.harmful.eps == torch.finfo(torch.float32).eps
 
 
+def test_arrays_of_16_bits_are_said_to_have_the_rank_of_their_rounding(matrices, tmp_path, caplog):
+    data.arrays(0, save(tmp_path, matrices | {"harmful_x": matrices["harmful_x"].astype(np.float16)})["path"])
+    assert "'harmful_x' in" in caplog.text
+    assert "has 16 bits: its rank is that of rounding; store float32" in caplog.text
+
+
 def test_arrays_targets(matrices, tmp_path):
     prices = save(tmp_path, matrices | {"primary_y": np.arange(60)})
     fails(ConfigError, "primary_y", "60 different", "dataset.targets=regression", **prices)
@@ -121,6 +127,7 @@ def test_values_whose_squares_leave_the_range_of_floats(matrices, tmp_path, scal
         ({"primary_x": np.array(["a"] * 60)}, ("m.npz", "npz file of numbers")),
         ({"primary_x": np.array([{}] * 60)}, ("m.npz", "allow_pickle=False")),
         ({"primary_val_x": np.ones((3, 5))}, ("primary_val_y",)),
+        ({"primary_test_y": np.ones(3)}, ("lacks the array 'primary_test_x'",)),
         ({"primary_val_x": np.ones((3, 4)), "primary_val_y": np.ones(3)}, ("'primary_val_x'", "4 columns")),
     ],
 )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from immunization.data.loaders import LabeledBatches, shuffled_parts
+from immunization.data.loaders import LabeledBatches, rows_of_loader, shuffled_parts
 from immunization.errors import ConfigError, DataError
 
 X, Y = torch.randn(6, 3, 4, 4), torch.arange(6)
@@ -64,6 +64,14 @@ def test_other_mistakes():
         LabeledBatches("primary", []).first()
     with pytest.raises(ConfigError, match="primary_loader must give batches of inputs and labels; int gives none"):
         LabeledBatches("primary", 3)
+
+
+def test_rows_keep_their_epsilon_and_integers_are_classes():
+    x, y = torch.randn(60, 3), torch.arange(60) % 2
+    assert rows_of_loader("harmful", [(x, y)]).eps == torch.finfo(torch.float32).eps
+    assert rows_of_loader("harmful", [(x.double(), y)]).eps == torch.finfo(torch.float64).eps
+    with pytest.raises(DataError, match="60 different integers as labels of 60 rows: give targets of a regression as"):
+        rows_of_loader("harmful", [(x, torch.arange(60))])
 
 
 @pytest.mark.parametrize("test", [None, 5])
