@@ -84,7 +84,7 @@ def _codes(
         return codes
     labels = dealt([benign])
     own = codes["primary"]
-    share = int((labels == 0).sum()) // len(primary)
+    share = max(1, int((labels == 0).sum()) // len(primary))
     labels[labels == 0] = 1
     for label in range(len(primary)):
         withheld = deck[own[deck] == label][:share]

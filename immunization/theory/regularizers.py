@@ -106,7 +106,7 @@ def _check_finite(norm: float) -> None:
 
 
 def _check_finite_r_ill(denominator: float, square: float, rank: int) -> None:
-    """Raise where R_ill's denominator is rounding noise: k eps of the mean square, as in `numerical_rank`."""
+    """Raise where R_ill's denominator overflows or is noise: k eps of the mean square, as in `numerical_rank`."""
     if not square > 0:
         raise DegenerateSpectrum("the matrix is all zero (rank 0): its R_ill does not exist")
     if not denominator > 4 * EPS * square:
@@ -114,6 +114,8 @@ def _check_finite_r_ill(denominator: float, square: float, rank: int) -> None:
             f"R_ill is infinite: all {rank} non-zero singular values are equal (kappa = 1); start from another theta "
             "or leave R_ill out"
         )
+    if not 0 < denominator * denominator < math.inf:
+        raise torch.linalg.LinAlgError("R_ill of the Hessian leaves the range of float64: rescale the features")
 
 
 def scalar(value: Scalar, like: Tensor) -> Tensor:

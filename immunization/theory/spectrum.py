@@ -8,6 +8,7 @@ from F or its triangular factor, never from eigenvalues of H, which would lose h
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Literal
 
 import scipy.linalg
@@ -48,6 +49,8 @@ def triangular_factor(features: Tensor | Iterable[Tensor]) -> tuple[Tensor, int]
         if not isinstance(batch, Tensor) or batch.ndim != 2:
             given = f"a tensor {list(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
             raise DataError(f"features must be a tensor [N, D], or batches of its rows, not {given}")
+        if batch.is_complex():
+            raise DataError("features must be real numbers, not complex ones")
         if not torch.isfinite(batch).all():
             raise DegenerateSpectrum("the features hold NaN or infinite values; their spectrum does not exist")
         if pending and batch.shape[1] != pending[0].shape[1]:
@@ -132,12 +135,17 @@ def condition_number(
     features are stored in less than float64. `conditioning="authors"`: the released code's eigenvalues of
     F^T F + 1e-6 I, largest over smallest; for rank-deficient features that is sigma_1^2 / 1e-6.
     Gives a UserWarning for features of 16 bits without `rank` and `eps`: rounding makes any matrix one of full rank.
-    Raises DegenerateSpectrum for rank 0 or non-finite features, DataError for what is no matrix.
+    Raises DegenerateSpectrum for rank 0 or non-finite features, DataError for what is no matrix, ValueError for
+    arguments that mean nothing.
     """
-    if conditioning == "authors":
-        return authors_condition_number(features)
-    if conditioning != "rank":
+    if conditioning not in ("rank", "authors"):
         raise ValueError(f"conditioning must be 'rank' or 'authors', not {conditioning!r}")
+    if rank is not None and (not isinstance(rank, Integral) or isinstance(rank, bool) or rank < 1):
+        raise ValueError(f"rank must be an integer of at least 1, or None, not {rank!r}")
+    if conditioning == "authors":
+        if rank is not None or eps is not None:
+            raise ValueError("conditioning='authors' takes neither rank nor eps: it counts every eigenvalue")
+        return authors_condition_number(features)
     dtypes: set[torch.dtype] = set()
 
     def watched() -> Iterator[Tensor]:
@@ -158,7 +166,7 @@ def condition_number(
 
 def condition_number_of(sigma: Tensor, rank: int) -> float:
     """(sigma_1 / sigma_rank)^2 of descending singular values; infinite where sigma_rank is 0 or it overflows."""
-    if not rank or not sigma[0] > 0:
+    if not rank or not len(sigma) or not sigma[0] > 0:
         raise DegenerateSpectrum("the features are all zero (rank 0): they have no condition number")
     if rank > len(sigma):
         raise DegenerateSpectrum(f"rank={rank}: the features have {len(sigma)} singular values")

@@ -168,6 +168,13 @@ def test_log_condition_number_needs_its_rank():
         regularizers.log_condition_number(features, 3)
 
 
+@pytest.mark.parametrize("scale", [1e39, 1e-43])
+def test_features_whose_r_ill_leaves_the_range_of_floats_are_named(scale):
+    features = torch.randn(20, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with pytest.raises(torch.linalg.LinAlgError, match="leaves the range of float64"):
+        regularizers.r_ill_slope((scale * features).T @ (scale * features), 5)
+
+
 def test_zero_features_have_no_r_ill():
     zero = torch.zeros(5, 3, dtype=torch.float64)
     for function in (r_ill, lambda f: regularizers.r_ill_of_features(f, 3)):

@@ -209,6 +209,21 @@ def test_what_is_no_matrix_is_refused(given):
         spectrum.condition_number(given)
 
 
+@pytest.mark.parametrize("rank", [0, -1, True, 2.5])
+def test_a_rank_that_is_none_is_refused(rank):
+    with pytest.raises(ValueError, match="rank must be an integer of at least 1"):
+        spectrum.condition_number(torch.diag(torch.tensor([4.0, 2.0, 1.0])), rank=rank)
+
+
+def test_arguments_that_would_do_nothing_are_refused():
+    with pytest.raises(ValueError, match="takes neither rank nor eps"):
+        spectrum.condition_number(torch.eye(3), conditioning="authors", rank=2)
+    with pytest.raises(DegenerateSpectrum, match="rank 0"):
+        spectrum.condition_number(torch.empty(0, 3), rank=2)
+    with pytest.raises(DataError, match="not complex"):
+        spectrum.condition_number(torch.eye(3, dtype=torch.complex64))
+
+
 def test_unknown_conditioning_is_refused():
     with pytest.raises(ValueError, match=r"'rank' or 'authors'.*'ridge'"):
         spectrum.condition_number(torch.eye(2), conditioning="ridge")
