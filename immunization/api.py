@@ -78,6 +78,13 @@ def immunize(
     for role, loader in (("primary", primary_loader), ("harmful", harmful_loader)):
         if loader is None:
             raise ConfigError(f"immunize: {role}_loader is None; give a loader of either task")
+    if augmented and "batch_size" in options:
+        raise ConfigError("immunize: with augmented=True batches are those of the loaders; leave batch_size out")
+    if augmented and not solver.folds and (solver.patience is not None or solver.max_accuracy_drop is not None):
+        raise ConfigError(
+            "immunize: patience and max_accuracy_drop need images that training does not see; with augmented=True it "
+            "sees all"
+        )
     loaders = _loaders(primary_loader, harmful_loader)
     net = _copy(model, loaders)
     if folded_map(net) is not None:
@@ -92,7 +99,7 @@ def immunize(
     solver.setup(trained, pair)
     generator = torch.Generator().manual_seed(seed)
     if augmented and not solver.folds:
-        trained.loaders = lambda _: loaders
+        trained.loaders = lambda _: {role: labeled.training() for role, labeled in loaders.items()}
     batches = batches_of(trained, pair, solver.batch_size, generator, solver.shots)
     optimizer = optimizer_of(experiment.optimizer, trained.groups())
     make = experiment.scheduler
@@ -184,6 +191,8 @@ def audit(
         primary = harmful if primary_loader is None else rows_of_loader("primary", primary_loader)
         pair = finish(standardize_targets(TaskPair("loaders", primary, harmful)), common_range=False)
         pair = pair.to(model.theta.device, torch.float64)
+        if pair.dim != len(model.theta):
+            raise ConfigError(f"audit: the map reads rows of {len(model.theta)} columns, the loaders give {pair.dim}")
         audited = Linear(pair)
         audited.extractor = copy.deepcopy(model).double()
     else:

@@ -72,6 +72,27 @@ def test_the_rank_of_a_net_of_16_bits_is_not_that_of_its_rounding(dtype):
     torch.testing.assert_close(found, known, rtol=0.1, atol=0)
 
 
+def test_augmented_training_reads_the_loaders_for_training_as_they_are(net):
+    seen = []
+
+    class Counted:
+        def __iter__(self):
+            seen.append(len(seen))
+            yield from loader(4, 0)
+
+        def __len__(self):
+            return len(loader(4, 0))
+
+    splits = {"train": loader(4, 0), "test": Counted()}
+    options = {"trainable": "layer4", "epochs": 3, "augmented": True}
+    immunization.immunize(net, splits, loader(3, 1), "condition_number", **options)
+    assert seen == [0]  # read once, with all others, and not in training
+    with pytest.raises(ConfigError, match="batches are those of the loaders"):
+        immunization.immunize(net, loader(4, 0), loader(3, 1), "condition_number", batch_size=8, **options)
+    with pytest.raises(ConfigError, match="need images that training does not see"):
+        immunization.immunize(net, loader(4, 0), loader(3, 1), "condition_number", max_accuracy_drop=0.1, **options)
+
+
 def test_defaults_are_those_of_folders_of_images():
     for method in ("learning_curve", "condition_number", "imma", "closed_form"):
         folders = compose(["dataset=image_folders", "model=timm", f"method={method}", "optimizer=adam"])
@@ -82,7 +103,7 @@ def test_defaults_are_those_of_folders_of_images():
 
 @pytest.mark.parametrize("augmented", [False, True])
 def test_training_a_part_of_the_model(net, augmented):
-    options = {"epochs": 1, "batch_size": 16, "smoothing": 0.1, "optimizer__lr": 1e-4}
+    options = {"epochs": 1, "smoothing": 0.1, "optimizer__lr": 1e-4} | ({} if augmented else {"batch_size": 16})
     immunized = immunization.immunize(
         net, loader(4, 0), loader(3, 1), "condition_number", trainable="layer4", augmented=augmented, **options
     )

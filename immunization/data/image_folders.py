@@ -143,6 +143,10 @@ def open_task(
 ) -> ImageTask:
     """The task of one root; `role` is its kind, as the keys of the configuration have it."""
     check_value(f"dataset.{role}.crop", crop, Crop | None)
+    if outputs is not None and role != "primary":
+        raise ConfigError(
+            f"dataset.{role}.outputs: only the primary task has outputs of the model's head; leave it out"
+        )
     generator = torch.Generator().manual_seed(split_seed)
     folder = None if root is None else Path(root).expanduser()
     found = [] if source else [place.resolve() for place in (_find(folder, train), _find(folder, test)) if place]

@@ -41,6 +41,15 @@ class ImageSplit:
         return replace(self, rows=rows if self.rows is None else self.rows[rows])
 
     @property
+    def labels(self) -> Tensor | None:
+        """Labels [N] of images in folders; None of others, which are known when they are read."""
+        samples = getattr(getattr(self.dataset, "reader", None), "samples", None)
+        if samples is None:
+            return None
+        labels = torch.tensor([label for _, label in samples])
+        return labels if self.rows is None else labels[self.rows]
+
+    @property
     def origin(self) -> Origin:
         """Where the images stand, should all of them be readable."""
         return Origin(self.source, torch.arange(len(self.dataset)) if self.rows is None else self.rows)

@@ -38,6 +38,12 @@ class LabeledBatches:
     def __len__(self) -> int:
         return sum(map(len, self.loaders.values()))
 
+    def training(self) -> "LabeledBatches":
+        """Those of the training rows, if there are loaders of several splits."""
+        if "" in self.loaders:
+            return self
+        return LabeledBatches(self.name.removesuffix("_loader"), self.loaders["train"], self.classes)
+
     def parts(self, y: Tensor, val: int, test: int | None) -> dict[str, Tensor]:
         """Rows of each split, once all were read: those of its loader, or else as `shuffled_parts` has it of labels."""
         if "" in self.loaders:

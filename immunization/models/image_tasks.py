@@ -70,6 +70,8 @@ class ImageReader(Model):
         }
         pair = TaskPair.of(data.name, tasks, about)
         if self.fold:
+            if self.images.augment:
+                log.warning("dataset.augment does nothing: features are read once, and a map is folded in behind them")
             return self._folded(pair)
         kept = all(isinstance(task.train.x, Tensor) for task in pair.shown.values())
         self.loaders = None if kept else self._training_loaders

@@ -194,7 +194,7 @@ def _state_dict(path: Path) -> dict[str, Any]:
             state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch and pickle raise a dozen kinds
         state, refused = None, error
-    if not isinstance(state, Mapping):
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise ConfigError(
             f"model.checkpoint={path} cannot be read as weights alone: it is a whole pickled model, whose loading "
             "would run code of the file, or damaged; save the weights with torch.save(model.state_dict(), ...) or as "

@@ -23,13 +23,20 @@ class Debug:
     profile: bool | None = None
 
     def few(self, data: TaskPair | ImagePair) -> TaskPair | ImagePair:
-        """`data` with `rows` training rows of each task, evenly spaced, so that every class has its share."""
+        """`data` with `rows` training rows of each task, evenly spaced, so that every class has its share.
+
+        Of folders of images at least one of each class.
+        """
         if self.rows is None:
             return data
         tasks = {}
         for role, task in data.tasks.items():
             train = task.splits["train"]
-            rows = torch.linspace(0, len(train) - 1, min(self.rows, len(train))).round().long()
+            if isinstance(task, ImageTask) and (labels := train.labels) is not None:
+                own = [(labels == label).nonzero()[:, 0] for label in labels.unique()]
+                rows = torch.cat([rows[: max(1, self.rows // len(own))] for rows in own]).sort().values
+            else:
+                rows = torch.linspace(0, len(train) - 1, min(self.rows, len(train))).round().long()
             few = train.take(rows)
             if isinstance(task, ImageTask):
                 few = replace(few, identity=f"{train.identity} {rows.tolist()}")

@@ -62,6 +62,12 @@ def test_images_of_other_folders_that_cannot_be_read_are_named(tmp_path):
             assert len(model.kept()) == 15  # train and val
 
 
+def test_only_the_primary_task_has_outputs(tmp_path):
+    folders = draw_folder(tmp_path / "p", 4, 6, 2, 0), draw_folder(tmp_path / "h", 3, 6, 2, 1)
+    with pytest.raises(ConfigError, match=r"dataset\.harmful\.outputs: only the primary task"):
+        open_pair(folders, None, harmful={"outputs": "names.csv"})
+
+
 def test_empty_class_folder(tmp_path):
     folders = draw_folder(tmp_path / "p", 4, 6, 2, 0), draw_folder(tmp_path / "h", 3, 6, 2, 1)
     for path in (folders[1] / "train/class1").iterdir():

@@ -130,6 +130,9 @@ def test_checkpoints(folders, tmp_path):
         ConfigError, match=r"model\.checkpoint: .*e\.safetensors not found; .* null for those of the Hugging Face hub"
     ):
         build(pair, checkpoint=str(tmp_path / "e.safetensors"))
+    torch.save({1: torch.ones(2)}, tmp_path / "numbers.pt")
+    with pytest.raises(ConfigError, match="cannot be read as weights alone"):
+        build(pair, checkpoint=str(tmp_path / "numbers.pt"))
     (tmp_path / "circle").symlink_to("circle")
     with pytest.raises(ConfigError, match="not found"):
         build(pair, checkpoint=str(tmp_path / "circle"))

@@ -3,9 +3,13 @@
 import json
 
 import pytest
+import torch
+from helpers.images import draw_folder
+from helpers.nets import open_pair
 
 from immunization import run
 from immunization.runs.tracker import history
+from immunization.training.debugging import Debug
 
 pytestmark = pytest.mark.trains
 
@@ -48,6 +52,14 @@ def test_a_few_rows_are_learned(options, tmp_path):
     assert loss["x"] == list(range(1, 26))
     assert loss["y"][-1] < loss["y"][0]
     assert {task["train"] for task in result.about["rows"].values()} == {64} or "digits_deep" not in options[0]
+
+
+def test_every_class_of_folders_has_an_image(tmp_path):
+    folders = draw_folder(tmp_path / "p", 40, 3, 1, 0), draw_folder(tmp_path / "h", 3, 20, 1, 1)
+    pair = Debug(rows=9).few(open_pair(folders, None, val_fraction=0.0))
+    primary, harmful = (pair.tasks[role].splits["train"].labels for role in ("primary", "harmful"))
+    assert torch.bincount(primary).tolist() == [1] * 40
+    assert torch.bincount(harmful).tolist() == [3] * 3
 
 
 def test_a_profile(options, tmp_path, capsys):
