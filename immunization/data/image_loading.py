@@ -75,6 +75,9 @@ class ReadableStream(torch.utils.data.IterableDataset):
         self.split, self.transform = split, None
         self.rows = None if split.rows is None else set(split.rows.tolist())
 
+    def __len__(self) -> int:
+        return len(self.split)
+
     def __iter__(self):
         for row, (image, label) in enumerate(self.split.dataset):
             if self.rows is None or row in self.rows:

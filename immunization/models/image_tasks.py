@@ -169,7 +169,7 @@ class ImageReader(Model):
         return Task(task.name, **splits, classes=classes, eps=eps, width=width, head=head)
 
     def _training_loaders(self, batch_size: int) -> dict[str, DataLoader]:
-        """Shuffled training loaders of images by role, augmented where the data set says so."""
+        """Training loaders of images by role, augmented where the data set says so; shuffled but for streams."""
         pair = self.images
         shown = {role: task for role, task in pair.tasks.items() if is_shown(role)}
         how = {"loaders": len(shown), "batch_size": batch_size, "is_training": True}
