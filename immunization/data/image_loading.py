@@ -25,7 +25,7 @@ def unreadable(title: str, images: Sequence[Unreadable]) -> DataError:
     """The error that names the first of `images`."""
     shown = "; ".join(image.why for image in images[:5]) + ("; ..." if len(images) > 5 else "")
     return DataError(
-        f"{title}: {len(images)} images cannot be read: {shown}. Repair or remove them, or set "
+        f"{title}: {len(images)} unreadable image{'s' * (len(images) > 1)}: {shown}. Repair or remove them, or set "
         "dataset.on_bad_image=skip"
     )
 

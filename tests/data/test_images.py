@@ -28,7 +28,7 @@ def test_bad_images_are_named_or_left_out(tmp_path, caplog):
     options = {"val_fraction": 0.0}
     pair = open_pair(folders, None, **options)
     names = r"class0/0\.png.*class1/3\.png.*class2/1\.png: Image size.*on_bad_image=skip"
-    with pytest.raises(DataError, match=r"3 images cannot be read: .*" + names):
+    with pytest.raises(DataError, match=r"3 unreadable images: .*" + names):
         build(pair).read_tasks(pair, True)
     pair = open_pair(folders, tmp_path / "cache", on_bad_image="skip", **options)
     for _ in range(2):  # also from the cache
@@ -56,7 +56,7 @@ def test_images_of_other_folders_that_cannot_be_read_are_named(tmp_path):
         pair = open_pair(folders, None, on_bad_image=how, keep_root=str(more), val_fraction=0.0)
         model, _ = build(pair).read_tasks(pair, False)
         if how == "error":
-            with pytest.raises(DataError, match=r"1 images cannot be read: .*class1/0\.png"):
+            with pytest.raises(DataError, match=r"1 unreadable image: .*class1/0\.png"):
                 model.kept()
         else:
             assert len(model.kept()) == 15  # train and val
