@@ -64,7 +64,7 @@ def immunize(
     or of the scheduler as `scheduler__eta_min=1e-5`; defaults are those of folders of images (conf/hparams).
 
     Both loaders are read once, and the inputs of the trained part are kept in memory; with `augmented=True` training
-    reads them anew in every epoch. Labels of `primary_loader` are indices of the model's outputs.
+    reads them anew in every epoch, in their batches. Labels of `primary_loader` are indices of the model's outputs.
 
     Gives a UserWarning if the outputs change by more than a thousandth of the largest; if harm became easier, which
     means that a fresh linear probe on the harmful training rows comes to 90 % of the original model's best in less than
@@ -78,8 +78,6 @@ def immunize(
     for role, loader in (("primary", primary_loader), ("harmful", harmful_loader)):
         if loader is None:
             raise ConfigError(f"immunize: {role}_loader is None; give a loader of either task")
-    if augmented and "batch_size" in options:
-        raise ConfigError("immunize: with augmented=True batches are those of the loaders; leave batch_size out")
     if augmented and not solver.folds and (solver.patience is not None or solver.max_accuracy_drop is not None):
         raise ConfigError(
             "immunize: patience and max_accuracy_drop need images that training does not see; with augmented=True it "

@@ -134,4 +134,4 @@ def test_a_map_of_zeros_is_named_unless_it_has_a_bias(tmp_path, rows):
     with pytest.raises(DegenerateSpectrum, match="primary task, model at step 0: the features are all zero"):
         run([*AUDIT, f"model.checkpoint={tmp_path}/map.safetensors"], folder=tmp_path / "run")
     biased = immunization.audit(LinearMap(zeros, torch.ones(DIM)), rows, rows, attacks=["linear_probe"])
-    assert biased.metrics["kappa_harmful"] > 1e12
+    assert biased.metrics["kappa_harmful"] > 1e10  # the tolerance of rows of float32
