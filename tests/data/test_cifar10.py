@@ -50,6 +50,8 @@ def test_fewer_images_of_each_class(root):
     pair = cifar10(str(root), max_samples=5, benign=None)
     assert set(pair.tasks) == {"primary", "harmful"}
     assert {len(pair.tasks["primary"].splits[s]) for s in ("train", "test")} == {25}
+    few = cifar10(str(root), max_samples=3)  # each primary class lends one image to the benign task
+    assert {len(task.splits["train"]) for task in few.tasks.values()} == {10, 12, 8}
 
 
 @pytest.mark.parametrize(
