@@ -23,9 +23,10 @@ class Validity:
 
     `unchanged`: theta_I is the baseline. `few_samples_<role>`: fewer training rows than features, so that H is singular
     whatever the model is. `ridge_limited_<role>`: the released code's kappa is set by its ridge of 1e-6.
-    `test_rows_seen_<role>`: most test rows are training rows, too. `untested_classes_<role>`: some classes have no test
-    rows. `primary_dropped`: the retrained primary head lost more than `tolerance` (points of accuracy, or relative for
-    R^2). `train_mode`: a batch norm or dropout layer is in train mode while features are taken.
+    `test_rows_seen_<role>`: most test rows are training rows, too. `untested_classes_<role>`: some classes that are
+    trained on have no test rows. `primary_dropped`: the retrained primary head lost more than `tolerance` (points of
+    accuracy, or relative for R^2). `train_mode`: a batch norm or dropout layer is in train mode while features are
+    taken.
     """
 
     names = ()
@@ -65,8 +66,10 @@ class Validity:
 
     @staticmethod
     def _untested(task: Task, role: str, measures: Measures) -> None:
-        lacking = (task.test.y.bincount(minlength=task.classes) == 0).nonzero()[:, 0].tolist() if task.classes else []
-        if lacking:
+        if not task.classes:
+            return
+        trained, tested = (split.y.bincount(minlength=task.classes) > 0 for split in (task.train, task.test))
+        if lacking := (trained & ~tested).nonzero()[:, 0].tolist():
             which = ", ".join(map(str, lacking[:5])) + ", ..." * (len(lacking) > 5)
             measures.flag(
                 f"untested_classes_{role}",

@@ -76,6 +76,9 @@ def test_classes_without_test_rows_are_named():
     found = Validity()(Comparison(pair := TaskPair("known", task, task), Linear(pair)))
     assert {"untested_classes_primary", "untested_classes_harmful"} <= set(found.flags)
     assert "1 of 3 classes (2) have no test rows" in found.reasons["untested_classes_harmful"]
+    equal = Task("equal", *(Split(x[i::3], torch.ones(100).long()) for i in range(3)), classes=2, constant=True)
+    found = Validity()(Comparison(pair := TaskPair("equal", equal, equal), Linear(pair)))
+    assert not any(name.startswith("untested_classes") for name in found.flags)  # nor any training rows
 
 
 @pytest.mark.parametrize(("repeated", "seen"), [(50, False), (52, True)])
