@@ -181,7 +181,7 @@ def open_task(
             images, below = _open_folder(place, names), Path(f"dataset.{role}_root") / place.relative_to(folder)
             about = f"images below {below.as_posix()}{some}, in natural order of their paths"
             whole[split] = ImageSplit(images, None, _fingerprint(images.reader), about)
-        labels = torch.tensor([label for _, label in whole[train].dataset.reader.samples])
+        labels = whole[train].labels
         each = (place / name for place in places.values() for name in names)
         folders = tuple(folder.resolve() for folder in each if folder.is_dir())
     rows = split_rows(labels, val_fraction, 0.0 if test in whole else test_fraction, generator)

@@ -102,8 +102,8 @@ class Task:
     `classes` is 0 for a regression, whose targets are standardized by the training split. `constant` marks the
     authors' MNIST protocol, in which every label of a task is the same. `eps`, by the dtype that the inputs were
     stored in (`spectrum.eps_of`), sets the rank tolerance. `width` is the number of features a deep net makes of an
-    input, which need not be a row of a matrix. `head` [classes] says which output of a model's
-    own head means which class, where they differ.
+    input, which need not be a row of a matrix. `head` [classes] says which output of a model's own head means which
+    class, where they differ.
     """
 
     name: str

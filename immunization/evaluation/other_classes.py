@@ -64,7 +64,7 @@ class OtherClasses:
             return measures
         task, shown = self._task(), shown.cpu()
         split, outputs = task.splits["train"], outputs_of(task, model.head.out_features, model.name)
-        truth = outputs[torch.tensor([label for _, label in split.dataset.reader.samples])]
+        truth = outputs[split.labels]
         kept = {folder.name for images in model.images.keep for folder in images.folders}
         held_out = torch.tensor([Path(path).parent.name not in kept for path, _ in split.dataset.reader.samples])
         rows = (torch.isin(truth, shown, invert=True) & held_out).nonzero()[:, 0]
@@ -84,15 +84,17 @@ class OtherClasses:
                 x = twice(x) if size else x
                 if not size or made or reads(net, x):
                     made.append(net(x).argmax(1).cpu())
-        found = torch.cat(labels)
-        measures.about["other_classes"] = {"classes": len(found.unique()), "images": len(found)}
+        if not labels:
+            raise DataError(f"evaluation.other_classes.root={self.root}: none of its images can be read")
+        wanted = torch.cat(labels)
+        measures.about["other_classes"] = {"classes": len(wanted.unique()), "images": len(wanted)}
         for key, own in names.items():
             made = predictions.get(key)
             if not made:
                 measures.miss(ONE_SIZE if made == [] else NOT_KEPT, *own)
                 continue
             predicted = torch.cat(made)
-            for name, hits in zip(own, (predicted == found, torch.isin(predicted, shown)), strict=True):
+            for name, hits in zip(own, (predicted == wanted, torch.isin(predicted, shown)), strict=True):
                 measures.put(name, hits.double().mean().item())
         return measures
 

@@ -34,7 +34,7 @@ class Debug:
             train = task.splits["train"]
             if isinstance(task, ImageTask) and (labels := train.labels) is not None:
                 own = [(labels == label).nonzero()[:, 0] for label in labels.unique()]
-                rows = torch.cat([rows[: max(1, self.rows // len(own))] for rows in own]).sort().values
+                rows = torch.cat([places[: max(1, self.rows // len(own))] for places in own]).sort().values
             else:
                 rows = torch.linspace(0, len(train) - 1, min(self.rows, len(train))).round().long()
             few = train.take(rows)
