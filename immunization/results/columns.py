@@ -403,8 +403,8 @@ COLUMNS = [
     Column("", "runs", _BOARD, board_runs, always=True),
     Column(
         *("", "rank", _PAGE | Place.BOARD_HTML, rank),
-        note="Rank: by worth removed, of rows of three or more seeds that lose at most two points, of the primary task "
-        "and of other classes.",
+        note="Rank: by worth removed, of rows of three or more seeds that remove something (the interval lies above 0) "
+        "and lose at most two points, of the primary task and of other classes at either size.",
     ),
     Column(
         *("", "seeds", Place.BOARD | Place.BOARD_HTML),
@@ -423,6 +423,7 @@ COLUMNS = [
     ),
     Column("primary/accuracy", "primary, retrained head", _PAGE | Place.BOARD_HTML, retrained),
     Column("other_classes/accuracy", "other classes, own head", _PAGE | Place.BOARD_HTML, after),
+    Column("other_classes/accuracy_enlarged", "other classes, twice the size", _PAGE | Place.BOARD_HTML, after),
     *(
         Column(f"transfer_{{benign}}/after{suffix}", f"{{benign}}, {images} images", _PAGE | Place.BOARD_HTML, change)
         for images, suffix in (("5", "_5"), ("20", "_20"))

@@ -26,7 +26,7 @@ MARKS = "<!-- leaderboard -->", "<!-- /leaderboard -->"
 WORTH = "worth/removed", "worth/removed_20", "worth/removed_5"
 """What rows may be sorted by: with all images of each class, or so many."""
 LOSS = 0.02
-"""Of the primary measure and of the accuracy on other classes, which a row may lose and still has a rank."""
+"""Of the primary measure and of the accuracies on other classes, which a row may lose and still has a rank."""
 SEEDS = 3
 """That a rank needs."""
 SHOWN = 3
@@ -65,13 +65,17 @@ def measure(rows: Iterable[Setting]) -> str:
 
 
 def ranked(rows: Sequence[Setting]) -> list[Setting]:
-    """Sorted by worth removed, those that lose little first; these have a rank if enough seeds completed."""
+    """Sorted by worth removed, those that lose little first.
+
+    These have a rank if they remove something, by their intervals, and enough seeds completed.
+    """
     worth = measure(rows)
-    shares = {row: found[0] if (found := row.removed(worth)) else -math.inf for row in rows}
+    found = {row: row.removed(worth) or (-math.inf, -math.inf) for row in rows}
+    shares, lows = ({row: ends[i] for row, ends in found.items()} for i in (0, 1))
     rows = sorted(rows, key=lambda row: (not keeps(row), -shares[row]))
     placed: list[float] = []
     for row in rows:
-        if keeps(row) and not row.apart and math.isfinite(shares[row]) and row.method != "identity":
+        if keeps(row) and not row.apart and lows[row] > ROUNDING:
             seeds = len({result.seed for result in row.results})
             enough = seeds >= SEEDS and not row.failed
             placed += [shares[row]] * enough

@@ -15,7 +15,8 @@ from immunization.runs.interpretation import HELD, UNNUMBERED, UNTRAINED, at_lea
 from immunization.runs.result import Result
 from immunization.runs.verdict import NOT_SLOWER
 
-OTHER = "other_classes/accuracy"
+OTHER = "other_classes/accuracy", "other_classes/accuracy_enlarged"
+"""Of the own head on classes that no method is shown, and on their images at twice the size."""
 
 METHODS = (
     *("identity", "r_ill_only", "imma", "opt_kappa", "condition_number", "closed_form", "learning_curve"),
@@ -130,14 +131,12 @@ class Setting:
 
     @property
     def lost(self) -> float | None:
-        """`price`, or the loss of accuracy on the own head's other classes if that is larger.
+        """The largest of `price` and the losses of accuracy on the own head's other classes (`OTHER`).
 
-        None where either is not known, but for nets that no run measured on other classes.
+        None where one is not known, but for what no run measured.
         """
-        losses = [self.price]
-        if self.values(OTHER):
-            change = self.change(OTHER)
-            losses.append(None if change is None else change[0] - change[1])
+        changes = [self.change(measure) for measure in OTHER if self.values(measure)]
+        losses = [self.price, *(change and change[0] - change[1] for change in changes)]
         return None if None in losses else max(losses)
 
     def removed(self, metric: str) -> tuple[float, float, float] | None:

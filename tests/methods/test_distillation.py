@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from immunization.config import compose
 from immunization.errors import ConfigError
 from immunization.experiment import assemble, resolve
-from immunization.methods import CLAMP, IMMA, NTL, TAR, ConditionNumber, Sophon, combined
+from immunization.methods import CLAMP, IMMA, NTL, TAR, ConditionNumber, Encoderlock, Sophon, combined
 from immunization.models import Linear, image_tasks
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
@@ -30,6 +30,7 @@ METHODS = [
     lambda **options: CLAMP(epochs=2, batch_size=16, **options),
     lambda **options: TAR(epochs=2, batch_size=16, **options),
     lambda **options: Sophon(epochs=2, batch_size=16, **options),
+    lambda **options: Encoderlock(epochs=2, batch_size=16, round_steps=4, **options),
 ]
 
 
@@ -61,7 +62,7 @@ def test_images_to_keep_that_do_not_fit_into_memory_are_refused_before_any_is_re
         model.kept()
 
 
-@pytest.mark.parametrize("make", METHODS, ids=["condition_number", "imma", "ntl", "clamp", "tar", "sophon"])
+@pytest.mark.parametrize("make", METHODS, ids=["condition_number", "imma", "ntl", "clamp", "tar", "sophon", "encoderlock"])
 def test_any_method_keeps_what_it_is_told_to(net, make):
     assert trained(make(keep=10.0), net) < 0.5 * trained(make(), net)
 

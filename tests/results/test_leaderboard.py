@@ -135,6 +135,7 @@ def test_several_seeds_are_a_mean_with_an_interval_that_is_no_narrower(tmp_path)
 def test_rows_are_sorted_by_what_they_remove_and_those_that_lose_more_follow(tmp_path):
     """By the most images at which worth is known; a loss of two points is none too many, whatever rounding says."""
     shares = {"identity": 0.0, "opt_kappa": 0.2, "imma": 0.4, "encoderlock": 0.4, "forget": 0.9, "sophon": 0.5}
+    shares["r_ill_only"] = 0.1  # the interval ends at 0
     lost = {"imma": 0.02, "forget": 0.021}
     for method, share in shares.items():
         for seed in range(1 if method == "opt_kappa" else 3):
@@ -147,7 +148,8 @@ def test_rows_are_sorted_by_what_they_remove_and_those_that_lose_more_follow(tmp
     (rows,) = tracks(collect([tmp_path]))
     found = [(row.method, row.rank) for row in rows]
     assert found == [
-        *(("sophon", "1"), ("imma", "2"), ("encoderlock", "2"), ("opt_kappa", "1 seed"), ("identity", ""), ("ntl", "")),
+        *(("sophon", "1"), ("imma", "2"), ("encoderlock", "2"), ("opt_kappa", "1 seed")),
+        *(("r_ill_only", ""), ("identity", ""), ("ntl", "")),
         *(("forget", ""), ("tar", ""), ("clamp", "")),
     ]
     (board,) = sections(collect([tmp_path]))
@@ -155,14 +157,17 @@ def test_rows_are_sorted_by_what_they_remove_and_those_that_lose_more_follow(tmp
 
 
 def test_what_a_row_loses_on_other_classes_counts(tmp_path):
-    """Even where the primary task gains; and a row whose net nobody measured before has no loss that could be told."""
+    """At either size, even where the primary task gains; and a row whose net nobody measured before has no loss that could be told."""
     worth_run(tmp_path / "gains", "imma", {"all": 0.5}, lost=-0.3, other=0.2)
-    unknown = worth_run(tmp_path / "unknown", "tar", {"all": 0.5})
-    result = Result.read(unknown)
-    result.metrics["other_classes/accuracy_baseline"] = None
-    result.write(unknown)
+    enlarged = {"other_classes/accuracy_enlarged": 0.4, "other_classes/accuracy_enlarged_baseline": 0.7}
+    for method, measures in {"tar": {"other_classes/accuracy_baseline": None}, "clamp": enlarged}.items():
+        made = worth_run(tmp_path / method, method, {"all": 0.5})
+        result = Result.read(made)
+        result.metrics |= measures
+        result.write(made)
     rows = rows_of(tmp_path)
     assert rows["imma"].lost == pytest.approx(0.2)
+    assert rows["clamp"].lost == pytest.approx(0.3)
     assert rows["tar"].price == 0
     assert rows["tar"].lost is None
 
