@@ -62,7 +62,9 @@ def test_images_to_keep_that_do_not_fit_into_memory_are_refused_before_any_is_re
         model.kept()
 
 
-@pytest.mark.parametrize("make", METHODS, ids=["condition_number", "imma", "ntl", "clamp", "tar", "sophon", "encoderlock"])
+@pytest.mark.parametrize(
+    "make", METHODS, ids=["condition_number", "imma", "ntl", "clamp", "tar", "sophon", "encoderlock"]
+)
 def test_any_method_keeps_what_it_is_told_to(net, make):
     assert trained(make(keep=10.0), net) < 0.5 * trained(make(), net)
 
