@@ -23,15 +23,17 @@ NET += ("model.pretrained=false", "+model.arguments.num_classes=4")
 
 pytestmark = pytest.mark.trains
 
-METHODS = [
-    lambda **options: ConditionNumber(1.0, 1.0, epochs=2, batch_size=16, precondition="none", **options),
-    lambda **options: IMMA(epochs=2, batch_size=16, **options),
-    lambda **options: NTL(epochs=2, batch_size=16, **options),
-    lambda **options: CLAMP(epochs=2, batch_size=16, **options),
-    lambda **options: TAR(epochs=2, batch_size=16, **options),
-    lambda **options: Sophon(epochs=2, batch_size=16, **options),
-    lambda **options: Encoderlock(epochs=2, batch_size=16, round_steps=4, **options),
-]
+METHODS = {
+    "condition_number": lambda **options: ConditionNumber(
+        1.0, 1.0, epochs=2, batch_size=16, precondition="none", **options
+    ),
+    "imma": lambda **options: IMMA(epochs=2, batch_size=16, **options),
+    "ntl": lambda **options: NTL(epochs=2, batch_size=16, **options),
+    "clamp": lambda **options: CLAMP(epochs=2, batch_size=16, **options),
+    "tar": lambda **options: TAR(epochs=2, batch_size=16, **options),
+    "sophon": lambda **options: Sophon(epochs=2, batch_size=16, **options),
+    "encoderlock": lambda **options: Encoderlock(epochs=2, batch_size=16, round_steps=4, **options),
+}
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +64,7 @@ def test_images_to_keep_that_do_not_fit_into_memory_are_refused_before_any_is_re
         model.kept()
 
 
-@pytest.mark.parametrize(
-    "make", METHODS, ids=["condition_number", "imma", "ntl", "clamp", "tar", "sophon", "encoderlock"]
-)
+@pytest.mark.parametrize("make", METHODS.values(), ids=METHODS.keys())
 def test_any_method_keeps_what_it_is_told_to(net, make):
     assert trained(make(keep=10.0), net) < 0.5 * trained(make(), net)
 

@@ -157,7 +157,7 @@ def test_rows_are_sorted_by_what_they_remove_and_those_that_lose_more_follow(tmp
 
 
 def test_what_a_row_loses_on_other_classes_counts(tmp_path):
-    """At either size, even where the primary task gains; and a row whose net nobody measured before has no loss that could be told."""
+    """At either size, even where the primary task gains. A row whose net nobody measured before has no known loss."""
     worth_run(tmp_path / "gains", "imma", {"all": 0.5}, lost=-0.3, other=0.2)
     enlarged = {"other_classes/accuracy_enlarged": 0.4, "other_classes/accuracy_enlarged_baseline": 0.7}
     for method, measures in {"tar": {"other_classes/accuracy_baseline": None}, "clamp": enlarged}.items():
