@@ -19,7 +19,8 @@ class NTL(AgainstHead):
     """Minimize L(D_P) - C min(1, alpha L(D_H, w) / C_H) min(1, beta MMD(D_P, D_H)).
 
     C and C_H are the outputs of the heads. Up to the factor C, the losses are divergences from one-hot labels, averaged
-    over rows and classes. MMD is of the features, or of what the trained block `block` gives.
+    over rows and classes. MMD is of the features, or of what the trained block `block` gives. Where C is not C_H, as
+    with a net's own head of 1,000 outputs and 40 harmful classes, the second term weighs C / C_H times the paper's.
 
     From the paper and its code: this loss, alpha = beta = 0.1, five Gaussian kernels and Adam at 1e-4; its MMD is of an
     early convolution. Ours: D_H has labels of its own, and a head w that takes `head_steps` gradient steps of rate

@@ -22,9 +22,9 @@ class Sophon(AgainstFineTuning, without=["combine"]):
     theta's step of Adam at `suppress_lr`. `suppression="inverse"`: mean -log(1 - p_y); `"uniform"`: KL(uniform || p).
 
     From the paper and its code: this alternation, both losses, the clipping, Adam (suppression 3e-4, primary 5e-4),
-    90 % for adaptation, a batch for each inner step, one primary step (inverse) or five (uniform). Ours: 5 inner steps
-    at .01, not 50 at 1e-4; w is fitted first; the run's optimizer takes the primary steps; `max_accuracy_drop` stops
-    where the paper's code goes back.
+    90 % for adaptation, a batch for each inner step, one primary step (inverse) or five (uniform, there both at 1e-4).
+    Ours: 5 inner steps at .01, not 50 at 1e-4; w is fitted first; the run's optimizer takes the primary steps;
+    `max_accuracy_drop` stops where the paper's code goes back.
     """
 
     epochs = 60

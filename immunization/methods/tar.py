@@ -22,8 +22,9 @@ class TAR(AgainstFineTuning, without=["inner_lr"]):
 
     From the paper and its code, which are about language models: this loss, tamper = 4, late = 1/16, and rates of the
     attacker in the ratio 1 : 10 : 20. Ours: K = 8, not 64; the attacker has a fresh head, which is fitted first,
-    takes plain gradient steps, and never trains on primary rows; of the layers only the features stay near theta_0's,
-    in units of `size`, the root of their mean squared norm; there is no safeguard before.
+    takes plain gradient steps, and never trains on primary rows; a gradient is taken in every step, on other held-out
+    training rows, not in every fourth on one batch; of the layers only the features stay near theta_0's, in units of
+    `size`, the root of their mean squared norm; there is no safeguard before.
     """
 
     epochs = 40
