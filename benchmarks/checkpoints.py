@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from immunization.compute import randomness
+from immunization.models.base import kept_of
 from immunization.runs.filenames import CHECKPOINT
-from immunization.training.checkpoint import SHARE, Checkpointer, kept_of
+from immunization.training.checkpoint import SHARE, Checkpointer
 from immunization.training.signals import Stop
 
 SECONDS = 60.0

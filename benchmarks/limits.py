@@ -33,7 +33,7 @@ from immunization.config import build, compose
 from immunization.data.task import Split, Task, TaskPair
 from immunization.evaluation import Comparison
 from immunization.models import Linear
-from immunization.models.linear import stored
+from immunization.models.weights import read_checkpoint
 from immunization.runs.filenames import WEIGHTS
 from immunization.runs.files import read_tensors
 
@@ -90,7 +90,7 @@ def house_prices(root: str) -> Iterator[Sequence[str]]:
         pair = build(compose([*overrides, *QUIET]), "dataset").to("cpu", torch.float64)
         with tempfile.TemporaryDirectory() as folder:
             measured([*overrides, *QUIET, "evaluation=[rir]"], folder)
-            theta, _ = stored(Path(folder), pair.dim, pair.primary.outputs)
+            theta = read_checkpoint(folder).tensors["theta"]
         victim = victim_of(pair, theta)
         kappa = victim.comparison.probe("harmful", "immunized").sigma
         title = f"{name}, kappa_H={(kappa[0] / kappa[-1]).square().item():.2g}"
@@ -101,7 +101,7 @@ def house_prices(root: str) -> Iterator[Sequence[str]]:
 
 def steps(attack: ProbeAttack, victim: Victim) -> str:
     """First step of the grid at which any setting has come to 1e-2 / 1e-4 of the excess loss of w = 0."""
-    problem = attack.problem(victim, attack.features(victim, "immunized"))
+    problem = attack.problem(victim, "immunized", attack.features(victim, "immunized"))
     curves = ProbeCurves(problem, step_grid(attack.steps), len(attack.settings))
     attack.descend(problem, curves)
     curves.finish()

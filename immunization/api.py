@@ -20,7 +20,7 @@ from immunization.data.loaders import LabeledBatches, Loader, Loaders, rows_of_l
 from immunization.data.preparation import finish, standardize_targets
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError, DegenerateSpectrum
-from immunization.evaluation import Comparison, LearningCurves
+from immunization.evaluation import Comparison, LearningCurves, evaluate
 from immunization.evaluation.convergence import faster
 from immunization.evaluation.primary import head_at_chance
 from immunization.experiment import Experiment, resolve
@@ -161,7 +161,6 @@ def audit(
     `verdict` of the result has sentences. Raises ConfigError, DataError.
     """
     from immunization.attacks import Victim, run_attacks  # these load what none of the others needs
-    from immunization.runner import evaluate
 
     check_value("seed", seed, Seed)
     torch.manual_seed(seed)

@@ -162,12 +162,3 @@ def _is_plain(hint: Hint) -> bool:
     return origin is Literal or (
         _is_plain(args[0]) if origin is Annotated else hint in (int, float, bool, str, NoneType)
     )
-
-
-def check_training_rows(val_fraction: float, test_fraction: float) -> None:
-    """Raise ConfigError unless both shares of `dataset` leave rows to train on."""
-    if val_fraction + test_fraction >= 1:
-        raise ConfigError(
-            f"dataset.val_fraction={val_fraction} and dataset.test_fraction={test_fraction} leave no training rows: "
-            "their sum must be under 1"
-        )

@@ -30,13 +30,16 @@ TRUSTED = ("immunization.", "torch.", "timm.")
 TRACK = "experiment=leaderboard/"
 """Starts the override that chooses a track of the leaderboard."""
 
+LONGEST = 150
+"""Characters of a file name that is made from text."""
+
 _HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_")
 
 
-def slug(text: object, limit: int = 150) -> str:
-    """`text` as one safe file name: no separators or leading dots, at most `limit` characters, cut ones with a hash."""
+def slug(text: object) -> str:
+    """`text` as one safe file name: no separators or leading dots, cut ones with a hash."""
     name = re.sub(r"[^\w.,=+-]+", "-", str(text)).lstrip(".-") or "run"
-    return name if len(name) <= limit else f"{name[: limit - 9]}-{sha256(name.encode()).hexdigest()[:8]}"
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 9]}-{sha256(name.encode()).hexdigest()[:8]}"
 
 
 def job_folder(multirun: str, number: int, name: str, resume: bool) -> str:

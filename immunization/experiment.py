@@ -160,7 +160,9 @@ def check_objective(objective: str, evaluations: Mapping[str, object], attacks: 
         return
     names = [name for evaluation in evaluations.values() for name in getattr(evaluation, "names", ("*",))]
     if attacks:
-        names += [f"attack{of}/{name}/*" for name in (*attacks, "worst") for of in ("", "_unseen*", "_harmful*")]
+        kinds = [f"attack{{}}/{name}/*" for name in (*attacks, "worst")]
+        kinds += ["worth{}/*", "ceiling{}/worth*", "ceiling{}/partial_*", "reference{}/*"]
+        names += [kind.format(of) for kind in kinds for of in ("", "_unseen*", "_harmful*")] + ["transfer_*/*"]
     if not any(fnmatchcase(objective, name) for name in names):
         close = ", ".join(get_close_matches(objective, dict.fromkeys(names), 5, 0.0)) or "none"
         raise ConfigError(

@@ -1,7 +1,7 @@
 """One run: data -> model and frozen baseline -> method -> evaluation -> attacks -> result, figures and table."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from immunization.compute import distributed, machine, randomness
 from immunization.config import check_trust, compose, slug, snake_case
 from immunization.errors import ConfigError, UserError
-from immunization.evaluation import Comparison, Measures
+from immunization.evaluation import Comparison, evaluate
 from immunization.experiment import Experiment, Parts, assemble, resolve
 from immunization.models.weights import exported, rounding_flag
 from immunization.results import model_card
@@ -170,18 +170,6 @@ def measure(experiment: Experiment, parts: Parts, run: RunFolder, flags: dict[st
         made = model_card.recipe(method.name, experiment.settings["method"], experiment.seed)
         model_card.write(run.path, facts, made, run.result)
     run.finish(measures.arrays)
-
-
-def evaluate(evaluations: Mapping[str, Callable[[Comparison], Measures]], comparison: Comparison) -> Measures:
-    """What all evaluations measure; the baseline of a linear model is the raw inputs (Eq. 15)."""
-    measures, own = Measures(), []
-    for evaluation in evaluations.values():
-        found = evaluation(comparison)
-        measures.merge(found)
-        own += [] if type(evaluation).__module__.startswith("immunization.") else found.metrics
-    if own:
-        measures.about["own_measures"] = own
-    return measures
 
 
 def _identity(config: DictConfig) -> tuple[int, str, str, str]:

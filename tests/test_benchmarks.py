@@ -1,6 +1,7 @@
 """The benchmarks run; what they measure is no test, but for portability.py, which fails where answers differ."""
 
 import os
+import runpy
 import subprocess
 import sys
 
@@ -22,6 +23,12 @@ SMALL = {
     "portability.py": ["--small"],
 }
 EXPECTED = {"eigenpairs.py": "inverse_iteration", "portability.py": "the same table"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.name)
+def test_benchmarks_find_what_they_import(path, monkeypatch):
+    monkeypatch.syspath_prepend(path.parent)
+    runpy.run_path(str(path))
 
 
 @pytest.mark.slow

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from immunization.theory.products import gram
 
 NOISE = 10 * torch.finfo(torch.float32).eps
 """Deviation of a column, relative to its largest value, below which it holds nothing but rounding."""
@@ -57,7 +58,7 @@ class Kernel:
             mean, deviation = _moments(train)
         train, others = (x.sub_(mean).div_(deviation) for x in (train, others))
         squares = torch.linalg.vector_norm(others, dim=1).square()
-        products = (x.cpu() for x in (_gram(train), others @ train.T, squares))
+        products = (x.cpu() for x in (gram(train.T), others @ train.T, squares))
         return cls(*products, int(alive.sum()))
 
     def gaussian(self) -> Kernel:
@@ -135,11 +136,6 @@ def probabilities(scores: Tensor, labels: Tensor) -> Tensor:
     places = labels[None, :, None].expand(len(scores), -1, 1)
     losses = [-torch.log_softmax(scaled[:, : len(labels)] * s, 2).gather(2, places).mean((1, 2)) for s in SHARPNESS]
     return torch.softmax(scaled * SHARPNESS[torch.stack(losses).argmin(0)][:, None, None], 2)
-
-
-def _gram(x: Tensor) -> Tensor:
-    """x x^T, on a CPU by BLAS's syrk, which takes half the time of torch's product."""
-    return x @ x.T if x.is_cuda else torch.from_numpy(np.matmul(x.numpy(), x.numpy().T))
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:

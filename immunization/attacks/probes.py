@@ -192,7 +192,7 @@ class Undo(LinearProbe, group="attack.undo", without=["scaling"]):
         if self.how == "strip":
             problem.flops += svd_flops(d, d)
             return problem
-        primary, own = (len(victim.comparison.tasks[role].train) for role in ("primary", victim.role))
+        primary, own = len(victim.comparison.tasks["primary"].train), len(victim.task.train)
         passed = primary if victim.raw(victim.role, "train") else primary + primary + own  # theta_0, where it is a net
         problem.flops += svd_flops(primary + own, d) + victim.flops_per_row(stage) * passed
         return problem

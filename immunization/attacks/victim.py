@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from immunization.compute.transfer import room
 from immunization.data.task import SPLITS, Split, Task
@@ -254,8 +255,6 @@ def _before(network: Network, start: int, images: Mapping[str, Tensor], flipped:
 
 def forward_flops(network: nn.Module, input_size: tuple[int, ...]) -> float:
     """Floating-point operations of one input, a multiplication and an addition counting as two."""
-    from torch.utils.flop_counter import FlopCounterMode
-
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         network(torch.zeros(1, *input_size).to(next(network.parameters())))
     return float(counter.get_total_flops())

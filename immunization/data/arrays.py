@@ -14,9 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from immunization.checks import Fraction, Seed, check_training_rows, checked
+from immunization.checks import Fraction, Seed, checked
 from immunization.data.csv_files import numbers, read_table, require_columns
-from immunization.data.preparation import Normalize, finish, split_rows, standardize, standardize_targets
+from immunization.data.preparation import (
+    Normalize,
+    check_training_rows,
+    finish,
+    split_rows,
+    standardize,
+    standardize_targets,
+)
 from immunization.data.task import SPLITS, USUAL, Origin, Split, Task, TaskPair, first_shared, kind_of, roles_of
 from immunization.errors import ConfigError, DataError
 from immunization.theory.spectrum import eps_of

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from immunization.checks import AtLeastOne, Fraction, Seed, check_training_rows, checked
+from immunization.checks import AtLeastOne, Fraction, Seed, checked
 from immunization.data.images import ImagePair, ImageSplit, ImageTask, Pictures, description
 from immunization.data.pixels import sklearn_digits
-from immunization.data.preparation import split_rows
+from immunization.data.preparation import check_training_rows, split_rows
 from immunization.data.task import kind_of, roles_of
 from immunization.errors import ConfigError
 

@@ -10,9 +10,17 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from immunization.checks import Fraction, Seed, check_training_rows, checked
+from immunization.checks import Fraction, Seed, checked
 from immunization.data.csv_files import numbers, read_table, require_columns
-from immunization.data.preparation import finish, map_inputs, moments, split_rows, standardize, standardize_targets
+from immunization.data.preparation import (
+    check_training_rows,
+    finish,
+    map_inputs,
+    moments,
+    split_rows,
+    standardize,
+    standardize_targets,
+)
 from immunization.data.task import Origin, Split, Task, TaskPair
 from immunization.errors import DataError
 

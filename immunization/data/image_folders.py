@@ -20,12 +20,11 @@ from immunization.checks import (
     NonNegative,
     Seed,
     Share,
-    check_training_rows,
     check_value,
     checked,
 )
 from immunization.data.images import ImagePair, ImageSplit, ImageTask, description
-from immunization.data.preparation import split_rows
+from immunization.data.preparation import check_training_rows, split_rows
 from immunization.data.task import SPLITS, USUAL, first_shared, kind_of, roles_of
 from immunization.errors import ConfigError, DataError
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from immunization.checks import AtLeastOne, Digit, Fraction, Seed, check_training_rows, checked
-from immunization.data.preparation import finish, split_rows
+from immunization.checks import AtLeastOne, Digit, Fraction, Seed, checked
+from immunization.data.preparation import check_training_rows, finish, split_rows
 from immunization.data.task import Origin, Split, Task, TaskPair, is_shown, kind_of, roles_of
 from immunization.errors import ConfigError, DataError
 

@@ -8,10 +8,19 @@ import torch
 from torch import Tensor
 
 from immunization.data.task import SPLITS, Task, TaskPair
-from immunization.errors import DataError
+from immunization.errors import ConfigError, DataError
 from immunization.theory import spectrum
 
 Normalize = Literal["shared", "each", "none"]
+
+
+def check_training_rows(val_fraction: float, test_fraction: float) -> None:
+    """Raise ConfigError unless both shares of `dataset` leave rows to train on."""
+    if val_fraction + test_fraction >= 1:
+        raise ConfigError(
+            f"dataset.val_fraction={val_fraction} and dataset.test_fraction={test_fraction} leave no training rows: "
+            "their sum must be under 1"
+        )
 
 
 def split_rows(

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from immunization.checks import Share, checked
+from immunization.checks import Component, Share
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import Measures
 from immunization.evaluation.rir import condition_ratios
@@ -68,7 +68,7 @@ class Ceiling:
         return measures
 
 
-class Alignment:
+class Alignment(Component, group="evaluation.alignment"):
     """Alignment of K_P and K_H (paper, Sec. 3.1).
 
     `alignment/score` in [0, 1]: (1 + rho) / 2, with rho the correlation of log K_P and log K_H in the trace inner
@@ -84,9 +84,7 @@ class Alignment:
 
     names = ("alignment/*",)
 
-    @checked("evaluation.alignment")
-    def __init__(self, energy: Share = 0.95) -> None:
-        self.energy = energy
+    energy: Share = 0.95
 
     def __call__(self, comparison: Comparison) -> Measures:
         measures = Measures()

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from immunization.checks import AtLeastOne, Octaves, Share, checked
+from immunization.checks import AtLeastOne, Component, Octaves, Share
 from immunization.data.task import CONSTANT, LEARNED, MARGIN, Task
 from immunization.evaluation.bootstrap import draws, ends, resampled
 from immunization.evaluation.comparison import Comparison
@@ -23,14 +23,12 @@ SLOWER = 1.2
 """A probe with more than this multiple of the baseline's steps counts as slower, for the same reason."""
 
 
-class NormRatio:
+class NormRatio(Component, group="evaluation.norm_ratio"):
     """Curves ||w_t - w*|| / ||w_0 - w*|| of steepest descent with exact line search from 0 (Eq. 16), every task."""
 
     names = ()
 
-    @checked("evaluation.norm_ratio")
-    def __init__(self, steps: AtLeastOne = 300) -> None:
-        self.steps = steps
+    steps: AtLeastOne = 300
 
     def __call__(self, comparison: Comparison) -> Measures:
         measures = Measures()
@@ -42,7 +40,7 @@ class NormRatio:
         return measures
 
 
-class LearningCurves:
+class LearningCurves(Component, group="evaluation.learning_curves"):
     """Gradient descent probes (step 1/lambda_1) with theta_I and with the baseline, over t = round(2^(j/4)) steps.
 
     Curves `probe/<role>`: held-out accuracy or R^2; `excess/<role>`: excess training loss relative to that of w = 0.
@@ -68,10 +66,11 @@ class LearningCurves:
         "interval/rfd/*",
     )
 
-    @checked("evaluation.learning_curves")
-    def __init__(self, octaves: Octaves = 20, share: Share = LEARNED) -> None:
-        self.grid = torch.tensor([round(2 ** (j / 4)) for j in range(4 * octaves + 1)])
-        self.share = share
+    octaves: Octaves = 20
+    share: Share = LEARNED
+
+    def __post_init__(self) -> None:
+        self.grid = torch.tensor([round(2 ** (j / 4)) for j in range(4 * self.octaves + 1)])
 
     def __call__(self, comparison: Comparison) -> Measures:
         measures = Measures()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from immunization.checks import AtLeastOne, NonNegative, checked
+from immunization.checks import AtLeastOne, Component, NonNegative
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import SUFFIX, Measures
 from immunization.models.activations import take
@@ -42,7 +42,7 @@ FORMATS: dict[str, tuple[Callable[[nn.Module], nn.Module], torch.dtype]] = {
 """Formats: how to convert a net, and the dtype of its images."""
 
 
-class Deployment:
+class Deployment(Component, group="evaluation.deployment"):
     """Accuracy of the whole net with its own head on primary test images, in formats that people run nets in.
 
     `deployment/accuracy_<format>`, also with `_baseline`, on up to `images` evenly spaced images. Flag
@@ -52,9 +52,8 @@ class Deployment:
 
     names = ("deployment/*",)
 
-    @checked("evaluation.deployment")
-    def __init__(self, images: AtLeastOne = 256, tolerance: NonNegative = 0.03) -> None:
-        self.images, self.tolerance = images, tolerance
+    images: AtLeastOne = 256
+    tolerance: NonNegative = 0.03
 
     @torch.no_grad()
     def __call__(self, comparison: Comparison) -> Measures:

@@ -1,14 +1,19 @@
 """The return value of every evaluation: flat numbers, curves, flags and arrays, with reasons for missing values."""
 
+from __future__ import annotations
+
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from immunization.runs.result import Curve
+
+if TYPE_CHECKING:
+    from immunization.evaluation.comparison import Comparison
 
 Role = str
 """`primary`, `harmful`, `benign`, or that of a further task (`TaskPair.tasks`)."""
@@ -83,8 +88,20 @@ class Measures:
         """Record a curve y [T] against x; the baseline's is `<name>/baseline`."""
         self.curves[name + SUFFIX[stage].replace("_", "/")] = {"x": list(x), "y": y.tolist()}
 
-    def merge(self, other: "Measures") -> None:
+    def merge(self, other: Measures) -> None:
         """Add everything from `other`."""
         for name in ("metrics", "reasons", "curves", "arrays", "about"):
             getattr(self, name).update(getattr(other, name))
         self.flags.extend(flag for flag in other.flags if flag not in self.flags)
+
+
+def evaluate(evaluations: Mapping[str, Callable[[Comparison], Measures]], comparison: Comparison) -> Measures:
+    """What all evaluations measure."""
+    measures, own = Measures(), []
+    for evaluation in evaluations.values():
+        found = evaluation(comparison)
+        measures.merge(found)
+        own += [] if type(evaluation).__module__.startswith("immunization.") else found.metrics
+    if own:
+        measures.about["own_measures"] = own
+    return measures

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from immunization.checks import checked
+from immunization.checks import Component
 from immunization.data.image_folders import open_task
 from immunization.data.images import ImageTask
 from immunization.errors import ConfigError, DataError
@@ -23,7 +23,7 @@ NOT_KEPT = "the net as it was before training is not kept; runs with attackers a
 ONE_SIZE = "the net reads images of one size"
 
 
-class OtherClasses:
+class OtherClasses(Component, group="evaluation.other_classes"):
     """Accuracy of the own head on images of classes outside D_P, and the share it classifies as one of D_P.
 
     `other_classes/accuracy` (argmax over all outputs) and `other_classes/called_primary`, the share of these images
@@ -37,16 +37,11 @@ class OtherClasses:
 
     names = ("other_classes/*",)
 
-    @checked("evaluation.other_classes")
-    def __init__(
-        self,
-        root: str | None = None,
-        classes: str | Sequence[str | int] | None = None,
-        crop: str | None = None,
-        outputs: str | None = None,
-        enlarged: bool = False,
-    ) -> None:
-        self.root, self.enlarged, self.options = root, enlarged, {"classes": classes, "crop": crop, "outputs": outputs}
+    root: str | None = None
+    classes: str | Sequence[str | int] | None = None
+    crop: str | None = None
+    outputs: str | None = None
+    enlarged: bool = False
 
     @torch.no_grad()
     def __call__(self, comparison: Comparison) -> Measures:
@@ -101,7 +96,8 @@ class OtherClasses:
     def _task(self) -> ImageTask:
         """The task below `root`, which is read as D_P is; errors name the keys of this evaluation."""
         try:
-            return open_task("primary", self.root, 0.0, 0.0, 0, **self.options)
+            own = {"classes": self.classes, "crop": self.crop, "outputs": self.outputs}
+            return open_task("primary", self.root, 0.0, 0.0, 0, **own)
         except (ConfigError, DataError) as error:
             own = re.sub(r"dataset\.primary[._]", "evaluation.other_classes.", str(error))
             raise type(error)(own) from error

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from immunization.checks import AtLeastOne, AtLeastTwo, Seed, checked
+from immunization.checks import AtLeastOne, AtLeastTwo, Component, Seed
 from immunization.errors import DegenerateSpectrum
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import AUTHORS, CONDITIONING, SUFFIX, Measures, Role
@@ -119,7 +119,7 @@ class RelativeRatio:
             )
 
 
-class SampledRatio:
+class SampledRatio(Component, group="evaluation.sampled"):
     """RIR as the paper takes it for deep nets: groups of samples, in the released code's convention, under `authors/`.
 
     kappa is the mean over `groups` disjoint groups of `samples` training rows each, the same before and after. Where a
@@ -128,9 +128,9 @@ class SampledRatio:
 
     names = AUTHORS
 
-    @checked("evaluation.sampled")
-    def __init__(self, groups: AtLeastOne = 20, samples: AtLeastTwo = 100, seed: Seed = 0) -> None:
-        self.groups, self.samples, self.seed = groups, samples, seed
+    groups: AtLeastOne = 20
+    samples: AtLeastTwo = 100
+    seed: Seed = 0
 
     @torch.no_grad()
     def __call__(self, comparison: Comparison) -> Measures:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from immunization.checks import AtLeastOne, AtLeastTwo, checked
+from immunization.checks import AtLeastOne, AtLeastTwo, Component
 from immunization.compute.transfer import onto
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import Measures
@@ -29,7 +29,7 @@ BATCH = 16
 """Images of a batch, since a convolution's inputs are many times its image."""
 
 
-class Selectivity:
+class Selectivity(Component, group="evaluation.selectivity"):
     """What trained layers of a net lose of other images where they forget the harmful ones.
 
     `selectivity/<layer>/lost`: by the best weights for that (`theory.selectivity`), the share of the variance of other
@@ -44,9 +44,8 @@ class Selectivity:
 
     names = ("selectivity/*",)
 
-    @checked("evaluation.selectivity")
-    def __init__(self, images: AtLeastTwo = 2000, places: AtLeastOne = 8) -> None:
-        self.images, self.places = images, places
+    images: AtLeastTwo = 2000
+    places: AtLeastOne = 8
 
     @torch.no_grad()
     def __call__(self, comparison: Comparison) -> Measures:

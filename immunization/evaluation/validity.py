@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from immunization.checks import NonNegative, checked
+from immunization.checks import Component, NonNegative
 from immunization.data.task import Task
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import Measures
@@ -18,7 +18,7 @@ LOOKED_AT = 200
 """Test rows that are looked for among the training rows."""
 
 
-class Validity:
+class Validity(Component, group="evaluation.validity"):
     """Flags where the scores of a run say less than they seem to.
 
     `unchanged`: theta_I is the baseline. `few_samples_<role>`: fewer training rows than features, so that H is singular
@@ -31,9 +31,7 @@ class Validity:
 
     names = ()
 
-    @checked("evaluation.validity")
-    def __init__(self, tolerance: NonNegative = 0.01) -> None:
-        self.tolerance = tolerance
+    tolerance: NonNegative = 0.01
 
     @torch.no_grad()
     def __call__(self, comparison: Comparison) -> Measures:

@@ -121,10 +121,10 @@ class LearningCurve(Method, without=["batch_size", "max_accuracy_drop", "keep"])
         self.attackers = [(task, probe_of_inputs(task)) for task in attacked]
         self.grid = self.grid.to(self.theta.device)
         c, squares = self.primary.coefficients, self.primary.sigma.square()
-        if self.targets == "baseline" or (self.targets == "auto" and not self._labels_generalize(pair.primary)):
+        if self.targets == "baseline" or (self.targets == "auto" and not self._labels_generalize()):
             first = generalizing_step(self.primary, pair.primary)
             steps = self.grid[self.grid <= max(SPAN * first, self.grid[0])]
-            first = self._not_too_late(pair.primary, first)
+            first = self._not_too_late(first)
             self.aim = self.primary.residuals((PACE * (steps - 1) + 1).clamp(min=first))
             weights = 1 + squares.mean() / squares.clamp(min=FLOOR * squares[0])
         else:
@@ -189,33 +189,32 @@ class LearningCurve(Method, without=["batch_size", "max_accuracy_drop", "keep"])
 
     def _held_out(self, task: Task, inputs: Probe) -> float:
         """Measure on the validation split, mean over the grid; from 0 at chance or worse to 1."""
-        measure = self._curve(task, inputs, self.grid)
+        theta = self.theta.double()
+        weights = Probe.fit(inputs.root @ theta, inputs.coefficients, 0.0, rank=task.rank).weights(self.grid)
+        measure = task.measure(task.val.x.double() @ theta @ weights, task.val.y)
         return ((measure - task.chance) / (1 - task.chance)).clamp(min=0).mean().item()
 
-    def _curve(self, task: Task, inputs: Probe, steps: Tensor) -> Tensor:
-        """Measure on the validation split of a probe behind theta, after `steps` [T]."""
-        theta = self.theta.double()
-        weights = Probe.fit(inputs.root @ theta, inputs.coefficients, 0.0, rank=task.rank).weights(steps)
-        return task.measure(task.val.x.double() @ theta @ weights, task.val.y)
-
-    def _baseline_curve(self, task: Task, steps: Tensor) -> Tensor:
+    def _baseline_curve(self, steps: Tensor) -> Tensor:
         """Measure on the primary task's validation split of a probe on the inputs, after `steps` [T]."""
+        task = self.pair.primary
         return task.measure(task.val.x.double() @ self.primary.weights(steps), task.val.y)
 
-    def _labels_generalize(self, task: Task) -> bool:
+    def _labels_generalize(self) -> bool:
         """Whether least squares on the inputs comes near the best early stop on validation rows, if there are any."""
+        task = self.pair.primary
         if not len(task.val):
             return False
-        best = self._baseline_curve(task, self.grid).max()
+        best = self._baseline_curve(self.grid).max()
         fitted = task.measure(task.val.x.double() @ self.primary.optimum(), task.val.y)
         return bool(fitted >= task.chance + (1 - SLACK) * (best - task.chance))
 
-    def _not_too_late(self, task: Task, first: float) -> float:
+    def _not_too_late(self, first: float) -> float:
         """`first`, or where the baseline has overfitted by then on the validation rows, steps to 90 % of its best."""
+        task = self.pair.primary
         if not len(task.val):
             return first
         steps = torch.cat([self.grid, self.grid.new_tensor([first])])
-        curve = self._baseline_curve(task, steps)
+        curve = self._baseline_curve(steps)
         enough = curve >= task.chance + LEARNED * (curve.max() - task.chance) - 1e-12
         return first if enough[-1] else min(first, steps[enough.int().argmax()].item())
 

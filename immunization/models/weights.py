@@ -324,10 +324,9 @@ def fold_of(tensors: Mapping[str, Tensor]) -> Facts:
     place = next((name.removesuffix(end) for name in tensors if name.endswith(end)), None)
     if place is None:
         return {}
-    weight, bias = tensors[f"{place}{end}"], f"{place}.{FOLD}.bias" in tensors
-    kind, kernel = ("Linear", "") if weight.ndim == 2 else (f"Conv{weight.ndim - 2}d", ", 1")
-    layer = f"{FOLD}=nn.{kind}({weight.shape[1]}, {weight.shape[0]}{kernel}, bias={bias})"
-    return {"fold": place, "layer": layer}
+    weight = tensors[f"{place}{end}"]
+    kind, kernel = ("Linear", "") if weight.ndim == 2 else ("Conv2d", ", 1")
+    return {"fold": place, "layer": f"{FOLD}=nn.{kind}({weight.shape[1]}, {weight.shape[0]}{kernel}, bias=False)"}
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -80,13 +80,13 @@ def sections(collection: Collection, objective: str, figures: bool = True) -> li
     return made
 
 
-def summarize(collection: Collection, folder: Path, objective: str, console: Console | None = None) -> None:
+def summarize(collection: Collection, folder: Path, objective: str) -> None:
     """Print the table over a sweep, and write results.csv and report.html into its folder."""
     parts = sections(collection, objective)
     files.write(folder / "results.csv", collection.frame().to_csv(index=False))
     write(folder / REPORT, collection, parts, f"Sweep {folder.name}")
-    show(collection, parts, console)
-    (console or Console()).print(f"report: {folder / REPORT}", highlight=False, soft_wrap=True)
+    show(collection, parts)
+    Console().print(f"report: {folder / REPORT}", highlight=False, soft_wrap=True)
 
 
 def audit(folder: Path) -> None:
@@ -95,9 +95,9 @@ def audit(folder: Path) -> None:
     write(folder / REPORT, collection, sections(collection, "rir", figures=False), f"Audit {folder.name}")
 
 
-def show(collection: Collection, parts: Sequence[Section], console: Console | None = None) -> None:
+def show(collection: Collection, parts: Sequence[Section]) -> None:
     """Print the main columns of the tables, and the runs that averages leave out, with reasons."""
-    console = console or Console()
+    console = Console()
     plain = partial(console.print, markup=False, highlight=False)
     for part in parts:
         names = {}

@@ -55,7 +55,7 @@ class Setting:
     def values(self, metric: str, bound: float | None = None) -> dict[tuple[int, str, str], float]:
         """The measure of each run that has it, by seed, pair of classes, and benign and unseen classes.
 
-        `bound` stands for every lower bound (`verdict.at_least`).
+        `bound` stands for every lower bound (`interpretation.at_least`).
         """
         found = {}
         for run in self.runs:

@@ -63,10 +63,7 @@ def breaks(result: Result) -> tuple[dict[str, float], dict[str, float]]:
 
 def capped(result: Result) -> set[str]:
     """Attacks whose steps are all that they had: the number of steps they would need is larger."""
-    if (names := result.about.get("attacks_capped")) is not None:
-        return set(names)
-    told = result.reasons.get("attacks_capped", "")  # all that runs of before that entry have
-    return {name for name in attack_names(result) if f" {name} (" in told}
+    return set(result.about.get("attacks_capped", ()))
 
 
 def at_least(result: Result, metric: str) -> bool:
@@ -109,11 +106,8 @@ def rows_tested(result: Result, group: str = "attack") -> int | None:
     """Rows of an attacked task's test split where what is measured on them is a share of them; else None."""
     if not classified(result, group):
         return None
-    if (counted := result.metrics.get(f"{group}/worst/test_rows")) is not None:
-        return int(counted)
-    rows = result.about.get("rows")  # runs of before that count
-    task = rows.get(group.partition("_")[2] or "harmful") if isinstance(rows, dict) else None
-    return task.get("test") if isinstance(task, dict) else None
+    counted = result.metrics.get(f"{group}/worst/test_rows")
+    return counted and int(counted)
 
 
 def interval(share: float, rows: int) -> tuple[float, float]:

@@ -61,8 +61,9 @@ class TrainingSession:
         method, model = self.method, self.model
         method.setup(model, self.pair)
         generator = torch.Generator().manual_seed(self.experiment.seed)
-        rows = self.debug.rows or method.batch_size
-        size = method.batch_size and min(method.batch_size, rows)
+        size = method.batch_size
+        if size and self.debug.rows:
+            size = min(size, *(len(task.train) for task in self.pair.shown.values()))
         self.batches = batches_of(model, self.pair, size, generator, method.shots)
         self.monitor.period = self.batches.steps_per_epoch if self.model.trains_layers else 1
         if self.state is None:

@@ -115,12 +115,6 @@ def test_a_regression_has_no_binomial_interval():
     assert "R² 0.860. That is no proof" in verdict([result])[0]
 
 
-def test_rows_of_runs_of_before_stand_with_their_data():
-    result = audited(rows=None, a=0.5)
-    result.about = {"rows": {"harmful": {"train": 3, "test": 72}}}
-    assert rows_tested(result) == 72
-
-
 @pytest.mark.parametrize(("good", "rows"), [(0, 5), (58, 68), (68, 68), (900, 1000)])
 def test_interval_is_wilsons(good, rows):
     expected = binomtest(good, rows).proportion_ci(method="wilson")
@@ -131,14 +125,6 @@ def test_capped_attacks_are_those_that_the_run_names():
     result = audited(**{"linear_probe": 0.5, "lora-sgd": 0.5, "lora": 0.9})
     assert capped(result) == set()
     result.about["attacks_capped"] = ["linear_probe", "lora-sgd"]
-    assert capped(result) == {"linear_probe", "lora-sgd"}
-
-
-def test_runs_without_that_list_have_the_names_in_their_flag():
-    result = audited(**{"linear_probe": 0.5, "lora-sgd": 0.5, "lora": 0.9})
-    result.reasons["attacks_capped"] = (
-        "these never come 90% of the way, which count: linear_probe (8192), lora-sgd (30)"
-    )
     assert capped(result) == {"linear_probe", "lora-sgd"}
 
 
