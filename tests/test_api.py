@@ -343,7 +343,7 @@ def test_an_audit_by_harmful_data_alone(net):
     assert one.metrics["attack/worst/test_rows"] == 12
     few = immunization.audit(net, {"train": loader(4, 1, 4), "test": loader(4, 1, 16)}, reference=net, budget="quick")
     assert few.verdict == [
-        "Nothing is known of prices: the harmful task has no val split: set dataset.val_fraction above 0."
+        "Nothing is known of prices: the attacked task has no val split: set dataset.val_fraction above 0."
     ]
     with pytest.raises(ConfigError, match="harmful_loader: give one loader each for train, test and perhaps val, not"):
         immunization.audit(net, {"train": loader(3, 1)}, reference=net, attacks=["neighbours"])

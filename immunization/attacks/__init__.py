@@ -4,7 +4,7 @@ from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.block_probe import BlockProbe, FrozenBlocks, LayerProbe, TileProbe
 from immunization.attacks.direct import ClosedFormProbe, LogisticProbe
 from immunization.attacks.kept import KeptCurves, check_folder
-from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeCurves, require_held_out
+from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeCurves
 from immunization.attacks.neighbours import Neighbours
 from immunization.attacks.network import FineTune, LoRA, Pruned
 from immunization.attacks.probes import (
@@ -19,6 +19,6 @@ from immunization.attacks.probes import (
 )
 from immunization.attacks.suite import run_attacks
 from immunization.attacks.transfer import run_transfer
-from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim
+from immunization.attacks.victim import Inapplicable, Precision, Stage, Victim, require_held_out
 from immunization.attacks.without import Distilled, FreshFrom, FreshPart, RandomNet, RawInputs, Scratch
 from immunization.attacks.worth import Suite

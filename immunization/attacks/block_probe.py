@@ -18,8 +18,8 @@ from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.kernels import Kernel, Rule, probabilities
 from immunization.attacks.patches import outputs_of_images
 from immunization.attacks.pooling import POOLINGS, SIDE, TILES, TWICE, Outputs, at_twice_the_size, in_tiles, outputs_of
-from immunization.attacks.renewed import images_of, renew_from
-from immunization.attacks.victim import Inapplicable, Stage, Victim
+from immunization.attacks.renewed import renew_from
+from immunization.attacks.victim import Inapplicable, Stage, Victim, images_of
 from immunization.checks import Positive
 from immunization.data.task import SPLITS, Task
 from immunization.models import Model

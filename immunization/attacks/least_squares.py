@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from immunization.attacks.base import Attack, AttackCurve, step_grid
-from immunization.attacks.victim import Inapplicable, Stage, Victim
+from immunization.attacks.victim import Inapplicable, Stage, Victim, require_held_out
 from immunization.checks import AtLeastOne
 from immunization.data.task import SPLITS, Task
 from immunization.errors import DegenerateSpectrum
@@ -190,10 +190,3 @@ class ProbeAttack(Attack):
     def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
         """Minimize for every setting at once; `curves.record(step, weights)` after each step, until it says True."""
         raise NotImplementedError
-
-
-def require_held_out(task: Task) -> None:
-    """Raise Inapplicable for a task without validation or test rows."""
-    for split in ("val", "test"):
-        if not len(getattr(task, split)):
-            raise Inapplicable(f"the harmful task has no {split} split: set dataset.{split}_fraction above 0")

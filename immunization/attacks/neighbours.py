@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from immunization.attacks.base import Attack, AttackCurve
-from immunization.attacks.least_squares import require_held_out
-from immunization.attacks.victim import Inapplicable, Stage, Victim
+from immunization.attacks.victim import Inapplicable, Stage, Victim, require_held_out
 from immunization.checks import Count
 from immunization.data.task import SPLITS
 

@@ -30,7 +30,7 @@ def measure(
     best = max((outcome.before.final for outcome in whole.values()), default=-math.inf)
     if best < chance + MARGIN:
         names = (f"attack/worst/{key}" for key in ("final", *PRICES))
-        measures.miss("no attack learns the harmful task with the baseline", *names)
+        measures.miss("no attack learns the task with the baseline", *names)
         return None
     best = max([best, *(curve.final for curve in references.values() if not never_finite(curve))])
     bar = chance + LEARNED * (best - chance)

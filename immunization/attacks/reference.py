@@ -33,7 +33,7 @@ def measure(
             continue
         put_final(curve, prefix, "", measures)
         if bar is None:
-            measures.miss("there is no bar: no attack learns the harmful task with the baseline", f"{prefix}/cost")
+            measures.miss("there is no bar: no attack learns the task with the baseline", f"{prefix}/cost")
         elif (spent := cost(curve, bar)) is None:
             measures.miss(f"never came to {bar:.3f} within {flops[-1]:.2g} operations", f"{prefix}/cost")
         else:

@@ -6,18 +6,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from immunization.attacks.least_squares import require_held_out
-from immunization.attacks.victim import BATCH, Inapplicable, Victim
-from immunization.data.task import SPLITS
-from immunization.models.chain import BATCH_NORMS
-
-
-def images_of(victim: Victim) -> dict[str, Tensor]:
-    """What the net reads, by split. Raises Inapplicable for a linear map, and where a split to measure on is empty."""
-    require_held_out(victim.task)
-    if not victim.model.deep:
-        raise Inapplicable("a linear map reads rows of features: this attack needs the images of a deep net")
-    return {split: victim.images(split)[0] for split in SPLITS}
+from immunization.attacks.victim import BATCH, Inapplicable
+from immunization.models.chain import norms_of
 
 
 def renew_from(network: nn.Module, images: Tensor) -> int:
@@ -30,11 +20,6 @@ def renew_from(network: nn.Module, images: Tensor) -> int:
     batches = images.tensor_split(math.ceil(len(images) / BATCH))  # none of one image, which may have no variance
     renew(network, batches)
     return len(images)
-
-
-def norms_of(network: nn.Module) -> list[nn.Module]:
-    """Its layers with statistics of batches."""
-    return [module for module in network.modules() if isinstance(module, BATCH_NORMS)]
 
 
 @torch.no_grad()

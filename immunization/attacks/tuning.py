@@ -12,11 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from immunization.attacks.probes import svd_flops
 from immunization.attacks.recipe import OPTIMIZERS, WHOLE, Budget, Recipe
-from immunization.attacks.renewed import norms_of, renew
+from immunization.attacks.renewed import renew
 from immunization.attacks.victim import BATCH
 from immunization.data.task import Task
 from immunization.errors import DegenerateSpectrum
-from immunization.models.chain import Network
+from immunization.models.chain import Network, norms_of
 from immunization.theory.probe import Probe, ridge_weights
 
 NORM = 10.0

@@ -274,3 +274,18 @@ def round_to(x: Tensor, precision: Precision) -> Tensor:
         return x.to(getattr(torch, precision)).to(x.dtype)
     scale = x.abs().max() / 127
     return x if x.ndim < 2 or not scale > 0 else (x / scale).round() * scale
+
+
+def require_held_out(task: Task) -> None:
+    """Raise Inapplicable for a task without validation or test rows."""
+    for split in ("val", "test"):
+        if not len(getattr(task, split)):
+            raise Inapplicable(f"the attacked task has no {split} split: set dataset.{split}_fraction above 0")
+
+
+def images_of(victim: Victim) -> dict[str, Tensor]:
+    """What the net reads, by split. Raises Inapplicable for a linear map, and where a split to measure on is empty."""
+    require_held_out(victim.task)
+    if not victim.model.deep:
+        raise Inapplicable("a linear map reads rows of features: this attack needs the images of a deep net")
+    return {split: victim.images(split)[0] for split in SPLITS}

@@ -10,11 +10,10 @@ import torch
 from immunization.attacks.block_probe import BlockProbe
 from immunization.attacks.network import FineTune
 from immunization.attacks.pooling import Outputs
-from immunization.attacks.renewed import norms_of
 from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.errors import ConfigError
 from immunization.models import Model
-from immunization.models.chain import Network
+from immunization.models.chain import Network, norms_of
 
 WEIGHTS = 0
 """Seed of a random net."""

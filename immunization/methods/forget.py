@@ -16,7 +16,7 @@ from immunization.errors import ConfigError, DataError
 from immunization.methods.base import Method
 from immunization.methods.distillation import Distillation
 from immunization.models.base import Batch, Model
-from immunization.models.chain import BATCH_NORMS
+from immunization.models.chain import norms_of
 from immunization.theory.leave_one_out import leave_one_out
 from immunization.theory.probe import ridge_weights
 from immunization.theory.spectrum import svd
@@ -197,7 +197,7 @@ class Forget(Method, without=["combine", "keep"]):
 @contextmanager
 def batch_statistics(module: nn.Module) -> Iterator[None]:
     """Inside, every BatchNorm in `module` takes mean and variance from its batch, and keeps nothing of them."""
-    norms = [part for part in module.modules() if isinstance(part, BATCH_NORMS)]
+    norms = norms_of(module)
     before = [(norm.training, norm.track_running_stats) for norm in norms]
     for norm in norms:
         norm.training, norm.track_running_stats = True, False

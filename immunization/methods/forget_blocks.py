@@ -9,7 +9,7 @@ from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.forget import Forget, batch_statistics, check_pairs
 from immunization.models.base import Batch, Model
-from immunization.models.chain import BATCH_NORMS
+from immunization.models.chain import norms_of
 
 SMOOTH = 0.01
 """Size, relative to the root mean square, below which the square roots are smoothed: 0 has a gradient."""
@@ -64,7 +64,7 @@ class ForgetBlocks(Forget, without=["inner"]):
             few = next(iter(pair.primary.train.x.split(2))).to(self.distillation.omega_0[0])
             self.distillation.before(model, few)
         self.blocks = [name for name in outputs if name in trained]
-        self.renewed = any(isinstance(part, BATCH_NORMS) for part in model.extractor.modules())
+        self.renewed = bool(norms_of(model.extractor))
         if not self.blocks:
             raise ConfigError(f"method={self.name}: none of {model.name}'s blocks is trained; see model.trainable")
         self.larger = model.enlarged(self.role, pair.harmful.train) if self.enlarged else None

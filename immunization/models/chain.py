@@ -316,3 +316,8 @@ def _chain(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     if type(module) is not nn.Sequential:
         return [(name, module)]
     return [unit for child, part in module.named_children() for unit in _chain(f"{name}.{child}", part)]
+
+
+def norms_of(module: nn.Module) -> list[nn.Module]:
+    """Its layers with statistics of batches."""
+    return [part for part in module.modules() if isinstance(part, BATCH_NORMS)]

@@ -51,7 +51,8 @@ from immunization.attacks.pooling import (
     poolings,
     prefix_flops,
 )
-from immunization.attacks.renewed import images_of, renew
+from immunization.attacks.renewed import renew
+from immunization.attacks.victim import images_of
 from immunization.data.task import SPLITS, Split, Task
 from immunization.errors import ConfigError
 from immunization.models.chain import NetParts, Network, pooled
