@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from immunization.checks import Seed, check_value
-from immunization.compute import machine
+from immunization.compute import machine, randomness
 from immunization.config import compose
 from immunization.data.images import ImagePair
 from immunization.data.loaders import LabeledBatches, Loader, Loaders, rows_of_loader
@@ -27,7 +27,7 @@ from immunization.experiment import Experiment, resolve
 from immunization.models import Linear, Model, Timm
 from immunization.models.adapted import BODY, Adapted, check_net, is_of_timm
 from immunization.models.fold import LinearMap, folded_map, unfold
-from immunization.models.weights import exported, facts_of, load, restore, rounding_flag
+from immunization.models.weights import TOLERANCE, exported, facts_of, load, restore, rounding_flag
 from immunization.results import model_card
 from immunization.runs import files
 from immunization.runs.filenames import CONFIG_OF_NET, WEIGHTS
@@ -42,6 +42,7 @@ __all__ = ["audit", "immunize", "load", "save"]
 
 @explaining()
 @machine.full_precision()
+@randomness.isolated_rng()
 def immunize(
     model: nn.Module,
     primary_loader: Loader,
@@ -69,7 +70,8 @@ def immunize(
     Gives a UserWarning if the outputs change by more than a thousandth of the largest; if harm became easier, which
     means that a fresh linear probe on the harmful training rows comes to 90 % of the original model's best in less than
     0.8 of its steps (`audit` measures it on held-out rows); and if the classifier of `model` is at chance on the
-    primary training rows, so that there is nothing to keep. Raises ConfigError, DataError.
+    primary training rows, so that there is nothing to keep. Raises ConfigError, also where a folded map would not keep
+    the outputs, as behind a classifier whose weight is computed from others, and DataError.
     """
     check_value("seed", seed, Seed)
     torch.manual_seed(seed)
@@ -88,8 +90,13 @@ def immunize(
     if folded_map(net) is not None:
         raise ConfigError("immunize: a map is folded into the model already; give the model as it was before that")
     like = _precise(next(net.parameters()))
+    inputs = loaders["primary"].first()
+    outputs = _outputs(net, inputs)
     base = _images(copy.deepcopy(net), like, "fold" if solver.folds else trainable)
     trained, pair = base.read_loaders(loaders, solver.folds)
+    single = [loader.name for loader in loaders.values() if augmented and loader.smallest < 2]
+    if single:
+        raise ConfigError(f"immunize: {single[0]} gives a batch of one row, which has no spectrum: set drop_last=True")
     if "batch_size" not in options and not solver.folds:
         solver.batch_size = min(solver.batch_size or 64, *(len(task.train) for task in pair.shown.values()))
     primary = pair.primary
@@ -107,9 +114,14 @@ def immunize(
     tensors, facts = exported(trained, pair.primary)
     doubts = [reason for reason in (_easier(trained, pair), untrained) if reason]
     for reason in filter(None, (*doubts, rounding_flag(facts))):
-        warnings.warn(f"immunize: {reason}", stacklevel=4)  # that of the caller, above two decorators
+        warnings.warn(f"immunize: {reason}", stacklevel=5)  # that of the caller, above three decorators
     net = restore(net, tensors, facts)
+    if solver.folds:
+        _check_outputs(outputs, _outputs(net, inputs), facts["rounding"])
     immunized = net.released() if isinstance(net, Adapted) else net
+    wanted = {name: p.requires_grad for name, p in model.named_parameters()}
+    for name, p in immunized.named_parameters():
+        p.requires_grad_(wanted.get(name, True))
     made = model_card.recipe(method, experiment.settings["method"], seed)
     immunized.immunized_by = made | {"rounding": facts.get("rounding"), "doubts": doubts}
     return immunized
@@ -133,6 +145,7 @@ def save(model: nn.Module, folder: str | Path, result: Result | None = None, **a
 
 @explaining()
 @machine.full_precision()
+@randomness.isolated_rng()
 def audit(
     model: nn.Module,
     primary_loader: Loaders | None = None,
@@ -256,8 +269,29 @@ def _loaders(primary: Loaders | None, harmful: Loaders) -> dict[str, LabeledBatc
 def _copy(model: nn.Module, loaders: dict[str, LabeledBatches]) -> nn.Module:
     """A copy of a model in timm's form. Raises ConfigError for what is no model with a linear classifier."""
     check_net("the model", model)
-    model = copy.deepcopy(model)
+    try:
+        model = copy.deepcopy(model)
+    except RuntimeError as error:  # of tensors with a graph, as weight_norm and pruning leave them
+        raise ConfigError(
+            f"the model cannot be copied ({' '.join(str(error).split())[:120]}): make its weights plain parameters, "
+            "by torch.nn.utils.remove_weight_norm or torch.nn.utils.prune.remove"
+        ) from error
     return model if is_of_timm(model) else Adapted(model, next(iter(loaders.values())).first())
+
+
+@torch.no_grad()
+def _outputs(net: nn.Module, inputs: Tensor) -> Tensor:
+    return net.eval()(inputs.to(next(net.parameters())))
+
+
+def _check_outputs(before: Tensor, after: Tensor, rounding: float) -> None:
+    """Raise ConfigError where a folded map changes the outputs by more than rounding may."""
+    change = ((after - before).abs().max() / before.abs().max()).item()
+    if change > TOLERANCE + 10 * rounding + 100 * torch.finfo(before.dtype).eps:
+        raise ConfigError(
+            f"immunize: with the map, outputs change by {change:.2g} of the largest: the classifier must be a plain "
+            "nn.Linear, whose weight is a parameter that no other layer shares, without parametrization, mask or hooks"
+        )
 
 
 def _precise(weights: Tensor) -> Tensor:

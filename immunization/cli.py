@@ -12,6 +12,7 @@ import hydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from immunization import __version__
 from immunization.config import CHOOSE, CONF, read_yaml
@@ -88,7 +89,7 @@ def cli() -> None:
         if _VERBOSE or "/hydra/" not in traceback.extract_tb(error.__traceback__)[-1].filename.replace("\\", "/"):
             raise
         sys.exit(f"error: {CHOOSE}")
-    except (UserError, HydraException, OmegaConfBaseException, OSError, ValueError) as error:
+    except (UserError, HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
         ours = isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException)
         if _VERBOSE or (ours and "group override" not in str(error)):
             raise  # a ValueError is a fault of ours, unless it is how Hydra meets method=null

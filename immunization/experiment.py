@@ -174,7 +174,10 @@ def assemble(experiment: Experiment) -> Parts:
     """Data, method and model of a run, from its seed; sets the threads."""
     randomness.seed(experiment.seed)
     machine.choose_threads(experiment.threads, None)
-    data = experiment.debug.few(experiment.dataset())
+    data = experiment.dataset()
+    if not isinstance(data, TaskPair | ImagePair):
+        raise ConfigError(f"dataset: its function must return a TaskPair or an ImagePair, not {type(data).__name__}")
+    data = experiment.debug.few(data)
     device = machine.device_of(experiment.device, data.dim)
     data = data.to(device, torch.float64)
     method = experiment.method()

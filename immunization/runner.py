@@ -173,7 +173,10 @@ def measure(experiment: Experiment, parts: Parts, run: RunFolder, flags: dict[st
 
 
 def _identity(config: DictConfig) -> tuple[int, str, str, str]:
-    """Seed, data set, model and method of a run, with which its `Result` begins."""
+    """Seed, data set, model and method of a run, with which its `Result` begins. Raises ConfigError."""
+    for group in ("model", "method"):
+        if "_target_" not in config[group]:
+            raise ConfigError(f"{group}: its YAML names no class; begin it with _target_: my_module.MyClass")
     return config.seed, config.dataset.name, snake_case(config.model._target_), snake_case(config.method._target_)
 
 
@@ -185,7 +188,7 @@ def record_failure(config: DictConfig, folder: Path, error: Exception) -> str:
     if not (folder / Result.file).exists():
         try:
             result = Result(*_identity(config))
-        except OmegaConfBaseException:  # what is wrong may be among these very keys
+        except (ConfigError, OmegaConfBaseException):  # what is wrong may be among these very keys
             result = Result(0, *["unknown"] * 3)
         result.fail(error)
         folder.mkdir(parents=True, exist_ok=True)

@@ -151,6 +151,13 @@ def test_mistakes_are_named(net):
     for given, role in (((loader(4, 0), None), "harmful"), ((None, loader(3, 1)), "primary")):
         with pytest.raises(ConfigError, match=f"{role}_loader is None; give a loader of either task"):
             immunization.immunize(net, *given)
+    for label in (-1, 10**12):
+        x, y = loader(3, 1).dataset.tensors
+        with pytest.raises(DataError, match=r"labels of harmful_loader go from .*; number classes 0, 1"):
+            immunization.immunize(net, loader(4, 0), [(x, y.where(y > 0, label))])
+    single = DataLoader(loader(3, 1).dataset, batch_size=17)
+    with pytest.raises(ConfigError, match=r"harmful_loader gives a batch of one row, which .*: set drop_last=True"):
+        immunization.immunize(net, loader(4, 0), single, "condition_number", epochs=1, augmented=True)
     headless = nn.Sequential(nn.Flatten(), nn.Linear(768, 4))
     with pytest.raises(ConfigError, match="nothing with weights stands before the classifier"):
         immunization.immunize(headless, loader(4, 0), loader(3, 1))
@@ -188,6 +195,60 @@ def test_nets_that_cannot_be_taken_are_refused(net, made, message, tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             call()
+
+
+class Cosine(nn.Linear):
+    """A classifier that is linear in unit features alone."""
+
+    def forward(self, x):
+        return super().forward(nn.functional.normalize(x))
+
+
+def tied():
+    net = nn.Sequential(nn.Flatten(), nn.Linear(768, 4), nn.ReLU(), nn.Linear(4, 4))
+    net.append(nn.Linear(4, 4))
+    net[4].weight = net[3].weight
+    return net
+
+
+@pytest.mark.parametrize("method", ["closed_form", "learning_curve"])
+@pytest.mark.parametrize(
+    "classifier",
+    [
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(16, 4)),
+        lambda: nn.utils.prune.l1_unstructured(nn.Linear(16, 4), "weight", 0.5),
+        lambda: Cosine(16, 4),
+    ],
+    ids=["weight_norm", "pruned", "cosine"],
+)
+def test_a_map_that_would_not_keep_the_outputs_is_refused(classifier, method):
+    net = rows_net()[:-1].append(classifier())
+    with torch.no_grad():
+        net(torch.zeros(1, 768))  # which leaves the weight of a pruned layer without a graph
+    options = {"epochs": 3} if method == "learning_curve" else {"ridge": 1e-2}
+    with pytest.raises(ConfigError, match=r"the classifier must be a plain nn\.Linear, whose weight is a parameter"):
+        immunization.immunize(net, loader(4, 0), loader(3, 1), method, **options)
+
+
+def test_a_weight_that_two_layers_share_is_no_classifier():
+    with pytest.raises(ConfigError, match="no other layer shares"):
+        immunization.immunize(tied(), loader(4, 0), loader(3, 1), "closed_form", ridge=1e-2)
+
+
+def test_a_net_that_cannot_be_copied_is_refused():
+    net = rows_net()
+    net[1].scale = net[1].weight * 2  # with a graph, as weight_norm leaves it
+    with pytest.raises(ConfigError, match=r"cannot be copied .*: make its weights plain parameters"):
+        immunization.immunize(net, loader(4, 0), loader(3, 1))
+
+
+def test_frozen_parameters_and_random_numbers_stay_as_they_were(net):
+    net.conv1.requires_grad_(False)
+    state = torch.get_rng_state()
+    made = immunization.immunize(net, loader(4, 0), loader(3, 1), "closed_form", ridge=1e-2)
+    assert torch.equal(torch.get_rng_state(), state)
+    frozen = {name for name, p in made.named_parameters() if not p.requires_grad}
+    assert frozen == {name for name, p in net.named_parameters() if not p.requires_grad} != set()
 
 
 def test_a_run_is_exported_and_loaded(tmp_path):

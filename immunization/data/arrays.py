@@ -33,6 +33,11 @@ log = logging.getLogger(__name__)
 KINDS = (*USUAL, "unseen")
 NAMES = re.compile(rf"(?P<role>({'|'.join(KINDS)})(_(?!val_|test_|[xy]$)[\w.-]+?)?)(_val|_test)?_[xy]")
 """Names of arrays: a role, perhaps a split, and x or y."""
+SPLIT, VALIDATION = re.compile(r"^(\w+?)_train(_[xy])$"), re.compile(r"_(valid|validation|dev)_(?=[xy]$)")
+"""Other names of splits, which would be those of further tasks."""
+EXACT = 2**53
+"""Up to it float64 holds every integer."""
+NUMBERED = "number classes 0, 1, ..."
 NORMALIZED = {
     "shared": "mean and std (ddof = 1) of the training rows of primary and harmful task together",
     "each": "mean and std (ddof = 1) of each task's training rows",
@@ -229,6 +234,7 @@ def _read_arrays(path: Path) -> Arrays:
                 return {key: _tensor(file[key], key, path) for key in _known(file, path)}
         except (OSError, EOFError, ValueError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
             said = "it is none; write one by numpy.savez" if "unsafely" in str(error) else error  # numpy's bad advice
+            said = f"it holds Python objects; {NUMBERED}" if "Object arrays" in str(said) else said
             raise DataError(f"{path} cannot be read as an npz file of numbers: {said}") from error
     if path.suffix == ".safetensors":
         from safetensors import SafetensorError, safe_open
@@ -245,17 +251,23 @@ def _read_arrays(path: Path) -> Arrays:
 
 def _tensor(array: np.ndarray, key: str, path: Path) -> torch.Tensor:
     if array.dtype.kind not in "biuf":
-        remedy = "number classes 0, 1, ..." if key.endswith("_y") else "give real numbers"
+        remedy = NUMBERED if key.endswith("_y") else "give real numbers"
         raise TypeError(f"'{key}' holds {array.dtype}; {remedy}")
-    return torch.from_numpy(array)
+    if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
+        raise TypeError(f"'{key}' holds integers above 2^63; {NUMBERED}")
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
 
 
 def _known(names: Iterable[str], path: Path) -> list[str]:
     """Those of the `names` in a file that are read; raises DataError for one that is meant to be."""
+    names = list(names)
     for name in names:
-        meant = re.sub(r"[\W_]+", "_", name).lower()
-        if not NAMES.fullmatch(name) and NAMES.fullmatch(meant):
+        meant = SPLIT.sub(r"\1\2", re.sub(r"[\W_]+", "_", name).lower())
+        meant = VALIDATION.sub("_val_", meant)
+        if meant != name and NAMES.fullmatch(meant):
             raise DataError(f"{path} holds '{name}', which names no array that is read; rename it to '{meant}'")
+    if ignored := [name for name in names if not NAMES.fullmatch(name) and name.endswith(("_x", "_y"))]:
+        log.warning("%s: not read are %s; tasks are %s", path, ", ".join(ignored), ", ".join(KINDS))
     return [name for name in names if NAMES.fullmatch(name)]
 
 
@@ -270,6 +282,8 @@ def _read_tables(paths: dict[str, Path], target: str) -> Arrays:
         if sorted(columns) != sorted(column for column in table if column != target):
             raise DataError(f"{path} and {paths['primary']} have different columns; both tasks need the same inputs")
         y = numbers(table, [target], path)[:, 0]
+        if abs(y).max() > EXACT and table[target].dtype.kind != "i":
+            raise DataError(f"{path}: the column {target} has numbers above 2^53, which are not exact; {NUMBERED}")
         stored[f"{role}_x"] = torch.from_numpy(numbers(table, columns, path))
-        stored[f"{role}_y"] = torch.from_numpy(y.astype(table[target].dtype) if table[target].dtype.kind == "i" else y)
+        stored[f"{role}_y"] = torch.from_numpy(table[target].to_numpy(int) if table[target].dtype.kind in "bi" else y)
     return stored

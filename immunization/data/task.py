@@ -95,6 +95,10 @@ class Split:
         return Split(x, self.y.to(device, dtype if self.y.is_floating_point() else None), self.origin)
 
 
+def _are_classes(y: Tensor, classes: int) -> bool:
+    return y.dtype == torch.long and 0 <= int(y.min()) <= int(y.max()) < classes
+
+
 @dataclass(frozen=True)
 class Task:
     """One supervised task.
@@ -133,6 +137,11 @@ class Task:
             if not all(torch.isfinite(part).all() for part in rows):
                 raise DataError(
                     f"task '{self.name}', {name} split holds NaN or infinite values; clean, rescale or drop those rows"
+                )
+            if self.classes and len(split.y) and not _are_classes(split.y, self.classes):
+                raise DataError(
+                    f"task '{self.name}', {name} split: labels are {split.y.dtype} from {split.y.min()} to "
+                    f"{split.y.max()}; expected int64 from 0 to {self.classes - 1}"
                 )
         if not len(self.train):
             raise DataError(f"task '{self.name}' has no training rows")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from immunization.errors import ConfigError
 from immunization.runs.result import Curve
 
 if TYPE_CHECKING:
@@ -96,12 +97,17 @@ class Measures:
 
 
 def evaluate(evaluations: Mapping[str, Callable[[Comparison], Measures]], comparison: Comparison) -> Measures:
-    """What all evaluations measure."""
-    measures, own = Measures(), []
-    for evaluation in evaluations.values():
+    """What all evaluations measure; raises ConfigError for one of the user's own that gives no or others' measures."""
+    measures, own = Measures(), {}
+    for name, evaluation in evaluations.items():
         found = evaluation(comparison)
+        ours = type(evaluation).__module__.startswith("immunization.")
+        if not isinstance(found, Measures):
+            raise ConfigError(f"evaluation.{name} gives {type(found).__name__}, no Measures")
+        if both := (own if ours else measures.metrics).keys() & found.metrics:
+            raise ConfigError(f"evaluation.{name} measures {min(both)}, as another evaluation does: rename one")
         measures.merge(found)
-        own += [] if type(evaluation).__module__.startswith("immunization.") else found.metrics
+        own |= {} if ours else found.metrics
     if own:
-        measures.about["own_measures"] = own
+        measures.about["own_measures"] = list(own)
     return measures

@@ -109,13 +109,10 @@ class Method(Component, group="method"):
         raise NotImplementedError
 
     def loss_and_terms(self, model: Model, primary: Batch, *harmful: Batch) -> dict[str, Tensor]:
-        """The dict that `step` returns. Raises ConfigError where that has no loss."""
+        """The dict that `step` returns. Raises ConfigError where that is not one of numbers with a loss."""
         terms = self.step(model, primary, *harmful)
-        if not isinstance(terms, Mapping) or not isinstance(terms.get("loss"), Tensor):
-            given = f"a dict of {', '.join(terms) or 'nothing'}" if isinstance(terms, Mapping) else type(terms).__name__
-            raise ConfigError(
-                f"method={self.name}: {type(self).__name__}.step must return a dict with the tensor `loss`, not {given}"
-            )
+        if wrong := _wrong(terms):
+            raise ConfigError(f"method={self.name}: {type(self).__name__}.step must return {wrong}")
         if self.keep:
             kept = self.distillation(model, primary)
             terms = {**terms, "loss": terms["loss"] + self.keep * kept, "kept": kept}
@@ -187,6 +184,18 @@ class Method(Component, group="method"):
         """Called once after the last step, before the evaluation."""
         if self.best[2] and not self.keeps_last(model):
             load_into(model, self.best[2])
+
+
+def _wrong(terms: Any) -> str:
+    """What a step must return, where `terms` are not that; empty if they are."""
+    if not isinstance(terms, Mapping) or not isinstance(terms.get("loss"), Tensor):
+        given = f"a dict of {', '.join(terms) or 'nothing'}" if isinstance(terms, Mapping) else type(terms).__name__
+        return f"a dict with the tensor `loss`, not {given}"
+    for name, term in terms.items():
+        if not isinstance(term, Tensor) or term.numel() != 1:
+            given = f"of shape {tuple(term.shape)}" if isinstance(term, Tensor) else type(term).__name__
+            return f"tensors of one number each; `{name}` is {given}"
+    return "" if terms["loss"].requires_grad else "a `loss` with its graph; this one has no gradient"
 
 
 def _copy(model: Model) -> dict[str, Tensor]:

@@ -29,6 +29,8 @@ from immunization.terminal import counted
 log = logging.getLogger(__name__)
 
 GIB = 2**30
+MOST_LABELS = 10**6
+"""Classes that a loader may number."""
 
 
 class ImageReader(Model):
@@ -284,6 +286,10 @@ class ImageReader(Model):
             raise ConfigError(
                 f"immunize: labels of primary_loader go from {int(y.min())} to {int(y.max())}, the model has {outputs} "
                 "outputs"
+            )
+        if not 0 <= int(y.min()) <= int(y.max()) < MOST_LABELS:
+            raise DataError(
+                f"immunize: labels of {role}_loader go from {int(y.min())} to {int(y.max())}; number classes 0, 1, ..."
             )
         present, y = y.unique(return_inverse=True)
         if len(present) < 2:

@@ -125,7 +125,7 @@ def test_values_whose_squares_leave_the_range_of_floats(matrices, tmp_path, scal
         ({"primary_y": np.ones((60, 2))}, ("'primary_y'", "[60, 2]", "[rows]")),
         ({"primary_y": np.arange(59.0)}, ("'primary_x'", "60 rows", "59 targets")),
         ({"primary_x": np.array(["a"] * 60)}, ("m.npz", "npz file of numbers")),
-        ({"primary_x": np.array([{}] * 60)}, ("m.npz", "allow_pickle=False")),
+        ({"primary_x": np.array([{}] * 60)}, ("m.npz", "holds Python objects; number classes 0, 1, ...")),
         ({"primary_val_x": np.ones((3, 5))}, ("primary_val_y",)),
         ({"primary_test_y": np.ones(3)}, ("lacks the array 'primary_test_x'",)),
         ({"primary_val_x": np.ones((3, 4)), "primary_val_y": np.ones(3)}, ("'primary_val_x'", "4 columns")),
@@ -205,6 +205,38 @@ def test_names_that_are_nearly_right_are_refused(matrices, tmp_path):
     fails(DataError, "'benign-X'", "rename it to 'benign_x'", **save(tmp_path, further))
     save_file({key: torch.from_numpy(value) for key, value in renamed.items()}, tmp_path / "m.safetensors")
     fails(DataError, "rename it to 'primary_x'", call=data.arrays, seed=0, path=str(tmp_path / "m.safetensors"))
+
+
+def test_names_of_splits_that_are_not_ours_are_no_further_tasks(matrices, tmp_path, caplog):
+    for name, meant in {"harmful_valid_x": "harmful_val_x", "harmful_train_y": "harmful_y"}.items():
+        fails(DataError, f"'{name}'", f"rename it to '{meant}'", **save(tmp_path, matrices | {name: np.ones((3, 5))}))
+    stored = save(tmp_path, matrices | {"harmful2_x": np.ones((3, 5)), "unsen_y": np.ones(3), "ids": np.arange(60)})
+    data.arrays(0, stored["path"])
+    assert "not read are harmful2_x, unsen_y; tasks are primary, harmful, benign, unseen" in caplog.text
+
+
+@pytest.mark.parametrize("base", [0, 2**53, 2**62])
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, ">i8"])
+def test_class_labels_keep_all_their_digits(matrices, tables, tmp_path, base, dtype):
+    matrices["harmful_y"] = (np.arange(80) % 3 + base).astype(dtype)
+    pairs = [data.arrays(0, save(tmp_path, matrices)["path"])]
+    pairs.append(data.arrays(**{key: value for key, value in tables(index=False).items() if key != "call"}))
+    for pair in pairs:
+        assert pair.about["labels"]["harmful"] == f"classes {[base, base + 1, base + 2]} coded 0 to 2"
+
+
+def test_labels_beyond_int64_are_refused(matrices, tables, tmp_path):
+    matrices["harmful_y"] = np.arange(80, dtype=np.uint64) % 2 + 2**63
+    fails(DataError, "'harmful_y' holds integers above 2^63", "number classes", **save(tmp_path, matrices))
+    fails(DataError, "harmful.csv", "above 2^53", "number classes", **tables(index=False))
+    matrices["harmful_y"] = np.array([2**64, 2**64 + 1] * 40, dtype=object)
+    fails(DataError, "harmful.csv", "above 2^53", "number classes", **tables(index=False))
+
+
+def test_booleans_of_a_csv_file_are_classes_as_those_of_an_npz_file(matrices, tables, tmp_path):
+    matrices["harmful_y"] = matrices["harmful_y"] > 0
+    for stored in (save(tmp_path, matrices), tables(index=False)):
+        assert data.arrays(**{key: value for key, value in stored.items() if key != "call"}).harmful.classes == 2
 
 
 def test_float_targets_of_two_values_are_said_to_be_a_regression(matrices, tmp_path, caplog):

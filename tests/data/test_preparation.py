@@ -19,6 +19,13 @@ def test_hydra_instantiates_a_pair():
     assert same(hydra.utils.instantiate(config.dataset, seed=config.seed), data.digits(seed=3))
 
 
+@pytest.mark.parametrize("labels", [torch.tensor([5, 6]), torch.tensor([-1, 0]), torch.tensor([0.0, 1.0])])
+def test_labels_that_are_not_those_of_the_classes_are_refused(labels):
+    split = Split(torch.eye(2, dtype=torch.float64), labels)
+    with pytest.raises(DataError, match=r"task 'mine', train split: labels are torch.*; expected int64 from 0 to 1"):
+        Task("mine", split, split, split, classes=2)
+
+
 def test_split_rows_is_stratified_disjoint_and_keeps_a_training_row():
     strata = torch.tensor([0] * 50 + [1] * 7 + [2])
     rows = split_rows(strata, 0.3, 0.5, torch.Generator().manual_seed(0))

@@ -58,6 +58,32 @@ class Dimensions:
         return measures
 
 
+class Clash(Dimensions):
+    def __call__(self, comparison):
+        measures = Measures()
+        measures.put("rir", 1e9)
+        return measures
+
+
+class Bare(Dimensions):
+    def __call__(self, comparison):
+        return {"mine/dimensions": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("Clash", r"evaluation\.own measures rir, as another"), ("Bare", r"evaluation\.own gives dict, no Measures")],
+)
+@pytest.mark.parametrize("first", [False, True])
+def test_an_evaluation_of_ones_own_that_is_none_or_replaces_measures_is_refused(name, said, first, tmp_path):
+    config = compose([*QUICK, "method=identity", "evaluation=[rir]"])
+    own = {"own": {"_target_": f"{__name__}.{name}"}}
+    config.evaluation = {**own, **config.evaluation} if first else {**config.evaluation, **own}
+    config.trusted = [__name__]
+    with pytest.raises(ConfigError, match=said.replace("own measures", "(own|rir) measures")):
+        run(config, folder=tmp_path)
+
+
 def test_measures_of_ones_own_evaluation_are_on_the_screen_and_told_from_the_others(tmp_path, capsys):
     config = compose([*QUICK, "method=identity"])
     config.evaluation = {**config.evaluation, "dimensions": {"_target_": f"{__name__}.Dimensions"}}

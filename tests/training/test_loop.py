@@ -76,6 +76,21 @@ def test_a_step_without_a_loss_is_said_to_have_none(returned, said, monkeypatch)
         run()
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"loss": torch.zeros(3, requires_grad=True)}, r"tensors of one number each; `loss` is of shape \(3,\)"),
+        ({"loss": torch.zeros(())}, "a `loss` with its graph; this one has no gradient"),
+        ({"term": "a"}, "tensors of one number each; `term` is str"),
+    ],
+)
+def test_terms_that_are_no_numbers_are_refused(more, said, monkeypatch):
+    _, _, run = run_script([1.0])
+    monkeypatch.setattr(Scripted, "step", lambda *_: {"loss": torch.zeros((), requires_grad=True)} | more)
+    with pytest.raises(ConfigError, match=rf"^method=scripted: Scripted\.step must return {said}"):
+        run()
+
+
 def test_large_negative_losses_are_no_divergence():
     """opt_kappa descends without a floor."""
     _, _, run = run_script([2.0, -1e15, 3.0])
