@@ -98,7 +98,7 @@ class Setting:
         names = measure.replace("/after", "/before") if "/after" in measure else f"{measure}_baseline", measure
         if not all(map(self.seeds, names)):
             return None
-        accuracy = measure.endswith("accuracy") or "/after" in measure
+        accuracy = "accuracy" in measure or "/after" in measure
         return tuple(self.summary(name).mean if accuracy else self.median(name) for name in names)
 
     def pairs(self, metric: str) -> dict[tuple[str, str], float]:
