@@ -285,5 +285,5 @@ def _read_tables(paths: dict[str, Path], target: str) -> Arrays:
         if abs(y).max() > EXACT and table[target].dtype.kind != "i":
             raise DataError(f"{path}: the column {target} has numbers above 2^53, which are not exact; {NUMBERED}")
         stored[f"{role}_x"] = torch.from_numpy(numbers(table, columns, path))
-        stored[f"{role}_y"] = torch.from_numpy(table[target].to_numpy(int) if table[target].dtype.kind in "bi" else y)
+        stored[f"{role}_y"] = torch.from_numpy(table[target].to_numpy(int, copy=True) if table[target].dtype.kind in "bi" else y)
     return stored

@@ -95,9 +95,9 @@ def audit(folder: Path) -> None:
     write(folder / REPORT, collection, sections(collection, "rir", figures=False), f"Audit {folder.name}")
 
 
-def show(collection: Collection, parts: Sequence[Section]) -> None:
+def show(collection: Collection, parts: Sequence[Section], console: Console | None = None) -> None:
     """Print the main columns of the tables, and the runs that averages leave out, with reasons."""
-    console = Console()
+    console = console or Console()
     plain = partial(console.print, markup=False, highlight=False)
     for part in parts:
         names = {}
