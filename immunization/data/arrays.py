@@ -282,8 +282,10 @@ def _read_tables(paths: dict[str, Path], target: str) -> Arrays:
         if sorted(columns) != sorted(column for column in table if column != target):
             raise DataError(f"{path} and {paths['primary']} have different columns; both tasks need the same inputs")
         y = numbers(table, [target], path)[:, 0]
-        if abs(y).max() > EXACT and table[target].dtype.kind != "i":
+        if table[target].dtype.kind in "bi":  # of which float64 would not keep every digit
+            y = table[target].to_numpy(np.int64, copy=True)
+        elif abs(y).max() > EXACT:
             raise DataError(f"{path}: the column {target} has numbers above 2^53, which are not exact; {NUMBERED}")
         stored[f"{role}_x"] = torch.from_numpy(numbers(table, columns, path))
-        stored[f"{role}_y"] = torch.from_numpy(table[target].to_numpy(int, copy=True) if table[target].dtype.kind in "bi" else y)
+        stored[f"{role}_y"] = torch.from_numpy(y)
     return stored
