@@ -284,8 +284,8 @@ def _read_tables(paths: dict[str, Path], target: str) -> Arrays:
         y = numbers(table, [target], path)[:, 0]
         if table[target].dtype.kind in "bi":  # of which float64 would not keep every digit
             y = table[target].to_numpy(np.int64, copy=True)
-        elif abs(y).max() > EXACT:
-            raise DataError(f"{path}: the column {target} has numbers above 2^53, which are not exact; {NUMBERED}")
+        elif abs(y).max() > EXACT and table[target].dtype.kind != "f":
+            raise DataError(f"{path}: the column {target} has integers above 2^53, which are not exact; {NUMBERED}")
         stored[f"{role}_x"] = torch.from_numpy(numbers(table, columns, path))
         stored[f"{role}_y"] = torch.from_numpy(y)
     return stored

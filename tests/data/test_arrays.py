@@ -228,9 +228,16 @@ def test_class_labels_keep_all_their_digits(matrices, tables, tmp_path, base, dt
 def test_labels_beyond_int64_are_refused(matrices, tables, tmp_path):
     matrices["harmful_y"] = np.arange(80, dtype=np.uint64) % 2 + 2**63
     fails(DataError, "'harmful_y' holds integers above 2^63", "number classes", **save(tmp_path, matrices))
-    fails(DataError, "harmful.csv", "above 2^53", "number classes", **tables(index=False))
+    fails(DataError, "harmful.csv", "integers above 2^53", "number classes", **tables(index=False))
     matrices["harmful_y"] = np.array([2**64, 2**64 + 1] * 40, dtype=object)
-    fails(DataError, "harmful.csv", "above 2^53", "number classes", **tables(index=False))
+    fails(DataError, "harmful.csv", "integers above 2^53", "number classes", **tables(index=False))
+
+
+def test_large_targets_of_a_regression_are_taken(matrices, tables):
+    matrices["primary_y"] = matrices["primary_y"] * 1e20
+    assert (
+        data.arrays(**{key: value for key, value in tables(index=False).items() if key != "call"}).primary.classes == 0
+    )
 
 
 def test_booleans_of_a_csv_file_are_classes_as_those_of_an_npz_file(matrices, tables, tmp_path):
