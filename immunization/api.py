@@ -94,8 +94,8 @@ def immunize(
     outputs = _outputs(net, inputs)
     base = _images(copy.deepcopy(net), like, "fold" if solver.folds else trainable)
     trained, pair = base.read_loaders(loaders, solver.folds)
-    single = [loader.name for loader in loaders.values() if augmented and loader.smallest < 2]
-    if single:
+    single = [loader.name for loader in loaders.values() if loader.smallest < 2]
+    if single and augmented and not solver.folds:
         raise ConfigError(f"immunize: {single[0]} gives a batch of one row, which has no spectrum: set drop_last=True")
     if "batch_size" not in options and not solver.folds:
         solver.batch_size = min(solver.batch_size or 64, *(len(task.train) for task in pair.shown.values()))
@@ -286,11 +286,12 @@ def _outputs(net: nn.Module, inputs: Tensor) -> Tensor:
 
 def _check_outputs(before: Tensor, after: Tensor, rounding: float) -> None:
     """Raise ConfigError where a folded map changes the outputs by more than rounding may."""
-    change = ((after - before).abs().max() / before.abs().max()).item()
-    if change > TOLERANCE + 10 * rounding + 100 * torch.finfo(before.dtype).eps:
+    change, largest = (after - before).abs().max().item(), before.abs().max().item()
+    if not change <= (TOLERANCE + 10 * rounding + 100 * torch.finfo(before.dtype).eps) * largest:  # or NaN
         raise ConfigError(
-            f"immunize: with the map, outputs change by {change:.2g} of the largest: the classifier must be a plain "
-            "nn.Linear, whose weight is a parameter that no other layer shares, without parametrization, mask or hooks"
+            f"immunize: with the map, outputs change by {change:.2g}, the largest being {largest:.2g}: the classifier "
+            "must be a plain nn.Linear, whose weight is a parameter that no other layer shares, without "
+            "parametrization, mask or hooks"
         )
 
 

@@ -158,6 +158,9 @@ def test_mistakes_are_named(net):
     single = DataLoader(loader(3, 1).dataset, batch_size=17)
     with pytest.raises(ConfigError, match=r"harmful_loader gives a batch of one row, which .*: set drop_last=True"):
         immunization.immunize(net, loader(4, 0), single, "condition_number", epochs=1, augmented=True)
+    immunization.immunize(net, loader(4, 0), single, "closed_form", ridge=1e-2, augmented=True)  # nothing is trained
+    split = {"train": loader(3, 1), "test": single}
+    immunization.immunize(net, loader(4, 0), split, "condition_number", epochs=1, augmented=True)
     headless = nn.Sequential(nn.Flatten(), nn.Linear(768, 4))
     with pytest.raises(ConfigError, match="nothing with weights stands before the classifier"):
         immunization.immunize(headless, loader(4, 0), loader(3, 1))

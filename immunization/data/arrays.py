@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 KINDS = (*USUAL, "unseen")
 NAMES = re.compile(rf"(?P<role>({'|'.join(KINDS)})(_(?!val_|test_|[xy]$)[\w.-]+?)?)(_val|_test)?_[xy]")
 """Names of arrays: a role, perhaps a split, and x or y."""
-SPLIT, VALIDATION = re.compile(r"^(\w+?)_train(_[xy])$"), re.compile(r"_(valid|validation|dev)_(?=[xy]$)")
+TRAIN, VALIDATION = re.compile(r"_train(?=_[xy]$)"), re.compile(r"_(valid|validation|dev)(?=_[xy]$)")
 """Other names of splits, which would be those of further tasks."""
 EXACT = 2**53
 """Up to it float64 holds every integer."""
@@ -255,15 +255,15 @@ def _tensor(array: np.ndarray, key: str, path: Path) -> torch.Tensor:
         raise TypeError(f"'{key}' holds {array.dtype}; {remedy}")
     if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
         raise TypeError(f"'{key}' holds integers above 2^63; {NUMBERED}")
-    return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
 
 
 def _known(names: Iterable[str], path: Path) -> list[str]:
     """Those of the `names` in a file that are read; raises DataError for one that is meant to be."""
     names = list(names)
     for name in names:
-        meant = SPLIT.sub(r"\1\2", re.sub(r"[\W_]+", "_", name).lower())
-        meant = VALIDATION.sub("_val_", meant)
+        own = name if NAMES.fullmatch(name) else re.sub(r"[\W_]+", "_", name).lower()
+        meant = TRAIN.sub("", VALIDATION.sub("_val", own))
         if meant != name and NAMES.fullmatch(meant):
             raise DataError(f"{path} holds '{name}', which names no array that is read; rename it to '{meant}'")
     if ignored := [name for name in names if not NAMES.fullmatch(name) and name.endswith(("_x", "_y"))]:

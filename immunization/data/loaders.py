@@ -35,7 +35,7 @@ class LabeledBatches:
                 raise ConfigError(f"{self.name} must give batches of inputs and labels; {kind} gives none")
         self._begun: Iterator[tuple[Tensor, Tensor]] | None = None
         self._rows = dict.fromkeys(self.loaders, 0)
-        self.smallest = math.inf  # rows of a batch, of those that were read
+        self.smallest = math.inf  # rows of a batch for training, of those that were read
 
     def __len__(self) -> int:
         return sum(map(len, self.loaders.values()))
@@ -86,7 +86,7 @@ class LabeledBatches:
             shape = x.shape[1:]
             self._rows[split] += len(x)
             if len(x):
-                self.smallest = min(self.smallest, len(x))
+                self.smallest = min(self.smallest, len(x) if split in ("", "train") else math.inf)
                 yield x, y
 
     def _pair(self, item: Item) -> tuple[Tensor, Tensor]:

@@ -70,16 +70,16 @@ def ranked(rows: Sequence[Setting]) -> list[Setting]:
     These have a rank if they remove something, by their intervals, and enough seeds completed.
     """
     worth = measure(rows)
-    found = {row: row.removed(worth) or (-math.inf, -math.inf) for row in rows}
-    shares, lows = ({row: ends[i] for row, ends in found.items()} for i in (0, 1))
-    rows = sorted(rows, key=lambda row: (not keeps(row), -shares[row]))
+    found = {row: row.removed(worth) or (-math.inf,) * 3 for row in rows}
+    rows = sorted(rows, key=lambda row: (not keeps(row), -found[row][0]))
     placed: list[float] = []
     for row in rows:
-        if keeps(row) and not row.apart and lows[row] > ROUNDING:
+        share, low, _ = found[row]
+        if keeps(row) and not row.apart and low > ROUNDING:
             seeds = len({result.seed for result in row.results})
             enough = seeds >= SEEDS and not row.failed
-            placed += [shares[row]] * enough
-            place = 1 + sum(share > shares[row] + ROUNDING for share in placed)  # equal ones share it
+            placed += [share] * enough
+            place = 1 + sum(other > share + ROUNDING for other in placed)  # equal ones share it
             row.rank = str(place) if enough else f"{len(row.failed)} failed" if row.failed else _seeds(seeds)
     return rows
 

@@ -207,6 +207,13 @@ def test_names_that_are_nearly_right_are_refused(matrices, tmp_path):
     fails(DataError, "rename it to 'primary_x'", call=data.arrays, seed=0, path=str(tmp_path / "m.safetensors"))
 
 
+def test_further_tasks_have_names_of_any_letters(matrices, tmp_path):
+    names = {"Cats": 1, "b.c-2": 2}
+    further = {f"harmful_{name}_{end}": matrices[f"primary_{end}"] + by for name, by in names.items() for end in "xy"}
+    pair = data.arrays(0, save(tmp_path, matrices | further)["path"])
+    assert {"harmful_Cats", "harmful_b.c-2"} <= set(pair.tasks)
+
+
 def test_names_of_splits_that_are_not_ours_are_no_further_tasks(matrices, tmp_path, caplog):
     for name, meant in {"harmful_valid_x": "harmful_val_x", "harmful_train_y": "harmful_y"}.items():
         fails(DataError, f"'{name}'", f"rename it to '{meant}'", **save(tmp_path, matrices | {name: np.ones((3, 5))}))
