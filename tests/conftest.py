@@ -8,6 +8,8 @@ import pytest
 # Set before torch, timm or wandb are imported; processes started by tests inherit them.
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
 
+os.environ.pop("IMMUNIZATION_CACHE", None)  # whoever runs the tests may have one of their own
+
 # What a processor of 2008 computes with, as far as each library can be told: torch's own loops, numpy's and scipy's
 # OpenBLAS, and torch's MKL, which on processors of other makers heeds MKL_CBWR alone.
 os.environ |= (

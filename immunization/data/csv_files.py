@@ -51,7 +51,7 @@ def read_table(path: Path) -> pd.DataFrame:
                     f"{path} does not end with a line break, so its last row may be cut off; "
                     "get the file again, or add the line break if the row is whole"
                 )
-        return pd.read_csv(path, na_filter=False, low_memory=False, encoding="utf-8-sig")
+        return pd.read_csv(path, na_filter=False, low_memory=False, encoding="utf-8-sig", float_precision="round_trip")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read as a CSV file in UTF-8: {error}") from error
 

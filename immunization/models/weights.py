@@ -345,5 +345,11 @@ def known_arguments(net: nn.Module) -> dict[str, Any]:
             config = json.loads((Path(folder) / HUB_CONFIG).read_text())
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError):
             config = {}
-    known = config.get("model_args", {"num_classes": net.num_classes})
+    known = config.get("model_args") or {"num_classes": net.num_classes} | _size_of(net)
     return {key: value for key, value in known.items() if (key, value) != ("in_chans", 3)}
+
+
+def _size_of(net: nn.Module) -> dict[str, Any]:
+    """The argument for the side of the images, of a transformer made for another one than its weights were."""
+    size = getattr(getattr(net, "patch_embed", None), "img_size", None)
+    return {"img_size": list(size)} if size and tuple(size) != tuple(net.pretrained_cfg["input_size"][1:]) else {}
