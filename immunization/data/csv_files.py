@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -51,7 +51,9 @@ def read_table(path: Path) -> pd.DataFrame:
                     f"{path} does not end with a line break, so its last row may be cut off; "
                     "get the file again, or add the line break if the row is whole"
                 )
-        return pd.read_csv(path, na_filter=False, low_memory=False, encoding="utf-8-sig", float_precision="round_trip")
+        old = tuple(map(int, pd.__version__.split(".")[:2])) < (3, 1)  # there the default may miss the last bit
+        exact: Any = {"float_precision": "round_trip"} if old else {}
+        return pd.read_csv(path, na_filter=False, low_memory=False, encoding="utf-8-sig", **exact)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read as a CSV file in UTF-8: {error}") from error
 

@@ -345,7 +345,7 @@ def known_arguments(net: nn.Module) -> dict[str, Any]:
             config = json.loads((Path(folder) / HUB_CONFIG).read_text())
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError):
             config = {}
-    known = config.get("model_args") or {"num_classes": net.num_classes} | _size_of(net)
+    known = config.get("model_args", {"num_classes": net.num_classes, **_size_of(net)})
     return {key: value for key, value in known.items() if (key, value) != ("in_chans", 3)}
 
 

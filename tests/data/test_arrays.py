@@ -242,9 +242,8 @@ def test_labels_beyond_int64_are_refused(matrices, tables, tmp_path):
 
 def test_large_targets_of_a_regression_are_taken(matrices, tables):
     matrices["primary_y"] = matrices["primary_y"] * 1e20
-    assert (
-        data.arrays(**{key: value for key, value in tables(index=False).items() if key != "call"}).primary.classes == 0
-    )
+    options = tables(index=False)
+    assert options.pop("call")(**options).primary.classes == 0
 
 
 def test_booleans_of_a_csv_file_are_classes_as_those_of_an_npz_file(matrices, tables, tmp_path):
