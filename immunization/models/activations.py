@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 import zlib
@@ -220,11 +221,14 @@ def _alone(root: Path | None, keys: Sequence[str]) -> Iterator[None]:
 
 
 def fingerprint(parts: Sequence[Callable[[Tensor], Tensor]]) -> str:
-    """A hash of the structure and all tensors of modules (and of the net behind bound methods)."""
+    """A hash of the structure and all tensors of modules (and of the net behind bound methods).
+
+    Whether a layer has a bias is left to the tensors' names: torch prints it of more layers from 2.12 on.
+    """
     digest = hashlib.sha256()
     for part in parts:
         module = part if isinstance(part, nn.Module) else part.__self__
-        digest.update(str(module).encode())
+        digest.update(re.sub(", bias=(True|False)", "", str(module)).encode())
         for name, tensor in module.state_dict().items():
             digest.update(name.encode())
             digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy() if tensor.ndim else

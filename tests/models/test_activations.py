@@ -8,11 +8,12 @@ import time
 import pytest
 import torch
 from helpers.nets import build, open_pair
+from torch import nn
 
 from immunization.data.task import SPLITS
 from immunization.errors import DataError
 from immunization.methods import ConditionNumber
-from immunization.models.activations import UNFINISHED, Stream, _Writer, collect, load, take
+from immunization.models.activations import UNFINISHED, Stream, _Writer, collect, fingerprint, load, take
 from immunization.terminal import where
 from immunization.training.loaders import LoaderBatches, batches_of
 
@@ -168,3 +169,14 @@ def test_augmentation_turns_the_cache_of_activations_off(folders):
     batches = batches_of(model, tasks, 16, torch.Generator())
     first, second = (next(iter(batches.epoch()))[1].x for _ in range(2))
     assert not torch.equal(first, second)
+
+
+def test_a_net_has_the_same_fingerprint_with_every_version_of_torch():
+    """Published curves of theta_0 are found by it; torch from 2.12 on prints whether a norm has a bias."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.Linear(4, 2))
+    for value in (*net.parameters(), *net.buffers()):
+        value.detach().fill_(1)
+    assert fingerprint([net]).startswith("ebc0c0bff21be058")
+    without = nn.Sequential(*net[:3], nn.Linear(4, 2, bias=False))
+    without[3].weight = net[3].weight
+    assert fingerprint([without]) != fingerprint([net])
