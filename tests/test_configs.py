@@ -18,7 +18,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from immunization import run
-from immunization.config import CONF, build, compose, hparams, slug
+from immunization.config import CONF, build, compose, factory, hparams, slug
 from immunization.errors import ConfigError, DataError
 from immunization.experiment import resolve
 from immunization.runs import tracker
@@ -160,6 +160,11 @@ def test_the_papers_experiments_take_its_own_regularizer_at_its_own_rate(path):
     cfg = compose([f"experiment={path.relative_to(CONF / 'experiment').with_suffix('')}", "method=condition_number"])
     assert cfg.scheduler is None
     assert cfg.method.power == math.inf
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("experiment/paper/*.yaml")), ids=lambda path: path.stem)
+def test_the_papers_experiments_take_its_rivals(path):
+    factory(compose([f"experiment=paper/{path.stem}", "method=imma"]), "method")
 
 
 def test_the_command_line_wins_over_an_experiment_and_that_over_the_hyper_parameters():
