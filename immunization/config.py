@@ -185,11 +185,22 @@ def target_of(cfg: Mapping[str, Any], key: str) -> Any:
         raise ConfigError(f"{key}={node} has no _target_: to do without {name}, leave it out of {group}=[...]")
     if group and "_target_" not in node:
         raise ConfigError(f"{key} has options and no _target_: choose it ({group}=[...,{name}]), or leave them out")
+    if not group:
+        target_name(cfg, key)
     try:
         _check_targets(node, key, cfg.get("trusted") or ())
         return get_object(str(node.get("_target_")))
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{key}: {' '.join(str(error).split())}") from error
+
+
+def target_name(cfg: Mapping[str, Any], group: str) -> str:
+    """The name of the class of a group's option. Raises ConfigError where there is none."""
+    if not (target := (cfg.get(group) or {}).get("_target_")):
+        raise ConfigError(
+            f"{group} names no class: choose {group}=<option>; a YAML begins with _target_: my_module.MyClass"
+        )
+    return str(target)
 
 
 def _check_targets(node: object, key: str, own: Iterable[str]) -> None:

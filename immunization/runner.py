@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from immunization.compute import distributed, machine, randomness
-from immunization.config import check_trust, compose, slug, snake_case
+from immunization.config import check_trust, compose, slug, snake_case, target_name
 from immunization.errors import ConfigError, UserError
 from immunization.evaluation import Comparison, evaluate
 from immunization.experiment import Experiment, Parts, assemble, resolve
@@ -174,10 +174,8 @@ def measure(experiment: Experiment, parts: Parts, run: RunFolder, flags: dict[st
 
 def _identity(config: DictConfig) -> tuple[int, str, str, str]:
     """Seed, data set, model and method of a run, with which its `Result` begins. Raises ConfigError."""
-    for group in ("model", "method"):
-        if "_target_" not in config[group]:
-            raise ConfigError(f"{group}: its YAML names no class; begin it with _target_: my_module.MyClass")
-    return config.seed, config.dataset.name, snake_case(config.model._target_), snake_case(config.method._target_)
+    names = (snake_case(target_name(config, group)) for group in ("model", "method"))
+    return config.seed, config.dataset.name, *names
 
 
 def record_failure(config: DictConfig, folder: Path, error: Exception) -> str:

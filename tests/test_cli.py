@@ -62,6 +62,11 @@ def test_a_key_of_another_method_is_refused_with_those_that_have_it():
     assert "; method=clamp and condition_number and encoderlock and imma and learning_curve and " in shown
 
 
+@pytest.mark.parametrize("group", ["model", "optimizer"])
+def test_a_run_without_a_group_that_it_needs_is_refused(group, tmp_path):
+    assert f"error: {group} names no class: choose {group}=<option>" in said(f"~{group}", f"hydra.run.dir={tmp_path}")
+
+
 def test_version_is_that_of_this_package():
     assert said("--version", status=0) == f"immunization {__version__}\n"
 
