@@ -116,9 +116,9 @@ def immunize(
     for reason in filter(None, (*doubts, rounding_flag(facts))):
         warnings.warn(f"immunize: {reason}", stacklevel=5)  # that of the caller, above three decorators
     net = restore(net, tensors, facts)
-    if solver.folds:
-        _check_outputs(outputs, _outputs(net, inputs), facts["rounding"])
     immunized = net.released() if isinstance(net, Adapted) else net
+    if solver.folds:
+        _check_outputs(outputs, _outputs(immunized, inputs), facts["rounding"])
     wanted = {name: p.requires_grad for name, p in model.named_parameters()}
     for name, p in immunized.named_parameters():
         p.requires_grad_(wanted.get(name, True))

@@ -88,7 +88,8 @@ class KeptBaselines:
     """Curves of attacks on the baseline, or of a reference, one file each in a folder that all runs share.
 
     A file is named by a hash of all that its curve depends on: the attack, the baseline's net, features and labels, the
-    code in `DECIDE` and the machine's arithmetic. If several processes need a curve, one computes it, the others wait.
+    code in `DECIDE` and the machine's arithmetic. If several processes need a curve, one computes it, and the others
+    attack theta_I before they wait.
 
     In the folder `published` it is named by a hash of the suite's `version` in place of code and arithmetic, so that a
     curve of another machine is taken, too; `made_by` says who made a curve, by the name of its attack. Of nets only.
@@ -114,10 +115,16 @@ class KeptBaselines:
             with suppress(Inapplicable):  # too many images to have at once
                 self.places.append((published, f"{version} {about} {_digest(_shown(victim))} {net}"))
 
-    def __call__(self, name: str, beside: tuple[object, ...], attack: Callable[[], AttackCurve]) -> AttackCurve:
+    def __call__(
+        self,
+        name: str,
+        beside: tuple[object, ...],
+        attack: Callable[[], AttackCurve],
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> AttackCurve:
         """The curve of the attack `name`, which `attack` runs where no run has done so.
 
-        `beside` is what it depends on beside the baseline.
+        `beside` is what it depends on beside the baseline; `meanwhile` is done where another process is at it.
         """
         if not self.places:
             return attack()
@@ -128,7 +135,7 @@ class KeptBaselines:
             paths.append(root / f"{key}.pt")
         locks = paths[0].parent / ".locks"
         locks.mkdir(parents=True, exist_ok=True)
-        with files.locked(locks / paths[0].stem, wait=True):
+        with files.locked(locks / paths[0].stem, wait=True, meanwhile=meanwhile):
             found = {path: content for path in paths if (content := _read(path))}
             if found:
                 content = next(iter(found.values()))

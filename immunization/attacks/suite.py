@@ -4,7 +4,7 @@ import copy
 import logging
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 
 import torch
 from tqdm import tqdm
@@ -205,19 +205,27 @@ def _run(
     if kept and (curves := kept.get(name)) is not None:
         return curves
     run, shared = partial(attack.run, victim), kept.baselines if kept else None
-    with at("baseline"):
-        baseline = shared(name, attack.beside(victim), partial(run, "baseline")) if shared else run("baseline")
-    curves = {"baseline": baseline}
-    for stage in [] if attack.reference else victim.stages:
-        if untouched or (stage == "immunized" and victim.unchanged()):
-            curves[stage] = baseline
-        elif stage != "baseline":
+    stages = ("baseline",) if attack.reference else victim.stages
+
+    @cache
+    def others() -> dict[Stage, AttackCurve]:
+        """Those that are not the baseline's; before it where another process is at work on that one."""
+        found = {}
+        for stage in stages:
+            if stage == "baseline" or untouched or (stage == "immunized" and victim.unchanged()):
+                continue
             with at(stage):
                 try:
-                    curves[stage] = run(stage)
+                    found[stage] = run(stage)
                 except Inapplicable as error:  # applies to the baseline: there is nothing left to learn from
                     log.info("attack %s guesses on %s: %s", name, PLACES[stage], error)
-                    curves[stage] = AttackCurve.of_guessing(victim.task)
+                    found[stage] = AttackCurve.of_guessing(victim.task)
+        return found
+
+    attack_baseline = partial(run, "baseline")
+    with at("baseline"):
+        baseline = shared(name, attack.beside(victim), attack_baseline, others) if shared else attack_baseline()
+    curves = dict.fromkeys(("baseline", *stages), baseline) | others()
     if kept:
         kept.put(name, curves)
     return curves

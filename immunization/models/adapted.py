@@ -1,12 +1,13 @@
 """Nets of any library as nets of timm: features and classifier of whatever ends in a linear layer."""
 
 from collections import OrderedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from immunization.errors import ConfigError
-from immunization.models.fold import FOLD, Place, fold_into, recorded
+from immunization.models.fold import FOLD, READ, Place, fold_into, recorded
 
 BODY = "body."
 """Begins the names of an adapted net's modules."""
@@ -26,7 +27,7 @@ class Adapted(nn.Module):
         if FOLD in dict(net.get_submodule(parent).named_children()):
             layers = {"original": nn.Identity(), FOLD: net.get_submodule(f"{parent}.{FOLD}")}
             path, self.features = parent, nn.Sequential(OrderedDict(layers))
-        net.set_submodule(path, nn.Identity())
+        net.set_submodule(path, Passed(self.classifier))
         self.body, self.path = net, path
         self.pretrained_cfg = {"architecture": type(net).__name__, "input_size": tuple(images.shape[1:])}
 
@@ -49,6 +50,17 @@ class Adapted(nn.Module):
         if not isinstance(self.features, nn.Identity):
             fold_into(self.body, self.path, self.features.get_submodule(FOLD).weight, before=True)
         return self.body
+
+
+class Passed(nn.Identity):
+    """In a classifier's place: gives what it gets, and has what a forward may `READ` of the classifier."""
+
+    def __init__(self, classifier: nn.Linear) -> None:
+        super().__init__()
+        self.__dict__["of"] = classifier  # no submodule: its weights are `Adapted`'s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["of"], name) if name in READ else super().__getattr__(name)
 
 
 def check_net(what: str, net: object) -> None:

@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from immunization.errors import ConfigError
 
 FOLD = "immunization"  # how the map's layer is called in the net
+READ = ("weight", "bias", "in_features", "out_features")  # attributes of a classifier, for its dtype or sizes
 
 
 @contextmanager
@@ -122,13 +124,20 @@ def weight_of(theta: Tensor, place: Place) -> Tensor:
     return theta.T[:, :, None, None] if place.convolution else theta.T
 
 
+class Folded(nn.Sequential):
+    """A layer and the map folded into it; what a forward may `READ` of the layer is there, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(super().__getattr__("original"), name) if name in READ else super().__getattr__(name)
+
+
 def fold_into(net: nn.Module, name: str, weight: Tensor, before: bool = False) -> None:
     """Put a layer with `weight`, [D, D] or, a convolution's, [D, D, 1, 1], behind the module `name`, or `before` it."""
     size, like = len(weight), {"bias": False, "dtype": weight.dtype, "device": weight.device}
     layer = nn.Conv2d(size, size, 1, **like) if weight.ndim == 4 else nn.Linear(size, size, **like)
     layer.weight.data.copy_(weight)
     parts = [("original", net.get_submodule(name)), (FOLD, layer)]
-    chain = nn.Sequential(OrderedDict(reversed(parts) if before else parts))
+    chain = Folded(OrderedDict(reversed(parts) if before else parts))
     chain.training = layer.training = net.training
     net.set_submodule(name, chain)
 

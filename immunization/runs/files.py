@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -146,18 +146,24 @@ def read_archive(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def locked(path: Path, wait: bool = False) -> Iterator[bool]:
-    """Hold the file at `path`, or `wait`, or raise ConfigError; yields False on a file system without locks."""
+def locked(path: Path, wait: bool = False, meanwhile: Callable[[], object] = lambda: None) -> Iterator[bool]:
+    """Hold the file at `path`, or do something `meanwhile` and `wait`, or raise ConfigError.
+
+    Yields False on a file system without locks.
+    """
     from filelock import FileLock, Timeout  # loads asyncio, which nobody needs who only reads results
 
-    lock = FileLock(path, blocking=wait, fallback_to_soft=False)  # a soft lock would outlive a killed process
+    lock = FileLock(path, blocking=False, fallback_to_soft=False)  # a soft lock would outlive a killed process
     try:
         lock.acquire()
     except Timeout:
-        raise ConfigError(
-            f"{path.parent}: another process is at work in this run folder; wait for it, or choose another folder "
-            "with hydra.run.dir=..."
-        ) from None
+        if not wait:
+            raise ConfigError(
+                f"{path.parent}: another process is at work in this run folder; wait for it, or choose another folder "
+                "with hydra.run.dir=..."
+            ) from None
+        meanwhile()
+        lock.acquire(blocking=True)
     except OSError as error:
         log.warning("%s cannot be locked (%s): nothing keeps a second process out", path, error)
     try:

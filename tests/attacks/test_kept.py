@@ -5,6 +5,8 @@ import shutil
 import signal
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -185,6 +187,22 @@ def test_the_baseline_is_attacked_once_for_all_maps(tmp_path, stages):
     assert with_baselines(tmp_path, victim_of(other)) == alone
     assert "baseline" not in stages
     assert stages.count("immunized") == 2
+
+
+def test_theta_I_is_attacked_while_another_process_is_at_work_on_the_baseline(tmp_path, stages):
+    victim = victim_of(torch.diag(torch.tensor([1.0, 0.5, 0.3, 0.1], dtype=torch.float64)))
+    expected = with_baselines(tmp_path, victim)
+    for path in (tmp_path / "baselines").glob("*.pt"):
+        path.unlink()
+    stages.clear()
+    with ThreadPoolExecutor() as pool:
+        with ExitStack() as held:
+            for lock in (tmp_path / "baselines" / ".locks").iterdir():
+                held.enter_context(files.locked(lock))
+            found = pool.submit(with_baselines, tmp_path, victim)
+            wait_for(lambda: stages == ["immunized"])
+        assert found.result() == expected
+    assert stages == ["immunized", "baseline", "baseline", "immunized"]
 
 
 def test_a_kept_baseline_is_of_one_attack_and_one_task(tmp_path, stages, monkeypatch):

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.trains
 
 
 class Small(nn.Module):
-    """As torchvision's are: a chain, a flattening between modules, and a linear layer of another name."""
+    """A chain, a flattening between modules, and a linear layer of another name, whose dtype the forward reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Small(nn.Module):
         self.top = nn.Sequential(nn.Dropout(0.2), nn.Linear(16, 4))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.top(self.pool(self.block(self.stem(images))).flatten(1))
+        return self.top(self.pool(self.block(self.stem(images))).flatten(1).to(self.top[1].weight.dtype))
 
 
 @pytest.fixture
