@@ -89,20 +89,28 @@ def check_arguments(function: Callable[..., object], arguments: Mapping[str, obj
             check_value(f"{group}.{name}" if group else name, arguments[name], hint)
 
 
+def check_options(function: Callable[..., object], options: Mapping[str, object], group: str) -> None:
+    """`check_arguments`, and ConfigError for the first that is no optional argument of `function`."""
+    known = [name for name, own in inspect.signature(function).parameters.items() if own.default is not own.empty]
+    if unknown := [name for name in options if name not in known]:
+        raise ConfigError(f"there is no key {group}.{unknown[0]}; allowed here are {', '.join(known)}")
+    check_arguments(function, options, group)
+
+
 def check_value(key: str, value: object, hint: Hint) -> None:
     """Raise ConfigError unless `value` of the configuration's `key` is what `hint` says; nothing is converted."""
     from pydantic import ValidationError
 
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        value = _plain(value)
     try:
-        _validator(hint).validate_python(value)
+        _validator(hint).validate_python(_plain(value))
     except ValidationError:
         raise ConfigError(f"{key} must be {words(hint)}, not {value!r}") from None
 
 
 def _plain(value: object) -> object:
-    """Lists, also inside of others, as Python's: OmegaConf's are none to pydantic."""
+    """Lists, also inside of others, and mappings as Python's: OmegaConf's are none to pydantic."""
+    if isinstance(value, Mapping):
+        return dict(value)
     return list(map(_plain, value)) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
@@ -115,6 +123,8 @@ def words(hint: Hint) -> str:
         return "one of " + ", ".join(map(str, args))
     if origin is Sequence:
         return f"a list of which each is {words(args[0])}"
+    if origin is Mapping:
+        return "a mapping of keys to values"
     if origin is Annotated:
         return next((extra.documentation for extra in args if isinstance(extra, DocInfo)), None) or _range(*args)
     names = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
@@ -159,6 +169,8 @@ def _is_plain(hint: Hint) -> bool:
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType, Sequence):
         return all(map(_is_plain, args))
+    if origin is Mapping:
+        return args == (str, Any)
     return origin is Literal or (
         _is_plain(args[0]) if origin is Annotated else hint in (int, float, bool, str, NoneType)
     )

@@ -20,7 +20,7 @@ from immunization.checks import (
     NonNegative,
     Seed,
     Share,
-    check_value,
+    check_options,
     checked,
 )
 from immunization.data.images import ImagePair, ImageSplit, ImageTask, description
@@ -72,6 +72,7 @@ def image_folders(
             if kind in ("benign", "unseen"):
                 continue
             raise ConfigError(f"dataset.{kind}_root is not set: give the folder of the images, a folder per class")
+        check_options(open_task, options or {}, f"dataset.{kind}")
         for role, root in zip(roles_of(kind, [Path(root or "").name for root in roots]), roots, strict=True):
             tasks[role] = open_task(kind, root, val_fraction, test_fraction, split_seed, **(options or {}))
     if found := first_shared({role: task.folders or [task.splits["train"].identity] for role, task in tasks.items()}):
@@ -85,7 +86,9 @@ def image_folders(
             f"classes of its own, dataset.{kind_of(other)}.classes chooses them"
         )
     kept_roots = [keep_root] if isinstance(keep_root, str) else keep_root or []
-    kept = tuple(open_unlabeled(root, **own) for root, own in zip(kept_roots, _of_each(keep, kept_roots), strict=True))
+    for own in (of_each := _of_each(keep, kept_roots)):
+        check_options(open_unlabeled, own, "dataset.keep")
+    kept = tuple(open_unlabeled(root, **own) for root, own in zip(kept_roots, of_each, strict=True))
     held = {role: task.folders for role, task in tasks.items()}
     if found := first_shared({"keep": [folder for images in kept for folder in images.folders], **held}):
         _, role, shared = found
@@ -113,7 +116,6 @@ def _of_each(keep: Mapping[str, Any] | None, roots: Sequence[str]) -> list[dict[
 
 def open_unlabeled(root: str, classes: str | Sequence[str | int] | None = None, crop: Crop | None = None) -> ImageTask:
     """All images below `root`, or those in some of its class folders; raises ConfigError, DataError."""
-    check_value("dataset.keep.crop", crop, Crop | None)
     folder = Path(root).expanduser()
     if not folder.is_dir():
         raise DataError(f"dataset.keep_root: folder {folder.absolute()} not found; it must hold images")
@@ -141,7 +143,6 @@ def open_task(
     options: Mapping[str, Any] | None = None,
 ) -> ImageTask:
     """The task of one root; `role` is its kind, as the keys of the configuration have it."""
-    check_value(f"dataset.{role}.crop", crop, Crop | None)
     if outputs is not None and role != "primary":
         raise ConfigError(
             f"dataset.{role}.outputs: only the primary task has outputs of the model's head; leave it out"
@@ -214,7 +215,6 @@ def _chosen(
     key: str, classes: str | Sequence[str | int] | None, folders: tuple[str, ...], least: int = 2
 ) -> tuple[str, ...]:
     """`least` or more of the class `folders`: all for None, `a:b` of their order, or a list of names and places."""
-    check_value(key, classes, str | Sequence[str | int] | None)
     if classes is None:
         chosen = list(folders)
     elif isinstance(classes, str):

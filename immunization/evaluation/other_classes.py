@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from immunization.checks import Component
-from immunization.data.image_folders import open_task
+from immunization.data.image_folders import Crop, open_task
 from immunization.data.images import ImageTask
 from immunization.errors import ConfigError, DataError
 from immunization.evaluation.comparison import Comparison
@@ -39,7 +39,7 @@ class OtherClasses(Component, group="evaluation.other_classes"):
 
     root: str | None = None
     classes: str | Sequence[str | int] | None = None
-    crop: str | None = None
+    crop: Crop | None = None
     outputs: str | None = None
     enlarged: bool = False
 

@@ -109,11 +109,14 @@ def test_folders_that_are_missing_or_disagree(tmp_path):
         ({"train": "val"}, r"harmful\.train=val and dataset\.harmful\.test=val are the same images"),
         ({"test": "training"}, r"harmful\.train=train and dataset\.harmful\.test=training are the same images"),
         ({"classes": "0:1"}, r"harmful\.classes=0:1: at least two different classes"),
+        (5, "dataset.harmful must be a mapping of keys to values, or null, not 5"),
+        ({"tests": "val"}, "there is no key dataset.harmful.tests; allowed here are source, train, test, classes, "),
+        ({"train": 5}, "dataset.harmful.train must be text, not 5"),
         ({"train": "one", "test": "none"}, r"harmful\.classes=null: at least two different classes"),
     ],
     ids=str,
 )
-def test_splits_that_would_be_the_same_or_hold_one_class(tmp_path, options, message):
+def test_options_of_a_task_that_are_none_or_leave_one_split_or_class(tmp_path, options, message):
     folders = draw_folder(tmp_path / "p", 4, 6, 2, 0), draw_folder(tmp_path / "h", 3, 6, 2, 1)
     (folders[1] / "training").symlink_to(folders[1] / "train")
     (folders[1] / "one/class0").mkdir(parents=True)
