@@ -133,6 +133,7 @@ def shuffled_parts(y: Tensor, val: int, test: int | None) -> dict[str, Tensor]:
 
     None for `test`: none. Of each class at least one row is for training. Targets of a regression are no classes.
     """
+    y = y.cpu()  # where the order is drawn
     place, order = torch.arange(len(y)), torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
     classes = not y.is_floating_point()
     if classes:

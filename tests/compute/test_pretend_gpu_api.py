@@ -77,7 +77,7 @@ def test_immunize(net, on_cpu, how, model, data):
 
 @pytest.mark.parametrize(
     ("model", "data"),
-    [pytest.param(*places, marks=[] if places == ("cuda", "cpu") else pytest.mark.slow) for places in PLACES],
+    [pytest.param(*places, marks=[] if places == ("cuda", "cuda") else pytest.mark.slow) for places in PLACES],
 )
 def test_audit_of_a_linear_map(model, data):
     theta = torch.randn(8, 8, dtype=torch.float64)
