@@ -114,7 +114,7 @@ def test_the_net_of_the_digits(damage, tmp_path, capsys, count):
     options = ["experiment=digits_deep", *QUICK[:1], *QUICK[2:], f"model.cache={tmp_path / 'c'}", "model.fit_epochs=1"]
     options += ["method=identity"]
     first = run(options, folder=tmp_path / "first")
-    (path,) = (tmp_path / "c").iterdir()
+    (path,) = (tmp_path / "c").glob("*.safetensors")
     damage(path)
     assert run(options, folder=tmp_path / "again").metrics == first.metrics
     assert "the net is fitted again" in capsys.readouterr().err
