@@ -25,6 +25,7 @@ from immunization.evaluation.convergence import faster
 from immunization.evaluation.primary import head_at_chance
 from immunization.experiment import Experiment, resolve
 from immunization.models import Linear, Model, Timm
+from immunization.models.activations import take
 from immunization.models.adapted import BODY, Adapted, check_net, is_of_timm
 from immunization.models.fold import LinearMap, folded_map, unfold
 from immunization.models.weights import TOLERANCE, exported, facts_of, load, restore, rounding_flag
@@ -43,6 +44,7 @@ __all__ = ["audit", "immunize", "load", "save"]
 @explaining()
 @machine.full_precision()
 @randomness.isolated_rng()
+@torch.enable_grad()
 def immunize(
     model: nn.Module,
     primary_loader: Loader,
@@ -74,6 +76,9 @@ def immunize(
     the outputs, as behind a classifier whose weight is computed from others, and DataError.
     """
     check_value("seed", seed, Seed)
+    check_value("trainable", trainable, str | Sequence[str])
+    if not trainable:
+        raise ConfigError("immunize: trainable is empty; name modules of the model, or last")
     torch.manual_seed(seed)
     experiment = _configured(method, scheduler, options)
     solver = experiment.method()
@@ -92,8 +97,10 @@ def immunize(
     like = _precise(next(net.parameters()))
     inputs = loaders["primary"].first()
     outputs = _outputs(net, inputs)
-    base = _images(copy.deepcopy(net), like, "fold" if solver.folds else trainable)
+    base = _images(copy.deepcopy(net), like, inputs, "fold" if solver.folds else trainable)
     trained, pair = base.read_loaders(loaders, solver.folds)
+    if not solver.folds:
+        _check_graph(trained, pair)
     single = [loader.name for loader in loaders.values() if loader.smallest < 2]
     if single and augmented and not solver.folds:
         raise ConfigError(f"immunize: {single[0]} gives a batch of one row, which has no spectrum: set drop_last=True")
@@ -114,14 +121,14 @@ def immunize(
     tensors, facts = exported(trained, pair.primary)
     doubts = [reason for reason in (_easier(trained, pair), untrained) if reason]
     for reason in filter(None, (*doubts, rounding_flag(facts))):
-        warnings.warn(f"immunize: {reason}", stacklevel=5)  # that of the caller, above three decorators
+        warnings.warn(f"immunize: {reason}", stacklevel=6)  # that of the caller, above four decorators
     net = restore(net, tensors, facts)
     immunized = net.released() if isinstance(net, Adapted) else net
     if solver.folds:
         _check_outputs(outputs, _outputs(immunized, inputs), facts["rounding"])
     wanted = {name: p.requires_grad for name, p in model.named_parameters()}
     for name, p in immunized.named_parameters():
-        p.requires_grad_(wanted.get(name, True))
+        p.requires_grad_(wanted.get(name.replace(".original.", "."), wanted.get(name, True)))
     made = model_card.recipe(method, experiment.settings["method"], seed)
     immunized.immunized_by = made | {"rounding": facts.get("rounding"), "doubts": doubts}
     return immunized
@@ -136,7 +143,10 @@ def save(model: nn.Module, folder: str | Path, result: Result | None = None, **a
     """
     check_net("save: the model", model)
     facts, folder = facts_of(model, arguments), Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ConfigError(f"save: {folder} is a file; give a folder") from None
     files.write_weights(folder / WEIGHTS, model.state_dict(), facts)
     files.write(folder / CONFIG_OF_NET, json.dumps(facts, indent=2) + "\n")
     model_card.write(folder, facts, facts["immunized_by"], result)
@@ -146,6 +156,7 @@ def save(model: nn.Module, folder: str | Path, result: Result | None = None, **a
 @explaining()
 @machine.full_precision()
 @randomness.isolated_rng()
+@torch.enable_grad()
 def audit(
     model: nn.Module,
     primary_loader: Loaders | None = None,
@@ -212,7 +223,8 @@ def audit(
         if folded_map(net) is not None:
             like = like.double()  # what the map spreads over many orders of magnitude is measured as it is
         audited, before = (
-            _images(one, like) for one in (net, _before(net) if reference is None else _copy(reference, loaders))
+            _images(one, like, next(iter(loaders.values())).first())
+            for one in (net, _before(net) if reference is None else _copy(reference, loaders))
         )
         audited.compare_with(before)
         _, pair = audited.read_loaders(loaders, False, test=True)
@@ -240,7 +252,7 @@ def _configured(method: str, scheduler: str, options: dict[str, Any]) -> Experim
             own = [f"{other}__{key}" for other in ("optimizer", "scheduler") if key in (config[other] or {})]
             meant = f"; did you mean {' or '.join(own)}" if own else ""
             raise ConfigError(f"immunize: {method} has no option {key!r}{meant}; there are {known or 'none'}")
-        OmegaConf.update(config, f"{group}.{name}", value)
+        OmegaConf.update(config, f"{group}.{name}", list(value) if isinstance(value, tuple) else value)
     if "precondition" in config.method and "precondition" not in options:
         config.method.precondition = "none"
     return resolve(config)
@@ -276,7 +288,27 @@ def _copy(model: nn.Module, loaders: dict[str, LabeledBatches]) -> nn.Module:
             f"the model cannot be copied ({' '.join(str(error).split())[:120]}): make its weights plain parameters, "
             "by torch.nn.utils.remove_weight_norm or torch.nn.utils.prune.remove"
         ) from error
-    return model if is_of_timm(model) else Adapted(model, next(iter(loaders.values())).first())
+    inputs = next(iter(loaders.values())).first()
+    if not is_of_timm(model):
+        return Adapted(model, inputs)
+    with torch.no_grad(), suppress(RuntimeError, AssertionError):  # which reading the loaders explains
+        x = inputs[:2].to(next(model.eval().parameters()))
+        if not torch.allclose(model(x), model.forward_head(model.forward_features(x)), rtol=1e-3, equal_nan=True):
+            raise ConfigError(
+                f"the forward of this {type(model).__name__} is not timm's forward_head(forward_features(x)): wrap the "
+                "model in torch.nn.Sequential, so that it is taken as a whole"
+            )
+    return model
+
+
+def _check_graph(model: Model, pair: TaskPair) -> None:
+    """Raise ConfigError where features have no gradients, as behind a torch.no_grad() in the forward."""
+    x = take(pair.harmful.train.x, torch.arange(2))
+    if model.trained() and not model.training_features(x).requires_grad:
+        raise ConfigError(
+            f"immunize: features of {model.name} have no gradients: its forward computes them without; let it, or take "
+            "closed_form or learning_curve"
+        )
 
 
 @torch.no_grad()
@@ -300,11 +332,12 @@ def _precise(weights: Tensor) -> Tensor:
     return weights.float() if weights.dtype.itemsize < 4 else weights
 
 
-def _images(net: nn.Module, like: Tensor, trainable: str | Sequence[str] = "last") -> Timm:
-    """`net` as a model that reads images from a loader, in the dtype of `like`."""
+def _images(net: nn.Module, like: Tensor, inputs: Tensor, trainable: str | Sequence[str] = "last") -> Timm:
+    """`net` as a model that reads images such as `inputs` from a loader, in the dtype of `like`."""
     if isinstance(net, Adapted) and trainable not in ("last", "fold"):
         trainable = [f"{BODY}{name}" for name in ([trainable] if isinstance(trainable, str) else trainable)]
-    images = ImagePair("loaders", {}, cache=None).to(like.device, like.dtype)
+    square = inputs.ndim == 4 and inputs.shape[2] == inputs.shape[3] and not isinstance(net, Adapted)
+    images = ImagePair("loaders", {}, cache=None, size=inputs.shape[3] if square else None).to(like.device, like.dtype)
     return Timm(images, trainable=trainable, net=net)
 
 

@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -36,6 +37,9 @@ AFTERWARDS = "what was trained is kept: measure it with immunize=false device=cp
 
 @explaining()
 @machine.full_precision()
+@machine.same_threads()
+@randomness.isolated_rng()
+@torch.enable_grad()
 def run(
     config: DictConfig | Iterable[str] = (),
     folder: str | Path | None = None,
@@ -53,6 +57,8 @@ def run(
     Raises KeyboardInterrupt on Ctrl-C and Preempted, an exit with code 143, on SIGTERM, both after a checkpoint.
     """
     if not isinstance(config, DictConfig):
+        if config is None:
+            raise ConfigError("run: give a list of overrides, such as ['method=closed_form']")
         overrides = config if isinstance(config, str) else list(config)
         config = compose(overrides)
     elif overrides is not None:

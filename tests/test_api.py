@@ -453,3 +453,34 @@ def test_batches_are_no_larger_than_the_data_and_grouped_by_shots(net, monkeypat
     immunization.immunize(net, *few, "condition_number", trainable="layer4", epochs=1)
     immunization.immunize(net, *few, "forget_blocks", trainable="layer4", epochs=1, batch_size=12, shots=3)
     assert made == [(18, 1), (12, 3)]
+
+
+def test_a_label_that_the_first_pass_did_not_give_is_refused():
+    class Drawn:
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            for x, y in loader(3, 1):
+                keep = (y != 1) | torch.tensor(self.passes > 1)
+                yield x[keep], y[keep]
+
+    options = {"epochs": 2, "augmented": True}
+    with pytest.raises(DataError, match="harmful_loader gives label 1, which it did not give when it was first read"):
+        immunization.immunize(rows_net(), loader(4, 0), Drawn(), "condition_number", **options)
+
+
+def test_images_that_hold_nan_are_refused():
+    broken = [(x.clone(), y) for x, y in loader(3, 1)]
+    broken[0][0][0] = torch.nan
+    with pytest.raises(DataError, match="harmful_loader gives inputs that hold NaN or infinity"):
+        immunization.immunize(rows_net(), loader(4, 0), broken, "closed_form")
+
+
+def test_a_run_leaves_random_numbers_and_threads_as_they_were(tmp_path):
+    torch.manual_seed(5)
+    before, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    with torch.no_grad():
+        immunization.run(["tracker=none", "figures=false", "method.epochs=1", "threads=2"], folder=tmp_path, quiet=True)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.get_num_threads() == threads

@@ -115,4 +115,14 @@ def choose_threads(choice: int | None, dim: int | None) -> None:
     set_threads(choice or (1 if dim is not None and dim <= SMALL else most))
 
 
+@contextmanager
+def same_threads() -> Iterator[None]:
+    """Inside, the number of threads may change; afterwards it is what it was."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        set_threads(before)
+
+
 _libraries = cache(ThreadpoolController)  # of this process, which take 5 ms to find

@@ -77,6 +77,8 @@ class LabeledBatches:
                 )
             if not x.is_floating_point():
                 raise DataError(f"{self.name} gives inputs of {x.dtype}; preprocess them to floats as the model wants")
+            if not x.isfinite().all():
+                raise DataError(f"{self.name} gives inputs that hold NaN or infinity")
             if self.classes and (y.is_floating_point() or y.is_complex()):
                 raise DataError(f"{self.name} gives labels of {y.dtype}; class labels must be integers")
             if shape not in (None, x.shape[1:]):

@@ -1,6 +1,7 @@
 """Nets of any library as nets of timm: features and classifier of whatever ends in a linear layer."""
 
 from collections import OrderedDict
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ class Adapted(nn.Module):
 
     def __init__(self, net: nn.Module, images: Tensor) -> None:
         super().__init__()
-        path = last_linear(net, images)
+        path, expected = last_linear(net, images), _of_two(net, images)
         self.classifier: nn.Linear = net.get_submodule(path)
         self.features: nn.Module = nn.Identity()
         parent = path.rpartition(".")[0]
@@ -30,12 +31,20 @@ class Adapted(nn.Module):
         net.set_submodule(path, Passed(self.classifier))
         self.body, self.path = net, path
         self.pretrained_cfg = {"architecture": type(net).__name__, "input_size": tuple(images.shape[1:])}
+        with suppress(RuntimeError):
+            found = _of_two(self, images)
+            if found.dtype == expected.dtype and torch.allclose(found, expected, rtol=1e-3, equal_nan=True):
+                return
+        raise ConfigError(
+            f"{type(net).__name__} does not return what its classifier {path} gives: its forward changes the outputs, "
+            "or their dtype, or has the classifier under a second name; let it return them as they are"
+        )
 
     def get_classifier(self) -> nn.Module:
         return self.classifier
 
     def forward_features(self, x: Tensor) -> Tensor:
-        return self.body(x)
+        return self.body(x.clone())  # a forward may write into what it gets
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         x = self.features(x)
@@ -71,12 +80,21 @@ def check_net(what: str, net: object) -> None:
         raise ConfigError(f"{what} was made by torch.compile: give the net itself (._orig_mod) and compile the result")
     if isinstance(net, torch.jit.ScriptModule):
         raise ConfigError(f"{what} is TorchScript: give the nn.Module it was made from")
-    if next(net.parameters(), None) is None:
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in net.parameters() if p.is_floating_point()})
+    if not dtypes:
         raise ConfigError(f"{what}, a {type(net).__name__}, has no weights: give a net with a linear classifier")
+    if len(dtypes) > 1:
+        raise ConfigError(f"{what} has weights of {' and '.join(dtypes)}; give it in one dtype, as net.float() does")
 
 
 def is_of_timm(net: nn.Module) -> bool:
     return all(hasattr(net, name) for name in ("forward_features", "forward_head", "get_classifier"))
+
+
+@torch.no_grad()
+def _of_two(net: nn.Module, images: Tensor) -> Tensor:
+    """Outputs of the first two images in eval mode, in which the net stays."""
+    return net.eval()(images[:2].clone().to(next(net.parameters())))
 
 
 @torch.no_grad()
@@ -86,7 +104,7 @@ def last_linear(net: nn.Module, images: Tensor) -> str:
     kind, training = type(net).__name__, net.training
     try:
         with recorded(linear) as outputs:
-            found = net.eval()(images[:2].to(next(net.parameters())))
+            found = net.eval()(images[:2].clone().to(next(net.parameters())))
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
         shape = tuple(images.shape[1:])
         raise ConfigError(

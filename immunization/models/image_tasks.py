@@ -87,7 +87,11 @@ class ImageReader(Model):
 
     def _own(self, role: str, labels: Tensor) -> Tensor:
         """The task's own labels of a loader's, on the device of the net."""
-        return self.order[role][labels.cpu()].to(self.head.weight.device, non_blocking=True)
+        order, labels = self.order[role], labels.cpu()
+        own = order[labels.clamp(max=len(order) - 1)]
+        if len(new := labels[(labels >= len(order)) | (own < 0)]):
+            raise DataError(f"{role}_loader gives label {int(new[0])}, which it did not give when it was first read")
+        return own.to(self.head.weight.device, non_blocking=True)
 
     def _read_split(self, role: str, split: str, weights: Mapping[str, str]) -> tuple[Tensor | Stream, Activations]:
         """What the trained part (or a folded map) reads of one split, and its features before immunization."""
@@ -294,7 +298,7 @@ class ImageReader(Model):
         present, y = y.unique(return_inverse=True)
         if len(present) < 2:
             raise DataError(f"immunize: {role}_loader holds only one class; at least two are needed")
-        self.order[role] = torch.zeros(int(present.max()) + 1, dtype=torch.long)
+        self.order[role] = torch.full((int(present.max()) + 1,), -1)
         self.order[role][present.cpu()] = torch.arange(len(present))
         parts = loader.parts(y.cpu(), 5, 5) if test else loader.parts(y.cpu(), 10, None)
         if features:

@@ -293,7 +293,7 @@ def facts_of(net: nn.Module, arguments: Mapping[str, Any]) -> Facts:
     facts |= {"weights": "the caller's own", "license": None, "computed_in": "float64"}
     facts["dtype"] = name_of(next(net.parameters()).dtype)
     facts |= fold_of(tensors) | {"immunized_by": getattr(net, "immunized_by", None)}
-    if not is_of_timm(net):
+    if not is_of_timm(net) or "architecture" not in (getattr(net, "pretrained_cfg", None) or {}):
         return facts | {"stripped_by": "replacing the classifier"} if "fold" in facts else facts
     facts |= {"architecture": net.pretrained_cfg["architecture"], "data_config": data_config(net), "timm": True}
     facts["arguments"] = known_arguments(net) | dict(arguments)

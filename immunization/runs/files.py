@@ -70,7 +70,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """Write a safetensors file in one step, a SHA-256 of everything in it in its header; equal content, equal bytes."""
     from safetensors.torch import save
 
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    tensors, places = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, set()
+    for name, tensor in tensors.items():
+        if (place := tensor.untyped_storage().data_ptr()) in places:  # tied weights, which safetensors refuses
+            tensors[name] = tensor.clone()
+        places.add(place)
     header, body = _split(save(tensors, dict(metadata or {})))
     header.setdefault("__metadata__", {})[_KEY] = _digest(header, body)
     text = _canonical(header)

@@ -1,6 +1,9 @@
 """Nets of other libraries than timm."""
 
+import copy
+
 import pytest
+import timm
 import torch
 from helpers.images import loader
 from torch import nn
@@ -93,3 +96,81 @@ def test_mistakes_are_named(net):
         immunization.immunize(net, [(torch.randn(4, 2, 8, 8), torch.arange(4))], pairs[1])
     with pytest.raises(ConfigError, match=r"the model must be an nn\.Module, not str"):
         immunization.immunize("resnet18", *pairs)
+
+
+class Shifted(Small):
+    """A net that writes into its input, or not."""
+
+    inplace = True
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.inplace:
+            images -= 0.5
+            return super().forward(images)
+        return super().forward(images - 0.5)
+
+
+def test_a_forward_that_writes_into_its_input_changes_no_measure():
+    found = []
+    for inplace in (False, True):
+        net = Shifted()
+        net.inplace = inplace
+        batches = [(x.clone(), y) for x, y in loader(4, 0)]
+        found.append(
+            immunization.audit(net, batches, loader(3, 1), copy.deepcopy(net), attacks="whitened_probe").metrics
+        )
+        assert all(torch.equal(x, own) for (x, _), (own, _) in zip(batches, loader(4, 0), strict=True))
+    assert found[0] == found[1]
+
+
+def test_a_transformer_of_another_image_size():
+    net = timm.create_model("test_vit", img_size=32, num_classes=4)
+    immunized = immunization.immunize(net, loader(4, 0, size=32), loader(3, 1, size=32), "closed_form", ridge=1e-3)
+    immunization.audit(immunized, loader(4, 0, size=32), loader(3, 1, size=32), net, attacks="whitened_probe")
+
+
+def test_features_without_a_graph_and_several_dtypes_are_named():
+    net = Small()
+    net.block.register_forward_hook(lambda module, x, output: output.detach())
+    with pytest.raises(
+        ConfigError, match=r"features of Small have no gradients: .* take closed_form or learning_curve"
+    ):
+        immunization.immunize(net, loader(4, 0), loader(3, 1), "condition_number", trainable="stem", epochs=1)
+    net = Small()
+    net.stem.half()
+    with pytest.raises(ConfigError, match="has weights of float16 and float32; give it in one dtype"):
+        immunization.immunize(net, loader(4, 0), loader(3, 1))
+
+
+class Scaled(Small):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(images)
+        logits *= 0.05
+        return logits
+
+
+class Cast(Small):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return super().forward(images).double()
+
+
+@pytest.mark.parametrize("kind", [Scaled, Cast])
+def test_a_net_that_changes_what_its_classifier_gives_is_refused(kind, images):
+    with pytest.raises(ConfigError, match=r"does not return what its classifier top\.1 gives"):
+        Adapted(kind(), images)
+
+
+def test_a_net_of_timm_with_a_forward_of_its_own_is_to_be_wrapped():
+    net = timm.create_model("test_resnet", num_classes=4)
+    net.register_forward_pre_hook(lambda module, x: (x[0] / 2 + 1,))
+    with pytest.raises(ConfigError, match=r"not timm's forward_head\(forward_features\(x\)\): wrap the model"):
+        immunization.audit(net, loader(4, 0), loader(3, 1))
+    immunization.immunize(nn.Sequential(net), loader(4, 0), loader(3, 1), "closed_form", ridge=1e-3)
+
+
+def test_weights_in_two_places_are_saved(images, tmp_path):
+    net = Small()
+    net.again = net.block
+    immunized = immunization.immunize(net, loader(4, 0), loader(3, 1), "closed_form", ridge=1e-3)
+    immunization.save(immunized, tmp_path)
+    assert torch.equal(immunization.load(tmp_path, net)(images), immunized(images))
