@@ -26,7 +26,7 @@ from immunization.evaluation.primary import head_at_chance
 from immunization.experiment import Experiment, resolve
 from immunization.models import Linear, Model, Timm
 from immunization.models.activations import take
-from immunization.models.adapted import BODY, Adapted, check_net, is_of_timm
+from immunization.models.adapted import BODY, Adapted, agree, check_net, is_of_timm
 from immunization.models.fold import LinearMap, folded_map, unfold
 from immunization.models.weights import TOLERANCE, exported, facts_of, load, restore, rounding_flag
 from immunization.results import model_card
@@ -293,7 +293,7 @@ def _copy(model: nn.Module, loaders: dict[str, LabeledBatches]) -> nn.Module:
         return Adapted(model, inputs)
     with torch.no_grad(), suppress(RuntimeError, AssertionError):  # which reading the loaders explains
         x = inputs[:2].to(next(model.eval().parameters()))
-        if not torch.allclose(model(x), model.forward_head(model.forward_features(x)), rtol=1e-3, equal_nan=True):
+        if not agree(model(x), model.forward_head(model.forward_features(x))):
             raise ConfigError(
                 f"the forward of this {type(model).__name__} is not timm's forward_head(forward_features(x)): wrap the "
                 "model in torch.nn.Sequential, so that it is taken as a whole"
