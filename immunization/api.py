@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from immunization.checks import Seed, check_value
 from immunization.compute import machine, randomness
+from immunization.compute.transfer import onto
 from immunization.config import compose
 from immunization.data.images import ImagePair
 from immunization.data.loaders import LabeledBatches, Loader, Loaders, rows_of_loader
@@ -303,7 +304,7 @@ def _copy(model: nn.Module, loaders: dict[str, LabeledBatches]) -> nn.Module:
 
 def _check_graph(model: Model, pair: TaskPair) -> None:
     """Raise ConfigError where features have no gradients, as behind a torch.no_grad() in the forward."""
-    x = take(pair.harmful.train.x, torch.arange(2))
+    x = onto(take(pair.harmful.train.x, torch.arange(2)), model.head.weight)
     if model.trained() and not model.training_features(x).requires_grad:
         raise ConfigError(
             f"immunize: features of {model.name} have no gradients: its forward computes them without; let it, or take "

@@ -16,6 +16,7 @@ import immunization
 from immunization import Result, data, run
 from immunization.config import CONF, compose
 from immunization.errors import DataError
+from immunization.experiment import assemble
 from immunization.runs.tracker import history
 from immunization.theory import spectrum
 
@@ -99,16 +100,21 @@ def test_environment(done):
     assert {"time", "command", "git", "python", "packages", "threads"} <= set(environment)
 
 
-def test_threads_are_of_torch_and_every_other_blas_has_one(tmp_path, no_figures):
-    before = torch.get_num_threads()
-    try:
-        with threadpool_limits(2, user_api="blas"):
-            assert {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"} == {2}
-            run([*SMALL, "threads=2"], tmp_path)
-            assert {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"} == {1}
-            assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+def test_threads_are_of_torch_and_every_other_blas_has_one(tmp_path, no_figures, monkeypatch):
+    def of_blas() -> set[int]:
+        return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
+
+    def assembled(experiment, taken=assemble):
+        parts = taken(experiment)
+        seen.append((torch.get_num_threads(), of_blas()))
+        return parts
+
+    seen: list[tuple[int, set[int]]] = []
+    monkeypatch.setattr("immunization.runner.assemble", assembled)
+    with threadpool_limits(2, user_api="blas"):
+        assert of_blas() == {2}
+        run([*SMALL, "threads=2"], tmp_path)
+    assert seen == [(2, {1})]
 
 
 def test_history_has_every_term_at_every_logged_step(done):
