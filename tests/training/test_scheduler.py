@@ -224,7 +224,7 @@ def torchs(name: str, **arguments: object) -> dict:
             {"_target_": "torch.nn.Identity", "_partial_": True},
             "torch.nn.Identity: not one of torch.optim.lr_scheduler",
         ),
-        ({"T_max": 1.0}, "scheduler._target_=None"),
+        ({"T_max": 1.0}, "scheduler names no class: choose scheduler=<option>"),
         (
             torchs("lr_scheduler.SequentialLR", milestones=[5], schedulers=["cosine", "linear"]),
             "scheduler.schedulers[0]='cosine': a scheduler is a mapping",
