@@ -264,7 +264,8 @@ def first_with(units: Sequence[tuple[str, Unit]], trained: set[nn.Parameter]) ->
 def units_of(net: nn.Module, input_size: Sequence[int]) -> list[tuple[str, Unit]]:
     """The parts that `forward_features` applies one after another, checked on an image.
 
-    Children in the order in which they run (a ViT's `pos_drop` for `_pos_embed`), Sequential ones apart; else one unit.
+    Children in the order in which they run (a ViT's `pos_drop` for `_pos_embed`), Sequential ones apart; else one unit,
+    as where one writes into images or, with weights, into activations, which may be kept.
     """
     like = next(net.parameters(), None)
     if like is None:
@@ -279,10 +280,12 @@ def units_of(net: nn.Module, input_size: Sequence[int]) -> list[tuple[str, Unit]
         else:
             units += _chain(name, net.get_submodule(name))
     try:
-        x = image
+        x, kept = image, True
         for _, unit in units:
+            before, written = x, x._version
             x = unit(x)
-        if torch.equal(x, expected):
+            kept &= before._version == written or (before is not image and not parameters(unit))
+        if kept and torch.equal(x, expected):
             return units
     except (RuntimeError, TypeError, ValueError, AttributeError):
         pass

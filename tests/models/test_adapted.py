@@ -11,6 +11,7 @@ from torch import nn
 import immunization
 from immunization import ConfigError
 from immunization.models.adapted import Adapted, last_linear
+from immunization.models.chain import units_of
 from immunization.models.fold import folded_map
 
 pytestmark = pytest.mark.trains
@@ -121,6 +122,16 @@ def test_a_forward_that_writes_into_its_input_changes_no_measure():
         )
         assert all(torch.equal(x, own) for (x, _), (own, _) in zip(batches, loader(4, 0), strict=True))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("first", [nn.ReLU(inplace=True), nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(3, 3, 1))])
+def test_a_chain_that_writes_into_its_input_leaves_it_alone(first, images):
+    net = Adapted(nn.Sequential(first, nn.Flatten(), nn.Linear(images[0].numel(), 4), nn.Linear(4, 3)), images)
+    before = images.clone()
+    x = images
+    for _, unit in units_of(net, images.shape[1:]):
+        x = unit(x)
+    assert torch.equal(images, before)
 
 
 def test_a_transformer_of_another_image_size():
