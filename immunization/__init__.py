@@ -3,6 +3,7 @@
 from importlib import import_module
 
 _LAZY = {
+    "UserError": "immunization.errors",
     "ConfigError": "immunization.errors",
     "DataError": "immunization.errors",
     "audit": "immunization.api",
