@@ -330,3 +330,9 @@ def data_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data at {folder}: set IMMUNIZATION_DATA to the folder that holds it")
     return folder
+
+
+@pytest.fixture(scope="session")
+def real_images(data_dir, tmp_path_factory) -> list[str]:
+    """Options of a run on real images, whose activations tests of one process share: they take minutes."""
+    return [f"data_root={data_dir}", f"dataset.cache={tmp_path_factory.mktemp('activations')}"]
