@@ -50,6 +50,8 @@ def tracked_config(reference: str) -> dict[str, Any]:
     if not isinstance(config.get("method"), dict) or "dataset" not in config:
         raise DataError(f"{KEY}{reference}: that run is none of immunization, its configuration has no method and data")
     config["method"].pop("name", None)  # was added for grouping
+    if order := config.pop("attack_order", []):  # was added, too
+        config["attack"] = {name: config["attack"][name] for name in order}
     return unspelled({key: value for key, value in config.items() if not key.startswith("_") and "." not in key})
 
 
