@@ -71,7 +71,7 @@ def test_linear_models_are_bit_for_bit_what_they_are_without_a_bound():
 @pytest.mark.parametrize("experiment", ["resnet18_cars_small", "vit_cars_small"])
 def test_real_nets_survive_deployment_and_stay_immunized(experiment, real_images, tmp_path):
     """The bars of the default, on whole nets: docs/results/precision.md."""
-    options = [f"experiment={experiment}", *real_images, "evaluation=[primary,learning_curves,deployment]"]
+    options = [f"experiment={experiment}", *real_images, "evaluation=[own_head,learning_curves,deployment]"]
     metrics = run(options, tmp_path / "run").metrics
     for form, points in (("float32", 0), ("float16", 1), ("bfloat16", 1), ("int8", 3)):
         lost = metrics[f"deployment/accuracy_{form}_baseline"] - metrics[f"deployment/accuracy_{form}"]

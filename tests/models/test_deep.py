@@ -100,7 +100,7 @@ def test_faster_steps_train_the_same_net_and_change_no_measure(tmp_path, net, tr
 @pytest.mark.slow
 def test_real_weights_and_images(real_images, tmp_path):
     """ResNet18, ten ImageNet classes, 80 classes of cars: the figures that the design measured beforehand."""
-    common = ["experiment=resnet18_cars_small", *real_images, "evaluation=[rir,primary,learning_curves]"]
+    common = ["experiment=resnet18_cars_small", *real_images, "evaluation=[rir,own_head,learning_curves]"]
     best = run([*common, "method=closed_form"], tmp_path / "closed_form")
     assert best.metrics["primary/head_accuracy_baseline"] == pytest.approx(0.638)
     assert best.metrics["primary/changed_predictions"] == 0
