@@ -205,7 +205,7 @@ def audit(
         name, _, option = key.partition("__")
         if name not in config.attack or option not in config.attack[name]:
             raise ConfigError(f"audit: no option {key!r}; write <attack>__<key>, with {', '.join(config.attack)}")
-        OmegaConf.update(config, f"attack.{name}.{option}", value)
+        OmegaConf.update(config, f"attack.{name}.{option}", list(value) if isinstance(value, tuple) else value)
     experiment = resolve(config)
     audited: Model
     if isinstance(model, LinearMap):

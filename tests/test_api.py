@@ -339,7 +339,7 @@ def test_an_audit_of_a_folded_net(net):
     data = loader(4, 1), loader(3, 2)
     immune = immunization.immunize(net, *data, epochs=60, optimizer__lr=3e-2)
     attacks = ["linear_probe", "undo", "closed_form_probe", "full_finetune"]
-    options = {"linear_probe__steps": 64, "undo__steps": 64, "full_finetune__steps": 2, "full_finetune__rates": [0.01]}
+    options = {"linear_probe__steps": 64, "undo__steps": 64, "full_finetune__steps": 2, "full_finetune__rates": (0.01,)}
     result = immunization.audit(immune, *data, attacks=attacks, **options)
     assert result.metrics["attack/linear_probe/steps_ratio"] > 2
     assert result.metrics["attack/undo/steps"] == result.metrics["attack/undo/steps_baseline"]

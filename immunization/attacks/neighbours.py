@@ -14,7 +14,7 @@ from immunization.data.task import SPLITS
 
 
 class Neighbours(Attack, group="attack.neighbours", without=["steps"]):
-    """A vote of the k nearest training rows, of features of length 1; k = 0 is the nearest mean of a class.
+    """A vote of the k nearest training rows, of centered features of length 1; k = 0 is the nearest mean of a class.
 
     The best k on the validation split is used. Classes only.
     """

@@ -56,7 +56,8 @@ class Selectivity(Component, group="evaluation.selectivity"):
         kept = model.kept()
         others = [comparison.tasks["primary"].train.x, *([] if kept is None else [kept])]
         found = [self._inputs(model, layers, x) for x in (others, [comparison.tasks["harmful"].train.x])]
-        for name, layer in layers.items():
+        for name in list(found[0]):
+            layer = layers[name]
             names = [f"selectivity/{name}/{what}" for what in ("lost", "switched")]
             rows = [_halves(inputs.pop(name)) for inputs in found]
             (own, own_held), (bad, bad_held) = ([selectivity.covariance(half) for half in x] for x in rows)
@@ -91,7 +92,7 @@ class Selectivity(Component, group="evaluation.selectivity"):
                 rows = torch.randperm(len(x), generator=generator)[: self.images // len(sources)].sort().values
                 for batch in take(x, rows).split(BATCH):
                     model.extractor(onto(batch, model.head.weight))
-        return {name: torch.cat(parts) for name, parts in found.items()}
+        return {name: torch.cat(parts) for name, parts in found.items() if parts}  # attention reads some weights itself
 
 
 def _halves(x: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ class AgainstFineTuning(AgainstAttacker):
         (first order). The first batch is `harmful`, the others are drawn.
         """
         task, parameters = self.pair.harmful, model.trained()
-        kept = len(harmful.y) - max(1, round(self.held_out * len(harmful.y)))
+        kept = max(1, len(harmful.y) - max(1, round(self.held_out * len(harmful.y))))
         zeros = model.head.weight.new_zeros(task.outputs, model.head.in_features)
         first = model.training_features(harmful.x[:kept])
         w = fitted_head(task, zeros, first, harmful.y[:kept], self.head_lr, self.head_steps)

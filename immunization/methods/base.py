@@ -105,6 +105,11 @@ class Method(Component, group="method"):
             self.accuracy = self._accuracy(model)
             self.best = -math.inf, 0, _copy(model)
 
+    def renew_best(self, model: Model) -> None:
+        """Copy theta_0 again where it is kept: damping has renamed its weights."""
+        if self.best[2]:
+            self.best = (*self.best[:2], _copy(model))
+
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         raise NotImplementedError
 

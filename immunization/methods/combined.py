@@ -36,13 +36,16 @@ class Combined(Method):
         return self.whole.name
 
     def setup(self, model: Model, pair: TaskPair) -> None:
+        if type(self.whole).loss_and_terms is not Method.loss_and_terms:  # it changes the gradients of what it keeps
+            self.keep = 0.0
         super().setup(model, pair)
         self.parts: dict[str, Method] = {}
         for role, task in pair.harmful_tasks.items():
             part = self.parts[role] = copy.deepcopy(self.whole)
-            part.keep, part.role = 0.0, role  # this method keeps, once
+            part.keep, part.role = 0.0 if self.keep else part.keep, role  # this method keeps, once
             part.setup(model, replace(pair, harmful=task, more={}))
             part.patience = part.max_accuracy_drop = None  # this method stops, by all of their scores
+        self.renew_best(model)
         self.undetermined = next((part.undetermined for part in self.parts.values() if part.undetermined), "")
 
     def step(self, model: Model, primary: Batch, *harmful: Batch) -> dict[str, Tensor]:

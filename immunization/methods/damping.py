@@ -68,6 +68,7 @@ def damp(net: nn.Module, batches: Iterable[Tensor], damping: float) -> list[nn.M
             hooks.enter_context(layer.register_forward_pre_hook(add))
         for batch in batches:
             net(batch)
+    layers = [layer for layer in layers if isinstance(moments[layer], Tensor)]  # attention reads some weights itself
     for layer in layers:
         c = moments.pop(layer)
         c *= damping / c.diagonal().mean().clamp(min=torch.finfo(c.dtype).tiny)

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from immunization.checks import AtLeastOne, NonNegative
 from immunization.data.task import TaskPair
+from immunization.errors import ConfigError
 from immunization.methods.attacker import AgainstHead, drawn, fitted_head, scaled
 from immunization.models.base import Batch, Model
 from immunization.theory.regularizers import with_gradients
@@ -46,6 +47,10 @@ class Encoderlock(AgainstHead):
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
         self.masks = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in model.trained().items() if p.ndim > 1}
+        if not self.masks:
+            raise ConfigError(
+                "method=encoderlock chooses weights of layers, and model.trainable names no layer with a matrix"
+            )
         self.taken = 0
 
     def state_dict(self) -> dict[str, Any]:

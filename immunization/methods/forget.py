@@ -92,6 +92,7 @@ class Forget(Method, without=["combine", "keep"]):
             self.check_path(pair.harmful)
         model.head.requires_grad_(self.train_head or not model.deep)
         self.distillation = Distillation(model, pair, self.keeps, self.damping, self.enlarged > 0)
+        self.renew_best(model)
         self.mean, self.size = self.distillation.mean, self.distillation.size
         self.sizes = self._inner_sizes(model, pair.primary.train.x) if self.inner else {}
         if self.inner and not self.sizes:

@@ -106,10 +106,10 @@ class ForgetBlocks(Forget, without=["inner"]):
         """
         if self.larger is None or torch.rand(()) >= self.enlarged:
             return torch.cat([primary.x, self.distillation.drawn(primary.x)]), primary.y, harmful.x, harmful.y
-        few = len(primary.y) // 2
+        few = max(2, len(primary.y) // 2)
         drawn = [torch.randint(len(rows), (few,)) for rows in self.distillation.larger]
         kept = torch.cat([rows[some] for rows, some in zip(self.distillation.larger, drawn, strict=True)])
-        theirs = self._grouped(len(harmful.y) // 2)
+        theirs = self._grouped(max(2, len(harmful.y) // 2))
         of_all = self.pair.primary.train.y, self.pair.harmful.train.y
         y, labels = (task[rows.to(task.device)] for task, rows in zip(of_all, (drawn[0], theirs), strict=True))
         return kept.to(primary.x), y, self.larger[theirs].to(harmful.x), labels

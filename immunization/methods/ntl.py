@@ -71,6 +71,7 @@ def mmd(a: Tensor, b: Tensor) -> Tensor:
     squared = both.square().sum(1)
     distances = (squared[:, None] + squared - 2 * both @ both.mT).clamp(min=0)
     bandwidth = distances.detach().sum() / (len(both) * (len(both) - 1))
+    bandwidth = bandwidth.where(bandwidth > 0, 1.0)  # rows that are all equal
     widths = (bandwidth * 2.0 ** (i - KERNELS // 2) for i in range(KERNELS))
     kernel = torch.stack([torch.exp(-distances / width) for width in widths]).sum(0)
     n = len(a)

@@ -88,8 +88,8 @@ class ImageReader(Model):
     def _own(self, role: str, labels: Tensor) -> Tensor:
         """The task's own labels of a loader's, on the device of the net."""
         order, labels = self.order[role], labels.cpu()
-        own = order[labels.clamp(max=len(order) - 1)]
-        if len(new := labels[(labels >= len(order)) | (own < 0)]):
+        own = order[labels.clamp(0, len(order) - 1)]
+        if len(new := labels[(labels < 0) | (labels >= len(order)) | (own < 0)]):
             raise DataError(f"{role}_loader gives label {int(new[0])}, which it did not give when it was first read")
         return own.to(self.head.weight.device, non_blocking=True)
 
@@ -302,7 +302,8 @@ class ImageReader(Model):
         self.order[role][present.cpu()] = torch.arange(len(present))
         parts = loader.parts(y.cpu(), 5, 5) if test else loader.parts(y.cpu(), 10, None)
         if features:
-            self.reference |= {(role, s): torch.cat(features)[rows.to(device)] for s, rows in parts.items()}
+            of_all = torch.cat(features)
+            self.reference |= {(role, s): of_all[rows.to(device)] for s, rows in parts.items()}
         splits = {s: Split(x[rows], y[rows.to(device)]) for s, rows in parts.items()}
         head = present if role == "primary" and len(present) < outputs else None
         eps, width = torch.finfo(self.images.dtype).eps, None if self.fold else self.head.in_features

@@ -73,7 +73,7 @@ def preconditioned_product(
     `mode="ridge"`: (K + ridge I)^-1; `"pinv"`: the pseudo-inverse; `"none"`: the plain gradient. `side="input"` is the
     right one, K^-1 grad; `side="output"` (of ridge) is the released code's grad K^-1. `x` receives no gradient.
     Raises DegenerateSpectrum where K + ridge I is singular up to rounding, but for `side="input"`, ridge 0 and fewer
-    rows than columns: there this is the pseudo-inverse.
+    rows than columns: there, of independent rows, this is the pseudo-inverse.
     """
     if mode == "cancelled":
         raise ValueError("mode='cancelled' needs the regularizer's own gradient: give theta to r_*_of_features instead")

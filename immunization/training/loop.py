@@ -29,8 +29,8 @@ def train(
     `on_step(step, terms)` sees every step (counted from 1) after the update. `progress` is where to go on, and is kept
     up to date. `scheduler` steps after every step of `optimizer` (ReduceLROnPlateau is told the loss); the learning
     rate joins the terms as `lr`. Training ends after step `most`. Raises ConfigError for a step without a loss, and
-    Diverged on a non-finite loss, or one above 1e12 times the first; the parameters are then those before the bad step,
-    on a GPU those before the look at it, which comes with `logged` steps and at the end.
+    Diverged on a non-finite loss, or one above 1e12 times the first; what `optimizer` trains is then as before the bad
+    step, on a GPU as before the look at it, which comes with `logged` steps and at the end.
     """
     at = Progress() if progress is None else progress
     most = math.inf if most is None else most

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from immunization.methods import Forget, ForgetBlocks, combined, distillation
+from immunization.methods import Encoderlock, Forget, ForgetBlocks, Method, combined, distillation
 from immunization.methods.damping import damp, release
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
@@ -133,6 +133,40 @@ def test_weights_are_damped_once_for_several_harmful_tasks(net):
     assert any(
         not torch.equal(p, theta_0[name]) for name, p in model.state_dict().items() if name.endswith("conv1.weight")
     )
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_who_loses_too_much_goes_back_to_theta_0(net, several, monkeypatch):
+    model, tasks = build(net, trainable="layer3").read_tasks(net, False)
+    tasks = replace(tasks, more={"harmful_b": tasks.harmful}) if several else tasks
+    theta_0, accuracy = copy.deepcopy(model.extractor.state_dict()), [1.0]
+    monkeypatch.setattr(Method, "_accuracy", lambda *_: accuracy[0])
+    method = combined(Forget(epochs=2, batch_size=16, damping=10.0, path=0.0, max_accuracy_drop=0.1), tasks)
+    method.setup(model, tasks)
+    accuracy[0] = 0.0
+    adam = torch.optim.Adam(model.trained().values(), 1e-3)
+    train(method, model, PairedBatches(tasks, 16, torch.Generator().manual_seed(0)), adam)
+    method.finish(model)
+    after = model.extractor.state_dict()
+    assert "stopped_early" in method.flags
+    assert after.keys() == theta_0.keys()
+    assert all(torch.equal(after[name], before) for name, before in theta_0.items())
+
+
+def test_encoderlock_keeps_within_its_masks_for_several_tasks_too(net):
+    model, tasks = build(net, trainable="layer3").read_tasks(net, False)
+    two = replace(tasks, more={"harmful_b": tasks.harmful})
+    method = combined(Encoderlock(epochs=1, batch_size=16, weights=5, keep=10.0), two)
+    method.setup(model, two)
+    batch = PairedBatches(two, 16, torch.Generator().manual_seed(0))
+    method.loss_and_terms(model, *next(iter(batch.epoch())))["loss"].backward()
+    moved = sum((p.grad != 0).sum().item() for p in model.trained().values() if p.grad is not None)
+    assert 0 < moved <= 2 * 5
+
+
+def test_layers_that_are_not_called_are_left_as_they_are():
+    net = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    assert damp(net, [torch.randn(3, 5, 4)], 1.0) == [net.linear1, net.linear2]
 
 
 def test_images_to_keep_are_read_for_it_alone():

@@ -287,6 +287,12 @@ def test_mmd_is_0_for_the_same_rows_and_grows_with_the_distance():
     assert values[-1] < 10
 
 
+def test_mmd_of_rows_that_are_all_equal_is_0():
+    x = torch.ones(3, 2, requires_grad=True)
+    mmd(x, x[:2]).backward()
+    assert torch.equal(x.grad, torch.zeros(3, 2))
+
+
 @pytest.mark.parametrize("alpha", [0.1, 100.0])
 def test_ntls_caps_are_on_the_mean_over_classes(alpha):
     """KL of one-hot labels, averaged over rows and classes as in the paper's code, times the classes."""
