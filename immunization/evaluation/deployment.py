@@ -18,8 +18,11 @@ from immunization.models.activations import take
 def _int8(net: nn.Module) -> nn.Module:
     """Linear layers in int8 by torch's dynamic quantization on a CPU; convolutions stay in float32."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch announces another home of this function
-        return torch.ao.quantization.quantize_dynamic(net.float().cpu(), {nn.Linear})
+        warnings.simplefilter("ignore")  # torch announces that this module goes
+        quantize = getattr(getattr(torch.ao, "quantization", None), "quantize_dynamic", None)
+        if quantize is None:
+            raise NotImplementedError("this version of torch has no torch.ao.quantization")
+        return quantize(net.float().cpu(), {nn.Linear})
 
 
 class _Half(TorchFunctionMode):

@@ -39,6 +39,15 @@ def test_nets_are_bounded_and_keep_every_format(folded):
     )
 
 
+def test_a_torch_without_quantization_measures_the_other_formats(folded, monkeypatch):
+    monkeypatch.delattr(torch.ao.quantization, "quantize_dynamic")
+    net, tasks = folded
+    measures = Deployment(images=4)(Comparison(tasks, net))
+    assert measures.metrics["deployment/accuracy_int8"] is None
+    assert "no torch.ao.quantization" in measures.reasons["deployment/accuracy_int8"]
+    assert measures.metrics["deployment/accuracy_bfloat16"] is not None
+
+
 def test_a_map_without_a_bound_is_flagged(folded):
     net, tasks = folded
     fitted = Comparison(tasks, net).probe("primary", "baseline").optimum().T  # a head with accuracy to lose
