@@ -56,7 +56,8 @@ def main(cfg: DictConfig) -> float:
             raise
         return failed(error)
     value = result.metrics.get(cfg.objective)
-    if value is None and any(override.startswith("objective=") for override in overrides):
+    leads = os.environ.get("RANK", "0") == "0"  # torchrun's other processes measure nothing
+    if leads and value is None and any(override.startswith("objective=") for override in overrides):
         close = ", ".join(get_close_matches(str(cfg.objective), result.metrics, 5, 0.0)) or "none"
         why = result.reasons.get(cfg.objective, f"this run has no measure of that name; the closest are: {close}")
         return failed(f"objective={cfg.objective}: {why} (the run itself is complete)")

@@ -39,7 +39,8 @@ _HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_")
 def slug(text: object) -> str:
     """`text` as one safe file name: no separators or leading dots, cut ones with a hash."""
     name = re.sub(r"[^\w.,=+-]+", "-", str(text)).lstrip(".-") or "run"
-    return name if len(name) <= LONGEST else f"{name[: LONGEST - 9]}-{sha256(name.encode()).hexdigest()[:8]}"
+    cut = name.encode()[: LONGEST - 9].decode(errors="ignore")  # file systems count bytes
+    return name if len(name.encode()) <= LONGEST else f"{cut}-{sha256(name.encode()).hexdigest()[:8]}"
 
 
 def job_folder(multirun: str, number: int, name: str, resume: bool) -> str:

@@ -9,6 +9,10 @@ class ConfigError(UserError):
     """A configuration value that cannot work; the message names the key and the values allowed."""
 
 
+class BusyError(ConfigError):
+    """A run folder in which another process is at work."""
+
+
 class DataError(UserError):
     """A data file or array that cannot be used; the message names the file, column or array."""
 

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from immunization.compute import distributed, machine, randomness
 from immunization.config import check_trust, compose, slug, snake_case, target_name
-from immunization.errors import ConfigError, UserError
+from immunization.errors import BusyError, ConfigError, UserError
 from immunization.evaluation import Comparison, evaluate
 from immunization.experiment import Experiment, Parts, assemble, resolve
 from immunization.models.weights import exported, rounding_flag
@@ -186,6 +186,8 @@ def _identity(config: DictConfig) -> tuple[int, str, str, str]:
 
 def record_failure(config: DictConfig, folder: Path, error: Exception) -> str:
     """Write result.json, if there is none, for a job that failed without a RunFolder; what to say of it in one line."""
+    if isinstance(error, BusyError):  # whose folder this is
+        return str(error)
     error = in_words(error, folder)
     if Result.completed_in(folder):  # which stays; the multirun reads why
         files.write(folder / REFUSED, str(error))

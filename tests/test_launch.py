@@ -197,6 +197,15 @@ def test_an_objective_that_could_not_be_measured(cli, tmp_path):
     assert Result.read(tmp_path / "run").status == "completed"
 
 
+def test_a_process_of_torchrun_that_measures_nothing_ends_well(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    words = [*QUICK, f"hydra.run.dir={tmp_path}", "objective=test/rri", "method=identity", "dataset.max_samples=20"]
+    monkeypatch.setattr(sys, "argv", ["launch.py", *words])
+    GlobalHydra.instance().clear()
+    start()
+    assert "no measure" not in capsys.readouterr().err
+
+
 def test_a_hydra_application_around_keeps_its_state(tmp_path):
     from hydra import compose, initialize_config_dir
 

@@ -34,7 +34,9 @@ def read_table(path: Path) -> pd.DataFrame:
             reader = csv.reader(file, strict=True)
             header = next(reader, [])
             _check_header(header, reader, path)
+            rows = 0
             for row in reader:
+                rows += bool(row)
                 if row and len(row) != len(header):
                     raise DataError(
                         f"{path}, line {reader.line_num}: {len(row)} fields, the header has {len(header)}; {again}"
@@ -42,7 +44,7 @@ def read_table(path: Path) -> pd.DataFrame:
                     )
         if len(set(header)) < len(header):
             raise DataError(f"{path}: the header names a column twice; give every column a name of its own")
-        if not header or reader.line_num < 2:
+        if not header or not rows:
             raise DataError(f"{path} has no rows below a header line; {again}")
         with path.open("rb") as file:
             file.seek(-1, os.SEEK_END)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from immunization.errors import DataError
 from immunization.runs.environment import command_of
 from immunization.runs.filenames import CONFIG, REFUSED, RUN_LOG
+from immunization.runs.numbers import unspelled
 from immunization.runs.result import Result
 from immunization.runs.resume import read_config, result_settings
 
@@ -27,8 +28,8 @@ AUDITED = "model.checkpoint"
 """Key of the run whose net is attacked where nothing is immunized."""
 LAYERS = "model.trainable"
 """Key of the part of a net that is immunized, which in a leaderboard is the method's choice."""
-TRAINED_BY = ("model.amp", "model.channels_last")
-"""Keys that say how a machine trains a net: the formats that suit it."""
+TRAINED_BY = ("device", "model.amp", "model.channels_last")
+"""Keys that say how a machine trains a net: itself, and the formats that suit it."""
 ATTACK = "attack."
 """Starts the keys of the configuration that say how a run is attacked."""
 MEASURING = ("evaluation.", ATTACK)
@@ -122,7 +123,11 @@ class Collection:
                 **{key: getattr(run.result, key) for key in ("dataset", "model", "method", "seed")},
                 "pair": run.pair,
                 # lists and other objects as text
-                **{k: _text(v) if isinstance(v := run.settings.get(k), list | dict) else v for k in varied},
+                **{
+                    k: _text(v) if isinstance(v := run.settings.get(k), list | dict) else v
+                    for k in varied
+                    if k != "pair"
+                },
                 **run.result.metrics,
                 **{f"seconds/{name}": value for name, value in run.result.seconds.items()},
                 "flags": " ".join(run.result.flags),
@@ -219,7 +224,8 @@ def _read(place: Path) -> Run:
         if ROW not in result.about:
             raise DataError(f"{place} is no row of the leaderboard")
         result.folder = place
-        return Run(result, **result.about.pop(ROW))
+        row = result.about.pop(ROW)
+        return Run(result, **row | {"config": unspelled(row["config"])})
     try:
         config = read_config(place)
     except DataError:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from immunization.config import slug
 from immunization.errors import DataError
 from immunization.results.attack_figures import worth_removed
 from immunization.results.collect import ATTACK, Collection
@@ -157,12 +158,14 @@ def sections(collection: Collection) -> list[Section]:
 
 
 def _named(heading: str) -> str:
-    return "_".join(["leaderboard", *re.findall(r"[\w.-]+", heading)])
+    return slug("_".join(["leaderboard", *re.findall(r"[\w.-]+", heading)]))
 
 
 def between_marks(path: Path, parts: Sequence[Section], pictures: Mapping[str, str], command: str) -> str:
     """The page at `path` with the tables, without flags, between its marks; raises DataError if it has no marks."""
-    found = re.split(f"^(?:{'|'.join(MARKS)})$", path.read_text() if path.is_file() else "", flags=re.MULTILINE)
+    found = re.split(
+        f"^(?:{'|'.join(MARKS)})$", path.read_text(encoding="utf-8") if path.is_file() else "", flags=re.MULTILINE
+    )
     if len(found) != 3:
         raise DataError(f"{path} has no place for the leaderboard: put {MARKS[0]} and {MARKS[1]} on lines of their own")
     lines, notes = [f"Written by `{command}`. Do not edit by hand."], {}

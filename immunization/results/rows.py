@@ -16,6 +16,7 @@ from immunization.errors import DataError
 from immunization.results.collect import LAYERS, ROW, TRAINING, Run, collect, flatten, varying
 from immunization.runs import files
 from immunization.runs.filenames import ENVIRONMENT, OVERRIDES
+from immunization.runs.numbers import spelled
 from immunization.runs.result import Result
 from immunization.runs.resume import result_settings
 
@@ -73,7 +74,7 @@ def _row(run: Run) -> tuple[Path, Result]:
     row = {
         "track": track,
         "command": _command(run.command, overrides),
-        "config": result_settings(run.config),
+        "config": spelled(result_settings(run.config)),
         "environment": {key: value for key, value in environment.items() if key not in ("command", "platform")},
     }
     content["about"] |= {ROW: files.plain(row)}

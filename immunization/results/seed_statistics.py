@@ -70,10 +70,10 @@ def paired_p(a: Mapping[tuple, float], b: Mapping[tuple, float]) -> float:
         x, y = np.log(x), np.log(y)
     seeds = np.unique([str(key[0]) for key in keys], return_inverse=True)[1]
     difference = summarize(np.bincount(seeds, x - y) / np.bincount(seeds))
-    if not difference.std:  # they differ by one and the same number, or factor
-        return 0.0
     if (difference.mean > 0) != larger:
         return 1.0
+    if not difference.std:  # they differ by one and the same number, or factor
+        return 0.0 if difference.mean else 1.0
     from scipy.special import stdtr
 
     t = difference.mean / difference.std * math.sqrt(difference.n)

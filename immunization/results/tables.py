@@ -347,6 +347,8 @@ _TEX: Mapping[int, str] = str.maketrans(
         "≤": "$\\leq$",
         **{char: f"${char}$" for char in "<>"},  # other signs in the fonts that LaTeX has by default
         "★": "$\\star$",
+        "●": "$\\bullet$",
+        "○": "$\\circ$",
         "²": "$^2$",
         NONE: "--",
     }

@@ -17,7 +17,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from immunization.errors import ConfigError, DataError
+from immunization.errors import BusyError, DataError
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def read_archive(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def locked(path: Path, wait: bool = False, meanwhile: Callable[[], object] = lambda: None) -> Iterator[bool]:
-    """Hold the file at `path`, or do something `meanwhile` and `wait`, or raise ConfigError.
+    """Hold the file at `path`, or do something `meanwhile` and `wait`, or raise BusyError.
 
     Yields False on a file system without locks.
     """
@@ -162,7 +162,7 @@ def locked(path: Path, wait: bool = False, meanwhile: Callable[[], object] = lam
         lock.acquire()
     except Timeout:
         if not wait:
-            raise ConfigError(
+            raise BusyError(
                 f"{path.parent}: another process is at work in this run folder; wait for it, or choose another folder "
                 "with hydra.run.dir=..."
             ) from None

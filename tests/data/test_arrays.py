@@ -196,6 +196,9 @@ def test_other_separators_and_decimal_commas_are_named_with_the_remedy(tables):
         with open(stored[f"{role}_csv"], "w") as file:
             file.write(text)
     fails(DataError, "line 2: 12 fields, the header has 6", "write decimal points", **stored)
+    with open(stored["primary_csv"], "w") as file:
+        file.write("x,target\n\n")
+    fails(DataError, "has no rows below a header line", **stored)
 
 
 def test_names_that_are_nearly_right_are_refused(matrices, tmp_path):

@@ -13,8 +13,10 @@ from helpers.processes import ended, in_a_child, wait_for
 from helpers.repository import ROOT
 
 from immunization import run, terminal
-from immunization.errors import ConfigError
+from immunization.config import compose
+from immunization.errors import BusyError, ConfigError
 from immunization.methods.base import Method
+from immunization.runner import record_failure
 from immunization.runs.filenames import CHECKPOINT
 from immunization.runs.result import Result
 
@@ -71,6 +73,8 @@ def test_ctrl_c_of_a_multirun_shows_what_is_done_and_a_second_process_is_refused
         wait_for(lambda: history.exists() and history.stat().st_size > 1000)
         with pytest.raises(ConfigError, match="another process is at work in this run folder"):
             run([*LONG, "resume=true"], folder=sweep / "1")
+        record_failure(compose(LONG), sweep / "1", BusyError("at work"))
+        assert not (sweep / "1" / "result.json").exists()
     finally:
         os.kill(child, signal.SIGINT)
         code = ended(child)

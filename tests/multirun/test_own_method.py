@@ -96,6 +96,7 @@ def test_keys_that_decide_no_number_are_in_no_folder_name():
 def test_long_names_that_differ_at_their_end_stay_different():
     assert slug("x" * 200 + "1") != slug("x" * 200 + "2")
     assert len(slug("x" * 200)) == 150
+    assert len(slug("画" * 200).encode()) <= 150
 
 
 @pytest.mark.parametrize("name", ["hparams/digits/mine", "hparams/scheduler/digits/mine", "experiment/mine"])

@@ -368,6 +368,8 @@ def test_paired_tests_use_common_keys_and_need_five_seeds():
     assert math.isnan(paired_p(a, {}))
     pairs = {(seed, f"0→{pair}"): 1.0 + pair for seed in range(2) for pair in range(9)}
     assert math.isnan(paired_p(pairs, {key: 2 * value for key, value in pairs.items()}))  # two seeds, whatever pairs
+    one, other = ({(seed, pair): v for seed in range(5) for pair, v in enumerate(x)} for x in ((100, 1), (10, 20)))
+    assert paired_p(one, other) == 1.0  # the means of values and of logarithms disagree, alike with every seed
     for some in (a, dict(list(a.items())[:1])):
         assert paired_p(some, {key: value * (1 + 1e-14) for key, value in some.items()}) == 1.0
 

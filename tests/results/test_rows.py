@@ -38,6 +38,15 @@ def test_a_row_holds_what_checks_and_repeats_it(tmp_path):
     assert run.result.about["attackers"] == about["attackers"]
 
 
+def test_infinite_settings_come_back(tmp_path):
+    made = track_run(tmp_path / "run")
+    config = yaml.safe_load((made / "config.yaml").read_text())
+    config["method"]["power"] = float("inf")
+    (made / "config.yaml").write_text(yaml.safe_dump(config))
+    (run,) = collect(write([made], tmp_path / "rows")).runs
+    assert run.config["method"]["power"] == float("inf")
+
+
 def test_failed_runs_are_rows_and_interrupted_ones_are_not(tmp_path):
     track_run(tmp_path / "runs" / "a", status="failed", error="identity diverged")
     track_run(tmp_path / "runs" / "b", "closed_form", status="failed", error="interrupted")
