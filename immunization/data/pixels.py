@@ -8,6 +8,7 @@ from functools import cache
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import numpy as np
@@ -248,7 +249,11 @@ def _provide(family: str, folder: Path, download: bool) -> None:
     from torchvision import datasets
 
     try:
-        getattr(datasets, family)(folder.parents[1], download=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder) as new:  # torchvision writes in place, and takes what a kill left for whole
+            getattr(datasets, family)(new, download=True)
+            for path in Path(new, family, "raw").iterdir():
+                path.replace(folder / path.name)
     except (RuntimeError, OSError) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{missing} does not exist and the download failed ({reason}): {remedy}") from error

@@ -1,5 +1,7 @@
 """Digits and files in MNIST's format: both protocols, and files that are absent, damaged or inconsistent."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import sklearn.datasets
@@ -138,6 +140,16 @@ def test_fractions_that_leave_nothing():
 def test_mnist_absent(tmp_path, monkeypatch):
     absent = {"call": data.mnist, "seed": 0, "root": str(tmp_path)}
     fails(DataError, "train-images-idx3-ubyte", "dataset.root", "dataset.download=true", download=False, **absent)
+
+    def killed(root, download):
+        Path(root, "MNIST", "raw").mkdir(parents=True)
+        Path(root, "MNIST", "raw", "train-images-idx3-ubyte").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torchvision.datasets, "MNIST", killed)
+    with pytest.raises(KeyboardInterrupt):
+        data.mnist(seed=0, root=str(tmp_path))
+    assert not list(tmp_path.rglob("*-ubyte"))
 
     def no_network(root, download):
         raise RuntimeError("Error downloading\nno network")
