@@ -29,12 +29,10 @@ class LoaderPasses:
         self.seed, self.number, self.taken = int(torch.randint(2**60, ())), 0, 0
 
     def rest(self) -> Iterator[Batch]:
-        first = not self.taken
         for images, labels, *_ in self._items():
             if len(images):
                 x, y = self.read(self.role, distributed.share(images), labels)
-                yield Batch(x, y, min(len(y), self.width), first)
-                first = False
+                yield Batch(x, y, min(len(y), self.width), first=self.taken == 1)
 
     def _items(self) -> Iterator[tuple]:
         """What the loader gives; what was taken before is read once more and left out."""
