@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from immunization.checks import Seed, check_value
@@ -205,7 +205,7 @@ def audit(
         name, _, option = key.partition("__")
         if name not in config.attack or option not in config.attack[name]:
             raise ConfigError(f"audit: no option {key!r}; write <attack>__<key>, with {', '.join(config.attack)}")
-        OmegaConf.update(config, f"attack.{name}.{option}", list(value) if isinstance(value, tuple) else value)
+        _set(config, f"attack.{name}.{option}", value)
     experiment = resolve(config)
     audited: Model
     if isinstance(model, LinearMap):
@@ -223,8 +223,9 @@ def audit(
         like = _precise(next(net.parameters()))
         if folded_map(net) is not None:
             like = like.double()  # what the map spreads over many orders of magnitude is measured as it is
+        inputs = next(iter(loaders.values())).first()
         audited, before = (
-            _images(one, like, next(iter(loaders.values())).first())
+            _images(one, like, inputs)
             for one in (net, _before(net) if reference is None else _copy(reference, loaders))
         )
         audited.compare_with(before)
@@ -253,10 +254,15 @@ def _configured(method: str, scheduler: str, options: dict[str, Any]) -> Experim
             own = [f"{other}__{key}" for other in ("optimizer", "scheduler") if key in (config[other] or {})]
             meant = f"; did you mean {' or '.join(own)}" if own else ""
             raise ConfigError(f"immunize: {method} has no option {key!r}{meant}; there are {known or 'none'}")
-        OmegaConf.update(config, f"{group}.{name}", list(value) if isinstance(value, tuple) else value)
+        _set(config, f"{group}.{name}", value)
     if "precondition" in config.method and "precondition" not in options:
         config.method.precondition = "none"
     return resolve(config)
+
+
+def _set(config: DictConfig, key: str, value: Any) -> None:
+    """Give a key a value from Python, where a list may be a tuple."""
+    OmegaConf.update(config, key, list(value) if isinstance(value, tuple) else value)
 
 
 def _easier(model: Model, pair: TaskPair) -> str | None:

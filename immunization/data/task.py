@@ -92,7 +92,8 @@ class Split:
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Split:
         x = self.x.to(device, dtype) if len(self.x.shape) == 2 else self.x
-        return Split(x, self.y.to(device, dtype if self.y.is_floating_point() else None), self.origin)
+        y = self.y.to(device, dtype if self.y.is_floating_point() else None)
+        return self if x is self.x and y is self.y else Split(x, y, self.origin)
 
 
 def _are_classes(y: Tensor, classes: int) -> bool:
@@ -271,10 +272,7 @@ class Task:
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Task:
         eps = max(self.eps, torch.finfo(dtype).eps)
         moved = {name: split.to(device, dtype) for name, split in self.splits.items()}
-        if eps == self.eps and all(
-            (to.x is split.x and to.y is split.y)
-            for to, split in zip(moved.values(), self.splits.values(), strict=True)
-        ):
+        if eps == self.eps and all(moved[name] is split for name, split in self.splits.items()):
             return self  # with what it has computed
         return replace(self, **moved, eps=eps)
 

@@ -117,17 +117,13 @@ class Collection:
         """A tidy table: a row for each completed run, columns of what it was, what differs, and what was measured."""
         import pandas as pd
 
-        varied = varying([run.settings for run in self.runs])
+        varied = [key for key in varying([run.settings for run in self.runs]) if key != "pair"]
         rows = [
             {
                 **{key: getattr(run.result, key) for key in ("dataset", "model", "method", "seed")},
                 "pair": run.pair,
                 # lists and other objects as text
-                **{
-                    k: _text(v) if isinstance(v := run.settings.get(k), list | dict) else v
-                    for k in varied
-                    if k != "pair"
-                },
+                **{k: _text(v) if isinstance(v := run.settings.get(k), list | dict) else v for k in varied},
                 **run.result.metrics,
                 **{f"seconds/{name}": value for name, value in run.result.seconds.items()},
                 "flags": " ".join(run.result.flags),
