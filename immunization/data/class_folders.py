@@ -132,7 +132,7 @@ def images_below(folder: Path, classes: tuple[str, ...] | None) -> Found:
                 if suffix in SUFFIXES:
                     samples.append((path, label))
                     holding.add(place)
-                else:
+                elif name or place != top:  # what lies at the top of all is no class's
                     own.setdefault(suffix or "without suffix", []).append(path)
         if len(samples) == before and os.path.isdir(top):
             held = f" ({_listed(own)})" if own else ""
