@@ -141,8 +141,9 @@ def test_names_that_are_alike_have_no_natural_order(tmp_path):
 
 def test_other_classes_ask_for_the_order_too(tmp_path):
     roots = drawn(tmp_path / "p", CAPITAL), draw_folder(tmp_path / "h", 3, 6, 2, 1)
-    pair = open_pair(roots, None, primary={"classes": ["ant", "bee"], "outputs": str(tmp_path / "outputs.csv")} if (
-        tmp_path / "outputs.csv").write_text("index,folder\n0,ant\n1,bee\n") else {})  # fmt: skip
+    (tmp_path / "outputs.csv").write_text("index,folder\n0,ant\n1,bee\n")
+    own = {"classes": ["ant", "bee"], "outputs": str(tmp_path / "outputs.csv")}
+    pair = open_pair(roots, None, primary=own)
     model, tasks = build(pair).read_tasks(pair, False)
     with pytest.raises(
         ConfigError, match=r"set evaluation\.other_classes\.order=text or natural, or evaluation\.other_"
