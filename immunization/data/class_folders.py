@@ -31,7 +31,7 @@ class Found:
 
 def class_folders(folder: Path, order: Order | None = None) -> tuple[str, ...]:
     """Names of the class folders in `folder`, in `order`; raises DataError for none."""
-    classes = in_order((path.name for path in _entries(folder) if path.is_dir()), order)
+    classes = in_order((path.name for path in _entries(folder) if os.path.isdir(path)), order)
     if not classes:
         raise DataError(f"{folder} holds no folders: images are expected in one folder per class")
     return classes
@@ -140,13 +140,13 @@ def images_below(folder: Path, classes: tuple[str, ...] | None) -> Found:
             raise DataError(f"{what} is empty, it holds no image{held}; add images or remove it")
         for kind, paths in own.items():
             left.setdefault(kind, []).extend(paths)
-    beside = [path for path in _entries(folder) if not path.is_dir()] if classes else []
+    beside = [path for path in _entries(folder) if not os.path.isdir(path)] if classes else []
     if lost := [str(path) for path in beside if path.is_symlink() or path.suffix.lower() in SUFFIXES]:
         left["beside the class folders"] = lost
     samples.sort(key=lambda sample: (natural_key(sample[0]), sample[0]))
     tops = [folder / name for name in classes or ()]
     parents = {path for place in holding for path in _up_to(Path(place), folder)}
-    found = {path.resolve() for path in (*tops, *parents) if path.is_dir()}
+    found = {path.resolve() for path in (*tops, *parents) if os.path.isdir(path)}
     return Found(Files(samples), tuple(sorted(found)), left)
 
 

@@ -130,7 +130,7 @@ def open_unlabeled(
 ) -> ImageTask:
     """All images below `root`, or those in some of its class folders; raises ConfigError, DataError."""
     folder = Path(root).expanduser()
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise DataError(f"dataset.keep_root: folder {folder.absolute()} not found; it must hold images")
     key = "dataset.keep.classes"
     names = None if classes is None else chosen(key, classes, class_folders(folder, order), order, least=1)
@@ -213,7 +213,7 @@ def open_task(
 
 def _places(role: str, folder: Path, train: str, test: str) -> dict[str, Path]:
     """The folders of class folders of the training split and, where there is one, of that held out."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise DataError(
             f"dataset.{role}_root: folder {folder.absolute()} not found; it must hold a folder of images per class. "
             "docs/install.md says where to get the data of an experiment; set data_root to the folder that holds them"
@@ -239,7 +239,7 @@ def _places(role: str, folder: Path, train: str, test: str) -> dict[str, Path]:
 
 
 def _find(folder: Path, split: str) -> Path | None:
-    return next((folder / name for name in (split, *SYNONYMS.get(split, ())) if (folder / name).is_dir()), None)
+    return next((folder / name for name in (split, *SYNONYMS.get(split, ())) if os.path.isdir(folder / name)), None)
 
 
 def _open_source(role: str, source: str, folder: Path | None, split: str, options: Mapping[str, Any]) -> Dataset:

@@ -1,5 +1,6 @@
 """Class folders: which output means which, which files are read as what, and what is said of the others."""
 
+import io
 import json
 import logging
 import os
@@ -19,6 +20,8 @@ from immunization.data.cifar10 import CLASSES, cifar10
 from immunization.data.class_folders import in_order, natural_key
 from immunization.data.image_files import FORMATS, read_image
 from immunization.data.image_folders import open_task
+from immunization.data.image_loading import Readable, Unreadable
+from immunization.data.images import ImageSplit
 from immunization.errors import ConfigError, DataError
 from immunization.evaluation import Comparison, OtherClasses
 from immunization.experiment import resolve
@@ -399,3 +402,31 @@ def test_folders_of_cifar10_read_the_same_files(tmp_path, caplog):
     pair = cifar10(str(tmp_path), download=False, benign=None)
     assert sum(len(split) for split in pair.tasks["primary"].splits.values()) == 40
     assert "train/cat: 1 of 5 are no image files and are left out, as notes.txt" in caplog.text
+
+
+class Packed(timm.data.readers.reader.Reader):
+    """Images that lie in no files of their own, as those of a hub's tables."""
+
+    def __init__(self, images: list[bytes]) -> None:
+        super().__init__()
+        self.images = images
+
+    def __getitem__(self, i: int) -> tuple[io.BytesIO, int]:
+        return io.BytesIO(self.images[i]), i
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def _filename(self, i: int, basename: bool = False, absolute: bool = False) -> str:
+        return str(i)
+
+
+def test_no_other_image_stands_in_for_one_of_a_source_that_cannot_be_read():
+    stored = io.BytesIO()
+    picture().save(stored, "PNG")
+    data = timm.data.ImageDataset("", reader=Packed([stored.getvalue(), b"no image", stored.getvalue()]))
+    images = Readable(ImageSplit(data, torch.tensor([0, 1]), "", ""))
+    images.transform = np.asarray
+    (first, label, kinds), second = images[0], images[1]
+    assert (np.array_equal(first, np.asarray(picture())), label, kinds) == (True, 0, [])
+    assert second == Unreadable(1, "image 1: no image of JPEG, PNG, WEBP, BMP, TIFF, GIF, PPM")
