@@ -265,6 +265,8 @@ def _check_signature(target: Callable[..., object], node: Mapping[str, Any], key
     try:
         inspect.signature(target).bind_partial(**values)
     except TypeError as error:
-        raise ConfigError(f"{key}: {error}; {node['_target_']} does not take that key") from error
+        more = "arguments" in inspect.signature(target).parameters
+        also = f"; one of timm.create_model goes to +{key}.arguments.<name>=<value>" if more else ""
+        raise ConfigError(f"{key}: {error}; {node['_target_']} does not take that key{also}") from error
     check_arguments(target, values, key)
     return values

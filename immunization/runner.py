@@ -81,7 +81,7 @@ def run(
             distributed.agree(folder)
             with run.recording(), heartbeat(aloud=not quiet and not sys.stderr.isatty()):
                 run.begin(config, overrides)
-                experiment, parts = train(config, overrides, run, stop, state)
+                experiment, parts = train(config, overrides, run, stop, state, quiet)
                 measure(experiment, parts, run, flags)
             present(run.result, run.trackers, quiet, experiment.figures, experiment.objective)
     return run.result
@@ -104,9 +104,17 @@ def follow(config: DictConfig, run: RunFolder, settings: Mapping[str, Any] | Non
 
 
 def train(
-    config: DictConfig, overrides: Iterable[str], run: RunFolder, stop: Stop, state: dict[str, Any] | None
+    config: DictConfig,
+    overrides: Iterable[str],
+    run: RunFolder,
+    stop: Stop,
+    state: dict[str, Any] | None,
+    quiet: bool = True,
 ) -> tuple[Experiment, Parts]:
-    """The experiment, and its parts with the model immunized. `state` is that of the checkpoint to go on from."""
+    """The experiment, and its parts with the model immunized. `state` is that of the checkpoint to go on from.
+
+    Unless `quiet`, the classes of each task are printed, with the output that means each.
+    """
     experiment = resolve(config, overrides)
     leads = not distributed.rank()
     if leads and experiment.tracker:
@@ -127,6 +135,9 @@ def train(
     log.info("%s: %s", parts.pair.name, parts.pair.about)
     if leads:
         run.record(parts.device, state)
+        table = run.tabulate({role: rows for role, task in parts.pair.tasks.items() if (rows := task.rows_of_classes)})
+        if table and not quiet:
+            print(*table, "", sep="\n", flush=True)
     session = TrainingSession(experiment, parts, run, stop, state)
     with doing(session.where):
         session.fit()

@@ -49,6 +49,8 @@ def explained(error: Exception) -> str:
             remedy = f"if it is right, +{cause.full_key}=<value> adds it"
         having = [path.stem for path in sorted((CONF / group).glob("*.yaml")) if f"\n{name}: " in text_of(path)]
         also = f"; {group}={' and '.join(having)} {'has' if len(having) == 1 else 'have'} it" if having else ""
+        if "arguments" in cause.parent_node:
+            also += f"; one of timm.create_model goes to +{group}.arguments.{name}=<value>"
         return f"there is no key {cause.full_key}; {remedy}{also}"
     first = str(error).partition("\n")[0]
     if "'hydra/launcher/" in str(error):

@@ -1,6 +1,7 @@
 """CIFAR-10 for a small net: some classes are D_P, to which the net is fitted, others D_H, and one is a benign task."""
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,9 +10,12 @@ import torch
 from torch import Tensor
 
 from immunization.checks import AtLeastOne, Fraction, Seed, checked
+from immunization.data.image_files import SUFFIXES, is_system, read_image
 from immunization.data.images import ImagePair, ImageSplit, ImageTask, Pictures, description
 from immunization.data.preparation import split_rows
 from immunization.errors import ConfigError, DataError
+
+log = logging.getLogger(__name__)
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 """In the order of the data set's labels, 0 to 9, which is that of the alphabet."""
@@ -118,18 +122,20 @@ def _read(root: Path, download: bool) -> dict[str, tuple[np.ndarray, Tensor, str
 
 def _folder(folder: Path) -> tuple[np.ndarray, Tensor, str]:
     """The images of <folder>/<class>/*, classes in the order of CLASSES, files in that of their names."""
-    from PIL import Image
-
     pixels, classes = [], []
     for number, name in enumerate(CLASSES):
-        paths = sorted(p for p in (folder / name).glob("*") if p.suffix.lower() in (".jpg", ".jpeg", ".png"))
+        inside = [path for path in (folder / name).glob("*") if not is_system(path.name)]
+        paths = sorted(path for path in inside if path.suffix.lower() in SUFFIXES)
+        if lost := sorted({*inside} - {*paths}):
+            told = "%s: %d of %d are no image files and are left out, as %s"
+            log.warning(told, folder / name, len(lost), len(inside), lost[0].name)
         if not paths:
             raise DataError(f"{folder / name} holds no images: a folder per class is expected, {', '.join(CLASSES)}")
         for path in paths:
             try:
-                image = Image.open(path).convert("RGB")
-            except OSError as error:
-                raise DataError(f"{path} cannot be read: {error}") from error
+                image, _ = read_image(str(path))
+            except DataError as error:
+                raise DataError(f"{error}; {path.name} cannot be read: repair or remove it") from error
             if image.size != (SIDE, SIDE):
                 width, height = image.size
                 raise DataError(f"{path} is {width} x {height} pixels, CIFAR-10 has {SIDE} x {SIDE}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import Dataset
@@ -23,17 +23,28 @@ from immunization.checks import (
     check_options,
     checked,
 )
-from immunization.data.images import ImagePair, ImageSplit, ImageTask, description
+from immunization.data.class_folders import (
+    SYSTEM,
+    Found,
+    Order,
+    chosen,
+    class_folders,
+    images_below,
+    left_out,
+    read_outputs,
+)
+from immunization.data.image_files import READ_AS
+from immunization.data.images import Files, ImagePair, ImageSplit, ImageTask, description
 from immunization.data.preparation import check_training_rows, split_rows
 from immunization.data.task import SPLITS, USUAL, first_shared, kind_of, roles_of
 from immunization.errors import ConfigError, DataError
 
-if TYPE_CHECKING:
-    from timm.data.readers.reader import Reader
+log = logging.getLogger(__name__)
 
 Crop = Literal["center", "squash", "border"]
 SOURCES = ("torch/", "hfds/", "hfids/", "tfds/", "wds/")
 SYNONYMS = {"val": ("val", "validation", "valid", "test"), "train": ("train", "training")}
+USUAL_SPLITS = {name for names in SYNONYMS.values() for name in names} | {"testing", "dev", "eval"}
 
 
 @checked("dataset")
@@ -114,18 +125,21 @@ def _of_each(keep: Mapping[str, Any] | None, roots: Sequence[str]) -> list[dict[
     return [own | {"classes": some} for some in classes]
 
 
-def open_unlabeled(root: str, classes: str | Sequence[str | int] | None = None, crop: Crop | None = None) -> ImageTask:
+def open_unlabeled(
+    root: str, classes: str | Sequence[str | int] | None = None, crop: Crop | None = None, order: Order | None = None
+) -> ImageTask:
     """All images below `root`, or those in some of its class folders; raises ConfigError, DataError."""
     folder = Path(root).expanduser()
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise DataError(f"dataset.keep_root: folder {folder.absolute()} not found; it must hold images")
-    names = None if classes is None else _chosen("dataset.keep.classes", classes, _class_folders(folder), least=1)
-    images = _open_folder(folder, names)
-    folders = tuple(sorted({Path(path).parent.resolve() for path, _ in images.reader.samples}))
-    split = ImageSplit(images, None, _fingerprint(images.reader), f"images below {folder.name}, in natural order")
-    return ImageTask(
-        f"{folder}" + (f", {len(names)} classes" if names else ""), (), {"train": split}, crop, None, folders
-    )
+    key = "dataset.keep.classes"
+    names = None if classes is None else chosen(key, classes, class_folders(folder, order), order, least=1)
+    found = images_below(folder, names)
+    lost = _warn_of("keep", found, folder)
+    about = f"images below {folder.name}, in natural order"
+    split = ImageSplit(found.images, None, _identity(found.images), about)
+    about = f"{folder}" + (f", {len(names)} classes" if names else "")
+    return ImageTask(about, (), {"train": split}, crop, None, found.folders, order, {"train": lost} if lost else {})
 
 
 def open_task(
@@ -140,6 +154,7 @@ def open_task(
     classes: str | Sequence[str | int] | None = None,
     crop: Crop | None = None,
     outputs: str | None = None,
+    order: Order | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> ImageTask:
     """The task of one root; `role` is its kind, as the keys of the configuration have it."""
@@ -168,105 +183,63 @@ def open_task(
         whole, about = {}, dict(options or {})
         for split in (train, test):
             images = _open_source(role, source, folder, split, about)
-            identity = f"{source} {folder} {split} {len(images)} {about}"
+            identity = f"{source} {folder} {split} {len(images)} {about} {READ_AS}"
             whole[split] = ImageSplit(images, None, identity, f"{source}, split {split}")
         opened = whole[train].dataset
-        names = tuple(map(str, getattr(getattr(opened, "reader", None), "class_to_idx", None) or ()))
+        known = getattr(getattr(opened, "reader", None), "class_to_idx", None) or getattr(opened, "classes", None)
+        names, lost = tuple(map(str, known or ())), {}
         labels, folders = torch.zeros(len(opened), dtype=torch.long), ()
     else:
         places = _places(role, folder, train, test)
-        names = _chosen(f"dataset.{role}.classes", classes, _class_folders(places[train]))
-        some, whole = "" if classes is None else f", of dataset.{role}.classes alone", {}
+        names = chosen(f"dataset.{role}.classes", classes, class_folders(places[train], order), order)
+        some, whole, lost = "" if classes is None else f", of dataset.{role}.classes alone", {}, {}
+        found, folders = {split: images_below(place, names) for split, place in places.items()}, ()
         for split, place in places.items():
-            images, below = _open_folder(place, names), Path(f"dataset.{role}_root") / place.relative_to(folder)
+            images, below = found[split].images, Path(f"dataset.{role}_root") / place.relative_to(folder)
             about = f"images below {below.as_posix()}{some}, in natural order of their paths"
-            whole[split] = ImageSplit(images, None, _fingerprint(images.reader), about)
+            whole[split] = ImageSplit(images, None, _identity(images), about)
+            folders += found[split].folders
+            if kinds := _warn_of(f"{role}/{split}", found[split], place):
+                lost[split] = kinds
         labels = whole[train].labels
-        each = (place / name for place in places.values() for name in names)
-        folders = tuple(folder.resolve() for folder in each if folder.is_dir())
     rows = split_rows(labels, val_fraction, 0.0 if test in whole else test_fraction, generator)
     splits = {split: whole[train].take(rows[split]) for split in SPLITS}
     if test in whole:
         splits["test"] = whole[test]
-    named = None if outputs is None else _read_outputs(Path(outputs).expanduser(), names)
+    named = None if outputs is None else read_outputs(Path(outputs).expanduser(), names)
     part = "" if classes is None else f", {len(names)} classes"
-    return ImageTask(f"{source} {folder or ''}".strip() + part, names, splits, crop, named, folders)
+    return ImageTask(f"{source} {folder or ''}".strip() + part, names, splits, crop, named, folders, order, lost)
 
 
 def _places(role: str, folder: Path, train: str, test: str) -> dict[str, Path]:
     """The folders of class folders of the training split and, where there is one, of that held out."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise DataError(
             f"dataset.{role}_root: folder {folder.absolute()} not found; it must hold a folder of images per class. "
             "docs/install.md says where to get the data of an experiment; set data_root to the folder that holds them"
         )
     training, testing = _find(folder, train), _find(folder, test)
     if testing is None:
+        classes = class_folders(training or folder)
+        if not training and {name.lower() for name in classes} <= USUAL_SPLITS:
+            raise DataError(
+                f"{folder}: {', '.join(classes)} are names of splits, and not of classes; dataset.{role}.train and "
+                f"dataset.{role}.test name the folders"
+            )
         return {train: training or folder}
     if training is None:
         raise DataError(f"{folder} has {testing.name}/ but no {train}/; dataset.{role}.train names the folder")
-    unknown = sorted(set(_class_folders(testing)) - set(_class_folders(training)))
+    unknown = sorted(set(class_folders(testing)) - set(class_folders(training)))
     if unknown:
-        raise DataError(f"{testing}: class {unknown[0]} is not in {training}; the classes of both must agree")
+        raise DataError(
+            f"{testing}: class {unknown[0]} is not in {training}; the classes of both must agree, or "
+            f"dataset.{role}.test=none holds out images of {training.name}/ instead"
+        )
     return {train: training, test: testing}
 
 
-def _chosen(
-    key: str, classes: str | Sequence[str | int] | None, folders: tuple[str, ...], least: int = 2
-) -> tuple[str, ...]:
-    """`least` or more of the class `folders`: all for None, `a:b` of their order, or a list of names and places."""
-    if classes is None:
-        chosen = list(folders)
-    elif isinstance(classes, str):
-        try:
-            chosen = list(folders[slice(*(int(end) if end else None for end in classes.split(":", 1)))])
-        except ValueError:
-            chosen = []
-        if ":" not in classes or not chosen:
-            raise ConfigError(f"{key}={classes} is no class of {len(folders)}: write a range such as 0:{len(folders)}")
-    else:
-        unknown = [one for one in classes if one not in (range(len(folders)) if isinstance(one, int) else folders)]
-        if unknown:
-            raise ConfigError(
-                f"{key}: {unknown[0]} is none of the {len(folders)} class folders, nor a place below that"
-            )
-        chosen = [folders[one] if isinstance(one, int) else one for one in classes]
-    if len(chosen) < least or len(set(chosen)) < len(chosen):
-        needed = "two different classes are" if least > 1 else "one class is"
-        shown = "null" if classes is None else classes
-        raise ConfigError(f"{key}={shown}: at least {needed} needed")
-    return tuple(sorted(chosen))
-
-
 def _find(folder: Path, split: str) -> Path | None:
-    return next((folder / name for name in (split, *SYNONYMS.get(split, ())) if (folder / name).is_dir()), None)
-
-
-def _class_folders(folder: Path) -> tuple[str, ...]:
-    classes = tuple(sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != "."))
-    if not classes:
-        raise DataError(f"{folder} holds no folders: images are expected in one folder per class")
-    return classes
-
-
-def _open_folder(folder: Path, classes: tuple[str, ...] | None) -> Dataset:
-    """Images below `folder`: of `classes`, or all, whatever folders they stand in."""
-    from timm.data import create_dataset
-
-    index = {name: i for i, name in enumerate(classes or ())}
-    try:
-        dataset = create_dataset("", root=str(folder), search_split=False, class_map=index)
-    except RuntimeError as error:
-        raise DataError(f"{folder}: {error}") from error
-    present = {label for _, label in dataset.reader.samples}
-    for name in _class_folders(folder) if classes else ():
-        if name in index and index[name] not in present:
-            raise DataError(f"{folder / name}: the class folder is empty, it holds no image; add images or remove it")
-    found: dict[str, str] = {}
-    for place in sorted({os.path.dirname(path) for path, _ in dataset.reader.samples}, key=len):
-        if (before := found.setdefault(os.path.realpath(place), place)) != place:
-            raise DataError(f"{place} is {before} once more: remove the symbolic link, or images are read twice")
-    return dataset
+    return next((folder / name for name in (split, *SYNONYMS.get(split, ())) if os.path.isdir(folder / name)), None)
 
 
 def _open_source(role: str, source: str, folder: Path | None, split: str, options: Mapping[str, Any]) -> Dataset:
@@ -284,24 +257,28 @@ def _open_source(role: str, source: str, folder: Path | None, split: str, option
         raise DataError(f"dataset.{role}.source={source}, split {split}, cannot be opened: {reason}; {own}") from error
 
 
-def _fingerprint(reader: Reader) -> str:
+def _warn_of(what: str, found: Found, folder: Path) -> dict[str, int]:
+    """Say what of `folder` is left out; its number by kind."""
+    sentence, kinds = left_out(what, found, folder)
+    if sentence:
+        log.warning("%s", sentence)
+    if hidden := len(found.left_out.get(SYSTEM, ())):
+        log.info("%s: %d files or folders are left out that are %s", what, hidden, SYSTEM)
+    return kinds
+
+
+def _identity(images: Files) -> str:
+    return f"{READ_AS} {_fingerprint(images)}"
+
+
+def _fingerprint(images: Files) -> str:
     """A hash of the names, sizes and times of the files, which stands for their content."""
     digest = hashlib.sha256()
-    for path, label in reader.samples:
-        status = Path(path).stat()
-        digest.update(f"{path}|{label}|{status.st_size}|{status.st_mtime_ns}\n".encode())
+    for path, label in images.samples:
+        try:
+            status = os.stat(path)
+            about = f"{status.st_size}|{status.st_mtime_ns}"
+        except OSError:  # as a link that leads nowhere: whoever reads the image says so
+            about = "unreadable"
+        digest.update(f"{path}|{label}|{about}\n".encode(errors="surrogateescape"))
     return digest.hexdigest()
-
-
-def _read_outputs(path: Path, classes: tuple[str, ...]) -> tuple[int, ...]:
-    """The output of the model's head for every class: CSV with a column `index` and one that holds the folder names."""
-    try:
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        for column in rows[0]:
-            index = {row[column]: int(row["index"]) for row in rows}
-            if set(classes) <= set(index):
-                return tuple(index[name] for name in classes)
-    except (OSError, KeyError, TypeError, ValueError, IndexError, csv.Error) as error:
-        raise DataError(f"{path}: a CSV with a column 'index' and one of class folders is needed ({error})") from error
-    raise DataError(f"{path}: no column names all {len(classes)} class folders, e.g. '{classes[0]}'")

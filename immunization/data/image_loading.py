@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from immunization.compute.transfer import reading
-from immunization.data.images import ImagePair, ImageSplit
+from immunization.data.image_files import decoded, read_image
+from immunization.data.images import Files, ImagePair, ImageSplit
 from immunization.errors import DataError
 
 
@@ -30,10 +30,6 @@ def unreadable(title: str, images: Sequence[Unreadable]) -> DataError:
     )
 
 
-KINDS = {"1": "black and white", "L": "gray", "LA": "gray", "I": "16 bit"}
-"""Modes of Pillow in words; others are known by their names (CMYK, RGBA, P)."""
-
-
 class Readable(Dataset):
     """The images of a split after `transform`, which timm's loaders set, or what says that one cannot be read."""
 
@@ -44,27 +40,21 @@ class Readable(Dataset):
         return len(self.split)
 
     def __getitem__(self, i: int) -> tuple[Tensor, int, list[str]] | Unreadable:
-        from PIL import Image
-
-        dataset, rows = self.split.dataset, self.split.rows
+        dataset, rows, kinds = self.split.dataset, self.split.rows, []
         row = i if rows is None else int(rows[i])
-        reader, kinds = getattr(dataset, "reader", None), []
         try:
-            if hasattr(reader, "samples"):  # timm's own data set would put another image in place of a bad one
-                stream, label = reader[row]
-                with stream, Image.open(stream) as image:
-                    if image.mode != "RGB":
-                        kinds.append(KINDS.get(image.mode.partition(";")[0], image.mode))
-                    if image.size == (1, 1):
-                        kinds.append("1 x 1 pixel")
-                    if image.mode[0] == "I":  # the upper 8 of 16 bits, where Pillow itself would clip at 255
-                        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-                    image = image.convert(dataset.input_img_mode)
+            if isinstance(dataset, Files):
+                path, label = dataset.samples[row]
+                image, kinds = read_image(path, dataset.input_img_mode)
+            elif hasattr(dataset, "reader"):  # timm's own data set would put another image in place of a bad one
+                stream, label, *_ = dataset.reader[row]
+                image, kinds = decoded(stream, f"image {row}", dataset.input_img_mode)
             else:
                 image, label = dataset[row]
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            name = reader.filename(row, absolute=True) if hasattr(reader, "samples") else f"image {row}"
-            return Unreadable(i, f"{name}: {error}")
+        except DataError as error:
+            return Unreadable(i, str(error))
+        except (OSError, SyntaxError, ValueError) as error:
+            return Unreadable(i, f"image {row}: {error}")
         return self.transform(image), label, kinds
 
 

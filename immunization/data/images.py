@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from immunization.data.image_files import read_image
 from immunization.data.task import USUAL, Origin
 from immunization.errors import ConfigError
 
@@ -43,10 +44,9 @@ class ImageSplit:
     @property
     def labels(self) -> Tensor | None:
         """Labels [N] of images in folders; None of others, which are known when they are read."""
-        samples = getattr(getattr(self.dataset, "reader", None), "samples", None)
-        if samples is None:
+        if not isinstance(self.dataset, Files):
             return None
-        labels = torch.tensor([label for _, label in samples])
+        labels = torch.tensor([label for _, label in self.dataset.samples])
         return labels if self.rows is None else labels[self.rows]
 
     @property
@@ -60,7 +60,8 @@ class ImageTask:
     """One task: `classes` are the names of its labels 0, 1, ... (empty: not known beforehand), `splits` its images.
 
     `crop` replaces the model's own crop mode. `outputs` says which output of a model's own head means which class.
-    `folders` are those of the classes, where each has one.
+    `folders` are those of the classes, where each has one, and all below that hold images; `order` is the one that the
+    classes were said to be in. `left_out` counts files that are not read, by split and kind.
     """
 
     name: str
@@ -69,6 +70,8 @@ class ImageTask:
     crop: str | None = None
     outputs: tuple[int, ...] | None = None
     folders: tuple[Path, ...] = ()
+    order: Literal["text", "natural"] | None = None
+    left_out: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,22 @@ class ImagePair:
         return replace(self, device=torch.device(device), dtype=dtype)
 
 
+class Files(Dataset):
+    """Images in files: `samples` are the path and the label of each."""
+
+    input_img_mode = "RGB"  # as timm's data sets call it
+
+    def __init__(self, samples: list[tuple[str, int]]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, i: int) -> tuple[Image, int]:
+        path, label = self.samples[i]
+        return read_image(path, self.input_img_mode)[0], label
+
+
 class Pictures(Dataset):
     """Images in memory: `pixels` [N, H, W] or [N, H, W, 3] (uint8), and the label of each, -1 for those of no class."""
 
@@ -135,7 +154,9 @@ class Pictures(Dataset):
 def description(tasks: Mapping[str, ImageTask]) -> dict[str, object]:
     """What a pair is `about`: the name of every task, with their images and classes."""
     names = {role: task.name for role, task in tasks.items()}
-    return ({} if tasks.keys() <= set(USUAL) else {"tasks": names}) | {
+    left_out = {role: task.left_out for role, task in tasks.items() if task.left_out}
+    more = ({} if tasks.keys() <= set(USUAL) else {"tasks": names}) | ({"left_out": left_out} if left_out else {})
+    return more | {
         "data": names,
         "images": {role: {s: len(split) for s, split in task.splits.items()} for role, task in tasks.items()},
         "classes": {role: len(task.classes) for role, task in tasks.items()},

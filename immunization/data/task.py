@@ -108,7 +108,7 @@ class Task:
     authors' MNIST protocol, in which every label of a task is the same. `eps`, by the dtype that the inputs were
     stored in (`spectrum.eps_of`), sets the rank tolerance. `width` is the number of features a deep net makes of an
     input, which need not be a row of a matrix. `head` [classes] says which output of a model's own head means which
-    class, where they differ.
+    class, where they differ. `names` are those of the classes, where they have some.
     """
 
     name: str
@@ -120,6 +120,7 @@ class Task:
     constant: bool = False
     width: int | None = None
     head: Tensor | None = None
+    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, split in self.splits.items():
@@ -155,6 +156,16 @@ class Task:
     def dim(self) -> int:
         """Number of features D."""
         return self.width or self.train.x.shape[1]
+
+    @property
+    def rows_of_classes(self) -> dict[str, dict[str, int]]:
+        """For each class with a name, in the order of the labels, the output that means it and its rows by split."""
+        outputs = range(self.classes) if self.head is None else self.head.tolist()
+        counts = {name: split.y.bincount(minlength=self.classes).tolist() for name, split in self.splits.items()}
+        return {
+            name: {"output": outputs[label]} | {split: own[label] for split, own in counts.items()}
+            for label, name in enumerate(self.names)
+        }
 
     @property
     def outputs(self) -> int:

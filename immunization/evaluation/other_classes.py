@@ -1,14 +1,15 @@
 """The effect of immunization on classes of a net's own head that are not in D_P."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from immunization.checks import Component
+from immunization.data.class_folders import Order
 from immunization.data.image_folders import Crop, open_task
 from immunization.data.images import ImageTask
 from immunization.errors import ConfigError, DataError
@@ -31,8 +32,8 @@ class OtherClasses(Component, group="evaluation.other_classes"):
     attackers run, or in an audit. With `enlarged` also `..._enlarged`, of the images at twice their size, if the net
     reads these.
     The folder `root` has a folder of images per class; classes of D_P are left out, and so are those with the name of a
-    folder that dataset.keep_root gives. `classes`, `crop` and `outputs` are as those of dataset.primary. Models without
-    a head for other classes have no such measures. Raises DataError where no class of `root` is left.
+    folder that dataset.keep_root gives. `classes`, `crop`, `outputs` and `order` are as for dataset.primary. Models
+    without a head for other classes have no such measures. Raises DataError where no class of `root` is left.
     """
 
     names = ("other_classes/*",)
@@ -41,6 +42,7 @@ class OtherClasses(Component, group="evaluation.other_classes"):
     classes: str | Sequence[str | int] | None = None
     crop: Crop | None = None
     outputs: str | None = None
+    order: Order | None = None
     enlarged: bool = False
 
     @torch.no_grad()
@@ -58,10 +60,11 @@ class OtherClasses(Component, group="evaluation.other_classes"):
             measures.miss("evaluation.other_classes.root names no folder of images", *chain(*names.values()))
             return measures
         task, shown = self._task(), shown.cpu()
-        split, outputs = task.splits["train"], outputs_of(task, model.head.out_features, model.name)
+        with _own_keys():
+            split, outputs = task.splits["train"], outputs_of(task, model.head.out_features, model.name)
         truth = outputs[split.labels]
         kept = {folder.name for images in model.images.keep for folder in images.folders}
-        held_out = torch.tensor([Path(path).parent.name not in kept for path, _ in split.dataset.reader.samples])
+        held_out = torch.tensor([name not in kept for name in task.classes])[split.labels]
         rows = (torch.isin(truth, shown, invert=True) & held_out).nonzero()[:, 0]
         if not len(rows):
             raise DataError(
@@ -95,9 +98,16 @@ class OtherClasses(Component, group="evaluation.other_classes"):
 
     def _task(self) -> ImageTask:
         """The task below `root`, which is read as D_P is; errors name the keys of this evaluation."""
-        try:
-            own = {"classes": self.classes, "crop": self.crop, "outputs": self.outputs}
+        own = {"classes": self.classes, "crop": self.crop, "outputs": self.outputs, "order": self.order}
+        with _own_keys():
             return open_task("primary", self.root, 0.0, 0.0, 0, **own)
-        except (ConfigError, DataError) as error:
-            own = re.sub(r"dataset\.primary[._]", "evaluation.other_classes.", str(error))
-            raise type(error)(own) from error
+
+
+@contextmanager
+def _own_keys() -> Iterator[None]:
+    """Inside, errors that name keys of dataset.primary name those of this evaluation."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        own = re.sub(r"dataset\.primary[._]", "evaluation.other_classes.", str(error))
+        raise type(error)(own) from error

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -57,6 +58,8 @@ class FittedNet(Timm):
                 if path.exists():
                     log.warning("%s; the net is fitted again", error)
                 _fit(pair, name, arguments, fit_epochs, shift, path)
+        own = tuple(range(arguments["num_classes"]))  # its head was fitted to these very labels
+        pair = replace(pair, tasks=pair.tasks | {"primary": replace(pair.tasks["primary"], outputs=own)})
         super().__init__(pair, name, trainable, str(path), False, head_decay, arguments)
 
 

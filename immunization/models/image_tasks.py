@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from immunization.compute.machine import gpu_memory, memory
 from immunization.compute.transfer import onto
+from immunization.data.class_folders import in_doubt
 from immunization.data.image_loading import Unreadable, create_loader, unreadable
 from immunization.data.images import ImagePair, ImageSplit, ImageTask
 from immunization.data.loaders import LabeledBatches
@@ -58,6 +59,8 @@ class ImageReader(Model):
     def read_tasks(self, data: ImagePair, folded: bool) -> tuple[Model, TaskPair]:
         """The model to train and what it reads: activations at its trunk's end, or the features for a folded map."""
         self.fold = self.fold or folded
+        if (primary := self.images.tasks["primary"]).classes:
+            outputs_of(primary, self.head.out_features, self.name)  # else found after minutes of reading
         weights = {"features": fingerprint([self.net]), "inputs": fingerprint(self._trunk)}
         tasks = {}
         for role in self.images.tasks:
@@ -172,7 +175,8 @@ class ImageReader(Model):
             splits[split] = Split(x, order[y].to(device), origin)
         self.order[role] = order
         eps, width = torch.finfo(self.images.dtype).eps, None if self.fold else self.head.in_features
-        return Task(task.name, **splits, classes=classes, eps=eps, width=width, head=head)
+        names = tuple(task.classes[label] for label in order.argsort()) if task.classes else ()
+        return Task(task.name, **splits, classes=classes, eps=eps, width=width, head=head, names=names)
 
     def _training_loaders(self, batch_size: int) -> dict[str, DataLoader]:
         """Training loaders of images by role, augmented where the data set says so; shuffled but for streams."""
@@ -349,6 +353,11 @@ def outputs_of(task: ImageTask, size: int, net: str, classes: int | None = None)
         if set(task.classes) <= set(known):
             return torch.tensor([known[name] for name in task.classes])
     if classes == size or (classes, size) == (2, 1):
+        if task.folders and (doubt := in_doubt(task.classes, task.order)):
+            raise ConfigError(
+                f"{net} counts its outputs in an order of the {classes} class folders that is not known. {doubt} or "
+                "dataset.primary.outputs=<csv>, the output of each folder"
+            )
         return torch.arange(classes)
     raise ConfigError(
         f"the head of {net} has {size} outputs, the primary task {task.name} {classes} classes, and their "

@@ -13,6 +13,7 @@ WEIGHTS = "immunized.safetensors"
 ROWS = "splits.safetensors"
 ARRAYS = "arrays.safetensors"
 ATTACKS = "attacks.pt"  # of an audit on its way
+CLASSES = "classes.json"  # of each task: the output that means a class, its folder and images
 MODEL_CARD = "model_card.md"
 CONFIG_OF_NET = "config.json"  # beside a net that was saved from Python
 

@@ -22,6 +22,9 @@ from immunization.usage import explained
 
 log = logging.getLogger("immunization")
 
+MOST_SHOWN = 12
+"""Classes of the primary task that are shown."""
+
 
 class RunFolder:
     """One run's folder, made, and kept from other processes, inside `with`; every message goes into its run.log.
@@ -85,11 +88,22 @@ class RunFolder:
         """Remove what an unfinished run left, as far as `state` does not go on from it, and log steps from here on."""
         files.write_json(self.path / filenames.ENVIRONMENT, environment.describe(device))
         names = [Result.file, filenames.WEIGHTS, filenames.ROWS, filenames.ARRAYS, filenames.MODEL_CARD]
+        names.append(filenames.CLASSES)
         names += [] if state else [filenames.CHECKPOINT]
         for path in (*(self.path / name for name in names), *self.path.glob(f".*{files.PART}")):
             path.unlink(missing_ok=True)
         self.recorder = Recorder(self.path, state["recorder"] if state else None)
         self.trackers.insert(0, self.recorder)
+
+    def tabulate(self, classes: Mapping[str, Mapping[str, Mapping[str, int]]]) -> list[str]:
+        """Write the classes of each role, with the output and the rows of each; the same as lines for people."""
+        if not classes:
+            return []
+        files.write_json(self.path / filenames.CLASSES, classes)
+        lines = [line for role, rows in classes.items() for line in _table(role, rows)]
+        for line in lines:
+            log.info("%s", line)
+        return lines
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -115,6 +129,20 @@ class RunFolder:
         self.result.write(self.path)
         for name in (filenames.CHECKPOINT, filenames.ATTACKS):
             (self.path / name).unlink(missing_ok=True)
+
+
+def _table(role: str, rows: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """The classes of a role with the output and the rows of each; of many, the first and the last."""
+    names, shown = list(rows), MOST_SHOWN if role == "primary" else 2
+    shown = range(len(names)) if len(names) <= shown else (*range(shown - 1), -1)
+    lines = []
+    for i in shown:
+        counts = dict(rows[names[i]])
+        name = names[i] if names[i].isprintable() else ascii(names[i])
+        lines.append(f"  output {counts.pop('output')}: {name}, {' + '.join(map(str, counts.values()))}")
+    if len(lines) < len(names):
+        lines.insert(-1, f"  ... ({filenames.CLASSES} has all)")
+    return [f"{role}: {len(names)} classes, rows to train + validate + test", *lines]
 
 
 @contextmanager

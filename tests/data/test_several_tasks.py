@@ -157,7 +157,7 @@ def test_class_ranges_of_one_folder_are_known_and_unseen_tasks(folder, primary):
     assert pair.tasks["unseen"].classes == ("class4", "class5", "class6")
     for role, count in {"harmful": 4, "unseen": 3}.items():
         for split in pair.tasks[role].splits.values():
-            labels = {split.dataset.reader.samples[int(i)][1] for i in split.origin.rows}
+            labels = {split.dataset.samples[int(i)][1] for i in split.origin.rows}
             assert labels <= set(range(count))
         assert len(pair.tasks[role].splits["test"]) == 2 * count
     assert pair.about["classes"] == {"primary": 3, "harmful": 4, "unseen": 3}

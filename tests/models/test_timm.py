@@ -79,7 +79,7 @@ def test_head_and_classes(folders, tmp_path):
     assert tasks.primary.head.tolist() == [0, 2, 4, 6]
     logits = torch.full((len(tasks.primary.test), 7), -1.0)
     logits[:, 6] = 1.0
-    share = pair.tasks["primary"].splits["test"].dataset.reader.samples
+    share = pair.tasks["primary"].splits["test"].dataset.samples
     assert tasks.primary.measure(logits, tasks.primary.test.y) == pytest.approx(6 / len(share))
     for index in (7, -1, 2):
         table.write_text(f"index,dir\n{index},class0\n2,class1\n0,class2\n4,class3\n")
