@@ -30,7 +30,8 @@ class Kind(NamedTuple):
     """What the `_target_` of a group may name, in one of `packages` or of the modules of `trusted`.
 
     A subclass of `base`; or a function, and without `base` a class with a `__call__`, annotated to return one of
-    `returns`. The option `nests` holds a further node of the group, or a list of them; no other option may.
+    `returns`. One's own, defined in a module of `trusted`, may do without the annotation. The option `nests` holds a
+    further node of the group, or a list of them; no other option may.
     """
 
     packages: tuple[str, ...]
@@ -43,7 +44,7 @@ class Kind(NamedTuple):
         other = f"a function {function}" if self.base else f"a function, or a class with a __call__, {function}"
         return " or ".join([f"a subclass of {self.base}"] * bool(self.base) + [other] * bool(self.returns))
 
-    def allows(self, found: Any) -> bool:
+    def allows(self, found: Any, trusted: Iterable[str]) -> bool:
         if isinstance(found, type) and self.base:
             module, _, name = self.base.rpartition(".")
             return issubclass(found, getattr(import_module(module), name))
@@ -51,8 +52,14 @@ class Kind(NamedTuple):
         if not inspect.isfunction(function):
             return False
         returned = inspect.signature(function).return_annotation
+        if returned is inspect.Signature.empty:
+            return bool(self.returns) and _below(function.__module__, trusted)
         text = returned if isinstance(returned, str) else getattr(returned, "__name__", str(returned))
         return {part.strip().rpartition(".")[2] for part in text.split("|")} <= {*self.returns}
+
+
+def _below(module: str, packages: Iterable[str]) -> bool:
+    return f"{module}.".startswith(tuple(f"{package}." for package in packages))
 
 
 KINDS = {
@@ -289,7 +296,7 @@ def _located(target: str, key: str, own: Iterable[str]) -> Any:
     kind = _kind(key)
     module, _, name = target.rpartition(".")
     packages = (*kind.packages, *own)
-    if not f"{module}.".startswith(tuple(f"{package}." for package in packages)):
+    if not _below(module, packages):
         raise ConfigError(
             f"{key}._target_={target}: not from a trusted package ({', '.join(packages)}); add yours with "
             "trusted=[package]"
@@ -302,7 +309,7 @@ def _located(target: str, key: str, own: Iterable[str]) -> Any:
         near = get_close_matches(name, dir(sys.modules.get(module)), n=1)
         meant = f"; did you mean {near[0]}" if near else ""
         raise ConfigError(f"{key}._target_={target}: {module} has no {name}{meant}") from None
-    if not kind.allows(found):
+    if not kind.allows(found, own):
         raise ConfigError(f"{key}._target_={target}: expected {kind}")
     return found
 

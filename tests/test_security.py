@@ -24,7 +24,10 @@ from immunization.errors import ConfigError, DataError
 from immunization.experiment import resolve
 from immunization.results.collect import collect
 from immunization.results.page import summarize
+from immunization.runs import files
 from immunization.runs.filenames import CHECKPOINT
+from immunization.runs.origin import audited
+from immunization.runs.resume import literal, read_config
 
 QUICK = ("tracker=none", "evaluation=[rir]", "dataset.max_samples=20", "figures=false")
 
@@ -230,6 +233,7 @@ def own_code(tmp_path, monkeypatch) -> Iterator[Path]:
     """A module `own_code` that leaves a file when it is imported, and `built` when its evaluation is made."""
     code = f"""
 from pathlib import Path
+from shutil import rmtree
 from immunization.evaluation import Comparison, Measures
 
 Path({str(tmp_path)!r}, "imported").touch()
@@ -240,6 +244,12 @@ class Mine:
 
     def __call__(self, comparison: Comparison) -> Measures:
         return Measures()
+
+def rows(seed=0):
+    ...
+
+def nothing() -> None:
+    ...
 """
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "own_code.py").write_text(code)
@@ -255,6 +265,16 @@ def test_a_module_that_is_not_trusted_is_not_imported(key, own_code):
     assert not (own_code / "imported").exists()
     target_of(group_of("evaluation.one", "own_code.Mine"), "evaluation.one")
     assert (own_code / "imported").exists()
+
+
+def test_what_ones_own_module_imports_is_not_ones_own(own_code):
+    """Functions that say nothing of what they return are taken where they were written for the group."""
+    assert target_of(group_of("dataset", "own_code.rows"), "dataset")
+    for name in ("rmtree", "Path", "Comparison", "nothing"):
+        with pytest.raises(ConfigError, match="expected a function, or a class with a __call__, annotated -> TaskPair"):
+            target_of(group_of("dataset", f"own_code.{name}"), "dataset")
+    with pytest.raises(ConfigError, match="expected a subclass of"):
+        target_of(group_of("method", "own_code.rows"), "method")
 
 
 @pytest.mark.parametrize(("group", "target"), [("model", "os.system"), ("scheduler", "torch.load"), ("tracker", "x.Y")])
@@ -283,6 +303,53 @@ def test_a_malicious_experiment_file(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match=r"trusted=\['subprocess'\] stands in a configuration file"):
         start()
     assert not ran.exists()
+
+
+MARKED = "${oc.env:IMMUNIZATION_MARKER}"
+"""Would be the value of an environment variable, were it resolved."""
+
+
+@pytest.fixture
+def marker(monkeypatch) -> str:
+    monkeypatch.setenv("IMMUNIZATION_MARKER", "value-of-the-variable")
+    assert OmegaConf.create({"key": MARKED}).key == "value-of-the-variable"
+    return "value-of-the-variable"
+
+
+def written(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("text", [MARKED, f"\\{MARKED}", f"a\\\\{MARKED}{{b}}$", "${", "${x", "\\", "$$"])
+def test_text_of_other_peoples_configurations_is_text(text, marker):
+    config = literal({"key": text, "list": [text], "number": 1.5, "none": None})
+    assert OmegaConf.to_container(config, resolve=True) == {"key": text, "list": [text], "number": 1.5, "none": None}
+
+
+def test_an_audit_resolves_nothing_in_the_folder_of_its_checkpoint(marker, tmp_path):
+    folder, audit = tmp_path / "run", tmp_path / "audit"
+    run([*QUICK, "method=identity"], folder=folder)
+    config = read_config(folder)
+    config["dataset"]["name"] = f"digits of {MARKED}"
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    result = run([*QUICK, "immunize=false", f"model.checkpoint={folder}"], folder=audit)
+    assert read_config(audit)["dataset"]["name"] == f"digits of {MARKED}"
+    assert "other_data" not in result.flags
+    assert MARKED.encode() in written(audit)
+    assert marker.encode() not in written(audit)
+    with pytest.raises(ConfigError, match=re.escape(MARKED)) as caught:  # somebody else's folder is gone on with
+        run([*QUICK, "method=identity", "resume=true"], folder=folder)
+    assert marker not in str(caught.value)
+
+
+def test_an_audit_resolves_nothing_in_the_header_of_its_weights(marker, tmp_path):
+    config = compose(["dataset=digits_deep", "model=digits_net", "method=identity", "tracker=none"])
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
+    facts = {"architecture": MARKED, "arguments": {"drop_rate": MARKED}}
+    files.write_weights(tmp_path / "immunized.safetensors", {"weight": torch.zeros(1)}, facts)
+    audit = compose(["immunize=false", f"model.checkpoint={tmp_path}", "tracker=none", "method=identity"])
+    model = OmegaConf.to_container(audited(audit, [])[0], resolve=True)["model"]
+    assert (model["name"], model["arguments"]) == (facts["architecture"], facts["arguments"])
 
 
 @pytest.mark.parametrize("target", ["subprocess.call", "os.system", "subprocess.Popen"])
