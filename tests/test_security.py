@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.commands import launched
 from helpers.data_files import IMAGES, Trap, image_pair
 from helpers.made_runs import make_run
 from helpers.repository import ROOT
@@ -350,6 +351,14 @@ def test_an_audit_resolves_nothing_in_the_header_of_its_weights(marker, tmp_path
     audit = compose(["immunize=false", f"model.checkpoint={tmp_path}", "tracker=none", "method=identity"])
     model = OmegaConf.to_container(audited(audit, [])[0], resolve=True)["model"]
     assert (model["name"], model["arguments"]) == (facts["architecture"], facts["arguments"])
+
+
+def test_what_can_run_code_says_so_where_it_is_offered():
+    """Hydra itself is set up by files of --config-dir, which is not refused: a launcher of one's own is such a file."""
+    done = launched("--help")
+    for option in ("--config-dir", "trusted"):
+        assert re.search(rf"^ *{option}.*full trust", done.stdout, re.MULTILINE)
+    assert "**Both are full trust**" in (ROOT / "docs" / "components.md").read_text()
 
 
 @pytest.mark.parametrize("target", ["subprocess.call", "os.system", "subprocess.Popen"])

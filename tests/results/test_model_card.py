@@ -1,8 +1,8 @@
 """The model card: its figures are those of the result, at the steps it names."""
 
-from pathlib import ast
+import ast
+from pathlib import Path
 
-import Path
 import pytest
 import yaml
 from omegaconf import OmegaConf

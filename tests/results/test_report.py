@@ -96,7 +96,7 @@ def test_dollar_signs_in_names_are_no_formulas(name, tmp_path, capsys):
     for i, method in enumerate((name, f"other {name}")):
         for pair in ((name, "1"), ("1", name), ("2", name), (name, "2")):
             changes = {"dataset": name, "model": name, "lambdas": (1.0, 10.0**i)}
-            make_run(folder / f"{i}{pair[0] == name}{pair[1]}", method, pair=pair, rir=10.0 ** (2 * i), **changes)
+            make_run(folder / f"{i}{'-'.join(pair)}", method, pair=pair, rir=10.0 ** (2 * i), **changes)
     summarize(collect([folder]), folder, "rir")
     assert "[/b]/report.html" in capsys.readouterr().out.replace("\n", "")
     page = (folder / "report.html").read_text()

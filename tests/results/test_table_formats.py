@@ -21,7 +21,7 @@ ROWS = [
 
 @pytest.fixture
 def table() -> Table:
-    return Table("name", "Title_1", HEADER, [row.copy() for row in ROWS], ["50 % of *all*.", "κ ~ 1^2 #$"])
+    return Table("name", "Title_1", [*HEADER], [row.copy() for row in ROWS], ["50 % of *all*.", "κ ~ 1^2 #$"])
 
 
 def test_csv_holds_the_cells_as_they_are_shown(table):
