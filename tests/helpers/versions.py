@@ -17,5 +17,8 @@ def since(library: str, first: str, value: object) -> object:
     return pytest.param(value, marks=pytest.mark.skipif(before(library, first), reason=f"needs {library} {first}"))
 
 
+asks_once = pytest.mark.skipif(
+    before("wandb", "0.31"), reason="earlier versions ask a server that does not answer for minutes"
+)
 KEEPS_ARGUMENTS = "1.0.31"
 """The first timm that writes the arguments of a net, such as its size of images, beside its weights for the hub."""

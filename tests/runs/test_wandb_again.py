@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers.commands import launched
+from helpers.versions import asks_once
 
 from immunization import run
 from immunization.errors import ConfigError, DataError
@@ -98,6 +99,10 @@ def test_what_cannot_be_read_is_one_line(tmp_path):
     }.items():
         with pytest.raises(DataError, match=message):
             tracked_config(str(tmp_path / name))
+
+
+@asks_once
+def test_a_run_that_is_nowhere_is_one_line(tmp_path):
     done = launched("wandb_run=no/such/run", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: wandb_run=no/such/run: no such folder here, and W&B does not give run")
