@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache, partial, reduce
 from hashlib import sha256
 from importlib import import_module
 from operator import getitem
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from immunization.errors import ConfigError
@@ -24,8 +25,55 @@ _PACKAGE = Path(__file__).parent
 CONF = next(path for path in (_PACKAGE.parent / "conf", _PACKAGE / "conf") if path.is_dir())
 """The YAML groups: at the top of the repository, or inside the package once it is installed as a wheel."""
 
-TRUSTED = ("immunization.", "torch.", "timm.")
-"""Packages a `_target_` may come from; `trusted` in the configuration adds the user's own."""
+
+class Kind(NamedTuple):
+    """What the `_target_` of a group may name, in one of `packages` or of the modules of `trusted`.
+
+    A subclass of `base`; or a function, and without `base` a class with a `__call__`, annotated to return one of
+    `returns`. One's own, defined in a module of `trusted`, may do without the annotation. The option `nests` holds a
+    further node of the group, or a list of them; no other option may.
+    """
+
+    packages: tuple[str, ...]
+    base: str = ""
+    returns: tuple[str, ...] = ()
+    nests: str = ""
+
+    def __str__(self) -> str:
+        function = f"annotated -> {' or '.join(self.returns)}"
+        other = f"a function {function}" if self.base else f"a function, or a class with a __call__, {function}"
+        return " or ".join([f"a subclass of {self.base}"] * bool(self.base) + [other] * bool(self.returns))
+
+    def allows(self, found: Any, trusted: Iterable[str]) -> bool:
+        if isinstance(found, type) and self.base:
+            module, _, name = self.base.rpartition(".")
+            return issubclass(found, getattr(import_module(module), name))
+        function = found.__call__ if isinstance(found, type) else found
+        if not inspect.isfunction(function):
+            return False
+        returned = inspect.signature(function).return_annotation
+        if returned is inspect.Signature.empty:
+            return bool(self.returns) and _below(function.__module__, trusted)
+        text = returned if isinstance(returned, str) else getattr(returned, "__name__", str(returned))
+        return {part.strip().rpartition(".")[2] for part in text.split("|")} <= {*self.returns}
+
+
+def _below(module: str, packages: Iterable[str]) -> bool:
+    return f"{module}.".startswith(tuple(f"{package}." for package in packages))
+
+
+KINDS = {
+    "dataset": Kind(("immunization.data",), returns=("TaskPair", "ImagePair")),
+    "model": Kind(("immunization.models",), "immunization.models.Model", ("Model",), nests="model"),
+    "method": Kind(("immunization.methods",), "immunization.methods.Method"),
+    "optimizer": Kind(("torch.optim", "timm.optim"), "torch.optim.Optimizer"),
+    "scheduler": Kind(("torch.optim.lr_scheduler",), "torch.optim.lr_scheduler.LRScheduler", nests="schedulers"),
+    "evaluation": Kind(("immunization.evaluation",), returns=("Measures",)),
+    "attack": Kind(("immunization.attacks",), "immunization.attacks.Attack"),
+    "suite": Kind(("immunization.attacks",), "immunization.attacks.Suite"),
+    "tracker": Kind(("immunization.runs.wandb_tracker",), "immunization.runs.tracker.Tracker"),
+}
+"""The groups of which something is built. A module elsewhere is not even imported, which would run its code."""
 
 TRACK = "experiment=leaderboard/"
 """Starts the override that chooses a track of the leaderboard."""
@@ -33,7 +81,8 @@ TRACK = "experiment=leaderboard/"
 LONGEST = 150
 """Characters of a file name that is made from text."""
 
-_HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_")
+_OURS = ("_target_", "_partial_")
+"""Keys of a node that are no arguments."""
 
 
 def slug(text: object) -> str:
@@ -153,23 +202,25 @@ def build(cfg: Mapping[str, Any], key: str, **arguments: Any) -> Any:
 
 
 def factory(cfg: Mapping[str, Any], key: str) -> partial[Any]:
-    """The maker of `cfg[key]`: its `_target_` must be trusted, its values must fit the constructor's annotations.
+    """The maker of `cfg[key]`, whose values must fit the annotations of its constructor.
 
-    Raises ConfigError, which names the key, for a target that does not exist, an unknown key and a wrong value.
+    Raises ConfigError, which names the key, also for a target, here or below, that is not allowed or does not exist.
     """
-    from hydra.errors import InstantiationException
-    from hydra.utils import instantiate
+    target_of(cfg, key)  # nothing below is built before
+    return _factory(_plain(_node(cfg, key)), key, cfg.get("trusted") or ())
 
-    node = _node(cfg, key)
-    target = target_of(cfg, key)
-    try:
-        values = _check_signature(target, node, key)
-        if not any(isinstance(value, Mapping | list | ListConfig) for value in values.values()):
-            return partial(target, **values)  # as Hydra's, which copies the configuration, but in no time
-        # a call of our own: Hydra would turn dataclasses among the arguments into configurations
-        return instantiate(node, _partial_=True)
-    except (InstantiationException, ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{key}: {' '.join(str(error).split())}") from error
+
+def _factory(node: Mapping[str, Any], key: str, own: Iterable[str]) -> partial[Any]:
+    target = _located(str(node["_target_"]), key, own)
+    values = _check_signature(target, node, key)
+    if made := [_factory(part, place, own) for place, part in _nested(node, key).items()]:
+        name = _kind(key).nests
+        values[name] = made if isinstance(values[name], list) else made[0]
+    return partial(target, **values)
+
+
+def _plain(node: Any) -> Any:
+    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
 
 def _node(cfg: Mapping[str, Any], key: str) -> Any:
@@ -177,10 +228,8 @@ def _node(cfg: Mapping[str, Any], key: str) -> Any:
 
 
 def target_of(cfg: Mapping[str, Any], key: str) -> Any:
-    """The class, or function, that `cfg[key]` names, once it and all targets below are trusted."""
-    from hydra.utils import get_object
-
-    node = _node(cfg, key)
+    """The class, or function, that `cfg[key]` names, once it and all targets below are allowed; raises ConfigError."""
+    node = _plain(_node(cfg, key))
     group, _, name = key.rpartition(".")
     if group and not isinstance(node, Mapping):
         raise ConfigError(f"{key}={node} has no _target_: to do without {name}, leave it out of {group}=[...]")
@@ -188,11 +237,15 @@ def target_of(cfg: Mapping[str, Any], key: str) -> Any:
         raise ConfigError(f"{key} has options and no _target_: choose it ({group}=[...,{name}]), or leave them out")
     if not group:
         target_name(cfg, key)
-    try:
-        _check_targets(node, key, cfg.get("trusted") or ())
-        return get_object(str(node.get("_target_")))
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{key}: {' '.join(str(error).split())}") from error
+    return _target(node, key, cfg.get("trusted") or ())
+
+
+def check_components(cfg: Mapping[str, Any], without: Collection[str] = ()) -> None:
+    """Raise ConfigError unless every target of the groups is allowed; done before the first of them is built."""
+    for group in KINDS.keys() - {*without}:
+        if (node := cfg.get(group)) is not None:
+            for name in node if group in ("attack", "evaluation") else ("",):
+                target_of(cfg, f"{group}.{name}" if name else group)
 
 
 def target_name(cfg: Mapping[str, Any], group: str) -> str:
@@ -204,48 +257,61 @@ def target_name(cfg: Mapping[str, Any], group: str) -> str:
     return str(target)
 
 
-def _check_targets(node: object, key: str, own: Iterable[str]) -> None:
-    """Every `_target_` at or below `node` must be named in, and come from, a trusted package."""
-    if isinstance(node, list | ListConfig):
-        for i, item in enumerate(node):
-            _check_targets(item, f"{key}[{i}]", own)
-    if not isinstance(node, Mapping):
+def _kind(key: str) -> Kind:
+    return KINDS[re.split(r"[.\[]", key)[0]]
+
+
+def _nested(node: Mapping[str, Any], key: str) -> dict[str, Mapping[str, Any]]:
+    """The nodes in the one option of `node` that may hold some, by their keys."""
+    name = _kind(key).nests
+    inner = node.get(name)
+    places = {f"{key}.{name}": inner}
+    if isinstance(inner, list):
+        places = {f"{key}.{name}[{i}]": part for i, part in enumerate(inner)}
+    return {place: part for place, part in places.items() if isinstance(part, Mapping) and "_target_" in part}
+
+
+def _target(node: Mapping[str, Any], key: str, own: Iterable[str]) -> Any:
+    """What `node` names, once it and every target below are allowed."""
+    nested = _nested(node, key)
+    for place, part in nested.items():
+        _target(part, place, own)
+    _check_values({name: value for name, value in node.items() if name != "_target_"}, key, nested)
+    return _located(str(node.get("_target_")), key, own)
+
+
+def _check_values(value: object, key: str, nested: Collection[str]) -> None:
+    """Raise ConfigError for a `_target_` at or below what is none of the `nested` nodes."""
+    if key in nested or not isinstance(value, Mapping | list):
         return
-    for name, item in node.items():
-        _check_targets(item, f"{key}.{name}", own)
-    if "_target_" in node or "." not in key:  # a component itself needs one
-        _check_target(str(node.get("_target_")), key, own)
+    if "_target_" in value:
+        raise ConfigError(f"{key}._target_={value['_target_']}: values are expected there, and no class")
+    places = {f"{key}.{name}": part for name, part in value.items()} if isinstance(value, Mapping) else {}
+    for place, part in (places or {f"{key}[{i}]": part for i, part in enumerate(value)}).items():
+        _check_values(part, place, nested)
 
 
-def _check_target(target: str, key: str, own: Iterable[str]) -> None:
-    from hydra.utils import get_object
-
-    trusted = (*TRUSTED, *(f"{name}." for name in own))
-    if not target.startswith(trusted):
-        raise ConfigError(
-            f"{key}._target_={target}: not from a trusted package ({', '.join(name[:-1] for name in trusted)}); "
-            "add yours with trusted=[package]"
-        )
-    _check_name(target, key)
-    found = get_object(target)
-    origin = f"{getattr(found, '__module__', None) or type(found).__module__}."  # torch.os.system is not torch's own
-    if not origin.startswith(trusted):
-        raise ConfigError(f"{key}._target_={target}: it comes from {origin[:-1]}, which is not a trusted package")
-    if origin.startswith(("torch.", "timm.")) and not isinstance(found, type):  # torch.load, torch.hub.load run code
-        raise ConfigError(f"{key}._target_={target}: of torch and timm only classes are taken")
-
-
-def _check_name(target: str, key: str) -> None:
-    """Raise ConfigError for a name that its module lacks, where Hydra would say that there is no such module."""
+def _located(target: str, key: str, own: Iterable[str]) -> Any:
+    """What `target` names; raises ConfigError unless the `Kind` of the group allows it."""
+    kind = _kind(key)
     module, _, name = target.rpartition(".")
+    packages = (*kind.packages, *own)
+    if not _below(module, packages):
+        raise ConfigError(
+            f"{key}._target_={target}: not from a trusted package ({', '.join(packages)}); add yours with "
+            "trusted=[package]"
+        )
     try:
-        found = import_module(module)
-    except (ImportError, ValueError):  # a class, or nothing: Hydra says so
-        return
-    if not hasattr(found, name):
-        near = get_close_matches(name, dir(found), n=1)
+        found = getattr(import_module(module), name)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{key}._target_={target}: {' '.join(str(error).split())}") from error
+    except AttributeError:
+        near = get_close_matches(name, dir(sys.modules.get(module)), n=1)
         meant = f"; did you mean {near[0]}" if near else ""
-        raise ConfigError(f"{key}._target_={target}: {module} has no {name}{meant}")
+        raise ConfigError(f"{key}._target_={target}: {module} has no {name}{meant}") from None
+    if not kind.allows(found, own):
+        raise ConfigError(f"{key}._target_={target}: expected {kind}")
+    return found
 
 
 def check_trust(cfg: DictConfig, overrides: Iterable[str]) -> None:
@@ -261,7 +327,7 @@ def _check_signature(target: Callable[..., object], node: Mapping[str, Any], key
     """The arguments in `node`, once they fit."""
     from immunization.checks import check_arguments
 
-    values = {str(name): node[name] for name in node if name not in _HYDRA_KEYS}
+    values = {str(name): node[name] for name in node if name not in _OURS}
     try:
         inspect.signature(target).bind_partial(**values)
     except TypeError as error:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from immunization.checks import AtLeastOne, Positive, Seed, check_arguments, check_value
 from immunization.compute import distributed, machine, randomness
-from immunization.config import CONF, build, factory, target_of
+from immunization.config import CONF, build, check_components, factory, target_of
 from immunization.data.images import ImagePair
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
@@ -94,6 +94,7 @@ def resolve(config: DictConfig, overrides: Iterable[str] = ()) -> Experiment:
     for group, options in (("", Experiment), ("debug", Debug), ("checkpoint", Checkpointer)):
         check_arguments(options, values[group] if group else values, group)
     _check_together(settings)
+    check_components(settings, without=() if values["immunize"] else ("method",))
     machine.device_of(settings["device"])  # a GPU that is not there is said so before the data are read
     for group in ("evaluation", "attack"):
         values[group] = {name: build(settings, f"{group}.{name}") for name in values[group]}

@@ -21,6 +21,7 @@ from immunization import run
 from immunization.config import CONF, build, compose, factory, hparams, slug
 from immunization.errors import ConfigError, DataError
 from immunization.experiment import resolve
+from immunization.methods import Method
 from immunization.runs import tracker
 
 pytestmark = pytest.mark.trains
@@ -337,7 +338,7 @@ def test_fast_steps_of_nets_that_do_not_exist():
         ("method._target_=immunization.magic.Method", "magic"),
         (
             "method._target_=os.system",
-            "not from a trusted package (immunization, torch, timm); add yours with trusted=",
+            "not from a trusted package (immunization.methods); add yours with trusted=",
         ),
     ],
 )
@@ -369,8 +370,8 @@ def test_an_integer_is_a_number_and_null_is_one_of_the_alternatives(config):
     assert (method.lambda_P, method.batch_size) == (2, None)
 
 
-class Mine:
-    """An object of the user's own; its annotation exists for type checkers alone."""
+class Mine(Method):
+    """A method of the user's own; its annotation exists for type checkers alone."""
 
     def __init__(self, value: "Unknown" = 1) -> None:  # noqa: F821
         self.value = value

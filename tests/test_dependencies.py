@@ -11,6 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]
 OPTIONAL = ("launchers", "lora", "search")
 """Extras that the package imports where they are there."""
 
+LOWEST = ROOT / ".ci" / "lowest.txt"
+
 FILES = [ROOT / "launch.py", *(ROOT / "immunization").rglob("*.py")]
 
 
@@ -37,3 +39,15 @@ def test_imports_are_declared():
     missing = {name for name in modules if not declared & {canonical(text) for text in distributions.get(name, [name])}}
     assert not missing
     assert {"torch", "yaml", "PIL"} <= modules
+
+
+def test_the_lowest_versions_are_those_that_are_tried():
+    """Every library has one, and `make test-lowest` installs it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *(text for name in ("test", "lora", "onnx", "search") for text in extras[name])]
+    wanted = [text for text in wanted if not text.startswith("immunization[")]
+    floors = {canonical(text): re.search(r">=([\w.]+)", text)[1] for text in wanted}
+    lines = (line.partition("#")[0].strip() for line in LOWEST.read_text().splitlines())
+    assert dict(line.split("==") for line in lines if line) == floors
+    assert {"torch": "2.10", "pillow": "10.3"}.items() <= floors.items()

@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 from helpers.images import draw_folder, loader
+from helpers.versions import KEEPS_ARGUMENTS, since
 from torch import nn
 
 import immunization
@@ -86,7 +87,7 @@ def test_the_card_of_a_run(tmp_path, monkeypatch):
     assert same(run_block(card, monkeypatch, tmp_path / "run"), immunization.load(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
+@pytest.mark.parametrize("name", ["test_resnet", since("timm", KEEPS_ARGUMENTS, "test_vit")])
 def test_what_timm_writes_for_the_hub_is_loaded(name, tmp_path):
     model = immunized(name)
     timm.models.save_for_hf(model, tmp_path, safe_serialization=True)  # as push_to_hf_hub does

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.commands import launched
 from helpers.data_files import IMAGES, Trap, image_pair
 from helpers.made_runs import make_run
 from helpers.repository import ROOT
@@ -19,11 +20,15 @@ from omegaconf import OmegaConf
 import immunization
 from immunization import run
 from immunization.__main__ import start
-from immunization.config import build, compose, slug
+from immunization.config import KINDS, build, compose, slug, target_of
 from immunization.errors import ConfigError, DataError
+from immunization.experiment import resolve
 from immunization.results.collect import collect
 from immunization.results.page import summarize
+from immunization.runs import files
 from immunization.runs.filenames import CHECKPOINT
+from immunization.runs.origin import audited
+from immunization.runs.resume import literal, read_config
 
 QUICK = ("tracker=none", "evaluation=[rir]", "dataset.max_samples=20", "figures=false")
 
@@ -134,24 +139,36 @@ def test_kept_activations_that_hold_code_are_computed_again(trap, tmp_path, caps
     assert "are damaged" in capsys.readouterr().err
 
 
+NESTED = "values are expected there, and no class"
+
+
 @pytest.mark.parametrize(
     ("method", "message"),
     [
         ({"_target_": "os.system"}, "not from a trusted package"),
         ({"_target_": "builtins.eval"}, "not from a trusted package"),
         ({"_target_": "immunizationx.Evil"}, "not from a trusted package"),
-        ({"_target_": "torch.os.system"}, "it comes from posix, which is not a trusted package"),
-        ({"_target_": "immunization.compute.machine.os.system"}, "it comes from posix"),
-        ({"_target_": "immunization.runs.folder.OmegaConf.load"}, "it comes from omegaconf"),
-        ({"_target_": "torch.load"}, "of torch and timm only classes"),
-        ({"_target_": "torch.hub.load"}, "of torch and timm only classes"),
+        ({"_target_": "immunization.methodsx.Evil"}, "not from a trusted package"),
+        ({"_target_": "torch.os.system"}, "not from a trusted package"),
+        ({"_target_": "immunization.compute.machine.os.system"}, "not from a trusted package"),
+        ({"_target_": "immunization.run"}, "not from a trusted package"),
+        ({"_target_": "torch.load"}, "not from a trusted package"),
+        ({"_target_": "immunization.methods.base.os.system"}, "No module named 'immunization.methods.base.os'"),
+        ({"_target_": "immunization.methods.base.copy"}, "has no copy"),
+        ({"_target_": "immunization.methods.base.math"}, "expected a subclass of immunization.methods.Method"),
+        ({"_target_": "immunization.methods.base.TaskPair"}, "expected a subclass of immunization.methods.Method"),
+        ({"_target_": "immunization.methods.combined"}, "expected a subclass of immunization.methods.Method"),
         (
             {"_target_": "immunization.methods.LearningCurve", "epochs": 1, "horizon": {"_target_": "os.system"}},
-            r"method\.horizon\._target_=os\.system: not from a trusted package",
+            rf"method\.horizon\._target_=os\.system: {NESTED}",
         ),
         (
             {"_target_": "immunization.methods.LearningCurve", "epochs": 1, "horizon": [{"_target_": "os.system"}]},
-            r"method\.horizon\[0\]\._target_=os\.system",
+            rf"method\.horizon\[0\]\._target_=os\.system: {NESTED}",
+        ),
+        (
+            {"_target_": "immunization.methods.LearningCurve", "horizon": {"x": {"_target_": "torch.optim.SGD"}}},
+            rf"method\.horizon\.x\._target_=torch\.optim\.SGD: {NESTED}",
         ),
     ],
 )
@@ -160,6 +177,118 @@ def test_code_from_elsewhere_is_refused(method, message):
     config.method = method
     with pytest.raises(ConfigError, match=message):
         build(config, "method")
+
+
+CLASSES = {
+    "dataset": "immunization.data.digits",
+    "model": "immunization.models.Linear",
+    "method": "immunization.methods.Identity",
+    "optimizer": "torch.optim.SGD",
+    "scheduler": "torch.optim.lr_scheduler.StepLR",
+    "evaluation.one": "immunization.evaluation.StartRatio",
+    "attack.one": "immunization.attacks.LinearProbe",
+    "suite": "immunization.attacks.Suite",
+    "tracker": "immunization.runs.wandb_tracker.Wandb",
+}
+
+
+def group_of(key: str, target: str) -> dict[str, object]:
+    """A configuration in which `key` names `target`, which is code of the user's own."""
+    group, _, name = key.partition(".")
+    node = {"_target_": target}
+    return {group: {name: node} if name else node, "trusted": ["immunization", "torch", "own_code"]}
+
+
+@pytest.mark.parametrize("key", CLASSES)
+def test_a_group_takes_what_is_of_its_kind_alone(key):
+    """Of the user's own code, too: a trusted module holds what it imports, and functions that were meant for more."""
+    assert {group.partition(".")[0] for group in CLASSES} == KINDS.keys()
+    for other, target in CLASSES.items():
+        if other == key:
+            assert target_of(group_of(key, target), key)
+        else:
+            with pytest.raises(ConfigError, match="expected a"):
+                target_of(group_of(key, target), key)
+    for target in ("immunization.run", "immunization.load", "torch.load", "torch.nn.Linear"):
+        with pytest.raises(ConfigError, match="expected a"):
+            target_of(group_of(key, target), key)
+
+
+@pytest.mark.parametrize(
+    ("nested", "message"),
+    [
+        ("os.system", r"scheduler\.schedulers\[0\]\._target_=os\.system: not from a trusted package"),
+        ("torch.optim.lr_scheduler.Optimizer", r"schedulers\[0\]\._target_=.*: expected a subclass of .*LRScheduler"),
+    ],
+)
+def test_what_a_scheduler_consists_of_are_schedulers(nested, message):
+    config = compose(["scheduler=warmup_cosine"])
+    assert target_of(config, "scheduler")
+    config.scheduler.schedulers[0]._target_ = nested
+    with pytest.raises(ConfigError, match=message):
+        target_of(config, "scheduler")
+
+
+@pytest.fixture
+def own_code(tmp_path, monkeypatch) -> Iterator[Path]:
+    """A module `own_code` that leaves a file when it is imported, and `built` when its evaluation is made."""
+    code = f"""
+from pathlib import Path
+from shutil import rmtree
+from immunization.evaluation import Comparison, Measures
+
+Path({str(tmp_path)!r}, "imported").touch()
+
+class Mine:
+    def __init__(self) -> None:
+        Path({str(tmp_path)!r}, "built").touch()
+
+    def __call__(self, comparison: Comparison) -> Measures:
+        return Measures()
+
+def rows(seed=0):
+    ...
+
+def nothing() -> None:
+    ...
+"""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "own_code.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    yield tmp_path
+    sys.modules.pop("own_code", None)
+
+
+@pytest.mark.parametrize("key", CLASSES)
+def test_a_module_that_is_not_trusted_is_not_imported(key, own_code):
+    with pytest.raises(ConfigError, match="not from a trusted package"):
+        target_of(group_of(key, "own_code.Mine") | {"trusted": []}, key)
+    assert not (own_code / "imported").exists()
+    target_of(group_of("evaluation.one", "own_code.Mine"), "evaluation.one")
+    assert (own_code / "imported").exists()
+
+
+def test_what_ones_own_module_imports_is_not_ones_own(own_code):
+    """Functions that say nothing of what they return are taken where they were written for the group."""
+    assert target_of(group_of("dataset", "own_code.rows"), "dataset")
+    for name in ("rmtree", "Path", "Comparison", "nothing"):
+        with pytest.raises(ConfigError, match="expected a function, or a class with a __call__, annotated -> TaskPair"):
+            target_of(group_of("dataset", f"own_code.{name}"), "dataset")
+    with pytest.raises(ConfigError, match="expected a subclass of"):
+        target_of(group_of("method", "own_code.rows"), "method")
+
+
+@pytest.mark.parametrize(("group", "target"), [("model", "os.system"), ("scheduler", "torch.load"), ("tracker", "x.Y")])
+def test_nothing_is_built_before_everything_is_checked(group, target, own_code):
+    config = compose(["tracker=none", "trusted=[own_code]"])
+    config.evaluation = {"mine": {"_target_": "own_code.Mine"}}
+    config[group] = {"_target_": target}
+    with pytest.raises(ConfigError, match=f"{group}._target_={target}: not from a trusted package"):
+        resolve(config)
+    assert not (own_code / "built").exists()
+    config[group] = compose(["tracker=none"])[group]
+    resolve(config)
+    assert (own_code / "built").exists()
 
 
 def test_a_malicious_experiment_file(tmp_path, monkeypatch, capsys):
@@ -175,6 +304,61 @@ def test_a_malicious_experiment_file(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match=r"trusted=\['subprocess'\] stands in a configuration file"):
         start()
     assert not ran.exists()
+
+
+MARKED = "${oc.env:IMMUNIZATION_MARKER}"
+"""Would be the value of an environment variable, were it resolved."""
+
+
+@pytest.fixture
+def marker(monkeypatch) -> str:
+    monkeypatch.setenv("IMMUNIZATION_MARKER", "value-of-the-variable")
+    assert OmegaConf.create({"key": MARKED}).key == "value-of-the-variable"
+    return "value-of-the-variable"
+
+
+def written(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("text", [MARKED, f"\\{MARKED}", f"a\\\\{MARKED}{{b}}$", "${", "${x", "\\", "$$"])
+def test_text_of_other_peoples_configurations_is_text(text, marker):
+    config = literal({"key": text, "list": [text], "number": 1.5, "none": None})
+    assert OmegaConf.to_container(config, resolve=True) == {"key": text, "list": [text], "number": 1.5, "none": None}
+
+
+def test_an_audit_resolves_nothing_in_the_folder_of_its_checkpoint(marker, tmp_path):
+    folder, audit = tmp_path / "run", tmp_path / "audit"
+    run([*QUICK, "method=identity"], folder=folder)
+    config = read_config(folder)
+    config["dataset"]["name"] = f"digits of {MARKED}"
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    result = run([*QUICK, "immunize=false", f"model.checkpoint={folder}"], folder=audit)
+    assert read_config(audit)["dataset"]["name"] == f"digits of {MARKED}"
+    assert "other_data" not in result.flags
+    assert MARKED.encode() in written(audit)
+    assert marker.encode() not in written(audit)
+    with pytest.raises(ConfigError, match=re.escape(MARKED)) as caught:  # somebody else's folder is gone on with
+        run([*QUICK, "method=identity", "resume=true"], folder=folder)
+    assert marker not in str(caught.value)
+
+
+def test_an_audit_resolves_nothing_in_the_header_of_its_weights(marker, tmp_path):
+    config = compose(["dataset=digits_deep", "model=digits_net", "method=identity", "tracker=none"])
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
+    facts = {"architecture": MARKED, "arguments": {"drop_rate": MARKED}}
+    files.write_weights(tmp_path / "immunized.safetensors", {"weight": torch.zeros(1)}, facts)
+    audit = compose(["immunize=false", f"model.checkpoint={tmp_path}", "tracker=none", "method=identity"])
+    model = OmegaConf.to_container(audited(audit, [])[0], resolve=True)["model"]
+    assert (model["name"], model["arguments"]) == (facts["architecture"], facts["arguments"])
+
+
+def test_what_can_run_code_says_so_where_it_is_offered():
+    """Hydra itself is set up by files of --config-dir, which is not refused: a launcher of one's own is such a file."""
+    done = launched("--help")
+    for option in ("--config-dir", "trusted"):
+        assert re.search(rf"^ *{option}.*full trust", done.stdout, re.MULTILINE)
+    assert "**Both are full trust**" in (ROOT / "docs" / "components.md").read_text()
 
 
 @pytest.mark.parametrize("target", ["subprocess.call", "os.system", "subprocess.Popen"])

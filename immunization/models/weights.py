@@ -118,6 +118,13 @@ class Checkpoint(NamedTuple):
     facts: Facts
 
 
+def _not_had(name: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"model.name={name}: its pretrained weights cannot be had ({why}); "
+        "connect to the Hugging Face hub, or give model.checkpoint=<file>, or model.pretrained=false"
+    )
+
+
 def create(name: str, checkpoint: Checkpoint | None, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
     """A timm model with its weights; raises ConfigError that names what does not fit."""
     import timm
@@ -132,13 +139,12 @@ def create(name: str, checkpoint: Checkpoint | None, pretrained: bool, arguments
             raise ConfigError(
                 f"model.name={name}: timm has no such model{'; did you mean ' + close if close else ''}"
             ) from error
-        raise ConfigError(f"model.name={name}: {' '.join(str(error).split())}") from error
+        if answers:
+            raise ConfigError(f"model.name={name}: {' '.join(str(error).split())}") from error
+        raise _not_had(name, "the Hugging Face hub does not answer") from error  # a ValueError before its version 1
     except Exception as error:  # of the hub, whose own classes are many
         why = f"{type(error).__name__}: {str(error)[:200]}" if answers else "the Hugging Face hub does not answer"
-        raise ConfigError(
-            f"model.name={name}: its pretrained weights cannot be had ({why}); "
-            "connect to the Hugging Face hub, or give model.checkpoint=<file>, or model.pretrained=false"
-        ) from error
+        raise _not_had(name, why) from error
     if checkpoint is None:
         return net
     path, tensors, facts = checkpoint

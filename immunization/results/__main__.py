@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     for place in (folder, figures):
         place.mkdir(parents=True, exist_ok=True)
 
-    texts = {"results.csv": collection.frame().to_csv(index=False)}
+    texts = {"results.csv": collection.csv()}
     for table in (table for part in parts for table in part.every_table):
         formats = {"md": table.markdown, "tex": table.latex, "csv": table.csv}
         texts |= {f"{table.name}.{suffix}": form() for suffix, form in formats.items()}

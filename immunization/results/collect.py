@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from immunization.errors import DataError
+from immunization.results.formatting import spreadsheet
 from immunization.runs.environment import command_of
 from immunization.runs.filenames import CONFIG, REFUSED, RUN_LOG
 from immunization.runs.numbers import unspelled
@@ -132,6 +133,11 @@ class Collection:
             for run in self.runs
         ]
         return pd.DataFrame(rows)
+
+    def csv(self) -> str:
+        """The table as a CSV file."""
+        frame = self.frame().map(lambda cell: spreadsheet(cell) if isinstance(cell, str) else cell)
+        return frame.rename(columns=spreadsheet).to_csv(index=False)
 
 
 def collect(paths: Iterable[str | Path]) -> Collection:

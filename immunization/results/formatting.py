@@ -37,6 +37,22 @@ class Cell:
         return cls(NONE) if value is None else cls(form.format(value) if form else number(value), value)
 
 
+def markdown(text: str) -> str:
+    """`text` in a line of Markdown, where it makes no HTML, link, attributes or further line."""
+    return " ".join(text.splitlines()).replace("<", "&lt;").replace("](", "]&#40;").replace("{", "&#123;")
+
+
+def code(text: str) -> str:
+    """`text` as code in a line of Markdown."""
+    return f"`{' '.join(text.splitlines()).replace('`', chr(39))}`"
+
+
+def spreadsheet(text: str) -> str:
+    """`text` in a line of a CSV file, which programs for tables do not take for a formula."""
+    text = " ".join(text.splitlines())
+    return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@")) else text
+
+
 def roles_in(names: Iterable[str], family: str, first: Iterable[str] = ROLES) -> list[str]:
     """The tasks of which there is a measure or curve `<family>/<role>`: those of `first`, then the others by name."""
     found = {name.split("/")[1] for name in names if name.startswith(f"{family}/")}

@@ -11,7 +11,7 @@ from immunization.errors import DataError
 from immunization.results.attack_figures import worth_removed
 from immunization.results.collect import ATTACK, Collection
 from immunization.results.columns import Place, breaker, filled_in, placed
-from immunization.results.formatting import Cell, template
+from immunization.results.formatting import Cell, markdown, template
 from immunization.results.page import Section
 from immunization.results.seed_statistics import ROUNDING
 from immunization.results.settings import Setting, grouped, named, title
@@ -175,7 +175,7 @@ def between_marks(path: Path, parts: Sequence[Section], pictures: Mapping[str, s
         if kept < len(shown.rows):
             shown.rows.insert(kept, [Cell(f"*{BELOW}:*"), *(Cell("") for _ in shown.header[1:])])
         notes |= dict.fromkeys(column.note for column in shown.columns if column.note)
-        lines += [f"### {table.title}", shown.pipes(), *_own_notes(table)]
+        lines += [f"### {markdown(table.title)}", shown.pipes(), *map(markdown, _own_notes(table))]
         lines += [plot.markdown(pictures[plot.name]).strip() for plot in part.plots if plot.name in pictures]
     text = "\n\n".join([*lines, "\n".join(f"- {note}" for note in notes)])
     return f"{found[0]}{MARKS[0]}\n{text}\n{MARKS[1]}{found[2]}"

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from immunization.results.columns import Place, placed
-from immunization.results.formatting import roles_in, template
+from immunization.results.formatting import markdown, roles_in, template
 from immunization.runs import files
 from immunization.runs.filenames import MODEL_CARD, WEIGHTS
 from immunization.runs.interpretation import at_least, shown
+from immunization.runs.numbers import changed
 from immunization.runs.result import Result
 from immunization.runs.verdict import EASIER, headline
 
@@ -30,8 +31,8 @@ def write(folder: str | Path, facts: dict[str, Any], made: dict[str, Any] | None
     the last two may be unknown.
     """
     flags = result.flags if result else []
+    facts, made = changed(facts, _plain), changed(made or {"method": "an unknown method"}, _plain)
     told = [flag for flag in (EASIER, "head_at_chance") if flag in flags]
-    made = made or {"method": "an unknown method"}
     text = template("model_card.jinja", json=json.dumps).render(
         facts=facts,
         made=made,
@@ -40,19 +41,24 @@ def write(folder: str | Path, facts: dict[str, Any], made: dict[str, Any] | None
         hub_licenses=HUB_LICENSES,
         timm=facts.get("timm", True),
         # before anything else: what was measured, else what `immunize` warned of
-        warnings=[result.reasons[flag] for flag in told] if result else made.get("doubts", []),
+        warnings=[_plain(result.reasons[flag]) for flag in told] if result else made.get("doubts", []),
         arguments="".join(f", {key}={value!r}" for key, value in (facts.get("arguments") or {}).items()),
-        data=_data(result),
-        headline=headline(result) if result else None,
+        data=[*map(_plain, _data(result))],
+        headline=_plain(headline(result)) if result else None,
         rows=_rows(result, facts.get("rounding", made.get("rounding"))),
         steps=[f"{step:,}" for step in STEPS],
         curves=_curves(result) if result else [],
         stripped_by=[act] if isinstance(act := facts.get("stripped_by") or [], str) else act,
-        flags=[(flag, result.reasons.get(flag, "")) for flag in flags],
+        flags=[(_plain(flag), _plain(result.reasons.get(flag, ""))) for flag in flags],
     )
     path = Path(folder) / MODEL_CARD
     files.write(path, text)
     return path
+
+
+def _plain(value: Any) -> Any:
+    """Text of the file that the weights came in, for a line of Markdown, also between backticks."""
+    return markdown(value).replace("`", "'") if isinstance(value, str) else value
 
 
 def _data(result: Result | None) -> list[str]:
@@ -84,7 +90,7 @@ def _rows(result: Result | None, rounding: float | None) -> list[tuple[str, str]
 def _value(result: Result, name: str) -> str:
     value = result.metrics[name]
     if value is None:
-        return f"none: {result.reasons.get(name, '')}"
+        return _plain(f"none: {result.reasons.get(name, '')}")
     return shown(result, name) + " (capped: not reached within the counted steps)" * at_least(result, name)
 
 

@@ -16,7 +16,8 @@ from immunization.results.attack_table import Audit
 from immunization.results.attack_table import audit as audit_of
 from immunization.results.collect import Collection, Run, collect
 from immunization.results.columns import Place, placed
-from immunization.results.formatting import Cell, number, template
+from immunization.results.formatting import Cell, code, number, template
+from immunization.results.formatting import markdown as markdown_of
 from immunization.results.plot import Plot
 from immunization.results.settings import Setting, best, by_authors, in_convention, settings, title
 from immunization.results.sweep_figures import draw
@@ -83,10 +84,10 @@ def sections(collection: Collection, objective: str, figures: bool = True) -> li
 def summarize(collection: Collection, folder: Path, objective: str) -> None:
     """Print the table over a sweep, and write results.csv and report.html into its folder."""
     parts = sections(collection, objective)
-    files.write(folder / "results.csv", collection.frame().to_csv(index=False))
+    files.write(folder / "results.csv", collection.csv())
     write(folder / REPORT, collection, parts, f"Sweep {folder.name}")
     show(collection, parts)
-    Console().print(f"report: {folder / REPORT}", highlight=False, soft_wrap=True)
+    print(f"report: {folder / REPORT}")
 
 
 def audit(folder: Path) -> None:
@@ -150,9 +151,9 @@ def flags_page(path: Path) -> str | None:
 
 def provenance(runs: Sequence[Run]) -> str:
     """Which runs, and the commands that made them."""
-    commands = [f"`{command}`" for command in dict.fromkeys(run.command for run in runs if run.command)]
+    commands = [code(command) for command in dict.fromkeys(run.command for run in runs if run.command)]
     made = f", made by {_first(commands)}" if commands else ""
-    folders = _first(sorted({str(run.result.folder.parent) for run in runs}))
+    folders = _first(sorted({str(run.result.folder.parent).replace("`", "'") for run in runs}))
     return f"{len(runs)} run{'s' * (len(runs) != 1)} in {folders}{made}."
 
 
@@ -178,11 +179,12 @@ def markdown(parts: Iterable[Section], pictures: dict[str, str], command: str) -
     """The tables as one document, each with its command; `pictures` maps figures to their paths."""
     lines = ["# Results", "", f"Written by `{command}`. Do not edit by hand.", ""]
     for part in parts:
-        lines += [*(table.markdown() for table in part.every_table), f"Source: {_public(provenance(part.runs))}", ""]
+        lines += [*(table.markdown() for table in part.every_table), f"Source: {_source(part.runs)}", ""]
         lines += [plot.markdown(pictures[plot.name]) for plot in part.every_plot if plot.name in pictures]
     return "\n".join(lines)
 
 
-def _public(text: str) -> str:
-    """The text without local paths."""
-    return re.sub(r"(?<=[= ])[/~][^\s`,]*", "<folder>", text)
+def _source(runs: Sequence[Run]) -> str:
+    """`provenance` without local paths; outside of the code, between its backticks, as Markdown."""
+    text = re.sub(r"(?<=[= ])[/~][^\s`,]*", "<folder>", provenance(runs))
+    return "`".join(part if i % 2 else markdown_of(part) for i, part in enumerate(text.split("`")))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from immunization.results.formatting import markdown
 from immunization.results.settings import METHODS, Setting
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ class Plot:
     caption: str
     figure: Figure
 
+    def __post_init__(self) -> None:
+        plain_text(self.figure)
+
     @property
     def width(self) -> int:
         """Inches, rounded up: a page does not draw it smaller than it can be read."""
@@ -65,7 +69,7 @@ class Plot:
 
     def markdown(self, path: str) -> str:
         """The picture at `path` with its caption below."""
-        return f"![{self.name}]({path})\n\n{self.caption}\n"
+        return f"![{self.name}]({path})\n\n{markdown(self.caption)}\n"
 
     def png(self, folder: Path, pdf: bool = True) -> Path:
         """A picture on white in `folder`, and the same as PDF beside it; returns the path of the first."""
@@ -74,6 +78,18 @@ class Plot:
         if pdf:
             self.figure.savefig(path.with_suffix(".pdf"), facecolor="white", metadata={"CreationDate": None})
         return path
+
+
+def plain_text(figure: Figure) -> None:
+    """Show what is between two dollar signs as it is, and not as a formula, but for powers of ten at axes."""
+    from matplotlib.text import Text
+    from matplotlib.ticker import LogFormatter
+
+    axes = [axis for panel in figure.axes for axis in (panel.xaxis, panel.yaxis)]
+    logarithmic = [axis for axis in axes if isinstance(axis.get_major_formatter(), LogFormatter)]
+    powers = {label for axis in logarithmic for label in axis.get_ticklabels(which="both")}
+    for text in figure.findobj(Text):
+        text.set_parse_math(text in powers)
 
 
 @contextmanager

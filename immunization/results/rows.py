@@ -70,7 +70,12 @@ def _row(run: Run) -> tuple[Path, Result]:
     overrides, place = overrides_of(folder), folder / ENVIRONMENT
     if (track := track_of(overrides)) is None:
         raise DataError(f"{folder} is no run of a track: none of its overrides is {TRACK}<track>")
-    environment = json.loads(place.read_text()) if place.is_file() else {}
+    if track != slug(track):  # which is to be a folder, and the file is not always one's own
+        raise DataError(f"{folder / OVERRIDES}: {track!r} is no name of a track")
+    try:
+        environment = dict(json.loads(place.read_text())) if place.is_file() else {}
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{place} cannot be read: {error}") from error
     row = {
         "track": track,
         "command": _command(run.command, overrides),
@@ -111,7 +116,8 @@ def track_of(overrides: Iterable[str]) -> str | None:
 def overrides_of(folder: Path) -> list[str]:
     """The overrides of a run, as they were typed; none where its folder does not say."""
     path = folder / OVERRIDES
-    return yaml.safe_load(path.read_text()) or [] if path.is_file() else []
+    words = yaml.safe_load(path.read_text()) if path.is_file() else []
+    return words if isinstance(words, list) and all(isinstance(word, str) for word in words) else []
 
 
 def job(overrides: Iterable[str], ignored: Collection[str]) -> frozenset[str]:

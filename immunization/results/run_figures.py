@@ -15,7 +15,7 @@ import numpy as np
 
 from immunization.data.task import kind_of
 from immunization.results.formatting import number, roles_in
-from immunization.results.plot import INK, LINE, fit_log, panel_axes
+from immunization.results.plot import INK, LINE, fit_log, panel_axes, plain_text
 from immunization.runs import tracker
 from immunization.runs.interpretation import shown
 from immunization.runs.result import Curve, Result
@@ -68,6 +68,7 @@ def draw(result: Result, folder: str | Path) -> list[Path]:
             figure.suptitle(headline, fontsize=11)
             for ax in figure.axes:
                 ax.title.set_fontsize(10)
+            plain_text(figure)
             paths.append(folder / f"{name}.png")
             figure.savefig(paths[-1], dpi=DPI, facecolor="white")
             figure.savefig(paths[-1].with_suffix(".svg"), facecolor="white", metadata={"Date": None})

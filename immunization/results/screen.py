@@ -20,7 +20,7 @@ SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 def show(result: Result, objective: str = "rir", console: Console | None = None) -> None:
     """Print a run as a sheet, with what it is to maximize, and reasons and flags as footnotes."""
-    (console or Console()).print(Group(*_sheet(result, objective)), highlight=False)
+    (console or Console(markup=False)).print(Group(*_sheet(result, objective)), highlight=False)
 
 
 def line(result: Result, objective: str = "rir") -> str:

@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from immunization.results.columns import AUTHORS, Column, Place, filled_in, own_measures, placed, published
-from immunization.results.formatting import NONE, Cell, number, roles_in
+from immunization.results.formatting import NONE, Cell, markdown, number, roles_in, spreadsheet
 from immunization.results.seed_statistics import ENOUGH, ROUNDING, paired_ratio, rank_correlation, ties
 from immunization.results.settings import (
     KEEPS,
@@ -138,7 +138,8 @@ class Table:
 
     def csv(self) -> str:
         """Comma-separated, with the cells as they are shown."""
-        return self._frame(lambda cell: cell.text).to_csv(index=False, lineterminator="\n")
+        frame = self._frame(lambda cell: spreadsheet(cell.text) if cell.value is None else cell.text)
+        return frame.rename(columns=spreadsheet).to_csv(index=False, lineterminator="\n")
 
     def _frame(self, text: Callable[[Cell], str]) -> "pd.DataFrame":
         import pandas as pd  # slow to load, and a run that only prints its table does without it
@@ -328,11 +329,11 @@ def _gaps(group: Sequence[Setting], further: Iterable[str]) -> list[str]:
 
 
 def _pipes(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+    return "| " + " | ".join(markdown(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
 def _escape_markdown(text: str) -> str:
-    return text.replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+    return markdown(text).replace("*", "\\*").replace("_", "\\_")
 
 
 _TEX: Mapping[int, str] = str.maketrans(
@@ -351,6 +352,7 @@ _TEX: Mapping[int, str] = str.maketrans(
         "○": "$\\circ$",
         "²": "$^2$",
         NONE: "--",
+        **dict.fromkeys("\n\r", " "),
     }
 )
 

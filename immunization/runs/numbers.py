@@ -26,18 +26,18 @@ def spelled(value: Any) -> Any:
             return leaf
         return ".nan" if math.isnan(leaf) else ".inf" if leaf > 0 else "-.inf"
 
-    return _changed(value, text)
+    return changed(value, text)
 
 
 def unspelled(value: Any) -> Any:
     """What `spelled` was given."""
-    return _changed(value, lambda leaf: SPELLED.get(leaf, leaf) if isinstance(leaf, str) else leaf)
+    return changed(value, lambda leaf: SPELLED.get(leaf, leaf) if isinstance(leaf, str) else leaf)
 
 
-def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with `change` of everything that is neither a dict nor a list."""
+def changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A plain configuration with `change` of everything in it that is neither a dict nor a list."""
     if isinstance(value, dict):
-        return {key: _changed(one, change) for key, one in value.items()}
+        return {key: changed(one, change) for key, one in value.items()}
     if isinstance(value, list):
-        return [_changed(one, change) for one in value]
+        return [changed(one, change) for one in value]
     return change(value)

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from immunization.errors import ConfigError, DataError
 from immunization.runs import files
 from immunization.runs.filenames import weights_of
-from immunization.runs.resume import different, read_config
+from immunization.runs.resume import different, literal, read_config
 
 PLACES = ("root", "download", "cache", "cache_limit", "workers", "batch_size", "name")
 """Keys of `dataset` that say where the data are and how they are read, but not which they are."""
@@ -60,7 +60,7 @@ def _made_with(checkpoint: Path) -> dict[str, Any] | None:
 
 def _overridden(before: Mapping[str, Any], config: DictConfig, group: str, chosen: Iterable[str]) -> DictConfig:
     """`before` with the values of `config` under the keys below `group` that were chosen."""
-    node = OmegaConf.create(dict(before))
+    node = literal(dict(before))
     for key in chosen:
         if key.startswith(f"{group}."):
             OmegaConf.update(node, key.removeprefix(f"{group}."), OmegaConf.select(config, key), force_add=True)
@@ -88,7 +88,8 @@ def _reloading(model: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
 
 def _check_reference(config: DictConfig, before: Mapping[str, Any]) -> None:
     """Raise ConfigError for an immunized net without a folded map where its baseline is not known."""
-    changed = before.get("immunize", True) and before["method"]["_target_"] != "immunization.methods.Identity"
+    method = (before.get("method") or {}).get("_target_")
+    changed = before.get("immunize", True) and method != "immunization.methods.Identity"
     if not changed or config.model._target_ != "immunization.models.Timm" or config.model.get("reference"):
         return
     if "fold" not in files.read_weights(weights_of(Path(config.model.checkpoint).expanduser()))[1]:

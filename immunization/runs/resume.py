@@ -1,15 +1,18 @@
 """Which keys of a configuration decide the numbers of a run, and whether a folder holds the completed run already."""
 
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import DictConfig, OmegaConf
 
 from immunization.errors import ConfigError, DataError
 from immunization.runs import files
 from immunization.runs.filenames import ATTACKS, CHECKPOINT, CONFIG, ROWS, WEIGHTS
+from immunization.runs.numbers import changed
 from immunization.runs.result import Result
 
 log = logging.getLogger(__name__)
@@ -43,6 +46,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not text.endswith("\n"):  # a file cut off within a line can still be valid YAML
         raise DataError(f"{path} is not a configuration; it was cut off or edited")
     return content
+
+
+def literal(content: dict[str, Any]) -> DictConfig:
+    """Somebody else's plain configuration as one of OmegaConf, in which a text with `${...}` is no more than text."""
+
+    def escaped(leaf: Any) -> Any:
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", leaf) if isinstance(leaf, str) else leaf
+
+    return OmegaConf.create(changed(content, escaped))
 
 
 def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from immunization.errors import ConfigError, DataError
 from immunization.runs.filenames import CONFIG
 from immunization.runs.numbers import unspelled
-from immunization.runs.resume import read_config
+from immunization.runs.resume import literal, read_config
 
 KEY = "wandb_run="
 
@@ -22,7 +22,7 @@ def again(arguments: Sequence[str]) -> tuple[DictConfig, Path | None]:
     Raises ConfigError for keys that the tracked run does not have, and groups; DataError for a run that cannot be read.
     """
     (reference,) = (argument.removeprefix(KEY) for argument in arguments if argument.startswith(KEY))
-    config, folder = OmegaConf.create(tracked_config(reference)), None
+    config, folder = literal(tracked_config(reference)), None
     for argument in (argument for argument in arguments if not argument.startswith(KEY)):
         key, equals, value = argument.partition("=")
         if key == "hydra.run.dir":

@@ -49,11 +49,9 @@ def scheduler_of(settings: Mapping[str, Any], optimizer: torch.optim.Optimizer, 
         return None
     try:
         node = _fitted(settings["scheduler"], steps, "scheduler")
-        scheduler = _attached(build({**settings, "scheduler": node | {"_convert_": "all"}}, "scheduler"), optimizer)
+        scheduler = _attached(build({**settings, "scheduler": node}, "scheduler"), optimizer)
     except (KeyError, TypeError, ValueError) as error:  # torch's ways to refuse a value
         raise ConfigError(f"scheduler: {error}") from error
-    if not isinstance(scheduler, LRScheduler):
-        raise ConfigError(f"scheduler._target_={node['_target_']}: not one of torch.optim.lr_scheduler")
     return scheduler
 
 

@@ -15,6 +15,7 @@ from helpers.repository import ROOT
 from immunization import run, terminal
 from immunization.config import compose
 from immunization.errors import BusyError, ConfigError
+from immunization.evaluation import Measures
 from immunization.methods.base import Method
 from immunization.runner import record_failure
 from immunization.runs.filenames import CHECKPOINT
@@ -111,7 +112,7 @@ def test_sigterm_amid_an_import_of_a_run_waits_for_its_end(tmp_path, monkeypatch
     module.write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(0.2)\ndone = True\n")
     monkeypatch.syspath_prepend(tmp_path)
 
-    def imports(*_: object) -> None:
+    def imports(*_: object) -> Measures:
         import slow_module
 
         assert slow_module.done

@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from helpers.nets import open_pair
+from helpers.versions import since
 from timm.models._features import FeatureListNet
 
 from immunization.models.fold import FOLD, fold_into, fold_place, folded_map, unfold, weight_of
@@ -17,7 +18,7 @@ FAMILIES = (
     "test_convnext",
     "test_efficientnet",
     "test_mambaout",
-    "test_maxvit",
+    since("timm", "1.0.31", "test_maxvit"),
     "test_nfnet",
     "test_resnet",
     "test_vit",

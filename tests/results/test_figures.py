@@ -181,6 +181,19 @@ def test_an_axis_has_several_labels(result, tmp_path, low):
     assert path.is_file()
 
 
+def test_dollar_signs_in_names_are_no_formulas(result, tmp_path, drawn):
+    """Powers of ten at the axes are."""
+    result.method, result.dataset = "a$_$b", "$x$"
+    paths = run_figures.draw(result, tmp_path)
+    for path in paths:
+        text = path.with_suffix(".svg").read_text()
+        assert "a$_$b on $x$" in text
+    figure = drawn["norm_ratio"]
+    labels = [label for label in figure.axes[0].yaxis.get_ticklabels() if label.get_text()]
+    assert labels
+    assert all("$" in label.get_text() and label.get_parse_math() for label in labels)
+
+
 def test_legends_stay_outside_of_the_data(result, tmp_path):
     record(tmp_path, loss=[3.0, 2.0, 1.0], r_well=[1.0, 1.0, 1.0], r_ill=[1.0, 1.0, 1.0], task_loss=[1.0, 1.0, 1.0])
     history = run_figures.history(tracker.history(tmp_path))

@@ -1,5 +1,6 @@
 """The model card: its figures are those of the result, at the steps it names."""
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,18 @@ def test_what_makes_a_model_useless_comes_first(result, tmp_path):
     after = [line for line in lines[title + 1 :] if line]
     assert after[:2] == [f"**Do not use this model: {result.reasons[flag]}.**" for flag in result.flags[1:]]
     assert "- `harmful_faster`: harm became easier" in lines
+
+
+def test_text_of_the_file_is_no_markup(result, tmp_path):
+    """Of the weights' header and the measures of somebody else's run."""
+    text = '<img src=x>`"); print(1) #\n\n# b'
+    result.reasons["a_flag"], result.flags = text, ["a_flag", text]
+    result.about["data"]["primary"] = text
+    written = card(result, tmp_path, architecture=text, weights=text, license=text, dtype=text)
+    assert "<img" not in written
+    assert "\n# b" not in written
+    (line,) = [line for line in written.splitlines() if line.startswith("model = timm.create_model(")]
+    assert isinstance(ast.parse(line.partition(".eval()")[0]).body[0].value.args[0], ast.Constant)
 
 
 def test_a_card_without_measures(tmp_path):

@@ -1,11 +1,14 @@
 """report.html and the figures: complete, self-contained, escaped, and no larger than it may be."""
 
+import csv
+import io
 import re
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 from helpers.made_runs import METHODS, make_run
+from markdown_it import MarkdownIt
 
 from immunization.results.collect import collect
 from immunization.results.page import markdown, provenance, sections, show, summarize, write
@@ -84,6 +87,40 @@ def test_names_of_all_kinds_are_escaped(tmp_path):
     text = report_of(tmp_path)
     assert text.count("<script>") == 1  # ours
     assert Page(text).open == []
+
+
+@pytest.mark.parametrize("name", ["a$_$b", "$x$", "\\\\$"])
+def test_dollar_signs_in_names_are_no_formulas(name, tmp_path, capsys):
+    """Of methods, data, models and pairs; a sweep in a folder that rich would take for markup ends with its report."""
+    folder = tmp_path / "[/b]"
+    for i, method in enumerate((name, f"other {name}")):
+        for pair in ((name, "1"), ("1", name), ("2", name), (name, "2")):
+            changes = {"dataset": name, "model": name, "lambdas": (1.0, 10.0**i)}
+            make_run(folder / f"{i}{'-'.join(pair)}", method, pair=pair, rir=10.0 ** (2 * i), **changes)
+    summarize(collect([folder]), folder, "rir")
+    assert "[/b]/report.html" in capsys.readouterr().out.replace("\n", "")
+    page = (folder / "report.html").read_text()
+    drawn = [svg for svg in re.findall(r"<svg.*?</svg>", page, re.S) if "<text" in svg]
+    assert drawn
+    assert all(name in svg for svg in drawn)
+    assert "mathdefault" not in re.sub(r"<!--.*?-->", "", page)  # powers of ten still are
+    assert r"<!-- $\mathdefault{10^" in page
+
+
+def test_whole_documents_of_names_of_all_kinds(tmp_path):
+    """Markdown has no tags of theirs, also not from commands and folders between backticks, and CSV no formulas."""
+    folder = tmp_path / "`<b>"
+    for seed in range(2):
+        make_run(folder / f"{seed}=<i>", "=1+1", seed, dataset="<u>`", model="`<s>``", pair=("@x", "<a>"))
+    collection = collect([folder])
+    for run in collection.runs:
+        run.command = "python launch.py `<b>`` x"
+    rendered = MarkdownIt("commonmark").enable("table").render(markdown(sections(collection, "rir"), {}, "command"))
+    assert not {"b", "i", "u", "s", "a"} & set(re.findall(r"<(\w+)", rendered))
+    assert "&lt;u&gt;" in rendered
+    rows = list(csv.reader(io.StringIO(collection.csv())))
+    assert {"'=1+1"} == {row[rows[0].index("method")] for row in rows[1:]}
+    assert not [cell for row in rows for cell in row if cell.startswith(("=", "@", "+"))]
 
 
 def test_figures_of_pairs_show_every_cell_and_count(folder):

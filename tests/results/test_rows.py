@@ -123,6 +123,33 @@ def test_paths_of_the_machine_are_left_out_wherever_they_stand(tmp_path):
     assert problem.message == shown
 
 
+@pytest.mark.parametrize("track", ["../../outside", "{tmp}/outside", "..", "a/b", ".hidden", ""])
+def test_rows_stay_in_their_folder_whatever_a_run_says_of_its_track(track, tmp_path):
+    made = track_run(tmp_path / "runs" / "run")
+    overrides = [f"experiment=leaderboard/{track.replace('{tmp}', str(tmp_path))}", "method=identity"]
+    (made / "overrides.yaml").write_text(yaml.safe_dump(overrides))
+    before = set(tmp_path.rglob("*"))
+    with pytest.raises(DataError, match=r"overrides\.yaml: .* is no name of a track"):
+        write([made], tmp_path / "runs" / "rows")
+    assert set(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("text", ["a: 1", "[1, 2]", "word", "[[experiment=leaderboard/cifar]]"])
+def test_overrides_that_are_none_are_of_no_track(text, tmp_path):
+    made = track_run(tmp_path / "run")
+    (made / "overrides.yaml").write_text(text)
+    with pytest.raises(DataError, match="is no run of a track"):
+        write([made], tmp_path / "rows")
+
+
+@pytest.mark.parametrize("text", ["{", "3", "[1]"])
+def test_an_environment_that_is_none(text, tmp_path):
+    made = track_run(tmp_path / "run")
+    (made / "environment.json").write_text(text)
+    with pytest.raises(DataError, match=r"environment\.json cannot be read"):
+        write([made], tmp_path / "rows")
+
+
 def test_an_edited_row_is_not_trusted(tmp_path):
     track_run(tmp_path / "run", rir=10.0)
     write([tmp_path / "run"], tmp_path / "rows")

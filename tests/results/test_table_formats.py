@@ -2,8 +2,11 @@
 
 import csv
 import io
+from collections import Counter
+from html.parser import HTMLParser
 
 import pytest
+from markdown_it import MarkdownIt
 from rich.console import Console
 
 from immunization.results.formatting import NONE, number
@@ -18,11 +21,63 @@ ROWS = [
 
 @pytest.fixture
 def table() -> Table:
-    return Table("name", "Title_1", HEADER, [row.copy() for row in ROWS], ["50 % of *all*.", "κ ~ 1^2 #$"])
+    return Table("name", "Title_1", [*HEADER], [row.copy() for row in ROWS], ["50 % of *all*.", "κ ~ 1^2 #$"])
 
 
 def test_csv_holds_the_cells_as_they_are_shown(table):
     assert list(csv.reader(io.StringIO(table.csv()))) == [HEADER, *([cell.text for cell in row] for row in ROWS)]
+
+
+@pytest.mark.parametrize("name", ["=1+1", "+1", "-1-1", "@name", "\t=1", "\r=1"])
+def test_names_are_no_formulas_in_a_csv(table, name):
+    """Numbers below 0 stay numbers."""
+    table.rows[0][0], table.header[1], table.rows[1][1] = Cell(name), name, Cell.of(-29_700.0)
+    header, first, second = csv.reader(io.StringIO(table.csv()))
+    shown = f"'{name}".replace("\r", " ")
+    assert (first[0], header[1], second[1]) == (shown, shown, "-29,700")
+
+
+HTML = "<img src=x>"
+LINK = "[a](https://example.org)"
+ATTRIBUTES = "{: title=x }"
+LINES = "a\n\n# b"
+
+
+class Tags(HTMLParser):
+    """The tags of a page, its attributes and its text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags, self.attributes, self.text = Counter(), set(), ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags[tag] += 1
+        self.attributes |= {name for name, _ in attributes}
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def as_the_site(text: str) -> str:
+    return pytest.importorskip("markdown").markdown(text, extensions=["attr_list", "md_in_html", "tables"])
+
+
+def as_github(text: str) -> str:
+    return MarkdownIt("commonmark").enable("table").render(text)
+
+
+@pytest.mark.parametrize("render", [as_github, as_the_site])
+@pytest.mark.parametrize("name", [HTML, LINK, ATTRIBUTES, LINES])
+def test_names_are_no_markup_in_markdown(table, name, render):
+    """In the title, a heading, a cell and a note: the page has the tags that it has with plain names."""
+    plain = Tags(render(table.markdown())).tags
+    table.title, table.notes[0] = name, name
+    table.header[1], table.rows[0][0] = name, Cell(name)
+    page = Tags(render(table.markdown()))
+    assert page.tags == plain
+    assert page.attributes <= {"style"}
+    assert page.text.count(" ".join(name.splitlines())) == 4
 
 
 def test_latex_escapes_everything_and_needs_no_more_than_booktabs(table):

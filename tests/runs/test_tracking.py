@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import wandb
 from helpers.repository import ROOT
+from helpers.versions import asks_once
 from helpers.wandb_offline import WITHOUT_ACCOUNT, kept, summary, values
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
@@ -227,6 +228,7 @@ def test_wandb_login_is_found_in_netrc(environ, tmp_path):
     assert mode(f"machine api.wandb.ai\n{account}") == "offline"
 
 
+@asks_once
 def test_an_unreachable_server_makes_the_run_an_offline_one(tmp_path, environ, caplog):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers.commands import launched
+from helpers.versions import asks_once
 
 from immunization import run
 from immunization.errors import ConfigError, DataError
@@ -72,6 +73,22 @@ def test_code_of_others_is_trusted_on_the_command_line_alone(tmp_path):
         run(*again(arguments), arguments)
 
 
+def test_text_of_a_tracked_run_is_text(offline, tmp_path, monkeypatch):
+    """Also where the run is tracked again: no value of an environment variable leaves the machine."""
+    monkeypatch.setenv("IMMUNIZATION_MARKER", "value-of-the-variable")
+    config = yaml.safe_load((offline.parents[1] / "config.yaml").read_text())
+    text = "${oc.env:IMMUNIZATION_MARKER}"
+    config |= {"tags": [text], "objective": text, "dataset": config["dataset"] | {"name": text}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    arguments = [f"wandb_run={tmp_path}", "method.epochs=1"]
+    config, _ = again(arguments)
+    done = run(config, tmp_path / "again", arguments)
+    assert (done.dataset, done.verdict is not None) == (text, True)
+    files = {path: path.read_bytes() for path in (tmp_path / "again").rglob("*") if path.is_file()}
+    assert any(path.suffix == ".wandb" and text.encode() in content for path, content in files.items())
+    assert not [path for path, content in files.items() if b"value-of-the-variable" in content]
+
+
 def test_what_cannot_be_read_is_one_line(tmp_path):
     for name in ("a/b/c/empty", "other"):
         (tmp_path / name).mkdir(parents=True)
@@ -82,6 +99,10 @@ def test_what_cannot_be_read_is_one_line(tmp_path):
     }.items():
         with pytest.raises(DataError, match=message):
             tracked_config(str(tmp_path / name))
+
+
+@asks_once
+def test_a_run_that_is_nowhere_is_one_line(tmp_path):
     done = launched("wandb_run=no/such/run", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: wandb_run=no/such/run: no such folder here, and W&B does not give run")

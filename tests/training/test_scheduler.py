@@ -219,10 +219,11 @@ def torchs(name: str, **arguments: object) -> dict:
     [
         (torchs("lr_scheduler.OneCycleLR", max_lr=1.0, total_steps=9), "scheduler.total_steps=9: ends before the 20"),
         (torchs("lr_scheduler.OneCycleLR", max_lr=1.0, epochs=2, steps_per_epoch=5), "give scheduler.total_steps=1.0"),
-        (torchs("Rprop", lr=0.1), "scheduler: Rprop"),
+        (torchs("Rprop", lr=0.1), "torch.optim.Rprop: not from a trusted package (torch.optim.lr_scheduler)"),
+        (torchs("lr_scheduler.Optimizer"), "expected a subclass of torch.optim.lr_scheduler.LRScheduler"),
         (
             {"_target_": "torch.nn.Identity", "_partial_": True},
-            "torch.nn.Identity: not one of torch.optim.lr_scheduler",
+            "torch.nn.Identity: not from a trusted package (torch.optim.lr_scheduler)",
         ),
         ({"T_max": 1.0}, "scheduler names no class: choose scheduler=<option>"),
         (
