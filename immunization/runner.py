@@ -16,7 +16,7 @@ from immunization.config import check_trust, compose, slug, snake_case, target_n
 from immunization.errors import BusyError, ConfigError, UserError
 from immunization.evaluation import Comparison, evaluate
 from immunization.experiment import Experiment, Parts, assemble, resolve
-from immunization.models.weights import exported, rounding_flag
+from immunization.models.weights import exported, original, rounding_flag
 from immunization.results import model_card
 from immunization.results.present import present
 from immunization.runs import files
@@ -138,6 +138,8 @@ def train(
         table = run.tabulate({role: rows for role, task in parts.pair.tasks.items() if (rows := task.rows_of_classes)})
         if table and not quiet:
             print(*table, "", sep="\n", flush=True)
+        if experiment.immunize is False or parts.method.epochs:
+            run.keep_original(*original(parts.model))
     session = TrainingSession(experiment, parts, run, stop, state)
     with doing(session.where):
         session.fit()

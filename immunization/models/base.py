@@ -195,6 +195,13 @@ class Model(nn.Module):
         """The tensors of immunized.safetensors; `load` makes a map of `theta` [D_in, D] and, if there, `bias` [D]."""
         return self.state_dict()
 
+    def original(self) -> dict[str, Tensor]:
+        """Of an untrained net, the tensors of `export` that training may change, or those of its baseline.
+
+        {} where the baseline follows from what `export` gives: it is the inputs, or the net without a folded map.
+        """
+        return {}
+
     def facts(self) -> dict[str, Any]:
         """Facts of a net that `load` needs beside its tensors; a linear map needs none."""
         return {}

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from immunization.errors import ConfigError
 from immunization.models.adapted import Adapted
 from immunization.models.fold import recorded
+from immunization.runs.net_facts import IMAGES
 
 log = logging.getLogger(__name__)
 
@@ -238,8 +239,7 @@ def data_config(net: nn.Module) -> dict[str, Any]:
         return {"input_size": net.pretrained_cfg["input_size"]}
     from timm.data import resolve_model_data_config
 
-    keys = ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")
-    config = {key: value for key, value in resolve_model_data_config(net).items() if key in keys}
+    config = {key: value for key, value in resolve_model_data_config(net).items() if key in IMAGES}
     convolutions = (part for part in net.modules() if isinstance(part, nn.Conv2d) and part.kernel_size[-1] > 1)
     channels = next((part.in_channels for part in convolutions), len(config["mean"]))
     if channels != len(config["mean"]):  # another number than the pretrained weights had

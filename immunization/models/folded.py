@@ -85,6 +85,9 @@ class Folded(Linear):
         """The state dict of the timm model with the map at `place` (see `fold_into`), all in float64."""
         return self.deployed().state_dict()
 
+    def original(self) -> dict[str, Tensor]:
+        return {} if self.base.before is None else self.base.original()
+
     def facts(self) -> dict[str, Any]:
         own = {"fold": self.place.name, "stripped_by": self.place.stripped_by, "dtype": "float64"}
         return self.base.facts() | own

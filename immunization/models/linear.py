@@ -15,7 +15,7 @@ from immunization.theory.preconditioning import Precondition, preconditioned_pro
 
 def _map_of(checkpoint: str, dim: int, outputs: int) -> tuple[Tensor, Tensor]:
     """theta [dim, dim] and omega [outputs, dim] of `model.checkpoint`; raises ConfigError."""
-    path, tensors, facts = read_checkpoint(checkpoint)
+    path, tensors, facts, _ = read_checkpoint(checkpoint)
     if "theta" not in tensors:
         if not facts.get("timm", True):
             raise ConfigError(

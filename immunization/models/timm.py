@@ -24,7 +24,7 @@ from immunization.models.adapted import BODY
 from immunization.models.chain import Network, Tail, Whole, first_with, parameters, take_apart
 from immunization.models.fold import folded_map, unfold
 from immunization.models.image_tasks import ImageReader, room_for
-from immunization.models.weights import create, head_size, name_of, read_checkpoint
+from immunization.models.weights import create, head_size, known_arguments, name_of, read_checkpoint
 from immunization.theory.spectrum import triangular_factor
 
 log = logging.getLogger(__name__)
@@ -61,8 +61,11 @@ class Timm(ImageReader):
             raise ConfigError(
                 f"model.arguments must be options of timm.create_model, {{num_classes: 10}}, or null, not {arguments!r}"
             )
-        stored = None if checkpoint is None else read_checkpoint(checkpoint)
-        self.arguments = dict(arguments or (stored.facts.get("arguments", {}) if stored else {}))
+        stored, asked = None if checkpoint is None else read_checkpoint(checkpoint), name
+        said = stored.net() if stored and (":" in str(name) or not arguments) else None
+        if said and ":" in str(name):  # a folder or a repository, which need not be there again
+            name = said[0]
+        self.arguments = dict(arguments or (said[1] if said else {}))
         self.weights, self.license, stripped = "the caller's own", None, None
         if net is None:
             if stored and "num_classes" not in self.arguments and (outputs := head_size(name, stored.tensors)):
@@ -70,9 +73,13 @@ class Timm(ImageReader):
             net = create(name, stored, pretrained, self.arguments)
             self.weights = "weights of the hub" if pretrained else "random weights"
             if checkpoint:
-                self.weights = Path(checkpoint).name
+                self.weights = Path(checkpoint).name + (f" ({stored.key})" if stored.key else "")
             elif pretrained:  # timm states the license of its own weights
                 self.license = (getattr(net, "pretrained_cfg", None) or {}).get("license")
+            if ":" in str(name):  # timm's words for it hold everywhere
+                source, _, place = name.partition(":")
+                self.weights = f"{source}:{Path(place).name if source == 'local-dir' else place}"
+                name, self.arguments = net.pretrained_cfg["architecture"], known_arguments(net) | self.arguments
             if reference is None and folded_map(net) is not None:
                 stripped = copy.deepcopy(net).double()  # taking the map out costs digits
         own = getattr(net, "pretrained_cfg", None) or {}
@@ -92,12 +99,13 @@ class Timm(ImageReader):
         self.eval()
         self._original_head = [p.detach().clone() for p in self.head.parameters()]
         self._before: tuple[Timm, ...] = ()
+        self._stripped = reference is None and stripped is not None
         self.reference: dict[tuple[str, str], Tensor] = {}
         self.few: dict[str, Tensor] = {}  # rows that a method learns from, by role, where these are not all
         self.order: dict[str, Tensor] = {}
         if reference is not None:
             weights = None if reference == "hub" else reference
-            self.compare_with(Timm(pair, name, checkpoint=weights, arguments=self.arguments))
+            self.compare_with(Timm(pair, name if weights else asked, checkpoint=weights, arguments=self.arguments))
         elif stripped is not None:
             unfold(stripped)
             self.compare_with(Timm(pair, net=stripped))
@@ -226,6 +234,12 @@ class Timm(ImageReader):
     def export(self) -> dict[str, Tensor]:
         """The state dict of the timm model, its own classifier included."""
         return self.deployed().state_dict()
+
+    def original(self) -> dict[str, Tensor]:
+        if self.before is not None:
+            return {} if self._stripped else self.before.export()
+        changed = tuple(f"{name}." for name in (*self.trainable, self.parts.classifier))
+        return {} if self.fold else {n: tensor for n, tensor in self.export().items() if n.startswith(changed)}
 
     def facts(self) -> dict[str, Any]:
         facts = {"architecture": self.architecture, "arguments": self.arguments, "data_config": self.config}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
-import warnings
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -24,18 +24,21 @@ from torch.nn import functional as F
 from immunization.errors import ConfigError, DataError
 from immunization.models.adapted import check_net, is_of_timm
 from immunization.models.chain import data_config
+from immunization.models.checkpoints import config_beside, state_in, unwrapped
 from immunization.models.fold import FOLD, LinearMap, fold_into
 from immunization.runs import files
-from immunization.runs.filenames import WEIGHTS, weights_of
+from immunization.runs.filenames import CONFIG_OF_NET, OF_HUB, WEIGHTS, weights_of
+from immunization.runs.net_facts import images_of, net_of
 
 if TYPE_CHECKING:
     from immunization.data.images import ImagePair
     from immunization.data.task import Task, TaskPair
     from immunization.models.base import Model
 
+log = logging.getLogger(__name__)
+
 Facts = dict[str, Any]
 
-HUB_WEIGHTS, HUB_CONFIG = "model.safetensors", "config.json"
 TOLERANCE = 1e-3  # largest change of an output by rounding, relative to the largest output, that passes without a word
 ROWS = 4096
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -51,42 +54,33 @@ def load(path: str | Path, net: nn.Module | None = None) -> nn.Module:
     linear models the map theta, which takes prepared inputs [N, D_in] to features. Raises DataError for a file that is
     not there, was not written by this project, or was altered since; ConfigError for a net that does not fit.
     """
-    path = Path(path)
-    if path.is_dir() and not (path / WEIGHTS).exists() and (path / HUB_WEIGHTS).exists():  # of timm's save_for_hf
-        tensors, _ = files.read_tensors(path / HUB_WEIGHTS)
-        try:
-            config = json.loads((path / HUB_CONFIG).read_text())
-            arguments = config.get("model_args") or {"num_classes": config["num_classes"]}
-            facts = {"architecture": config["architecture"], "arguments": arguments, "computed_in": "float64"}
-        except (OSError, ValueError, KeyError) as error:
-            raise DataError(f"{path / HUB_CONFIG} is no config.json as timm writes it ({error})") from error
-        facts["dtype"] = name_of(next(t.dtype for t in tensors.values() if t.is_floating_point()))
-    else:
-        path = weights_of(path)
-        try:
-            tensors, facts = files.read_weights(path)
-        except DataError as error:
-            if path.is_file() and path.suffix != ".safetensors":
-                raise DataError(
-                    f"{path}: only weights in safetensors are read; immunization.save(model, folder) writes them"
-                ) from error
-            raise DataError(f"{error}; give a run folder that holds a sound {WEIGHTS}") from error
-        if not facts:
-            if "theta" not in tensors:
-                raise DataError(f"{path} holds neither a linear map nor a net of this project")
-            return LinearMap(tensors["theta"], tensors.get("bias")).eval()
+    path = weights_of(Path(path))
+    if path.is_file() and path.suffix != ".safetensors" and path.name not in OF_HUB:
+        raise DataError(f"{path}: only weights in safetensors are read; immunization.save(model, folder) writes them")
+    try:
+        _, tensors, facts, _ = read(path)
+    except DataError as error:
+        raise DataError(f"{error}; give a run folder that holds a sound {WEIGHTS}") from error
+    if not facts:
+        if "theta" not in tensors:
+            beside = f", and no {CONFIG_OF_NET} of timm lies beside it" if path.name in OF_HUB else ""
+            raise DataError(f"{path} holds neither a linear map nor a net of this project{beside}")
+        return LinearMap(tensors["theta"], tensors.get("bias")).eval()
     if net is not None:
         check_net("load: the net", net)
         net = copy.deepcopy(net)
     elif facts.get("timm", True):
-        net = create(facts["architecture"], None, False, facts["arguments"])
+        name, arguments = net_of(path, facts)
+        net = prepared_as(create(name, None, False, arguments), images_of(path, facts))
     else:
-        raise ConfigError(f"{path} holds a {facts['architecture']}, no net of timm: load(path, net) puts it into yours")
+        raise ConfigError(
+            f"{path} holds a {facts.get('architecture')}, no net of timm: load(path, net) puts it into yours"
+        )
     try:
         model = restore(net, tensors, facts)
     except (AttributeError, RuntimeError) as error:
         raise ConfigError(
-            f"load: the weights are of a {facts['architecture']} and do not fit the {type(net).__name__} in "
+            f"load: the weights are of a {facts.get('architecture')} and do not fit the {type(net).__name__} in "
             f"{misfits(net, tensors)}. Give the net as it was before immunization, with the same head"
         ) from error
     if recipe := facts.get("immunized_by"):
@@ -113,9 +107,17 @@ def one_try() -> Iterator[bool]:
 
 
 class Checkpoint(NamedTuple):
+    """Weights that were read; `key`: under which the file had them, "" where it holds nothing else."""
+
     path: Path
     tensors: dict[str, Tensor]
     facts: Facts
+    key: str = ""
+
+    def net(self) -> tuple[str, dict[str, Any]] | None:
+        """`architecture` and `arguments` where the file says them of a net of timm; raises DataError."""
+        named = "architecture" in self.facts and self.facts.get("timm", True)
+        return net_of(self.path, self.facts) if named else None
 
 
 def _not_had(name: str, why: str) -> ConfigError:
@@ -134,7 +136,7 @@ def create(name: str, checkpoint: Checkpoint | None, pretrained: bool, arguments
         with one_try() if from_hub and timm.is_model(name.partition(".")[0]) else nullcontext(True) as answers:
             net = timm.create_model(name, pretrained=from_hub, **arguments)
     except (RuntimeError, TypeError, ValueError) as error:
-        if not timm.is_model(name.partition(".")[0]):
+        if ":" not in name and not timm.is_model(name.partition(".")[0]):
             close = ", ".join(timm.list_models(f"*{name.partition('.')[0][:8]}*")[:5])
             raise ConfigError(
                 f"model.name={name}: timm has no such model{'; did you mean ' + close if close else ''}"
@@ -143,11 +145,17 @@ def create(name: str, checkpoint: Checkpoint | None, pretrained: bool, arguments
             raise ConfigError(f"model.name={name}: {' '.join(str(error).split())}") from error
         raise _not_had(name, "the Hugging Face hub does not answer") from error  # a ValueError before its version 1
     except Exception as error:  # of the hub, whose own classes are many
+        if name.startswith("local-dir:"):
+            raise ConfigError(f"model.name={name}: {' '.join(str(error).split())[:200]}") from error
         why = f"{type(error).__name__}: {str(error)[:200]}" if answers else "the Hugging Face hub does not answer"
         raise _not_had(name, why) from error
     if checkpoint is None:
         return net
-    path, tensors, facts = checkpoint
+    path, tensors, facts, _ = checkpoint
+    said = str(facts.get("architecture", name))
+    if said.partition(".")[0] != name.partition(".")[0]:
+        log.warning("%s says that it is a %s; its tensors are put into a %s, as model.name says", path, said, name)
+    prepared_as(net, images_of(path, facts))
     if place := fold_of(tensors).get("fold"):  # in the dtype in which map and inverse were stored: they need the digits
         _fold(net.to(tensors[f"{place}.{FOLD}.weight"].dtype), tensors, facts)
     if found := misfits(net, tensors):
@@ -170,7 +178,23 @@ def head_size(name: str, tensors: Mapping[str, Tensor]) -> int | None:
     return None if weight is None or not weight.ndim or len(weight) == known.num_classes else len(weight)
 
 
-def read_checkpoint(checkpoint: str) -> Checkpoint:
+def read(path: Path, unwrap: bool = True) -> Checkpoint:
+    """Tensors and facts of a file, with names as the net has them (`unwrap`); raises DataError."""
+    if path.suffix == ".safetensors":
+        (tensors, facts), key = files.read_weights(path), ""
+        if facts.get("partial"):  # what was trained, as it was before; the rest has stayed
+            tensors = files.read_weights(path.with_name(WEIGHTS))[0] | tensors
+        elif unwrap and not facts:
+            tensors = unwrapped(path, tensors)
+    else:
+        (tensors, key), facts = state_in(path, unwrap), {}
+    if not facts and (facts := config_beside(path)):
+        dtype = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
+        facts |= {"computed_in": "float64", "dtype": name_of(dtype)}
+    return Checkpoint(path, tensors, facts, key)
+
+
+def read_checkpoint(checkpoint: str, unwrap: bool = True) -> Checkpoint:
     """Tensors and facts of `model.checkpoint`: a run folder, safetensors or a state dict; raises ConfigError."""
     path = weights_of(Path(checkpoint).expanduser())
     if not path.exists():
@@ -179,40 +203,21 @@ def read_checkpoint(checkpoint: str) -> Checkpoint:
             "for those of the Hugging Face hub (docs/install.md)"
         )
     try:
-        state, facts = files.read_weights(path) if path.suffix == ".safetensors" else (_state_dict(path), {})
+        found = read(path, unwrap)
     except DataError as error:
-        raise ConfigError(f"model.checkpoint={error}; give a run folder that holds a sound {WEIGHTS}") from error
-    state = next((state[key] for key in ("state_dict", "model") if isinstance(state.get(key), dict)), state)
-    if all(name.startswith("module.") for name in state):  # of a net inside DataParallel
-        state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
-    for name, tensor in state.items():
-        dense = isinstance(tensor, Tensor) and tensor.dtype in FLOATS and tensor.layout == torch.strided
+        remedy = f"; give a run folder that holds a sound {WEIGHTS}" if path.suffix == ".safetensors" else ""
+        raise ConfigError(f"model.checkpoint={error}{remedy}") from error
+    for name, tensor in found.tensors.items():
+        dense = tensor.dtype in FLOATS and tensor.layout == torch.strided
         if dense and not torch.isfinite(tensor).all():
             raise ConfigError(f"model.checkpoint={path}: {name} holds NaN or infinite values; give sound weights")
-    return Checkpoint(path, state, facts)
-
-
-def _state_dict(path: Path) -> dict[str, Any]:
-    """What `torch.save` wrote, without running code of the file; raises ConfigError for anything but a state dict."""
-    refused = None
-    try:
-        with warnings.catch_warnings(action="ignore"):  # torch warns of archives that it then refuses
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch and pickle raise a dozen kinds
-        state, refused = None, error
-    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
-        raise ConfigError(
-            f"model.checkpoint={path} cannot be read as weights alone: it is a whole pickled model, whose loading "
-            "would run code of the file, or damaged; save the weights with torch.save(model.state_dict(), ...) or as "
-            "safetensors"
-        ) from refused
-    return state
+    return found
 
 
 def restored(pair: TaskPair | ImagePair, model: Callable[..., Model], checkpoint: str) -> Model:
     """`model(pair=pair)`, a model that takes no checkpoint itself, with the weights of a run; raises ConfigError."""
     made = model(pair=pair)
-    tensors = read_checkpoint(checkpoint).tensors
+    tensors = read_checkpoint(checkpoint, unwrap=False).tensors
     try:
         made.load_state_dict({name: tensors[name] for name in made.state_dict()})
     except (KeyError, RuntimeError) as error:
@@ -226,7 +231,7 @@ def restored(pair: TaskPair | ImagePair, model: Callable[..., Model], checkpoint
 def restore(net: nn.Module, tensors: Mapping[str, Tensor], facts: Facts) -> nn.Module:
     """Put exported `tensors` into `net`, one of the same architecture, and fold the map in if there is one."""
     if "computed_in" in facts:  # else what a version wrote that rounded nothing
-        net = net.to(getattr(torch, facts["dtype"]))
+        net = net.to(_dtype(facts["dtype"]))
     _fold(net, tensors, facts)
     net.load_state_dict(dict(tensors))
     return net.eval().requires_grad_(True)
@@ -263,8 +268,23 @@ def exported(model: Model, task: Task) -> tuple[dict[str, Tensor], Facts]:
     facts |= fold_of(tensors)
     if model.linear_map() is not None:
         facts["rounding"] = rounding_error(model, task.train.x[:ROWS], dtype)
-    tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
-    return tensors, facts
+    return _rounded(tensors, facts), facts
+
+
+def _rounded(tensors: Mapping[str, Tensor], facts: Facts) -> dict[str, Tensor]:
+    dtype = getattr(torch, facts["dtype"])
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+
+
+def original(model: Model) -> tuple[dict[str, Tensor], Facts]:
+    """Tensors and facts of original.safetensors, of an untrained net in its original's dtype; both {} for none."""
+    tensors = model.original()
+    if not tensors:
+        return {}, {}
+    facts = model.facts()
+    facts["computed_in"], facts["dtype"] = facts["dtype"], facts.pop("original_dtype", facts["dtype"])
+    facts["partial"] = tensors.keys() < model.export().keys()
+    return _rounded(tensors, facts), facts
 
 
 @torch.no_grad()
@@ -335,8 +355,22 @@ def fold_of(tensors: Mapping[str, Tensor]) -> Facts:
     return {"fold": place, "layer": f"{FOLD}=nn.{kind}({weight.shape[1]}, {weight.shape[0]}{kernel}, bias=False)"}
 
 
+def prepared_as(net: nn.Module, images: Mapping[str, Any]) -> nn.Module:
+    """`net`, which then says that it wants its images so, as a file said it: timm knows only its own weights'."""
+    net.pretrained_cfg = net.default_cfg = dict(net.pretrained_cfg) | dict(images)
+    return net
+
+
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: object) -> torch.dtype:
+    """The dtype of weights that a file names; raises DataError."""
+    known = {name_of(dtype): dtype for dtype in FLOATS}
+    if name not in known:
+        raise DataError(f"the weights' file names the dtype {name!r}; known are {', '.join(known)}")
+    return known[name]
 
 
 def known_arguments(net: nn.Module) -> dict[str, Any]:
@@ -348,7 +382,7 @@ def known_arguments(net: nn.Module) -> dict[str, Any]:
         bare.state_dict = dict
         try:
             save_for_hf(bare, folder)
-            config = json.loads((Path(folder) / HUB_CONFIG).read_text())
+            config = json.loads((Path(folder) / CONFIG_OF_NET).read_text())
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError):
             config = {}
     known = config.get("model_args", {"num_classes": net.num_classes, **_size_of(net)})

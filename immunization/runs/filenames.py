@@ -15,7 +15,9 @@ ARRAYS = "arrays.safetensors"
 ATTACKS = "attacks.pt"  # of an audit on its way
 CLASSES = "classes.json"  # of each task: the output that means a class, its folder and images
 MODEL_CARD = "model_card.md"
-CONFIG_OF_NET = "config.json"  # beside a net that was saved from Python
+CONFIG_OF_NET = "config.json"  # beside a net that was saved from Python, or by timm
+OF_HUB = ("model.safetensors", "pytorch_model.bin")  # weights as timm saves them for the Hugging Face hub
+ORIGINAL = "original.safetensors"  # what layers that were trained were before
 
 
 def settings_file(attack: str, role: str = "harmful") -> str:
@@ -24,5 +26,7 @@ def settings_file(attack: str, role: str = "harmful") -> str:
 
 
 def weights_of(checkpoint: Path) -> Path:
-    """The file of weights that a run folder, or such a file itself, stands for."""
-    return checkpoint / WEIGHTS if checkpoint.is_dir() else checkpoint
+    """The file of weights that a run folder, a download from the hub, or such a file itself, stands for."""
+    if not checkpoint.is_dir():
+        return checkpoint
+    return next((path for name in (WEIGHTS, *OF_HUB) if (path := checkpoint / name).exists()), checkpoint / WEIGHTS)

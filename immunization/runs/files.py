@@ -108,7 +108,13 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str,
 def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and facts that `write_weights` wrote, {} for any other safetensors file; raises DataError."""
     tensors, metadata = read_tensors(path)
-    return tensors, json.loads(metadata.get(_FACTS, "{}"))
+    try:
+        facts = json.loads(metadata.get(_FACTS, "{}"))
+    except (ValueError, RecursionError):
+        facts = None
+    if not isinstance(facts, dict):
+        raise DataError(f"{path}: what its header says of the net is no JSON object")
+    return tensors, facts
 
 
 def _split(content: bytes) -> tuple[dict[str, Any], memoryview]:

@@ -87,8 +87,8 @@ class RunFolder:
     def record(self, device: torch.device, state: Mapping[str, Any] | None) -> None:
         """Remove what an unfinished run left, as far as `state` does not go on from it, and log steps from here on."""
         files.write_json(self.path / filenames.ENVIRONMENT, environment.describe(device))
-        names = [Result.file, filenames.WEIGHTS, filenames.ROWS, filenames.ARRAYS, filenames.MODEL_CARD]
-        names.append(filenames.CLASSES)
+        names = [Result.file, filenames.WEIGHTS, filenames.ORIGINAL, filenames.ROWS, filenames.ARRAYS]
+        names += [filenames.MODEL_CARD, filenames.CLASSES]
         names += [] if state else [filenames.CHECKPOINT]
         for path in (*(self.path / name for name in names), *self.path.glob(f".*{files.PART}")):
             path.unlink(missing_ok=True)
@@ -111,6 +111,11 @@ class RunFolder:
         started = time.perf_counter()
         yield
         self.result.seconds[name] = time.perf_counter() - started
+
+    def keep_original(self, weights: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Write what training will change, without which nobody could compare with it later; nothing for none."""
+        if weights:
+            files.write_weights(self.path / filenames.ORIGINAL, weights, facts)
 
     def keep(
         self, weights: Mapping[str, Tensor], facts: Mapping[str, Any], origins: Mapping[str, tuple[str, Tensor]]

@@ -9,8 +9,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from immunization.errors import ConfigError, DataError
 from immunization.runs import files
-from immunization.runs.filenames import weights_of
+from immunization.runs.filenames import ORIGINAL, weights_of
+from immunization.runs.net_facts import net_of
 from immunization.runs.resume import different, literal, read_config
+
+NET = "immunization.models.Timm"
 
 PLACES = ("root", "download", "cache", "cache_limit", "workers", "batch_size", "name")
 """Keys of `dataset` that say where the data are and how they are read, but not which they are."""
@@ -38,7 +41,7 @@ def audited(config: DictConfig, overrides: Iterable[str]) -> tuple[DictConfig, d
                 config[key] = before[key]
         if "dataset" not in chosen or config.dataset._target_ == before["dataset"]["_target_"]:
             config.dataset = _overridden(before["dataset"], config, "dataset", chosen)
-        model = _reloading(before["model"], checkpoint)
+        model = _reloading(before, checkpoint, chosen)
         if "model" not in chosen or config.model._target_ == model["_target_"]:
             config.model = _overridden(model, config, "model", {*chosen, "model.checkpoint"})
             _check_reference(config, before)
@@ -67,21 +70,37 @@ def _overridden(before: Mapping[str, Any], config: DictConfig, group: str, chose
     return node
 
 
-def _reloading(model: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """`model` so that it takes its weights from `checkpoint`, with what it was made from as the baseline of a net."""
-    model = dict(model)
-    if "checkpoint" not in model:  # one that makes its own weights: a net of timm, or a model that we do not know
-        if "architecture" not in (facts := files.read_weights(weights_of(checkpoint))[1]):
+def _reloading(before: Mapping[str, Any], checkpoint: Path, chosen: Iterable[str]) -> dict[str, Any]:
+    """The model so that it takes its weights from `checkpoint`, with what it was made from as the baseline of a net.
+
+    What the folder says of the net was written by others: raises DataError for more than a file may choose.
+    """
+    model, path = dict(before["model"]), weights_of(checkpoint)
+    net, makes_own = model["_target_"] == NET, "checkpoint" not in model
+    facts = files.read_weights(path)[1] if makes_own or (net and path.suffix == ".safetensors") else {}
+    named = net_of(path, facts) if "architecture" in facts else None
+    original = path.with_name(ORIGINAL)
+    reference = {"reference": str(original)} if named and original.exists() else {}
+    if makes_own:  # a net of timm, or a model that we do not know
+        if named is None:
             return {"_target_": "immunization.models.weights.restored", "model": {**model, "_partial_": True}}
-        known = {"name": facts["architecture"], "arguments": facts["arguments"]}
-        return {"_target_": "immunization.models.Timm", **known, "trainable": model.get("trainable", "last")}
+        known = {"name": named[0], "arguments": named[1]}
+        trainable = model.get("trainable", "last")
+        return {"_target_": NET, **known, "trainable": trainable, **reference}
+    elsewhere = ":" in str(model.get("name"))  # a folder, or a repository, that need not be there again
+    if named and elsewhere:
+        model["name"], model["arguments"] = named
+    elif net and not any(key.startswith(("model.name", "model.arguments")) for key in chosen):
+        net_of(path.parent, {"architecture": model["name"], "arguments": model.get("arguments")})
     folded = model.get("trainable") == "fold"  # the map is there, and the net without it is the baseline
     if folded:
         model["trainable"] = "last"
-    if "reference" in model:
+    if reference:
+        model |= reference
+    elif "reference" in model and before.get("immunize", True):  # an audit's is the one it had itself
         if model.get("checkpoint") and Path(model["checkpoint"]).expanduser().exists():
             model["reference"] = model["checkpoint"]
-        elif model.get("pretrained") and not model.get("checkpoint") and not folded:
+        elif model.get("pretrained") and not model.get("checkpoint") and not folded and not elsewhere:
             model["reference"] = "hub"
     return model
 
@@ -90,7 +109,7 @@ def _check_reference(config: DictConfig, before: Mapping[str, Any]) -> None:
     """Raise ConfigError for an immunized net without a folded map where its baseline is not known."""
     method = (before.get("method") or {}).get("_target_")
     changed = before.get("immunize", True) and method != "immunization.methods.Identity"
-    if not changed or config.model._target_ != "immunization.models.Timm" or config.model.get("reference"):
+    if not changed or config.model._target_ != NET or config.model.get("reference"):
         return
     if "fold" not in files.read_weights(weights_of(Path(config.model.checkpoint).expanduser()))[1]:
         raise ConfigError(

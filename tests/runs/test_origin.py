@@ -10,6 +10,8 @@ from immunization import load, run
 from immunization.errors import ConfigError
 from immunization.models import timm as nets
 from immunization.models import weights
+from immunization.runs import files
+from immunization.runs.filenames import ORIGINAL, WEIGHTS
 from immunization.runs.resume import read_config
 
 pytestmark = pytest.mark.trains
@@ -72,7 +74,7 @@ LAST = ("method=condition_number", "method.epochs=3", "method.batch_size=16")
 
 
 def test_the_baseline_of_a_net_from_the_hub_is_the_hubs(tmp_path, monkeypatch):
-    """Its last block was trained: nothing in the weights tells what it was before."""
+    """Its last block was trained: in a folder of before, nothing in the weights tells what it was."""
 
     def create(name, checkpoint, pretrained, arguments):
         if checkpoint is None and pretrained:
@@ -82,6 +84,7 @@ def test_the_baseline_of_a_net_from_the_hub_is_the_hubs(tmp_path, monkeypatch):
     monkeypatch.setattr(nets, "create", create)
     hub = ("model=timm", "model.name=test_resnet", "model.arguments={in_chans:1,num_classes:2}")
     first = run([*DEEP, *hub, *LAST], folder=tmp_path / "run")
+    (tmp_path / "run" / ORIGINAL).unlink()
     again = run([*AUDIT, f"model.checkpoint={tmp_path / 'run'}"], folder=tmp_path / "audit")
     assert read_config(tmp_path / "audit")["model"]["reference"] == "hub"
     for name in ("kappa_harmful", "kappa_harmful_baseline"):
@@ -89,8 +92,30 @@ def test_the_baseline_of_a_net_from_the_hub_is_the_hubs(tmp_path, monkeypatch):
     assert first.metrics["kappa_harmful"] != pytest.approx(first.metrics["kappa_harmful_baseline"], rel=1e-3)
 
 
+def test_layers_that_were_trained_are_kept_as_they_were(tmp_path):
+    """digits_net fits its own weights, and the file it was read from is gone: the folder has all that an audit needs.
+
+    Also that of an audit, and a folder that was moved."""
+    first = run([*DEEP, *LAST, "model.fit_epochs=2", f"model.cache={tmp_path / 'fitted'}"], folder=tmp_path / "made")
+    shutil.rmtree(tmp_path / "fitted")
+    (tmp_path / "made").rename(tmp_path / "run")
+    before, after = (files.read_tensors(tmp_path / "run" / name)[0] for name in (ORIGINAL, WEIGHTS))
+    changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    assert {name.partition(".")[0] for name in before} == {"layer4", "fc"}
+    assert changed
+    audited = tmp_path / "run"
+    for name in ("audit", "again"):
+        result = run([*AUDIT, f"model.checkpoint={audited}"], folder=tmp_path / name)
+        for metric in ("kappa_harmful", "kappa_harmful_baseline", "rir"):
+            assert result.metrics[metric] == pytest.approx(first.metrics[metric], rel=1e-3)
+        assert "unchanged" not in result.flags
+        audited = tmp_path / name
+    assert first.metrics["kappa_harmful"] != pytest.approx(first.metrics["kappa_harmful_baseline"], rel=1e-3)
+
+
 def test_a_baseline_that_nothing_names_is_asked_for(tmp_path):
     run([*DEEP, *LAST], folder=tmp_path / "run")
+    (tmp_path / "run" / ORIGINAL).unlink()  # a folder of before
     with pytest.raises(ConfigError, match=r"give model=timm model\.reference=<file or run folder>, or hub"):
         run([*AUDIT, f"model.checkpoint={tmp_path / 'run'}"], folder=tmp_path / "audit")
     run([*DEEP, "method=identity"], folder=tmp_path / "start")
