@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from immunization.compute import distributed, machine, randomness
-from immunization.config import check_trust, compose, slug, snake_case, target_name
+from immunization.config import check_trust, compose, run_folder, slug, snake_case, target_name
 from immunization.errors import BusyError, ConfigError, UserError
 from immunization.evaluation import Comparison, evaluate
 from immunization.experiment import Experiment, Parts, assemble, resolve
@@ -49,9 +49,10 @@ def run(
     """Run one experiment and return its Result, which is also written to result.json in the run folder.
 
     `config` is a composed configuration, or a list of overrides as on the command line (`["dataset=mnist"]`). `folder`
-    is the run folder, by default `outputs/<name>/<time>`. With `resume=true` a completed run of the same configuration
-    in it is returned, and an interrupted one goes on from its checkpoint. `quiet`, for the jobs of a sweep, prints one
-    line instead of the table and draws figures only with `figures=true`.
+    is the run folder, by default that of an override `hydra.run.dir=`, or else `outputs/<name>/<time>`. With
+    `resume=true` a completed run of the same configuration in it is returned, and an interrupted one goes on from its
+    checkpoint. `quiet`, for the jobs of a sweep, prints one line instead of the table and draws figures only with
+    `figures=true`.
 
     Raises UserError for a mistake in the configuration or the data, after writing a result.json with status `failed`.
     Raises KeyboardInterrupt on Ctrl-C and Preempted, an exit with code 143, on SIGTERM, both after a checkpoint.
@@ -61,6 +62,7 @@ def run(
             raise ConfigError("run: give a list of overrides, such as ['method=closed_form']")
         overrides = config if isinstance(config, str) else list(config)
         config = compose(overrides)
+        folder = run_folder(overrides, folder)
     elif overrides is not None:
         check_trust(config, overrides)
     folder = Path(folder or Path("outputs", slug(config.name), f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"))

@@ -150,6 +150,7 @@ def _task(
     """The task of one role and a line on its targets; splits the file lacks are drawn from `<role>_x`."""
     x, y = _samples(stored, role, source)
     is_classes = targets == "classes" or (targets == "auto" and not y.is_floating_point())
+    classes = _classes(y, f"'{role}_y' in {source}", targets) if is_classes else None
     named = [s for s in ("val", "test") if {f"{role}_{s}_x", f"{role}_{s}_y"} & stored.keys()]
     given = {s: _samples(stored, f"{role}_{s}", source) for s in named}
     rows = split_rows(
@@ -158,7 +159,6 @@ def _task(
         0.0 if "test" in given else test_fraction,
         generator,
     )
-    classes = _classes(y, f"'{role}_y' in {source}", targets) if is_classes else None
     splits = {}
     for split in SPLITS:
         part, target = given.get(split, (x[rows[split]], y[rows[split]]))
