@@ -17,6 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from immunization import Result, config, run
 from immunization.__main__ import start
+from immunization.data import pixels
 from immunization.results import run_figures
 from immunization.runs.tracker import history
 
@@ -296,6 +297,13 @@ def test_house_prices(tmp_path, cli):
     assert re.search(r"train\.csv does not exist: get train\.csv from .* and set dataset\.root", said)
     (tmp_path / "train.csv").write_text("Id,MSZoning\n1,RL\n2,RM\n")
     assert re.search(r"train\.csv lacks the columns MSSubClass, ", cli(*options))
+
+
+def test_an_idx_file_that_unpacks_to_too_much(tmp_path, cli, monkeypatch):
+    monkeypatch.setattr(pixels, "LARGEST", 60 * 28 * 28)  # without the header's 16 bytes
+    mnist(tmp_path)
+    said = cli(*(option.replace("{tmp}", str(tmp_path)) for option in MNIST))
+    assert re.search(r"train-images-idx3-ubyte.gz is truncated or corrupted \(it holds more than 47,040 bytes", said)
 
 
 @pytest.mark.parametrize(

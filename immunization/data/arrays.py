@@ -7,6 +7,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
 from itertools import combinations
+from math import prod
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from immunization.checks import Fraction, Seed, checked
+from immunization.compute.machine import check_room
 from immunization.data.csv_files import numbers, read_table, require_columns
 from immunization.data.preparation import (
     Normalize,
@@ -231,7 +233,9 @@ def _read_arrays(path: Path) -> Arrays:
     if path.suffix == ".npz":
         try:
             with np.load(path, allow_pickle=False) as file:
-                return {key: _tensor(file[key], key, path) for key in _known(file, path)}
+                names = _known(file, path)
+                _check_claims(file, names)
+                return {key: _tensor(file[key], key, path) for key in names}
         except (OSError, EOFError, ValueError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
             said = "it is none; write one by numpy.savez" if "unsafely" in str(error) else error  # numpy's bad advice
             said = f"it holds Python objects; {NUMBERED}" if "Object arrays" in str(said) else said
@@ -247,6 +251,21 @@ def _read_arrays(path: Path) -> Arrays:
     raise ConfigError(
         f"dataset.path={path}: must end in .npz or .safetensors (for CSV files set dataset.primary_csv ...)"
     )
+
+
+def _check_claims(file: np.lib.npyio.NpzFile, names: Sequence[str]) -> None:
+    """Raise ValueError where headers claim other sizes than the file holds, or more than half of the memory."""
+    total = 0
+    for name in names:
+        with file.zip.open(f"{name}.npy") as member:
+            one = np.lib.format.read_magic(member) == (1, 0)
+            read = np.lib.format.read_array_header_1_0 if one else np.lib.format.read_array_header_2_0
+            shape, _, dtype = read(member)
+            claimed, held = prod(shape) * dtype.itemsize, file.zip.getinfo(member.name).file_size - member.tell()
+        if claimed != held and not dtype.hasobject:
+            raise ValueError(f"'{name}' claims {dtype} {list(shape)}, {claimed:,} bytes, and holds {held:,}")
+        total += claimed
+    check_room(total)
 
 
 def _tensor(array: np.ndarray, key: str, path: Path) -> torch.Tensor:

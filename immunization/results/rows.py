@@ -9,8 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from immunization.config import TRACK, slug
 from immunization.errors import DataError
 from immunization.results.collect import LAYERS, ROW, TRAINING, Run, collect, flatten, varying
@@ -111,7 +109,7 @@ def track_of(overrides: Iterable[str]) -> str | None:
 def overrides_of(folder: Path) -> list[str]:
     """The overrides of a run, as they were typed; none where its folder does not say."""
     path = folder / OVERRIDES
-    return yaml.safe_load(path.read_text()) or [] if path.is_file() else []
+    return files.read_yaml(path) or [] if path.is_file() else []
 
 
 def job(overrides: Iterable[str], ignored: Collection[str]) -> frozenset[str]:

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from immunization.errors import ConfigError, DataError
 from immunization.runs import files
 from immunization.runs.filenames import ATTACKS, CHECKPOINT, CONFIG, ROWS, WEIGHTS
@@ -29,18 +27,13 @@ RETIRED = {
 """Options that are gone or came later, at the value at which they do nothing: some run folders lack them."""
 
 KEPT = (CHECKPOINT, ATTACKS)  # files of an unfinished run that hold work of its own
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where PyYAML was built with it, ten times faster
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The configuration that a run folder holds; raises DataError where there is none to read."""
     path = folder / CONFIG
-    try:
-        text = path.read_text().replace("immunization.models.stored.", "immunization.models.weights.")  # its old name
-        content = yaml.load(text, _LOADER)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict) or not text.endswith("\n"):  # a file cut off within a line can still be valid YAML
+    content = files.read_yaml(path, {"immunization.models.stored.": "immunization.models.weights."})  # its old name
+    if not isinstance(content, dict):
         raise DataError(f"{path} is not a configuration; it was cut off or edited")
     return content
 

@@ -1,5 +1,7 @@
 """The user's own matrices, as npz, safetensors or CSV."""
 
+import zipfile
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -8,6 +10,7 @@ from helpers.pairs import fails, same
 from safetensors.torch import save_file
 
 from immunization import data
+from immunization.compute import machine
 from immunization.errors import ConfigError, DataError
 
 
@@ -154,6 +157,27 @@ def test_array_files_that_cannot_be_used(matrices, tmp_path):
     fails(ConfigError, "dataset.path", "dataset.primary_csv", call=data.arrays, seed=0)
     fails(ConfigError, "dataset.path", "choose one", call=data.arrays, seed=0, path="a.npz", primary_csv="b.csv")
     fails(DataError, "b.csv", call=data.arrays, seed=0, primary_csv="b.csv", harmful_csv="c.csv")
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0)])
+def test_an_npz_file_that_claims_more_than_it_holds_is_refused_before_it_is_read(matrices, tmp_path, version):
+    stored, claimed = save(tmp_path, matrices), {"descr": "<f8", "fortran_order": False, "shape": (10**6, 10**6)}
+    write = np.lib.format.write_array_header_1_0 if version == (1, 0) else np.lib.format.write_array_header_2_0
+    del matrices["harmful_x"]
+    save(tmp_path, matrices)
+    with zipfile.ZipFile(stored["path"], "a") as archive, archive.open("harmful_x.npy", "w") as member:
+        write(member, claimed)
+        member.write(b"\0" * 80)
+    told = "'harmful_x' claims float64 [1000000, 1000000], 8,000,000,000,000 bytes, and holds 80"
+    fails(DataError, "m.npz", told, **stored)
+
+
+def test_an_npz_file_that_memory_has_no_room_for_is_refused(matrices, tmp_path, monkeypatch):
+    stored, size = save(tmp_path, matrices), sum(array.nbytes for array in matrices.values())
+    monkeypatch.setattr(machine, "memory", lambda device: 2 * size)
+    assert data.arrays(0, stored["path"]).dim == 5
+    monkeypatch.setattr(machine, "memory", lambda device: 2 * size - 1)
+    fails(DataError, "m.npz", "GiB of memory, and half of", **stored)
 
 
 @pytest.fixture
