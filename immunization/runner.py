@@ -45,6 +45,7 @@ def run(
     folder: str | Path | None = None,
     overrides: Iterable[str] | None = None,
     quiet: bool = False,
+    tables: Mapping[str, Any] | None = None,
 ) -> Result:
     """Run one experiment and return its Result, which is also written to result.json in the run folder.
 
@@ -54,15 +55,20 @@ def run(
     checkpoint. `quiet`, for the jobs of a sweep, prints one line instead of the table and draws figures only with
     `figures=true`.
 
+    `tables` are the DataFrames of dataset=arrays by task, `{"primary": frame, "harmful": frame}`. The run folder holds
+    their digests, by which `resume=true` knows them.
+
     Raises UserError for a mistake in the configuration or the data, after writing a result.json with status `failed`.
     Raises KeyboardInterrupt on Ctrl-C and Preempted, an exit with code 143, on SIGTERM, both after a checkpoint.
     """
     if not isinstance(config, DictConfig):
         if config is None:
             raise ConfigError("run: give a list of overrides, such as ['method=closed_form']")
-        overrides = config if isinstance(config, str) else list(config)
+        overrides = config if isinstance(config, str) else [*config, *_digests(tables)]
         config = compose(overrides)
         folder = run_folder(overrides, folder)
+    elif tables:
+        raise ConfigError("run: tables go with a list of overrides, run(['dataset=arrays', ...], tables=...)")
     elif overrides is not None:
         check_trust(config, overrides)
     folder = Path(folder or Path("outputs", slug(config.name), f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"))
@@ -73,7 +79,7 @@ def run(
         run = RunFolder(result)
         settings = OmegaConf.to_container(config, resolve=True) if config.resume else None
         if distributed.rank():
-            return follow(config, run, settings)
+            return follow(config, run, settings, tables)
         with run, Stop().listening() as stop:
             if before := completed(folder, settings):
                 distributed.agree(None)
@@ -83,13 +89,15 @@ def run(
             distributed.agree(folder)
             with run.recording(), heartbeat(aloud=not quiet and not sys.stderr.isatty()):
                 run.begin(config, overrides)
-                experiment, parts = train(config, overrides, run, stop, state)
+                experiment, parts = train(config, overrides, run, stop, state, tables)
                 measure(experiment, parts, run, flags)
             present(run.result, run.trackers, quiet, experiment.figures, experiment.objective)
     return run.result
 
 
-def follow(config: DictConfig, run: RunFolder, settings: Mapping[str, Any] | None) -> Result:
+def follow(
+    config: DictConfig, run: RunFolder, settings: Mapping[str, Any] | None, tables: Mapping[str, Any] | None
+) -> Result:
     """The part of the other processes of a distributed training: their share of the features, and no file."""
     own = run.path.resolve()
     try:
@@ -98,7 +106,7 @@ def follow(config: DictConfig, run: RunFolder, settings: Mapping[str, Any] | Non
             with suppress(OSError):
                 own.rmdir()  # Hydra made it, named by its own time
         if run.path is not None:
-            train(config, (), run, Stop(), checkpoint.read(run.path, settings))
+            train(config, (), run, Stop(), checkpoint.read(run.path, settings), tables)
             run.result.status = "completed"
     except (UserError, RuntimeError) as error:  # the first process meets the same error, or has died: it reports it
         raise SystemExit(1) from error
@@ -106,10 +114,15 @@ def follow(config: DictConfig, run: RunFolder, settings: Mapping[str, Any] | Non
 
 
 def train(
-    config: DictConfig, overrides: Iterable[str], run: RunFolder, stop: Stop, state: dict[str, Any] | None
+    config: DictConfig,
+    overrides: Iterable[str],
+    run: RunFolder,
+    stop: Stop,
+    state: dict[str, Any] | None,
+    tables: Mapping[str, Any] | None = None,
 ) -> tuple[Experiment, Parts]:
     """The experiment, and its parts with the model immunized. `state` is that of the checkpoint to go on from."""
-    experiment = resolve(config, overrides)
+    experiment = resolve(config, overrides, tables)
     leads = not distributed.rank()
     if leads and experiment.tracker:
         with importing("starting the tracker"):
@@ -178,6 +191,15 @@ def measure(experiment: Experiment, parts: Parts, run: RunFolder, flags: dict[st
         made = model_card.recipe(method.name, experiment.settings["method"], experiment.seed)
         model_card.write(run.path, facts, made, run.result)
     run.finish(measures.arrays)
+
+
+def _digests(tables: Mapping[str, Any] | None) -> list[str]:
+    """The override that names DataFrames by their content."""
+    if not tables:
+        return []
+    from immunization.data.tables import digest
+
+    return [f"dataset.tables={{{','.join(f'{name}:{digest(name, frame)}' for name, frame in tables.items())}}}"]
 
 
 def _identity(config: DictConfig) -> tuple[int, str, str, str]:

@@ -19,7 +19,14 @@ BOOKKEEPING = (
 """Keys that decide where and how a run is shown or saved, but no number in its result."""
 
 RETIRED = {
-    "dataset": {"augment": False, "unseen": {"source": "", "train": "train", "test": "val"}},
+    "dataset": {
+        "augment": False,
+        "unseen": {"source": "", "train": "train", "test": "val"},
+        "drop": [],
+        "categorical": [],
+        "missing": "refuse",
+        "csv": {"sep": ",", "decimal": ".", "encoding": "utf-8"},
+    },
     "method": {"side": "input", "rank": "data", "combine": "sum", "keep": 0.0, "damping": 0.0, "interpolate": 1.0},
     "model": {"compile": False},
     "suite": {"benign": []},
