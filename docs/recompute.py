@@ -43,7 +43,8 @@ EPS, EPS32 = 2.0**-52, 2.0**-23
 DRAWS = 16  # with few, all changes of one figure are small by chance now and then
 SPLITS = ("train", "val", "test")
 STATES = ("", "_baseline")  # after immunization; the raw inputs
-PLAIN = {"sep": ",", "decimal": ".", "thousands": None, "encoding": "utf-8"}
+CSV = {"sep": ",", "decimal": ".", "thousands": None, "encoding": "utf-8"}
+PLAIN = {"csv": CSV, "categorical": [], "missing": "refuse"}  # of tables of numbers
 MISSING = ("", "NA", "None")  # of House Prices
 
 
@@ -319,10 +320,10 @@ def arrays_of(options: dict, data: Path | None) -> dict[str, Array]:
     for role, file in tables_of(options).items():
         if file:
             path = Path(file).expanduser()
-            if path.suffix != ".csv" or options.get("csv", PLAIN) != PLAIN:
-                raise Unusable(
-                    f"{path}: of tables, this script reads CSV files with commas and decimal points in UTF-8"
-                )
+            if path.suffix in (".gz", ".parquet") or any(
+                options.get(key, value) != value for key, value in PLAIN.items()
+            ):
+                raise Unusable(f"{path}: of tables, this script recomputes those of numbers with commas between them")
             table = columns_of(data / path.name if data else path)
             for name in options.get("drop", []):
                 table.pop(name, None)
@@ -332,7 +333,7 @@ def arrays_of(options: dict, data: Path | None) -> dict[str, Array]:
             try:
                 stored[f"{role}_x"] = np.stack([table[name].astype(float) for name in order], 1)
             except ValueError as error:
-                raise Unusable(f"{path}: this script recomputes tables of numbers; {error}") from error
+                raise Unusable(f"{path}: of tables, this script recomputes those of numbers; {error}") from error
             try:
                 stored[f"{role}_y"] = target.astype(int)
             except ValueError:
