@@ -27,7 +27,7 @@ Missing = Literal["refuse", "mean", "median", "drop"]
 Kind = Literal["numbers", "dates", "categories"]
 GAP = "(missing)"
 """The category that missing ones become."""
-DATE = r"\s*\d{1,4}[./-]\d{1,2}[./-]\d{1,4}\b.*"
+DATE = r"\s*\d{1,4}[./-]\d{1,2}[./-]\d{1,4}(?!\d).*"
 COMMA = r"\s*[+-]?[\d.]*\d,[\d.]*\d\s*"
 TAKEN = {"dates": "days since 1970-01-01", "durations": "days", "booleans": "0 and 1"}
 CODED = "number classes 0, 1, ..."
@@ -102,6 +102,9 @@ def _text(known: pd.Series, path: str) -> tuple[Kind, np.ndarray, str]:
     if with_comma.any() and (with_comma | is_number).all():
         said = "a decimal one, 'dataset.csv.decimal=\",\"', or one of thousands, 'dataset.csv.thousands=\",\"'"
         _refuse(known, with_comma, path, f"has a comma: {said}")
+    if is_date.any():
+        said = f"is no date, and {int(is_date.sum())} other values are: correct it, or empty the field; {remedy}"
+        _refuse(known, ~is_date, path, said)
     if is_number.any():
         said = f"is no number, and {int(is_number.sum())} other values are: correct it, or empty the field; {remedy}"
         _refuse(known, ~is_number, path, said)
@@ -320,8 +323,10 @@ class Tables:
             self._say("columns encoded", f"{'; '.join(said)}; beside {given[''] - len(levels)} of numbers")
         gaps = Counter({name: sum(int(columns[name].gaps.sum()) for columns in of) for name in self.kinds})
         if total := gaps.total():
-            how = f"by the {self.missing} of the training rows; categories as {GAP}"
-            self._say("values filled", f"{total}, in {_counted(+gaps)}, {how}")
+            text = sum(gaps[name] for name in levels)
+            ways = (total - text, f"by the {self.missing} of the training rows"), (text, f"as the category {GAP}")
+            how = " and ".join(f"{count} {way}" for count, way in ways if count)
+            self._say("values filled", f"{how}, in {_counted(+gaps)}")
         new = {
             name: sum(int((~table[name].isin(known)).sum()) for table in tables.values())
             for name, known in levels.items()

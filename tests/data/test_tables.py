@@ -67,6 +67,21 @@ def test_every_kind_of_column_has_the_right_numbers_and_is_counted(frames, caplo
     assert f"{TOLD}; beside 1 of numbers" in caplog.text
 
 
+def test_dates_are_days_however_they_are_given():
+    days = [18262.0, 18262.5]
+    for given in (
+        ["2020-01-01", "2020-01-01T12:00:00"],
+        ["2020-01-01 02:00+02:00", "2020-01-01 12:00Z"],
+        pd.to_datetime(["2020-01-01 00:00", "2020-01-01 12:00"]),
+        pd.to_datetime(["2020-01-01 02:00", "2020-01-01 14:00"]).tz_localize("Europe/Athens"),
+        pd.to_timedelta([18262, 18262.5], unit="D"),
+        pd.period_range("2020-01-01", periods=2, freq="12h"),
+        [pd.Timestamp("2020-01-01").to_pydatetime(), pd.Timestamp("2020-01-01 12:00").to_pydatetime()],
+    ):
+        pair = read({role: frame(seed, when=list(given) * (N // 2)) for role, seed in (("primary", 0), ("harmful", 1))})
+        assert whole(pair.primary)[0][:, 0].tolist() == days * (N // 2)
+
+
 def test_scaling_and_filling_are_of_the_training_rows(frames):
     for table in frames.values():
         table.loc[::7, "amount"] = np.nan
@@ -102,7 +117,9 @@ def test_missing_values_are_refused_unless_something_is_to_be_done_with_them(fra
     x = whole(pair.harmful)[0]
     assert x[:, 1].tolist() == frames["harmful"].amount.drop([3, 5]).tolist()
     read(frames, missing="median")
-    assert "values filled: 3, in amount (2), city (1), by the median of the training rows" in caplog.text
+    assert (
+        "2 by the median of the training rows and 1 as the category (missing), in amount (2), city (1)" in caplog.text
+    )
     frames["harmful"].loc[7, "label"] = None
     refused(DataError, "the target label is missing in 1 of 60 rows", "missing=drop", frames=frames, missing="mean")
     assert len(whole(read(frames, missing="drop").harmful)[0]) == N - 3
@@ -121,6 +138,7 @@ def test_categories_of_no_training_row_are_all_zero_and_counted(frames, caplog):
     [
         ({"when": ["31.12.2020"] * N}, ("data row 1, column when: '31.12.2020' is no date as in 2024-12-31",)),
         ({"when": ["2020-13-01"] + ["2020-12-01"] * (N - 1)}, ("data row 1, column when: '2020-13-01' is no date",)),
+        ({"when": ["2020-12-01"] * 9 + ["later"] * (N - 9)}, ("row 10, column when: 'later' is no date, and 9 other",)),
         (
             {"amount": ["1"] * 9 + ["near"] + ["2"] * (N - 10)},
             ("data row 10, column amount: 'near' is no number", "59"),
@@ -267,5 +285,8 @@ def test_house_prices_as_they_come(data_dir):
         DataError, "tables['primary'] misses 1765 values in 309 of 309 rows", "PoolQC (309)", frames=halves, **options
     )
     pair = read(halves, missing="mean", targets="regression", **options)
-    assert pair.about["values filled"].startswith("7829, in PoolQC (1,453), MiscFeature (1,406)")
+    numbers = int(table[["LotFrontage", "MasVnrArea", "GarageYrBlt"]].isna().sum().sum())
+    text = int(table.isna().sum().sum()) - numbers
+    told = f"{numbers} by the mean of the training rows and {text} as the category (missing), in PoolQC (1,453), "
+    assert pair.about["values filled"].startswith(told)
     assert len(whole(pair.primary)[0]) + len(whole(pair.harmful)[0]) == 1460
