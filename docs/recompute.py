@@ -43,6 +43,8 @@ EPS, EPS32 = 2.0**-52, 2.0**-23
 DRAWS = 16  # with few, all changes of one figure are small by chance now and then
 SPLITS = ("train", "val", "test")
 STATES = ("", "_baseline")  # after immunization; the raw inputs
+CSV = {"sep": ",", "decimal": ".", "thousands": None, "encoding": "utf-8"}
+PLAIN = {"csv": CSV, "categorical": [], "missing": "refuse"}  # of tables of numbers
 MISSING = ("", "NA", "None")  # of House Prices
 
 
@@ -312,14 +314,26 @@ def arrays_of(options: dict, data: Path | None) -> dict[str, Array]:
     if options["path"]:
         path = data or Path(options["path"]).expanduser()
         return dict(np.load(path, allow_pickle=False)) if path.suffix == ".npz" else load_file(path)
+    if options.get("tables"):
+        raise Unusable("the tables were DataFrames in Python, and are in no file")
     stored, order = {}, None
     for role, file in tables_of(options).items():
         if file:
             path = Path(file).expanduser()
+            if path.suffix in (".gz", ".parquet") or any(
+                options.get(key, value) != value for key, value in PLAIN.items()
+            ):
+                raise Unusable(f"{path}: of tables, this script recomputes those of numbers with commas between them")
             table = columns_of(data / path.name if data else path)
-            target = table.pop(options["target"])
+            for name in options.get("drop", []):
+                table.pop(name, None)
+            target = options["target"]
+            target = table.pop(target if isinstance(target, str) else target[role])
             order = order or list(table)
-            stored[f"{role}_x"] = np.stack([table[name].astype(float) for name in order], 1)
+            try:
+                stored[f"{role}_x"] = np.stack([table[name].astype(float) for name in order], 1)
+            except ValueError as error:
+                raise Unusable(f"{path}: of tables, this script recomputes those of numbers; {error}") from error
             try:
                 stored[f"{role}_y"] = target.astype(int)
             except ValueError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache, partial, reduce
@@ -12,6 +11,7 @@ from hashlib import sha256
 from importlib import import_module
 from operator import getitem
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any, NamedTuple
 
 import yaml
@@ -170,26 +170,45 @@ CHOOSE = "every group=... takes the name of an option, or, as evaluation=[...] a
 
 def compose(overrides: Iterable[str] = ()) -> DictConfig:
     """The configuration that `python launch.py <overrides>` would run; a Hydra application around stays as it is."""
+    words = [] if isinstance(overrides, str) else list(overrides)
+    if isinstance(overrides, str) or not all(isinstance(word, str) for word in words):
+        raise ConfigError("overrides must be a list of words as on the command line, such as ['method=closed_form']")
+    config = _compose(words)
+    check_trust(config, words)
+    return config
+
+
+def _compose(words: list[str], **options: bool) -> DictConfig:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
-    words = [] if isinstance(overrides, str) else list(overrides)
-    if isinstance(overrides, str) or not all(isinstance(word, str) for word in words):
-        raise ConfigError("overrides must be a list of words as on the command line, such as ['method=closed_form']")
     outside = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            config = hydra_compose("config", overrides=words)
+            return hydra_compose("config", overrides=words, **options)
     except (TypeError, ValueError) as error:  # Hydra's own, of a group that is chosen by a number or null
         if isinstance(error, OmegaConfBaseException):
             raise
         raise ConfigError(CHOOSE) from error
     finally:
         GlobalHydra.instance().hydra = outside
-    check_trust(config, words)
-    return config
+
+
+def run_folder(overrides: list[str], folder: str | Path | None) -> str | Path | None:
+    """The folder of a run from Python: `folder`, or that of an override `hydra.run.dir=`; None for neither.
+
+    Raises ConfigError for both, and for any other option of Hydra's: these act on the command line alone.
+    """
+    given = [word for word in overrides if re.match(r"[+~]*hydra[./]", word)]
+    if other := [word for word in given if not re.match(r"\+*hydra\.run\.dir=", word)]:
+        raise ConfigError(f"run: {other[0]} acts on the command line alone; of Hydra's own options, hydra.run.dir=...")
+    if not given:
+        return folder
+    if folder is not None:
+        raise ConfigError(f"run: {given[0]} and folder={str(folder)!r} are both given: choose one of them")
+    return _compose(overrides, return_hydra_config=True).hydra.run.dir
 
 
 def build(cfg: Mapping[str, Any], key: str, **arguments: Any) -> Any:
@@ -302,16 +321,29 @@ def _located(target: str, key: str, own: Iterable[str]) -> Any:
             "trusted=[package]"
         )
     try:
-        found = getattr(import_module(module), name)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"{key}._target_={target}: {' '.join(str(error).split())}") from error
-    except AttributeError:
-        near = get_close_matches(name, dir(sys.modules.get(module)), n=1)
+        found = import_module(module)
+    except Exception as error:  # the module is the user's, and runs
+        absent = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+        if not absent or not f"{module}.".startswith(f"{absent}."):
+            raise ConfigError(f"{key}._target_={target}: importing {module} failed{_told(error)}") from error
+        remedy = "; install it, or put its folder into PYTHONPATH" if "." not in absent else ""
+        raise ConfigError(f"{key}._target_={target}: there is no module {absent}{remedy}") from error
+    if not hasattr(found, name):
+        near = get_close_matches(name, dir(found), n=1)
         meant = f"; did you mean {near[0]}" if near else ""
         raise ConfigError(f"{key}._target_={target}: {module} has no {name}{meant}") from None
     if not kind.allows(found, own):
         raise ConfigError(f"{key}._target_={target}: expected {kind}")
     return found
+
+
+def _told(error: Exception) -> str:
+    """Where an error of a user's module was raised, and what it says."""
+    if isinstance(error, SyntaxError):
+        return f" in {error.filename}, line {error.lineno}: SyntaxError: {error.msg}"
+    frames = [frame for frame in extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    where = f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames[1:] else ""
+    return f"{where}: {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def check_trust(cfg: DictConfig, overrides: Iterable[str]) -> None:

@@ -78,8 +78,11 @@ class Parts(NamedTuple):
     device: torch.device
 
 
-def resolve(config: DictConfig, overrides: Iterable[str] = ()) -> Experiment:
-    """The experiment that a composed configuration asks for. Raises ConfigError, which names the key, for a mistake."""
+def resolve(config: DictConfig, overrides: Iterable[str] = (), tables: Mapping[str, Any] | None = None) -> Experiment:
+    """The experiment that a composed configuration asks for. Raises ConfigError, which names the key, for a mistake.
+
+    `tables` are DataFrames in the place of their digests in `dataset.tables`.
+    """
     _check_files(config)
     for key in sorted(OmegaConf.missing_keys(config)):
         raise ConfigError(f"{key}: Missing mandatory value: {key}")
@@ -108,6 +111,8 @@ def resolve(config: DictConfig, overrides: Iterable[str] = ()) -> Experiment:
     for group in ("tracker", "dataset", "model", "optimizer"):
         if values[group] is not None:
             values[group] = factory(settings, group)
+    if tables:
+        values["dataset"] = partial(values["dataset"], tables=tables)
     values["method"] = factory(settings, "method") if values["immunize"] else Unmodified
     if values["scheduler"] is not None:  # its lengths are shares of the training, whose steps are not known yet
         values["scheduler"] = partial(scheduler_of, settings)

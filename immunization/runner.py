@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from immunization.compute import distributed, machine, randomness
-from immunization.config import check_trust, compose, slug, snake_case, target_name
+from immunization.config import check_trust, compose, run_folder, slug, snake_case, target_name
 from immunization.errors import BusyError, ConfigError, UserError
 from immunization.evaluation import Comparison, evaluate
 from immunization.experiment import Experiment, Parts, assemble, resolve
@@ -45,13 +45,18 @@ def run(
     folder: str | Path | None = None,
     overrides: Iterable[str] | None = None,
     quiet: bool = False,
+    tables: Mapping[str, Any] | None = None,
 ) -> Result:
     """Run one experiment and return its Result, which is also written to result.json in the run folder.
 
     `config` is a composed configuration, or a list of overrides as on the command line (`["dataset=mnist"]`). `folder`
-    is the run folder, by default `outputs/<name>/<time>`. With `resume=true` a completed run of the same configuration
-    in it is returned, and an interrupted one goes on from its checkpoint. `quiet`, for the jobs of a sweep, prints one
-    line instead of the table and draws figures only with `figures=true`.
+    is the run folder, by default that of an override `hydra.run.dir=`, or else `outputs/<name>/<time>`. With
+    `resume=true` a completed run of the same configuration in it is returned, and an interrupted one goes on from its
+    checkpoint. `quiet`, for the jobs of a sweep, prints one line instead of the table and draws figures only with
+    `figures=true`.
+
+    `tables` are the DataFrames of dataset=arrays by task, `{"primary": frame, "harmful": frame}`. The run folder holds
+    their digests, by which `resume=true` knows them.
 
     Raises UserError for a mistake in the configuration or the data, after writing a result.json with status `failed`.
     Raises KeyboardInterrupt on Ctrl-C and Preempted, an exit with code 143, on SIGTERM, both after a checkpoint.
@@ -59,8 +64,11 @@ def run(
     if not isinstance(config, DictConfig):
         if config is None:
             raise ConfigError("run: give a list of overrides, such as ['method=closed_form']")
-        overrides = config if isinstance(config, str) else list(config)
+        overrides = config if isinstance(config, str) else [*config, *_digests(tables)]
         config = compose(overrides)
+        folder = run_folder(overrides, folder)
+    elif tables:
+        raise ConfigError("run: tables go with a list of overrides, run(['dataset=arrays', ...], tables=...)")
     elif overrides is not None:
         check_trust(config, overrides)
     folder = Path(folder or Path("outputs", slug(config.name), f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"))
@@ -71,7 +79,7 @@ def run(
         run = RunFolder(result)
         settings = OmegaConf.to_container(config, resolve=True) if config.resume else None
         if distributed.rank():
-            return follow(config, run, settings)
+            return follow(config, run, settings, tables)
         with run, Stop().listening() as stop:
             if before := completed(folder, settings):
                 distributed.agree(None)
@@ -81,13 +89,15 @@ def run(
             distributed.agree(folder)
             with run.recording(), heartbeat(aloud=not quiet and not sys.stderr.isatty()):
                 run.begin(config, overrides)
-                experiment, parts = train(config, overrides, run, stop, state, quiet)
+                experiment, parts = train(config, overrides, run, stop, state, tables, quiet)
                 measure(experiment, parts, run, flags)
             present(run.result, run.trackers, quiet, experiment.figures, experiment.objective)
     return run.result
 
 
-def follow(config: DictConfig, run: RunFolder, settings: Mapping[str, Any] | None) -> Result:
+def follow(
+    config: DictConfig, run: RunFolder, settings: Mapping[str, Any] | None, tables: Mapping[str, Any] | None
+) -> Result:
     """The part of the other processes of a distributed training: their share of the features, and no file."""
     own = run.path.resolve()
     try:
@@ -96,7 +106,7 @@ def follow(config: DictConfig, run: RunFolder, settings: Mapping[str, Any] | Non
             with suppress(OSError):
                 own.rmdir()  # Hydra made it, named by its own time
         if run.path is not None:
-            train(config, (), run, Stop(), checkpoint.read(run.path, settings))
+            train(config, (), run, Stop(), checkpoint.read(run.path, settings), tables)
             run.result.status = "completed"
     except (UserError, RuntimeError) as error:  # the first process meets the same error, or has died: it reports it
         raise SystemExit(1) from error
@@ -109,13 +119,14 @@ def train(
     run: RunFolder,
     stop: Stop,
     state: dict[str, Any] | None,
+    tables: Mapping[str, Any] | None = None,
     quiet: bool = True,
 ) -> tuple[Experiment, Parts]:
     """The experiment, and its parts with the model immunized. `state` is that of the checkpoint to go on from.
 
     Unless `quiet`, the classes of each task are printed, with the output that means each.
     """
-    experiment = resolve(config, overrides)
+    experiment = resolve(config, overrides, tables)
     leads = not distributed.rank()
     if leads and experiment.tracker:
         with importing("starting the tracker"):
@@ -189,6 +200,15 @@ def measure(experiment: Experiment, parts: Parts, run: RunFolder, flags: dict[st
         made = model_card.recipe(method.name, experiment.settings["method"], experiment.seed)
         model_card.write(run.path, facts, made, run.result)
     run.finish(measures.arrays)
+
+
+def _digests(tables: Mapping[str, Any] | None) -> list[str]:
+    """The override that names DataFrames by their content."""
+    if not tables:
+        return []
+    from immunization.data.tables import digest
+
+    return [f"dataset.tables={{{','.join(f'{name}:{digest(name, frame)}' for name, frame in tables.items())}}}"]
 
 
 def _identity(config: DictConfig) -> tuple[int, str, str, str]:

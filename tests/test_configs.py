@@ -461,3 +461,29 @@ def test_the_page_on_installing_names_the_data_of_every_experiment():
     page = (ROOT / "docs" / "install.md").read_text()
     table = page[page.index("## Data") : page.index("## Debug")]
     assert set(EXPERIMENTS) <= set(re.findall(r"`([\w/]+)`", table))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import os\n\nimport no_such_thing\n", "{file}, line 3: ModuleNotFoundError: No module named 'no_such_thing'"),
+        ("class A:\n    x = undefined\n", "{file}, line 2: NameError: name 'undefined' is not defined"),
+        ("class A:\n    x = (\n", "{file}, line 2: SyntaxError: '(' was never closed"),
+        (None, "there is no module {module}; install it, or put its folder into PYTHONPATH"),
+    ],
+)
+def test_an_error_in_a_module_of_the_user_is_told_once_with_its_place(
+    text, message, tmp_path, monkeypatch, capfd, config
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / f"mine_{abs(hash(message))}.py"
+    if text:
+        file.write_text(text)
+    config.method, config.trusted = {"_target_": f"{file.stem}.A"}, [file.stem]
+    with pytest.raises(ConfigError) as caught:
+        build(config, "method")
+    said = str(caught.value)
+    assert said.startswith(f"method._target_={file.stem}.A: ")
+    assert said.endswith(message.format(file=file, module=file.stem))
+    assert "\n" not in said
+    assert capfd.readouterr() == ("", "")

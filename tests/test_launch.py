@@ -17,6 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from immunization import Result, config, run
 from immunization.__main__ import start
+from immunization.data import pixels
 from immunization.results import run_figures
 from immunization.runs.tracker import history
 
@@ -271,7 +272,10 @@ def test_an_optimizer_of_several_losses_a_step_is_refused(cli):
     [
         (None, "harmful.csv .*No such file"),
         (table(header="a,b,price"), "harmful.csv lacks the column target; set dataset.target to one of a, b, price"),
-        (table(first="near,0,0"), "harmful.csv, data row 1, column a: 'near' is not a finite number; encode text as"),
+        (
+            table(first="near,0,0"),
+            "harmful.csv, data row 1, column a: 'near' is no number, and 39 other values are: correct",
+        ),
         (table()[:-14], "harmful.csv, line 41: 2 fields, the header has 3; .*cut off"),
         (table()[:-3], "harmful.csv does not end with a line break"),
         ("", "harmful.csv .*Too many levels of symbolic links"),
@@ -296,6 +300,13 @@ def test_house_prices(tmp_path, cli):
     assert re.search(r"train\.csv does not exist: get train\.csv from .* and set dataset\.root", said)
     (tmp_path / "train.csv").write_text("Id,MSZoning\n1,RL\n2,RM\n")
     assert re.search(r"train\.csv lacks the columns MSSubClass, ", cli(*options))
+
+
+def test_an_idx_file_that_unpacks_to_too_much(tmp_path, cli, monkeypatch):
+    monkeypatch.setattr(pixels, "LARGEST", 60 * 28 * 28)  # without the header's 16 bytes
+    mnist(tmp_path)
+    said = cli(*(option.replace("{tmp}", str(tmp_path)) for option in MNIST))
+    assert re.search(r"train-images-idx3-ubyte.gz is truncated or corrupted \(it holds more than 47,040 bytes", said)
 
 
 @pytest.mark.parametrize(

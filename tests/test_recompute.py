@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from helpers.images import draw_folder, write_idx
 from helpers.recomputation import SCRIPT, recompute
@@ -248,6 +249,24 @@ def test_data_may_have_moved(tmp_path):
         places = {"mnist": [after, after / "MNIST" / "raw"], "given": [after / "pair.npz"], "tables": [after]}
         for place in places[name]:
             assert recompute.main([str(tmp_path / name / "run"), "--data", str(place)]) == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["dataset.categorical=[c1]"], ["dataset.missing=mean"], ['dataset.csv.sep=";"'], ["dataset.drop=[c1]"], []],
+)
+def test_tables_that_are_not_of_numbers_alone_are_said_to_be_out_of_reach(options, tmp_path, capsys):
+    named = tables(tmp_path)
+    for role in ("primary", "harmful"):
+        path = tmp_path / f"{role}.csv"
+        table = pd.read_csv(path).assign(c1=np.arange(70) % 3)
+        if not options:
+            table["c1"] = table["c1"].map({0: "red", 1: "blue", 2: "green"})
+        table.to_csv(path, index=False, sep=";" if "sep" in str(options) else ",")
+    run([*named, *options, *QUICK, "evaluation=[rir]", "method=identity"], tmp_path / "run")
+    dropped = "drop" in str(options)  # which leaves numbers
+    assert recompute.main([str(tmp_path / "run")]) == (0 if dropped else 2)
+    assert ("of tables, this script recomputes those of numbers" in capsys.readouterr().err) is not dropped
 
 
 def test_gradient_descent_in_closed_form_is_gradient_descent_itself():

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 import immunization
 from immunization import Result, data, run
 from immunization.config import CONF, compose
-from immunization.errors import DataError
+from immunization.errors import ConfigError, DataError
 from immunization.experiment import assemble
 from immunization.runs.tracker import history
 from immunization.theory import spectrum
@@ -143,6 +143,29 @@ def test_folders_of_runs_started_together_differ(tmp_path, monkeypatch, no_figur
     for folder in folders:
         assert folder.parent == tmp_path / "outputs" / "a-b"
         assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-\d{6}", folder.name)
+
+
+def test_the_folder_that_an_override_names_is_used(tmp_path, monkeypatch, no_figures):
+    monkeypatch.chdir(tmp_path)
+    result = run([*QUICK, "method=identity", "seed=5", "hydra.run.dir=mine/${name}-${seed}"])
+    assert result.folder == Path("mine/digits-5")
+    assert Result.read(tmp_path / "mine" / "digits-5").status == "completed"
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "folder", "message"),
+    [
+        (["hydra.run.dir=a"], "b", "hydra.run.dir=a and folder='b' are both given"),
+        (["hydra.sweep.dir=a"], None, "hydra.sweep.dir=a acts on the command line alone"),
+        (["hydra/launcher=basic"], "b", "hydra/launcher=basic acts on the command line alone"),
+    ],
+)
+def test_options_of_hydra_that_would_do_nothing_are_refused(words, folder, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        run([*QUICK, *words], folder=folder)
+    assert not any(tmp_path.iterdir())
 
 
 def test_result_has_the_documented_content(done):

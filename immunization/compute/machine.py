@@ -83,6 +83,12 @@ def memory(device: torch.device) -> float:
         return math.inf
 
 
+def check_room(size: float) -> None:
+    """Raise ValueError for data of `size` bytes that take more than half of the memory, as work needs a copy."""
+    if 2 * size > (most := memory(torch.device("cpu"))):
+        raise ValueError(f"it takes {size / 2**30:.3g} GiB of memory, and half of {most / 2**30:.3g} is free for it")
+
+
 def cores() -> int:
     """Processor cores that this process may use: its share of those of its machine, where torchrun started several."""
     from joblib import cpu_count  # knows what a container may use

@@ -1,21 +1,25 @@
-"""The user's own matrices: inputs and targets of both tasks from an npz or safetensors file, or from CSV files."""
+"""The user's own matrices: both tasks from an npz or safetensors file, or from tables."""
+
+from __future__ import annotations
 
 import logging
 import os
 import re
 import zipfile
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
+from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from immunization.checks import Fraction, Seed, checked
-from immunization.data.csv_files import numbers, read_table, require_columns
+from immunization.compute.machine import check_room
+from immunization.data.encoding import CODED, Missing, Tables
 from immunization.data.preparation import (
     Normalize,
     check_training_rows,
@@ -24,20 +28,22 @@ from immunization.data.preparation import (
     standardize,
     standardize_targets,
 )
+from immunization.data.tables import dialect_of, read_table
 from immunization.data.task import SPLITS, USUAL, Origin, Split, Task, TaskPair, first_shared, kind_of, roles_of
 from immunization.errors import ConfigError, DataError
 from immunization.theory.spectrum import eps_of
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 log = logging.getLogger(__name__)
 
 KINDS = (*USUAL, "unseen")
 NAMES = re.compile(rf"(?P<role>({'|'.join(KINDS)})(_(?!val_|test_|[xy]$)[\w.-]+?)?)(_val|_test)?_[xy]")
 """Names of arrays: a role, perhaps a split, and x or y."""
+SPLIT = re.compile(r"_(val|test)$")
 TRAIN, VALIDATION = re.compile(r"_train(?=_[xy]$)"), re.compile(r"_(valid|validation|dev)(?=_[xy]$)")
 """Other names of splits, which would be those of further tasks."""
-EXACT = 2**53
-"""Up to it float64 holds every integer."""
-NUMBERED = "number classes 0, 1, ..."
 NORMALIZED = {
     "shared": "mean and std (ddof = 1) of the training rows of primary and harmful task together",
     "each": "mean and std (ddof = 1) of each task's training rows",
@@ -55,7 +61,12 @@ def arrays(
     harmful_csv: str | Sequence[str] | None = None,
     benign_csv: str | Sequence[str] | None = None,
     unseen_csv: str | Sequence[str] | None = None,
-    target: str = "target",
+    tables: Mapping[str, Any] | None = None,
+    target: str | Mapping[str, Any] = "target",
+    drop: Sequence[str] = (),
+    categorical: Sequence[str] = (),
+    missing: Missing = "refuse",
+    csv: Mapping[str, Any] | None = None,
     targets: Targets = "auto",
     normalize: Normalize = "shared",
     val_fraction: Fraction = 0.1,
@@ -63,16 +74,34 @@ def arrays(
     common_range: bool = False,
     name: str = "arrays",
 ) -> TaskPair:
-    """A pair of the user's matrices, by conf/dataset/arrays.yaml; raises ConfigError, DataError for a file or array."""
+    """A pair of the user's matrices, by conf/dataset/arrays.yaml; raises ConfigError, DataError for a file or array.
+
+    `tables` are DataFrames by the names that arrays of a file have without `_x` and `_y`: `primary`, `harmful`,
+    `harmful_<name>`, `primary_test`, ... The index of a DataFrame is no input.
+    """
     check_training_rows(val_fraction, test_fraction)
-    tables = _tables(primary=primary_csv, harmful=harmful_csv, benign=benign_csv, unseen=unseen_csv)
-    if path and tables:
-        raise ConfigError("dataset.path and dataset.*_csv are both given: choose one of them")
+    files = _files(primary=primary_csv, harmful=harmful_csv, benign=benign_csv, unseen=unseen_csv)
+    if len([given for given in (path, files, tables) if given]) > 1:
+        raise ConfigError("more than one of dataset.path, dataset.*_csv and tables is given: choose one of them")
+    read, names, paths = None, {}, {}
     if path:
         source, stored = path, _read_arrays(Path(path).expanduser())
-    elif primary_csv and harmful_csv:
-        source = ", ".join(map(str, tables.values()))
-        stored = _read_tables(tables, target)
+    elif tables or (primary_csv and harmful_csv):
+        dialect, as_text = dialect_of(csv), dict.fromkeys(categorical, "string")
+        frames = (
+            _frames(tables)
+            if tables
+            else {
+                role: read_table(file, dialect, dtype_backend="numpy_nullable", dtype=as_text)
+                for role, file in files.items()
+            }
+        )
+        paths = (
+            {key: f"tables[{key!r}]" for key in frames} if tables else {key: str(file) for key, file in files.items()}
+        )
+        source = ", ".join(paths.values())
+        read = Tables(frames, paths, _targets(target, frames), drop, categorical, missing)
+        stored, names = read.arrays()
     else:
         raise ConfigError(
             "dataset=arrays needs dataset.path (npz, safetensors), or dataset.primary_csv and dataset.harmful_csv"
@@ -80,7 +109,12 @@ def arrays(
     generator = torch.Generator().manual_seed(seed)
     tasks, labels = {}, {}
     for role in _roles(stored):
-        tasks[role], labels[role] = _task(role, stored, source, targets, val_fraction, test_fraction, generator)
+        known, place = names.get(role), paths.get(role, source)
+        tasks[role], labels[role] = _task(role, stored, place, targets, val_fraction, test_fraction, generator, known)
+    about = {"data": source, "normalize": NORMALIZED[normalize], "labels": labels}
+    if read:
+        tasks = read.encode(tasks, normalize)
+        about |= read.about
     _refuse_shared_rows(tasks)
     binary = [role for role, task in tasks.items() if not task.classes and len(task.train.y.unique()) == 2]
     if binary and targets == "auto":
@@ -88,23 +122,53 @@ def arrays(
             "the targets of %s are floats of two values, taken as regression; for labels set dataset.targets=classes",
             " and ".join(binary),
         )
-    about = {"data": source, "normalize": NORMALIZED[normalize], "labels": labels}
     pair = standardize_targets(standardize(TaskPair.of(name, tasks, about), normalize))
     return finish(pair, common_range)
 
 
-def _tables(**given: str | Sequence[str] | None) -> dict[str, Path]:
-    """The CSV file of every role; raises ConfigError for one that two roles have."""
-    tables: dict[str, Path] = {}
+def _frames(tables: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
+    """DataFrames given from Python, without their index. Raises ConfigError for other values and names."""
+    import pandas as pd
+
+    for key, frame in tables.items():
+        if not NAMES.fullmatch(f"{key}_x"):
+            raise ConfigError(
+                f"tables: {key!r} names no task; tasks are {', '.join(KINDS)}, further ones <kind>_<name>"
+            )
+        if isinstance(frame, str):
+            raise ConfigError(
+                f"dataset.tables: {key!r} was a DataFrame in Python; give it again, immunization.run(..., tables=...)"
+            )
+        if not isinstance(frame, pd.DataFrame) or frame.empty or not frame.columns.is_unique:
+            raise ConfigError(f"tables[{key!r}] must be a pandas.DataFrame with rows, and columns of different names")
+    return {key: frame.reset_index(drop=True).rename(columns=str) for key, frame in tables.items()}
+
+
+def _targets(target: str | Mapping[str, Any], keys: Iterable[str]) -> dict[str, str]:
+    """The name of the target of every table: `target` is one, or has one by role. Raises ConfigError."""
+    if isinstance(target, str):
+        return dict.fromkeys(keys, target)
+    found = {key: target.get(key, target.get(SPLIT.sub("", key))) for key in keys}
+    if lacking := [key for key, name in found.items() if not isinstance(name, str)]:
+        raise ConfigError(
+            f"dataset.target names no column for {lacking[0]}: give one name, or one for each of {', '.join(found)}, "
+            "as in 'dataset.target={primary:price,harmful:label}'"
+        )
+    return found
+
+
+def _files(**given: str | Sequence[str] | None) -> dict[str, Path]:
+    """The table of every role; raises ConfigError for one that two roles have."""
+    found: dict[str, Path] = {}
     for kind, files in given.items():
         paths = [Path(file).expanduser() for file in ([files] if isinstance(files, str) else files or ())]
-        tables |= dict(zip(roles_of(kind, [path.stem for path in paths]), paths, strict=False))
-    if found := first_shared({role: [os.path.realpath(path)] for role, path in tables.items()}):
-        one, other, _ = found
+        found |= dict(zip(roles_of(kind, [path.name.partition(".")[0] for path in paths]), paths, strict=False))
+    if shared := first_shared({role: [os.path.realpath(path)] for role, path in found.items()}):
+        one, other, _ = shared
         raise ConfigError(
-            f"dataset: {tables[other]} is both the {one} and the {other} task; give every task its own file"
+            f"dataset: {found[other]} is both the {one} and the {other} task; give every task its own file"
         )
-    return tables
+    return found
 
 
 def _roles(stored: Arrays) -> list[str]:
@@ -146,10 +210,17 @@ def _task(
     val_fraction: float,
     test_fraction: float,
     generator: torch.Generator,
+    names: Sequence[str] | None = None,
 ) -> tuple[Task, str]:
-    """The task of one role and a line on its targets; splits the file lacks are drawn from `<role>_x`."""
+    """The task of one role and a line on its targets; splits the file lacks are drawn from `<role>_x`.
+
+    `names` are the texts of the classes that targets number.
+    """
     x, y = _samples(stored, role, source)
+    if names and targets == "regression":
+        raise ConfigError(f"dataset.targets=regression: the targets of {role} are text, such as '{names[0]}'")
     is_classes = targets == "classes" or (targets == "auto" and not y.is_floating_point())
+    classes = _classes(y, f"'{role}_y' in {source}", targets, names) if is_classes else None
     named = [s for s in ("val", "test") if {f"{role}_{s}_x", f"{role}_{s}_y"} & stored.keys()]
     given = {s: _samples(stored, f"{role}_{s}", source) for s in named}
     rows = split_rows(
@@ -158,7 +229,6 @@ def _task(
         0.0 if "test" in given else test_fraction,
         generator,
     )
-    classes = _classes(y, f"'{role}_y' in {source}", targets) if is_classes else None
     splits = {}
     for split in SPLITS:
         part, target = given.get(split, (x[rows[split]], y[rows[split]]))
@@ -171,7 +241,7 @@ def _task(
             unknown = target[~torch.isin(target, classes)]
             if len(unknown):
                 raise DataError(
-                    f"'{role}_{split}_y' in {source} holds the label {unknown[0].item()}, '{role}_y' does not"
+                    f"'{role}_{split}_y' in {source} holds the label {_named(unknown, names)[0]}, '{role}_y' does not"
                 )
             target = torch.searchsorted(classes, target.to(classes.dtype))
         origin = Origin(f"{role}_x", rows[split])
@@ -183,19 +253,28 @@ def _task(
         log.warning("'%s_x' in %s has 16 bits: its rank is that of rounding; store float32", role, source)
     if classes is None:
         return Task(role, **splits, eps=eps), "regression"
-    about = f"classes {classes.tolist()} coded 0 to {len(classes) - 1}"
+    about = f"classes {_named(classes, names)} coded 0 to {len(classes) - 1}"
     return Task(role, **splits, classes=len(classes), eps=eps), about
 
 
-def _classes(y: Tensor, where: str, targets: Targets) -> Tensor:
+def _named(classes: Tensor, names: Sequence[str] | None) -> list[Any]:
+    return [names[label] for label in classes.tolist()] if names else classes.tolist()
+
+
+def _classes(y: Tensor, where: str, targets: Targets, names: Sequence[str] | None) -> Tensor:
     classes = y.unique()
     if targets == "auto" and 2 * len(classes) > len(y):
+        if names:
+            raise ConfigError(
+                f"{where} holds {len(classes)} different texts in {len(y)} rows, which look like names or free text; "
+                "if they are classes, set dataset.targets=classes"
+            )
         raise ConfigError(
             f"{where} holds {len(classes)} different integers in {len(y)} rows; say whether they are "
             "dataset.targets=classes or dataset.targets=regression"
         )
     if len(classes) < 2:
-        raise DataError(f"{where} holds one class only, {classes[0].item()}: the other class is empty")
+        raise DataError(f"{where} holds one class only, {_named(classes, names)[0]}: the other class is empty")
     return classes
 
 
@@ -231,10 +310,12 @@ def _read_arrays(path: Path) -> Arrays:
     if path.suffix == ".npz":
         try:
             with np.load(path, allow_pickle=False) as file:
-                return {key: _tensor(file[key], key, path) for key in _known(file, path)}
+                names = _known(file, path)
+                _check_claims(file, names)
+                return {key: _tensor(file[key], key, path) for key in names}
         except (OSError, EOFError, ValueError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
             said = "it is none; write one by numpy.savez" if "unsafely" in str(error) else error  # numpy's bad advice
-            said = f"it holds Python objects; {NUMBERED}" if "Object arrays" in str(said) else said
+            said = f"it holds Python objects; {CODED}" if "Object arrays" in str(said) else said
             raise DataError(f"{path} cannot be read as an npz file of numbers: {said}") from error
     if path.suffix == ".safetensors":
         from safetensors import SafetensorError, safe_open
@@ -244,17 +325,30 @@ def _read_arrays(path: Path) -> Arrays:
                 return {key: file.get_tensor(key) for key in _known(file.keys(), path)}
         except (OSError, SafetensorError) as error:
             raise DataError(f"{path} cannot be read as a safetensors file: {error}") from error
-    raise ConfigError(
-        f"dataset.path={path}: must end in .npz or .safetensors (for CSV files set dataset.primary_csv ...)"
-    )
+    raise ConfigError(f"dataset.path={path}: must end in .npz or .safetensors (for tables set dataset.primary_csv ...)")
+
+
+def _check_claims(file: np.lib.npyio.NpzFile, names: Sequence[str]) -> None:
+    """Raise ValueError where headers claim other sizes than the file holds, or more than half of the memory."""
+    total = 0
+    for name in names:
+        with file.zip.open(f"{name}.npy") as member:
+            one = np.lib.format.read_magic(member) == (1, 0)
+            read = np.lib.format.read_array_header_1_0 if one else np.lib.format.read_array_header_2_0
+            shape, _, dtype = read(member)
+            claimed, held = prod(shape) * dtype.itemsize, file.zip.getinfo(member.name).file_size - member.tell()
+        if claimed != held and not dtype.hasobject:
+            raise ValueError(f"'{name}' claims {dtype} {list(shape)}, {claimed:,} bytes, and holds {held:,}")
+        total += claimed
+    check_room(total)
 
 
 def _tensor(array: np.ndarray, key: str, path: Path) -> torch.Tensor:
     if array.dtype.kind not in "biuf":
-        remedy = NUMBERED if key.endswith("_y") else "give real numbers"
+        remedy = CODED if key.endswith("_y") else "give real numbers"
         raise TypeError(f"'{key}' holds {array.dtype}; {remedy}")
     if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
-        raise TypeError(f"'{key}' holds integers above 2^63; {NUMBERED}")
+        raise TypeError(f"'{key}' holds integers above 2^63; {CODED}")
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
 
 
@@ -269,23 +363,3 @@ def _known(names: Iterable[str], path: Path) -> list[str]:
     if ignored := [name for name in names if not NAMES.fullmatch(name) and name.endswith(("_x", "_y"))]:
         log.warning("%s: not read are %s; tasks are %s", path, ", ".join(ignored), ", ".join(KINDS))
     return [name for name in names if NAMES.fullmatch(name)]
-
-
-def _read_tables(paths: dict[str, Path], target: str) -> Arrays:
-    """One CSV file a task, `target` its column of targets, all others inputs, the same ones in every file."""
-    stored, columns = {}, None
-    for role, path in paths.items():
-        table = read_table(path)
-        remedy = f"; set dataset.target to one of {', '.join(map(str, table.columns))}"
-        require_columns(table, [target], path, remedy)
-        columns = columns or [column for column in table if column != target]
-        if sorted(columns) != sorted(column for column in table if column != target):
-            raise DataError(f"{path} and {paths['primary']} have different columns; both tasks need the same inputs")
-        y = numbers(table, [target], path)[:, 0]
-        if table[target].dtype.kind in "bi":  # of which float64 would not keep every digit
-            y = table[target].to_numpy(np.int64, copy=True)
-        elif abs(y).max() > EXACT and table[target].dtype.kind != "f":
-            raise DataError(f"{path}: the column {target} has integers above 2^53, which are not exact; {NUMBERED}")
-        stored[f"{role}_x"] = torch.from_numpy(numbers(table, columns, path))
-        stored[f"{role}_y"] = torch.from_numpy(y)
-    return stored

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -11,7 +12,6 @@ import numpy as np
 import torch
 
 from immunization.checks import Fraction, Seed, checked
-from immunization.data.csv_files import numbers, read_table, require_columns
 from immunization.data.preparation import (
     check_training_rows,
     finish,
@@ -21,6 +21,7 @@ from immunization.data.preparation import (
     standardize,
     standardize_targets,
 )
+from immunization.data.tables import read_table, require_columns
 from immunization.data.task import Origin, Split, Task, TaskPair
 from immunization.errors import DataError
 
@@ -63,14 +64,14 @@ def house_prices(
     """The regressions of the paper's Sec. 5.1, by conf/dataset/house_prices.yaml; raises ConfigError, DataError."""
     check_training_rows(val_fraction, test_fraction)
     path = _find(Path(root).expanduser(), download)
-    table = read_table(path)
+    table = read_table(path, na_filter=False)
     require_columns(table, [*NUMERIC, *CATEGORICAL, *TARGETS.values()], path)
     harmful = (table["MSZoning"] == "RL").to_numpy(copy=True)
     halves = {"primary": table[~harmful], "harmful": table[harmful]}
     for half, zone in zip(halves.values(), ("other than RL", "RL"), strict=True):
         if half.empty:
             raise DataError(f"{path} has no rows with MSZoning {zone}: one of the two tasks is empty")
-    targets = {role: torch.from_numpy(numbers(half, [TARGETS[role]], path)[:, 0]) for role, half in halves.items()}
+    targets = {role: torch.from_numpy(_numbers(half, [TARGETS[role]], path)[:, 0]) for role, half in halves.items()}
 
     if protocol == "authors":
         return finish(_authors(name, path, halves, targets), common_range)
@@ -138,11 +139,31 @@ def _encode(table: pd.DataFrame, columns: list[str], path: Path) -> torch.Tensor
     x = np.empty((len(table), len(columns)))
     for j, column in enumerate(columns):
         if column in NUMERIC:
-            x[:, [j]] = numbers(table, [column], path, MISSING)
+            x[:, [j]] = _numbers(table, [column], path, MISSING)
         else:
             text = table[column].astype(str)
             x[:, j] = np.unique(text.mask(text.isin(MISSING), "0").to_numpy(str), return_inverse=True)[1]
     return torch.from_numpy(x)
+
+
+def _numbers(table: pd.DataFrame, columns: Sequence[str], path: Path, missing: Sequence[str] = ()) -> np.ndarray:
+    """Columns as float64 [rows, columns]; texts in `missing` are 0; other text, NaN or infinity is an error."""
+    import pandas as pd
+
+    parsed = np.empty((len(table), len(columns)))
+    for j, name in enumerate(columns):
+        field = table[name]
+        if not pd.api.types.is_numeric_dtype(field):
+            field = field.mask(field.isin(missing), "0")
+        parsed[:, j] = pd.to_numeric(field, errors="coerce")
+    bad = np.argwhere(~np.isfinite(parsed))
+    if len(bad):
+        i, j = bad[0]
+        value = table[columns[j]].iloc[i]
+        raise DataError(
+            f"{path}, data row {table.index[i] + 1}, column {columns[j]}: '{value}' is not a finite number; correct it"
+        )
+    return parsed
 
 
 def _find(root: Path, download: bool) -> Path:

@@ -20,6 +20,8 @@ from immunization.data.preparation import check_training_rows, finish, split_row
 from immunization.data.task import Origin, Split, Task, TaskPair, is_shown, kind_of, roles_of
 from immunization.errors import ConfigError, DataError
 
+LARGEST = 2**28
+"""Bytes of an unpacked IDX file; the official ones have 47 million at most."""
 Protocol = Literal["one_vs_rest", "authors"]
 PROTOCOLS = {
     "one_vs_rest": "one_vs_rest: a class (1) against as many images of classes that no task has (0), no image in two "
@@ -272,9 +274,10 @@ def _read_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
 def _read_idx(path: Path) -> Tensor:
     """The bytes of an IDX file, plain or gzip, as a uint8 tensor (http://yann.lecun.com/exdb/mnist, FILE FORMATS)."""
     try:
-        data = path.read_bytes()
-        if path.suffix == ".gz":
-            data = gzip.decompress(data)
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            data = file.read(LARGEST + 1)
+        if len(data) > LARGEST:
+            raise ValueError(f"it holds more than {LARGEST:,} bytes")
         if data[:3] != b"\0\0\x08":  # two zeros, then the code of uint8
             raise ValueError("it does not begin as an IDX file of bytes")
         shape = np.frombuffer(data, ">u4", count=data[3], offset=4).tolist()

@@ -1,5 +1,6 @@
 """What data sets share: options, random splits, standardization, and the common range of two tasks."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
@@ -10,6 +11,8 @@ from torch import Tensor
 from immunization.data.task import SPLITS, Task, TaskPair
 from immunization.errors import ConfigError, DataError
 from immunization.theory import spectrum
+
+log = logging.getLogger(__name__)
 
 Normalize = Literal["shared", "each", "none"]
 
@@ -26,7 +29,13 @@ def check_training_rows(val_fraction: float, test_fraction: float) -> None:
 def split_rows(
     strata: Tensor, val_fraction: float, test_fraction: float, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Row numbers of each split, ascending, drawn within every stratum of `strata` [N] (int); fractions round down."""
+    """Row numbers of each split, ascending, drawn within every stratum of `strata` [N] (int); fractions round down.
+
+    Raises DataError for strata that are no finite [N], and for those of one row each, as regression targets are, which
+    would leave rows to no other split. Warns where all strata are too small for a split that N rows are enough for.
+    """
+    if strata.ndim != 1 or not torch.isfinite(strata).all():
+        raise DataError(f"split_rows: strata are {strata.dtype} {list(strata.shape)}; expected finite numbers [rows]")
     parts: dict[str, list[Tensor]] = {name: [] for name in SPLITS}
     for value in strata.unique():
         rows = torch.nonzero(strata == value)[:, 0]
@@ -35,6 +44,15 @@ def split_rows(
         sizes = [len(rows) - n_val - n_test, n_val, n_test]
         for name, part in zip(SPLITS, rows.split(sizes), strict=True):
             parts[name].append(part)
+    for name, fraction in (("val", val_fraction), ("test", test_fraction)):
+        if not int(fraction * len(strata)) or any(map(len, parts[name])):
+            continue
+        told = (
+            f"{len(parts[name])} strata in {len(strata)} rows leave no {name} rows: {fraction} of each is under one row"
+        )
+        if len(parts[name]) == len(strata):
+            raise DataError(f"split_rows: {told}; give class labels, or torch.zeros(N) for a regression")
+        log.warning("%s", told)
     return {name: torch.cat(part).sort().values for name, part in parts.items()}
 
 

@@ -9,8 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from immunization.config import TRACK, slug
 from immunization.errors import DataError
 from immunization.results.collect import LAYERS, ROW, TRAINING, Run, collect, flatten, varying
@@ -116,7 +114,7 @@ def track_of(overrides: Iterable[str]) -> str | None:
 def overrides_of(folder: Path) -> list[str]:
     """The overrides of a run, as they were typed; none where its folder does not say."""
     path = folder / OVERRIDES
-    words = yaml.safe_load(path.read_text()) if path.is_file() else []
+    words = (files.read_yaml(path) or []) if path.is_file() else []
     return words if isinstance(words, list) and all(isinstance(word, str) for word in words) else []
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 import torch
+import yaml
 from torch import Tensor
 
 from immunization.errors import BusyError, DataError
@@ -25,6 +26,10 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PART = ".part"
 """Ends the names of files that are being written; a killed process may leave one, which is then of no use."""
 
+LONGEST_YAML = 2**20
+"""Bytes of a YAML file of a run folder; ours have some thousand."""
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where PyYAML was built with it, ten times faster
 _KEY, _FACTS = "sha256", "immunization"
 
 
@@ -46,6 +51,47 @@ def write(path: Path, content: bytes | memoryview | str) -> None:
 def sha256(path: Path) -> str | None:
     """The digest of a file in hexadecimal digits; None where there is none."""
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+def read_yaml(path: Path, renamed: Mapping[str, str] | None = None) -> Any:
+    """The plain content of a YAML file, in whose text names are `renamed`; raises DataError for what is none.
+
+    A file cut off within a line can still be valid, so the last line must end. A file with aliases, or longer than
+    LONGEST_YAML, is refused. Aliases let a short file stand for any amount of memory. No file of ours has them.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(LONGEST_YAML + 1)
+        if len(content) > LONGEST_YAML:
+            raise ValueError(f"it is longer than {LONGEST_YAML:,} bytes")
+        if not content.endswith(b"\n"):
+            raise ValueError("it was cut off or edited, as its last line does not end")
+        text = content.decode()
+        for old, new in (renamed or {}).items():
+            text = text.replace(old, new)
+        loader = _LOADER(text)
+        try:
+            root = loader.get_single_node()
+            _refuse_aliases(root)
+            return root and loader.construct_document(root)
+        finally:
+            loader.dispose()
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise DataError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _refuse_aliases(root: yaml.Node | None) -> None:
+    """Raise ValueError where a part of a YAML document is in two places."""
+    seen, left = set(), [root] if root else []
+    while left:
+        node = left.pop()
+        if id(node) in seen:
+            raise ValueError(f"line {node.start_mark.line + 1} has an anchor, and aliases are not read; write it out")
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            left += [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            left += node.value
 
 
 def plain(value: object) -> Any:

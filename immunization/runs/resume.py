@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from immunization.errors import ConfigError, DataError
@@ -24,7 +23,14 @@ BOOKKEEPING = (
 """Keys that decide where and how a run is shown or saved, but no number in its result."""
 
 RETIRED = {
-    "dataset": {"augment": False, "unseen": {"source": "", "train": "train", "test": "val"}},
+    "dataset": {
+        "augment": False,
+        "unseen": {"source": "", "train": "train", "test": "val"},
+        "drop": [],
+        "categorical": [],
+        "missing": "refuse",
+        "csv": {"sep": ",", "decimal": ".", "encoding": "utf-8"},
+    },
     "method": {"side": "input", "rank": "data", "combine": "sum", "keep": 0.0, "damping": 0.0, "interpolate": 1.0},
     "model": {"compile": False},
     "suite": {"benign": []},
@@ -32,18 +38,13 @@ RETIRED = {
 """Options that are gone or came later, at the value at which they do nothing: some run folders lack them."""
 
 KEPT = (CHECKPOINT, ATTACKS)  # files of an unfinished run that hold work of its own
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where PyYAML was built with it, ten times faster
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The configuration that a run folder holds; raises DataError where there is none to read."""
     path = folder / CONFIG
-    try:
-        text = path.read_text().replace("immunization.models.stored.", "immunization.models.weights.")  # its old name
-        content = yaml.load(text, _LOADER)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict) or not text.endswith("\n"):  # a file cut off within a line can still be valid YAML
+    content = files.read_yaml(path, {"immunization.models.stored.": "immunization.models.weights."})  # its old name
+    if not isinstance(content, dict):
         raise DataError(f"{path} is not a configuration; it was cut off or edited")
     return content
 

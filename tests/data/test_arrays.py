@@ -1,5 +1,7 @@
 """The user's own matrices, as npz, safetensors or CSV."""
 
+import zipfile
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -8,6 +10,7 @@ from helpers.pairs import fails, same
 from safetensors.torch import save_file
 
 from immunization import data
+from immunization.compute import machine
 from immunization.errors import ConfigError, DataError
 
 
@@ -156,6 +159,27 @@ def test_array_files_that_cannot_be_used(matrices, tmp_path):
     fails(DataError, "b.csv", call=data.arrays, seed=0, primary_csv="b.csv", harmful_csv="c.csv")
 
 
+@pytest.mark.parametrize("version", [(1, 0), (2, 0)])
+def test_an_npz_file_that_claims_more_than_it_holds_is_refused_before_it_is_read(matrices, tmp_path, version):
+    stored, claimed = save(tmp_path, matrices), {"descr": "<f8", "fortran_order": False, "shape": (10**6, 10**6)}
+    write = np.lib.format.write_array_header_1_0 if version == (1, 0) else np.lib.format.write_array_header_2_0
+    del matrices["harmful_x"]
+    save(tmp_path, matrices)
+    with zipfile.ZipFile(stored["path"], "a") as archive, archive.open("harmful_x.npy", "w") as member:
+        write(member, claimed)
+        member.write(b"\0" * 80)
+    told = "'harmful_x' claims float64 [1000000, 1000000], 8,000,000,000,000 bytes, and holds 80"
+    fails(DataError, "m.npz", told, **stored)
+
+
+def test_an_npz_file_that_memory_has_no_room_for_is_refused(matrices, tmp_path, monkeypatch):
+    stored, size = save(tmp_path, matrices), sum(array.nbytes for array in matrices.values())
+    monkeypatch.setattr(machine, "memory", lambda device: 2 * size)
+    assert data.arrays(0, stored["path"]).dim == 5
+    monkeypatch.setattr(machine, "memory", lambda device: 2 * size - 1)
+    fails(DataError, "m.npz", "GiB of memory, and half of", **stored)
+
+
 @pytest.fixture
 def tables(matrices, tmp_path):
     """Writes both tasks as CSV files, by options of DataFrame.to_csv, and returns how to read them."""
@@ -170,26 +194,34 @@ def tables(matrices, tmp_path):
     return write
 
 
+def called(stored):
+    """The options among these."""
+    return {key: value for key, value in stored.items() if key != "call"}
+
+
 def test_row_numbers_are_no_input(tables):
     stored = tables()
     fails(DataError, "primary.csv", "column 1 has no name", "index=False", **stored)
     for role in ("primary", "harmful"):  # with what pandas calls that column when it reads it
         pd.read_csv(stored[f"{role}_csv"]).to_csv(stored[f"{role}_csv"], index=False)
     fails(DataError, "primary.csv", "column 1 has no name", "index=False", **stored)
-    assert data.arrays(**{key: value for key, value in tables(index=False).items() if key != "call"}).dim == 5
+    assert data.arrays(**called(tables(index=False))).dim == 5
 
 
 def test_other_separators_and_decimal_commas_are_named_with_the_remedy(tables):
-    stored = tables(index=False, sep=";", decimal=",")
-    fails(
-        DataError,
-        "separated by ';' and numbers have decimal commas",
-        "read_csv(file, sep=';', decimal=',')",
-        **stored,
-    )
-    fails(DataError, r"separated by '\t'", **tables(index=False, sep="\t"))
+    pair = data.arrays(**called(tables(index=False)))
+    commas = {"sep": ";", "decimal": ","}
+    stored = tables(index=False, **commas)
+    told = "its columns are separated by ';'"
+    fails(DataError, told, "'dataset.csv.sep=\";\"'", "for decimal commas 'dataset.csv.decimal=\",\"'", **stored)
+    assert same(pair, data.arrays(**called(stored), csv=commas))
+    stored = tables(index=False, sep="\t", encoding="utf-16")
+    fails(DataError, "primary.csv is no text in UTF-8", "dataset.csv.encoding=cp1252", **stored)
+    fails(DataError, r"separated by '\t'", r"""'dataset.csv.sep="\t"'""", csv={"encoding": "utf-16"}, **stored)
+    assert same(pair, data.arrays(**called(stored), csv={"encoding": "utf-16", "sep": r"\t"}))
     stored = tables(index=False, decimal=",")  # between quotes
-    fails(DataError, "is not a finite number", "write decimal points", **stored)
+    fails(DataError, "data row 1, column a: ", "has a comma: a decimal one, 'dataset.csv.decimal", **stored)
+    assert same(pair, data.arrays(**called(stored), csv={"decimal": ","}))
     for role in ("primary", "harmful"):
         with open(stored[f"{role}_csv"]) as file:
             text = file.read().replace('"', "")
@@ -199,6 +231,11 @@ def test_other_separators_and_decimal_commas_are_named_with_the_remedy(tables):
     with open(stored["primary_csv"], "w") as file:
         file.write("x,target\n\n")
     fails(DataError, "has no rows below a header line", **stored)
+
+
+@pytest.mark.parametrize("csv", [{"sep": ";;"}, {"decimal": None}, {"engine": "python"}, {"encoding": "no such"}])
+def test_dialects_that_are_none_are_refused(tables, csv):
+    fails(ConfigError, f"dataset.csv.{next(iter(csv))}", csv=csv, **tables(index=False))
 
 
 def test_names_that_are_nearly_right_are_refused(matrices, tmp_path):
@@ -230,7 +267,7 @@ def test_names_of_splits_that_are_not_ours_are_no_further_tasks(matrices, tmp_pa
 def test_class_labels_keep_all_their_digits(matrices, tables, tmp_path, base, dtype):
     matrices["harmful_y"] = (np.arange(80) % 3 + base).astype(dtype)
     pairs = [data.arrays(0, save(tmp_path, matrices)["path"])]
-    pairs.append(data.arrays(**{key: value for key, value in tables(index=False).items() if key != "call"}))
+    pairs.append(data.arrays(**called(tables(index=False))))
     for pair in pairs:
         assert pair.about["labels"]["harmful"] == f"classes {[base, base + 1, base + 2]} coded 0 to 2"
 
@@ -252,7 +289,7 @@ def test_large_targets_of_a_regression_are_taken(matrices, tables):
 def test_booleans_of_a_csv_file_are_classes_as_those_of_an_npz_file(matrices, tables, tmp_path):
     matrices["harmful_y"] = matrices["harmful_y"] > 0
     for stored in (save(tmp_path, matrices), tables(index=False)):
-        assert data.arrays(**{key: value for key, value in stored.items() if key != "call"}).harmful.classes == 2
+        assert data.arrays(**called(stored)).harmful.classes == 2
 
 
 def test_float_targets_of_two_values_are_said_to_be_a_regression(matrices, tmp_path, caplog):

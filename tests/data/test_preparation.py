@@ -37,6 +37,31 @@ def test_split_rows_is_stratified_disjoint_and_keeps_a_training_row():
     }
 
 
+@pytest.mark.parametrize(("val", "test", "split"), [(0.0, 0.2, "test"), (0.2, 0.0, "val"), (0.2, 0.2, "val")])
+def test_targets_of_a_regression_are_no_strata(val, test, split):
+    options = {"strata": torch.rand(60), "val_fraction": val, "test_fraction": test, "generator": torch.Generator()}
+    told = f"60 strata in 60 rows leave no {split} rows"
+    fails(DataError, told, "torch.zeros(N) for a regression", call=split_rows, **options)
+
+
+def test_classes_too_small_for_a_split_are_told(caplog):
+    rows = split_rows(torch.arange(60) // 4, 0.0, 0.2, torch.Generator().manual_seed(0))
+    assert [len(part) for part in rows.values()] == [60, 0, 0]
+    assert "15 strata in 60 rows leave no test rows: 0.2 of each is under one row" in caplog.text
+
+
+@pytest.mark.parametrize("strata", [torch.zeros(6, 2), torch.tensor([0.0, float("nan")])])
+def test_strata_that_are_none_are_refused(strata):
+    options = {"val_fraction": 0.2, "test_fraction": 0.2, "generator": torch.Generator()}
+    fails(DataError, str(list(strata.shape)), call=split_rows, strata=strata, **options)
+
+
+def test_a_task_of_few_rows_needs_no_test_rows(caplog):
+    rows = split_rows(torch.arange(4.0), 0.1, 0.2, torch.Generator().manual_seed(0))
+    assert [len(part) for part in rows.values()] == [4, 0, 0]
+    assert not caplog.text
+
+
 def test_constant_columns_become_exactly_zero():
     x = torch.full((300, 2), 0.1, dtype=torch.float64)  # its mean is not 0.1 in floating point
     x[:, 1] = torch.randn(300, dtype=torch.float64)
