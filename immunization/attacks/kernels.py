@@ -129,9 +129,9 @@ def discriminants(predictions: Tensor, targets: Tensor, residuals: Tensor) -> Te
 def probabilities(scores: Tensor, labels: Tensor) -> Tensor:
     """Those of classes [rules, M, C], from scores, as sharp as suits the `labels` [V] of the first V rows best.
 
-    The scores' deviation is that of all M rows: what test rows look like, not their labels, is part of it.
+    The scores' deviation is that of these V rows, too: other rows choose nothing.
     """
-    deviation = scores.std((1, 2), keepdim=True)
+    deviation = scores[:, : len(labels)].std((1, 2), keepdim=True)
     scaled = scores / deviation.where(deviation > 0, 1.0)
     places = labels[None, :, None].expand(len(scores), -1, 1)
     losses = [-torch.log_softmax(scaled[:, : len(labels)] * s, 2).gather(2, places).mean((1, 2)) for s in SHARPNESS]
