@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from immunization.theory.products import gram
+from immunization.theory.products import gram, power_of_two
 
 NOISE = 10 * torch.finfo(torch.float32).eps
 """Deviation of a column, relative to its largest value, below which it holds nothing but rounding."""
@@ -49,6 +49,8 @@ class Kernel:
 
         Columns that do not vary, up to rounding, are left out. `root`: of the columns' signed square roots.
         """
+        scale = power_of_two(train)
+        train, others = train.div_(scale), others.div_(scale)
         mean, deviation = _moments(train)
         alive = deviation > NOISE * torch.maximum(train.amax(0), -train.amin(0))
         if not alive.all():
