@@ -299,7 +299,7 @@ def arrays(given: Given) -> dict[str, Task]:
             name, rows = given.sources[f"{role}/{split}"], given.rows[f"{role}/{split}"]
             x[split] = stored[name][rows].astype(float)
             y[split] = stored[f"{name[:-1]}y"].reshape(-1)[rows]
-        eps = EPS32 if stored[f"{role}_x"].dtype in (np.float16, np.float32) else EPS
+        eps = eps_of(stored[f"{role}_x"])
         labels = stored[f"{role}_y"]
         if options["targets"] == "classes" or (options["targets"] == "auto" and labels.dtype.kind != "f"):
             known = np.unique(labels)
@@ -366,6 +366,19 @@ def moments(x: Array) -> tuple[Array, Array]:
     return np.where(constant, x[0], x.mean(0)), np.where(constant, 1, x.std(0, ddof=1))
 
 
+def eps_of(x: Array) -> float:
+    """Machine epsilon of stored numbers; float64's for integers, also for those that a floating type holds exactly."""
+    if x.dtype.kind != "f":
+        return EPS
+    eps = float(np.finfo(x.dtype).eps)
+    return EPS if integers(x, eps).all() else eps
+
+
+def integers(x: Array, eps: float) -> Array:
+    """Where x holds integers so small that its type has halves of that size, too."""
+    return (x == np.round(x)) & (np.abs(x) < 1 / eps)
+
+
 def standardize(tasks: dict[str, Task], given: Given) -> None:
     """Columns by the training rows of D_P and D_H together, or of each task; targets of regressions by their own."""
     normalize = given.options["normalize"]
@@ -374,6 +387,11 @@ def standardize(tasks: dict[str, Task], given: Given) -> None:
         if normalize != "none":
             x = both if normalize == "shared" else task.x["train"]
             mean, std = agree("" if normalize == "shared" else f"{role}/", *moments(x), x, given)
+            if task.eps > EPS:  # errors relative to a large mean stay when the mean goes
+                own = task.x["train"]
+                exact = (own == own[0]).all(0) | integers(own, task.eps).all(0)
+                before, after = (np.linalg.norm(part / std, axis=0) for part in (own, own - mean))
+                task.eps *= max(1, np.where(exact, 0, before).max() / after.max())
             task.x = {split: (x - mean) / std for split, x in task.x.items()}
         if not task.classes:
             y = task.y["train"][:, None]
@@ -415,8 +433,13 @@ def check_basis(basis: Array, tasks: dict[str, Task], checks: list) -> None:
 
 
 def rank(sigma: Array, shape: tuple[int, ...], eps: float) -> int:
-    """Number of the singular values of a matrix of that shape that are above sigma_1 max(N, D) eps."""
-    return int((sigma > sigma[0] * max(shape) * eps).sum())
+    """Number of the singular values of a matrix of that shape that are above the tolerance."""
+    return int((sigma > sigma[0] * tolerance(shape, eps)).sum())
+
+
+def tolerance(shape: tuple[int, ...], eps: float) -> float:
+    """Numpy's for float64; sqrt(min(N, D)) eps for float32; eps for what is coarser."""
+    return max(max(shape) * EPS, min(shape) ** 0.5 * min(eps, EPS32), eps)
 
 
 def cut(x: Array, k: int) -> Array:
@@ -441,7 +464,7 @@ class Probe:
         u, self.sigma, vh = linalg.svd(self.f, full_matrices=False)
         self.all_sigma = self.sigma
         self.sigma, self.v, self.c = self.sigma[: self.k], vh[: self.k].T, u[:, : self.k].T @ self.y
-        self.resolved = int((self.sigma > self.sigma[0] * max(self.f.shape) * self.eps).sum())
+        self.resolved = int((self.sigma > self.sigma[0] * tolerance(self.f.shape, self.eps)).sum())
 
     def left(self, t: Array) -> Array:
         """(1 - lambda_i / lambda_1)^t [T, k]: what t steps of gradient descent with step 1/lambda_1 leave of c_i."""
@@ -634,9 +657,11 @@ def ceiling(primary: Probe, harmful: Probe, run: Run) -> float | None:
     eps = max(run.tasks[role].eps for role in ("primary", "harmful"))
     along = harmful.f @ primary.v
     left, width = harmful.f - along @ primary.v.T, harmful.f.shape[1]
-    size = max(len(primary.f) + len(harmful.f), width) * np.linalg.norm(harmful.f, 2)
-    tilt = width**0.5 * primary.sigma[0] * np.linalg.norm(along / primary.sigma, 2)  # of directions of rounded data
-    if primary.k < width and linalg.svdvals(left)[0] > eps * max(size, tilt):
+    size = tolerance((len(primary.f) + len(harmful.f), width), eps) * np.linalg.norm(harmful.f, 2)
+    tilt = (
+        eps * width**0.5 * primary.sigma[0] * np.linalg.norm(along / primary.sigma, 2)
+    )  # of directions of rounded data
+    if primary.k < width and linalg.svdvals(left)[0] > max(size, tilt):
         return None
     r = np.linalg.qr(primary.f @ primary.v, mode="r")
     sigma = linalg.svdvals(linalg.solve_triangular(r.T, (harmful.f @ primary.v).T, lower=True))

@@ -59,8 +59,7 @@ class LogisticProbe(Attack):
         rows, y = self.rows(task), task.train.y.cpu()
         train = features["train"]
         rows = torch.arange(len(train)) if rows is None else rows
-        scale = problem.test.norm() / features["test"].norm()
-        train = (train[rows.to(train.device)] * scale) @ basis
+        train = (train[rows.to(train.device)] * problem.scale) @ basis
         hits, steps = {"val": [], "test": []}, []
         for strength in self.settings:
             model = LogisticRegression(C=strength, max_iter=self.steps)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from immunization.theory.products import gram
+from immunization.theory.products import gram, power_of_two
 
 NOISE = 10 * torch.finfo(torch.float32).eps
 """Deviation of a column, relative to its largest value, below which it holds nothing but rounding."""
@@ -49,6 +49,8 @@ class Kernel:
 
         Columns that do not vary, up to rounding, are left out. `root`: of the columns' signed square roots.
         """
+        scale = power_of_two(train)
+        train, others = train.div_(scale), others.div_(scale)
         mean, deviation = _moments(train)
         alive = deviation > NOISE * torch.maximum(train.amax(0), -train.amin(0))
         if not alive.all():
@@ -129,9 +131,9 @@ def discriminants(predictions: Tensor, targets: Tensor, residuals: Tensor) -> Te
 def probabilities(scores: Tensor, labels: Tensor) -> Tensor:
     """Those of classes [rules, M, C], from scores, as sharp as suits the `labels` [V] of the first V rows best.
 
-    The scores' deviation is that of all M rows: what test rows look like, not their labels, is part of it.
+    The scores' deviation is that of these V rows, too: other rows choose nothing.
     """
-    deviation = scores.std((1, 2), keepdim=True)
+    deviation = scores[:, : len(labels)].std((1, 2), keepdim=True)
     scaled = scores / deviation.where(deviation > 0, 1.0)
     places = labels[None, :, None].expand(len(scores), -1, 1)
     losses = [-torch.log_softmax(scaled[:, : len(labels)] * s, 2).gather(2, places).mean((1, 2)) for s in SHARPNESS]

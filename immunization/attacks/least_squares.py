@@ -30,8 +30,8 @@ class LeastSquares:
     """Least squares on features, in units in which the mean Hessian has lambda_1 = 1.
 
     `sigma` [k] descending from 1, `vectors` [D, k] and `target` c [k, C] stand for the training rows: the excess loss
-    of W [D, C] is ||S V^T W - c||^2. `val` [N_val, D] and `test` [N_test, D] are features in the same units. `flops`
-    were spent before the first step, `per_pass` are those of one gradient.
+    of W [D, C] is ||S V^T W - c||^2. `val` [N_val, D] and `test` [N_test, D] are features times `scale`, in the same
+    units. `flops` were spent before the first step, `per_pass` are those of one gradient.
     """
 
     task: Task
@@ -40,6 +40,7 @@ class LeastSquares:
     target: Tensor
     val: Tensor
     test: Tensor
+    scale: Tensor
     flops: float
     per_pass: float
     factor: Tensor = field(init=False)
@@ -65,6 +66,7 @@ class LeastSquares:
             probe.coefficients / n**0.5,
             val * scale,
             test * scale,
+            scale,
             flops,
             passes,
         )

@@ -11,6 +11,7 @@ from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.victim import Inapplicable, Stage, Victim, require_held_out
 from immunization.checks import Count
 from immunization.data.task import SPLITS
+from immunization.theory.products import power_of_two
 
 
 class Neighbours(Attack, group="attack.neighbours", without=["steps"]):
@@ -50,4 +51,4 @@ class Neighbours(Attack, group="attack.neighbours", without=["steps"]):
 
 def _unit(x: Tensor) -> Tensor:
     """Rows [N, D] of length 1, however short they were; rows of 0 stay."""
-    return torch.nn.functional.normalize(x, eps=torch.finfo(x.dtype).tiny)
+    return torch.nn.functional.normalize(x / power_of_two(x), eps=torch.finfo(x.dtype).tiny)

@@ -8,7 +8,7 @@ from dataclasses import fields
 from immunization.attacks.base import Attack
 
 NUMBERED: dict[str, dict[str, str]] = {
-    "standard-3": {
+    "standard-4": {
         "block_probe": "501fe470",
         "frozen_blocks": "c33a2359",
         "block_probe_renewed": "cdbdb3a6",

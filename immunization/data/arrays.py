@@ -31,7 +31,7 @@ from immunization.data.preparation import (
 from immunization.data.tables import dialect_of, read_table
 from immunization.data.task import SPLITS, USUAL, Origin, Split, Task, TaskPair, first_shared, kind_of, roles_of
 from immunization.errors import ConfigError, DataError
-from immunization.theory.spectrum import eps_of
+from immunization.theory.spectrum import EPS32, eps_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -248,9 +248,10 @@ def _task(
         if split in given:
             origin = Origin(f"{role}_{split}_x", torch.arange(len(target)))
         splits[split] = Split(part.double(), target if is_classes else target.double(), origin)
-    eps = eps_of(x.dtype)
-    if x.is_floating_point() and x.dtype.itemsize < 4:
-        log.warning("'%s_x' in %s has 16 bits: its rank is that of rounding; store float32", role, source)
+    eps = eps_of(x)
+    if eps > EPS32:
+        told = "'%s_x' in %s has 16 bits, which show no condition number above %.2g; store float32"
+        log.warning(told, role, source, eps**-2)
     if classes is None:
         return Task(role, **splits, eps=eps), "regression"
     about = f"classes {_named(classes, names)} coded 0 to {len(classes) - 1}"

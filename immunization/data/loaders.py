@@ -115,7 +115,7 @@ def rows_of_loader(role: str, loaders: Loaders) -> Task:
     batches = list(labeled)
     if not batches:
         raise DataError(f"{role}_loader gives no batches")
-    eps = max(eps_of(x.dtype) for x, _ in batches)
+    eps = max(eps_of(x) for x, _ in batches)
     x, y = (torch.cat(parts) for parts in zip(*((x.double(), y) for x, y in batches), strict=True))
     classes = 0 if y.is_floating_point() else len(y.unique())
     if 2 * classes > len(y) and classes > 2:

@@ -92,11 +92,31 @@ def standardize(pair: TaskPair, normalize: Normalize) -> TaskPair:
         return pair
     if normalize == "shared":
         mean, std = moments(torch.cat([task.train.x for task in pair.shown.values()]))
-        return map_inputs(pair, lambda _, x: (x - mean) / std, mean=mean, std=std)
-    own = {}
-    for role, task in pair.tasks.items():
-        own[f"{role}/mean"], own[f"{role}/std"] = moments(task.train.x, f"the inputs of {role}")
-    return map_inputs(pair, lambda role, x: (x - own[f"{role}/mean"]) / own[f"{role}/std"], **own)
+        used = dict.fromkeys(pair.tasks, (mean, std))
+        tensors = {"mean": mean, "std": std}
+    else:
+        used = {role: moments(task.train.x, f"the inputs of {role}") for role, task in pair.tasks.items()}
+        tensors = {
+            f"{role}/{name}": x for role, both in used.items() for name, x in zip(("mean", "std"), both, strict=True)
+        }
+    pair = pair.with_tasks(
+        {role: replace(task, eps=_eps_after(task, *used[role])) for role, task in pair.tasks.items()}
+    )
+    return map_inputs(pair, lambda role, x: (x - used[role][0]) / used[role][1], **tensors)
+
+
+def _eps_after(task: Task, mean: Tensor, std: Tensor) -> float:
+    """`Task.eps` of the standardized inputs: what was rounded relative to a large mean is coarser without it.
+
+    Constant columns and those of integers have no rounding of their own.
+    """
+    x = task.train.x
+    if task.eps == spectrum.EPS:
+        return task.eps
+    exact = (x == x[0]).all(0) | spectrum.are_integers(x, task.eps).all(0)
+    before, after = (torch.linalg.vector_norm(z / std, dim=0) for z in (x, x - mean))
+    grown = (before.where(~exact, 0.0).amax() / after.amax()).item()
+    return task.eps * max(1.0, grown)
 
 
 def standardize_targets(pair: TaskPair) -> TaskPair:

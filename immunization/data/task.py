@@ -106,9 +106,9 @@ class Task:
 
     `classes` is 0 for a regression, whose targets are standardized by the training split. `constant` marks the
     authors' MNIST protocol, in which every label of a task is the same. `eps`, by the dtype that the inputs were
-    stored in (`spectrum.eps_of`), sets the rank tolerance. `width` is the number of features a deep net makes of an
-    input, which need not be a row of a matrix. `head` [classes] says which output of a model's own head means which
-    class, where they differ. `names` are those of the classes, where they have some.
+    stored in (`spectrum.eps_of`), sets the rank tolerance (`spectrum.rank_tolerance`). `width` is the number of
+    features a deep net makes of an input, which need not be a row of a matrix. `head` [classes] says which output of a
+    model's own head means which class, where they differ. `names` are those of the classes, where they have some.
     """
 
     name: str
@@ -233,12 +233,21 @@ class Task:
     @cached_property
     def root(self) -> Tensor:
         """K^1/2 up to a rotation: [k, D] with root^T root = K = X^T X of the training inputs, k = rank(X)."""
-        root = spectrum.compress(self.train.x, eps=self.eps)
+        root = self._compressed[0]
         if not len(root):
             raise DataError(
                 f"task '{self.name}': every input feature is constant or zero (rank 0), there is nothing to condition"
             )
         return root
+
+    @cached_property
+    def _compressed(self) -> tuple[Tensor, Tensor]:
+        return spectrum.compressed(self.train.x, eps=self.eps)
+
+    @property
+    def sigma(self) -> Tensor:
+        """All singular values [min(N, D)] of the training inputs, descending."""
+        return self._compressed[1]
 
     @cached_property
     def triangle(self) -> Tensor:
@@ -252,7 +261,7 @@ class Task:
 
     def tolerance(self, rows: int) -> float:
         """Singular values of `rows` features of a net are noise up to this, relative to the largest."""
-        return max(rows, self.dim) * self.eps
+        return spectrum.rank_tolerance((rows, self.dim), self.eps)
 
     @property
     def kappa_bound(self) -> float:

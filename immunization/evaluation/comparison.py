@@ -169,4 +169,4 @@ class Comparison:
         inverse = vectors / sigma  # U = X V / sigma
         c = inverse.T @ (x.T @ y)
         c = c + inverse.T @ (x.T @ (y - x @ (inverse @ c)))
-        return Probe(sigma, vectors, c, task.rank)
+        return Probe(sigma, vectors, c, task.rank, max(task.sigma[task.rank :].tolist(), default=0.0))

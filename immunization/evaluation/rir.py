@@ -115,8 +115,19 @@ class RelativeRatio:
             measures.flag(
                 f"noise_floor_{role}",
                 f"{before - probe.resolved} of the {before} directions of the features before are below rounding "
-                f"errors now, sigma_1 max(N, D) eps: kappa_{role} is not resolved, only known to be large",
+                f"errors now: kappa_{role} is not resolved, only known to be large",
             )
+        task = comparison.tasks[role]
+        tolerance = task.tolerance(len(task.train))
+        for stage in ("baseline", "immunized") if comparison.model.linear_map() is None else ("baseline",):
+            probe = comparison.probe(role, stage)
+            sigma = torch.cat([probe.sigma, probe.sigma.new_tensor([probe.dropped])])
+            if task.eps > spectrum.EPS and spectrum.is_near(sigma, tolerance):
+                measures.flag(
+                    f"rank_uncertain_{role}",
+                    f"a singular value of the {stage} features is near the rank tolerance, {tolerance:.1e} of the "
+                    f"largest, by the rounding of the stored numbers: kappa_{role} hangs on whether it counts",
+                )
 
 
 class SampledRatio(Component, group="evaluation.sampled"):

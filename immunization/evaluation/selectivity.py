@@ -18,6 +18,7 @@ from immunization.models import Model
 from immunization.models.activations import Stream, take
 from immunization.models.layers import multiplies, rows_of
 from immunization.theory import selectivity
+from immunization.theory.products import power_of_two
 
 LEFT, HITS = 0.25, 0.9
 """Share of harmful outputs' variance that is left, and of harmful places that are switched off."""
@@ -60,6 +61,7 @@ class Selectivity(Component, group="evaluation.selectivity"):
             layer = layers[name]
             names = [f"selectivity/{name}/{what}" for what in ("lost", "switched")]
             rows = [_halves(inputs.pop(name)) for inputs in found]
+            rows = _in_range(rows)
             (own, own_held), (bad, bad_held) = ([selectivity.covariance(half) for half in x] for x in rows)
             if not (own.trace() > 0 and bad.trace() > 0):
                 measures.miss("what the layer reads does not vary", *names)
@@ -93,6 +95,12 @@ class Selectivity(Component, group="evaluation.selectivity"):
                 for batch in take(x, rows).split(BATCH):
                     model.extractor(onto(batch, model.head.weight))
         return {name: torch.cat(parts) for name, parts in found.items() if parts}  # attention reads some weights itself
+
+
+def _in_range(rows: Sequence[Tensor]) -> list[Tensor]:
+    """Rows of both kinds over one power of two: their covariances have the square of the scale."""
+    scale = power_of_two(*rows)
+    return [part / scale for part in rows]
 
 
 def _halves(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import Measures
 from immunization.evaluation.primary import primary_change
 from immunization.models.chain import BATCH_NORMS
-from immunization.theory.spectrum import AUTHORS_RIDGE
+from immunization.theory.spectrum import AUTHORS_RIDGE, EPS32
 
 SAME = 1e-6
 """Largest relative difference of singular values, or of features, that counts as none."""
@@ -37,7 +37,7 @@ class Validity(Component, group="evaluation.validity"):
     def __call__(self, comparison: Comparison) -> Measures:
         measures = Measures()
         after, before = (comparison.probe("harmful", stage).sigma for stage in ("immunized", "baseline"))
-        noise = 100 * comparison.tasks["harmful"].eps * before[0].item()
+        noise = 100 * min(comparison.tasks["harmful"].eps, EPS32) * before[0].item()
         if after.shape == before.shape and torch.allclose(after, before, rtol=SAME, atol=noise):
             measures.flag(
                 "unchanged",

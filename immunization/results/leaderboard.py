@@ -18,7 +18,7 @@ from immunization.results.settings import Setting, grouped, named, title
 from immunization.results.tables import Table
 from immunization.runs import files
 from immunization.runs.filenames import ENVIRONMENT
-from immunization.runs.interpretation import version
+from immunization.runs.interpretation import newer, version
 from immunization.runs.result import Result
 
 REPORT = "leaderboard.html"
@@ -146,6 +146,11 @@ def sections(collection: Collection) -> list[Section]:
             notes = [f"{row.label}: {row.apart}." for row in rows if apart] + stakes(rows)
             if suites := {suite for row in rows for result in row.results if (suite := version(result))}:
                 notes.append(f"Attackers: {', '.join(sorted(suites))}.")
+                notes += [
+                    f"{old} is an earlier suite: its rows do not compare with those of {now}."
+                    for old in sorted(suites)
+                    if (now := newer(old))
+                ]
             if any(row.removed(worth) for row in rows):
                 notes.append(f"Sorted by worth removed with {worth.partition('_')[2] or 'all'} images of each class.")
             if len({len(row.runs) for row in rows}) > 1:

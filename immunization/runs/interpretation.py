@@ -14,6 +14,8 @@ ATTACK = "attack/"
 """Starts the names of what the attacks measure; `attack_<role>/` where it is not on the task `harmful`."""
 HELD, UNTRAINED, UNNUMBERED = "held", "not attacked by training", "not attacked by standard"
 """No attack learns the task: of the suite `standard`; none fine-tuned all that was trained; of another list."""
+SUITES = {"quick": 5, "standard": 4, "nightly": 6, "depth": 4, "depth-vit": 3, "curves": 3, "blocks": 4}
+"""The numbers of the suites as they are now."""
 Z = 1.959964  # of a normal distribution, 95 % lie within so many standard deviations
 ROUNDING = 1e-12  # what a measure may fall short of a bar by
 
@@ -100,6 +102,13 @@ def unbroken(result: Result, group: str = "attack") -> str:
 def version(result: Result) -> str:
     """The numbered suite of the attacks of a run; empty for a list of one's own."""
     return (result.about.get("suite") or {}).get("version", "")
+
+
+def newer(suite: str) -> str:
+    """The suite of that name as it is now, where `suite` is an earlier number of it; else empty."""
+    name, _, number = suite.rpartition("-")
+    now = SUITES.get(name, 0)
+    return f"{name}-{now}" if number.isdecimal() and int(number) < now else ""
 
 
 def rows_tested(result: Result, group: str = "attack") -> int | None:

@@ -15,6 +15,7 @@ from immunization.runs.interpretation import (
     attack_names,
     breaks,
     classified,
+    newer,
     on_harmful,
     rows_tested,
     shown,
@@ -189,7 +190,9 @@ def _worth(result: Result) -> list[str]:
     if suite := result.about.get(f"suite{of}"):
         secret = "" if suite["theta_0"] == "secret" else "; theta_0 is public, and every attacker has it"
         changed = "".join(f", {how}" for how in suite.get("changed", ()))
-        lines.append(f"Attackers are those of {suite['version']}{changed}{secret}.")
+        now = newer(suite["version"])
+        older = f", an earlier suite: do not compare with runs of {now}" if now else ""
+        lines.append(f"Attackers are those of {suite['version']}{changed}{older}{secret}.")
     return lines
 
 

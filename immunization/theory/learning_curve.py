@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from immunization.theory.products import power_of_two
+
 CLOSE = 1e-4
 """Relative step-weighted gap of two eigenvalues below which a derivative replaces their difference quotient."""
 
@@ -64,7 +66,8 @@ def residuals(probes: Sequence[tuple[Tensor, Tensor]], steps: Tensor) -> list[tu
     [T]. Both ignore the scale of F, and F^T F may be singular. The cost is one eigendecomposition of F F^T forward and
     a few products of m x m matrices backward.
     """
-    return [_Residuals.apply(f, c, steps.to(f), *torch.linalg.eigh(f.detach() @ f.detach().T)) for f, c in probes]
+    scaled = [(f / power_of_two(f), c) for f, c in probes]
+    return [_Residuals.apply(f, c, steps.to(f), *torch.linalg.eigh(f.detach() @ f.detach().T)) for f, c in scaled]
 
 
 def excess(residual: Tensor) -> Tensor:

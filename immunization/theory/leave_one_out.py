@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from immunization.theory.eigenpairs import extreme_eigenpair
+from immunization.theory.products import power_of_two
 from immunization.theory.spectrum import EPS
 
 
@@ -20,10 +21,11 @@ def leave_one_out(features: Tensor, targets: Tensor, ridges: Sequence[float]) ->
     lambda > 0, with row i in both means and in sigma_1, the largest singular value of Z: rows without information are
     then predicted as 0, where means of only the others would predict the opposite of their class.
 
-    float64, differentiable in `features` (sigma_1 included, so that their scale does not matter); O(N D min(N, D)) per
-    ridge. Equal features predict 0. Raises LinAlgError for features that are not finite.
+    float64, differentiable in `features` (sigma_1 included, so that their scale does not matter, however small or large
+    it is); O(N D min(N, D)) per ridge. Equal features predict 0. Raises LinAlgError for features that are not finite.
     """
-    z, y = (part - part.mean(0) for part in (features.double(), targets.double()))
+    features = features.double() / power_of_two(features)  # of 1e-200, squares would be 0
+    z, y = (part - part.mean(0) for part in (features, targets.double()))
     wide = len(z) <= z.shape[1]
     gram = z @ z.mT if wide else z.mT @ z
     near = gram.detach().cpu()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from immunization.errors import DegenerateSpectrum
 from immunization.theory import spectrum
+from immunization.theory.products import power_of_two
 
 
 @dataclass(frozen=True)
@@ -20,13 +21,15 @@ class Probe:
     """Linear probing of one set of features; every tensor is float64.
 
     `sigma` [k] descending, `vectors` V [D, k], `coefficients` c = U^T Y [k, C]. The first `resolved` <= k directions
-    stand above the rounding errors of float64; minimum-norm solutions use only these.
+    stand above the rounding errors of float64; minimum-norm solutions use only these. `dropped` is the largest singular
+    value that was left out as noise.
     """
 
     sigma: Tensor
     vectors: Tensor
     coefficients: Tensor
     resolved: int
+    dropped: float = 0.0
 
     @classmethod
     def of(
@@ -34,8 +37,8 @@ class Probe:
     ) -> "Probe":
         """The probe of features F and targets Y [N, C] by one triangular factor of [F | Y], in O((D + C)^2) memory.
 
-        `features` is one matrix [N, D] or any iterable of batches [n_i, D] in the order of the targets. Directions with
-        sigma <= sigma_1 max(N, D) eps are noise, `eps` being the machine epsilon of the features' first dtype; `rank`
+        `features` is one matrix [N, D] or any iterable of batches [n_i, D] in the order of the targets. Directions
+        within `spectrum.rank_tolerance` are noise, `eps` being the machine epsilon of the features' first dtype; `rank`
         as in `fit`. Raises DegenerateSpectrum for features that are all zero or not finite, ValueError where F and Y
         differ in rows.
         """
@@ -55,7 +58,7 @@ class Probe:
         if rows < len(targets):
             raise ValueError(f"there are {len(targets)} targets for {rows} rows of features")
         factor = factor[:width]  # the rows below are what no probe can fit
-        return cls.fit(factor[:, :width], factor[:, width:], max(rows, width) * eps, rank)
+        return cls.fit(factor[:, :width], factor[:, width:], spectrum.rank_tolerance((rows, width), eps), rank)
 
     @classmethod
     def fit(cls, factor: Tensor, targets: Tensor, tolerance: float, rank: int | None = None) -> "Probe":
@@ -71,7 +74,7 @@ class Probe:
             raise DegenerateSpectrum("the features are all zero (rank 0): there is nothing to probe")
         resolved = int((sigma > sigma[0] * tolerance).sum())
         k = min(rank or resolved, len(sigma))
-        return cls(sigma[:k], vh[:k].T, u[:, :k].T @ targets, min(k, resolved))
+        return cls(sigma[:k], vh[:k].T, u[:, :k].T @ targets, min(k, resolved), max(sigma[k:].tolist(), default=0.0))
 
     @property
     def root(self) -> Tensor:
@@ -113,7 +116,8 @@ class Probe:
         """
         r = self.resolved
         curvature = ((self.sigma[:r] / self.sigma[0]) ** 2)[:, None].cpu().numpy()
-        error = (self.coefficients[:r] / self.sigma[:r, None]).cpu().numpy()
+        scaled = self.sigma[:r, None] / power_of_two(self.sigma)  # squares of 1/sigma may leave the range of float64
+        error = (self.coefficients[:r] / scaled).cpu().numpy()
         norms = [np.linalg.norm(error)]
         for _ in range(steps):  # numpy: several times less overhead than torch for arrays this small
             gradient = curvature * error
@@ -128,5 +132,7 @@ class Probe:
 
 def ridge_weights(sigma: Tensor, vectors: Tensor, coefficients: Tensor, ridges: Tensor) -> Tensor:
     """Ridge regression V diag(sigma / (sigma^2 + ridge)) c [R, D, C], for ridges [R]; 0 along directions of sigma 0."""
-    gain = torch.nan_to_num(sigma / (sigma.square() + ridges[:, None]))
+    scale = power_of_two(sigma)  # so that squares do not leave the range of float64
+    scaled = sigma / scale
+    gain = torch.nan_to_num(scaled / (scaled.square() + ridges[:, None] / scale / scale)) / scale
     return vectors @ (gain[:, :, None] * coefficients)

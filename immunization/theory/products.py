@@ -1,11 +1,22 @@
 """Matrix products in half the operations, where a matrix is symmetric or triangular (docs/performance.md)."""
 
+import math
+
 import torch
 from scipy.linalg.blas import dtrmm
 from torch import Tensor
 
 SMALL = 256
 """Up to so many rows a plain product is as fast as BLAS's triangular one."""
+
+
+def power_of_two(*matrices: Tensor) -> float:
+    """The largest one up to the largest absolute entry: division by it is exact, and brings squares into range.
+
+    1 where all entries are 0, where there are none, or where some are not finite.
+    """
+    largest = max((float(matrix.detach().abs().max()) for matrix in matrices if matrix.numel()), default=0.0)
+    return 2.0 ** (math.frexp(largest)[1] - 1) if 0 < largest < math.inf else 1.0
 
 
 def gram(f: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from immunization.errors import DegenerateSpectrum
 from immunization.theory.eigenpairs import extreme_eigenpair
-from immunization.theory.products import gram, matrix_power
+from immunization.theory.products import gram, matrix_power, power_of_two
 from immunization.theory.spectrum import AUTHORS_RIDGE, EPS, svd
 
 WIDE = 0.85
@@ -248,6 +248,7 @@ def log_condition_number(features: Tensor, rank: int, power: float = math.inf) -
     log M_p(H) - log M_-p(H), M_p the power mean of the k non-zero eigenvalues of H: smooth, at most log kappa, and
     by no more than (2/p) log k below it.
     """
+    features = features / power_of_two(features)  # or squares of sigma would leave the range of float64
     f = features.detach().double()
     value, slope, sigma, v = _log_condition_number(_factor(f).cpu(), rank, power)
     seen = slope.nonzero()[:, 0]

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from immunization.errors import DataError, DegenerateSpectrum
 
-EPS = torch.finfo(torch.float64).eps
+EPS, EPS32 = (torch.finfo(dtype).eps for dtype in (torch.float64, torch.float32))
 AUTHORS_RIDGE = 1e-6
+NEAR = 3
+"""A singular value within so many times of the rank tolerance, above or below, may count or not."""
 
 
 @contextmanager
@@ -67,9 +69,27 @@ def triangular_factor(features: Tensor | Iterable[Tensor]) -> tuple[Tensor, int]
     return torch.linalg.qr(torch.cat(pending), mode="r").R if waiting or len(pending) > 1 else pending[0], rows
 
 
+def rank_tolerance(shape: tuple[int, int], eps: float = EPS) -> float:
+    """Singular values of a matrix of this `shape` are noise up to this share of the largest.
+
+    `eps` is the relative rounding of its entries (`eps_of`). For float64's this is numpy's max(N, D) eps. Coarser
+    entries were rounded once, which moves the matrix by at most eps / 2 of its Frobenius norm, so its singular values
+    by at most sqrt(min(N, D)) eps / 2 of the largest: nothing grows with the rows. Independent rounding errors move
+    them by 0.2 eps at any N and D; those of nets in float32, by up to half of the tolerance. For entries coarser than
+    float32's it is `eps`, above independent errors: the bound on all errors would leave little of 16 bits.
+    """
+    return max(max(shape) * EPS, min(shape) ** 0.5 * min(eps, EPS32), eps)
+
+
 def numerical_rank(sigma: Tensor, shape: tuple[int, int], eps: float = EPS) -> int:
-    """Number of singular values above sigma_1 * max(shape) * eps, numpy's convention (0 for a zero matrix)."""
-    return int((sigma > sigma.max() * max(shape) * eps).sum()) if sigma.numel() and sigma.max() > 0 else 0
+    """Number of singular values above sigma_1 * `rank_tolerance` (0 for a zero matrix)."""
+    return int((sigma > sigma.max() * rank_tolerance(shape, eps)).sum()) if sigma.numel() and sigma.max() > 0 else 0
+
+
+def is_near(sigma: Tensor, tolerance: float) -> bool:
+    """Whether some of the descending singular values lie within `NEAR` times of `tolerance` sigma_1."""
+    relative = sigma / (sigma[0] * tolerance)
+    return bool(((relative > 1 / NEAR) & (relative < NEAR)).any())
 
 
 def singular_values(features: Tensor | Iterable[Tensor]) -> Tensor:
@@ -79,10 +99,15 @@ def singular_values(features: Tensor | Iterable[Tensor]) -> Tensor:
 
 def compress(features: Tensor | Iterable[Tensor], eps: float = EPS) -> Tensor:
     """Smallest matrix with the same Gram: [k, D] of k = rank rows with C^T C = F^T F up to the rank tolerance."""
+    return compressed(features, eps)[0]
+
+
+def compressed(features: Tensor | Iterable[Tensor], eps: float = EPS) -> tuple[Tensor, Tensor]:
+    """`compress`, and all singular values [min(N, D)], descending."""
     factor, rows = triangular_factor(features)
     _, sigma, vh = svd(factor)
     k = numerical_rank(sigma, (rows, factor.shape[1]), eps)
-    return sigma[:k, None] * vh[:k]
+    return sigma[:k, None] * vh[:k], sigma
 
 
 def svd(matrix: Tensor, full_matrices: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,8 +128,9 @@ def svd(matrix: Tensor, full_matrices: bool = False) -> tuple[Tensor, Tensor, Te
 def dimensions_outside(root: Tensor, other: Tensor, rows: int, eps: float = EPS) -> int:
     """Dimensions of the row space of `other` [m, D] outside of that of `root` [k, D], which has full rank k.
 
-    These are the singular values of what projection leaves of `other`, above max(rows, D) eps times its largest one and
-    above what rounded data leave: they tilt the direction i of `root` by up to sqrt(D) eps sigma_1 / sigma_i.
+    These are the singular values of what projection leaves of `other`, above the rank tolerance of `rows` times its
+    largest one and above what rounded data leave: they tilt the direction i of `root` by up to sqrt(D) eps
+    sigma_1 / sigma_i.
     """
     k, width = root.shape
     if k == width:
@@ -113,13 +139,24 @@ def dimensions_outside(root: Tensor, other: Tensor, rows: int, eps: float = EPS)
     along = other.double() @ vh.T
     left = other.double() - along @ vh
     largest, tilted = (torch.linalg.matrix_norm(matrix, 2).item() for matrix in (other.double(), along / sigma))
-    threshold = eps * max(max(rows, width) * largest, width**0.5 * sigma[0].item() * tilted)
+    threshold = max(rank_tolerance((rows, width), eps) * largest, eps * width**0.5 * sigma[0].item() * tilted)
     return int((torch.linalg.svdvals(left) > threshold).sum())
 
 
-def eps_of(dtype: torch.dtype) -> float:
-    """Epsilon of the rank tolerance of features stored so: float64's (integers, too) or float32's (16 bits, too)."""
-    return torch.finfo(torch.float32).eps if dtype.is_floating_point and dtype != torch.float64 else EPS
+def eps_of(stored: Tensor) -> float:
+    """Epsilon of the rank tolerance of features as they are stored: that of their dtype.
+
+    Integers were not rounded and have float64's, also those in a floating dtype that has halves of their size, too.
+    """
+    if not stored.is_floating_point():
+        return EPS
+    eps = torch.finfo(stored.dtype).eps
+    return EPS if are_integers(stored, eps).all() else eps
+
+
+def are_integers(x: Tensor, eps: float) -> Tensor:
+    """Where entries are integers that numbers of this epsilon do not come to by rounding, elementwise."""
+    return (x == x.round()) & (x.abs() < 1 / eps)
 
 
 def condition_number(
@@ -131,10 +168,11 @@ def condition_number(
     """kappa of the Hessian F^T F of linear probing on `features` ([N, D], or an iterable of batches).
 
     `conditioning="rank"`: (sigma_1 / sigma_k)^2, k the numerical rank, or `rank` where it is known beforehand (an
-    invertible linear extractor keeps the rank of its inputs); `eps` sets the rank tolerance, by default float32's where
-    features are stored in less than float64. `conditioning="authors"`: the released code's eigenvalues of
+    invertible linear extractor keeps the rank of its inputs); `eps` sets the rank tolerance (`rank_tolerance`), by
+    default that of the dtype in which features are stored. `conditioning="authors"`: the released code's eigenvalues of
     F^T F + 1e-6 I, largest over smallest; for rank-deficient features that is sigma_1^2 / 1e-6.
-    Gives a UserWarning for features of 16 bits without `rank` and `eps`: rounding makes any matrix one of full rank.
+    Without `rank` and `eps`, gives a UserWarning for features of 16 bits, whose rounding hides large condition numbers,
+    and for those of float32 with a singular value near the rank tolerance: kappa hangs on whether it counts.
     Raises DegenerateSpectrum for rank 0 or non-finite features, DataError for what is no matrix, ValueError for
     arguments that mean nothing.
     """
@@ -146,22 +184,31 @@ def condition_number(
         if rank is not None or eps is not None:
             raise ValueError("conditioning='authors' takes neither rank nor eps: it counts every eigenvalue")
         return authors_condition_number(features)
-    dtypes: set[torch.dtype] = set()
+    found: set[float] = set()
 
     def watched() -> Iterator[Tensor]:
         for batch in _as_batches(features):
-            dtypes.add(getattr(batch, "dtype", None))
+            if isinstance(batch, Tensor):
+                found.add(eps_of(batch))
             yield batch
 
     factor, rows = triangular_factor(watched())
-    if eps is None:
-        if rank is None and dtypes & {torch.float16, torch.bfloat16}:
-            warnings.warn(
-                "features of 16 bits have the rank of their rounding: use float32, or give rank", stacklevel=2
-            )
-        eps = max(map(eps_of, dtypes), default=EPS)
-    sigma = torch.linalg.svdvals(factor)
-    return condition_number_of(sigma, rank or numerical_rank(sigma, (rows, factor.shape[1]), eps))
+    sigma, shape, asked = torch.linalg.svdvals(factor), (rows, factor.shape[1]), rank is None and eps is None
+    eps = max(found, default=EPS) if eps is None else eps
+    kappa = condition_number_of(sigma, rank or numerical_rank(sigma, shape, eps))
+    tolerance = rank_tolerance(shape, eps)
+    if asked and eps > EPS32:
+        warnings.warn(
+            f"features of 16 bits show no condition number above {tolerance**-2:.2g}: use float32, or give rank",
+            stacklevel=2,
+        )
+    elif asked and eps > EPS and is_near(sigma, tolerance):
+        warnings.warn(
+            f"a singular value is near the rank tolerance, {tolerance:.2g} of the largest: kappa={kappa:.3g} hangs on "
+            "whether it counts; use a finer dtype, or give rank",
+            stacklevel=2,
+        )
+    return kappa
 
 
 def condition_number_of(sigma: Tensor, rank: int) -> float:

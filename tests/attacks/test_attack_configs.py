@@ -9,6 +9,8 @@ from omegaconf import OmegaConf
 from immunization.attacks.numbered import changes
 from immunization.config import CONF, build, compose
 from immunization.errors import ConfigError
+from immunization.runs.interpretation import SUITES as NUMBERS
+from immunization.runs.interpretation import newer
 from immunization.runs.resume import result_settings
 
 READ = {path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in (CONF / "attack").glob("*.yaml")}
@@ -41,7 +43,7 @@ def _numbered(name):
 
 @pytest.mark.parametrize(
     ("name", "version", "digest"),
-    [("standard", "standard-3", "b14e12b461dfd4e2"), ("depth", "depth-3", "b4e1abd00fe51df6")],
+    [("standard", "standard-4", "3a404a41b3b272ae"), ("depth", "depth-4", "01da4e6de63746fe")],
 )
 def test_a_numbered_suite_is_never_changed(name, version, digest):
     """Whoever changes an attacker, its settings or the list gives the suite another number, and this test its hash."""
@@ -55,10 +57,10 @@ def test_a_changed_suite_says_in_what():
         config = compose([*overrides])
         return {name: build(config, f"attack.{name}") for name in config.attack}
 
-    assert not changes(attacks("attack=[standard,adam]"), "standard-3")
+    assert not changes(attacks("attack=[standard,adam]"), "standard-4")
     others = attacks("attack=[standard]", "attack.fresh_part.epochs=[1]", "~attack.neighbours")
-    assert changes(others, "standard-3") == ["without neighbours", "another fresh_part"]
-    assert changes(attacks("attack=[standard]"), "standard-3", 5) == ["with at most 5 images of each class"]
+    assert changes(others, "standard-4") == ["without neighbours", "another fresh_part"]
+    assert changes(attacks("attack=[standard]"), "standard-4", 5) == ["with at most 5 images of each class"]
     assert not changes(others, "mine-1", 5)
 
 
@@ -71,9 +73,19 @@ def test_every_key_of_a_suite_can_be_set(name):
     assert result_settings(written) == result_settings(older)
 
 
+def test_pages_know_the_numbers_of_the_suites():
+    """Rows and runs of an earlier number are marked by them."""
+    written = [CONF / "experiment" / f"{name}.yaml" for name in ("forget_blocks", "forget_curves")]
+    files = [*(CONF / "attack" / f"{name}.yaml" for name in sorted(SEVERAL - {"probes"})), *written]
+    versions = {OmegaConf.load(path).suite.version for path in files}
+    assert versions == {f"{name}-{number}" for name, number in NUMBERS.items()}
+    assert [newer(suite) for suite in ("standard-3", "standard-4", "depth-vit-2", "mine-1", "")] == [
+        "standard-4", "", "depth-vit-3", "", ""]  # fmt: skip
+
+
 def test_suites_grow_from_quick_to_nightly():
     quick, standard, nightly = map(_numbered, ("quick", "standard", "nightly"))
-    assert (nightly["suite"]["version"], quick["suite"]["version"]) == ("nightly-5", "quick-4")
+    assert (nightly["suite"]["version"], quick["suite"]["version"]) == ("nightly-6", "quick-5")
     assert quick["attack"].keys() < standard["attack"].keys() < nightly["attack"].keys()
 
 

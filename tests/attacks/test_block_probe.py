@@ -144,6 +144,30 @@ def test_probabilities_are_as_sharp_as_the_labels_of_some_rows_say():
     assert found[0].gather(1, labels[:, None]).min() > 0.99
     assert found[1].max(1).values.mean() < 0.8
     assert_close(found[2], torch.full((30, 3), 1 / 3, dtype=torch.float64))
+    scores = torch.stack([sure, 50 * unsure])
+    others = torch.cat([scores[:, :20], 1e6 * scores[:, 20:]], 1)
+    assert torch.equal(probabilities(scores, labels[:20])[:, :20], probabilities(others, labels[:20])[:, :20])
+
+
+def test_test_rows_choose_nothing():
+    """The scale of scores was that of test rows, too: one large row changed what is read of the others."""
+    labels = {split: torch.arange(n) % 3 for split, n in {"train": 36, "val": 30, "test": 30}.items()}
+    read = {s: gaussian(len(y), 9, seed=i) + 0.7 * torch.eye(3, 9)[y] for i, (s, y) in enumerate(labels.items())}
+    blocks = {"one": slice(0, 2), "two": slice(1, 6), "all": slice(0, 9)}
+
+    def probe(test):
+        rows = read | {"test": test}
+        task = Task("birds", *(Split(rows[split], y) for split, y in labels.items()), classes=3)
+        parts = {(b, "average"): {split: x[None, :, own] for split, x in rows.items()} for b, own in blocks.items()}
+        return BlockProbe(mirrored=False).probe(task, Outputs(parts, [dict.fromkeys(blocks, 1.0)]))
+
+    whole, moved = probe(read["test"]), probe(torch.cat([1e6 * read["test"][:1], read["test"][1:]]))
+    alone = probe(read["test"][1:2].expand(30, -1))
+    for other in (moved, alone):
+        assert_close(whole.val, other.val, rtol=0, atol=0)
+        assert whole.found == other.found
+    assert torch.equal(whole.scores[:, 1:], moved.scores[:, 1:])
+    assert torch.equal(whole.scores[:, 1], alone.scores[:, 1])
 
 
 def test_columns_that_do_not_vary_are_left_out():

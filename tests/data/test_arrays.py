@@ -87,10 +87,28 @@ def test_arrays_of_floats_keep_their_epsilon(matrices, tmp_path):
     assert pair.harmful.eps == torch.finfo(torch.float32).eps
 
 
-def test_arrays_of_16_bits_are_said_to_have_the_rank_of_their_rounding(matrices, tmp_path, caplog):
-    data.arrays(0, save(tmp_path, matrices | {"harmful_x": matrices["harmful_x"].astype(np.float16)})["path"])
+def test_arrays_of_16_bits_are_said_to_show_no_large_condition_number(matrices, tmp_path, caplog):
+    path = save(tmp_path, matrices | {"harmful_x": matrices["harmful_x"].astype(np.float16)})["path"]
+    assert data.arrays(0, path, normalize="none").harmful.eps == 2.0**-10
     assert "'harmful_x' in" in caplog.text
-    assert "has 16 bits: its rank is that of rounding; store float32" in caplog.text
+    assert "has 16 bits, which show no condition number above 1e+06; store float32" in caplog.text
+
+
+def test_what_was_rounded_beside_a_large_mean_is_coarser_without_it(tmp_path):
+    """Sums of two columns, rounded to float32 at 1e4 +- 1, are no directions of their own; columns of integers are."""
+    draw = np.random.default_rng(0)
+    stored = {}
+    for role in ("primary", "harmful"):
+        x = 1e4 + draw.normal(0, 1, (500, 3))
+        years = draw.integers(100_000, 100_010, (500, 1))
+        x = np.concatenate([x, x[:, :1] + x[:, 1:2], years, years + draw.integers(0, 2, (500, 1))], 1)
+        stored |= {f"{role}_x": x.astype(np.float32), f"{role}_y": draw.normal(0, 1, 500)}
+    for normalize in ("shared", "each"):
+        pair = data.arrays(0, save(tmp_path, stored)["path"], normalize=normalize)
+        assert {task.rank for task in pair.tasks.values()} == {5}
+    counted = {key: np.round(x) if key.endswith("_x") else x for key, x in stored.items()}
+    exact = data.arrays(0, save(tmp_path, counted)["path"])
+    assert {(task.eps, task.rank) for task in exact.tasks.values()} == {(2.0**-52, 6)}
 
 
 def test_arrays_targets(matrices, tmp_path):

@@ -99,7 +99,7 @@ def test_held_out_inputs_without_a_spectrum_leave_their_ratios_null():
 @pytest.mark.parametrize("eps", [2.0**-52, 2.0**-23])
 def test_authors_convention_sees_every_direction_of_the_inputs(eps):
     x = with_spectrum(
-        f64([3.0, 2.0, 4e-6]), 30, 3, seed=0
+        f64([3.0, 2.0, 4e-7]), 30, 3, seed=0
     )  # the last direction is noise, had it been stored in float32
     theta = torch.linalg.svd(x).Vh.T * f64([1, 1, 1e6])
     primary = task(x, x[:, 0], eps=eps)
@@ -123,12 +123,27 @@ def test_directions_that_features_lost_count_as_just_above_rounding(small):
     model.extractor.theta.data = torch.diag(f64([1, 1, 1, 1, small]))
     measures = RelativeRatio()(Comparison(pair, model))
     assert measures.metrics["rank_primary"] == 4
-    assert measures.metrics["kappa_primary"] == pytest.approx((40 * 2.0**-23) ** -2)
+    assert measures.metrics["kappa_primary"] == pytest.approx(2.0**46 / 5)
     assert measures.metrics["ratio_primary"] > 1e3
     assert measures.metrics["rir"] is None
     assert "lost directions of the primary task" in measures.reasons["rir"]
     assert {"noise_floor_primary", "noise_floor_harmful"} <= set(measures.flags)
     assert "1 of the 5 directions" in measures.reasons["noise_floor_primary"]
+
+
+@pytest.mark.parametrize(
+    ("small", "rank", "uncertain"), [(1e-5, 5, False), (4e-7, 5, True), (1.5e-7, 4, True), (0, 4, False)]
+)
+def test_a_singular_value_near_the_rounding_of_stored_inputs_is_flagged(small, rank, uncertain):
+    """The tolerance is sqrt(5) 2^-23 = 2.7e-7 of the largest."""
+    x = with_spectrum(f64([1.0, 0.5, 0.5, 0.5, small]), 40, 5, seed=0)
+    primary = task(x, gaussian(40, seed=1), eps=2.0**-23)
+    measures = RelativeRatio()(compare(TaskPair("pair", primary, regression(10)), gaussian(5, 5, seed=3)))
+    assert measures.metrics["rank_primary"] == rank
+    assert ("rank_uncertain_primary" in measures.flags) == uncertain
+    exact = dataclasses.replace(primary, eps=2.0**-52)
+    measures = RelativeRatio()(compare(TaskPair("pair", exact, regression(10)), eye(5)))
+    assert "rank_uncertain_primary" not in measures.flags
 
 
 def test_a_bias_is_part_of_the_features():

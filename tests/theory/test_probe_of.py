@@ -37,13 +37,16 @@ def test_it_is_numpys_least_squares_however_the_rows_come(seed, width, outputs, 
 
 
 @pytest.mark.parametrize(("rows", "width"), [(12, 3), (3, 12)])
+@pytest.mark.parametrize(("eps", "tolerance"), [(2.0**-52, 12 * 2.0**-52), (2.0**-23, 3**0.5 * 2.0**-23), (1e-5, 1e-5)])
 @pytest.mark.parametrize(("factor", "kept"), [(0.5, 1), (2.0, 2)])
-def test_noise_is_what_lies_below_the_larger_side_times_epsilon(rows, width, factor, kept):
+def test_noise_is_what_lies_below_the_rank_tolerance(rows, width, eps, tolerance, factor, kept):
     features = torch.zeros(rows, width, dtype=torch.float64)
-    features[0, 0], features[1, 1] = 1.0, factor * 12 * 1e-5
+    features[0, 0], features[1, 1] = 1.0, factor * tolerance
     targets = torch.ones(rows, 1, dtype=torch.float64)
-    assert len(Probe.of(features, targets, eps=1e-5).sigma) == kept
-    known = Probe.of(features, targets, eps=1e-5, rank=2)
+    probe = Probe.of(features, targets, eps=eps)
+    assert len(probe.sigma) == kept
+    assert probe.dropped == (pytest.approx(factor * tolerance) if kept == 1 else 0)
+    known = Probe.of(features, targets, eps=eps, rank=2)
     assert (len(known.sigma), known.resolved) == (2, kept)
     features[1, 1] = factor * 12 * EPS
     assert len(Probe.of(features, targets).sigma) == kept

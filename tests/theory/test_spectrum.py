@@ -1,6 +1,7 @@
 """Spectra, ranks and condition numbers: accuracy where it is hard, conventions, and what has no spectrum."""
 
 import math
+import warnings
 from contextlib import nullcontext
 
 import numpy as np
@@ -10,8 +11,10 @@ from helpers.matrices import gaussian, orthonormal, seeds, spectra, with_spectru
 from helpers.regularizers import r_ill, r_well
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.testing import assert_close
 
+from immunization.data.task import Split, Task
 from immunization.errors import DataError, DegenerateSpectrum
 from immunization.theory import regularizers, spectrum
 
@@ -145,12 +148,101 @@ def test_features_below_double_precision_are_ranked_by_single(dtype):
     with (
         nullcontext()
         if dtype is torch.float32
-        else pytest.warns(UserWarning, match="16 bits have the rank of their rounding")
+        else pytest.warns(UserWarning, match="16 bits show no condition number above")
     ):
         assert_close(spectrum.condition_number(coarse), 9.0, rtol=1e-5, atol=0)
         assert_close(spectrum.condition_number(batch for batch in coarse.split(7)), 9.0, rtol=1e-5, atol=0)
     assert spectrum.condition_number(coarse.double()) > 1e10
     assert spectrum.condition_number(coarse, eps=spectrum.EPS) > 1e10
+
+
+ROWS = [100, 10**4, 10**6, pytest.param(10**7, marks=pytest.mark.slow)]
+STORED = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+
+
+def streamed(rows: int, sigma: Tensor, change=lambda z: z, dtype=torch.float64):
+    """Batches of so many rows with a covariance of these singular values and a mean, changed and then rounded."""
+    rotation, chunk = orthonormal(len(sigma), len(sigma), seed=5), 200_000
+    for start in range(0, rows, chunk):
+        z = gaussian(min(chunk, rows - start), len(sigma), seed=start) * sigma + sigma
+        yield change(z @ rotation.T).to(dtype)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_rounding_leaves_noise_that_does_not_grow_with_the_rows(rows):
+    """Rank 6 of 8, rounded to float32 and to 16 bits: what rounding adds is a fifth of eps, and no direction."""
+    sigma = torch.tensor([1.0] * 6 + [0.0] * 2, dtype=torch.float64)
+    for dtype, eps in STORED.items():
+        found = spectrum.singular_values(streamed(rows, sigma, dtype=dtype))
+        assert 0.01 * eps < found[6] / found[0] < 0.3 * eps
+        assert spectrum.numerical_rank(found, (rows, 8), eps) == 6
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("kappa", [1e2, 1e4, 1e6])
+def test_kappa_of_float32_rows_is_that_of_the_rows_before_rounding(rows, kappa):
+    """max(N, D) eps gave 400 for 1e6 with 1e5 rows, and 11 with 1e6; 1e7 rows had rank 0."""
+    sigma = torch.logspace(0, -math.log10(kappa) / 2, 8, dtype=torch.float64)
+    exact = spectrum.condition_number(streamed(rows, sigma))
+    assert exact > kappa
+    found = spectrum.condition_number(streamed(rows, sigma, dtype=torch.float32))
+    assert found == pytest.approx(exact, rel=1e-4)
+
+
+DEFICIENT = {
+    "twice the same": (7, lambda x: torch.cat([x[:, :7], x[:, 2:3]], 1)),
+    "a sum": (7, lambda x: torch.cat([x[:, :7], x[:, :3].sum(1, keepdim=True)], 1)),
+    "a difference of large ones": (7, lambda x: torch.cat([x[:, :7] * 1e5, 1e5 * (x[:, :1] - x[:, 1:2])], 1)),
+    "one-hot and intercept": (8, lambda x: torch.cat([x[:, :5], torch.eye(3)[x[:, 5:].argmax(1)], x[:, :1] ** 0], 1)),
+    "pixels that are 0": (5, lambda x: torch.cat([x[:, :5], 0 * x[:, 5:]], 1)),
+    "constants": (6, lambda x: torch.cat([x[:, :5], 0.1 + 0 * x[:, 5:6], 0.3 + 0 * x[:, 6:]], 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("kind", DEFICIENT)
+def test_linear_dependence_is_found_in_float32_rows(rows, kind):
+    rank, change = DEFICIENT[kind]
+    sigma = torch.linspace(2, 1, 8, dtype=torch.float64)
+    exact = spectrum.condition_number(streamed(rows, sigma, change), rank=rank)
+    found = spectrum.condition_number(streamed(rows, sigma, change, torch.float32))
+    assert found == pytest.approx(exact, rel=1e-4)
+
+
+def test_integers_in_float32_were_not_rounded():
+    """One pixel is 1 in one of 2000 rows, the others are up to 255: that direction is as exact as the others."""
+    pixels = torch.randint(0, 256, (2000, 300), generator=torch.Generator().manual_seed(0)).float()
+    pixels[:, 0] = torch.eye(2000)[0] * 1e-3
+    rounded = spectrum.condition_number(pixels)
+    pixels[:, 0] = torch.eye(2000)[0]
+    assert spectrum.eps_of(pixels) == spectrum.EPS
+    pixels[:, 1:] *= 2**14
+    assert spectrum.condition_number(pixels) == pytest.approx(spectrum.condition_number(pixels.double()))
+    assert rounded < 1e6 < 1e16 < spectrum.condition_number(pixels)
+    assert [spectrum.eps_of(torch.full((3, 2), x, dtype=d)) for x, d in [(2.0**23, torch.float32), (0.5, torch.float32),
+            (200.0, torch.bfloat16), (3.0, torch.bfloat16)]] == [2.0**-23, 2.0**-23, 2.0**-7, 2.0**-52]  # fmt: skip
+
+
+def test_a_singular_value_near_the_rounding_of_float32_is_told():
+    near, clear = (torch.diag(torch.tensor([1.0, x])) for x in (3e-7, 1e-5))
+    with pytest.warns(UserWarning, match="near the rank tolerance"):
+        spectrum.condition_number(near)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        spectrum.condition_number(near, rank=2)
+        spectrum.condition_number(near.double())
+        spectrum.condition_number(clear)
+
+
+def test_features_of_a_net_with_many_rows_are_resolved():
+    """1e6 images whose features have kappa 1e6; a folded float32 map loses a direction at 1e-9."""
+    images = Split(torch.zeros(1, 1, 1, 1).expand(10**6, 1, 1, 1), torch.zeros(1, dtype=torch.long).expand(10**6))
+    task = Task("net", images, images, images, classes=2, width=3, eps=2.0**-23)
+    factor = torch.diag(torch.tensor([1.0, 1e-2, 1e-3], dtype=torch.float64))
+    assert task.condition_number(factor, task.rank_of(factor)) == pytest.approx(1e6)
+    lost = torch.diag(torch.tensor([1.0, 1e-2, 1e-9], dtype=torch.float64))
+    assert task.rank_of(lost) == 2
+    assert task.condition_number(lost, 3) == task.kappa_bound == pytest.approx(2.0**46 / 3)
 
 
 @given(scale=st.integers(-8, 8), small=st.sampled_from([1.0, 1e-3, 1e-8]), seed=seeds)
@@ -162,6 +254,14 @@ def test_dimensions_outside_do_not_hang_on_the_scales(scale, small, seed):
     assert spectrum.dimensions_outside(p, h, rows=100) == 2
     assert spectrum.dimensions_outside(p, h @ rotation[:6].T @ rotation[:6], rows=100) == 0
     assert spectrum.dimensions_outside(rotation, h, rows=100) == 0
+
+
+def test_dimensions_outside_do_not_hang_on_the_number_of_float32_rows():
+    """max(N, D) eps of 1e5 rows took what is 1 % outside for rounding."""
+    rotation = orthonormal(4, 4, seed=0)
+    p, h = rotation[:3], torch.cat([rotation[:1], 0.01 * rotation[3:]])
+    assert spectrum.dimensions_outside(p, h, rows=10**5, eps=2.0**-23) == 1
+    assert spectrum.dimensions_outside(p, h[:1].float(), rows=10**5, eps=2.0**-23) == 0
 
 
 def test_lost_directions_count_as_being_at_the_tolerance():
