@@ -23,8 +23,8 @@ from immunization.runs.interpretation import (
     attack_names,
     breaks,
     interval,
+    interval_of,
     rows_tested,
-    shown,
     successes,
     undecided,
     weakest,
@@ -309,12 +309,6 @@ def rows_interval(setting: Setting, measure: str) -> Cell:
         return Cell(NONE)
     low, high = interval(final, rows)
     return Cell(f"{low:.2f} to {high:.2f}", low, words=True)
-
-
-def interval_of(result: Result, measure: str) -> str:
-    """The 95 % interval of a metric of one run, with > at an end that is a lower bound; empty where it has none."""
-    ends = [f"interval/{measure}_{end}" for end in ("low", "high")]
-    return "" if None in map(result.metrics.get, ends) else " to ".join(shown(result, end) for end in ends)
 
 
 def run_interval(setting: Setting, measure: str) -> Cell:

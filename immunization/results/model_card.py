@@ -11,7 +11,7 @@ from immunization.runs import files
 from immunization.runs.filenames import MODEL_CARD, WEIGHTS
 from immunization.runs.interpretation import at_least, shown
 from immunization.runs.result import Result
-from immunization.runs.verdict import EASIER, headline
+from immunization.runs.verdict import EASIER
 
 STEPS = (1, 10, 100, 1000, 10_000, 100_000, 1_000_000)
 SOURCES = ("hfds", "hfids", "tfds", "torch", "wds")
@@ -32,6 +32,8 @@ def write(folder: str | Path, facts: dict[str, Any], made: dict[str, Any] | None
     flags = result.flags if result else []
     told = [flag for flag in (EASIER, "head_at_chance") if flag in flags]
     made = made or {"method": "an unknown method"}
+    # before anything else: what was measured, else what `immunize` warned of
+    warnings = [result.reasons[flag] for flag in told] if result else made.get("doubts", [])
     text = template("model_card.jinja", json=json.dumps).render(
         facts=facts,
         made=made,
@@ -39,11 +41,10 @@ def write(folder: str | Path, facts: dict[str, Any], made: dict[str, Any] | None
         license=facts.get("license"),
         hub_licenses=HUB_LICENSES,
         timm=facts.get("timm", True),
-        # before anything else: what was measured, else what `immunize` warned of
-        warnings=[result.reasons[flag] for flag in told] if result else made.get("doubts", []),
+        warnings=warnings,
         arguments="".join(f", {key}={value!r}" for key, value in (facts.get("arguments") or {}).items()),
         data=_data(result),
-        headline=headline(result) if result else None,
+        verdict=[said for said in result.verdict if not any(why in said for why in warnings)] if result else [],
         rows=_rows(result, facts.get("rounding", made.get("rounding"))),
         steps=[f"{step:,}" for step in STEPS],
         curves=_curves(result) if result else [],
