@@ -18,7 +18,7 @@ import yaml
 from immunization.results.collect import Run
 from immunization.results.formatting import MEASURES, NONE, Cell, number
 from immunization.results.seed_statistics import ROUNDING
-from immunization.results.settings import Setting, median
+from immunization.results.settings import Setting, lacking, median
 from immunization.runs.interpretation import (
     attack_names,
     breaks,
@@ -85,6 +85,13 @@ class Column:
 
 def label(setting: Setting, measure: str) -> Cell:
     return Cell(setting.label)
+
+
+def unstarred(setting: Setting, objective: str) -> Cell:
+    """Why a setting cannot be marked as the best by the objective, in up to two reasons."""
+    found = lacking(setting, objective)
+    more = f" and {len(found) - 2} more" if len(found) > 2 else ""
+    return Cell("; ".join(found[:2]) + more or NONE)
 
 
 def size(setting: Setting, runs: str) -> Cell:
@@ -381,6 +388,7 @@ COLUMNS = [
     Column("steps_ratio/{role}", "{role} steps ratio", Place.COMPARISON, middle),
     Column("steps_ratio/{role}", "{role} steps ratio, 95 % interval", Place.COMPARISON, run_interval),
     Column("", "seconds", Place.COMPARISON, seconds),
+    Column("{starred}", "no ★ for", _SETTINGS, unstarred),
     Column("", "flags", Place.COMPARISON, flags, always=True),
     Column("steps_ratio/harmful", "harmful steps", Place.OVERVIEW, middle),
     Column("steps_ratio/primary", "primary steps", Place.OVERVIEW, middle),
