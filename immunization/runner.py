@@ -109,9 +109,7 @@ def train(
     """The experiment, and its parts with the model immunized. `state` is that of the checkpoint to go on from."""
     experiment = resolve(config, overrides)
     leads = not distributed.rank()
-    if leads and experiment.tracker:
-        with importing("starting the tracker"):
-            run.track(experiment.tracker(), experiment.settings, state)
+    tracker = experiment.tracker() if leads and experiment.tracker else None  # a mistake in its options is said now
     for key in ("baselines", "published"):
         if experiment.attack and (folder := getattr(experiment, key)):
             from immunization.attacks import check_folder  # not loaded by runs without attacks
@@ -127,6 +125,9 @@ def train(
     log.info("%s: %s", parts.pair.name, parts.pair.about)
     if leads:
         run.record(parts.device, state)
+    if tracker is not None:  # only here, as a run whose data are missing has nothing to track
+        with importing("starting the tracker"):
+            run.track(tracker, experiment.settings, state)
     session = TrainingSession(experiment, parts, run, stop, state)
     with doing(session.where):
         session.fit()

@@ -10,6 +10,8 @@ from immunization.runs.numbers import number
 if TYPE_CHECKING:
     from immunization.runs.result import Result
 
+ATTACK = "attack/"
+"""Starts the names of what the attacks measure; `attack_<role>/` where it is not on the task `harmful`."""
 HELD, UNTRAINED, UNNUMBERED = "held", "not attacked by training", "not attacked by standard"
 """No attack learns the task: of the suite `standard`; none fine-tuned all that was trained; of another list."""
 Z = 1.959964  # of a normal distribution, 95 % lie within so many standard deviations
