@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypedDict
 
 from immunization.errors import DataError, UserError
 from immunization.runs import files
+from immunization.runs.numbers import number
 from immunization.runs.verdict import verdict
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Result:
         """What a notebook shows: the verdict, then the metrics and flags, of which long lists are cut in the middle."""
         said = "".join(f"<p>{html.escape(line)}</p>" for line in self.verdict)
         flags = "".join(f"<li>{html.escape(f'{flag}: {self.reasons.get(flag)}')}</li>" for flag in self.flags)
-        table = self.to_frame().to_html(max_rows=30, na_rep="")
+        table = self.to_frame().to_html(max_rows=30, na_rep="", float_format=number)
         return f"<p><b>{html.escape(repr(self)[1:-1])}</b></p>{said}{table}<ul>{flags}</ul>"
 
     def to_frame(self) -> pd.DataFrame:
