@@ -20,7 +20,7 @@ from immunization.data.images import ImagePair
 from immunization.data.loaders import LabeledBatches, Loader, Loaders, rows_of_loader
 from immunization.data.preparation import finish, standardize_targets
 from immunization.data.task import TaskPair
-from immunization.errors import ConfigError, DegenerateSpectrum
+from immunization.errors import ConfigError, DataError, DegenerateSpectrum
 from immunization.evaluation import Comparison, LearningCurves, evaluate
 from immunization.evaluation.convergence import faster
 from immunization.evaluation.primary import head_at_chance
@@ -35,6 +35,7 @@ from immunization.runs import files
 from immunization.runs.filenames import CONFIG_OF_NET, WEIGHTS
 from immunization.runs.result import Result
 from immunization.terminal import doing, progress_bar, reporting, waiting
+from immunization.training.divergence import Progress
 from immunization.training.loaders import batches_of
 from immunization.training.loop import train
 from immunization.training.optimization import optimizer_of
@@ -123,13 +124,12 @@ def immunize(
     batches = batches_of(trained, pair, solver.batch_size, generator, solver.shots)
     optimizer = optimizer_of(experiment.optimizer, trained.groups())
     make = experiment.scheduler
-    steps = solver.epochs * batches.steps_per_epoch
-    schedule = make and make(optimizer, steps)
-    with (
-        progress_bar(total=steps, desc=method, unit="step") as bar,
-        doing(lambda: f"{method}, step {bar.n} of {steps}"),
-    ):
-        train(solver, trained, batches, optimizer, lambda step, terms: bar.update(), scheduler=schedule)
+    total, at = None, Progress()
+    with suppress(DataError):  # of a loader that cannot say how many batches it gives, as only a scheduler has to know
+        total = solver.epochs * batches.steps_per_epoch
+    schedule = make and make(optimizer, solver.epochs * batches.steps_per_epoch)
+    with progress_bar(total=total, desc=method, unit="step") as bar, doing(lambda: f"{method}, after step {at.step}"):
+        train(solver, trained, batches, optimizer, lambda step, terms: bar.update(), at, schedule)
     solver.finish(trained)
     tensors, facts = exported(trained, pair.primary)
     doubts = [reason for reason in (_easier(trained, pair), untrained) if reason]
