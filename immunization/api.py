@@ -20,7 +20,7 @@ from immunization.data.images import ImagePair
 from immunization.data.loaders import LabeledBatches, Loader, Loaders, rows_of_loader
 from immunization.data.preparation import finish, standardize_targets
 from immunization.data.task import TaskPair
-from immunization.errors import ConfigError, DegenerateSpectrum
+from immunization.errors import ConfigError, DataError, DegenerateSpectrum
 from immunization.evaluation import Comparison, LearningCurves, evaluate
 from immunization.evaluation.convergence import faster
 from immunization.evaluation.primary import head_at_chance
@@ -34,6 +34,8 @@ from immunization.results import model_card
 from immunization.runs import files
 from immunization.runs.filenames import CONFIG_OF_NET, WEIGHTS
 from immunization.runs.result import Result
+from immunization.terminal import doing, progress_bar, reporting, waiting
+from immunization.training.divergence import Progress
 from immunization.training.loaders import batches_of
 from immunization.training.loop import train
 from immunization.training.optimization import optimizer_of
@@ -42,6 +44,7 @@ from immunization.usage import explaining
 __all__ = ["audit", "immunize", "load", "save"]
 
 
+@reporting
 @explaining()
 @machine.full_precision()
 @randomness.isolated_rng()
@@ -56,6 +59,7 @@ def immunize(
     augmented: bool = False,
     scheduler: str = "none",
     seed: int = 0,
+    verbose: bool | None = None,
     **options: Any,
 ) -> nn.Module:
     """An immunized copy of a classifier, in eval mode and of the same class and dtype; `model` stays as it is.
@@ -67,6 +71,9 @@ def immunize(
     of conf/scheduler. `options` are keys of the method (`epochs=100`), of the optimizer Adam as `optimizer__lr=1e-3`,
     or of the scheduler as `scheduler__eta_min=1e-5`; defaults are those of folders of images (conf/hparams).
 
+    Bars show the progress on a terminal and in a notebook; elsewhere `verbose=True` gives a line a minute on stderr.
+    `verbose=False` shows nothing.
+
     Both loaders are read once, and the inputs of the trained part are kept in memory; with `augmented=True` training
     reads them anew in every epoch, in their batches. Labels of `primary_loader` are indices of the model's outputs.
 
@@ -77,6 +84,7 @@ def immunize(
     the outputs, as behind a classifier whose weight is computed from others, and DataError.
     """
     check_value("seed", seed, Seed)
+    check_value("verbose", verbose, bool | None)
     check_value("trainable", trainable, str | Sequence[str])
     if not trainable:
         raise ConfigError("immunize: trainable is empty; name modules of the model, or last")
@@ -116,13 +124,17 @@ def immunize(
     batches = batches_of(trained, pair, solver.batch_size, generator, solver.shots)
     optimizer = optimizer_of(experiment.optimizer, trained.groups())
     make = experiment.scheduler
+    total, at = None, Progress()
+    with suppress(DataError):  # of a loader that cannot say how many batches it gives, as only a scheduler has to know
+        total = solver.epochs * batches.steps_per_epoch
     schedule = make and make(optimizer, solver.epochs * batches.steps_per_epoch)
-    train(solver, trained, batches, optimizer, scheduler=schedule)
+    with progress_bar(total=total, desc=method, unit="step") as bar, doing(lambda: f"{method}, after step {at.step}"):
+        train(solver, trained, batches, optimizer, lambda step, terms: bar.update(), at, schedule)
     solver.finish(trained)
     tensors, facts = exported(trained, pair.primary)
     doubts = [reason for reason in (_easier(trained, pair), untrained) if reason]
     for reason in filter(None, (*doubts, rounding_flag(facts))):
-        warnings.warn(f"immunize: {reason}", stacklevel=6)  # that of the caller, above four decorators
+        warnings.warn(f"immunize: {reason}", stacklevel=7)  # that of the caller, above five decorators
     net = restore(net, tensors, facts)
     immunized = net.released() if isinstance(net, Adapted) else net
     if solver.folds:
@@ -154,6 +166,7 @@ def save(model: nn.Module, folder: str | Path, result: Result | None = None, **a
     return folder
 
 
+@reporting
 @explaining()
 @machine.full_precision()
 @randomness.isolated_rng()
@@ -167,6 +180,7 @@ def audit(
     attacks: str | Sequence[str] | None = None,
     budget: Literal["quick", "standard", "nightly"] | None = None,
     seed: int = 0,
+    verbose: bool | None = None,
     **options: Any,
 ) -> Result:
     """Attack a model with harmful data: what is it worth to an attacker, and how much of that is removed?
@@ -183,11 +197,12 @@ def audit(
     compared with its inputs; its loaders give rows [n, D]. `budget` is a numbered suite of attackers, which also says
     what the model is worth and how much of that is removed (docs/attacks.md). Alternatively `attacks` names one or
     several of conf/attack (None: those of experiment=audit). `options` are keys of attacks, as `adam__steps=100`.
-    `verdict` of the result has sentences. Raises ConfigError, DataError.
+    `verdict` of the result has sentences. `verbose` is as for `immunize`. Raises ConfigError, DataError.
     """
     from immunization.attacks import Victim, run_attacks  # these load what none of the others needs
 
     check_value("seed", seed, Seed)
+    check_value("verbose", verbose, bool | None)
     torch.manual_seed(seed)
     check_value("attacks", attacks, str | Sequence[str] | None)
     check_value("budget", budget, Literal["quick", "standard", "nightly"] | None)
@@ -233,7 +248,8 @@ def audit(
     comparison = Comparison(pair, audited)
     if isinstance(model, LinearMap):  # which comes without a head
         audited.set_head(comparison.probe("primary", "immunized").optimum().T)
-    measures = evaluate({} if primary_loader is None else experiment.evaluation, comparison)
+    with waiting("measuring"):
+        measures = evaluate({} if primary_loader is None else experiment.evaluation, comparison)
     most = experiment.suite.most if experiment.suite else None
     victim = Victim(audited, comparison, audited.extractor.state_dict(), most=most)
     measures.merge(run_attacks(experiment.attack, victim, suite=experiment.suite))

@@ -128,9 +128,7 @@ def train(
     """
     experiment = resolve(config, overrides, tables)
     leads = not distributed.rank()
-    if leads and experiment.tracker:
-        with importing("starting the tracker"):
-            run.track(experiment.tracker(), experiment.settings, state)
+    tracker = experiment.tracker() if leads and experiment.tracker else None  # a mistake in its options is said now
     for key in ("baselines", "published"):
         if experiment.attack and (folder := getattr(experiment, key)):
             from immunization.attacks import check_folder  # not loaded by runs without attacks
@@ -151,6 +149,9 @@ def train(
             print(*table, "", sep="\n", flush=True)
         if experiment.immunize is False or parts.method.epochs:
             run.keep_original(*original(parts.model))
+    if tracker is not None:  # only here, as a run whose data are missing has nothing to track
+        with importing("starting the tracker"):
+            run.track(tracker, experiment.settings, state)
     session = TrainingSession(experiment, parts, run, stop, state)
     with doing(session.where):
         session.fit()

@@ -1,5 +1,7 @@
 """Standard output and error, what is being done, and the wait before a run has anything to show: shorter, too."""
 
+from __future__ import annotations
+
 import gc
 import io
 import logging
@@ -9,17 +11,54 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from typing import TypeVar
+from contextvars import ContextVar
+from functools import wraps
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+Given, Returned = ParamSpec("Given"), TypeVar("Returned")
 Batch = TypeVar("Batch", bound=Sequence[Sized])
 
 SECONDS = 60.0  # between two lines of `heartbeat`
 _doing: list[Callable[[], str]] = []
+_verbose: ContextVar[bool] = ContextVar("verbose", default=True)
 
 
 def where() -> str:
     """What this process is doing, in words: the whole first, then the part of it."""
     return ", ".join(say() for say in [*_doing]) or "at work"
+
+
+def shows() -> bool:
+    """Whether bars are shown: on a terminal and in a notebook, unless a call of `reporting` is to say nothing."""
+    return _verbose.get() and (sys.stderr.isatty() or "ipykernel" in sys.modules)
+
+
+def progress_bar(*arguments: object, **options: object) -> tqdm:
+    """tqdm's bar on stderr, which is shown only where `shows` says so."""
+    from tqdm import tqdm
+
+    return tqdm(*arguments, disable=not shows(), **options)
+
+
+def reporting(call: Callable[Given, Returned]) -> Callable[Given, Returned]:
+    """A function whose keyword `verbose` says whether it shows its progress.
+
+    None: bars where there can be some (`shows`). True: elsewhere a line a minute on stderr. False: nothing.
+    """
+
+    @wraps(call)
+    def reported(*arguments: Given.args, **options: Given.kwargs) -> Returned:
+        token = _verbose.set(options.get("verbose") is not False)
+        try:
+            with heartbeat(aloud=options.get("verbose") is True and not shows()):
+                return call(*arguments, **options)
+        finally:
+            _verbose.reset(token)
+
+    return reported
 
 
 @contextmanager
@@ -35,7 +74,7 @@ def doing(say: Callable[[], str]) -> Iterator[None]:
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """`doing` that is shown on a terminal too, on a line that the next one replaces."""
-    shown = sys.stderr.isatty()
+    shown = shows()
     if shown:
         print(f"{what} ...", end="\r", file=sys.stderr, flush=True)
     try:
@@ -48,10 +87,8 @@ def waiting(what: str) -> Iterator[None]:
 
 def counted(batches: Iterable[Batch], what: str) -> Iterator[Batch]:
     """`batches`, of which the first part has the rows: how many are done, for `where`, and a bar on a terminal."""
-    from tqdm import tqdm
-
     done = 0
-    bar = tqdm(batches, desc=what, unit="batch", disable=None, leave=False)
+    bar = progress_bar(batches, desc=what, unit="batch", leave=False)
     with bar, doing(lambda: f"{what}, {done:,} done"):
         for batch in bar:
             yield batch

@@ -1,5 +1,6 @@
 """Immunization in Python, and immunized models back from disk."""
 
+import sys
 import warnings
 from functools import partial
 
@@ -7,6 +8,7 @@ import pytest
 import timm
 import torch
 from helpers.images import draw_folder, loader
+from helpers.terminals import Terminal
 from omegaconf import OmegaConf
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -325,8 +327,28 @@ def test_harm_that_became_easier_is_said_before_everything(tmp_path, folders):
     assert result.metrics["rir"] > 1
     assert result.metrics["steps_ratio/harmful"] < 0.5
     assert {"harmful_faster", "head_at_chance"} <= set(result.flags)
-    assert result.verdict == [f"Worse than before: {result.reasons['harmful_faster']}."]
+    assert result.verdict[0] == f"Worse than before: {result.reasons['harmful_faster']}."
+    assert result.verdict[1] == f"Mind: {result.reasons['head_at_chance']}."
+    assert not any("Gradient descent on a fresh probe takes" in said for said in result.verdict if "harmful" in said)
     assert f"**Do not use this model: {result.reasons['harmful_faster']}.**" in (tmp_path / "model_card.md").read_text()
+
+
+def test_calls_from_python_show_their_progress(net, monkeypatch):
+    """On a terminal, as on the command line; with verbose=False nowhere."""
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    immune = immunization.immunize(net, loader(4, 0), loader(3, 1), epochs=2)
+    trained = sys.stderr.getvalue()
+    assert "learning_curve: 100%" in trained
+    immunization.audit(immune, loader(4, 0), loader(3, 1), attacks=["closed_form_probe"])
+    audited = sys.stderr.getvalue()[len(trained) :]
+    assert "measuring ..." in audited
+    assert "attack 1 of 1, closed_form_probe on theta_I" in audited
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    immune = immunization.immunize(net, loader(4, 0), loader(3, 1), epochs=2, verbose=False)
+    immunization.audit(immune, loader(4, 0), loader(3, 1), attacks=["closed_form_probe"], verbose=False)
+    assert not sys.stderr.getvalue()
+    with pytest.raises(ConfigError, match="verbose must be true or false, or null"):
+        immunization.audit(immune, loader(4, 0), loader(3, 1), verbose="no")
 
 
 def test_a_linear_run_is_loaded(tmp_path):
@@ -407,7 +429,8 @@ def test_an_audit_by_harmful_data_alone(net):
     assert one.metrics["attack/worst/test_rows"] == 12
     few = immunization.audit(net, {"train": loader(4, 1, 4), "test": loader(4, 1, 16)}, reference=net, budget="quick")
     assert few.verdict == [
-        "Nothing is known of prices: the attacked task has no val split: set dataset.val_fraction above 0."
+        "What an attack on the harmful task costs is unknown: the attacked task has no val split: set "
+        "dataset.val_fraction above 0."
     ]
     with pytest.raises(ConfigError, match="harmful_loader: give one loader each for train, test and perhaps val, not"):
         immunization.audit(net, {"train": loader(3, 1)}, reference=net, attacks=["neighbours"])

@@ -337,6 +337,8 @@ def test_the_tasks_in_the_common_range_are_saved_with_its_basis(tmp_path, no_fig
 def test_the_python_interface():
     assert {"run", "Result", "condition_number", "rir"} <= set(immunization.__all__)
     assert issubclass(immunization.ConfigError, immunization.UserError)
+    assert {"audit", "immunize", "load", "run", "rir", "__version__"} <= set(dir(immunization))
+    assert all(getattr(immunization, name) for name in dir(immunization))
     assert immunization.run is run
     assert immunization.condition_number is spectrum.condition_number
     with pytest.raises(AttributeError, match="immunise"):

@@ -1,14 +1,17 @@
 """What a terminal shows while a run gets ready, and readers who leave early."""
 
 import gc
+import io
 import subprocess
 import sys
+import time
 
 import pytest
 from helpers.repository import ROOT
 from helpers.terminals import Terminal
 
-from immunization.terminal import counted, doing, importing, waiting, where
+from immunization import terminal
+from immunization.terminal import counted, doing, importing, reporting, waiting, where
 
 
 def test_a_terminal_shows_what_is_waited_for_and_then_clears_the_line(monkeypatch):
@@ -38,6 +41,40 @@ def test_a_terminal_shows_a_bar_of_what_is_read(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert len(list(counted([(range(3),), (range(2),)], "train: 5 images"))) == 2
     assert "train: 5 images" in sys.stderr.getvalue()
+
+
+@reporting
+def slowly(verbose: bool | None = None) -> None:
+    with waiting("measuring"):
+        list(counted([(range(3),), (range(2),)], "train: 5 images"))
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("stream", "verbose", "bars", "lines"),
+    [
+        (Terminal, None, True, False),
+        (Terminal, True, True, False),
+        (Terminal, False, False, False),
+        (io.StringIO, None, False, False),
+        (io.StringIO, True, False, True),
+        (io.StringIO, False, False, False),
+        ("notebook", None, True, False),
+        ("notebook", True, True, False),
+    ],
+)
+def test_verbose_says_where_a_call_from_python_shows_its_progress(stream, verbose, bars, lines, monkeypatch):
+    if stream == "notebook":
+        monkeypatch.setitem(sys.modules, "ipykernel", sys)
+        stream = io.StringIO
+    monkeypatch.setattr(terminal, "SECONDS", 0.01)
+    monkeypatch.setattr(sys, "stderr", stream())
+    slowly(verbose=verbose)
+    said = sys.stderr.getvalue()
+    assert ("train: 5 images:" in said) == bars
+    assert ("measuring ..." in said) == bars
+    assert ("measuring, 0 min since the start" in said) == lines
+    assert bool(said) == (bars or lines)
 
 
 def test_garbage_is_collected_again_after_imports_that_fail():

@@ -20,7 +20,7 @@ from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.attacks.worth import Draw, Suite
 from immunization.data.task import CONSTANT, Task
 from immunization.evaluation.measures import SUFFIX, Measures, Role
-from immunization.terminal import doing
+from immunization.terminal import doing, progress_bar
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def _of_one_task(
     found_with: dict[tuple[int, int], Found] = {draw: {} for draws in few.values() for draw in draws}
     # those without the model first: where none applies, few images say nothing of what it is worth
     ordered = sorted(attacks.items(), key=lambda item: (not item[1].reference, item[1].partial is not None))
-    bar, lines = tqdm(ordered, bar_format="{desc} |{bar}|", disable=None, leave=False), False
+    bar, lines = progress_bar(ordered, bar_format="{desc} |{bar}|", leave=False), False
     for number, (name, attack) in enumerate(bar, 1):
         place = f"attack {number} of {len(attacks)}, {name}"
         try:

@@ -32,6 +32,11 @@ class LabeledBatches:
         for loader in self.loaders.values():
             if not isinstance(loader, Iterable):
                 kind = type(loader).__name__
+                if hasattr(loader, "__getitem__"):  # a Dataset, of which a loader makes batches
+                    raise ConfigError(
+                        f"{self.name}: {kind} is a data set, which gives one row at a time; give "
+                        "torch.utils.data.DataLoader(it, batch_size=64)"
+                    )
                 raise ConfigError(f"{self.name} must give batches of inputs and labels; {kind} gives none")
         self._begun: Iterator[tuple[Tensor, Tensor]] | None = None
         self._rows = dict.fromkeys(self.loaders, 0)

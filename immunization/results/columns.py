@@ -18,13 +18,13 @@ import yaml
 from immunization.results.collect import Run
 from immunization.results.formatting import MEASURES, NONE, Cell, number
 from immunization.results.seed_statistics import ROUNDING
-from immunization.results.settings import Setting, median
+from immunization.results.settings import Setting, lacking, median
 from immunization.runs.interpretation import (
     attack_names,
     breaks,
     interval,
+    interval_of,
     rows_tested,
-    shown,
     successes,
     undecided,
     weakest,
@@ -85,6 +85,13 @@ class Column:
 
 def label(setting: Setting, measure: str) -> Cell:
     return Cell(setting.label)
+
+
+def unstarred(setting: Setting, objective: str) -> Cell:
+    """Why a setting cannot be marked as the best by the objective, in up to two reasons."""
+    found = lacking(setting, objective)
+    more = f" and {len(found) - 2} more" if len(found) > 2 else ""
+    return Cell("; ".join(found[:2]) + more or NONE)
 
 
 def size(setting: Setting, runs: str) -> Cell:
@@ -311,12 +318,6 @@ def rows_interval(setting: Setting, measure: str) -> Cell:
     return Cell(f"{low:.2f} to {high:.2f}", low, words=True)
 
 
-def interval_of(result: Result, measure: str) -> str:
-    """The 95 % interval of a metric of one run, with > at an end that is a lower bound; empty where it has none."""
-    ends = [f"interval/{measure}_{end}" for end in ("low", "high")]
-    return "" if None in map(result.metrics.get, ends) else " to ".join(shown(result, end) for end in ends)
-
-
 def run_interval(setting: Setting, measure: str) -> Cell:
     """The interval of a single run; several have a spread."""
     text = interval_of(setting.results[0], measure) if len(setting.runs) == 1 else ""
@@ -387,6 +388,7 @@ COLUMNS = [
     Column("steps_ratio/{role}", "{role} steps ratio", Place.COMPARISON, middle),
     Column("steps_ratio/{role}", "{role} steps ratio, 95 % interval", Place.COMPARISON, run_interval),
     Column("", "seconds", Place.COMPARISON, seconds),
+    Column("{starred}", "no ★ for", _SETTINGS, unstarred),
     Column("", "flags", Place.COMPARISON, flags, always=True),
     Column("steps_ratio/harmful", "harmful steps", Place.OVERVIEW, middle),
     Column("steps_ratio/primary", "primary steps", Place.OVERVIEW, middle),

@@ -12,7 +12,7 @@ from immunization.runs.filenames import MODEL_CARD, WEIGHTS
 from immunization.runs.interpretation import at_least, shown
 from immunization.runs.numbers import changed
 from immunization.runs.result import Result
-from immunization.runs.verdict import EASIER, headline
+from immunization.runs.verdict import EASIER
 
 STEPS = (1, 10, 100, 1000, 10_000, 100_000, 1_000_000)
 SOURCES = ("hfds", "hfids", "tfds", "torch", "wds")
@@ -33,6 +33,9 @@ def write(folder: str | Path, facts: dict[str, Any], made: dict[str, Any] | None
     flags = result.flags if result else []
     facts, made = changed(facts, _plain), changed(made or {"method": "an unknown method"}, _plain)
     told = [flag for flag in (EASIER, "head_at_chance") if flag in flags]
+    # before anything else: what was measured, else what `immunize` warned of
+    warnings = [result.reasons[flag] for flag in told] if result else made.get("doubts", [])
+    verdict = [said for said in result.verdict if not any(why in said for why in warnings)] if result else []
     text = template("model_card.jinja", json=json.dumps).render(
         facts=facts,
         made=made,
@@ -40,11 +43,10 @@ def write(folder: str | Path, facts: dict[str, Any], made: dict[str, Any] | None
         license=facts.get("license"),
         hub_licenses=HUB_LICENSES,
         timm=facts.get("timm", True),
-        # before anything else: what was measured, else what `immunize` warned of
-        warnings=[_plain(result.reasons[flag]) for flag in told] if result else made.get("doubts", []),
+        warnings=[*map(_plain, warnings)],
         arguments="".join(f", {key}={value!r}" for key, value in (facts.get("arguments") or {}).items()),
         data=[*map(_plain, _data(result))],
-        headline=_plain(headline(result)) if result else None,
+        verdict=[*map(_plain, verdict)],
         rows=_rows(result, facts.get("rounding", made.get("rounding"))),
         steps=[f"{step:,}" for step in STEPS],
         curves=_curves(result) if result else [],

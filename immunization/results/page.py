@@ -75,7 +75,7 @@ def sections(collection: Collection, objective: str, figures: bool = True) -> li
         metric = in_convention(group, objective)
         if len(group) > 1 and (winner := best(group, metric)):
             mean = number(winner.summary(metric).mean)
-            among = "of settings that immunize and keep the primary task"
+            among = "of settings that slow harm and keep the primary task in every run"
             part.conclusion = f"★ largest mean {metric} {among}: {winner.label} ({mean})"
         made.append(part)
     return made

@@ -9,11 +9,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from immunization.results.columns import Place, interval_of, own_measures, placed
+from immunization.results.columns import Place, own_measures, placed
 from immunization.results.formatting import NONE, number, roles_in
-from immunization.runs.interpretation import attack_groups, attack_names, shown
+from immunization.runs.interpretation import attack_groups, attack_names, interval_of, shown
 from immunization.runs.result import Result
-from immunization.runs.verdict import EASIER, headline
+from immunization.runs.verdict import EASIER
 
 SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -104,13 +104,11 @@ def _sheet(result: Result, objective: str) -> Iterator[RenderableType]:
                 grid.add_row(name, *(notes.cell(result, key) for key in keys))
 
     yield Text.assemble((result.method, "bold"), f" on {result.dataset}, {result.model}, seed {result.seed}")
-    if (first := headline(result)) is not None:
-        yield Padding(Text(first, "bold"), (0, 0, 1, 2))
-    easier = EASIER in result.flags  # the first sentence then comes before every figure
-    for sentence in result.verdict[:easier]:
-        yield Padding(Text(sentence, "bold red"), (0, 0, 1, 2))
+    first, rest = result.verdict[:1], result.verdict[1:]  # the first, which claims least, comes before every figure
+    for sentence in first:
+        yield Padding(Text(sentence, "bold red" if EASIER in result.flags else "bold"), (0, 0, 1, 2))
     yield Padding(grid, (0, 0, 1, 2))
-    for sentence in result.verdict[easier:]:
+    for sentence in rest:
         yield Padding(Text(sentence), (0, 0, 1, 2))
     yield Padding(_facts(result, notes), (0, 0, 0, 2))
     footnotes = Table.grid(padding=(0, 1))

@@ -28,8 +28,8 @@ METHODS = (
 RATIOS = {"ratio_harmful": "(i)", "ratio_primary": "(ii)", "rir": "RIR"}
 
 KEEPS = (
-    "settings that immunize and keep the primary task: (i) > 1, Definition 3.1 in most runs, a harmful steps ratio "
-    "above 1, in most runs without the flag harmful_not_slower, and a primary one of at most 1"
+    "settings that slow harm and keep the primary task in every run: (i) > 1, Definition 3.1, a harmful steps ratio "
+    "above 1 without the flag harmful_not_slower, and a primary one of at most 1"
 )
 """When a setting can be marked as the best, in words."""
 
@@ -214,13 +214,13 @@ def grouped(collection: Collection, key: Callable[[Run], str]) -> list[list[Sett
 
 
 def best(group: Iterable[Setting], objective: str) -> Setting | None:
-    """The setting with the largest mean of the objective among those that immunize; None if there is none.
+    """The setting with the largest mean of the objective among those that lack nothing; None if there is none.
 
     Nor if it shares no seed and pair of classes with another of them, which it cannot be compared with.
     """
     group = list(group)
     objective = in_convention(group, objective)
-    candidates = [setting for setting in group if setting.seeds(objective) and immunizes(setting, objective)]
+    candidates = [setting for setting in group if setting.seeds(objective) and not lacking(setting, objective)]
     candidates.sort(key=lambda setting: setting.summary(objective).mean, reverse=True)
     return next(iter(candidates), None) if comparable([s.values(objective) for s in candidates]) else None
 
@@ -240,25 +240,29 @@ def by_authors(group: Sequence[Setting]) -> bool:
     return bool(group) and str(group[0].first.settings.get("dataset.protocol")).startswith("authors")
 
 
-def immunizes(setting: Setting, objective: str = "rir") -> bool:
-    """Whether a setting does what `KEEPS` says. Measures that no run has are skipped, except (i).
+def lacking(setting: Setting, objective: str = "rir") -> list[str]:
+    """What of `KEEPS` does not hold in all runs of a setting, and in how many it fails: `primary steps > 1: 2/3`.
 
-    (i) is read in the objective's convention of kappa.
+    Measures that no run has are skipped, except (i), which is read in the objective's convention of kappa.
     """
-    harmful = setting.median(("authors/" if objective.startswith("authors/") else "") + "ratio_harmful")
-    found = (setting.median(name) for name in ("worst/steps_ratio", "steps_ratio/harmful", "steps_ratio/primary"))
-    worst, slowed, steps = found
-    slowed = slowed if worst is None else worst
-    holds = setting.seeds("definition/immunized")
+    harmful = ("authors/" if objective.startswith("authors/") else "") + "ratio_harmful"
+    above, at_most = (lambda value: value > 1 + ROUNDING), (lambda value: value <= 1 + ROUNDING)
+    criteria: list[tuple[str, str, Sequence[str], Callable[[float], bool]]] = [
+        ("(i)", " ≤ 1", (harmful,), above),
+        ("Def. 3.1", " fails", ("definition/immunized",), bool),
+        ("harmful steps", " ≤ 1", ("worst/steps_ratio", "steps_ratio/harmful"), above),
+        ("primary steps", " > 1", ("steps_ratio/primary",), at_most),
+    ]
+    runs, found = [result.metrics for result in setting.results], []
+    for name, fails, measures, good in criteria:
+        own = [next((metrics[key] for key in measures if key in metrics), None) for metrics in runs]
+        unknown, failed = own.count(None), sum(value is not None and not good(value) for value in own)
+        found += [f"{name}{fails}: {failed}/{len(runs)}"] if failed else []
+        found += (
+            [f"{name} unknown: {unknown}/{len(runs)}"] if unknown and (name == "(i)" or unknown < len(runs)) else []
+        )
     doubted = sum(NOT_SLOWER in result.flags for result in setting.results)
-    return (
-        harmful is not None
-        and harmful > 1 + ROUNDING
-        and (slowed is None or slowed > 1 + ROUNDING)
-        and (steps is None or steps <= 1 + ROUNDING)
-        and 2 * doubted <= len(setting.runs)
-        and (not holds or setting.summary("definition/immunized").mean > 0.5)
-    )
+    return found + [f"{NOT_SLOWER}: {doubted}/{len(runs)}"] * bool(doubted)
 
 
 def short_labels(group: Sequence[Setting]) -> dict[Setting, str]:

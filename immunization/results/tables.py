@@ -181,6 +181,7 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
         "objective": [metric for metric in further if metric == objective],
         "own": [metric for metric in further if metric != objective],
         "role": [role for role in roles if role != "harmful"],  # which has an entry of its own
+        "starred": [objective] * (len(group) > 1),
     }
     winner = best(group, objective) if len(group) > 1 else None
     columns = filled_in(placed(Place.COMPARISON | (Place.PAIRS if len(pairs) > 1 else Place(0))), words, lists)
@@ -205,6 +206,8 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
         f"Bold: the best mean of a column; from {ENOUGH} seeds on, also the next ones, down to the first that differs "
         "by a paired t-test (logarithms of the same seeds and pairs, Holm, 5 %). The baseline identity is left out.",
     ]
+    if "no ★ for" in table.header:
+        table.notes.append(f"no ★ for: what keeps a setting from being among {KEEPS}; a/b: in a of its b runs.")
     if winner:
         table.notes.append(f"★: the largest mean of the objective, {objective}, among {KEEPS}.")
         table.notes += _paired(winner, group, f"{words['kappa']}rir{words['start']}")

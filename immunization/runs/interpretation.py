@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from immunization.runs.numbers import number
 
@@ -18,6 +18,10 @@ SUITES = {"quick": 5, "standard": 4, "nightly": 6, "depth": 4, "depth-vit": 3, "
 """The numbers of the suites as they are now."""
 Z = 1.959964  # of a normal distribution, 95 % lie within so many standard deviations
 ROUNDING = 1e-12  # what a measure may fall short of a bar by
+FASTER = 0.8
+"""A probe with less than this share of the baseline's steps counts as faster; one step of its grid is rounding."""
+SLOWER = 1.2
+"""A probe with more than this multiple of the baseline's steps counts as slower, for the same reason."""
 
 
 def attack_groups(result: Result) -> list[str]:
@@ -50,6 +54,11 @@ def weakest(result: Result) -> str:
         return min(after) / min(before) if after and before else math.inf
 
     return min(on_harmful(result), key=price, default="attack")
+
+
+def task_of(role: str) -> str:
+    """A task in words: `the harmful task`, `the task harmful_8`."""
+    return f"the task {role}" if "_" in role else f"the {role} task"
 
 
 def on_harmful(result: Result) -> list[str]:
@@ -89,6 +98,25 @@ def at_least(result: Result, metric: str) -> bool:
 def shown(result: Result, metric: str) -> str:
     """A metric as text, with > where it is a lower bound (`at_least`)."""
     return "> " * at_least(result, metric) + number(result.metrics[metric])
+
+
+def interval_of(result: Result, metric: str) -> str:
+    """The 95 % interval of a metric, with > at an end that is a lower bound; empty where it has none."""
+    ends = [f"interval/{metric}_{end}" for end in ("low", "high")]
+    return "" if None in map(result.metrics.get, ends) else " to ".join(shown(result, end) for end in ends)
+
+
+def speed(result: Result, role: str) -> Literal["faster", "alike", "slower"] | None:
+    """How fast a fresh probe learns a task, compared with the baseline's; None where it was not measured.
+
+    It is slower if it takes more than `SLOWER` times the steps and the interval of that ratio lies above 1.
+    """
+    ratio, low = (result.metrics.get(name.format(role)) for name in ("steps_ratio/{}", "interval/steps_ratio/{}_low"))
+    if ratio is None:
+        return None
+    if ratio < FASTER:
+        return "faster"
+    return "slower" if ratio > SLOWER and (low is None or low > 1) else "alike"
 
 
 def unbroken(result: Result, group: str = "attack") -> str:

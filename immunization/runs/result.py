@@ -1,14 +1,21 @@
 """What a run leaves behind, read from and written to result.json: measures, curves and flags."""
 
+from __future__ import annotations
+
 import hashlib
+import html
 import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypedDict
 
 from immunization.errors import DataError, UserError
 from immunization.runs import files
+from immunization.runs.numbers import number
 from immunization.runs.verdict import verdict
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 INTERRUPTED = "interrupted"  # the error of a run that was told to stop
 
@@ -18,7 +25,7 @@ class Curve(TypedDict):
     y: list[float]
 
 
-@dataclass
+@dataclass(repr=False)
 class Result:
     """One run, which counts as failed until the runner says `completed`.
 
@@ -45,6 +52,27 @@ class Result:
     error: str | None = None
     about: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        said = f"{self.method} on {self.dataset}, {self.model}, seed {self.seed}: {self.status}"
+        return f"<Result {said}, {len(self.metrics)} metrics, {len(self.flags)} flags>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the verdict, then the metrics and flags, of which long lists are cut in the middle."""
+        said = "".join(f"<p>{html.escape(line)}</p>" for line in self.verdict)
+        flags = "".join(f"<li>{html.escape(f'{flag}: {self.reasons.get(flag)}')}</li>" for flag in self.flags)
+        table = self.to_frame().to_html(max_rows=30, na_rep="", float_format=number)
+        return f"<p><b>{html.escape(repr(self)[1:-1])}</b></p>{said}{table}<ul>{flags}</ul>"
+
+    def to_frame(self) -> pd.DataFrame:
+        """A row a metric, by name: `value` (NaN for none), `low` and `high` of its 95 % interval, and `reason`."""
+        import pandas as pd  # slow to load, and a run does without it
+
+        names = [name for name in self.metrics if not name.startswith("interval/")]
+        columns = {"value": names, **{end: [f"interval/{name}_{end}" for name in names] for end in ("low", "high")}}
+        values = {end: [self.metrics.get(key) for key in keys] for end, keys in columns.items()}
+        frame = pd.DataFrame(values, index=pd.Index(names, name="metric"), dtype=float)
+        return frame.assign(reason=[self.reasons.get(name, "") for name in names])
 
     @property
     def interrupted(self) -> bool:

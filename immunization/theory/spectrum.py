@@ -6,11 +6,12 @@ from F or its triangular factor, never from eigenvalues of H, which would lose h
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from typing import Literal
 
+import numpy as np
 import scipy.linalg
 import torch
 from torch import Tensor
@@ -32,10 +33,22 @@ def features_of(owner: str) -> Iterator[None]:
         raise DegenerateSpectrum(f"{owner}: {error}; check the weights and the data") from error
 
 
-def _as_batches(features: Tensor | Iterable[Tensor]) -> Iterable[Tensor]:
+Features = Tensor | np.ndarray | Iterable[Tensor | np.ndarray | Sequence]
+"""A matrix [N, D] of torch or NumPy, or an iterable of batches of its rows; of batches (x, y) of a loader, x counts."""
+
+
+def _as_batches(features: Features) -> Iterator[Tensor]:
+    """The batches as tensors; raises DataError for what has none, and leaves what is no matrix to the caller."""
     if not isinstance(features, Iterable):
         raise DataError(f"features must be a tensor [N, D], or batches of its rows, not {type(features).__name__}")
-    return (features,) if isinstance(features, Tensor) else features
+    for batch in (features,) if hasattr(features, "__array__") else features:
+        rows = batch[0] if isinstance(batch, Sequence) and len(batch) and hasattr(batch[0], "__array__") else batch
+        if not isinstance(rows, Tensor) and hasattr(rows, "__array__"):
+            try:
+                rows = torch.from_numpy(np.require(rows, requirements=["C", "W"]))
+            except TypeError as error:
+                raise DataError(f"features must be numbers: {' '.join(str(error).split())}") from error
+        yield rows
 
 
 def triangular_factor(features: Tensor | Iterable[Tensor]) -> tuple[Tensor, int]:
@@ -160,12 +173,12 @@ def are_integers(x: Tensor, eps: float) -> Tensor:
 
 
 def condition_number(
-    features: Tensor | Iterable[Tensor],
+    features: Features,
     rank: int | None = None,
     conditioning: Literal["rank", "authors"] = "rank",
     eps: float | None = None,
 ) -> float:
-    """kappa of the Hessian F^T F of linear probing on `features` ([N, D], or an iterable of batches).
+    """kappa of the Hessian F^T F of linear probing on `features` ([N, D], or an iterable of batches, also (x, y)).
 
     `conditioning="rank"`: (sigma_1 / sigma_k)^2, k the numerical rank, or `rank` where it is known beforehand (an
     invertible linear extractor keeps the rank of its inputs); `eps` sets the rank tolerance (`rank_tolerance`), by
@@ -258,12 +271,27 @@ def ratios(kappa: Mapping[str, float]) -> dict[str, float]:
 
 
 def rir(
-    harmful: Tensor, harmful_baseline: Tensor, primary: Tensor, primary_baseline: Tensor, **options: object
+    harmful: Features, harmful_baseline: Features, primary: Features, primary_baseline: Features, **options: object
 ) -> dict[str, float]:
     """Relative immunization ratio (Eq. 15/17) of features after and before: `rir`, `ratio_harmful`, `ratio_primary`.
 
-    Each argument is a feature matrix [N, D] or an iterable of batches; `options` go to `condition_number`.
+    Each argument is a feature matrix [N, D] or an iterable of batches; `options` go to `condition_number`. All have one
+    width: Eq. 15 compares Hessians of the same size, and kappas of different sizes would make up a ratio. Raises
+    DataError where they have not.
     """
-    after = {"kappa_harmful": harmful, "kappa_primary": primary}
-    before = {"kappa_harmful_baseline": harmful_baseline, "kappa_primary_baseline": primary_baseline}
-    return ratios({name: condition_number(features, **options) for name, features in (after | before).items()})
+    given = {"harmful": harmful, "harmful_baseline": harmful_baseline}
+    given |= {"primary": primary, "primary_baseline": primary_baseline}
+    widths: dict[str, int] = {}
+
+    def watched(name: str) -> Iterator[Tensor]:
+        for batch in _as_batches(given[name]):
+            if isinstance(batch, Tensor) and batch.ndim == 2:
+                widths.setdefault(name, batch.shape[1])
+            if (first := next(iter(widths.items()), None)) and widths.get(name, first[1]) != first[1]:
+                raise DataError(
+                    f"rir: {first[0]} has {first[1]} columns, {name} has {widths[name]}; give features of one width, "
+                    "those of the same layer before and after immunization"
+                )
+            yield batch
+
+    return ratios({f"kappa_{name}": condition_number(watched(name), **options) for name in given})

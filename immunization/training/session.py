@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from immunization.compute import distributed, machine, randomness
 from immunization.errors import DataError
 from immunization.models.base import kept_of, load_into
 from immunization.runs.filenames import CHECKPOINT
 from immunization.runs.folder import RunFolder
+from immunization.terminal import progress_bar
 from immunization.training.checkpoint import Checkpointer
 from immunization.training.divergence import Progress
 from immunization.training.loaders import batches_of
@@ -91,7 +91,7 @@ class TrainingSession:
         def logged(step: int) -> bool:
             return step % every == 0 or step == steps or (step % period == 0 and period > 1)
 
-        with tqdm(total=steps, initial=self.progress.step, desc=method.name, unit="step", disable=None) as bar:
+        with progress_bar(total=steps, initial=self.progress.step, desc=method.name, unit="step") as bar:
 
             def on_step(step: int, terms: dict[str, Tensor]) -> None:
                 bar.update()

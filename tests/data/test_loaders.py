@@ -64,6 +64,12 @@ def test_other_mistakes():
         LabeledBatches("primary", []).first()
     with pytest.raises(ConfigError, match="primary_loader must give batches of inputs and labels; int gives none"):
         LabeledBatches("primary", 3)
+    rows = torch.utils.data.TensorDataset(X, Y)
+    for given in (rows, {"train": [(X, Y)], "test": rows}):
+        with pytest.raises(
+            ConfigError, match=r"primary_loader: TensorDataset is a data set.*give torch\.utils\.data\.D"
+        ):
+            LabeledBatches("primary", given)
 
 
 def test_rows_keep_their_epsilon_and_integers_are_classes():

@@ -188,13 +188,14 @@ CASES = {
     "primary_probe_slower": (1000.0, {"steps_ratio/primary": 1e5}),
     "harmful_better_conditioned": (1e4, {"ratio_harmful": 0.632}),
     "perhaps_as_fast": (1e5, {}),
+    "unknown": (1e6, {"ratio_harmful": None}),
 }
 """RIR and what else is measured, of settings of which the first is to be marked."""
 
 
 @pytest.mark.parametrize(("cases", "marked"), [(list(CASES), True), (list(CASES)[2:], False)])
 def test_what_is_marked_best_is_best(tmp_path, cases, marked, capsys):
-    """In figure, table and the line below; nothing is, where no setting immunizes and keeps the primary task."""
+    """In figure, table and the line below; nothing is, where none slows harm and keeps the primary task."""
     for i, (rir, measures) in enumerate(CASES[case] for case in cases):
         measures = {"primary/accuracy": 0.9 + i / 100} | measures
         flags = ["harmful_not_slower"] * (cases[i] == "perhaps_as_fast")
@@ -206,11 +207,38 @@ def test_what_is_marked_best_is_best(tmp_path, cases, marked, capsys):
     assert [line.get_ydata().tolist() for line in circles] == ([[10.0]] if marked else [])
     starred = [row[0].text for row in part.tables[0].rows if "★" in row[0].text]
     assert starred == (["condition_number lambda_H=1 ★"] if marked else [])
+    reasons = [
+        *(["–", "–"] * marked),  # noqa: RUF001
+        "Def. 3.1 fails: 1/1",
+        "primary steps > 1: 1/1",
+        "(i) ≤ 1: 1/1",
+        "harmful_not_slower: 1/1",
+        "(i) unknown: 1/1",
+    ]
+    table = part.tables[0]
+    assert [row[table.header.index("no ★ for")].text for row in table.rows] == reasons
     show(collection, made)
     shown = capsys.readouterr().out
-    assert ("★" in shown) == marked
+    assert all(reason in shown for reason in reasons)  # in the rows of the terminal, too
+    assert ("★ largest" in shown) == marked
     assert f"Flags, of {len(cases)} runs: harmful_not_slower in 1 (docs/flags.md)" in shown
     assert ("No setting is circled" in plot.caption) != marked
+
+
+def test_a_star_needs_every_run(tmp_path, capsys):
+    """Of two runs in three that keep the primary task nobody can say that the setting does."""
+    for seed in range(3):
+        steps = {"steps_ratio/primary": 1.0 if seed else 3.0}
+        make_run(tmp_path / f"mostly{seed}", "opt_kappa", seed, rir=11.4, measures=steps)
+        make_run(tmp_path / f"always{seed}", "condition_number", seed, rir=5.34)
+    collection = collect([tmp_path])
+    (part,) = sections(collection, "rir", figures=False)
+    table = part.tables[0]
+    rows = {row[0].text: row[table.header.index("no ★ for")].text for row in table.rows}
+    assert rows == {"condition_number ★": "–", "opt_kappa": "primary steps > 1: 1/3"}  # noqa: RUF001
+    show(collection, [part])
+    assert "primary steps > 1: 1/3" in capsys.readouterr().out
+    assert any(note.startswith("no ★ for: what keeps a setting from being among") for note in table.notes)
 
 
 def pareto(folder, accuracies=(0.9, 0.9, 0.9), steps=(1.0, 1.0, 1.0), rirs=(10.0, 100.0, 1000.0)):

@@ -1,5 +1,6 @@
 """result.json, environment.json and the table."""
 
+import html
 import io
 import json
 import math
@@ -255,3 +256,23 @@ def test_the_screen_lists_what_layers_can_forget():
     (row,) = (line for line in lines if "layer1.0.conv1" in line)
     assert row.split() == ["layer1.0.conv1", "0.25", NONE + "¹"]
     assert any("others lost" in line and "switched off" in line for line in lines)
+
+
+def test_a_result_is_short_in_a_prompt_and_a_table_in_a_notebook():
+    given = METRICS | {"interval/steps_ratio/harmful_low": 2.4, "interval/steps_ratio/harmful_high": 724.0}
+    made = result(metrics=given, method="<b>bold</b>", curves={"a": {"x": list(range(1000)), "y": [0.0] * 1000}})
+    assert len(repr(made)) < 200
+    assert repr(made).startswith("<Result <b>bold</b> on ")
+    assert f"seed {made.seed}: completed, {len(given)} metrics, " in repr(made)
+    frame = made.to_frame()
+    assert list(frame.columns) == ["value", "low", "high", "reason"]
+    assert frame.loc["steps_ratio/harmful"].tolist() == [152.2, 2.4, 724.0, ""]
+    assert math.isnan(frame.loc["ceiling/rir", "value"])
+    assert frame.loc["ceiling/rir", "reason"] == UNBOUNDED
+    assert not any(name.startswith("interval/") for name in frame.index)
+    shown = made._repr_html_()
+    assert "&lt;b&gt;bold&lt;/b&gt;" in shown
+    assert "<b>bold" not in shown
+    assert "<td>152</td>" in shown
+    assert made.verdict[0] in html.unescape(shown)
+    assert Result(0, "d", "m", "x")._repr_html_().startswith("<p><b>Result x on d, m, seed 0: failed, 0 metrics")

@@ -18,7 +18,8 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from PIL import Image
 
-from immunization.errors import ConfigError, DataError
+from immunization.errors import ConfigError, DataError, UserError
+from immunization.runner import run
 from immunization.runs.result import Result
 from immunization.runs.tracker import Guarded, Recorder, Tracker, history
 from immunization.runs.wandb_tracker import Wandb
@@ -82,6 +83,20 @@ def test_a_mistake_that_a_user_can_mend_ends_the_run(tmp_path):
 
     with pytest.raises(ConfigError, match="project"):
         start(Guarded(Unset()), tmp_path)
+
+
+def test_a_run_whose_data_are_missing_has_nothing_to_track(tmp_path, environ):
+    """No empty offline run is left for `wandb sync`, also where a folder of images has no classes."""
+    (tmp_path / "empty").mkdir()
+    for i, root in enumerate((tmp_path / "absent", tmp_path / "empty")):
+        data = ["dataset=image_folders", f"dataset.primary_root={root}", f"dataset.harmful_root={root}"]
+        options = ["tracker=wandb", "tracker.mode=offline", "model=timm", "model.name=test_resnet"]
+        with pytest.raises(UserError):
+            run([*data, *options, "model.pretrained=false"], folder=tmp_path / str(i))
+        assert (tmp_path / str(i) / "result.json").is_file()
+        assert not (tmp_path / str(i) / "wandb").exists()
+    with pytest.raises(ConfigError, match="timeout"):  # a mistake in its options is still said before the data are read
+        run([*data, *options, "tracker.timeout=-1"], folder=tmp_path / "wrong")
 
 
 def start(tracker: Tracker, folder: Path) -> None:

@@ -5,6 +5,7 @@ import warnings
 from contextlib import nullcontext
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from helpers.matrices import gaussian, orthonormal, seeds, spectra, with_spectrum
@@ -302,11 +303,38 @@ def test_batches_of_several_widths_are_refused():
 
 
 @pytest.mark.parametrize(
-    "given", [torch.ones(3), [[1.0, 2.0]], np.ones((3, 2)), None], ids=["vector", "list", "array", "none"]
+    "given", [torch.ones(3), [[1.0, 2.0]], np.ones(3), "rows", None], ids=["vector", "list", "array", "text", "none"]
 )
 def test_what_is_no_matrix_is_refused(given):
     with pytest.raises(DataError, match=r"features must be a tensor \[N, D\], or batches of its rows, not "):
         spectrum.condition_number(given)
+
+
+def test_arrays_and_loaders_are_features_too():
+    """Whatever holds the rows, kappa and its tolerance are the same: of a loader's batches the inputs count."""
+    features = orthonormal(12, 3, seed=0) @ torch.diag(torch.tensor([4.0, 2.0, 1.0], dtype=torch.float64))
+    labels, array = torch.arange(12), features.numpy()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(features, labels), batch_size=5)
+    array.flags.writeable = False  # as of a file that is mapped into memory
+    forms = [array, np.asfortranarray(array), array[::-1], pd.DataFrame(array), loader, [(array, labels.numpy())]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for form in forms:
+            assert spectrum.condition_number(form) == pytest.approx(16)
+            assert spectrum.rir(form, form, form, form)["rir"] == 1
+    low = np.diag(np.array([1, 1e-7, 1e-9])).astype(np.float32)
+    assert spectrum.condition_number(low) == spectrum.condition_number(torch.from_numpy(low))
+    with pytest.raises(DataError, match="features must be numbers"):
+        spectrum.condition_number(np.array([["a", "b"]]))
+
+
+@pytest.mark.parametrize("other", range(4))
+def test_rir_takes_features_of_one_width(other):
+    """A baseline of another width is of another layer, or of the inputs; the ratio would mean nothing."""
+    given = [torch.randn(20, 8) for _ in range(4)]
+    given[other] = [torch.randn(20, 6)]
+    with pytest.raises(DataError, match=r"rir: harmful has [68] columns, \w+ has [68]; give features of one width"):
+        spectrum.rir(*given)
 
 
 @pytest.mark.parametrize("rank", [0, -1, True, 2.5])
