@@ -321,18 +321,18 @@ def _located(target: str, key: str, own: Iterable[str]) -> Any:
             "trusted=[package]"
         )
     try:
-        found = import_module(module)
+        place = import_module(module)
     except Exception as error:  # the module is the user's, and runs
         absent = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
         if not absent or not f"{module}.".startswith(f"{absent}."):
             raise ConfigError(f"{key}._target_={target}: importing {module} failed{_told(error)}") from error
         remedy = "; install it, or put its folder into PYTHONPATH" if "." not in absent else ""
         raise ConfigError(f"{key}._target_={target}: there is no module {absent}{remedy}") from error
-    if not hasattr(found, name):
-        near = get_close_matches(name, dir(found), n=1)
+    if not hasattr(place, name):
+        near = get_close_matches(name, dir(place), n=1)
         meant = f"; did you mean {near[0]}" if near else ""
         raise ConfigError(f"{key}._target_={target}: {module} has no {name}{meant}") from None
-    if not kind.allows(found, own):
+    if not kind.allows(found := getattr(place, name), own):
         raise ConfigError(f"{key}._target_={target}: expected {kind}")
     return found
 
