@@ -9,7 +9,7 @@ import torch
 from helpers.pairs import fails, same
 from safetensors.torch import save_file
 
-from immunization import data
+from immunization import data, run
 from immunization.compute import machine
 from immunization.errors import ConfigError, DataError
 
@@ -335,3 +335,24 @@ def test_equal_tasks_are_refused(matrices, tables, tmp_path):
     stored = tables(index=False)
     stored["harmful_csv"] = stored["primary_csv"]
     fails(ConfigError, "primary.csv is both the primary and the harmful task", **stored)
+
+
+@pytest.mark.trains
+def test_a_run_on_many_float32_rows_has_the_kappa_of_the_data(tmp_path):
+    """max(N, D) eps cut 1e6 and 2.5e5 to 2e5 or less, with only `rank_deficient` flags."""
+    draw, stored, rotation = (
+        np.random.default_rng(0),
+        {},
+        np.linalg.qr(np.random.default_rng(1).normal(size=(10, 10)))[0],
+    )
+    kappa = {"primary": 1e6, "harmful": 2.5e5}
+    for role in kappa:
+        x = draw.normal(size=(20_000, 10)) * np.logspace(0, -np.log10(kappa[role]) / 2, 10) @ rotation.T
+        stored |= {f"{role}_x": x.astype(np.float32), f"{role}_y": x[:, 0] + draw.normal(size=len(x))}
+    path = save(tmp_path, stored)["path"]
+    options = ("dataset=arrays", "dataset.normalize=none", "method=identity", "tracker=none", "figures=false")
+    found = run([*options, f"dataset.path={path}", "evaluation=[rir]"], folder=tmp_path / "run")
+    for role, value in kappa.items():
+        assert found.metrics[f"kappa_{role}_baseline"] == pytest.approx(value, rel=0.05)
+        assert found.metrics[f"rank_{role}"] == 10
+    assert not found.flags
