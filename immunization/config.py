@@ -53,7 +53,8 @@ class Kind(NamedTuple):
             return False
         returned = inspect.signature(function).return_annotation
         if returned is inspect.Signature.empty:
-            return bool(self.returns) and _below(function.__module__, trusted)
+            own = function.__module__ == found.__module__ and _below(found.__module__, trusted)
+            return bool(self.returns) and own
         text = returned if isinstance(returned, str) else getattr(returned, "__name__", str(returned))
         return {part.strip().rpartition(".")[2] for part in text.split("|")} <= {*self.returns}
 

@@ -353,9 +353,9 @@ def test_an_audit_resolves_nothing_in_the_header_of_its_weights(marker, tmp_path
     assert (model["name"], model["arguments"]) == (facts["architecture"], facts["arguments"])
 
 
-def test_what_can_run_code_says_so_where_it_is_offered():
+def test_what_can_run_code_says_so_where_it_is_offered(tmp_path):
     """Hydra itself is set up by files of --config-dir, which is not refused: a launcher of one's own is such a file."""
-    done = launched("--help")
+    done = launched("--help", cwd=tmp_path)
     for option in ("--config-dir", "trusted"):
         assert re.search(rf"^ *{option}.*full trust", done.stdout, re.MULTILINE)
     assert "**Both are full trust**" in (ROOT / "docs" / "components.md").read_text()
