@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -23,6 +23,7 @@ from immunization.checks import (
     check_options,
     checked,
 )
+from immunization.compute import keys
 from immunization.data.images import ImagePair, ImageSplit, ImageTask, description
 from immunization.data.preparation import check_training_rows, split_rows
 from immunization.data.task import SPLITS, USUAL, first_shared, kind_of, roles_of
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 Crop = Literal["center", "squash", "border"]
 SOURCES = ("torch/", "hfds/", "hfids/", "tfds/", "wds/")
+SAMPLED = 64  # images of a source that has no folders of files, which stand for its content
 SYNONYMS = {"val": ("val", "validation", "valid", "test"), "train": ("train", "training")}
 
 
@@ -168,7 +170,7 @@ def open_task(
         whole, about = {}, dict(options or {})
         for split in (train, test):
             images = _open_source(role, source, folder, split, about)
-            identity = f"{source} {folder} {split} {len(images)} {about}"
+            identity = f"{source} {split} {len(images)} {about} {_sample(images)}"
             whole[split] = ImageSplit(images, None, identity, f"{source}, split {split}")
         opened = whole[train].dataset
         names = tuple(map(str, getattr(getattr(opened, "reader", None), "class_to_idx", None) or ()))
@@ -285,12 +287,19 @@ def _open_source(role: str, source: str, folder: Path | None, split: str, option
 
 
 def _fingerprint(reader: Reader) -> str:
-    """A hash of the names, sizes and times of the files, which stands for their content."""
-    digest = hashlib.sha256()
-    for path, label in reader.samples:
-        status = Path(path).stat()
-        digest.update(f"{path}|{label}|{status.st_size}|{status.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
+    """The key of the content of the files, in order, and of their labels."""
+    paths, labels = zip(*reader.samples, strict=True)
+    return keys.key(content=keys.content(paths), labels=torch.tensor(labels))
+
+
+def _sample(dataset: Dataset) -> str | None:
+    """The key of some images of a source that gives any, evenly spaced; of one that is read in order there is none."""
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        return None
+    rows = sorted({round(i) for i in np.linspace(0, len(dataset) - 1, SAMPLED)} if len(dataset) else {})
+    with suppress(OSError, SyntaxError, ValueError):  # an image that cannot be read, which is said when it is
+        return keys.key(images=([np.asarray(image), int(label)] for image, label in map(dataset.__getitem__, rows)))
+    return None
 
 
 def _read_outputs(path: Path, classes: tuple[str, ...]) -> tuple[int, ...]:

@@ -31,7 +31,8 @@ from immunization.attacks import (
     WhitenedProbe,
     run_attacks,
 )
-from immunization.attacks.kept import PACKAGE, KeptBaselines
+from immunization.attacks.kept import KeptBaselines
+from immunization.compute.keys import PACKAGE
 from immunization.errors import ConfigError
 from immunization.runs import files
 from immunization.runs.filenames import ATTACKS
@@ -232,7 +233,7 @@ def test_a_kept_baseline_is_of_one_attack_and_one_task(tmp_path, stages, monkeyp
 )
 def test_only_code_that_decides_an_attack_throws_baselines_away(tmp_path, monkeypatch, stages, module, attacked_again):
     package = shutil.copytree(PACKAGE, tmp_path / "package", ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr("immunization.attacks.kept.PACKAGE", package)
+    monkeypatch.setattr("immunization.compute.keys.PACKAGE", package)
     victim = victim_of(torch.eye(4, dtype=torch.float64))
     with_baselines(tmp_path, victim)
     stages.clear()
@@ -245,7 +246,7 @@ def test_only_code_that_decides_an_attack_throws_baselines_away(tmp_path, monkey
 def test_a_resumed_audit_takes_nothing_that_other_code_measured(tmp_path, monkeypatch, stages):
     victim, attack = victim_of(torch.eye(4, dtype=torch.float64)), WhitenedProbe(steps=8)
     for source, attacked_again in (("this code", True), ("this code", False), ("other code", True)):
-        monkeypatch.setattr("immunization.attacks.kept._source", lambda source=source: source)
+        monkeypatch.setattr("immunization.compute.keys.source", lambda *_, source=source: source)
         stages.clear()
         attacked(tmp_path / "kept.pt", victim, {"it": attack}, {"it": {}})
         assert bool(stages) is attacked_again
@@ -294,7 +295,7 @@ def test_published_curves_hold_for_every_machine_and_one_suite_net_and_set_of_im
     monkeypatch.setattr("immunization.runs.environment.maker", lambda device: "here")
     victim = victims.net_victim(images, lambda model: None, "test_resnet", "layer4")
     assert attacked_with(victim, "standard-3")
-    monkeypatch.setattr("immunization.attacks.kept._source", lambda: "other code")
+    monkeypatch.setattr("immunization.compute.keys.source", lambda *_: "other code")
     monkeypatch.setattr("immunization.runs.environment.arithmetic", lambda device: ("another machine",))
     assert not attacked_with(victim, "standard-3")
     assert attacked_with(victim, "standard-4")
