@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import resolve_name
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -152,11 +153,10 @@ def code(*objects: Any) -> tuple[str, ...]:
         name, kind = waiting.popitem()
         if (module := sys.modules.get(name)) is None:
             continue
-        found[name] = _code_of(module, kind)
-        for value in list(vars(module).values()):
-            other = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-            if isinstance(other, str) and other not in found and not _known(other) and _beside(other, name):
-                waiting.setdefault(other, value)
+        found[name], imported = _code_of(module, kind)
+        for other in imported:
+            if other in sys.modules and other not in found and not _known(other) and _beside(other, name):
+                waiting.setdefault(other, None)
     return tuple(f"{name} {digest}" for name, digest in sorted(found.items()))
 
 
@@ -167,20 +167,34 @@ def _known(module: str) -> bool:
 
 def _beside(other: str, module: str) -> bool:
     """Whether a module is of the same package as another one, or of no installed package."""
-    file = getattr(sys.modules.get(other), "__file__", None) or ""
+    file = getattr(sys.modules[other], "__file__", None) or ""
     installed = any(file.startswith(sysconfig.get_path(kind)) for kind in ("stdlib", "purelib", "platlib"))
     return other.partition(".")[0] == module.partition(".")[0] or bool(file and not installed)
 
 
-def _code_of(module: ModuleType, kind: object) -> str:
-    for defined in (module, kind):  # a notebook has no file, its classes have their cells
+def _code_of(module: ModuleType, kind: object) -> tuple[str, list[str]]:
+    """The hash of the code of a module, and the names of what it imports."""
+    for defined in filter(None, [module, kind]):  # a notebook has no file, its classes have their cells
         try:
-            text = ast.unparse(ast.parse(inspect.getsource(defined)))
+            tree = ast.parse(inspect.getsource(defined))
         except (OSError, TypeError, SyntaxError):
             continue
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(ast.unparse(tree).encode()).hexdigest(), list(_imports(tree, module))
     file = getattr(module, "__file__", None)
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file and Path(file).is_file() else uuid4().hex
+    known = file is not None and Path(file).is_file()
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if known else uuid4().hex, []
+
+
+def _imports(tree: ast.AST, module: ModuleType) -> Iterator[str]:
+    """Names under which imports may stand, those of functions and classes of a module among them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            name = "." * node.level + (node.module or "")
+            with suppress(ImportError, ValueError):  # a relative name outside of a package, which Python refused, too
+                name = resolve_name(name, getattr(module, "__package__", None) or None)
+            yield from (name, *(f"{name}.{alias.name}" for alias in node.names))
 
 
 def versions() -> tuple[str, ...]:

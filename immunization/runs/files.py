@@ -61,9 +61,14 @@ def plain(value: object) -> Any:
     return value if value is None or isinstance(value, str | int) else str(value)
 
 
+def as_json(value: object) -> str:
+    """`value`, made `plain`, as JSON that every parser reads."""
+    return json.dumps(plain(value), indent=2, allow_nan=False) + "\n"
+
+
 def write_json(path: Path, value: object) -> None:
-    """Write `value`, made `plain`, as JSON that every parser reads; raises OSError as `write` does."""
-    write(path, json.dumps(plain(value), indent=2, allow_nan=False) + "\n")
+    """Write `value` `as_json`; raises OSError as `write` does."""
+    write(path, as_json(value))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
