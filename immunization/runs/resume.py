@@ -140,7 +140,7 @@ def check_inputs(folder: Path, now: Mapping[str, Any]) -> None:
     if changed := [name for name in before if name in now and not _same(before[name], now[name])]:
         raise DataError(
             f"{folder} does not fit this run any more, these have another content now: {', '.join(changed)}. It stays "
-            "as it is; another folder (hydra.run.dir=..., with -m hydra.sweep.dir=...) starts a run of what is there now"
+            "as it is; another folder (hydra.run.dir=..., with -m hydra.sweep.dir=...) runs on what is there now"
         )
 
 

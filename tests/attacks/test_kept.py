@@ -1,8 +1,10 @@
 """An audit that is killed between two attacks goes on with the next one, and ends with the same result."""
 
+import importlib
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -308,3 +310,44 @@ def test_published_curves_hold_for_every_machine_and_one_suite_net_and_set_of_im
 def test_published_curves_need_a_numbered_suite(tmp_path):
     with pytest.raises(ConfigError, match="published is a folder of a numbered suite's curves"):
         run([*QUICK, f"published={tmp_path}"], folder=tmp_path / "run")
+
+
+OWN = """
+from immunization.attacks import ClosedFormProbe
+
+
+class Mine(ClosedFormProbe):
+    said = {said!r}
+"""
+
+
+def test_an_edited_attack_of_ones_own_keeps_no_curve(tmp_path, monkeypatch):
+    """Neither of an audit, nor of a baseline, nor of a published one; those of this package keep theirs."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    victim = victims.net_victim(victims.colored_pair(tmp_path), lambda model: None, "test_resnet", "layer4")
+    folders = tmp_path / "baselines", tmp_path / "published"
+
+    def attacked_with(said: str, stages: list[str]) -> None:
+        (tmp_path / "mine.py").write_text(OWN.format(said=said))
+        sys.modules.pop("mine", None)
+        importlib.invalidate_caches()
+        attack = importlib.import_module("mine").Mine()
+        run_own = attack.run
+        attack.run = lambda victim, stage: stages.append(stage) or run_own(victim, stage)
+        kept = KeptCurves(tmp_path / ATTACKS, {"it": {"_target_": "mine.Mine"}}, victim, *folders, version="standard-3")
+        run_attacks({"it": attack}, victim, kept)
+
+    seen: list[list[str]] = [[], [], [], []]
+    for stages, said in zip(seen, ("a", "a", "edited", "edited"), strict=True):
+        attacked_with(said, stages)
+    assert [stages.count("baseline") for stages in seen] == [1, 0, 1, 0]
+    assert len(list(folders[1].glob("*.pt"))) == 2
+
+
+def test_a_curve_that_cannot_be_kept_is_measured_all_the_same(tmp_path, monkeypatch, caplog):
+    victim = victim_of(torch.eye(4, dtype=torch.float64))
+    expected = with_baselines(tmp_path / "kept", victim)
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "baselines").write_text("a file where the folder should be")
+    assert with_baselines(tmp_path / "none", victim) == expected
+    assert "is not kept" in caplog.text
