@@ -180,10 +180,9 @@ def test_who_loses_another_process_says_so_and_the_run_goes_on(killed, tmp_path)
         try:
             wait_for((tmp_path / "many" / CHECKPOINT).exists)
             children = Path(f"/proc/{both.pid}/task/{both.pid}/children").read_text().split()
-            ranks = {
-                int(re.search(rb"\0RANK=(\d)", Path(f"/proc/{pid}/environ").read_bytes())[1]): pid for pid in children
-            }
-            os.kill(int(ranks[killed]), signal.SIGKILL)
+            rank = f"\0RANK={killed}\0".encode()
+            (pid,) = (int(pid) for pid in children if rank in Path(f"/proc/{pid}/environ").read_bytes())
+            os.kill(pid, signal.SIGKILL)
             said = both.communicate(timeout=120)[1]
         finally:
             both.kill()
