@@ -25,5 +25,9 @@ class Diverged(UserError):
     """Training stopped on a non-finite loss, or on one above 1e12 times the first."""
 
 
+class OtherEnded(UserError):
+    """One of several processes that train together has ended, so that this one cannot go on."""
+
+
 class Preempted(SystemExit):
     """The process was told to end by a signal; its exit code is 128 + the signal's number, as shells have it."""

@@ -3,7 +3,8 @@
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -15,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from immunization.checks import AtLeastOne, Positive, Seed, check_arguments, check_value
-from immunization.compute import distributed, machine, randomness
+from immunization.compute import distributed, keys, machine, randomness
 from immunization.config import CONF, build, check_components, factory, target_of
 from immunization.data.images import ImagePair
 from immunization.data.task import TaskPair
@@ -23,6 +24,8 @@ from immunization.errors import ConfigError
 from immunization.evaluation import Comparison, Measures
 from immunization.methods import Method, Unmodified, combined
 from immunization.models import Model
+from immunization.runs.filenames import weights_of
+from immunization.runs.resume import BOOKKEEPING
 from immunization.runs.tracker import Tracker
 from immunization.terminal import importing
 from immunization.training.checkpoint import Checkpointer
@@ -68,7 +71,10 @@ class Experiment:
 
 
 class Parts(NamedTuple):
-    """What a run is made of: the tasks as they are measured (`pair`) and trained on; `start` holds theta_0."""
+    """What a run is made of: the tasks as they are measured (`pair`) and trained on; `start` holds theta_0.
+
+    `inputs` says what the data, files and code of somebody's own were when they were read.
+    """
 
     method: Method
     model: Model
@@ -76,6 +82,7 @@ class Parts(NamedTuple):
     trained_on: TaskPair
     start: dict[str, Tensor]
     device: torch.device
+    inputs: dict[str, Any]
 
 
 def resolve(config: DictConfig, overrides: Iterable[str] = (), tables: Mapping[str, Any] | None = None) -> Experiment:
@@ -176,13 +183,35 @@ def check_objective(objective: str, evaluations: Mapping[str, object], attacks: 
         )
 
 
-def assemble(experiment: Experiment) -> Parts:
-    """Data, method and model of a run, from its seed; sets the threads."""
+def read_data(experiment: Experiment) -> tuple[TaskPair | ImagePair, dict[str, Any]]:
+    """The data of a run, from its seed, and its inputs: data, files and code of one's own, by content.
+
+    Raises ConfigError for a function that returns no data, and what the data set raises.
+    """
     randomness.seed(experiment.seed)
-    machine.choose_threads(experiment.threads, None)
     data = experiment.dataset()
     if not isinstance(data, TaskPair | ImagePair):
         raise ConfigError(f"dataset: its function must return a TaskPair or an ImagePair, not {type(data).__name__}")
+    deciding = {key: value for key, value in experiment.settings.items() if key not in BOOKKEEPING}
+    inputs: dict[str, Any] = {f"dataset {split}": content for split, content in data.content.items()}
+    inputs |= keys.named(deciding, weights_of)
+    return data, inputs | {target: keys.key(code=code) for target, code in _own_code(deciding)}
+
+
+def _own_code(settings: object) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each `_target_` that is neither of this package nor of the libraries, and its code."""
+    for value in settings.values() if isinstance(settings, Mapping) else settings if isinstance(settings, list) else ():
+        yield from _own_code(value)
+    if isinstance(settings, Mapping) and isinstance(target := settings.get("_target_"), str):
+        module, _, name = target.rpartition(".")
+        if code := keys.code(*filter(None, [getattr(sys.modules.get(module), name, None)])):
+            yield target, code
+
+
+def assemble(experiment: Experiment) -> Parts:
+    """Data, method and model of a run, from its seed; sets the threads."""
+    machine.choose_threads(experiment.threads, None)
+    data, inputs = read_data(experiment)
     data = experiment.debug.few(data)
     device = machine.device_of(experiment.device, data.dim)
     data = data.to(device, torch.float64)
@@ -217,4 +246,4 @@ def assemble(experiment: Experiment) -> Parts:
             torch.optim.SGD([torch.zeros(1)])
     kept = experiment.attack or not model.trains_layers  # of rows it is small, and a baseline of its own
     start = copy.deepcopy(model.extractor.state_dict()) if kept else {}
-    return Parts(method, model, pair, trained_on, start, device)
+    return Parts(method, model, pair, trained_on, start, device, inputs)

@@ -13,9 +13,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from immunization.compute import distributed, machine, randomness
 from immunization.config import check_trust, compose, run_folder, slug, snake_case, target_name
-from immunization.errors import BusyError, ConfigError, UserError
+from immunization.errors import BusyError, ConfigError, OtherEnded, UserError
 from immunization.evaluation import Comparison, evaluate
-from immunization.experiment import Experiment, Parts, assemble, resolve
+from immunization.experiment import Experiment, Parts, assemble, read_data, resolve
 from immunization.models.weights import exported, original, rounding_flag
 from immunization.results import model_card
 from immunization.results.present import present
@@ -81,7 +81,7 @@ def run(
         if distributed.rank():
             return follow(config, run, settings, tables)
         with run, Stop().listening() as stop:
-            if before := completed(folder, settings):
+            if before := completed(folder, settings, lambda: read_data(resolve(config, overrides))[1]):
                 distributed.agree(None)
                 print(f"{folder.name}: completed before, nothing to do (resume=true)", flush=True)
                 return before
@@ -108,7 +108,9 @@ def follow(
         if run.path is not None:
             train(config, (), run, Stop(), checkpoint.read(run.path, settings), tables)
             run.result.status = "completed"
-    except (UserError, RuntimeError) as error:  # the first process meets the same error, or has died: it reports it
+    except (UserError, RuntimeError) as error:  # the first process meets the same error and reports it, or has died
+        if isinstance(error, OtherEnded):
+            print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from error
     return run.result
 
@@ -143,7 +145,7 @@ def train(
     run.result.about, run.result.method, run.result.model = parts.pair.about, parts.method.name, parts.model.name
     log.info("%s: %s", parts.pair.name, parts.pair.about)
     if leads:
-        run.record(parts.device, state)
+        run.record(parts.device, state, parts.inputs)
         table = run.tabulate({role: rows for role, task in parts.pair.tasks.items() if (rows := task.rows_of_classes)})
         if table and not quiet:
             print(*table, "", sep="\n", flush=True)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from immunization.attacks.base import AttackCurve
+from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.victim import Inapplicable, Stage, Victim
+from immunization.compute import keys
 from immunization.data.task import SPLITS
 from immunization.errors import ConfigError, DataError, DegenerateSpectrum
 from immunization.evaluation.measures import SUFFIX
@@ -26,7 +27,6 @@ log = logging.getLogger(__name__)
 VERSION = 4
 """Version of the file, to be raised whenever `AttackCurve` changes."""
 
-PACKAGE = Path(__file__).resolve().parents[1]
 DECIDE = ("attacks", "compute", "data", "evaluation", "models", "theory")
 """Folders of the package whose modules decide the numbers of an attack on the baseline."""
 
@@ -37,8 +37,9 @@ class KeptCurves:
     """The curves of attacks that are done, in one file, which is replaced in one step after each attack.
 
     A curve is taken from there only for the same configuration of its attack (`settings`, by name), weights, data, code
-    in `DECIDE` and libraries. Damaged curves are measured again. Curves of the baseline are shared by all runs with one
-    folder `baselines`, and by all machines where the suite called `version` has a folder of `published` ones.
+    in `DECIDE` or of one's own, and libraries. Damaged curves are measured again. Curves of the baseline are shared by
+    all runs with one folder `baselines`, and by all machines where the suite called `version` has a folder of
+    `published` ones.
     """
 
     def __init__(
@@ -53,31 +54,33 @@ class KeptCurves:
         self.path = path
         roots = [Path(root).expanduser() if root else None for root in (baselines, published)]
         self.baselines = KeptBaselines(*roots, settings, victim, version) if any(roots) else None
-        key = [_digest(_identity(victim)), _source(), *environment.libraries()]
         self.prefix = "" if victim.role == "harmful" else f"{victim.role}/"
-        self.settings, self.key = settings, key
+        self.settings = settings
+        self.key = keys.key(
+            victim=_identity(victim), net=_net(victim, "immunized"), code=keys.source(*DECIDE), versions=keys.versions()
+        )
         self.kept: dict[str, dict[str, Any]] = {}
         with suppress(DataError, KeyError, TypeError):  # none, or a damaged one, or another version's
             content = files.read_archive(path)
             self.kept = content["attacks"] if content["version"] == VERSION else {}
 
-    def get(self, name: str) -> Curves | None:
-        """The curves of an attack on every stage; None where it has to be run."""
+    def get(self, name: str, code: tuple[str, ...] = ()) -> Curves | None:
+        """The curves of an attack, whose own `code` this is, on every stage; None where it has to be run."""
         entry = self.kept.get(self.prefix + name)
-        if entry is None or entry["key"] != self._key(name):
+        if entry is None or entry["key"] != self._key(name, code):
             return None
         log.info("attack %s: done before", name)
         if self.baselines and entry.get("by"):
             self.baselines.made_by[name] = entry["by"]
         return {stage: AttackCurve(**fields) for stage, fields in entry["curves"].items()}
 
-    def _key(self, name: str) -> dict[str, object]:
-        return {"settings": _settings(self.settings, name), "key": self.key}
+    def _key(self, name: str, code: tuple[str, ...]) -> str:
+        return keys.key(settings=_settings(self.settings, name), code=code, key=self.key)
 
-    def put(self, name: str, curves: Curves) -> None:
+    def put(self, name: str, curves: Curves, code: tuple[str, ...] = ()) -> None:
         """Keep the curves of an attack that is done."""
         self.kept[self.prefix + name] = {
-            "key": self._key(name),
+            "key": self._key(name, code),
             "curves": {stage: vars(curve) for stage, curve in curves.items()},
             "by": self.baselines.made_by.get(name) if self.baselines else None,
         }
@@ -87,7 +90,7 @@ class KeptCurves:
 class KeptBaselines:
     """Curves of attacks on the baseline, or of a reference, one file each in a folder that all runs share.
 
-    A file is named by a hash of all that its curve depends on: the attack, the baseline's net, features and labels, the
+    A file is named by a key of all that its curve depends on: the attack, the baseline's net, features and labels, the
     code in `DECIDE` and the machine's arithmetic. If several processes need a curve, one computes it, and the others
     attack theta_I before they wait.
 
@@ -105,15 +108,20 @@ class KeptBaselines:
     ) -> None:
         self.settings, self.device = settings, victim.task.train.y.device
         self.made_by: dict[str, str] = {}
-        net = fingerprint([victim.network("baseline")]) if victim.model.deep else ""
-        about = victim.role if net else f"{victim.role} {victim.model.dtype}"
         self.places: list[tuple[Path, str]] = []
         if root:
-            machine = (_source(), *environment.arithmetic(self.device))
-            self.places.append((root, f"{machine} {about} {_digest(_baseline(victim))} {net}"))
-        if published and net:
+            known = keys.key(
+                machine=environment.arithmetic(self.device),
+                code=keys.source(*DECIDE),
+                task=[victim.role, None if victim.model.deep else victim.model.dtype],
+                baseline=_baseline(victim),
+                net=_net(victim, "baseline"),
+            )
+            self.places.append((root, known))
+        if published and victim.model.deep:
+            net = fingerprint([victim.network("baseline")])
             with suppress(Inapplicable):  # too many images to have at once
-                self.places.append((published, f"{version} {about} {_digest(_shown(victim))} {net}"))
+                self.places.append((published, f"{version} {victim.role} {_digest(_shown(victim))} {net}"))
 
     def __call__(
         self,
@@ -131,11 +139,9 @@ class KeptBaselines:
         settings = json.dumps(_settings(self.settings, name), sort_keys=True)
         paths = []
         for root, victim in self.places:
-            key = hashlib.sha256(f"{VERSION} {settings} {beside} {victim}".encode()).hexdigest()[:32]
-            paths.append(root / f"{key}.pt")
-        locks = paths[0].parent / ".locks"
-        locks.mkdir(parents=True, exist_ok=True)
-        with files.locked(locks / paths[0].stem, wait=True, meanwhile=meanwhile):
+            known = hashlib.sha256(f"{VERSION} {settings} {beside} {victim}".encode()).hexdigest()[:32]
+            paths.append(root / f"{known}.pt")
+        with files.locked(files.lock_of(paths[0]), wait=True, meanwhile=meanwhile):
             found = {path: content for path in paths if (content := _read(path))}
             if found:
                 content = next(iter(found.values()))
@@ -144,8 +150,7 @@ class KeptBaselines:
                 content = {"attack": name, "curve": vars(attack()), "by": environment.maker(self.device)}
             for path in paths:
                 if path not in found:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    files.write_archive(path, content)
+                    _keep(path, content)
             self.made_by[name] = content["by"]
             return AttackCurve(**content["curve"])
 
@@ -171,6 +176,15 @@ def _read(path: Path) -> dict[str, Any] | None:
     return None
 
 
+def _keep(path: Path, content: dict[str, Any]) -> None:
+    """Write a file of `KeptBaselines`; what cannot be kept is measured all the same."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_archive(path, content)
+    except OSError as error:
+        log.warning("the baseline's curve of attack %s is not kept: %s: %s", content["attack"], path, error.strerror)
+
+
 def _settings(settings: Mapping[str, object], name: str) -> object:
     """Those of an attack, with the content of a file that it replays; one on few images is <attack>@<images>.<draw>."""
     own, at, images = name.partition("@")
@@ -180,12 +194,17 @@ def _settings(settings: Mapping[str, object], name: str) -> object:
     return [found, images] if at else found
 
 
-def _source() -> str:
-    digest = hashlib.sha256()
-    for folder in DECIDE:
-        for path in sorted((PACKAGE / folder).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+def code_of(attack: Attack) -> tuple[str, ...]:
+    """The code of an attack of one's own, and the content of files that it was given; nothing for those of `DECIDE`."""
+    own = keys.code(type(attack))
+    return (*own, *keys.named(vars(attack)).items()) if own else ()
+
+
+def _net(victim: Victim, stage: Stage) -> str:
+    if not victim.model.deep:
+        return ""
+    network = victim.network(stage)
+    return keys.net([network], lambda images: network(images.to(next(network.parameters()))), network.input_size)
 
 
 def _baseline(victim: Victim) -> Iterator[Tensor]:

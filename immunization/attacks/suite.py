@@ -12,7 +12,7 @@ from tqdm import tqdm
 from immunization.attacks import prices, reference, worth
 from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.flags import PLACES, flags_of
-from immunization.attacks.kept import KeptCurves
+from immunization.attacks.kept import KeptCurves, code_of
 from immunization.attacks.numbered import changes
 from immunization.attacks.outcome import Outcome, first, listed, never_finite, put_final, reached
 from immunization.attacks.replay import found_settings
@@ -202,7 +202,8 @@ def _run(
         raise Inapplicable(reason)
     if victim.task.constant:
         raise Inapplicable(CONSTANT.format(victim.role))
-    if kept and (curves := kept.get(name)) is not None:
+    code = code_of(attack)
+    if kept and (curves := kept.get(name, code)) is not None:
         return curves
     run, shared = partial(attack.run, victim), kept.baselines if kept else None
     stages = ("baseline",) if attack.reference else victim.stages
@@ -224,10 +225,10 @@ def _run(
 
     attack_baseline = partial(run, "baseline")
     with at("baseline"):
-        baseline = shared(name, attack.beside(victim), attack_baseline, others) if shared else attack_baseline()
+        baseline = shared(name, attack.beside(victim) + code, attack_baseline, others) if shared else attack_baseline()
     curves = dict.fromkeys(("baseline", *stages), baseline) | others()
     if kept:
-        kept.put(name, curves)
+        kept.put(name, curves, code)
     return curves
 
 

@@ -7,7 +7,7 @@ through the net, and the optimizer gets the sums over all. With one process, eve
 import math
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import chain
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.autograd.function import once_differentiable
 
-from immunization.errors import DegenerateSpectrum
+from immunization.errors import DegenerateSpectrum, OtherEnded
 from immunization.theory import spectrum
 
 PATIENCE = timedelta(days=1)  # longest wait for another process, which may be computing the activations of a large set
@@ -60,6 +60,19 @@ def group(device: str) -> Iterator[None]:
         leave()
 
 
+def _together(collective: Callable[..., object], *arguments: object, **options: object) -> None:
+    """Call a function that all processes call. Raises OtherEnded where one of them does not answer any more."""
+    try:
+        collective(*arguments, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # of sockets or of a GPU's library, in words of its own
+        raise OtherEnded(
+            f"another process of this training ended, or cannot be reached (this is process {rank()} of {size()}; what "
+            "the other one said tells why); resume=true goes on from the last checkpoint"
+        ) from error
+
+
 def _device() -> torch.device:
     return own_gpu() if distributed.get_backend() == "nccl" else torch.device("cpu")
 
@@ -74,7 +87,7 @@ def agree(folder: Path | None = None) -> Path | None:
     if size() == 1:
         return folder
     answer = [folder and folder.resolve()]
-    distributed.broadcast_object_list(answer, src=0, device=_device())
+    _together(distributed.broadcast_object_list, answer, src=0, device=_device())
     return answer[0]
 
 
@@ -82,10 +95,10 @@ def agree(folder: Path | None = None) -> Path | None:
 def main_process_first() -> Iterator[None]:
     """The first process goes ahead; the others follow when it is done, and find the files that it wrote."""
     if size() > 1 and rank():
-        distributed.barrier()
+        _together(distributed.barrier)
     yield
     if size() > 1 and not rank():
-        distributed.barrier()
+        _together(distributed.barrier)
 
 
 def share(rows: Tensor) -> Tensor:
@@ -98,12 +111,12 @@ class _Gather(torch.autograd.Function):
     def forward(ctx, part: Tensor) -> Tensor:
         counts = torch.zeros(size(), dtype=torch.long, device=part.device)
         counts[rank()] = len(part)
-        distributed.all_reduce(counts)
+        _together(distributed.all_reduce, counts)
         counts = counts.tolist()
         padded = part.new_zeros(max(counts), *part.shape[1:])
         padded[: len(part)] = part
         parts = [torch.empty_like(padded) for _ in counts]
-        distributed.all_gather(parts, padded)
+        _together(distributed.all_gather, parts, padded)
         ctx.start, ctx.count = sum(counts[: rank()]), len(part)
         return torch.cat([one[:count] for one, count in zip(parts, counts, strict=True)])
 
@@ -138,7 +151,7 @@ def summed(tensors: list[Tensor]) -> list[Tensor]:
     if size() == 1 or not tensors:
         return tensors
     flat = torch.cat([tensor.flatten() for tensor in tensors])
-    distributed.all_reduce(flat)
+    _together(distributed.all_reduce, flat)
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
@@ -156,5 +169,5 @@ def triangular_factor(batches: Iterable[Tensor], width: int) -> Tensor:
         except DegenerateSpectrum:  # NaN lets every process raise it, in the last line
             own.fill_(math.nan)
     factors = [torch.empty_like(own) for _ in range(size())]
-    distributed.all_gather(factors, own)
+    _together(distributed.all_gather, factors, own)
     return spectrum.triangular_factor(torch.cat(factors))[0]

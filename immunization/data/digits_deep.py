@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from immunization.checks import AtLeastOne, Fraction, Seed, checked
+from immunization.compute import keys
 from immunization.data.images import ImagePair, ImageSplit, ImageTask, Pictures, description
 from immunization.data.pixels import sklearn_digits
 from immunization.data.preparation import check_training_rows, split_rows
@@ -45,9 +46,9 @@ def digits_deep(
         labels = torch.tensor([codes.get(digit, -1) for digit in digits])
         own = torch.nonzero(labels >= 0)[:, 0]
         parts = split_rows(labels[own], val_fraction, test_fraction, torch.Generator().manual_seed(split_seed))
-        images = Pictures(pixels, labels)
+        images, content = Pictures(pixels, labels), keys.key(pixels=pixels)
         splits = {
-            s: ImageSplit(images, own[i], f"digits {classes} {i.tolist()}", "sklearn.datasets.load_digits()")
+            s: ImageSplit(images, own[i], f"digits {content} {classes} {i.tolist()}", "sklearn.datasets.load_digits()")
             for s, i in parts.items()
         }
         tasks[role] = ImageTask("digits " + " ".join(map(str, classes)), tuple(map(str, classes)), splits)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -23,6 +23,7 @@ from immunization.checks import (
     check_options,
     checked,
 )
+from immunization.compute import keys
 from immunization.data.class_folders import (
     SYSTEM,
     Found,
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 
 Crop = Literal["center", "squash", "border"]
 SOURCES = ("torch/", "hfds/", "hfids/", "tfds/", "wds/")
+SAMPLED = 64  # images of a source that has no folders of files, which stand for its content
 SYNONYMS = {"val": ("val", "validation", "valid", "test"), "train": ("train", "training")}
 USUAL_SPLITS = {name for names in SYNONYMS.values() for name in names} | {"testing", "dev", "eval"}
 
@@ -183,7 +185,7 @@ def open_task(
         whole, about = {}, dict(options or {})
         for split in (train, test):
             images = _open_source(role, source, folder, split, about)
-            identity = f"{source} {folder} {split} {len(images)} {about} {READ_AS}"
+            identity = f"{source} {split} {len(images)} {about} {READ_AS} {_sample(images)}"
             whole[split] = ImageSplit(images, None, identity, f"{source}, split {split}")
         opened = whole[train].dataset
         known = getattr(getattr(opened, "reader", None), "class_to_idx", None) or getattr(opened, "classes", None)
@@ -268,17 +270,16 @@ def _warn_of(what: str, found: Found, folder: Path) -> dict[str, int]:
 
 
 def _identity(images: Files) -> str:
-    return f"{READ_AS} {_fingerprint(images)}"
+    """How images are read, and the key of the content of the files, in order, and of their labels."""
+    paths, labels = zip(*images.samples, strict=True)
+    return f"{READ_AS} {keys.key(content=keys.content(paths), labels=torch.tensor(labels))}"
 
 
-def _fingerprint(images: Files) -> str:
-    """A hash of the names, sizes and times of the files, which stands for their content."""
-    digest = hashlib.sha256()
-    for path, label in images.samples:
-        try:
-            status = os.stat(path)
-            about = f"{status.st_size}|{status.st_mtime_ns}"
-        except OSError:  # as a link that leads nowhere: whoever reads the image says so
-            about = "unreadable"
-        digest.update(f"{path}|{label}|{about}\n".encode(errors="surrogateescape"))
-    return digest.hexdigest()
+def _sample(dataset: Dataset) -> str | None:
+    """The key of some images of a source that gives any, evenly spaced; of one that is read in order there is none."""
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        return None
+    rows = sorted({round(i) for i in np.linspace(0, len(dataset) - 1, SAMPLED)} if len(dataset) else {})
+    with suppress(OSError, SyntaxError, ValueError):  # an image that cannot be read, which is said when it is
+        return keys.key(images=([np.asarray(image), int(label)] for image, label in map(dataset.__getitem__, rows)))
+    return None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from immunization.compute import keys
 from immunization.data.image_files import read_image
 from immunization.data.task import USUAL, Origin
 from immunization.errors import ConfigError
@@ -105,6 +106,13 @@ class ImagePair:
         """Of its images as they are read; None where only their source knows."""
         modes = {getattr(task.splits["train"].dataset, "input_img_mode", None) for task in self.tasks.values()}
         return {"L": 1, "RGB": 3}.get(modes.pop()) if len(modes) == 1 else None
+
+    @property
+    def content(self) -> dict[str, str]:
+        """A key of the images of each split, `<role>/<split>`, and of those that are kept."""
+        kept = {f"keep {images.name}": images for images in self.keep}
+        splits = {f"{r}/{s}": split for r, task in (self.tasks | kept).items() for s, split in task.splits.items()}
+        return {name: keys.key(identity=split.identity, rows=split.rows) for name, split in splits.items()}
 
     def check_channels(self, net: str, channels: int) -> None:
         """Raise ConfigError for a net that reads images of another number of channels."""

@@ -297,6 +297,14 @@ class Task:
         return replace(self, **moved, eps=eps)
 
 
+def _sketch(values: Tensor) -> tuple[float, float, float]:
+    """How many, their norm, and the share of it along a fixed direction, which tells what stands where."""
+    values = values.detach().cpu().double().flatten()
+    direction = torch.randn(len(values), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    norm = torch.linalg.vector_norm(values).item()
+    return float(len(values)), norm, (values @ direction).item() / (norm or 1.0)
+
+
 @dataclass(frozen=True)
 class TaskPair:
     """Primary, harmful and (optionally) benign task over the same D input features, and any `more` by role.
@@ -363,6 +371,19 @@ class TaskPair:
         """Where the rows of `<role>/<split>` come from, as far as it is known."""
         splits = {f"{role}/{name}": split for role, task in self.tasks.items() for name, split in task.splits.items()}
         return {name: split.origin for name, split in splits.items() if split.origin is not None}
+
+    @property
+    def content(self) -> dict[str, list[float]]:
+        """Numbers that tell the rows and labels of each split, `<role>/<split>`, from others.
+
+        They agree, but for rounding, also where the preparation turned the rows or was rounded in another way.
+        """
+        splits = {f"{role}/{name}": split for role, task in self.tasks.items() for name, split in task.splits.items()}
+        return {
+            name: [*_sketch(torch.linalg.vector_norm(split.x.flatten(1), dim=1)), *_sketch(split.y)]
+            for name, split in splits.items()
+            if isinstance(split.x, Tensor)
+        }
 
     @property
     def dim(self) -> int:

@@ -4,6 +4,7 @@ An entry is a folder named by a hash of everything its content depends on; it ho
 `labels.bin` (int64) and `entry.json` (shape, dtype, checksums, images left out). A whole entry is renamed into place.
 """
 
+import errno
 import hashlib
 import json
 import logging
@@ -74,13 +75,23 @@ def take(x: Tensor | Stream, rows: Tensor) -> Tensor:
 
 
 class _Writer:
-    """Writes one entry batch by batch; `root=None` gathers it in memory."""
+    """Writes one entry batch by batch; gathers it in memory with `root=None`, and where nothing may be written."""
 
     def __init__(self, root: Path | None, key: str) -> None:
         self.root, self.key, self.parts, self.crc, self.shape = root, key, [], 0, None
-        if root is not None:
+        if root is None:
+            return
+        try:
             self.folder = Path(tempfile.mkdtemp(dir=root, prefix=f"{UNFINISHED}{key}-"))
-            self.file = (self.folder / "data.bin").open("wb")
+            self.folder.chmod(0o777 & ~_umask())  # mkdtemp's own mode keeps everybody else out
+        except OSError as error:
+            if error.errno in files.NO_ROOM:
+                raise OSError(error.errno, error.strerror, str(root)) from error
+            told = "%s: %s; activations are kept in memory, dataset.cache=<folder> keeps them on another disk"
+            log.warning(told, root, error.strerror)
+            self.root = None
+            return
+        self.file = (self.folder / "data.bin").open("wb")
 
     def add(self, batch: Tensor) -> None:
         batch = batch.detach().cpu().contiguous()
@@ -94,22 +105,25 @@ class _Writer:
         self.shape, self.dtype = tuple(batch.shape[1:]), str(batch.dtype).removeprefix("torch.")
 
     def finish(self, labels: Tensor, skipped: Sequence[Unreadable]) -> Activations:
+        """What was written, which is there also where it cannot be kept; raises OSError, which names the folder."""
         if self.root is None:
             return Activations(torch.cat(self.parts), labels, tuple(skipped))
+        entry = {"shape": [len(labels), *self.shape], "dtype": self.dtype, "skipped": list(skipped)}
+        entry |= {"crc": self.crc, "labels": zlib.crc32(labels.numpy())}
         with self._named():
             self.file.flush()
             os.fsync(self.file.fileno())
             self.file.close()
             (self.folder / "labels.bin").write_bytes(labels.numpy().tobytes())
-        entry = {"shape": [len(labels), *self.shape], "dtype": self.dtype, "skipped": list(skipped)}
-        entry |= {"crc": self.crc, "labels": zlib.crc32(labels.numpy())}
-        (self.folder / "entry.json").write_text(json.dumps(entry | {"self": _checksum(entry)}))
-        target = self.root / self.key
+            (self.folder / "entry.json").write_text(json.dumps(entry | {"self": _checksum(entry)}))
+            done = _read(self.folder)  # mapped, and so in memory's reach under whatever name
         try:
-            os.replace(self.folder, target)
-        except OSError:  # another process was faster
+            os.replace(self.folder, self.root / self.key)
+        except OSError as error:
             self.discard()
-        return load(self.root, self.key)
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or load(self.root, self.key) is None:
+                log.warning("activations are not kept: %s: %s", self.root / self.key, error.strerror)
+        return done
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -126,23 +140,38 @@ class _Writer:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def _umask() -> int:
+    """The mask of this process, which can only be read by setting it."""
+    os.umask(mask := os.umask(0o077))
+    return mask
+
+
 def load(root: Path | None, key: str) -> Activations | None:
-    """The entry `key`, memory-mapped; None where there is none. A damaged one is removed, with a warning."""
-    if root is None or not (root / key).is_dir():
+    """The entry `key`, memory-mapped; None where there is none that can be read. A damaged one is removed; both say so.
+
+    One that another account keeps for itself is left where it is.
+    """
+    if root is None:
         return None
     folder = root / key
     try:
-        entry = json.loads((folder / "entry.json").read_text())
-        x = _mapped(folder / "data.bin", entry["shape"], getattr(torch, entry["dtype"]))
-        labels = _mapped(folder / "labels.bin", entry["shape"][:1], torch.int64)
-        skipped = tuple(Unreadable(row, why) for row, why in entry["skipped"])
-        expected = entry.pop("self"), entry["crc"], entry["labels"]
-        if expected != (_checksum(entry), zlib.crc32(x.numpy()), zlib.crc32(labels.numpy())):
-            raise ValueError("wrong checksum")
+        return _read(folder) if folder.is_dir() else None
+    except PermissionError as error:
+        log.warning("activations in %s cannot be read (%s) and are computed again", folder, error.strerror)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         log.warning("activations in %s are damaged (%s) and are computed again", folder, error)
         shutil.rmtree(folder, ignore_errors=True)
-        return None
+    return None
+
+
+def _read(folder: Path) -> Activations:
+    entry = json.loads((folder / "entry.json").read_text())
+    x = _mapped(folder / "data.bin", entry["shape"], getattr(torch, entry["dtype"]))
+    labels = _mapped(folder / "labels.bin", entry["shape"][:1], torch.int64)
+    skipped = tuple(Unreadable(row, why) for row, why in entry["skipped"])
+    expected = entry.pop("self"), entry["crc"], entry["labels"]
+    if expected != (_checksum(entry), zlib.crc32(x.numpy()), zlib.crc32(labels.numpy())):
+        raise ValueError("wrong checksum")
     return Activations(x, labels, skipped)
 
 
@@ -167,7 +196,7 @@ def collect(
 ) -> dict[str, Activations]:
     """One pass over `loader`: what `compute` makes of the images, by name; entries that exist are not computed.
 
-    `loader` gives images, labels, unreadable ones and perhaps kinds; `keys` the key of each name. One of several
+    `loader` gives images, labels, unreadable ones and perhaps kinds; `keys` has the key of each name. One of several
     processes computes, the others wait. Raises DataError for unreadable images, unless `skip`.
     """
     found = {name: load(root, key) for name, key in keys.items()}
@@ -175,11 +204,14 @@ def collect(
         return found
     with _alone(root, list(keys.values())):
         found = {name: entry or load(root, keys[name]) for name, entry in found.items()}
-        writers = {name: _Writer(root, keys[name]) for name, entry in found.items() if entry is None}
-        if not writers:
+        missing = [name for name, entry in found.items() if entry is None]
+        if not missing:
             return found
+        writers: dict[str, _Writer] = {}
         labels, bad, kinds = [], [], Counter()
         try:
+            for name in missing:
+                writers[name] = _Writer(root, keys[name])
             with randomness.isolated_rng():  # or a run that finds the entries would go on with other random numbers
                 for images, targets, lost, *more in counted(loader, title):
                     bad += lost
@@ -196,12 +228,12 @@ def collect(
             if kinds:
                 among = ", ".join(f"{kind}: {count}" for kind, count in kinds.most_common())
                 log.info("%s, all read as RGB with 8 bits; among them %s", title, among)
+            y = torch.cat(labels)
+            return found | {name: writer.finish(y, bad) for name, writer in writers.items()}
         except BaseException:
             for writer in writers.values():
                 writer.discard()
             raise
-        y = torch.cat(labels)
-        return found | {name: writer.finish(y, bad) for name, writer in writers.items()}
 
 
 @contextmanager
@@ -210,19 +242,18 @@ def _alone(root: Path | None, keys: Sequence[str]) -> Iterator[None]:
     if root is None:
         yield
         return
-    locks = root / ".locks"  # empty files, which stay: whoever waits for one that is removed holds nothing
-    locks.mkdir(parents=True, exist_ok=True)
     with ExitStack() as held:
         for key in sorted(keys):  # in one order for all: nobody waits for who waits for them
-            if held.enter_context(files.locked(locks / key, wait=True)):
+            if held.enter_context(files.locked(files.lock_of(root / key), wait=True)):
                 for left in root.glob(f"{UNFINISHED}{key}-*"):
                     shutil.rmtree(left, ignore_errors=True)
         yield
 
 
 def fingerprint(parts: Sequence[Callable[[Tensor], Tensor]]) -> str:
-    """A hash of the structure and all tensors of modules (and of the net behind bound methods).
+    """A hash of the structure and all tensors of modules (and of the net behind bound methods), of published curves.
 
+    It is the same on every machine, and so knows nothing of options that are not printed: `compute/keys.py` does.
     Whether a layer has a bias is left to the tensors' names: torch prints it of more layers from 2.12 on.
     """
     digest = hashlib.sha256()

@@ -1,22 +1,24 @@
 """Small nets fitted to the primary images themselves: the deep pipeline without pretrained weights."""
 
-import hashlib
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from immunization.checks import AtLeastOne, Count
+from immunization.compute import keys
 from immunization.data.image_loading import create_loader
 from immunization.data.images import ImagePair
 from immunization.errors import ConfigError, DataError
 from immunization.models.timm import Timm
 from immunization.models.weights import create
-from immunization.runs import files
+from immunization.runs import environment, files
 
 log = logging.getLogger(__name__)
 
@@ -47,20 +49,24 @@ class FittedNet(Timm):
             raise DataError(
                 f"model.name={name} is fitted in mini-batches of {BATCH}; D_P has {len(train)} training images"
             )
-        rows = train.origin.rows.tolist()  # in full: a long tensor as text is its ends alone
-        key = f"{train.identity} {rows} {pair.size} {name} {fit_epochs} {shift} {channels} {torch.__version__}"
-        path = Path(cache).expanduser() / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with files.locked(path.with_suffix(".lock"), wait=True):  # jobs side by side fit it once
-            try:
-                files.read_tensors(path)
-            except DataError as error:
-                if path.exists():
-                    log.warning("%s; the net is fitted again", error)
-                _fit(pair, name, arguments, fit_epochs, shift, path)
+        known = keys.key(
+            images=[train.identity, train.origin.rows, pair.size],
+            net=[name, fit_epochs, shift, channels],
+            code=keys.source("compute", "data", "models"),
+            machine=environment.arithmetic(torch.device("cpu")),
+        )
+        path = Path(cache).expanduser() / f"{known[:16]}.safetensors"
         own = tuple(range(arguments["num_classes"]))  # its head was fitted to these very labels
-        pair = replace(pair, tasks=pair.tasks | {"primary": replace(pair.tasks["primary"], outputs=own)})
-        super().__init__(pair, name, trainable, str(path), False, head_decay, arguments)
+        with TemporaryDirectory() as aside:
+            with files.locked(files.lock_of(path), wait=True):  # jobs side by side fit it once
+                try:
+                    files.read_tensors(path)
+                except DataError as error:
+                    if os.path.exists(path):
+                        log.warning("%s; the net is fitted again", error)
+                    path = _fit(pair, name, arguments, fit_epochs, shift, Path(aside), path)
+            pair = replace(pair, tasks=pair.tasks | {"primary": replace(pair.tasks["primary"], outputs=own)})
+            super().__init__(pair, name, trainable, str(path), False, head_decay, arguments)
 
 
 class DigitsNet(FittedNet):
@@ -77,7 +83,22 @@ class DigitsNet(FittedNet):
         super().__init__(pair, "test_resnet", trainable, fit_epochs, 0, 1, head_decay, cache)
 
 
-def _fit(pair: ImagePair, name: str, arguments: dict[str, int], epochs: int, shift: int, path: Path) -> None:
+def _kept(tensors: dict[str, Tensor], path: Path, aside: Path) -> Path:
+    """Where they were written: to `path`, or to a file of its name `aside` where this account may not write there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_tensors(path, tensors)
+    except OSError as error:
+        log.warning("the fitted net is not kept, model.cache=<folder> keeps it: %s: %s", path, error.strerror)
+        path = aside / path.name
+        files.write_tensors(path, tensors)
+    return path
+
+
+def _fit(
+    pair: ImagePair, name: str, arguments: dict[str, int], epochs: int, shift: int, aside: Path, path: Path
+) -> Path:
+    """Where the fitted net is kept."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = create(name, None, False, arguments).train()
@@ -95,7 +116,7 @@ def _fit(pair: ImagePair, name: str, arguments: dict[str, int], epochs: int, shi
                 nn.utils.clip_grad_norm_(net.parameters(), 1.0)
                 optimizer.step()
                 schedule.step()
-    files.write_tensors(path, net.state_dict())
+    return _kept(net.state_dict(), path, aside)
 
 
 def _moved(images: Tensor, shift: int) -> Tensor:

@@ -1,6 +1,5 @@
 """What a net reads of images: preprocessing, activations, and classes in the order of its head."""
 
-import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from immunization.compute import keys
 from immunization.compute.machine import gpu_memory, memory
 from immunization.compute.transfer import onto
 from immunization.data.class_folders import in_doubt
@@ -21,10 +21,11 @@ from immunization.data.loaders import LabeledBatches
 from immunization.data.preparation import check_learnable
 from immunization.data.task import SPLITS, Split, Task, TaskPair, is_shown
 from immunization.errors import ConfigError, DataError
-from immunization.models.activations import Activations, Stream, collect, fingerprint, free_space
+from immunization.models.activations import Activations, Stream, collect, free_space
 from immunization.models.base import Model
 from immunization.models.chain import reads, twice
 from immunization.models.folded import Folded
+from immunization.runs import environment
 from immunization.terminal import counted
 
 log = logging.getLogger(__name__)
@@ -61,10 +62,13 @@ class ImageReader(Model):
         self.fold = self.fold or folded
         if (primary := self.images.tasks["primary"]).classes:
             outputs_of(primary, self.head.out_features, self.name)  # else found after minutes of reading
-        weights = {"features": fingerprint([self.net]), "inputs": fingerprint(self._trunk)}
+        size = self.config["input_size"]
+        nets = {"features": keys.net([self.net], lambda images: self.extractor(self.trunk(images)), size)}
+        if not self.fold:
+            nets["inputs"] = keys.net(self._trunk, self.trunk, size)
         tasks = {}
         for role in self.images.tasks:
-            read = {split: self._read_split(role, split, weights) for split in SPLITS}
+            read = {split: self._read_split(role, split, nets) for split in SPLITS}
             self.reference |= {(role, split): features.x for split, (_, features) in read.items()}
             self._leave_out(role, {split: features.skipped for split, (_, features) in read.items()})
             tasks[role] = self._task(role, read)
@@ -96,7 +100,7 @@ class ImageReader(Model):
             raise DataError(f"{role}_loader gives label {int(new[0])}, which it did not give when it was first read")
         return own.to(self.head.weight.device, non_blocking=True)
 
-    def _read_split(self, role: str, split: str, weights: Mapping[str, str]) -> tuple[Tensor | Stream, Activations]:
+    def _read_split(self, role: str, split: str, nets: Mapping[str, str]) -> tuple[Tensor | Stream, Activations]:
         """What the trained part (or a folded map) reads of one split, and its features before immunization."""
         pair, task = self.images, self.images.tasks[role]
         part, config = task.splits[split], preprocessing(self.config, pair, task)
@@ -107,23 +111,23 @@ class ImageReader(Model):
         def loader(size: int = pair.batch_size) -> DataLoader:
             return create_loader(pair, part, config, batch_size=size)
 
-        rows = "" if part.rows is None else part.rows.tolist()
-        # before, features of a GPU were computed in TF32 (`machine.full_precision`)
-        device = "cpu" if pair.device.type == "cpu" else f"{pair.device.type}, no TF32"
-        about = f"{config} {part.identity} {rows} {pair.dtype} {device} {pair.on_bad_image}"
-
         def key(name: str) -> str:
-            place = "features" if name == "features" else self.point
-            return hashlib.sha256(f"{weights[name]} {place} {about}".encode()).hexdigest()[:32]
+            return keys.key(
+                net=[nets[name], "" if name == "features" else self.point],
+                images=[config, part.identity, part.rows, keys.code(type(part.dataset))],
+                how=[pair.dtype, pair.device, pair.on_bad_image, pair.batch_size],
+                code=[keys.source("compute", "data", "models"), keys.code(type(self))],
+                machine=environment.arithmetic(pair.device),
+            )
 
         root = None if pair.cache is None else Path(pair.cache).expanduser()
-        keys = {"features": key("features")}
+        named = {"features": key("features")}
         if not self.fold:
             shape = self.trunk(torch.zeros(1, *self.config["input_size"])).shape[1:]
             size = len(part) * shape.numel() * pair.dtype.itemsize / GIB
             free = not pair.augment and size < pair.cache_limit and (root is None or free_space(root) > 1.2 * size)
             if free:
-                keys["inputs"] = key("inputs")
+                named["inputs"] = key("inputs")
             place = f"kept in {root or 'memory'}" if free else "computed from the images every time"
             log.info("%s/%s: %d images, %.3g GiB of activations, %s", role, split, len(part), size, place)
 
@@ -133,7 +137,7 @@ class ImageReader(Model):
 
         title = f"{role}/{split}: {len(part)} images"
         with room_for(pair):
-            done = collect(loader(), compute, keys, root, title, pair.on_bad_image == "skip")
+            done = collect(loader(), compute, named, root, title, pair.on_bad_image == "skip")
         features = done["features"]
         if features.skipped:
             _warn(title, features.skipped)

@@ -16,7 +16,7 @@ from immunization.runs import files
 from immunization.runs.filenames import ENVIRONMENT, OVERRIDES
 from immunization.runs.numbers import spelled
 from immunization.runs.result import Result
-from immunization.runs.resume import result_settings
+from immunization.runs.resume import INPUTS, result_settings
 
 FOLDER = Path("leaderboard/rows")
 """Rows of all tracks, in a folder each."""
@@ -78,7 +78,7 @@ def _row(run: Run) -> tuple[Path, Result]:
         "track": track,
         "command": _command(run.command, overrides),
         "config": spelled(result_settings(run.config)),
-        "environment": {key: value for key, value in environment.items() if key not in ("command", "platform")},
+        "environment": {key: value for key, value in environment.items() if key not in ("command", "platform", INPUTS)},
     }
     content["about"] |= {ROW: files.plain(row)}
     content["curves"] = {name: curve for name, curve in content["curves"].items() if CURVES.match(name)}

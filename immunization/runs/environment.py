@@ -8,18 +8,16 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from immunization.compute import keys
 from immunization.runs.filenames import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARIES = ("torch", "numpy", "scipy", "timm", "scikit-learn", "peft", "optuna")
-"""Those that compute."""
-PACKAGES = ("immunization", *LIBRARIES, "hydra-core", "wandb")
+PACKAGES = ("immunization", *keys.LIBRARIES.values(), "hydra-core", "wandb")
 
 
 def describe(device: torch.device | str) -> dict[str, Any]:
@@ -29,7 +27,7 @@ def describe(device: torch.device | str) -> dict[str, Any]:
         "command": shlex.join([sys.executable, *sys.argv]),
         "git": _git(ROOT),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: keys.version_of(name) for name in PACKAGES},
         "platform": platform.platform(),
         "device": str(device),
         "device_name": _device_name(torch.device(device)),
@@ -49,25 +47,21 @@ def command_of(folder: str | Path) -> str | None:
     return shlex.join([*start, *arguments])
 
 
-def libraries() -> tuple[str, ...]:
-    """Those that compute, with their versions."""
-    return tuple(f"{name} {_version(name)}" for name in LIBRARIES)
-
-
-def arithmetic(device: torch.device) -> tuple[str, ...]:
-    """What decides how numbers are rounded: libraries, the device and the instructions in use."""
+def arithmetic(device: torch.device) -> tuple[str | int | None, ...]:
+    """What decides how numbers are rounded: libraries, the device, the instructions in use and the threads."""
     return (
-        *libraries(),
+        *keys.versions(),
         _device_name(device),
         torch.backends.cpu.get_cpu_capability(),
         platform.machine(),
+        torch.get_num_threads(),
     )
 
 
 def maker(device: torch.device) -> str:
     """Who computes: the commit of this checkout, with a + where files differ from it, and the device."""
     git = _git(ROOT)
-    commit = git["commit"][:7] + "+" * git["dirty"] if git else f"version {_version('immunization')}"
+    commit = git["commit"][:7] + "+" * git["dirty"] if git else f"version {keys.version_of('immunization')}"
     return f"{commit} on {_device_name(device)}"
 
 
@@ -82,14 +76,6 @@ def _git(root: Path) -> dict[str, Any] | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return {"commit": answer.removesuffix("-dirty"), "dirty": answer.endswith("-dirty")}
-
-
-@cache
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _device_name(device: torch.device) -> str | None:

@@ -107,9 +107,14 @@ def plain(value: object) -> Any:
     return value if value is None or isinstance(value, str | int) else str(value)
 
 
+def as_json(value: object) -> str:
+    """`value`, made `plain`, as JSON that every parser reads."""
+    return json.dumps(plain(value), indent=2, allow_nan=False) + "\n"
+
+
 def write_json(path: Path, value: object) -> None:
-    """Write `value`, made `plain`, as JSON that every parser reads; raises OSError as `write` does."""
-    write(path, json.dumps(plain(value), indent=2, allow_nan=False) + "\n")
+    """Write `value` `as_json`; raises OSError as `write` does."""
+    write(path, as_json(value))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -201,16 +206,22 @@ def read_archive(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} is damaged or cannot be read") from error
 
 
+def lock_of(path: Path) -> Path:
+    """The file to lock for something that is kept at `path`: an empty one, which stays for whoever waits for it."""
+    return path.parent / ".locks" / path.stem
+
+
 @contextmanager
 def locked(path: Path, wait: bool = False, meanwhile: Callable[[], object] = lambda: None) -> Iterator[bool]:
     """Hold the file at `path`, or do something `meanwhile` and `wait`, or raise BusyError.
 
-    Yields False on a file system without locks.
+    Yields False on a file system without locks, and for a file that only another account may write.
     """
     from filelock import FileLock, Timeout  # loads asyncio, which nobody needs who only reads results
 
     lock = FileLock(path, blocking=False, fallback_to_soft=False)  # a soft lock would outlive a killed process
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
         if not wait:

@@ -15,9 +15,9 @@ from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 from torch import Tensor
 
 from immunization.errors import ConfigError, Preempted, UserError
-from immunization.runs import environment, filenames, files
+from immunization.runs import environment, filenames, files, resume
 from immunization.runs.result import Result
-from immunization.runs.tracker import Guarded, Recorder, Tracker
+from immunization.runs.tracker import Guarded, Recorder, Tracker, logged
 from immunization.usage import explained
 
 log = logging.getLogger("immunization")
@@ -35,6 +35,8 @@ class RunFolder:
     def __init__(self, result: Result) -> None:
         self.result = result
         self.recorder: Recorder | None = None
+        self.said: dict[str, str] = {}  # files that say what the run is
+        self.again = False  # whether a completed run is done again: it stays as it is until this one is completed
         self.trackers: list[Tracker] = []
 
     @property
@@ -60,22 +62,33 @@ class RunFolder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside, a failure is written into result.json before it goes on; one of the disk in words of its own."""
+        """Inside, a failure is written into result.json before it goes on; one of the disk in words of its own.
+
+        The sound result of a completed run stays in its place.
+        """
+        self.again = Result.completed_in(self.path)
         try:
             yield
         except BaseException as error:
             error = in_words(error, self.path)
             self.result.fail(error)
             with suppress(OSError):  # which would hide the error itself
-                self.result.write(self.path)
+                if not self.again:
+                    self.result.write(self.path)
             log.error("%s", self.result.error, exc_info=not isinstance(error, UserError | Preempted))
             for tracker in self.trackers:
                 tracker.close(failed=True)
             raise error from error.__cause__
 
     def begin(self, config: DictConfig, overrides: Sequence[str]) -> None:
-        files.write(self.path / filenames.CONFIG, OmegaConf.to_yaml(config, resolve=True))
-        files.write(self.path / filenames.OVERRIDES, OmegaConf.to_yaml(overrides))
+        self._say(filenames.CONFIG, OmegaConf.to_yaml(config, resolve=True))
+        self._say(filenames.OVERRIDES, OmegaConf.to_yaml(overrides))
+
+    def _say(self, name: str, content: str) -> None:
+        """Write a file that says what the run is: now, or in the place of a completed run's once this one is, too."""
+        self.said[name] = content
+        if not self.again:
+            files.write(self.path / name, content)
 
     def track(self, tracker: Tracker, settings: dict[str, Any], state: Mapping[str, Any] | None) -> None:
         """Start a tracker; `state` is that of the checkpoint to go on from."""
@@ -84,26 +97,42 @@ class RunFolder:
         guarded.start(self.path, settings, self.path.name, settings["name"], settings["tags"] or [])
         self.trackers.append(guarded)
 
-    def record(self, device: torch.device, state: Mapping[str, Any] | None) -> None:
-        """Remove what an unfinished run left, as far as `state` does not go on from it, and log steps from here on."""
-        files.write_json(self.path / filenames.ENVIRONMENT, environment.describe(device))
+    def record(
+        self, device: torch.device, state: Mapping[str, Any] | None, inputs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Remove what an unfinished run left, as far as `state` does not go on from it, and log steps from here on.
+
+        Raises DataError where that run had other `inputs`.
+        """
+        if state or self.again:
+            resume.check_inputs(self.path, inputs or {})
+        described = environment.describe(device) | {resume.INPUTS: inputs or {}}
+        self._say(filenames.ENVIRONMENT, files.as_json(described))
         names = [Result.file, filenames.WEIGHTS, filenames.ORIGINAL, filenames.ROWS, filenames.ARRAYS]
         names += [filenames.MODEL_CARD, filenames.CLASSES]
-        names += [] if state else [filenames.CHECKPOINT]
+        names = ([] if self.again else names) + ([] if state else [filenames.CHECKPOINT])
         for path in (*(self.path / name for name in names), *self.path.glob(f".*{files.PART}")):
             path.unlink(missing_ok=True)
         self.recorder = Recorder(self.path, state["recorder"] if state else None)
+        for tracker in self.trackers if state else ():
+            if tracker.run_id != state["tracker"]:  # a new run of its own, which lacks the steps so far
+                for step, metrics in logged(self.path):
+                    tracker.log(step, metrics)
         self.trackers.insert(0, self.recorder)
 
     def tabulate(self, classes: Mapping[str, Mapping[str, Mapping[str, int]]]) -> list[str]:
         """Write the classes of each role, with the output and the rows of each; the same as lines for people."""
         if not classes:
             return []
-        files.write_json(self.path / filenames.CLASSES, classes)
+        self._say(filenames.CLASSES, files.as_json(classes))
         lines = [line for role, rows in classes.items() for line in _table(role, rows)]
         for line in lines:
             log.info("%s", line)
         return lines
+
+    @property
+    def _aside(self) -> Path:
+        return self.path / f".{filenames.ORIGINAL}{files.PART}"
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -114,8 +143,8 @@ class RunFolder:
 
     def keep_original(self, weights: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Write what training will change, without which nobody could compare with it later; nothing for none."""
-        if weights:
-            files.write_weights(self.path / filenames.ORIGINAL, weights, facts)
+        if weights:  # those of a completed run stay until this one is completed, too
+            files.write_weights(self._aside if self.again else self.path / filenames.ORIGINAL, weights, facts)
 
     def keep(
         self, weights: Mapping[str, Tensor], facts: Mapping[str, Any], origins: Mapping[str, tuple[str, Tensor]]
@@ -130,6 +159,10 @@ class RunFolder:
         """Write the completed result and all arrays that were measured; nothing is left to go on from."""
         if arrays:
             files.write_tensors(self.path / filenames.ARRAYS, arrays)
+        for name, content in self.said.items() if self.again else ():
+            files.write(self.path / name, content)
+        if self._aside.exists():
+            self._aside.replace(self.path / filenames.ORIGINAL)
         self.result.status = "completed"
         self.result.write(self.path)
         for name in (filenames.CHECKPOINT, filenames.ATTACKS):

@@ -1,16 +1,18 @@
 """Which keys of a configuration decide the numbers of a run, and whether a folder holds the completed run already."""
 
+import json
 import logging
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from immunization.errors import ConfigError, DataError
+from immunization.errors import ConfigError, DataError, UserError
 from immunization.runs import files
-from immunization.runs.filenames import ATTACKS, CHECKPOINT, CONFIG, ROWS, WEIGHTS
+from immunization.runs.filenames import ATTACKS, CHECKPOINT, CONFIG, ENVIRONMENT, ROWS, WEIGHTS
 from immunization.runs.numbers import changed
 from immunization.runs.result import Result
 
@@ -37,6 +39,8 @@ RETIRED = {
 }
 """Options that are gone or came later, at the value at which they do nothing: some run folders lack them."""
 
+INPUTS = "inputs"  # the key of environment.json under which a run says what it was made of beside its configuration
+SAME = 1e-6  # numbers that stand for rows of data differ by so much from one machine to another
 KEPT = (CHECKPOINT, ATTACKS)  # files of an unfinished run that hold work of its own
 
 
@@ -78,19 +82,23 @@ def _without_nulls(tree: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def completed(folder: Path, settings: Mapping[str, Any] | None) -> Result | None:
-    """The result in `folder` if that is a completed run of the very configuration `settings`.
+def completed(
+    folder: Path, settings: Mapping[str, Any] | None, inputs: Callable[[], Mapping[str, Any]] = dict
+) -> Result | None:
+    """The result in `folder` if that is a completed run of the very configuration `settings` and the same `inputs`.
 
-    None if the run has to be done: it was not completed, or its files are damaged (a warning names them). Raises
-    ConfigError for one of another configuration and, without `settings` (no resume=true), for any, also an interrupted.
+    None if the run has to be done: it was not completed, or its files are damaged (a warning names them). Weights that
+    are gone, and inputs that cannot be read now, leave a result as it is, with a warning. Raises DataError for one of
+    other inputs, and ConfigError for one of another configuration and, without `settings` (no resume=true), for any,
+    also an interrupted.
     """
     try:
         result = Result.read(folder)
         if result.status == "completed" and settings is not None:
             before = read_config(folder)
-            files.read_tensors(folder / WEIGHTS)
-            if (folder / ROWS).exists():
-                files.read_tensors(folder / ROWS)
+            for name in (WEIGHTS, ROWS):
+                if (folder / name).exists():
+                    files.read_tensors(folder / name)
     except DataError as error:
         if (folder / Result.file).exists():
             log.warning("%s; the run is done again", error)
@@ -112,7 +120,49 @@ def completed(folder: Path, settings: Mapping[str, Any] | None) -> Result | None
             f"{folder} holds a completed run of another configuration ({', '.join(differing)}); another folder "
             "(hydra.run.dir=..., with -m hydra.sweep.dir=...) starts a new one"
         )
+    if not (folder / WEIGHTS).exists():
+        log.warning("%s is gone: the result stands, and another folder makes the weights again", folder / WEIGHTS)
+    if recorded_inputs(folder):
+        try:
+            now = inputs()
+        except Exception as error:  # whatever a data set of anybody's raises
+            reason = f"{error}" if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            log.warning("%s: its inputs cannot be read now, the result stands as it is: %s", folder, reason)
+        else:
+            check_inputs(folder, now)
     return result
+
+
+def recorded_inputs(folder: Path) -> dict[str, Any]:
+    """What the run in a folder was made of; {} where it does not say so."""
+    try:
+        found = json.loads((folder / ENVIRONMENT).read_text())[INPUTS]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def check_inputs(folder: Path, now: Mapping[str, Any]) -> None:
+    """Raise DataError, which names them, where inputs of the run in a folder have another content `now`.
+
+    One that is not there any more is only warned of.
+    """
+    before, now = recorded_inputs(folder), files.plain(now)
+    if gone := [name for name in before if name not in now]:
+        log.warning("%s: %s not there any more, the result stands as it is", folder, ", ".join(gone))
+    if changed := [name for name in before if name in now and not _same(before[name], now[name])]:
+        raise DataError(
+            f"{folder} does not fit this run any more, these have another content now: {', '.join(changed)}. It stays "
+            "as it is; another folder (hydra.run.dir=..., with -m hydra.sweep.dir=...) runs on what is there now"
+        )
+
+
+def _same(before: object, now: object) -> bool:
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        return all(map(_same, before, now))
+    if isinstance(before, float) and isinstance(now, float):
+        return math.isclose(before, now, rel_tol=SAME, abs_tol=SAME * min(1.0, abs(before)))
+    return before == now
 
 
 def different(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -118,16 +118,21 @@ class Recorder(Tracker):
             self.file.close()
 
 
-def history(folder: str | Path) -> dict[str, Curve]:
-    """The curves in a run folder's metrics.jsonl, if there is one, by name: x steps, y values."""
+def logged(folder: str | Path) -> Iterator[tuple[int, dict[str, float | None]]]:
+    """Each step in a run folder's metrics.jsonl, if there is one, and what was logged of it."""
     path = Path(folder) / METRICS
-    curves: dict[str, Curve] = {}
     for line in path.read_text().splitlines() if path.is_file() else []:
         try:
             metrics = json.loads(line)
         except ValueError:  # the last line, cut off by a killed process
             break
-        step = metrics.pop("step")
+        yield metrics.pop("step"), metrics
+
+
+def history(folder: str | Path) -> dict[str, Curve]:
+    """The curves in a run folder's metrics.jsonl, if there is one, by name: x steps, y values."""
+    curves: dict[str, Curve] = {}
+    for step, metrics in logged(folder):
         for name, value in metrics.items():
             curve = curves.setdefault(name, {"x": [], "y": []})
             curve["x"].append(step)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 from immunization.checks import Positive, check_value, checked
 from immunization.config import snake_case
@@ -76,19 +77,20 @@ class Wandb(Tracker):
             group=f"{group}-{sweep.name}" if sweep else group,
             job_type=job_type(config),
             tags=tags,
-            id=self.run_id,
-            resume="allow" if self.run_id else None,
             reinit="create_new",  # a run of the caller's own in this process stays as it is
             settings=self._settings(),
         )
         mode, why = self._mode()
         try:
-            self.run = init(mode=mode)
+            self.run = init(mode=mode, **self._name_of(mode, bool(sweep)))
         except wandb.Error as error:
             if mode != "online":
                 raise
             why = f"cannot be used online, this run is tracked offline ({str(error).partition(chr(10))[0]})"
-            self.run = init(mode="offline")
+            self.run = init(mode="offline", **self._name_of("offline", bool(sweep)))
+        if self.run_id not in (None, self.run.id):
+            told = "W&B goes on with no offline run: %s takes the place of %s, the steps so far among its own"
+            log.warning(told, self.run.id, self.run_id)
         self.run_id = self.run.id
         self.run.define_metric(STEPS, hidden=True, summary="none")
         self.run.define_metric("curves/*", step_metric=STEPS, summary="none")
@@ -160,6 +162,22 @@ class Wandb(Tracker):
         if account or _in_netrc(hosts):
             return "online", ""
         return "offline", "has no account here (`wandb login`), this run is tracked offline"
+
+    def _name_of(self, mode: str, sweep: bool) -> dict[str, str]:
+        """The id of the run and how to go on with it; {} leaves both to W&B.
+
+        An id is used twice only for a run that was online and goes on online: of two offline runs of one id the second
+        that is uploaded replaces the first. WANDB_RUN_ID is for one run: W&B's own agents give each job another.
+        """
+        if self.run_id and mode == "online" and not list(self.folder.glob(f"wandb/offline-run-*-{self.run_id}")):
+            return {"id": self.run_id, "resume": "allow"}
+        given = os.environ.get("WANDB_RUN_ID")
+        if given and sweep and not os.environ.get("WANDB_SWEEP_ID") and given not in self.said:
+            self.said.add(given)
+            log.warning("WANDB_RUN_ID=%s names one run: every job of this multirun has an id of its own", given)
+        if self.run_id or (given and sweep and not os.environ.get("WANDB_SWEEP_ID")):
+            return {"id": uuid4().hex[:8]}
+        return {}
 
     def _settings(self) -> "wandb.Settings":
         """Quiet and quick: what this leaves out stands in environment.json, config.yaml and run.log."""

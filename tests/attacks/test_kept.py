@@ -1,8 +1,10 @@
 """An audit that is killed between two attacks goes on with the next one, and ends with the same result."""
 
+import importlib
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +33,8 @@ from immunization.attacks import (
     WhitenedProbe,
     run_attacks,
 )
-from immunization.attacks.kept import PACKAGE, KeptBaselines
+from immunization.attacks.kept import KeptBaselines
+from immunization.compute.keys import PACKAGE
 from immunization.errors import ConfigError
 from immunization.runs import files
 from immunization.runs.filenames import ATTACKS
@@ -232,7 +235,7 @@ def test_a_kept_baseline_is_of_one_attack_and_one_task(tmp_path, stages, monkeyp
 )
 def test_only_code_that_decides_an_attack_throws_baselines_away(tmp_path, monkeypatch, stages, module, attacked_again):
     package = shutil.copytree(PACKAGE, tmp_path / "package", ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr("immunization.attacks.kept.PACKAGE", package)
+    monkeypatch.setattr("immunization.compute.keys.PACKAGE", package)
     victim = victim_of(torch.eye(4, dtype=torch.float64))
     with_baselines(tmp_path, victim)
     stages.clear()
@@ -245,7 +248,7 @@ def test_only_code_that_decides_an_attack_throws_baselines_away(tmp_path, monkey
 def test_a_resumed_audit_takes_nothing_that_other_code_measured(tmp_path, monkeypatch, stages):
     victim, attack = victim_of(torch.eye(4, dtype=torch.float64)), WhitenedProbe(steps=8)
     for source, attacked_again in (("this code", True), ("this code", False), ("other code", True)):
-        monkeypatch.setattr("immunization.attacks.kept._source", lambda source=source: source)
+        monkeypatch.setattr("immunization.compute.keys.source", lambda *_, source=source: source)
         stages.clear()
         attacked(tmp_path / "kept.pt", victim, {"it": attack}, {"it": {}})
         assert bool(stages) is attacked_again
@@ -294,7 +297,7 @@ def test_published_curves_hold_for_every_machine_and_one_suite_net_and_set_of_im
     monkeypatch.setattr("immunization.runs.environment.maker", lambda device: "here")
     victim = victims.net_victim(images, lambda model: None, "test_resnet", "layer4")
     assert attacked_with(victim, "standard-3")
-    monkeypatch.setattr("immunization.attacks.kept._source", lambda: "other code")
+    monkeypatch.setattr("immunization.compute.keys.source", lambda *_: "other code")
     monkeypatch.setattr("immunization.runs.environment.arithmetic", lambda device: ("another machine",))
     assert not attacked_with(victim, "standard-3")
     assert attacked_with(victim, "standard-4")
@@ -307,3 +310,44 @@ def test_published_curves_hold_for_every_machine_and_one_suite_net_and_set_of_im
 def test_published_curves_need_a_numbered_suite(tmp_path):
     with pytest.raises(ConfigError, match="published is a folder of a numbered suite's curves"):
         run([*QUICK, f"published={tmp_path}"], folder=tmp_path / "run")
+
+
+OWN = """
+from immunization.attacks import ClosedFormProbe
+
+
+class Mine(ClosedFormProbe):
+    said = {said!r}
+"""
+
+
+def test_an_edited_attack_of_ones_own_keeps_no_curve(tmp_path, monkeypatch):
+    """Neither of an audit, nor of a baseline, nor of a published one; those of this package keep theirs."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    victim = victims.net_victim(victims.colored_pair(tmp_path), lambda model: None, "test_resnet", "layer4")
+    folders = tmp_path / "baselines", tmp_path / "published"
+
+    def attacked_with(said: str, stages: list[str]) -> None:
+        (tmp_path / "mine.py").write_text(OWN.format(said=said))
+        sys.modules.pop("mine", None)
+        importlib.invalidate_caches()
+        attack = importlib.import_module("mine").Mine()
+        run_own = attack.run
+        attack.run = lambda victim, stage: stages.append(stage) or run_own(victim, stage)
+        kept = KeptCurves(tmp_path / ATTACKS, {"it": {"_target_": "mine.Mine"}}, victim, *folders, version="standard-3")
+        run_attacks({"it": attack}, victim, kept)
+
+    seen: list[list[str]] = [[], [], [], []]
+    for stages, said in zip(seen, ("a", "a", "edited", "edited"), strict=True):
+        attacked_with(said, stages)
+    assert [stages.count("baseline") for stages in seen] == [1, 0, 1, 0]
+    assert len(list(folders[1].glob("*.pt"))) == 2
+
+
+def test_a_curve_that_cannot_be_kept_is_measured_all_the_same(tmp_path, monkeypatch, caplog):
+    victim = victim_of(torch.eye(4, dtype=torch.float64))
+    expected = with_baselines(tmp_path / "kept", victim)
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "baselines").write_text("a file where the folder should be")
+    assert with_baselines(tmp_path / "none", victim) == expected
+    assert "is not kept" in caplog.text

@@ -1,6 +1,7 @@
 """Several processes that train one net end where one process ends."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.processes import wait_for
 from helpers.repository import ROOT
 from helpers.runs import DEEP
 from safetensors.torch import load_file
@@ -16,6 +18,7 @@ from safetensors.torch import load_file
 from immunization import Result, run
 from immunization.compute import distributed
 from immunization.errors import ConfigError
+from immunization.runs.filenames import CHECKPOINT
 from immunization.runs.tracker import history
 from immunization.theory import regularizers
 
@@ -164,3 +167,30 @@ def test_torchrun(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("RIR = (i) / (ii)") == 1
     assert_same(tmp_path / "one", tmp_path / "many")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_who_loses_another_process_says_so_and_the_run_goes_on(killed, tmp_path):
+    options = [*NET, "method=condition_number", "method.epochs=200", "checkpoint.every=1", "hydra.run.dir=many"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*command, str(ROOT / "launch.py"), *options]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, **pipes) as both:
+        try:
+            wait_for((tmp_path / "many" / CHECKPOINT).exists)
+            children = Path(f"/proc/{both.pid}/task/{both.pid}/children").read_text().split()
+            rank = f"\0RANK={killed}\0".encode()
+            (pid,) = (int(pid) for pid in children if rank in Path(f"/proc/{pid}/environ").read_bytes())
+            os.kill(pid, signal.SIGKILL)
+            said = both.communicate(timeout=120)[1]
+        finally:
+            both.kill()
+    told = "another process of this training ended, or cannot be reached"
+    assert f"{told} (this is process {1 - killed} of 2; what the other one said tells why); resume=true goes on" in said
+    assert both.returncode
+    if killed:
+        result = Result.read(tmp_path / "many")
+        assert result.status == "failed"
+        assert result.error.startswith(told)
+    assert (tmp_path / "many" / CHECKPOINT).exists()

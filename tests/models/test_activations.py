@@ -2,18 +2,25 @@
 
 import errno
 import io
+import os
+import resource
+import signal
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from helpers.nets import build, open_pair
+from helpers.processes import ended, in_a_child
 from torch import nn
 
 from immunization.data.task import SPLITS
 from immunization.errors import DataError
 from immunization.methods import ConditionNumber
-from immunization.models.activations import UNFINISHED, Stream, _Writer, collect, fingerprint, load, take
+from immunization.models.activations import UNFINISHED, Stream, _umask, _Writer, collect, fingerprint, load, take
+from immunization.models.timm import Timm
 from immunization.terminal import where
 from immunization.training.loaders import LoaderBatches, batches_of
 
@@ -180,3 +187,84 @@ def test_a_net_has_the_same_fingerprint_with_every_version_of_torch():
     without = nn.Sequential(*net[:3], nn.Linear(4, 2, bias=False))
     without[3].weight = net[3].weight
     assert fingerprint([without]) != fingerprint([net])
+
+
+def unlabeled(count: int):
+    """A loader of one batch, and the key under which what is made of it is kept."""
+    return [(torch.ones(count, 1), torch.zeros(count, dtype=torch.long), [])], {"x": "key"}
+
+
+@pytest.fixture
+def shared():
+    """A folder that every account may enter, of which only this one may write."""
+    if os.geteuid():
+        pytest.skip("only root can act as another account")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def as_another_account(work) -> int:
+    """The exit code of a child that does `work` as nobody."""
+
+    def other() -> None:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        work()
+
+    return ended(in_a_child(other))
+
+
+def test_another_account_reads_what_this_one_keeps(shared):
+    batches, keys = unlabeled(3)
+    collect(batches, lambda images: {"x": images}, keys, shared, "three")
+
+    def work() -> None:
+        found = collect(batches, lambda images: pytest.fail("computed again"), keys, shared, "three")
+        assert len(found["x"].x) == 3
+
+    assert as_another_account(work) == 0
+    assert (shared / "key").stat().st_mode & 0o777 == 0o777 & ~_umask()
+
+
+@pytest.mark.parametrize("writable", [False, True])
+def test_what_another_account_keeps_for_itself_ends_no_run_and_stays(writable, shared):
+    batches, keys = unlabeled(3)
+    collect(batches, lambda images: {"x": images}, keys, shared, "three")
+    (shared / "key").chmod(0o700)
+    shared.chmod(0o1777 if writable else 0o755)
+
+    def work() -> None:
+        found = collect(batches, lambda images: {"x": images}, keys, shared, "three")
+        assert torch.equal(found["x"].x, torch.ones(3, 1))
+
+    assert as_another_account(work) == 0
+    assert len(load(shared, "key").x) == 3
+    assert not list(shared.glob(f"{UNFINISHED}*"))
+
+
+def test_a_disk_that_fills_up_at_the_end_leaves_nothing_unfinished(tmp_path):
+    batches, keys = unlabeled(1000)
+
+    def work() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))  # 4 bytes of each image, and 8 of each label
+        with pytest.raises(OSError, match="File too large") as error:
+            collect(batches, lambda images: {"x": images}, keys, tmp_path, "many")
+        assert error.value.filename == str(tmp_path)
+
+    assert ended(in_a_child(work)) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {".locks"}
+
+
+def test_activations_are_those_of_one_net_and_of_the_images_as_they_are_now(folders, tmp_path):
+    """Of a net that is printed as another one, and of images of the same size and time."""
+    features = {}
+    for pool in ("avg", "max"):
+        pair = open_pair(folders, tmp_path / "kept")
+        torch.manual_seed(0)
+        arguments = {"num_classes": 4, "img_size": 32, "global_pool": pool}
+        _, tasks = Timm(pair, "test_vit", "fold", pretrained=False, arguments=arguments).read_tasks(pair, True)
+        features[pool] = tasks.harmful.train.x
+    assert not torch.allclose(features["avg"], features["max"])

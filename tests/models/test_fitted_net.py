@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from immunization.data import digits_deep
+from immunization.data.pixels import sklearn_digits
 from immunization.models import FittedNet, fitted_net
 
 
@@ -28,3 +29,34 @@ def test_images_that_differ_in_the_middle_have_a_net_of_their_own(tmp_path, monk
             FittedNet(replace(pair, tasks=tasks), channels=1, cache=str(tmp_path))
         paths.append(fitted.value.args[0])
     assert paths[0] != paths[1]
+
+
+def test_a_net_is_fitted_for_one_number_of_threads_and_one_content(tmp_path, monkeypatch):
+    """Whoever fills the cache decides no number of others: how the sums of the fit are rounded hangs on the threads."""
+
+    def fit(*arguments):
+        raise Fitted(arguments[-1])
+
+    def path_of(pair, threads: int):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            with pytest.raises(Fitted) as fitted:
+                FittedNet(pair, channels=1, cache=str(tmp_path))
+        finally:
+            torch.set_num_threads(before)
+        return fitted.value.args[0]
+
+    monkeypatch.setattr(fitted_net, "_fit", fit)
+    pair = digits_deep(range(5), [5, 6], [7, 8])
+    assert path_of(pair, 1) == path_of(pair, 1) != path_of(pair, 2)
+    pixels, labels = sklearn_digits()
+    monkeypatch.setattr("immunization.data.digits_deep.sklearn_digits", lambda: (16 - pixels, labels))
+    assert path_of(digits_deep(range(5), [5, 6], [7, 8]), 1) != path_of(pair, 1)
+
+
+def test_a_net_that_cannot_be_kept_is_used_all_the_same(tmp_path, caplog):
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    net = FittedNet(digits_deep(), channels=1, fit_epochs=1, shift=0, cache=str(tmp_path / "cache"))
+    assert net.head.out_features == 4
+    assert "the fitted net is not kept" in caplog.text

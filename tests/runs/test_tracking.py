@@ -314,3 +314,40 @@ def test_tracker_none_composes_to_null(tmp_path):
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         assert compose("config", overrides=["tracker=none"]).tracker is None
         assert compose("config").tracker._target_ == "immunization.runs.wandb_tracker.Wandb"
+
+
+def started(folder: Path, run_id: str | None = None) -> str:
+    """The id of an offline run of W&B, of a new one or of one that is to go on."""
+    tracker = Wandb(project="unit-test", mode="offline")
+    tracker.run_id = run_id
+    start(tracker, folder)
+    tracker.close(failed=False)
+    return tracker.run_id
+
+
+def test_an_offline_run_that_goes_on_replaces_none_and_says_so(environ, tmp_path, caplog):
+    first = started(tmp_path)
+    again = started(tmp_path, first)
+    assert again != first
+    assert f"{again} takes the place of {first}, the steps so far among its own" in caplog.text
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
+
+
+def test_a_run_that_was_offline_goes_on_under_another_id_online(tmp_path):
+    tracker = Wandb(project="unit-test")
+    tracker.folder, tracker.run_id = tmp_path, "before"
+    assert tracker._name_of("online", sweep=False) == {"id": "before", "resume": "allow"}
+    (tmp_path / "wandb" / "offline-run-20260101_000000-before").mkdir(parents=True)
+    assert tracker._name_of("online", sweep=False)["id"] != "before"
+
+
+def test_an_exported_id_is_that_of_one_run_and_of_no_sweep(environ, tmp_path, monkeypatch, caplog):
+    environ.setenv("WANDB_RUN_ID", "exported")
+    assert started(tmp_path / "single") == "exported"
+    monkeypatch.setattr("immunization.runs.wandb_tracker._sweep", lambda: tmp_path)
+    ids = {started(tmp_path / job) for job in "ab"}
+    assert len(ids) == 2
+    assert "exported" not in ids
+    assert caplog.text.count("WANDB_RUN_ID=exported names one run") == 1
+    environ.setenv("WANDB_SWEEP_ID", "of-an-agent")  # which gives each job an id of its own
+    assert started(tmp_path / "agent") == "exported"

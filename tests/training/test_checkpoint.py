@@ -142,6 +142,31 @@ def test_the_run_of_a_tracker_goes_on(tmp_path, monkeypatch, cut):
     assert Numbered.runs == ["run0", "run0"]
 
 
+class Renewed(Tracker):
+    """Begins a new run whenever it starts, as W&B does without a server."""
+
+    steps: list[list[int]] = []  # noqa: RUF012
+
+    def start(self, folder, config, name, group, tags):
+        self.run_id = f"run{len(self.steps)}"
+        self.steps.append([])
+
+    def log(self, step, metrics):
+        self.steps[-1].append(step)
+
+
+def test_a_new_run_of_a_tracker_gets_the_steps_before_the_checkpoint_too(tmp_path, monkeypatch, cut):
+    cfg = compose([*QUICK, "method.epochs=9", "checkpoint.every=3"])
+    cfg.trusted, cfg.tracker = [__name__], {"_target_": f"{__name__}.Renewed"}
+    cut(4)
+    with pytest.raises(KeyboardInterrupt):
+        run(cfg, folder=tmp_path)
+    monkeypatch.undo()
+    cfg.resume = True
+    run(cfg, folder=tmp_path)
+    assert Renewed.steps == [[0, 1, 2, 3, 4], [*range(10)]]
+
+
 def test_short_runs_write_no_checkpoint_and_the_clock_bounds_its_share(tmp_path, monkeypatch):
     written = []
     monkeypatch.setattr(checkpoint.Checkpointer, "write", lambda self, step, state: written.append(step))
