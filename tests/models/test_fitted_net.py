@@ -1,5 +1,6 @@
 """Nets that are fitted to the images of D_P and kept: one for each choice of images."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from immunization.data import digits_deep
 from immunization.data.pixels import sklearn_digits
 from immunization.models import FittedNet, fitted_net
+
+pytestmark = pytest.mark.trains
 
 
 class Fitted(Exception):
@@ -51,7 +54,7 @@ def test_a_net_is_fitted_for_one_number_of_threads_and_one_content(tmp_path, mon
     pair = digits_deep(range(5), [5, 6], [7, 8])
     assert path_of(pair, 1) == path_of(pair, 1) != path_of(pair, 2)
     pixels, labels = sklearn_digits()
-    monkeypatch.setattr("immunization.data.digits_deep.sklearn_digits", lambda: (16 - pixels, labels))
+    monkeypatch.setattr(sys.modules["immunization.data.digits_deep"], "sklearn_digits", lambda: (16 - pixels, labels))
     assert path_of(digits_deep(range(5), [5, 6], [7, 8]), 1) != path_of(pair, 1)
 
 

@@ -15,13 +15,14 @@ from immunization.errors import DataError, UserError
 from immunization.runs.filenames import WEIGHTS
 
 pytestmark = pytest.mark.trains
+HARMFUL = table(first="0.4,0.2,0.3")
 TABLES = ("tracker=none", "figures=false", "evaluation=[rir]", "dataset=arrays", "method.epochs=1", "resume=true")
 
 
 @pytest.fixture
 def tables(tmp_path) -> tuple[list[str], Path]:
     """The options of a completed run on two tables, and its folder."""
-    csv(tmp_path, table())
+    csv(tmp_path, HARMFUL)
     options = [*TABLES, *(f"dataset.{role}_csv={tmp_path / role}.csv" for role in ("primary", "harmful"))]
     run(options, folder=tmp_path / "run")
     return options, tmp_path / "run"
@@ -62,12 +63,11 @@ def test_what_is_done_again_and_fails_leaves_the_result_that_was_there(name, tab
 def test_a_result_is_none_of_other_data_of_the_same_name(tables):
     options, folder = tables
     before = kept(folder)
-    lines = table().splitlines()
-    csv(folder.parent, "\n".join([lines[0], "3.0,0.2,0.3", *lines[2:]]) + "\n")
+    csv(folder.parent, table(first="3.0,0.2,0.3"))
     with pytest.raises(DataError, match=r"does not fit this run any more.* dataset harmful/\w+, .*dataset.harmful_csv"):
         run(options, folder=folder)
     assert kept(folder) == before
-    csv(folder.parent, table())
+    csv(folder.parent, HARMFUL)
     assert run(options, folder=folder).metrics == Result.read(folder).metrics
 
 
