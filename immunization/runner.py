@@ -144,6 +144,9 @@ def train(
         raise ConfigError("suite.benign: the data have no benign task; name one, or set suite.benign=[]")
     run.result.about, run.result.method, run.result.model = parts.pair.about, parts.method.name, parts.model.name
     log.info("%s: %s", parts.pair.name, parts.pair.about)
+    if tracker is not None:  # only here, as a run whose data are missing has nothing to track
+        with importing("starting the tracker"):
+            run.track(tracker, experiment.settings, state)
     if leads:
         run.record(parts.device, state, parts.inputs)
         table = run.tabulate({role: rows for role, task in parts.pair.tasks.items() if (rows := task.rows_of_classes)})
@@ -151,9 +154,6 @@ def train(
             print(*table, "", sep="\n", flush=True)
         if experiment.immunize is False or parts.method.epochs:
             run.keep_original(*original(parts.model))
-    if tracker is not None:  # only here, as a run whose data are missing has nothing to track
-        with importing("starting the tracker"):
-            run.track(tracker, experiment.settings, state)
     session = TrainingSession(experiment, parts, run, stop, state)
     with doing(session.where):
         session.fit()
