@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from immunization.checks import check_arguments
 from immunization.config import CONF, compose
 from immunization.data.image_folders import open_task
+from immunization.data.tables import dialect_of
 from immunization.errors import ConfigError
 
 COMPONENTS = ("attack", "dataset", "evaluation", "method", "model", "tracker")  # those of torch have torch's defaults
@@ -54,6 +55,9 @@ def test_yaml_and_constructor_have_the_same_defaults(target, monkeypatch):
         for role in ("primary", "harmful", "benign", "unseen", "keep"):
             written, _ = found["dataset/image_folders"].pop(role)
             assert written == {name: keys[name].default for name in written}
+    if target == "immunization.data.arrays":  # whose dialect null leaves at its default, too
+        written, _ = found["dataset/arrays"].pop("csv")
+        assert dialect_of(written) == dialect_of(None)
     assert {} in found.values(), found
 
 

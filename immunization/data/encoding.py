@@ -17,6 +17,7 @@ from immunization.data.preparation import Normalize
 from immunization.data.tables import require_columns
 from immunization.data.task import Origin, Split, Task, is_shown
 from immunization.errors import ConfigError, DataError
+from immunization.theory.spectrum import EPS32, are_integers
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -76,7 +77,8 @@ def column_of(field: pd.Series, path: str, categories: bool = False) -> Column:
         return column("numbers", known.to_numpy(float), "booleans")
     if held in ("integer", "floating", "mixed-integer-float", "decimal"):
         single = types.is_float_dtype(field.dtype) and field.dtype.itemsize < 8
-        return column("numbers", known.to_numpy(float), single=single)
+        values = known.to_numpy(float)
+        return column("numbers", values, single=single and not are_integers(torch.from_numpy(values), EPS32).all())
     if held != "string":
         said = {"mixed-integer": "text and numbers", "mixed": "objects of several kinds"}.get(held, f"{held} values")
         raise DataError(f"{path}, column {field.name}: {said}; expected numbers, dates, or text; {_remedy(field.name)}")
@@ -239,14 +241,15 @@ class Tables:
         return kind
 
     def arrays(self) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
-        """Arrays by name, with row numbers in the place of the inputs until `encode`, and texts of classes by role.
+        """Arrays by name, with a column in the place of the inputs until `encode`, and texts of classes by role.
 
         The dtype [float64, or float32 where a column is stored in fewer bits] is that of the inputs.
         """
         stored, names = {}, {}
         for key, target in self.targets.items():
             single = any(column.single for column in self.columns[key].values())
-            stored[f"{key}_x"] = torch.zeros(len(target), 1, dtype=torch.float32 if single else torch.float64)
+            dtype = torch.float32 if single else torch.float64
+            stored[f"{key}_x"] = torch.full((len(target), 1), 0.5, dtype=dtype)  # no integers, which were not rounded
             role = re.sub("_(val|test)$", "", key)
             if isinstance(target, np.ndarray):
                 of_role = [self.targets[k] for k in (role, f"{role}_val", f"{role}_test") if k in self.targets]

@@ -160,6 +160,8 @@ class Task:
     @property
     def rows_of_classes(self) -> dict[str, dict[str, int]]:
         """For each class with a name, in the order of the labels, the output that means it and its rows by split."""
+        if not self.names:
+            return {}
         outputs = range(self.classes) if self.head is None else self.head.tolist()
         counts = {name: split.y.bincount(minlength=self.classes).tolist() for name, split in self.splits.items()}
         return {

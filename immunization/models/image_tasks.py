@@ -63,9 +63,10 @@ class ImageReader(Model):
         if (primary := self.images.tasks["primary"]).classes:
             outputs_of(primary, self.head.out_features, self.name)  # else found after minutes of reading
         size = self.config["input_size"]
-        nets = {"features": keys.net([self.net], lambda images: self.extractor(self.trunk(images)), size)}
-        if not self.fold:
-            nets["inputs"] = keys.net(self._trunk, self.trunk, size)
+        with room_for(self.images):
+            nets = {"features": keys.net([self.net], lambda images: self.extractor(self.trunk(images)), size)}
+            if not self.fold:
+                nets["inputs"] = keys.net(self._trunk, self.trunk, size)
         tasks = {}
         for role in self.images.tasks:
             read = {split: self._read_split(role, split, nets) for split in SPLITS}

@@ -137,7 +137,7 @@ def test_rows_stay_in_their_folder_whatever_a_run_says_of_its_track(track, tmp_p
 @pytest.mark.parametrize("text", ["a: 1", "[1, 2]", "word", "[[experiment=leaderboard/cifar]]"])
 def test_overrides_that_are_none_are_of_no_track(text, tmp_path):
     made = track_run(tmp_path / "run")
-    (made / "overrides.yaml").write_text(text)
+    (made / "overrides.yaml").write_text(f"{text}\n")
     with pytest.raises(DataError, match="is no run of a track"):
         write([made], tmp_path / "rows")
 
