@@ -89,6 +89,12 @@ def chosen(
             )
     else:
         numbers = [one for one in classes if isinstance(one, int)]
+        padded = {int(name): name for name in folders} if all(name.isdecimal() for name in folders) else {}
+        if (meant := [padded[one] for one in numbers if one in padded]) and not {*map(str, numbers)} & {*folders}:
+            raise ConfigError(
+                f"{key}: the folders are called by numbers, {', '.join(folders[:3])}, ..., and none is called "
+                f"{int(meant[0])}: write the names in quotes, such as '{meant[0]}'"
+            )
         named = [one for one in numbers if str(one) in folders]
         if named and len(named) < len(numbers):
             other = next(one for one in numbers if one not in named)

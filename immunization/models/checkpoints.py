@@ -100,9 +100,9 @@ def unwrapped(path: Path, state: dict[str, Tensor], lightning: bool = False) -> 
     `lightning`: they are of a LightningModule, of which the net may be one part.
     """
     renamed = {name: ".".join(part for part in name.split(".") if part not in WRAPPED) for name in state}
-    if "n_averaged" in renamed and all(name.startswith(HOLDERS[0]) for name in renamed if name != "n_averaged"):
-        del renamed["n_averaged"]  # a count of torch.optim.swa_utils.AveragedModel
     while renamed:
+        if "n_averaged" in (own := {*renamed.values()}) and all(n.startswith(HOLDERS[0]) for n in own - {"n_averaged"}):
+            renamed = {n: o for n, o in renamed.items() if o != "n_averaged"}  # torch.optim.swa_utils.AveragedModel's
         parts = Counter(f"{name.partition('.')[0]}." for name in renamed.values())
         holder = next((name for name in (*(f"{key}." for key in AVERAGED), *HOLDERS) if name in parts), None)
         if holder is None or (len(parts) > 1 and not lightning):

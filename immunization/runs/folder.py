@@ -171,13 +171,14 @@ class RunFolder:
 
 def _table(role: str, rows: Mapping[str, Mapping[str, int]]) -> list[str]:
     """The classes of a role with the output and the rows of each; of many, the first and the last."""
-    names, shown = list(rows), MOST_SHOWN if role == "primary" else 2
-    shown = range(len(names)) if len(names) <= shown else (*range(shown - 1), -1)
+    names, most = list(rows), MOST_SHOWN if role == "primary" else 2
+    shown = range(len(names)) if len(names) <= most + 1 else (*range(most - 1), -1)  # no line stands for one class
     lines = []
     for i in shown:
         counts = dict(rows[names[i]])
-        name = names[i] if names[i].isprintable() else ascii(names[i])
-        lines.append(f"  output {counts.pop('output')}: {name}, {' + '.join(map(str, counts.values()))}")
+        name, label = names[i] if names[i].isprintable() else ascii(names[i]), counts.pop("output")
+        label = f"output {label}" if role == "primary" else f"label {label}"  # others have no outputs of the head
+        lines.append(f"  {label}: {name}, {' + '.join(map(str, counts.values()))}")
     if len(lines) < len(names):
         lines.insert(-1, f"  ... ({filenames.CLASSES} has all)")
     return [f"{role}: {len(names)} classes, rows to train + validate + test", *lines]

@@ -158,10 +158,10 @@ def _attacks(result: Result) -> list[str]:
             searched = f"{result.metrics.get(f'{group}/worst/flops_ratio_searched') or math.nan:.3g}"
             if searched not in (ratio, "nan"):
                 price += f" ({searched} times where the search for settings is paid for)"
-        count = f"{len(found)} of {len(tried)} attacks learn {task}{so_far}"
+        count = f"{len(found)} of {len(tried)} attacks learn {task}" if tried[1:] else f"the only attack learns {task}"
         worthless = result.metrics.get(f"worth{group.removeprefix('attack')}/removed", 0) is None
-        holds = "" if worthless else "It does not hold: "
-        lines = [f"{holds}{count}; the cheapest, {name}, takes {price}.", *beside]
+        count = f"{count}{so_far}" if worthless else f"It does not hold{so_far}: {count}"
+        lines = [f"{count[0].upper()}{count[1:]}; the cheapest, {name}, takes {price}.", *beside]
     elif not known:
         lines = [*beside, f"No attack on {task} came to an end."]
     else:

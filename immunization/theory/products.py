@@ -19,6 +19,12 @@ def power_of_two(*matrices: Tensor) -> float:
     return 2.0 ** (math.frexp(largest)[1] - 1) if 0 < largest < math.inf else 1.0
 
 
+def row_norms(rows: Tensor) -> Tensor:
+    """The norms [k] of rows [k, D] of any scale."""
+    scale = power_of_two(rows)
+    return (rows / scale).norm(dim=1) * scale
+
+
 def gram(f: Tensor) -> Tensor:
     """f^T f [D, D] of f [N, D]; on a CPU by numpy, which leaves it to BLAS's syrk: half the operations of a product."""
     if f.device.type != "cpu":

@@ -259,7 +259,9 @@ def authors_condition_number_of(sigma: Tensor, width: int) -> float:
     if not torch.isfinite(eigenvalues).all():
         raise DegenerateSpectrum("the features are too large: F^T F overflows, and has no eigenvalues")
     if not eigenvalues.sum() > 0:
-        raise DegenerateSpectrum("the features are all zero: no eigenvalue of F^T F + 1e-6 I is above 1e-6")
+        raise DegenerateSpectrum(
+            "the features are all zero, or so small that F^T F is: no eigenvalue of F^T F + 1e-6 I is above 1e-6"
+        )
     smallest = eigenvalues[-1] if len(eigenvalues) == width else 0.0
     return ((eigenvalues[0] + AUTHORS_RIDGE) / (smallest + AUTHORS_RIDGE)).item()
 

@@ -254,6 +254,18 @@ def test_numbers_are_names_where_folders_are_called_by_numbers(tmp_path, classes
         open_task("harmful", str(images), 0.0, 0.0, 0, classes=classes, order=order)
 
 
+@pytest.mark.parametrize("classes", [[1, 2, 3], [0, 5]])
+def test_numbers_are_no_places_of_padded_numbers(tmp_path, classes):
+    """`[1, 2, 3]` was 002, 003 and 004."""
+    images = folder_of(tmp_path, {f"{i:03}/0.png": Image.new("RGB", (2, 2)) for i in range(1, 13)})
+    with pytest.raises(
+        ConfigError, match=r"called by numbers, 001, 002, 003, .*write the names in quotes, such as '001'"
+    ):
+        open_task("harmful", str(images), 0.0, 0.0, 0, classes=classes)
+    named = open_task("harmful", str(images), 0.0, 0.0, 0, classes=["001", "003"])
+    assert named.classes == ("001", "003")
+
+
 def test_names_of_splits_are_no_classes(tmp_path):
     for split in ("Train", "Test"):
         folder_of(tmp_path, {f"{split}/{name}/0.png": picture() for name in ("cat", "dog")})
