@@ -259,7 +259,7 @@ def test_numbers_are_no_places_of_padded_numbers(tmp_path, classes):
     """`[1, 2, 3]` was 002, 003 and 004."""
     images = folder_of(tmp_path, {f"{i:03}/0.png": Image.new("RGB", (2, 2)) for i in range(1, 13)})
     with pytest.raises(
-        ConfigError, match=r"called by numbers, 001, 002, 003, .*write the names in quotes, such as '001'"
+        ConfigError, match=r"called by numbers, 001, 002, 003, .*write the names in quotes, such as '00[15]'"
     ):
         open_task("harmful", str(images), 0.0, 0.0, 0, classes=classes)
     named = open_task("harmful", str(images), 0.0, 0.0, 0, classes=["001", "003"])
