@@ -43,7 +43,7 @@ def test_hyperparameters_page_is_current() -> None:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Every `python launch.py` of a page, its first job where it is a multirun; loops and tracked runs are left out."""
+    """Every `python launch.py` of a page, its first job where it is a multirun; loops are left out."""
     found = re.findall(r"python launch\.py ([^`\n]+)", page.read_text().replace("\\\n", " "))
     known = {"<method>": "closed_form", "<file>": "seeds"}
     split = []

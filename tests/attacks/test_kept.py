@@ -156,7 +156,7 @@ def test_a_curve_comes_back_as_it_was(tmp_path):
     values = torch.tensor([0.5, torch.nan], dtype=torch.float64)
     curve = AttackCurve(
         *(torch.tensor([1, 2]), 10.0 * torch.tensor([1, 2]), values, values, None, values[0], 1e-300, (3.0,)),
-        **{"epochs": {1: 0, 3: 1}, "finals": (0.25, 0.5), "scores": gaussian(2, 11) > 0},
+        **{"epochs": {1: 0, 3: 1}, "finals": (0.25, 0.5), "scores": gaussian(2, 11, seed=0) > 0},
     )
     victim = victim_of(torch.eye(4, dtype=torch.float64))
     KeptCurves(tmp_path / ATTACKS, {"it": {}}, victim).put("it", {"immunized": curve})
