@@ -76,13 +76,7 @@ def cli() -> None:
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word[:1] == "~" or ("=" in word and word[:1] != "-"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand exceptions to us instead of printing a trimmed traceback
     try:
-        if any(argument.startswith("wandb_run=") for argument in sys.argv[1:]):
-            from immunization.runner import run
-            from immunization.runs.wandb_again import again
-
-            run(*again(sys.argv[1:]), sys.argv[1:])
-        else:
-            main()
+        main()
     except KeyboardInterrupt:
         print(f"error: {SweepSummary.interrupted()}", file=sys.stderr, flush=True)
         sys.exit(130)

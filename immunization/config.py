@@ -24,6 +24,8 @@ from immunization.errors import ConfigError
 _PACKAGE = Path(__file__).parent
 CONF = next(path for path in (_PACKAGE.parent / "conf", _PACKAGE / "conf") if path.is_dir())
 """The YAML groups: at the top of the repository, or inside the package once it is installed as a wheel."""
+SWEEPS = next(path for path in (CONF.parent / "sweeps", CONF / "sweeps") if path.is_dir())
+"""The group of named multiruns, which stands beside the others in the repository."""
 
 
 class Kind(NamedTuple):
@@ -128,6 +130,11 @@ if not (CONF / "local.yaml").is_file():  # which is optional
 def read_yaml(name: str) -> dict[str, Any]:
     """The content of conf/<name>.yaml as it stands there."""
     return yaml.load((CONF / f"{name}.yaml").read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+for _path in SWEEPS.glob("*.yaml") if SWEEPS.parent != CONF else ():
+    _content = yaml.load(_path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    ConfigStore.instance().store(_path.stem, _content, "sweeps", "_global_")
 
 
 @cache

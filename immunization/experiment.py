@@ -149,7 +149,7 @@ def _check_together(settings: Mapping[str, Any]) -> None:
         if not isinstance(value := settings.get(key) or [], list):
             raise ConfigError(f"{key} must be a list, [a,b] on the command line, not {value!r}")
     if settings["published"] and not settings["suite"]:
-        raise ConfigError("published is a folder of a numbered suite's curves: choose one, such as attack=[standard]")
+        raise ConfigError("published is a file of a numbered suite's curves: choose one, such as attack=[standard]")
     data, model = settings["dataset"], settings["model"]
     kind = target_of(settings, "model")
     gives = str(inspect.signature(target_of(settings, "dataset")).return_annotation)

@@ -131,11 +131,10 @@ def train(
     experiment = resolve(config, overrides, tables)
     leads = not distributed.rank()
     tracker = experiment.tracker() if leads and experiment.tracker else None  # a mistake in its options is said now
-    for key in ("baselines", "published"):
-        if experiment.attack and (folder := getattr(experiment, key)):
-            from immunization.attacks import check_folder  # not loaded by runs without attacks
+    if experiment.attack:
+        from immunization.attacks import check_places  # not loaded by runs without attacks
 
-            check_folder(key, folder)
+        check_places(experiment.baselines, experiment.published)
     with waiting("preparing data, model and optimizer"):
         parts = assemble(experiment)
     for attack in experiment.attack.values():
@@ -186,9 +185,9 @@ def measure(experiment: Experiment, parts: Parts, run: RunFolder, flags: dict[st
             benign = pair.benign_tasks if suite.benign else {}
             for role in (*pair.attacked, *benign):
                 victim = Victim(model, comparison, start, role, suite.most)
-                folders = experiment.baselines, experiment.published
+                shared = experiment.baselines, experiment.published
                 kept = KeptCurves(
-                    run.path / ATTACKS, experiment.settings["attack"], victim, *folders, version=suite.version
+                    run.path / ATTACKS, experiment.settings["attack"], victim, *shared, version=suite.version
                 )
                 run_all = run_transfer if role in benign else run_attacks
                 measures.merge(run_all(experiment.attack, victim, kept, experiment.suite))

@@ -12,7 +12,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf, errors
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
-from immunization.config import CONF, read_yaml
+from immunization.config import CONF, SWEEPS, read_yaml
 from immunization.errors import ConfigError
 
 WIDTH, COLUMN = 118, 26
@@ -21,7 +21,7 @@ WIDTH, COLUMN = 118, 26
 def options(group: str) -> tuple[str, list[str]]:
     """`group`, or the closest one above it that exists, and its options, those of --config-dir included."""
     given = re.search(r"(?:^|\0)(?:--config-dir|-cd)[=\0]([^\0]+)", "\0".join(sys.argv[1:]))
-    folders = [CONF, *([Path(given[1])] if given else [])]
+    folders = [CONF, SWEEPS.parent, *([Path(given[1])] if given else [])]
     while group:
         if known := {path.stem for folder in folders for path in (folder / group).glob("*.yaml")}:
             return group, sorted(known)

@@ -43,7 +43,7 @@ def test_hyperparameters_page_is_current() -> None:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Every `python launch.py` of a page, its first job where it is a multirun; loops and tracked runs are left out."""
+    """Every `python launch.py` of a page, its first job where it is a multirun; loops are left out."""
     found = re.findall(r"python launch\.py ([^`\n]+)", page.read_text().replace("\\\n", " "))
     known = {"<method>": "closed_form", "<file>": "seeds"}
     split = []
@@ -51,7 +51,7 @@ def commands(page: Path) -> list[list[str]]:
         line = re.sub("<[^>]*>", lambda place: known.get(place[0], "placeholder"), line.partition("  #")[0])
         words = shlex.split(re.sub(r"range\((\d+),\d+\)", r"\1", line.partition(";")[0]))
         multirun = "-m" in words or any(word.startswith("sweeps=") for word in words)
-        if not any("..." in word or "$" in word or word.startswith(("wandb_run", "--")) for word in words):
+        if not any("..." in word or "$" in word or word.startswith("--") for word in words):
             jobs = (word.partition(",")[0] if multirun and "[" not in word else word for word in words)
             split.append([word for word in jobs if word != "-m"])
     return split

@@ -154,7 +154,17 @@ def test_a_folder_of_shared_work_that_cannot_be_made(tmp_path, cli, monkeypatch,
     (tmp_path / "circle").symlink_to("circle")
     folder = folder.format(tmp=tmp_path)
     said = cli("dataset.max_samples=20", "method=identity", "attack=[standard]", f"{key}={folder}")
-    assert said == f"{key}={folder}: {why}; give a folder that can be made and written, or null"
+    kind = "folder" if key == "baselines" else "file"
+    assert said == f"{key}={folder}: {why}; give a {kind} that can be made and written, or null"
+
+
+def test_published_curves_that_are_damaged(tmp_path, cli, monkeypatch):
+    """They are other people's work, and stay as they are."""
+    monkeypatch.setattr("immunization.runner.assemble", lambda _: pytest.fail("this is found too late"))
+    (path := tmp_path / "track.safetensors").write_bytes(b"version https://git-lfs")
+    said = cli("dataset.max_samples=20", "method=identity", "attack=[standard]", f"published={path}")
+    assert said.startswith(f"{path} cannot be read: ")
+    assert path.read_bytes() == b"version https://git-lfs"
 
 
 def test_a_mode_that_wandb_does_not_have(cli, monkeypatch):

@@ -3,7 +3,7 @@
 from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.block_probe import BlockProbe, FrozenBlocks, LayerProbe, TileProbe
 from immunization.attacks.direct import ClosedFormProbe, LogisticProbe
-from immunization.attacks.kept import KeptCurves, check_folder
+from immunization.attacks.kept import KeptCurves, check_places
 from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeCurves
 from immunization.attacks.neighbours import Neighbours
 from immunization.attacks.network import FineTune, LoRA, Pruned

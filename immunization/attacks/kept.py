@@ -1,4 +1,4 @@
-"""Attacks that are done: a killed audit goes on with the next one, the baseline is attacked once for all methods."""
+"""Cache of finished attack curves: those of one run, and those on the baseline, which runs and machines share."""
 
 import errno
 import hashlib
@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,13 +25,14 @@ from immunization.runs import environment, files
 
 log = logging.getLogger(__name__)
 
-VERSION = 4
-"""Version of the file, to be raised whenever `AttackCurve` changes."""
-
 DECIDE = ("attacks", "compute", "data", "evaluation", "models", "theory")
 """Folders of the package whose modules decide the numbers of an attack on the baseline."""
+DIGITS = 12
+"""Hexadecimal digits of a hash in the name of a curve."""
 
 Curves = dict[Stage, AttackCurve]
+Kept = dict[str, tuple[AttackCurve, str | None]]
+"""By name, a curve and who made it, where that is known."""
 
 
 class KeptCurves:
@@ -38,8 +40,7 @@ class KeptCurves:
 
     A curve is taken from there only for the same configuration of its attack (`settings`, by name), weights, data, code
     in `DECIDE` or of one's own, and libraries. Damaged curves are measured again. Curves of the baseline are shared by
-    all runs with one folder `baselines`, and by all machines where the suite called `version` has a folder of
-    `published` ones.
+    all runs with one folder `baselines`, and those of the suite called `version` by all machines in a file `published`.
     """
 
     def __init__(
@@ -51,51 +52,46 @@ class KeptCurves:
         published: str | Path | None = None,
         version: str = "",
     ) -> None:
-        self.path = path
-        roots = [Path(root).expanduser() if root else None for root in (baselines, published)]
-        self.baselines = KeptBaselines(*roots, settings, victim, version) if any(roots) else None
-        self.prefix = "" if victim.role == "harmful" else f"{victim.role}/"
-        self.settings = settings
+        self.path, self.settings, self.role = path, settings, victim.role
+        places = [Path(place).expanduser() if place else None for place in (baselines, published)]
+        self.baselines = KeptBaselines(*places, settings, victim, version) if any(places) else None
         self.key = keys.key(
             victim=_identity(victim), net=_net(victim, "immunized"), code=keys.source(*DECIDE), versions=keys.versions()
         )
-        self.kept: dict[str, dict[str, Any]] = {}
-        with suppress(DataError, KeyError, TypeError):  # none, or a damaged one, or another version's
-            content = files.read_archive(path)
-            self.kept = content["attacks"] if content["version"] == VERSION else {}
+        self.kept = _sound(path)
 
     def get(self, name: str, code: tuple[str, ...] = ()) -> Curves | None:
         """The curves of an attack, whose own `code` this is, on every stage; None where it has to be run."""
-        entry = self.kept.get(self.prefix + name)
-        if entry is None or entry["key"] != self._key(name, code):
+        place = self._place(name, code)
+        curves = {key.removeprefix(place): kept for key, kept in self.kept.items() if key.startswith(place)}
+        if not curves:
             return None
         log.info("attack %s: done before", name)
-        if self.baselines and entry.get("by"):
-            self.baselines.made_by[name] = entry["by"]
-        return {stage: AttackCurve(**fields) for stage, fields in entry["curves"].items()}
+        for _, by in curves.values():
+            if self.baselines and by:
+                self.baselines.made_by[name] = by
+        return {stage: curve for stage, (curve, _) in curves.items()}
 
-    def _key(self, name: str, code: tuple[str, ...]) -> str:
-        return keys.key(settings=_settings(self.settings, name), code=code, key=self.key)
+    def _place(self, name: str, code: tuple[str, ...]) -> str:
+        return f"{self.role}/{name}/{keys.key(settings=_settings(self.settings, name), code=code, key=self.key)}/"
 
     def put(self, name: str, curves: Curves, code: tuple[str, ...] = ()) -> None:
         """Keep the curves of an attack that is done."""
-        self.kept[self.prefix + name] = {
-            "key": self._key(name, code),
-            "curves": {stage: vars(curve) for stage, curve in curves.items()},
-            "by": self.baselines.made_by.get(name) if self.baselines else None,
-        }
-        files.write_archive(self.path, {"version": VERSION, "attacks": self.kept})
+        by = self.baselines.made_by.get(name) if self.baselines else None
+        self.kept |= {self._place(name, code) + stage: (curve, by) for stage, curve in curves.items()}
+        write_curves(self.path, self.kept)
 
 
 class KeptBaselines:
-    """Curves of attacks on the baseline, or of a reference, one file each in a folder that all runs share.
+    """Curves of attacks on the baseline, or of a reference, which all runs share.
 
-    A file is named by a key of all that its curve depends on: the attack, the baseline's net, features and labels, the
-    code in `DECIDE` and the machine's arithmetic. If several processes need a curve, one computes it, and the others
-    attack theta_I before they wait.
+    The folder `root` has a file for each key of all that decides the curves beside the attack: the baseline's net,
+    features and labels, the code in `DECIDE` and the machine's arithmetic. The file `published`, of nets only, has
+    those of one track for every machine: the suite's `version` takes the place of code and arithmetic, and stands
+    before the data, the task, the net (with hashes of images and labels, and of weights), the attack and its options.
 
-    In the folder `published` it is named by a hash of the suite's `version` in place of code and arithmetic, so that a
-    curve of another machine is taken, too; `made_by` says who made a curve, by the name of its attack. Of nets only.
+    If several processes need a curve, one computes it, and the others attack theta_I before they wait. `made_by` says
+    who made a curve, by the name of its attack.
     """
 
     def __init__(
@@ -108,7 +104,7 @@ class KeptBaselines:
     ) -> None:
         self.settings, self.device = settings, victim.task.train.y.device
         self.made_by: dict[str, str] = {}
-        self.places: list[tuple[Path, str]] = []
+        self.places: list[tuple[Path, str]] = []  # a file, and what the names in it begin with
         if root:
             known = keys.key(
                 machine=environment.arithmetic(self.device),
@@ -117,11 +113,12 @@ class KeptBaselines:
                 baseline=_baseline(victim),
                 net=_net(victim, "baseline"),
             )
-            self.places.append((root, known))
+            self.places.append((root / f"{known}.safetensors", ""))
         if published and victim.model.deep:
-            net = fingerprint([victim.network("baseline")])
             with suppress(Inapplicable):  # too many images to have at once
-                self.places.append((published, f"{version} {victim.role} {_digest(_shown(victim))} {net}"))
+                data = f"{victim.comparison.pair.name}.{keys.key(shown=_shown(victim))[:DIGITS]}"
+                net = f"{victim.model.name}.{fingerprint([victim.network('baseline')])[:DIGITS]}"
+                self.places.append((published, f"{version}/{data}/{victim.role}/{net}/"))
 
     def __call__(
         self,
@@ -137,52 +134,94 @@ class KeptBaselines:
         if not self.places:
             return attack()
         settings = json.dumps(_settings(self.settings, name), sort_keys=True)
-        paths = []
-        for root, victim in self.places:
-            known = hashlib.sha256(f"{VERSION} {settings} {beside} {victim}".encode()).hexdigest()[:32]
-            paths.append(root / f"{known}.pt")
-        with files.locked(files.lock_of(paths[0]), wait=True, meanwhile=meanwhile):
-            found = {path: content for path in paths if (content := _read(path))}
-            if found:
-                content = next(iter(found.values()))
-                log.info("attack %s: the baseline was attacked before, %s", name, next(iter(found)))
+        own = f"{name}/{hashlib.sha256(f'{settings} {beside}'.encode()).hexdigest()[:DIGITS]}"
+        first, begin = self.places[0]
+        lock = files.lock_of(first.with_name(keys.key(file=first.name, curve=begin + own)))
+        with files.locked(lock, wait=True, meanwhile=meanwhile):
+            known = {path: kept for path, begin in self.places if (kept := _sound(path).get(begin + own))}
+            if known:
+                curve, by = next(iter(known.values()))
+                log.info("attack %s: the baseline was attacked before, %s", name, next(iter(known)))
             else:
-                content = {"attack": name, "curve": vars(attack()), "by": environment.maker(self.device)}
-            for path in paths:
-                if path not in found:
-                    _keep(path, content)
-            self.made_by[name] = content["by"]
-            return AttackCurve(**content["curve"])
+                curve, by = attack(), environment.maker(self.device)
+            for path, begin in self.places:
+                if path not in known:
+                    _add(path, begin + own, curve, by)
+            self.made_by[name] = by
+            return curve
 
 
-def check_folder(key: str, folder: str) -> None:
-    """Raise ConfigError for the folder of `key` that cannot be made or written, which else is found after training."""
+def read_curves(path: Path) -> Kept:
+    """The curves in a file of `write_curves`; raises DataError for a damaged or another one."""
+    tensors, facts = files.read_tensors(path)
     try:
-        (locks := Path(folder).expanduser() / ".locks").mkdir(parents=True, exist_ok=True)
-        if not os.access(locks, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise ConfigError(
-            f"{key}={folder}: {error.strerror}; give a folder that can be made and written, or null"
-        ) from error
+        content: dict[str, dict[str, Any]] = {name: json.loads(text) for name, text in facts.items()}
+        for name, tensor in tensors.items():
+            place, _, key = name.rpartition("/")
+            content[place][key] = tensor
+        return {name: _unpacked(**own) for name, own in content.items()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} holds no curves of attacks ({type(error).__name__}: {error})") from error
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """The content of a file of `KeptBaselines`; None where there is none, or a damaged one."""
-    with suppress(DataError, KeyError, TypeError):
-        content = files.read_archive(path)
-        if content["by"] and AttackCurve(**content["curve"]):
-            return content
-    return None
+def _unpacked(by: str | None, rows: int | None = None, **own: Any) -> tuple[AttackCurve, str | None]:
+    if rows is not None:
+        own["scores"] = torch.from_numpy(np.unpackbits(own["scores"].numpy(), axis=1, count=rows)).bool()
+    own |= {key: tuple(own[key]) for key in ("diverged", "finals")}
+    own["epochs"] = own["epochs"] and {int(epoch): point for epoch, point in own["epochs"].items()}
+    return AttackCurve(**own), by
 
 
-def _keep(path: Path, content: dict[str, Any]) -> None:
-    """Write a file of `KeptBaselines`; what cannot be kept is measured all the same."""
+def write_curves(path: Path, kept: Kept) -> None:
+    """Write a safetensors file in one step: tensors `<name>/<field>`, hits as bits, the rest as JSON in its header."""
+    tensors, facts = {}, {}
+    for name, (curve, by) in kept.items():
+        own = dict(vars(curve), by=by)
+        if curve.scores is not None and curve.scores.dtype == torch.bool:
+            own["rows"], bits = curve.scores.shape[1], np.packbits(curve.scores.cpu().numpy(), axis=1)
+            own["scores"] = torch.from_numpy(bits)
+        tensors |= {f"{name}/{key}": value for key, value in own.items() if isinstance(value, Tensor)}
+        facts[name] = json.dumps({key: value for key, value in own.items() if not isinstance(value, Tensor)})
+    files.write_tensors(path, tensors, facts)
+
+
+def _sound(path: Path) -> Kept:
+    """The curves in a file; none where there is no file, or a damaged one."""
+    with suppress(DataError):
+        return read_curves(path)
+    return {}
+
+
+def _add(path: Path, name: str, curve: AttackCurve, by: str) -> None:
+    """Add a curve to a file that runs share; what cannot be kept is measured all the same."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_archive(path, content)
+        with files.locked(files.lock_of(path), wait=True):
+            write_curves(path, _sound(path) | {name: (curve, by)})
     except OSError as error:
-        log.warning("the baseline's curve of attack %s is not kept: %s: %s", content["attack"], path, error.strerror)
+        log.warning("the baseline's curve of attack %s is not kept: %s: %s", name, path, error.strerror)
+
+
+def check_places(baselines: str | None, published: str | None) -> None:
+    """Raise ConfigError where curves could not be kept, and DataError for a damaged file of published ones.
+
+    Either would else be found after training.
+    """
+    for key, place, kind in (("baselines", baselines, "folder"), ("published", published, "file")):
+        if place is None:
+            continue
+        path = Path(place).expanduser()
+        try:
+            (locks := (path if kind == "folder" else path.parent) / ".locks").mkdir(parents=True, exist_ok=True)
+            if not os.access(locks, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            with suppress(FileNotFoundError):
+                if path.stat() and kind == "file":
+                    read_curves(path)
+        except OSError as error:
+            raise ConfigError(
+                f"{key}={place}: {error.strerror}; give a {kind} that can be made and written, or null"
+            ) from error
 
 
 def _settings(settings: Mapping[str, object], name: str) -> object:
@@ -233,11 +272,3 @@ def _identity(victim: Victim) -> Iterator[Tensor]:
             for stage in SUFFIX:
                 probe = victim.comparison.probe(role, stage)
                 yield from (probe.sigma, probe.coefficients)
-
-
-def _digest(tensors: Iterator[Tensor]) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()

@@ -19,7 +19,7 @@ FLAT = 1e-9
 
 def draws(rows: int) -> Iterator[Tensor]:
     """How often each of `rows` rows is drawn, [B, rows] in blocks of resamples, the same ones at every call."""
-    generator = np.random.default_rng(0)  # anybody can draw them again (docs/recompute.py)
+    generator = np.random.default_rng(0)  # anybody can draw them again
     for some in torch.arange(RESAMPLES).split(max(1, BLOCK // rows)):
         drawn = torch.from_numpy(generator.integers(rows, size=(len(some), rows)))
         counts = torch.zeros(len(some), rows, dtype=torch.float64)

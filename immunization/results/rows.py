@@ -6,6 +6,7 @@ import shlex
 import statistics
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,21 @@ from immunization.runs.resume import INPUTS, result_settings
 
 FOLDER = Path("leaderboard/rows")
 """Rows of all tracks, in a folder each."""
-CURVES = re.compile(r"worth|attack[^/]*/worst/")
-"""Starts the names of curves that rows keep."""
+HEADLINES = (
+    *(
+        "rir",
+        "definition/immunized",
+        "steps_ratio/*",
+        "worst/*",
+        "primary/*",
+        "other_classes/accuracy*",
+        "ceiling/worth",
+    ),
+    *("worth/before*", "worth/removed*", "worth/theta_0*", "transfer_*/before*", "transfer_*/after*"),
+    *("attack*/worst/bar", "attack*/worst/fine_tuned", "attack/worst/flops_ratio_searched", "attack/*/sgrc_*"),
+    *(f"attack*/{measure}{stage}" for measure in ("final", "cost") for stage in ("", "_baseline")),
+)
+"""Patterns of the measures that rows keep: those of which the leaderboard's tables and figures are made."""
 LOCAL = re.compile(r"""(?<![^\s"'=\[(,:])(?:file://)?~?/(?!/)[^\s"'`,;\])]+""")
 """A path of this machine."""
 
@@ -81,11 +95,18 @@ def _row(run: Run) -> tuple[Path, Result]:
         "environment": {key: value for key, value in environment.items() if key not in ("command", "platform", INPUTS)},
     }
     content["about"] |= {ROW: files.plain(row)}
-    content["curves"] = {name: curve for name, curve in content["curves"].items() if CURVES.match(name)}
-    del content["schema"]
+    del content["schema"], content["curves"]
+    content["metrics"] = {name: value for name, value in content["metrics"].items() if _headline(name, run.result)}
+    told = {*content["metrics"], *content["flags"]}
+    content["reasons"] = {name: reason for name, reason in content["reasons"].items() if name in told}
     named = [word for word in overrides if word.startswith((*TRAINING, LAYERS, "pair="))]
     path = Path(track, f"{slug('-'.join([run.result.method, *named, str(run.result.seed)]))}.json")
     return path, Result(**_without_paths(content))
+
+
+def _headline(name: str, result: Result) -> bool:
+    """Whether the leaderboard shows a measure."""
+    return name in result.own_measures or any(fnmatchcase(name, pattern) for pattern in HEADLINES)
 
 
 def _without_paths(value: object) -> Any:

@@ -53,8 +53,8 @@ def sha256(path: Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
-def read_yaml(path: Path, renamed: Mapping[str, str] | None = None) -> Any:
-    """The plain content of a YAML file, in whose text names are `renamed`; raises DataError for what is none.
+def read_yaml(path: Path) -> Any:
+    """The plain content of a YAML file; raises DataError for what is none.
 
     A file cut off within a line can still be valid, so the last line must end. A file with aliases, or longer than
     LONGEST_YAML, is refused. Aliases let a short file stand for any amount of memory. No file of ours has them.
@@ -66,10 +66,7 @@ def read_yaml(path: Path, renamed: Mapping[str, str] | None = None) -> Any:
             raise ValueError(f"it is longer than {LONGEST_YAML:,} bytes")
         if not content.endswith(b"\n"):
             raise ValueError("it was cut off or edited, as its last line does not end")
-        text = content.decode()
-        for old, new in (renamed or {}).items():
-            text = text.replace(old, new)
-        loader = _LOADER(text)
+        loader = _LOADER(content.decode())
         try:
             root = loader.get_single_node()
             _refuse_aliases(root)

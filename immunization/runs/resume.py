@@ -24,21 +24,6 @@ BOOKKEEPING = (
 )
 """Keys that decide where and how a run is shown or saved, but no number in its result."""
 
-RETIRED = {
-    "dataset": {
-        "augment": False,
-        "unseen": {"source": "", "train": "train", "test": "val"},
-        "drop": [],
-        "categorical": [],
-        "missing": "refuse",
-        "csv": {"sep": ",", "decimal": ".", "encoding": "utf-8"},
-    },
-    "method": {"side": "input", "rank": "data", "combine": "sum", "keep": 0.0, "damping": 0.0, "interpolate": 1.0},
-    "model": {"compile": False},
-    "suite": {"benign": []},
-}
-"""Options that are gone or came later, at the value at which they do nothing: some run folders lack them."""
-
 INPUTS = "inputs"  # the key of environment.json under which a run says what it was made of beside its configuration
 SAME = 1e-6  # numbers that stand for rows of data differ by so much from one machine to another
 KEPT = (CHECKPOINT, ATTACKS)  # files of an unfinished run that hold work of its own
@@ -47,7 +32,7 @@ KEPT = (CHECKPOINT, ATTACKS)  # files of an unfinished run that hold work of its
 def read_config(folder: Path) -> dict[str, Any]:
     """The configuration that a run folder holds; raises DataError where there is none to read."""
     path = folder / CONFIG
-    content = files.read_yaml(path, {"immunization.models.stored.": "immunization.models.weights."})  # its old name
+    content = files.read_yaml(path)
     if not isinstance(content, dict):
         raise DataError(f"{path} is not a configuration; it was cut off or edited")
     return content
@@ -68,9 +53,6 @@ def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     for group in ("dataset", "model"):
         if isinstance(options := kept.get(group), dict):
             kept[group] = {key: value for key, value in options.items() if key not in ("root", "download", "cache")}
-    for group, retired in RETIRED.items():
-        if isinstance(options := kept.get(group), dict):
-            kept[group] = {key: value for key, value in options.items() if retired.get(key, ...) != value}
     return kept
 
 

@@ -66,7 +66,6 @@ class Wandb(Tracker):
         config = files.plain(spelled(config))
         if "method" in config:
             config["method"]["name"] = snake_case(config["method"]["_target_"])  # W&B can group runs by it
-        config["attack_order"] = list(config.get("attack") or [])  # which decides ties; W&B keeps that of lists alone
         init = partial(
             wandb.init,
             project=self.project,

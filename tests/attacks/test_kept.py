@@ -16,6 +16,7 @@ import torch
 from helpers import victims
 from helpers.matrices import gaussian, orthonormal
 from helpers.processes import ended, in_a_child, wait_for
+from helpers.repository import ROOT
 from torch import Tensor
 
 from immunization import Result, run
@@ -33,9 +34,12 @@ from immunization.attacks import (
     WhitenedProbe,
     run_attacks,
 )
-from immunization.attacks.kept import KeptBaselines
+from immunization.attacks.kept import KeptBaselines, read_curves
 from immunization.compute.keys import PACKAGE
+from immunization.config import compose
 from immunization.errors import ConfigError
+from immunization.evaluation import Comparison
+from immunization.experiment import assemble, resolve
 from immunization.runs import files
 from immunization.runs.filenames import ATTACKS
 
@@ -117,8 +121,10 @@ def test_without_resume_no_attack_that_is_done_is_thrown_away(tmp_path, ran, mon
         with pytest.raises(KeyboardInterrupt):
             run(AUDIT, folder=tmp_path)
     assert (tmp_path / ATTACKS).exists()
-    assert "closed_form_probe" in files.read_archive(tmp_path / ATTACKS)["attacks"]
-    with pytest.raises(ConfigError, match=r"holds an interrupted run \(attacks\.pt\): resume=true goes on with it"):
+    assert any("closed_form_probe" in name for name in read_curves(tmp_path / ATTACKS))
+    with pytest.raises(
+        ConfigError, match=r"holds an interrupted run \(attacks\.safetensors\): resume=true goes on with it"
+    ):
         run([*AUDIT, "resume=false"], folder=tmp_path)
     assert (tmp_path / ATTACKS).exists()
 
@@ -146,10 +152,11 @@ def test_curves_hold_for_one_configuration_one_map_and_one_task(tmp_path, ran):
 
 
 def test_a_curve_comes_back_as_it_was(tmp_path):
-    """Also with NaN, with one tensor in two places, and with kappa as a tensor."""
+    """Also with NaN, with one tensor in two places, with kappa as a tensor, and with hits, which are kept as bits."""
     values = torch.tensor([0.5, torch.nan], dtype=torch.float64)
     curve = AttackCurve(
-        torch.tensor([1, 2]), 10.0 * torch.tensor([1, 2]), values, values, None, values[0], 1e-300, (3.0,)
+        *(torch.tensor([1, 2]), 10.0 * torch.tensor([1, 2]), values, values, None, values[0], 1e-300, (3.0,)),
+        **{"epochs": {1: 0, 3: 1}, "finals": (0.25, 0.5), "scores": gaussian(2, 11, seed=0) > 0},
     )
     victim = victim_of(torch.eye(4, dtype=torch.float64))
     KeptCurves(tmp_path / ATTACKS, {"it": {}}, victim).put("it", {"immunized": curve})
@@ -195,7 +202,7 @@ def test_the_baseline_is_attacked_once_for_all_maps(tmp_path, stages):
 def test_theta_I_is_attacked_while_another_process_is_at_work_on_the_baseline(tmp_path, stages):
     victim = victim_of(torch.diag(torch.tensor([1.0, 0.5, 0.3, 0.1], dtype=torch.float64)))
     expected = with_baselines(tmp_path, victim)
-    for path in (tmp_path / "baselines").glob("*.pt"):
+    for path in (tmp_path / "baselines").glob("*.safetensors"):
         path.unlink()
     stages.clear()
     with ThreadPoolExecutor() as pool:
@@ -223,7 +230,7 @@ def test_a_kept_baseline_is_of_one_attack_and_one_task(tmp_path, stages, monkeyp
             file.write("{}")
         with_baselines(tmp_path, victim, settings)
         assert stages.count("baseline") == expected
-    for path in (tmp_path / "baselines").glob("*.pt"):
+    for path in (tmp_path / "baselines").glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-9])
     stages.clear()
     with_baselines(tmp_path, victim_of(theta))
@@ -260,7 +267,7 @@ def test_a_kept_baseline_is_of_one_trained_part(tmp_path):
     some = [
         victims.net_victim(images, lambda model: None, "test_resnet", part) for part in ("layer4", "layer4", "layer3")
     ]
-    keys = [KeptBaselines(tmp_path / "kept", tmp_path / "published", {}, victim).places for victim in some]
+    keys = [KeptBaselines(tmp_path / "kept", tmp_path / "published.safetensors", {}, victim).places for victim in some]
     assert keys[0] == keys[1] == keys[2]
     for attack in (FineTune("trained"), FrozenBlocks()):
         beside = [attack.beside(victim) for victim in some]
@@ -271,7 +278,9 @@ def test_a_kept_baseline_is_of_one_trained_part(tmp_path):
 def test_a_map_behind_the_features_is_none_of_the_baseline(tmp_path):
     images = victims.colored_pair(tmp_path)
     some = [victims.net_victim(images, lambda model: None, "test_resnet", part) for part in ("fold", "layer4")]
-    fold, layer4 = (KeptBaselines(tmp_path / "kept", tmp_path / "published", {}, victim).places for victim in some)
+    fold, layer4 = (
+        KeptBaselines(tmp_path / "kept", tmp_path / "published.safetensors", {}, victim).places for victim in some
+    )
     assert fold == layer4
     for attack in (BlockProbe(), ClosedFormProbe(), FineTune("trained")):
         fold, layer4 = (attack.beside(victim) for victim in some)
@@ -279,7 +288,7 @@ def test_a_map_behind_the_features_is_none_of_the_baseline(tmp_path):
 
 
 def test_published_curves_hold_for_every_machine_and_one_suite_net_and_set_of_images(tmp_path, monkeypatch):
-    root, images = tmp_path / "published", victims.colored_pair(tmp_path)
+    root, images = tmp_path / "published.safetensors", victims.colored_pair(tmp_path)
 
     def attacked_with(victim: Victim, version: str) -> bool:
         """Whether the baseline had to be attacked."""
@@ -308,8 +317,28 @@ def test_published_curves_hold_for_every_machine_and_one_suite_net_and_set_of_im
 
 
 def test_published_curves_need_a_numbered_suite(tmp_path):
-    with pytest.raises(ConfigError, match="published is a folder of a numbered suite's curves"):
+    with pytest.raises(ConfigError, match="published is a file of a numbered suite's curves"):
         run([*QUICK, f"published={tmp_path}"], folder=tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted((ROOT / "leaderboard/baselines").glob("*")), ids=lambda path: path.stem)
+def test_published_curves_are_what_this_code_measures(path, data_dir, tmp_path):
+    """Three of each track; on another processor a few of the test rows may be rounded to the other side."""
+    chosen = [f"experiment=leaderboard/{path.stem}", "method=identity", f"data_root={data_dir}", f"cache={tmp_path}"]
+    experiment = resolve(compose(chosen))
+    parts = assemble(experiment)
+    model = parts.model.for_measurement()
+    victim = Victim(model, Comparison(parts.pair, model, parts.start), parts.start)
+    published = KeptBaselines(None, path, experiment.settings["attack"], victim, experiment.suite.version)
+    for name, samples, draw in (("closed_form_probe", 10, 0), ("whitened_probe", 20, 4), ("neighbours", 5, 1)):
+        attack = experiment.attack[name]
+        attack.samples, attack.seed = samples, draw
+        curve = attack.run(victim, "baseline")
+        kept = published(f"{name}@{samples}.{draw}", attack.beside(victim), lambda: pytest.fail("it is not published"))
+        torch.testing.assert_close(kept.flops, curve.flops)
+        torch.testing.assert_close(kept.test, curve.test, rtol=0, atol=0.01)
+        assert (kept.scores != curve.scores).double().mean() < 0.01
 
 
 OWN = """
@@ -325,7 +354,7 @@ def test_an_edited_attack_of_ones_own_keeps_no_curve(tmp_path, monkeypatch):
     """Neither of an audit, nor of a baseline, nor of a published one; those of this package keep theirs."""
     monkeypatch.syspath_prepend(str(tmp_path))
     victim = victims.net_victim(victims.colored_pair(tmp_path), lambda model: None, "test_resnet", "layer4")
-    folders = tmp_path / "baselines", tmp_path / "published"
+    folders = tmp_path / "baselines", tmp_path / "published.safetensors"
 
     def attacked_with(said: str, stages: list[str]) -> None:
         (tmp_path / "mine.py").write_text(OWN.format(said=said))
@@ -341,7 +370,7 @@ def test_an_edited_attack_of_ones_own_keeps_no_curve(tmp_path, monkeypatch):
     for stages, said in zip(seen, ("a", "a", "edited", "edited"), strict=True):
         attacked_with(said, stages)
     assert [stages.count("baseline") for stages in seen] == [1, 0, 1, 0]
-    assert len(list(folders[1].glob("*.pt"))) == 2
+    assert len(read_curves(folders[1])) == 2
 
 
 def test_a_curve_that_cannot_be_kept_is_measured_all_the_same(tmp_path, monkeypatch, caplog):

@@ -11,6 +11,8 @@ from helpers.made_runs import make_run
 from immunization.errors import DataError
 from immunization.results.__main__ import main
 from immunization.results.collect import collect
+from immunization.results.columns import Place, placed
+from immunization.results.leaderboard import tracks
 from immunization.results.rows import FOLDER, _command, plan, write
 
 
@@ -31,11 +33,31 @@ def test_a_row_holds_what_checks_and_repeats_it(tmp_path):
     assert row["config"]["pool"] == "<folder>"
     (run,) = collect([path]).runs
     assert (run.track, run.command, run.result.folder) == ("cifar", row["command"], path)
-    assert list(run.result.curves) == ["worth/removed"]
+    assert run.result.curves == {}
     (before,) = collect([made]).runs
-    for key in ("metrics", "seed", "method", "flags", "seconds", "status"):
+    for key in ("seed", "method", "flags", "seconds", "status"):
         assert getattr(run.result, key) == getattr(before.result, key)
+    assert run.result.metrics.items() < before.result.metrics.items()
     assert run.result.about["attackers"] == about["attackers"]
+
+
+def test_the_leaderboard_is_the_same_from_runs_and_from_their_rows(tmp_path):
+    """Rows keep the measures of which its cells are made, and measures of one's own."""
+    for seed in range(3):
+        about = SUITE | {"own_measures": ["mine/measure"]}
+        measures = {"mine/measure": 0.1 * seed, "attack/worst/flops_ratio_searched": 2.0, "attack/probe/area": 0.5}
+        measures |= {f"worth/theta_0{end}": 0.4 for end in ("", "_low", "_high")} | {"other_classes/accuracy": 0.5}
+        measures |= {"attack/sgrc/sgrc_3": 0.2, "transfer_benign/before_5": 0.6, "transfer_benign/after_5": 0.5}
+        measures |= {"attack/worst/bar": 0.8, "attack/probe/final": 0.9, "attack/probe/cost": 300.0}
+        measures |= {"attack/probe/final_baseline": 0.95, "attack/probe/cost_baseline": 100.0}
+        track_run(tmp_path / "runs" / str(seed), seed=seed, about=about, measures=measures, flags=["capped_harmful"])
+    rows = collect(write([tmp_path / "runs"], tmp_path / "rows"))
+    (made,), (kept,) = tracks(collect([tmp_path / "runs"])), tracks(rows)
+    cells = [[column.cell(some[0], column.measure) for column in placed(Place.BOARD)] for some in (made, kept)]
+    assert cells[0] == cells[1]
+    metrics = rows.runs[0].result.metrics
+    assert {"mine/measure", "attack/probe/cost", "worth/theta_0_low"} <= metrics.keys()
+    assert "attack/probe/area" not in metrics
 
 
 def test_infinite_settings_come_back(tmp_path):

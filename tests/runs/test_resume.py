@@ -7,12 +7,16 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from helpers.commands import launched
 from helpers.data_files import IMAGES, csv, image_pair, table
+from omegaconf import OmegaConf
 from PIL import Image
 
 from immunization import Result, run
+from immunization.config import compose
 from immunization.errors import DataError, UserError
 from immunization.runs.filenames import WEIGHTS
+from immunization.runs.resume import result_settings
 
 pytestmark = pytest.mark.trains
 HARMFUL = table(first="0.4,0.2,0.3")
@@ -109,3 +113,34 @@ def test_a_result_is_none_of_other_weights_or_images_of_the_same_name_size_and_t
     again = run(options, folder=tmp_path / "other")  # of the same cache
     shutil.rmtree(tmp_path / "c")
     assert run(options, folder=tmp_path / "anew").metrics == again.metrics != first.metrics
+
+
+def test_where_the_files_lie_makes_no_other_run():
+    here, there = (
+        OmegaConf.to_container(compose(["dataset=house_prices", *options]), resolve=True)
+        for options in (["dataset.root=here"], ["dataset.root=there", "dataset.download=false"])
+    )
+    assert result_settings(here) == result_settings(there)
+
+
+def test_neither_does_where_activations_are_kept():
+    here, there = (
+        OmegaConf.to_container(compose(["dataset=image_folders", "model=digits_net", f"cache={cache}"]), resolve=True)
+        for cache in ("here", "there")
+    )
+    assert here["dataset"]["cache"] != there["dataset"]["cache"]
+    assert result_settings(here) == result_settings(there)
+
+
+def test_a_run_again_from_its_folder(tmp_path):
+    """config.yaml holds the whole configuration, of which values can be changed."""
+    options = ["method.epochs=3", "method.lambda_P=0.25", "dataset.max_samples=40", "evaluation=[rir]", "seed=7"]
+    first = run([*options, "tracker=none", "figures=false"], tmp_path / "run")
+    given = ("--config-path", str(tmp_path / "run"), f"hydra.run.dir={tmp_path / 'again'}")
+    done = launched(*given, "name=again", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert Result.read(tmp_path / "again").metrics == first.metrics
+    config = (tmp_path / "run" / "config.yaml").read_text()
+    (tmp_path / "run" / "config.yaml").write_text(config.replace("trusted: []", "trusted: [evil]"))
+    refused = launched(*given, cwd=tmp_path)
+    assert refused.stderr.startswith("error: trusted=['evil'] stands in a configuration file")
