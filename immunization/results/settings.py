@@ -7,9 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from immunization.data.task import kind_of
 from immunization.results.collect import ATTACK, AUDITED, MEASURING, PAIR, TRAINING, Collection, Run, varying
-from immunization.results.formatting import MEASURES, number
+from immunization.results.formatting import MEASURES, kind_of, number
 from immunization.results.seed_statistics import ROUNDING, Summary, summarize
 from immunization.runs.interpretation import HELD, UNNUMBERED, UNTRAINED, at_least, attack_groups, successes, unbroken
 from immunization.runs.result import Result

@@ -12,7 +12,8 @@ from matplotlib.text import Text
 from immunization.errors import DataError
 from immunization.results.__main__ import main
 from immunization.results.collect import collect
-from immunization.results.columns import Place, placed
+from immunization.results.columns import ATTACKS as OF_ATTACKS
+from immunization.results.columns import board_columns
 from immunization.results.formatting import NONE
 from immunization.results.leaderboard import BELOW, MARKS, REPORT, rows_below, sections, tracks
 from immunization.results.rows import write
@@ -54,7 +55,7 @@ def rows_of(folder):
 
 
 def texts(row):
-    return {column.heading: column.cell(row, column.measure).text for column in placed(Place.BOARD)}
+    return {column.heading: column.cell(row, column.measure).text for column in board_columns(["benign"])}
 
 
 def test_a_row_says_what_is_paid(folder):
@@ -81,7 +82,7 @@ def test_runs_that_hold_count_in_every_price(costs, price, operations, tmp_path)
     (row,) = rows_of(tmp_path).values()
     shown = texts(row)
     assert (shown["price"], shown["price with search"]) == (price, price)
-    (own,) = (column for column in placed(Place.ATTACKS) if column.heading == "operations, immunized")
+    (own,) = (column for column in OF_ATTACKS if column.heading == "operations, immunized")
     assert own.cell(row, "attack/probe/cost").text == operations
 
 
