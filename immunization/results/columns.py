@@ -7,7 +7,7 @@ import math
 import operator
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -40,8 +40,7 @@ class Column:
     """A column of a table: `cell` turns the runs of one setting, and the name of a measure, into a cell.
 
     The files of a table have all of its columns; `views` names what else shows this one: `terminal`, and for the
-    leaderboard `page` (in Markdown) and `browser`. `always`: also where it is empty; `best`: the best mean is bold;
-    `note`: what a reader of the table has to know.
+    leaderboard `page` (in Markdown) and `browser`. `always`: also where it is empty; `best`: the best mean is bold.
     """
 
     measure: str
@@ -50,7 +49,11 @@ class Column:
     views: str = "terminal page"
     always: bool = False
     best: bool = False
-    note: str = ""
+
+    @property
+    def note(self) -> str:
+        """What a reader of the table has to know."""
+        return NOTES.get(self.heading, "")
 
 
 def label(setting: Setting, measure: str) -> Cell:
@@ -129,6 +132,19 @@ def paper(setting: Setting, measure: str) -> Cell:
     """Mean and standard deviation that the paper reports."""
     found = published(setting.first).get(setting.method, {}).get(measure)
     return Cell(f"{number(found[0])} ± {number(found[1])}", found[0], spread=found[1]) if found else Cell(NONE)
+
+
+def pairs_above(setting: Setting, measure: str, bound: float = -math.inf) -> Cell:
+    """How many pairs of classes have a median over seeds above a bound."""
+    values = setting.pairs(measure).values()
+    count = sum(value > bound * (1 + ROUNDING) for value in values)
+    return Cell(str(count), count)
+
+
+def figure2(setting: Setting, measure: str) -> Cell:
+    """The paper's count of pairs, and of how many."""
+    found = published(setting.first).get(setting.method, {}).get("figure2")
+    return Cell("{:.0f} of {:.0f}".format(*found), found[0], words=True) if found else Cell(NONE)
 
 
 def seconds(setting: Setting, measure: str) -> Cell:
@@ -296,13 +312,7 @@ def run_interval(setting: Setting, measure: str) -> Cell:
 
 _ABOVE_1, _AT_MOST_1 = partial(operator.lt, 1 + ROUNDING), partial(operator.ge, 1 + ROUNDING)
 UNDETERMINED = "undetermined"
-WORTH = (
-    "Worth removed: the share of what theta_0 is worth to the best attacker, compared with one without the model, that "
-    "immunization takes away, by the images of each class that they have; 0 is no defense. In brackets the 95 % "
-    "interval, of several seeds that of their mean. Undetermined: theta_0's own worth cannot be told from 0."
-)
-
-MEASURES = [Column("worth/removed", "worth removed", middle, note=WORTH)]
+MEASURES = [Column("worth/removed", "worth removed", middle)]
 """Measures that stand in every table and list, on the screen and in the model card."""
 
 OVERVIEW = [
@@ -328,6 +338,14 @@ COUNTS = [
     Column("", "both", passing(_FASTER | _KEPT)),
 ]
 """In how many runs a setting succeeds."""
+
+PAIRS = [
+    Column("", "method", label),
+    Column("rir", "pairs", pairs_above),
+    *(Column("rir", f"RIR > {bound}", partial(pairs_above, bound=bound)) for bound in (1, 2, 10, 100)),
+    Column("", "paper, Fig. 2", figure2, always=True),
+]
+"""Fig. 2 in numbers; RIR is by the group's convention of kappa."""
 
 ATTACKS = [
     Column("", "attack", lambda _, attack: Cell(attack)),
@@ -398,87 +416,76 @@ def setting_columns(group: Sequence[Setting], objective: str, further: Sequence[
         *[Column(objective, "no ★ for", unstarred)] * (len(group) > 1),
         Column("", "flags", flags, "", always=True),
         MEASURES[0],
-        Column("ceiling/worth", "ceiling of worth removed", middle, "", note=CEILING),
+        Column("ceiling/worth", "ceiling of worth removed", middle, ""),
         *MEASURES[1:],
     ]
 
 
-CEILING = (
-    "Ceiling of worth removed: what is lost to an attacker who only reads what stands before the immunized layers, "
-    "trains these layers anew, or does without the model."
+WORTH = (
+    "Worth removed: the share of what theta_0 is worth to the best attacker, compared with one without the model, that "
+    "immunization takes away, by the images of each class that they have; 0 is no defense. In brackets the 95 % "
+    "interval, of several seeds that of their mean. Undetermined: theta_0's own worth cannot be told from 0."
 )
 
+NOTES = {
+    "rank": "Rank: by worth removed, of rows of three or more seeds that remove something (the interval lies above 0) "
+    "and lose at most two points, of the primary task and of other classes at either size.",
+    "worth removed": WORTH,
+    "worth removed, all images": WORTH,
+    "primary, before → after": "Primary: held out, by the own head or, without one, a retrained head. Accuracy: mean ± "
+    "standard deviation over seeds, of the mean over pairs. R², loss and ratios: medians over runs, since one run can "
+    "dominate a mean.",
+    "primary probe": "Probe: steps ratio of a probe by gradient descent, > where it never came to the end; large is "
+    "good for harmful and unseen tasks, at most 1 for primary and benign ones.",
+    "price": "Price: operations of the cheapest attack that learns the harmful task, relative to the cheapest on the "
+    "baseline; the smallest over several harmful tasks. Held: no attack learns it in most runs within its budget, "
+    "which is no proof. Not attacked by training: the same, but no attack fine-tuned everything that was immunized. "
+    "Not attacked by standard: the same, but attack=standard did not run.",
+    "price with search": "Price with search: what an attacker spends on settings that are worse is counted, too.",
+    "searched, before → after": "Searched: the best held-out measure among attackers who search for their settings.",
+    "ceiling of worth removed": "Ceiling of worth removed: what is lost to an attacker who only reads what stands "
+    "before the immunized layers, trains these layers anew, or does without the model.",
+    "SGRC": "SGRC: the share of an attacker's held-out accuracy that immunization takes away when they fine-tune the "
+    "whole net, after the fewest and the most epochs.",
+    "unseen price": "Unseen: harmful data that no method was shown.",
+    "fine-tuning": "Harmful probe, ridge on features, and fine-tuning of what was immunized, which is not the same in "
+    "every row: attackers of the methods' own papers. A method that does not stop its own does not work here.",
+}
+"""What readers have to know of a column, by its heading."""
 
-def board_columns(benign: Iterable[str]) -> list[Column]:
+
+def board_columns(benign: Collection[str]) -> list[Column]:
     """The leaderboard, with the tasks to which a `benign` user transfers the net."""
-    everywhere, pages, page = "terminal page browser", "page browser", "page"
+    everywhere, pages = "terminal page browser", "page browser"
     columns = [
         Column("", "method", label, everywhere, always=True),
         Column("", "runs", board_runs, always=True),
-        Column(
-            *("", "rank", rank, pages),
-            note="Rank: by worth removed, of rows of three or more seeds that remove something (the interval lies "
-            "above 0) and lose at most two points, of the primary task and of other classes at either size.",
-        ),
+        Column("", "rank", rank, pages),
         Column("", "seeds", lambda row, _: Cell.of(len({result.seed for result in row.results})), "browser"),
         Column("worth/removed_5", "worth removed, 5 images", removed, everywhere),
         Column("worth/removed_20", "worth removed, 20 images", removed, everywhere),
-        Column("worth/removed", "worth removed, all images", removed, everywhere, note=WORTH),
-        Column(
-            *("", "primary, before → after", board_primary, everywhere),
-            always=True,
-            note="Primary: held out, by the own head or, without one, a retrained head. Accuracy: mean ± standard "
-            "deviation over seeds, of the mean over pairs. R², loss and ratios: medians over runs, since one run can "
-            "dominate a mean.",
-        ),
+        Column("worth/removed", "worth removed, all images", removed, everywhere),
+        Column("", "primary, before → after", board_primary, everywhere, always=True),
         Column("primary/accuracy", "primary, retrained head", retrained, pages),
         Column("other_classes/accuracy", "other classes, own head", after, pages),
         Column("other_classes/accuracy_enlarged", "other classes, twice the size", after, pages),
-        *(
-            Column(f"transfer_{task}/after_{images}", f"{task}, {images} images", change, pages)
-            for images in (5, 20)
-            for task in benign
-        ),
-        Column(
-            *("steps_ratio/primary", "primary probe", middle, page),
-            note="Probe: steps ratio of a probe by gradient descent, > where it never came to the end; large is good "
-            "for harmful and unseen tasks, at most 1 for primary and benign ones.",
-        ),
-        Column("steps_ratio/benign", "benign probe", middle, page),
+        *(Column(f"transfer_{task}/after_5", f"{task}, 5 images", change, pages) for task in benign),
+        *(Column(f"transfer_{task}/after_20", f"{task}, 20 images", change, pages) for task in benign),
+        Column("steps_ratio/primary", "primary probe", middle, "page"),
+        Column("steps_ratio/benign", "benign probe", middle, "page"),
         Column("", "learned in", learned_in, ""),
-        Column(
-            *("harmful", "price", cost, everywhere),
-            always=True,
-            note="Price: operations of the cheapest attack that learns the harmful task, relative to the cheapest on "
-            "the baseline; the smallest over several harmful tasks. Held: no attack learns it in most runs within its "
-            "budget, which is no proof. Not attacked by training: the same, but no attack fine-tuned everything that "
-            "was immunized. Not attacked by standard: the same, but attack=standard did not run.",
-        ),
+        Column("harmful", "price", cost, everywhere, always=True),
         Column("", "broken by", broken_by, everywhere, always=True),
-        Column(
-            *("attack/worst/flops_ratio_searched", "price with search", price, page),
-            note="Price with search: what an attacker spends on settings that are worse is counted, too.",
-        ),
-        Column(
-            *("", "searched, before → after", searched, page),
-            note="Searched: the best held-out measure among attackers who search for their settings.",
-        ),
-        Column("ceiling/worth", "ceiling of worth removed", middle, page, note=CEILING),
+        Column("attack/worst/flops_ratio_searched", "price with search", price, "page"),
+        Column("", "searched, before → after", searched, "page"),
+        Column("ceiling/worth", "ceiling of worth removed", middle, "page"),
         Column("searched", "price by search", cost, ""),
-        Column(
-            *("", "SGRC", sgrc, page),
-            note="SGRC: the share of an attacker's held-out accuracy that immunization takes away when they fine-tune "
-            "the whole net, after the fewest and the most epochs.",
-        ),
-        Column("unseen", "unseen price", cost, page, note="Unseen: harmful data that no method was shown."),
-        Column("steps_ratio/unseen", "unseen probe", middle, page),
-        Column("steps_ratio/harmful", "harmful probe", worst, page),
-        Column("attack/closed_form_probe/final", "ridge on features", change, page),
-        Column(
-            *("attack/finetune_trained/final", "fine-tuning", change, page),
-            note="Harmful probe, ridge on features, and fine-tuning of what was immunized, which is not the same in "
-            "every row: attackers of the methods' own papers. A method that does not stop its own does not work here.",
-        ),
+        Column("", "SGRC", sgrc, "page"),
+        Column("unseen", "unseen price", cost, "page"),
+        Column("steps_ratio/unseen", "unseen probe", middle, "page"),
+        Column("steps_ratio/harmful", "harmful probe", worst, "page"),
+        Column("attack/closed_form_probe/final", "ridge on features", change, "page"),
+        Column("attack/finetune_trained/final", "fine-tuning", change, "page"),
         Column("rir", "RIR", worst, always=True),
         Column("definition/immunized", "Def. 3.1", percent, "terminal", always=True),
         Column("", "flags", board_flags, ""),

@@ -16,6 +16,7 @@ from rich.text import Text
 from immunization.results.columns import (
     AUTHORS,
     COUNTS,
+    PAIRS,
     Column,
     own_measures,
     published,
@@ -23,7 +24,7 @@ from immunization.results.columns import (
     setting_columns,
 )
 from immunization.results.formatting import NONE, Cell, markdown, number, spreadsheet
-from immunization.results.seed_statistics import ENOUGH, ROUNDING, paired_ratio, rank_correlation, ties
+from immunization.results.seed_statistics import ENOUGH, paired_ratio, rank_correlation, ties
 from immunization.results.settings import (
     KEEPS,
     RATIOS,
@@ -43,9 +44,6 @@ T = TypeVar("T")
 
 ALIGNMENT = {"alignment/score": "score", "alignment/kernel": "kernel", "alignment/kappa_M": "κ(M)"}
 """Measures of alignment, which may predict RIR."""
-
-ABOVE = (1, 2, 10, 100)
-"""Bounds of RIR above which pairs are counted."""
 
 GAP = 2
 """Blanks between columns on a terminal."""
@@ -142,12 +140,10 @@ class Table:
         sides = ["right" if right else "left" for right in numeric]
         return frame.to_markdown(index=False, disable_numparse=True, colalign=sides)
 
-    def html(self, attributes: str = "") -> str:
+    def html(self) -> str:
         """A <table> with a button in each heading; <data> holds the numbers by which a page sorts."""
-        return self._styled(
-            self.frame(_html, lambda name: f"<button>{escape(name)}</button>"),
-            lambda style: style.to_html(exclude_styles=True, table_attributes=attributes).strip(),
-        )
+        frame = self.frame(_html, lambda name: f"<button>{escape(name)}</button>")
+        return self._styled(frame, lambda style: style.to_html(exclude_styles=True).strip())
 
     def latex(self) -> str:
         """A table environment, which needs the package booktabs, with the notes as comments above it."""
@@ -228,20 +224,18 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
 
 def pair_counts(group: Sequence[Setting], name: str, heading: str) -> Table | None:
     """Fig. 2 in numbers: how many pairs of classes have an RIR above a bound, beside the paper's count."""
-    metric, paper = in_convention(group, "rir"), published(group[0].first)
-    pairs = [setting.pairs(metric) for setting in group]
-    if max(map(len, pairs)) < 3:
+    metric = in_convention(group, "rir")
+    if max(len(setting.pairs(metric)) for setting in group) < 3:
         return None
-    rows = []
-    for setting, values in zip(group, pairs, strict=True):
-        theirs = paper.get(setting.method, {}).get("figure2")
-        above = [sum(value > bound * (1 + ROUNDING) for value in values.values()) for bound in ABOVE]
-        shown = Cell("{:.0f} of {:.0f}".format(*theirs), theirs[0], words=True) if theirs else Cell(NONE)
-        rows.append([Cell(setting.label), *(Cell(str(n), n) for n in (len(values), *above)), shown])
-    header = ["method", "pairs", *(f"RIR > {bound}" for bound in ABOVE), "paper, Fig. 2"]
+    table = Table.of(
+        *(name, f"{heading}: pairs, as Fig. 2 counts them", PAIRS, group),
+        lambda column, setting: column.cell(setting, metric),
+    )
     by = AUTHORS if by_authors(group) else ", rank-aware κ"
-    notes = [f"Pairs by the median RIR over seeds{by}. The paper counts RIR much greater than 1 and names no bound."]
-    return Table(name, f"{heading}: pairs, as Fig. 2 counts them", header, rows, notes)
+    table.notes = [
+        f"Pairs by the median RIR over seeds{by}. The paper counts RIR much greater than 1 and names no bound."
+    ]
+    return table
 
 
 def counts(group: Sequence[Setting], name: str, heading: str) -> Table | None:

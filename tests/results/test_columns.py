@@ -16,14 +16,14 @@ FACTS = {"architecture": "resnet18", "weights": "random", "dtype": "float32", "d
 
 
 @pytest.fixture
-def collection(tmp_path, monkeypatch):
+def collection(tmp_path):
     """Two seeds with a measure of one's own, which has a column."""
-    monkeypatch.setattr(columns, "MEASURES", columns.MEASURES)  # the list that all modules share
     columns.MEASURES.append(Column("mine/score", "my score", mean))
     for seed in range(2):
         measures, about = {"mine/score": 0.25 + seed / 2}, {"own_measures": ["mine/score"]}
         make_run(tmp_path / "runs" / str(seed), seed=seed, measures=measures, about=about)
-    return collect([tmp_path / "runs"])
+    yield collect([tmp_path / "runs"])
+    columns.MEASURES.pop()
 
 
 def printed(thing, *arguments) -> str:
