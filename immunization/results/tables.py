@@ -126,7 +126,7 @@ class Table:
         """The cells and the header as text."""
         import pandas as pd  # slow to load, and a run that only prints its table does without it
 
-        return pd.DataFrame([[form(cell) for cell in row] for row in self.rows], columns=map(heading, self.header))
+        return pd.DataFrame([[form(cell) for cell in row] for row in self.rows], columns=[*map(heading, self.header)])
 
     def markdown(self) -> str:
         """A pipe table under a heading, and its notes."""
