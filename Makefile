@@ -2,7 +2,7 @@
 # make test [ARGS="-m slow"]               the same for the tests; JOBS is the number of test processes
 # make test-lowest                         the tests with the lowest versions that pyproject.toml allows, in an environment of their own
 # make test-oldest                         of what trains, the tests that assert digits, as an old processor rounds
-# make results [QUICK=1]                   everything RESULTS.md is made of, then RESULTS.md; stops and goes on at any time
+# make results [QUICK=1] [ARGS=digits]     the runs behind RESULTS.md, then its pages; stops and goes on at any time
 # make docs                                the documents as a site, build/site/index.html; fails on a dead link
 # make lint, make format, make clean       VENV=<folder> and PYTHON=<interpreter> choose the environment
 PYTHON ?= python3
@@ -32,7 +32,7 @@ test-oldest: install
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal --oldest -m "trains and not slow" $(ARGS)
 
 results: install
-	$(VENV)/bin/python -m immunization.results.make $(if $(QUICK),--quick) $(ARGS)
+	QUICK=$(QUICK) PYTHON=$(abspath $(VENV))/bin/python sh sweeps/results.sh $(ARGS)
 
 docs: install-docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict

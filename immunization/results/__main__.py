@@ -2,6 +2,7 @@
 
 `python -m immunization.results rows PATH...` writes runs of the leaderboard's tracks as rows, one file each;
 `python -m immunization.results leaderboard` makes tables, figures and a page of them.
+`python -m immunization.results pages` fills in RESULTS.md and docs/results from the runs of `make results`.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from immunization.errors import ConfigError, UserError
-from immunization.results import leaderboard, page, rows
+from immunization.results import blocks, leaderboard, page, rows
 from immunization.results.collect import Collection, collect
 from immunization.results.page import Section
 from immunization.results.tables import numbers
@@ -31,6 +32,8 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["rows"]:
         return _rows(arguments[1:])
+    if arguments[:1] == ["pages"]:
+        return _pages(arguments[1:])
     board = arguments[:1] == ["leaderboard"]
     options = _parser(board).parse_args(arguments[board:])
     collection = collect(leaderboard.rows_below(options.paths) if board else options.paths)
@@ -79,6 +82,17 @@ def _rows(arguments: list[str]) -> None:
     parser.add_argument("--into", type=Path, default=rows.FOLDER, help="folder of all rows (%(default)s)")
     options = parser.parse_args(arguments)
     print(*rows.write(options.paths, options.into), sep="\n")
+
+
+def _pages(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m immunization.results pages", description=blocks.__doc__)
+    parser.add_argument("pages", nargs="*", type=Path, metavar="PAGE", help="Markdown (RESULTS.md, docs/results/*.md)")
+    parser.add_argument("--runs", type=Path, default=Path("outputs/results"), help="folder of all runs (%(default)s)")
+    parser.add_argument("--figures", type=Path, default=Path("docs/images/results"), help="PNG figures (%(default)s)")
+    options = parser.parse_args(arguments)
+    for path in options.pages or blocks.pages():
+        for folder, there in blocks.fill(path, options.runs, options.figures).items():
+            print(f"{path}: {folder} {'is written' if there else 'stays as it is, for want of completed runs'}")
 
 
 def _tidy(folder: Path, written: Iterable[Path]) -> None:

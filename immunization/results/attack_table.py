@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from immunization.results.attack_figures import attack_costs
 from immunization.results.collect import Run
-from immunization.results.columns import Column, Place, placed
+from immunization.results.columns import ATTACKS, Column
 from immunization.results.formatting import Cell
 from immunization.results.plot import Plot
 from immunization.results.settings import Setting
@@ -80,13 +80,13 @@ def audit(setting: Setting, name: str, heading: str) -> Audit | None:
         return None
 
     def cell(column: Column, attack: str) -> Cell:
-        return column.cell(setting, column.measure.format(attack=attack))
+        return column.cell(setting, f"attack/{attack}/{column.measure}" if column.measure else attack)
 
     places, subject = set(map(_checkpoint, setting.runs)), setting.label
     if setting.method == "unmodified" and len(places) == 1 and (place := places.pop()):
         subject = f"checkpoint {Path(place).name}"  # audited as it stands
     title = f"{heading}: attacks on {subject}"
-    table = Table.of(name, title, placed(Place.ATTACKS), names, cell)
+    table = Table.of(name, title, ATTACKS, names, cell)
     made = Audit(setting, table, attack_costs(setting, f"{name}_costs"))
     flags = [f"Flag {flag}: {text}." for flag, text in made.flags.items()]
     made.table.notes += [*made.sentences, *NOTES, *flags]

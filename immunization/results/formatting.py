@@ -22,7 +22,7 @@ ROLES = ("harmful", "primary", "benign")
 class Cell:
     """A value as text, and as a number to sort by where there is one, with its standard deviation over seeds.
 
-    `words`: the text says more than that number. `strong` marks the best of a column.
+    `words`: the text says more than that number. `strong` marks the best of a column. `link`: where a page leads to.
     """
 
     text: str
@@ -30,6 +30,7 @@ class Cell:
     strong: bool = False
     spread: float | None = None
     words: bool = False
+    link: str = ""
 
     @classmethod
     def of(cls, value: float | None, form: str = "") -> Self:
@@ -51,6 +52,11 @@ def spreadsheet(text: str) -> str:
     """`text` in a line of a CSV file, which programs for tables do not take for a formula."""
     text = " ".join(text.splitlines())
     return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@")) else text
+
+
+def kind_of(role: str) -> str:
+    """`harmful` for the task `harmful_5`."""
+    return role.partition("_")[0]
 
 
 def roles_in(names: Iterable[str], family: str, first: Iterable[str] = ROLES) -> list[str]:

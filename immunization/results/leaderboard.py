@@ -10,7 +10,7 @@ from immunization.config import slug
 from immunization.errors import DataError
 from immunization.results.attack_figures import worth_removed
 from immunization.results.collect import ATTACK, Collection
-from immunization.results.columns import Place, breaker, filled_in, placed
+from immunization.results.columns import board_columns, breaker
 from immunization.results.formatting import Cell, markdown, template
 from immunization.results.page import Section
 from immunization.results.seed_statistics import ROUNDING
@@ -136,7 +136,7 @@ def sections(collection: Collection) -> list[Section]:
         heading = f"{track}: {heading}" if track else heading
         names = (name.partition("/")[0] for row in group for result in row.results for name in result.metrics)
         benign = dict.fromkeys(name.partition("_")[2] for name in names if name.startswith(BENIGN))
-        columns = list(filled_in(placed(Place.BOARD), {}, {"benign": list(benign)}))
+        columns = board_columns(benign)
         plot = worth_removed(group, WORTH, _named(heading), heading, 100 * LOSS)
         plots = [plot] if plot else []
         for words, apart in (("", False), (": not comparable", True)):
@@ -156,7 +156,7 @@ def sections(collection: Collection) -> list[Section]:
             if len({len(row.runs) for row in rows}) > 1:
                 notes.append("Rows have different numbers of runs.")
             table.notes[:0] = notes
-            legend = [column.note for column in table.only(Place.TERMINAL).columns if column.note]
+            legend = [column.note for column in table.only("terminal").columns if column.note]
             made.append(Section(rows, [table], plots, legend))
             plots = []
     return made
@@ -176,7 +176,7 @@ def between_marks(path: Path, parts: Sequence[Section], pictures: Mapping[str, s
     lines, notes = [f"Written by `{command}`. Do not edit by hand."], {}
     for part in parts:
         (table,) = part.tables
-        shown, kept = table.only(Place.BOARD_PAGE), sum(map(keeps, part.group))
+        shown, kept = table.only("page"), sum(map(keeps, part.group))
         if kept < len(shown.rows):
             shown.rows.insert(kept, [Cell(f"*{BELOW}:*"), *(Cell("") for _ in shown.header[1:])])
         notes |= dict.fromkeys(column.note for column in shown.columns if column.note)
@@ -193,8 +193,23 @@ def _own_notes(table: Table) -> list[str]:
 
 def write(path: Path, collection: Collection, parts: Sequence[Section], heading: str) -> None:
     """Write the page for a browser: sortable, and with a choice of tracks and rows."""
-    shown = [(part, part.tables[0].only(Place.BOARD_HTML), _own_notes(part.tables[0])) for part in parts]
-    legend = dict.fromkeys(column.note for _, table, _ in shown for column in table.columns if column.note)
-    page = template(REPORT, code=str, breaker=breaker, kept=lambda part: sum(map(keeps, part.group)))
-    content = page.render(title=heading, parts=shown, legend=legend, below=BELOW, most=SHOWN)
-    files.write(path, content)
+    shown, legend = [], {}
+    for part in parts:
+        table = part.tables[0].only("browser")
+        place = table.header.index("broken by")
+        for i, row in enumerate(table.rows, 1):
+            row[place].link = f"#{table.name}-{i}"
+        grid = _parted(table.html(), sum(map(keeps, part.group)), len(table.header))
+        shown.append((part, table.name, grid, _own_notes(part.tables[0])))
+        legend |= dict.fromkeys(column.note for column in table.columns if column.note)
+    page = template(REPORT, code=str, breaker=breaker)
+    files.write(path, page.render(title=heading, parts=shown, legend=legend, most=SHOWN))
+
+
+def _parted(table: str, kept: int, width: int) -> str:
+    """A <table> of `width` columns with a line that says `BELOW` before row `kept`, if there is such a row."""
+    rows = table.split("<tr>")[2:]
+    if kept >= len(rows):
+        return table
+    head, tail = table.rsplit("<tr>", len(rows) - kept)[0], "<tr>".join(["", *rows[kept:]])
+    return f'{head}</tbody><tbody class="line"><tr><td colspan="{width}">{BELOW}</td></tr></tbody><tbody>{tail}'

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from immunization.results.columns import Place, placed
+from immunization.results.columns import MEASURES
 from immunization.results.formatting import markdown, roles_in, template
 from immunization.runs import files
 from immunization.runs.filenames import MODEL_CARD, WEIGHTS
@@ -14,6 +14,17 @@ from immunization.runs.numbers import changed
 from immunization.runs.result import Result
 from immunization.runs.verdict import EASIER
 
+HEADINGS = {
+    "primary/head_accuracy": "primary accuracy, own head",
+    "primary/head_accuracy_baseline": "the same before",
+    "primary/changed_predictions": "test images whose prediction changed",
+    "steps_ratio/harmful": "steps a harmful probe needs, relative to before (should be large)",
+    "steps_ratio/primary": "steps a fresh primary probe needs, relative to before (should be at most 1)",
+    "steps_ratio/benign": "steps a benign third task needs, relative to before (should be at most 1)",
+    "rir": "RIR, training images",
+    "test/rir": "RIR, held-out images",
+    "authors/rir": "RIR by authors' κ",
+}
 STEPS = (1, 10, 100, 1000, 10_000, 100_000, 1_000_000)
 SOURCES = ("hfds", "hfids", "tfds", "torch", "wds")
 HUB_LICENSES = ("apache-2.0", "mit", "bsd-3-clause", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0")
@@ -83,8 +94,8 @@ def _name(data: str) -> str:
 
 def _rows(result: Result | None, rounding: float | None) -> list[tuple[str, str]]:
     """Measures and their values."""
-    columns = [column for column in placed(Place.CARD) if result and column.measure in result.metrics]
-    rows = [(column.heading, _value(result, column.measure)) for column in columns]
+    headings = HEADINGS | {column.measure: column.heading for column in MEASURES}
+    rows = [(text, _value(result, name)) for name, text in headings.items() if result and name in result.metrics]
     change = "outputs, rounded to the file's dtype: largest change, relative to the largest"
     return rows if rounding is None else [*rows, (change, f"{rounding:.1g}")]
 

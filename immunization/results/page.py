@@ -15,7 +15,7 @@ from rich.console import Console
 from immunization.results.attack_table import Audit
 from immunization.results.attack_table import audit as audit_of
 from immunization.results.collect import Collection, Run, collect
-from immunization.results.columns import Place, placed
+from immunization.results.columns import MEASURES
 from immunization.results.formatting import Cell, code, number, template
 from immunization.results.formatting import markdown as markdown_of
 from immunization.results.plot import Plot
@@ -25,6 +25,8 @@ from immunization.results.tables import Table, alignment, comparison, counts, me
 from immunization.runs import files
 
 REPORT = "report.html"
+LISTED = ("ratio_harmful", "ratio_primary", "rir", "test/rir", "authors/rir", "steps_ratio/harmful")
+"""Measures in the report's list of runs, before MEASURES."""
 MOST = 500
 """Most rows of the report's lists of runs and problems; the CSV has all."""
 
@@ -106,9 +108,9 @@ def show(collection: Collection, parts: Sequence[Section], console: Console | No
             names = {setting.label: f"{i} {setting.method}" for i, setting in enumerate(part.group, 1)}
             plain("", *(f"{i} {setting.label}" for i, setting in enumerate(part.group, 1)), sep="\n")
         for table in part.tables:
-            console.print("", table.only(Place.TERMINAL).renamed(names), sep="\n")
+            console.print("", table.only("terminal").renamed(names), sep="\n")
         for made in part.audits:
-            console.print("", made.table.only(Place.TERMINAL), sep="\n")
+            console.print("", made.table.only("terminal"), sep="\n")
             plain(*made.sentences[:1])
         if part.conclusion:
             plain(part.conclusion)
@@ -162,7 +164,7 @@ def _first(names: Sequence[str]) -> str:
 
 
 def _runs(runs: Sequence[Run]) -> Table:
-    metrics, rows = [column.measure for column in placed(Place.RUNS)], []
+    metrics, rows = [*LISTED, *(column.measure for column in MEASURES)], []
     for result in (run.result for run in runs[:MOST]):
         known = Cell(result.folder.name), Cell(result.method), Cell(str(result.seed), result.seed)
         measured = (Cell.of(result.metrics.get(name)) for name in metrics)

@@ -26,12 +26,7 @@ if TYPE_CHECKING:
 
 INK = "#222222"
 """Takes the color of the page's text in the report, so that figures can be read on dark pages too."""
-PALETTE = (
-    *("#888888", "#E69F00", "#CC79A7", "#009E73", "#0072B2", "#D55E00", "#56B4E9"),
-    *("#AABB66", "#BB0033", "#2244BB", "#990077", "#9988FF", "#883355", "#226633", "#5533FF"),
-    "#994400",
-)
-"""Of METHODS: Okabe and Ito's colors and, as far from these and each other as color-blind readers see, nine more."""
+PALETTE = tuple(METHODS.values())
 LINES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 1)), (0, (3, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 NEAR = 64
@@ -136,7 +131,7 @@ def _look(method: str, place: int, count: int, more: int) -> Look:
     One's own methods have colors that follow from their names.
     """
     if method in METHODS:
-        i = METHODS.index(method)
+        i = [*METHODS].index(method)
         color = bytes.fromhex(PALETTE[i][1:])
     else:
         i, hue, dark, *_ = sha256(method.encode()).digest()

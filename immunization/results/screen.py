@@ -9,12 +9,35 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from immunization.results.columns import Place, own_measures, placed
+from immunization.results.columns import MEASURES, own_measures
+from immunization.results.formatting import MEASURES as PRIMARY
 from immunization.results.formatting import NONE, number, roles_in
 from immunization.runs.interpretation import attack_groups, attack_names, interval_of, shown
 from immunization.runs.result import Result
 from immunization.runs.verdict import EASIER
 
+LINE = {
+    "rir": "RIR",
+    "authors/rir": "RIR by authors' κ",
+    "ratio_harmful": "(i)",
+    "ratio_primary": "(ii)",
+    "steps_ratio/harmful": "harmful steps",
+}
+RATIOS = {
+    "ratio_harmful": "(i)  harmful κ / baseline",
+    "ratio_primary": "(ii) primary κ / baseline",
+    "rir": "RIR = (i) / (ii)",
+}
+"""On training and on held-out inputs, and by the authors' κ."""
+CHANGES = {
+    "kappa_harmful": "κ, harmful task",
+    "kappa_primary": "κ, primary task",
+    **{f"primary/{name}": f"primary {text}, held out" for name, text in PRIMARY.items()},
+    "primary/head_accuracy": "primary accuracy, own head",
+}
+"""With the baseline and immunized."""
+TASKS = {"steps_ratio": "steps of a probe / baseline", "rfd": "mean deviation (RFD)"}
+"""Of every task."""
 SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -27,7 +50,7 @@ def line(result: Result, objective: str = "rir") -> str:
     """A completed run in one line, for the jobs of a sweep."""
     name = result.folder.name if result.folder else result.method
     notes = Footnotes()
-    labels = {objective: objective} | {column.measure: column.heading for column in placed(Place.LINE)}
+    labels = {objective: objective} | LINE | {column.measure: column.heading for column in MEASURES}
     values = [f"{label} {notes.cell(result, key)}" for key, label in labels.items() if key in result.metrics]
     seconds = number(sum(result.seconds.values())) if result.seconds else NONE
     return f"{name}: {', '.join([*values, f'{seconds} s'])}"
@@ -54,10 +77,9 @@ def _sheet(result: Result, objective: str) -> Iterator[RenderableType]:
     for _ in range(3):
         grid.add_column(justify="right")
 
-    ratios = {column.measure: column.heading for column in placed(Place.SPLITS)}
-    if not ratios.keys().isdisjoint(result.metrics):
+    if not RATIOS.keys().isdisjoint(result.metrics):
         _head(grid, "", "training", "held out", "authors' κ")
-        for name, label in ratios.items():
+        for name, label in RATIOS.items():
             cells = (notes.cell(result, prefix + name) for prefix in ("", "test/", "authors/"))
             grid.add_row(label, *cells, style="bold" if name == "rir" else None)
     if "ceiling/rir" in result.metrics:
@@ -65,19 +87,19 @@ def _sheet(result: Result, objective: str) -> Iterator[RenderableType]:
         cells += [notes.cell(result, "ceiling/attained") if share is None else f"{100 * share:.0f} %"]
         grid.add_row("ceiling RIR*, log share", *cells)
 
-    if pairs := [c for c in placed(Place.CHANGE) if f"{c.measure}_baseline" in result.metrics]:
+    if pairs := {name: text for name, text in CHANGES.items() if f"{name}_baseline" in result.metrics}:
         _head(grid, "", "baseline", "immunized")
-        for column in pairs:
-            names = (f"{column.measure}_baseline", column.measure)
-            grid.add_row(column.heading, *(notes.cell(result, name) for name in names))
+        for name, text in pairs.items():
+            names = (f"{name}_baseline", name)
+            grid.add_row(text, *(notes.cell(result, name) for name in names))
             _add_interval(grid, result, names)
 
     roles = roles_in(result.metrics, "steps_ratio")
     for some in (roles[i : i + 3] for i in range(0, len(roles), 3)):
         _head(grid, "", *some)
-        for column in placed(Place.TASKS):
-            names = [f"{column.measure}/{role}" for role in some]
-            grid.add_row(column.heading, *(notes.cell(result, name) for name in names))
+        for measure, text in TASKS.items():
+            names = [f"{measure}/{role}" for role in some]
+            grid.add_row(text, *(notes.cell(result, name) for name in names))
             _add_interval(grid, result, names)
 
     if layers := [name.rpartition("/")[0] for name in result.metrics if fnmatchcase(name, "selectivity/*/lost")]:
@@ -86,9 +108,9 @@ def _sheet(result: Result, objective: str) -> Iterator[RenderableType]:
             cells = (notes.cell(result, f"{layer}/{name}") for name in ("lost", "switched"))
             grid.add_row(layer.removeprefix("selectivity/"), *cells)
 
-    asked = [objective] if objective in {*result.metrics} - {*ratios} else []
-    listed = {c.measure: c.heading for c in placed(Place.SHEET) if c.measure in result.metrics}
-    own = [name for name in own_measures([result], Place.SHEET) if name not in asked]
+    asked = [objective] if objective in {*result.metrics} - {*RATIOS} else []
+    listed = {c.measure: c.heading for c in MEASURES if c.measure in result.metrics}
+    own = [name for name in own_measures([result]) if name not in asked]
     for head, names in {"objective": asked, "further measures": listed, "measures of your own": own}.items():
         if names:
             _head(grid, head)

@@ -7,9 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from immunization.data.task import kind_of
 from immunization.results.collect import ATTACK, AUDITED, MEASURING, PAIR, TRAINING, Collection, Run, varying
-from immunization.results.formatting import MEASURES, number
+from immunization.results.formatting import MEASURES, kind_of, number
 from immunization.results.seed_statistics import ROUNDING, Summary, summarize
 from immunization.runs.interpretation import HELD, UNNUMBERED, UNTRAINED, at_least, attack_groups, successes, unbroken
 from immunization.runs.result import Result
@@ -18,12 +17,17 @@ from immunization.runs.verdict import NOT_SLOWER
 OTHER = "other_classes/accuracy", "other_classes/accuracy_enlarged"
 """Of the own head on classes that no method is shown, and on their images at twice the size."""
 
-METHODS = (
-    *("identity", "r_ill_only", "imma", "opt_kappa", "condition_number", "closed_form", "learning_curve"),
-    *("released_condition_number", "clamp", "encoderlock", "forget", "learning_curve_net", "ntl", "sophon", "tar"),
-    "unmodified",
-)
-"""The order of rows and colors: the baseline, the paper's methods in its order, the others; then by name."""
+METHODS = {
+    **{"identity": "#888888", "r_ill_only": "#E69F00", "imma": "#CC79A7", "opt_kappa": "#009E73"},
+    **{"condition_number": "#0072B2", "closed_form": "#D55E00", "learning_curve": "#56B4E9"},
+    **{"released_condition_number": "#AABB66", "clamp": "#BB0033", "encoderlock": "#2244BB", "forget": "#990077"},
+    **{"learning_curve_net": "#9988FF", "ntl": "#883355", "sophon": "#226633", "tar": "#5533FF"},
+    "unmodified": "#994400",
+}
+"""The order of rows, and colors: the baseline, the paper's methods in its order, the others; further ones by name.
+
+The colors are Okabe and Ito's and, as far from these and each other as color-blind readers see, nine more.
+"""
 
 RATIOS = {"ratio_harmful": "(i)", "ratio_primary": "(ii)", "rir": "RIR"}
 
@@ -309,7 +313,7 @@ def named(group: Sequence[Setting], without: tuple[str, ...] = ("dataset.",)) ->
 
 def place(setting: Setting) -> int:
     """Among METHODS; all others come last."""
-    return METHODS.index(setting.method) if setting.method in METHODS else len(METHODS)
+    return [*METHODS, setting.method].index(setting.method)
 
 
 def _label(name: str, value: object) -> str:

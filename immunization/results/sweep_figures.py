@@ -43,11 +43,9 @@ def draw(
 ) -> list[Plot]:
     """Every figure, or those of `kinds`, that the runs of one group have the data for; `name` starts the file names."""
     group = [setting for setting in group if setting.runs]
-    makers = {"figure1": norm_ratio, "figure2": pair_maps, "figure3": probes}
-    makers |= {"lambdas": lambdas, "pareto": pareto, "collateral": collateral, "alignment": alignment}
     plots = []
     with plot.inked():
-        for key, make in makers.items():
+        for key, make in KINDS.items():
             if (kinds is None or key in kinds) and (made := make(group, objective)):
                 figure, caption = made
                 plot.headline(figure, group)
@@ -246,6 +244,17 @@ def alignment(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | 
         "RIR against the alignment of both tasks, one point per pair of classes. Unrelated tasks score 1/2, aligned "
         "ones 1. r: Spearman's rank correlation; p by permutations of the classes where all pairs have runs."
     )
+
+
+KINDS = {
+    "figure1": norm_ratio,
+    "figure2": pair_maps,
+    "figure3": probes,
+    "lambdas": lambdas,
+    "pareto": pareto,
+    "collateral": collateral,
+    "alignment": alignment,
+}
 
 
 def _points(ax: Axes, group: Sequence[Setting], points: Sequence[Setting], x: Sequence, y: Sequence) -> None:

@@ -1,4 +1,4 @@
-"""Tables over many runs, in the shape of the paper's Tables 1 to 3, as text for a terminal, Markdown, LaTeX and CSV."""
+"""Tables over many runs, in the shape of the paper's Tables 1 to 3, as HTML, Markdown, LaTeX and CSV by pandas."""
 
 import math
 import textwrap
@@ -8,13 +8,23 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self, TypeVar
 
 import rich.table
+from markupsafe import escape
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from immunization.results.columns import AUTHORS, Column, Place, filled_in, own_measures, placed, published
-from immunization.results.formatting import NONE, Cell, markdown, number, roles_in, spreadsheet
-from immunization.results.seed_statistics import ENOUGH, ROUNDING, paired_ratio, rank_correlation, ties
+from immunization.results.columns import (
+    AUTHORS,
+    COUNTS,
+    PAIRS,
+    Column,
+    own_measures,
+    published,
+    ratios,
+    setting_columns,
+)
+from immunization.results.formatting import NONE, Cell, markdown, number, spreadsheet
+from immunization.results.seed_statistics import ENOUGH, paired_ratio, rank_correlation, ties
 from immunization.results.settings import (
     KEEPS,
     RATIOS,
@@ -28,17 +38,18 @@ from immunization.results.settings import (
 
 if TYPE_CHECKING:
     import pandas as pd
+    from pandas.io.formats.style import Styler
 
 T = TypeVar("T")
 
 ALIGNMENT = {"alignment/score": "score", "alignment/kernel": "kernel", "alignment/kappa_M": "κ(M)"}
 """Measures of alignment, which may predict RIR."""
 
-ABOVE = (1, 2, 10, 100)
-"""Bounds of RIR above which pairs are counted."""
-
 GAP = 2
 """Blanks between columns on a terminal."""
+
+LONG = 60
+"""Cells of more letters are broken into lines on a page."""
 
 STAR = " ★"
 """Follows the label of the best setting."""
@@ -48,7 +59,7 @@ STAR = " ★"
 class Table:
     """Rows of cells under a header; `name` is a file name. Columns without numbers are left-aligned.
 
-    `columns` are the entries of COLUMNS that the header comes from, if it does.
+    `columns` are those that the header comes from, if it does.
     """
 
     name: str
@@ -96,23 +107,11 @@ class Table:
             yield from (Text(), table) if start > 1 else (table,)
             start = stop
 
-    def markdown(self) -> str:
-        """A pipe table under a heading, and its notes."""
-        lines = [f"## {_escape_markdown(self.title)}", "", self.pipes(), ""]
-        return "\n".join([*lines, *(f"- {_escape_markdown(note)}" for note in self.notes), ""])
-
-    def pipes(self) -> str:
-        """The pipe table alone."""
-        numeric = [any(row[i].value is not None for row in self.rows) for i in range(len(self.header))]
-        lines = [_pipes(self.header), _pipes("---:" if right else "---" for right in numeric)]
-        lines += [_pipes(f"**{cell.text}**" if cell.strong else cell.text for cell in row) for row in self.rows]
-        return "\n".join(lines)
-
-    def only(self, where: Place) -> Self:
-        """The columns shown in one of these places, without notes; a table without `columns` is returned unchanged."""
+    def only(self, view: str) -> Self:
+        """The columns of one view, without notes; a table without `columns` is returned unchanged."""
         if not self.columns:
             return self
-        chosen = [i for i, column in enumerate(self.columns) if column.where & where]
+        chosen = [i for i, column in enumerate(self.columns) if view in column.views.split()]
         rows = [[row[i] for i in chosen] for row in self.rows]
         columns = [self.columns[i] for i in chosen]
         return Table(self.name, self.title, [self.header[i] for i in chosen], rows, columns=columns)
@@ -123,28 +122,48 @@ class Table:
         rows = [[Cell(texts.get(first.text, first.text)), *others] for first, *others in self.rows]
         return replace(self, rows=rows)
 
+    def frame(self, form: Callable[[Cell], str], heading: Callable[[str], str]) -> "pd.DataFrame":
+        """The cells and the header as text."""
+        import pandas as pd  # slow to load, and a run that only prints its table does without it
+
+        return pd.DataFrame([[form(cell) for cell in row] for row in self.rows], columns=[*map(heading, self.header)])
+
+    def markdown(self) -> str:
+        """A pipe table under a heading, and its notes."""
+        lines = [f"## {_escape_markdown(self.title)}", "", self.pipes(), ""]
+        return "\n".join([*lines, *(f"- {_escape_markdown(note)}" for note in self.notes), ""])
+
+    def pipes(self) -> str:
+        """The pipe table alone."""
+        frame = self.frame(lambda cell: f"**{_piped(cell.text)}**" if cell.strong else _piped(cell.text), _piped)
+        numeric = [any(row[i].value is not None for row in self.rows) for i in range(len(self.header))]
+        sides = ["right" if right else "left" for right in numeric]
+        return frame.to_markdown(index=False, disable_numparse=True, colalign=sides)
+
+    def html(self) -> str:
+        """A <table> with a button in each heading; <data> holds the numbers by which a page sorts."""
+        frame = self.frame(_html, lambda name: f"<button>{escape(name)}</button>")
+        return self._styled(frame, lambda style: style.to_html(exclude_styles=True).strip())
+
     def latex(self) -> str:
         """A table environment, which needs the package booktabs, with the notes as comments above it."""
-        notes = "".join(f"% {_tex(note)}\n" for note in self.notes)
-        return notes + self._frame(
-            lambda cell: f"\\textbf{{{_tex(cell.text)}}}" if cell.strong else _tex(cell.text)
-        ).to_latex(
-            index=False,
-            escape=False,  # done by _tex, which knows the signs of these tables
-            header=[_tex(name) for name in self.header],
-            column_format="l" + "r" * (len(self.header) - 1),
-            caption=f"{_tex(self.title)}.",
+        options = {"column_format": "l" + "r" * (len(self.header) - 1), "caption": f"{_tex(self.title)}."}
+        return "".join(f"% {_tex(note)}\n" for note in self.notes) + self._styled(
+            self.frame(lambda cell: f"\\textbf{{{_tex(cell.text)}}}" if cell.strong else _tex(cell.text), _tex),
+            lambda style: style.to_latex(hrules=True, **options),
         )
 
     def csv(self) -> str:
         """Comma-separated, with the cells as they are shown."""
-        frame = self._frame(lambda cell: spreadsheet(cell.text) if cell.value is None else cell.text)
-        return frame.rename(columns=spreadsheet).to_csv(index=False, lineterminator="\n")
+        frame = self.frame(lambda cell: spreadsheet(cell.text) if cell.value is None else cell.text, spreadsheet)
+        return frame.to_csv(index=False, lineterminator="\n")
 
-    def _frame(self, text: Callable[[Cell], str]) -> "pd.DataFrame":
-        import pandas as pd  # slow to load, and a run that only prints its table does without it
+    def _styled(self, frame: "pd.DataFrame", write: Callable[["Styler"], str]) -> str:
+        """What a Styler writes of a frame, which it would silently cut where it is long."""
+        import pandas as pd
 
-        return pd.DataFrame([[text(cell) for cell in row] for row in self.rows], columns=self.header)
+        with pd.option_context("styler.render.max_elements", max(1, frame.size)):
+            return write(frame.style.hide(axis="index"))
 
 
 def numbers(table: Table) -> tuple[list[str], list[list[str | float | None]]]:
@@ -166,26 +185,10 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     objective = in_convention(group, objective)
     results = [result for setting in group for result in setting.results]
     pairs = {run.pair for setting in group for run in setting.runs}
-    words = {
-        "kappa": "authors/" if authors else "",
-        "other": "" if authors else "authors/",
-        "start": "_theta0" if objective.endswith("_theta0") else "",  # against theta_0 in the place of the inputs
-        "by": AUTHORS if authors else "",
-        "by_other": ", rank-aware κ" if authors else AUTHORS,
-    }
-    ratios = {words["kappa"] + metric + words["start"] for metric in RATIOS}
-    own = own_measures(results, Place.COMPARISON | Place.TERMINAL)
-    further = [metric for metric in dict.fromkeys([objective, *own]) if metric not in ratios]
-    roles = roles_in((metric for result in results for metric in result.metrics), "steps_ratio")
-    lists = {
-        "objective": [metric for metric in further if metric == objective],
-        "own": [metric for metric in further if metric != objective],
-        "role": [role for role in roles if role != "harmful"],  # which has an entry of its own
-        "starred": [objective] * (len(group) > 1),
-    }
+    named = ratios(group, objective)
+    further = [measure for measure in dict.fromkeys([objective, *own_measures(results)]) if measure not in named]
     winner = best(group, objective) if len(group) > 1 else None
-    columns = filled_in(placed(Place.COMPARISON | (Place.PAIRS if len(pairs) > 1 else Place(0))), words, lists)
-    table = Table.of(name, heading, columns, group)
+    table = Table.of(name, heading, setting_columns(group, objective, further), group)
     for place, column in enumerate(table.columns):
         strong = _strong(group, column.measure) if column.best else ()
         for setting, row in zip(group, table.rows, strict=True):
@@ -210,8 +213,8 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
         table.notes.append(f"no ★ for: what keeps a setting from being among {KEEPS}; a/b: in a of its b runs.")
     if winner:
         table.notes.append(f"★: the largest mean of the objective, {objective}, among {KEEPS}.")
-        table.notes += _paired(winner, group, f"{words['kappa']}rir{words['start']}")
-    if words["start"]:
+        table.notes += _paired(winner, group, named[-1])
+    if objective.endswith("_theta0"):
         table.notes.append("The baseline of (i) and (ii) is theta_0 (Eq. 17), not the inputs (Eq. 15).")
     if published(group[0].first) and not authors:
         table.notes.append("The paper's figures are of its own preparation of the data, dataset.protocol=authors.")
@@ -221,27 +224,25 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
 
 def pair_counts(group: Sequence[Setting], name: str, heading: str) -> Table | None:
     """Fig. 2 in numbers: how many pairs of classes have an RIR above a bound, beside the paper's count."""
-    metric, paper = in_convention(group, "rir"), published(group[0].first)
-    pairs = [setting.pairs(metric) for setting in group]
-    if max(map(len, pairs)) < 3:
+    metric = in_convention(group, "rir")
+    if max(len(setting.pairs(metric)) for setting in group) < 3:
         return None
-    rows = []
-    for setting, values in zip(group, pairs, strict=True):
-        theirs = paper.get(setting.method, {}).get("figure2")
-        above = [sum(value > bound * (1 + ROUNDING) for value in values.values()) for bound in ABOVE]
-        shown = Cell("{:.0f} of {:.0f}".format(*theirs), theirs[0], words=True) if theirs else Cell(NONE)
-        rows.append([Cell(setting.label), *(Cell(str(n), n) for n in (len(values), *above)), shown])
-    header = ["method", "pairs", *(f"RIR > {bound}" for bound in ABOVE), "paper, Fig. 2"]
+    table = Table.of(
+        *(name, f"{heading}: pairs, as Fig. 2 counts them", PAIRS, group),
+        lambda column, setting: column.cell(setting, metric),
+    )
     by = AUTHORS if by_authors(group) else ", rank-aware κ"
-    notes = [f"Pairs by the median RIR over seeds{by}. The paper counts RIR much greater than 1 and names no bound."]
-    return Table(name, f"{heading}: pairs, as Fig. 2 counts them", header, rows, notes)
+    table.notes = [
+        f"Pairs by the median RIR over seeds{by}. The paper counts RIR much greater than 1 and names no bound."
+    ]
+    return table
 
 
 def counts(group: Sequence[Setting], name: str, heading: str) -> Table | None:
     """How many runs of each setting succeed; None if no setting has several runs."""
     if max(len(setting.runs) for setting in group) < 2:
         return None
-    table = Table.of(name, f"{heading}: successes", placed(Place.COUNTS), group)
+    table = Table.of(name, f"{heading}: successes", COUNTS, group)
     table.notes = [
         "How many runs (all seeds and pairs) satisfy the heading; a/b: of the b runs with the measure. RIR and "
         "Definition 3.1 (a) to (c) are rank-aware. harmful, primary, benign: steps ratio of that task; both: harmful > "
@@ -331,8 +332,17 @@ def _gaps(group: Sequence[Setting], further: Iterable[str]) -> list[str]:
     return [f"{text} ({', '.join(labels)})." for text, labels in gaps.items()]
 
 
-def _pipes(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(markdown(cell).replace("|", "\\|") for cell in cells) + " |"
+def _piped(text: str) -> str:
+    """`text` in a cell of a pipe table."""
+    return markdown(text).replace("|", "\\|")
+
+
+def _html(cell: Cell) -> str:
+    """A cell of a page; long ones may take several lines."""
+    text = escape(cell.text)
+    text = f'<a href="{escape(cell.link)}">{text}</a>' if cell.link else f"<b>{text}</b>" if cell.strong else text
+    text = text if len(cell.text) <= LONG else f'<span class="long">{text}</span>'
+    return str(text) if cell.value is None else f'<data value="{cell.value}">{text}</data>'
 
 
 def _escape_markdown(text: str) -> str:

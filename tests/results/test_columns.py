@@ -1,30 +1,29 @@
-"""One entry of COLUMNS puts a measure on the screen, into tables, reports, the leaderboard and the model card."""
+"""One entry of MEASURES puts a measure on the screen, into tables, reports, the leaderboard and the model card."""
 
 import io
+import re
 
 import pytest
 from helpers.made_runs import make_run
 from rich.console import Console
 
-from immunization.results import columns, leaderboard, model_card, page
+from immunization.results import blocks, columns, leaderboard, model_card, page
 from immunization.results.collect import collect
-from immunization.results.columns import EVERYWHERE, Column, mean
-from immunization.results.document import Places, write
-from immunization.results.parts import Chapter, Multirun
+from immunization.results.columns import Column, mean
 from immunization.results.screen import line, show
 
 FACTS = {"architecture": "resnet18", "weights": "random", "dtype": "float32", "data_config": {}}
 
 
 @pytest.fixture
-def collection(tmp_path, monkeypatch):
+def collection(tmp_path):
     """Two seeds with a measure of one's own, which has a column."""
-    column = Column("mine/score", "my score", EVERYWHERE, mean)
-    monkeypatch.setattr(columns, "COLUMNS", [*columns.COLUMNS, column])
+    columns.MEASURES.append(Column("mine/score", "my score", mean))
     for seed in range(2):
         measures, about = {"mine/score": 0.25 + seed / 2}, {"own_measures": ["mine/score"]}
         make_run(tmp_path / "runs" / str(seed), seed=seed, measures=measures, about=about)
-    return collect([tmp_path / "runs"])
+    yield collect([tmp_path / "runs"])
+    columns.MEASURES.pop()
 
 
 def printed(thing, *arguments) -> str:
@@ -56,12 +55,10 @@ def test_of_several_runs(collection, tmp_path):
 
 
 def test_in_the_results(collection, tmp_path):
-    run = Multirun(("seed=0,1",), (), tmp_path / "runs")
-    found = [Chapter("mine", "Mine", "About it.", True, (), (), (run,), None)]
-    write(found, Places(tmp_path / "RESULTS.md", tmp_path / "docs", tmp_path / "images"), "make results", ["Mine"])
-    text = (tmp_path / "RESULTS.md").read_text()
-    assert text.count("| my score |") == 1  # in the first table; the section has none of its own
-    assert "| my score |" in (tmp_path / "docs" / "mine.md").read_text()
+    page = tmp_path / "page.md"
+    page.write_text("# Mine\n\n<!-- results runs: summary tables -->\n<!-- /results -->\n")
+    blocks.fill(page, tmp_path, tmp_path / "images")
+    assert len(re.findall(r"\| +my score \|", page.read_text())) == 2
 
 
 def test_ends_of_intervals_that_are_lower_bounds_are_marked(tmp_path):

@@ -37,7 +37,7 @@ def page(tmp_path):
 def cells(page):
     """The texts of each row of each table."""
     found = []
-    for table in re.findall(r"<tbody.*?</tbody></table>", page, re.S):
+    for table in re.findall(r"<tbody.*?</table>", page, re.S):
         rows = (re.findall(r"<td.*?</td>", row, re.S) for row in re.findall(r"<tr>(.*?)</tr>", table, re.S))
         found.append([[re.sub(r"<.*?>", "", cell) for cell in row] for row in rows])
     return found

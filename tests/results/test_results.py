@@ -59,7 +59,9 @@ def test_jobs_are_in_the_order_of_their_numbers(tmp_path):
     assert [run.result.seed for run in collect([tmp_path]).runs] == [1, 9, 10]
 
 
-def test_paths_may_be_files_and_overlap(sweep):
+def test_paths_may_be_files_and_overlap(sweep, monkeypatch):
+    monkeypatch.chdir(sweep.parent)
+    assert collect(["sweep", sweep]).counts() == "6 completed"
     assert len(collect([sweep, sweep / "0_condition_number", sweep / "0_condition_number" / "result.json"]).runs) == 6
 
 
@@ -155,57 +157,36 @@ def test_audits_of_several_runs_stand_side_by_side(tmp_path):
     assert column(table(tmp_path), "method") == ["unmodified one/0_lr=1 ★", "unmodified two/0_lr=1"]
 
 
-def test_a_run_given_by_two_paths_is_one(sweep, monkeypatch):
-    monkeypatch.chdir(sweep.parent)
-    assert collect(["sweep", sweep]).counts() == "6 completed"
-
-
-def test_standard_deviations_are_handed_on_as_they_are(sweep):
-    made = table(sweep)
-    (spread, *_) = [row[made.header.index("primary accuracy, before → after")].spread for row in made.rows]
-    rir = [row[made.header.index("RIR")] for row in made.rows]
-    assert spread is None
-    assert [cell.spread for cell in rir] == pytest.approx([1.0, 1.0], rel=1e-12)
-
-
-def test_failed_runs_are_counted_with_their_setting(sweep):
-    make_run(sweep / "6_x", seed=7, status="failed", error="diverged", metrics={"rir": 1e9})
+@pytest.mark.parametrize(
+    ("error", "kind", "other", "message"),
+    [
+        ("diverged", "failed", "interrupted", "diverged"),
+        ("interrupted", "interrupted", "failed", "resume=true goes on with it"),
+    ],
+)
+def test_runs_that_did_not_complete_are_counted_with_their_setting(error, kind, other, message, sweep):
+    make_run(sweep / "6_x", seed=7, status="failed", error=error, metrics={"rir": 1e9})
+    collection = collect([sweep])
+    assert (collection.counts(), collection.problems[0].message) == (f"6 completed, 1 {kind}", message)
     made = table(sweep)
     assert column(made, "runs") == ["3", "3"]
-    assert sorted(column(made, "failed")) == ["1", NONE]
+    assert sorted(column(made, kind)) == ["1", NONE]
+    assert other not in made.header
     assert "1e9" not in str(made.rows)
 
 
-def test_interrupted_runs_are_no_failures(sweep):
-    make_run(sweep / "6_x", seed=7, status="failed", error="interrupted")
-    collection = collect([sweep])
-    assert collection.counts() == "6 completed, 1 interrupted"
-    assert collection.problems[0].message == "resume=true goes on with it"
-    made = table(sweep)
-    assert "failed" not in made.header
-    assert sorted(column(made, "interrupted")) == ["1", NONE]
-
-
-def test_runs_with_other_splits_are_not_the_same(tmp_path):
-    folders = [make_run(tmp_path / str(seed), "identity") for seed in range(3)]
-    for seed, folder in enumerate(folders):
-        path = folder / "config.yaml"
-        config = yaml.safe_load(path.read_text())
-        config["dataset"]["seed"] = seed
-        path.write_text(yaml.safe_dump(config))
+@pytest.mark.parametrize("same", [False, True])
+def test_runs_are_averaged_over_seeds_but_not_over_splits(same, tmp_path):
+    for seed in range(3):
+        folder = make_run(tmp_path / str(seed), "identity", seed if same else 0)
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        config["dataset"]["seed"] = 0 if same else seed
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        if same:
+            (folder / "environment.json").write_text('{"command": "python launch.py -m seed=0,1,2 dataset.seed=0"}')
     collection = collect([tmp_path])
     assert (len(collection.runs), collection.problems) == (3, [])
-    assert len({run.setting for run in collection.runs}) == 3
-
-
-def test_runs_with_the_same_splits_for_all_seeds_are_averaged(tmp_path):
-    for seed in range(3):
-        folder = make_run(tmp_path / str(seed), "identity", seed)
-        config = yaml.safe_load((folder / "config.yaml").read_text())
-        config["dataset"]["seed"] = 0
-        (folder / "config.yaml").write_text(yaml.safe_dump(config))
-        (folder / "environment.json").write_text('{"command": "python launch.py -m seed=0,1,2 dataset.seed=0"}')
-    assert len({run.setting for run in collect([tmp_path]).runs}) == 1
+    assert len({run.setting for run in collection.runs}) == (1 if same else 3)
 
 
 def test_the_same_run_twice_counts_once(sweep):
@@ -251,6 +232,9 @@ def test_mean_and_standard_deviation_over_seeds(sweep):
     made = table(sweep)
     assert column(made, "method") == ["opt_kappa ★", "condition_number"]
     assert column(made, "RIR") == ["21 ± 1", "11 ± 1"]
+    spreads = [row[made.header.index("RIR")].spread for row in made.rows]
+    assert spreads == pytest.approx([1.0, 1.0], rel=1e-12)
+    assert made.rows[0][made.header.index("primary accuracy, before → after")].spread is None
 
 
 def test_pairs_are_averaged_within_a_seed(tmp_path):
@@ -293,18 +277,6 @@ def test_missing_values_are_told(tmp_path):
 def test_the_papers_figures_stand_beside_ours(tmp_path):
     make_run(tmp_path / "0", dataset="house_prices")
     assert column(table(tmp_path), "paper RIR") == ["356 ± 5.49"]
-
-
-def test_markdown_and_latex(sweep):
-    made = table(sweep)
-    lines = made.markdown().splitlines()
-    rows = [line for line in lines if line.startswith("|")]
-    assert len(rows) == 4
-    assert len({row.count("|") for row in rows}) == 1
-    latex = made.latex()
-    assert r"condition\_number" in latex
-    assert r"21 $\pm$ 1" in latex
-    assert latex.count(r"\\") == 3
 
 
 # --- Statistics -------------------------------------------------------------------------------------------------------

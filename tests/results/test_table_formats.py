@@ -1,4 +1,4 @@
-"""One table in the four formats in which it is written, and on a terminal."""
+"""One table in the formats in which it is written, and on a terminal."""
 
 import csv
 import io
@@ -100,17 +100,34 @@ def test_latex_escapes_everything_and_needs_no_more_than_booktabs(table):
     ]
 
 
-def test_long_cells_are_not_cut(table):
-    table.rows[0][0] = Cell("x" * 500)
-    assert "x" * 500 in table.latex()
-    assert "x" * 500 in table.csv()
-
-
-def test_markdown_keeps_its_columns(table):
+def test_markdown_keeps_its_columns_and_every_digit(table):
     lines = table.markdown().splitlines()
     assert lines[0] == r"## Title\_1"
     assert "**1.5 ± 0.1**" in lines[4]
     assert all(line.replace(r"\|", "").count("|") == len(HEADER) + 1 for line in lines[2:6])
+    assert [line.endswith(":") for line in lines[3].strip("|").split("|")] == [False, True, True, True]
+    assert "29,700" in lines[5]
+    table.rows[0][1], table.rows[1][1] = Cell("1.50", 1.5), Cell("1e6", 1e6)
+    assert all(text in table.pipes() for text in (" 1.50 |", " 1e6 |"))
+
+
+def test_pages_sort_by_numbers_and_hold_nothing_of_a_name_but_its_text(table):
+    table.rows[0][0], table.header[1], table.rows[0][3].link = Cell(HTML + "x" * 60), HTML, '"><i>'
+    page = Tags(table.html())
+    assert page.tags == {"table": 1, "thead": 1, "tbody": 1, "tr": 3, "th": 4, "td": 8} | {
+        **{"button": 4, "data": 4, "b": 1, "span": 1, "a": 1}
+    }
+    assert page.attributes <= {"value", "class", "href"}
+    assert '<data value="29700.0">29,700</data>' in table.html()
+    assert page.text.count(HTML) == 2
+
+
+def test_long_tables_are_whole(table):
+    """A Styler leaves out cells beyond 2^18."""
+    table.rows = [[Cell("a")] * 4] * 65_537
+    assert table.html().count("<td") == 4 * len(table.rows)
+    table.rows = [[Cell("x" * 500)] * 4]
+    assert all("x" * 500 in text for text in (table.latex(), table.csv(), table.html(), table.pipes()))
 
 
 def test_cells_of_numbers():
