@@ -82,10 +82,9 @@ def _row(run: Run) -> tuple[Path, Result]:
     }
     content["about"] |= {ROW: files.plain(row)}
     content["curves"] = {name: curve for name, curve in content["curves"].items() if CURVES.match(name)}
-    del content["schema"]
     named = [word for word in overrides if word.startswith((*TRAINING, LAYERS, "pair="))]
     path = Path(track, f"{slug('-'.join([run.result.method, *named, str(run.result.seed)]))}.json")
-    return path, Result(**_without_paths(content))
+    return path, Result.from_dict(_without_paths(content))
 
 
 def _without_paths(value: object) -> Any:

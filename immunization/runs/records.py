@@ -99,9 +99,19 @@ class Records(dict[tuple, Record]):
         return [record for record in self.values() if all(getattr(record, key) == value for key, value in of.items())]
 
     @cached_property
-    def by_name(self) -> dict[str, Record]:
-        """Records by their flat names, those of their intervals included."""
-        return {name: record for record in self.values() for name in names(record)}
+    def by_name(self) -> dict[str, tuple[Record, str]]:
+        """The record of every flat name, and which of its fields has the number."""
+        found = {}
+        for record in self.values():
+            found |= {name: (record, part) for name, part in zip(names(record), ("value", "low", "high"), strict=True)}
+            if record.undetermined is not None:
+                found[f"undetermined/{names(record)[0]}"] = record, "undetermined"
+        return found
+
+
+def kind_of(role: Role) -> str:
+    """`harmful` for `harmful_5`."""
+    return role.partition("_")[0]
 
 
 def of_role(name: str, role: Role) -> str:
@@ -182,8 +192,8 @@ def _of_name(name: str) -> Record:
             measure = f"{group}/{measure}"
         if group or measure.endswith("rir"):
             task = task or "harmful"
-        if not group and task != WORST and measure in SPECTRA:
-            split = "test" if part["split"] else "train"
+        if not group and measure in SPECTRA:
+            split = "test" if part.get("split") else "train"
         elif not group and (measure in PROBES or task == "primary"):
             split = "test"
         stage = "reference" if group == "reference" else stage

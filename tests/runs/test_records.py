@@ -12,7 +12,7 @@ ROWS = Path(__file__).parents[2] / "leaderboard" / "rows"
 NAMES = {  # one of each family, in the order in which they were introduced
     "rir": Record("rir", 1.0, "harmful", split="train"),
     "rir_harmful_8": Record("rir", 1.0, "harmful_8", split="train"),
-    "worst/ratio_harmful": Record("ratio", 1.0, "worst"),
+    "worst/ratio_harmful": Record("ratio", 1.0, "worst", split="train"),
     "ratio_primary_theta0": Record("ratio", 1.0, "primary", "start", "train"),
     "authors/rir_theta0": Record("authors/rir", 1.0, "harmful", "start", "train"),
     "kappa_unseen_a.b-1_baseline": Record("kappa", 1.0, "unseen_a.b-1", "baseline", "train"),
