@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from immunization import run
 from immunization.runs.records import Record, Records, flat, from_flat, of_role
+from immunization.runs.result import Result
 
 ROWS = Path(__file__).parents[2] / "leaderboard" / "rows"
 NAMES = {  # one of each family, in the order in which they were introduced
@@ -95,3 +97,23 @@ def test_a_record_is_found_by_what_it_is_of():
         "attack_succeeds",
         "attack_succeeds_unseen",
     ]
+
+
+@pytest.mark.trains
+def test_a_run_folder_of_either_schema_is_read_into_the_records_that_were_made(tmp_path):
+    """Of two harmful tasks and a benign one, attacked."""
+    options = ["method=opt_kappa", "method.epochs=2", "dataset.harmful=[1,7]", "tracker=none", "figures=false"]
+    made = run([*options, "attack=[closed_form_probe]"], folder=tmp_path)
+    content = json.loads((tmp_path / "result.json").read_text())
+    assert list(content["metrics"].items()) == list(flat(made.records)[0].items())
+    assert {measure: content["reasons"][measure] for measure, value in content["metrics"].items() if value is None} == (
+        flat(made.records)[1]
+    )
+    read = Result.read(tmp_path)
+    assert read.records == made.records
+    assert read.verdict == content["verdict"] == made.verdict != []
+    first = {key: value for key, value in content.items() if key not in ("records", "verdict", "sha256")}
+    (tmp_path / "result.json").write_text(json.dumps(first | {"schema": 1}))
+    old = Result.read(tmp_path)
+    assert old.records == made.records
+    assert old.verdict == made.verdict
