@@ -125,9 +125,9 @@ def _found(result: Measured, what: Record | str, part: str) -> tuple[Record, str
 
 def interval_of(result: Measured, what: Record | str) -> str:
     """The 95 % interval of a value, with > at an end that is a lower bound; empty where it has none."""
-    record, _ = _found(result, what, "value")
+    record, part = _found(result, what, "value")
     unknown = any(end is None or math.isnan(end) for end in (record.low, record.high))
-    return "" if unknown else " to ".join(shown(result, record, end) for end in ("low", "high"))
+    return "" if unknown or part != "value" else " to ".join(shown(result, record, end) for end in ("low", "high"))
 
 
 def speed(result: Measured, role: Role) -> Literal["faster", "alike", "slower"] | None:
