@@ -14,8 +14,8 @@ class ParticipationRatio:
     def __call__(self, comparison: Comparison) -> Measures:
         measures = Measures()
         for role in comparison.tasks:
-            for stage, suffix in (("immunized", ""), ("baseline", "_baseline")):
+            for stage in ("immunized", "baseline"):
                 eigenvalues = comparison.sigma(role, "train", stage).square()
                 ratio = eigenvalues.sum().square() / eigenvalues.square().sum()
-                measures.put(f"participation/{role}{suffix}", ratio.item())
+                measures.put("participation", ratio.item(), task=role, stage=stage)
         return measures

@@ -253,8 +253,9 @@ def audit(
     most = experiment.suite.most if experiment.suite else None
     victim = Victim(audited, comparison, audited.extractor.state_dict(), most=most)
     measures.merge(run_attacks(experiment.attack, victim, suite=experiment.suite))
-    found = {key: getattr(measures, key) for key in ("metrics", "reasons", "curves", "flags", "about")}
-    return Result(seed, "loaders", audited.name, "unmodified", "completed", **found)
+    result = Result(seed, "loaders", audited.name, "unmodified", "completed")
+    result.take(measures)
+    return result
 
 
 def _configured(method: str, scheduler: str, options: dict[str, Any]) -> Experiment:

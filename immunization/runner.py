@@ -23,6 +23,7 @@ from immunization.runs import files
 from immunization.runs.filenames import ATTACKS, REFUSED, settings_file
 from immunization.runs.folder import RunFolder, in_words, log
 from immunization.runs.origin import audited
+from immunization.runs.records import of_role
 from immunization.runs.result import Result
 from immunization.runs.resume import completed
 from immunization.terminal import doing, heartbeat, importing, waiting
@@ -191,13 +192,10 @@ def measure(experiment: Experiment, parts: Parts, run: RunFolder, flags: dict[st
                 )
                 run_all = run_transfer if role in benign else run_attacks
                 measures.merge(run_all(experiment.attack, victim, kept, experiment.suite))
-    run.result.about = run.result.about | measures.about
+    run.result.take(measures)
     for role in pair.attacked:
-        found = measures.about.get("attackers" if role == "harmful" else f"attackers_{role}", {})
-        for name, settings in found.items():
+        for name, settings in measures.about.get(of_role("attackers", role), {}).items():
             files.write_json(run.path / settings_file(name, role), settings)
-    run.result.metrics, run.result.reasons = measures.metrics, measures.reasons
-    run.result.curves, run.result.flags = measures.curves, measures.flags
     if facts:
         made = model_card.recipe(method.name, experiment.settings["method"], experiment.seed)
         model_card.write(run.path, facts, made, run.result)

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator
 
 from immunization.attacks.outcome import Outcome, listed
-from immunization.attacks.victim import Stage
 from immunization.data.task import LEARNED, MARGIN
+from immunization.runs.records import Stage
 
 PLACES: dict[Stage, str] = {"immunized": "theta_I", "baseline": "the baseline", "start": "theta_0"}
 

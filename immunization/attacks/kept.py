@@ -19,9 +19,9 @@ from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.compute import keys
 from immunization.data.task import SPLITS
 from immunization.errors import ConfigError, DataError, DegenerateSpectrum
-from immunization.evaluation.measures import SUFFIX
 from immunization.models.activations import fingerprint
 from immunization.runs import environment, files
+from immunization.runs.records import STAGES
 
 log = logging.getLogger(__name__)
 
@@ -269,6 +269,6 @@ def _identity(victim: Victim) -> Iterator[Tensor]:
     for role, task in victim.comparison.tasks.items():
         yield from (part.y for part in (task.train, task.val, task.test))
         with suppress(DegenerateSpectrum):  # features that nothing can be learned from have none
-            for stage in SUFFIX:
+            for stage in STAGES:
                 probe = victim.comparison.probe(role, stage)
                 yield from (probe.sigma, probe.coefficients)

@@ -1,15 +1,16 @@
 """One attack on every stage of a victim, and where it stands between chance and the baseline."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from immunization.attacks.base import Attack, AttackCurve
-from immunization.attacks.victim import Stage
 from immunization.data.task import LEARNED, MARGIN
 from immunization.evaluation.measures import Measures
 from immunization.runs.interpretation import ROUNDING
+from immunization.runs.records import Stage
 
 
 @dataclass
@@ -84,12 +85,12 @@ def cost(curve: AttackCurve, bar: float) -> float | None:
     return curve.flops[place - 1].item() ** (1 - share) * spent**share
 
 
-def put_final(curve: AttackCurve, prefix: str, suffix: str, measures: Measures) -> None:
-    """`<prefix>/final<suffix>`, and the range over the attacker's seeds where there are several."""
-    measures.put(f"{prefix}/final{suffix}", curve.final)
+def put_final(curve: AttackCurve, measures: Measures, **of: Any) -> None:
+    """`final` of a task, a stage and an attack, and the range over the attacker's seeds where there are several."""
+    measures.put("final", curve.final, **of)
     if curve.finals:
-        measures.put(f"{prefix}/final_lowest{suffix}", min(curve.finals))
-        measures.put(f"{prefix}/final_highest{suffix}", max(curve.finals))
+        measures.put("final_lowest", min(curve.finals), **of)
+        measures.put("final_highest", max(curve.finals), **of)
 
 
 def first(found: Tensor) -> int | None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 
 from immunization.attacks.base import Attack
 from immunization.attacks.kept import KeptCurves
@@ -9,6 +10,9 @@ from immunization.attacks.suite import run_attacks
 from immunization.attacks.victim import Victim
 from immunization.attacks.worth import Suite
 from immunization.evaluation.measures import Measures
+
+TRANSFERRED = {f"worth/{key}": f"transfer/{key}" for key in ("before", "after", "without", "lost")}
+"""What of the worth of a model is measured of a benign task, and its name there."""
 
 
 def run_transfer(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves | None, suite: Suite) -> Measures:
@@ -21,16 +25,10 @@ def run_transfer(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves
     suite = copy.copy(suite)
     suite.theta_0 = "secret"
     own = {n: attack for n, attack in attacks.items() if n in suite.benign or (attack.reference and not attack.partial)}
-    found, measures = run_attacks(own, victim, kept, suite), Measures()
-    prefix = f"worth_{victim.role}/"
-    for name, value in found.metrics.items():
-        key = name.removeprefix(prefix)
-        if not name.startswith(prefix) or key.partition("_")[0] not in ("before", "after", "without", "lost"):
-            continue
-        if value is None:
-            measures.miss(found.reasons[name], f"transfer_{victim.role}/{key}")
-        else:
-            measures.put(f"transfer_{victim.role}/{key}", value)
-    if not measures.metrics:
-        measures.miss("nobody learns the task without the model", f"transfer_{victim.role}/lost")
+    measured, measures = run_attacks(own, victim, kept, suite), Measures()
+    for record in measured.records.where(task=victim.role):
+        if (measure := TRANSFERRED.get(record.measure)) is not None:
+            measures.add(replace(record, measure=measure))
+    if not measures.records:
+        measures.miss("nobody learns the task without the model", "transfer/lost", task=victim.role)
     return measures

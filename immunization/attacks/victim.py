@@ -13,10 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from immunization.compute.transfer import room
 from immunization.data.task import SPLITS, Split, Task
 from immunization.evaluation.comparison import Comparison, Once
-from immunization.evaluation.measures import Role, Stage
 from immunization.models import Model
 from immunization.models.activations import take
 from immunization.models.chain import Network
+from immunization.runs.records import Role, Stage
 
 Precision = Literal["float32", "bfloat16", "int8"]
 

@@ -28,16 +28,13 @@ from torch import Tensor
 from immunization.attacks.base import AttackCurve
 from immunization.checks import AtLeastOne, Component
 from immunization.evaluation.measures import Measures
+from immunization.runs.records import Role, of_role
 
 LEVEL = 0.95
 """Of all intervals."""
 
 PER_DECADE = 2
 """Budgets of operations in a decade at which worth is measured."""
-
-
-KEYS = {"worth": "worth/theta_0", "lost": "worth/lost", "removed": "worth/removed", "ceiling": "ceiling/worth"}
-"""Metrics that have intervals."""
 
 
 @dataclass
@@ -190,42 +187,44 @@ def budgets(draws: Sequence[Draw]) -> list[float]:
     return np.geomspace(low, high, count).tolist()  # both ends as they are
 
 
-def measure(draws: Sequence[Draw], guess: Tensor, suffix: str, measures: Measures, public: bool = False) -> None:
-    """Put `worth/<measure><suffix>`, with the ends of intervals, and the curves against operations."""
-    found = at(draws, guess, public)
-    put(found, suffix, measures)
-    grid = budgets(draws)
+def measure(
+    draws: Sequence[Draw], guess: Tensor, images: int | None, role: Role, measures: Measures, public: bool = False
+) -> None:
+    """Put what `Worth` holds of the task `role`, with `images` of each class (None: all), and its curves."""
+    put(at(draws, guess, public), measures, role, images)
+    grid, group, few = budgets(draws), of_role("worth", role), "" if images is None else f"_{images}"
     steps = [at(draws, guess, public, budget) for budget in grid]
     for name in ("before", "after", "without"):
-        measures.curves[f"worth/{name}{suffix}"] = {"x": grid, "y": [getattr(step, name) for step in steps]}
+        measures.curves[f"{group}/{name}{few}"] = {"x": grid, "y": [getattr(step, name) for step in steps]}
     known = [(budget, step.removed.value) for budget, step in zip(grid, steps, strict=True) if step.removed]
     if known:
-        measures.curves[f"worth/removed{suffix}"] = dict(zip("xy", map(list, zip(*known, strict=True)), strict=True))
+        measures.curves[f"{group}/removed{few}"] = dict(zip("xy", map(list, zip(*known, strict=True)), strict=True))
 
 
-def put(found: Worth, suffix: str, measures: Measures) -> None:
+def put(found: Worth, measures: Measures, role: Role, images: int | None = None) -> None:
+    """Put best accuracies and shares; those that are unknown have a reason."""
+    of = {"task": role, "images": images}
     for name in ("before", "after", "without"):
-        measures.put(f"worth/{name}{suffix}", getattr(found, name))
+        measures.put(f"worth/{name}", getattr(found, name), **of)
     for name, (accuracy, _) in found.partial.items():
-        measures.put(f"worth/partial_{name}{suffix}", accuracy)
-    known = {key: getattr(found, name) for name, key in KEYS.items()}
-    known |= {f"ceiling/partial_{name}": value for name, (_, value) in found.partial.items()}
-    for key, value in known.items():
-        if value is None and key.startswith("ceiling/"):  # nobody leaves a part aside, or removed has the reason
+        measures.put(f"worth/partial_{name}", accuracy, **of)
+    shares = {"worth/theta_0": found.worth, "worth/lost": found.lost, "worth/removed": found.removed}
+    ceilings = {"worth": found.ceiling} | {f"partial_{name}": share for name, (_, share) in found.partial.items()}
+    # of one that is None nobody leaves a part aside, or `removed` has the reason
+    shares |= {f"ceiling/{name}": share for name, share in ceilings.items() if share is not None}
+    for name, share in shares.items():
+        if share is not None:
+            measures.put(name, share.value, low=share.low, high=share.high, **of)
             continue
-        if value is None:
-            reason = (
-                f"with theta_0 the best attacker has {found.before:.3f}, without the model {found.without:.3f}: what "
-                "the model is worth cannot be told from 0, and no defense of it can be measured"
-            )
-            measures.miss(reason, *(f"{key}{end}{suffix}" for end in ("", "_low", "_high")))
-            if not suffix:
-                measures.flag("worth_undetermined", reason)
-            continue
-        for end, number in (("", value.value), ("_low", value.low), ("_high", value.high)):
-            measures.put(f"{key}{end}{suffix}", number)
+        reason = (
+            f"with theta_0 the best attacker has {found.before:.3f}, without the model {found.without:.3f}: what "
+            "the model is worth cannot be told from 0, and no defense of it can be measured"
+        )
+        measures.miss(reason, name, low=math.nan, high=math.nan, **of)
+        if images is None:
+            measures.flag(of_role("worth_undetermined", role), reason)
     if found.ceiling and found.ceiling.low > 0:
-        measures.put(f"ceiling/worth_attained{suffix}", found.removed.value / found.ceiling.value)
+        measures.put("ceiling/worth_attained", found.removed.value / found.ceiling.value, **of)
     elif found.ceiling:
         reason = "what stands before the immunized part serves as well as the whole net"
-        measures.miss(reason, f"ceiling/worth_attained{suffix}")
+        measures.miss(reason, "ceiling/worth_attained", **of)

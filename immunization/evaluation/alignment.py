@@ -51,7 +51,8 @@ class Ceiling:
             measures.miss(reason, "ceiling/rir", "ceiling/attained")
             return measures
         ratios = condition_ratios(comparison)
-        ceiling = kappa * ratios["kappa_primary_baseline"] / ratios["kappa_harmful_baseline"]
+        before = {role: ratios.value("kappa", task=role, stage="baseline") for role in ("primary", "harmful")}
+        ceiling, rir = kappa * before["primary"] / before["harmful"], ratios.value("rir", task="harmful")
         measures.put("ceiling/rir", ceiling)
         if ceiling < LOW and comparison.model.linear_map() is not None:
             measures.flag(
@@ -61,10 +62,10 @@ class Ceiling:
             )
         if abs(math.log(ceiling)) < 1e-9:
             measures.miss("the ceiling is 1: no theta can tell the two tasks' spectra apart", "ceiling/attained")
-        elif not 0 < ratios["rir"] < math.inf:
-            measures.miss(f"rir is {ratios['rir']}", "ceiling/attained")
+        elif not 0 < rir < math.inf:
+            measures.miss(f"rir is {rir}", "ceiling/attained")
         else:
-            measures.put("ceiling/attained", math.log(ratios["rir"]) / math.log(ceiling))
+            measures.put("ceiling/attained", math.log(rir) / math.log(ceiling))
         return measures
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from immunization.compute.transfer import room
 from immunization.data.task import Split, TaskPair
-from immunization.evaluation.measures import SUFFIX, Role, Stage
 from immunization.models.activations import take
 from immunization.models.base import Model
+from immunization.runs.records import STAGES, Role, Stage
 from immunization.theory import spectrum
 from immunization.theory.probe import Probe
 from immunization.theory.products import row_norms
@@ -118,7 +118,7 @@ class Comparison:
 
     def _stored(self, role: Role, split: str, stage: Stage) -> Tensor | None:
         """Features [N, D] of one split that are stored or small enough to keep; None for others."""
-        assert stage in SUFFIX, f"the stage must be one of {', '.join(SUFFIX)}, not {stage}"
+        assert stage in STAGES, f"the stage must be one of {', '.join(STAGES)}, not {stage}"
         x = self._split(role, split).x
         if stage == "baseline":
             features = self.model.baseline_features(role, split)
@@ -146,7 +146,7 @@ class Comparison:
 
     def _root(self, role: Role, split: str, stage: Stage) -> Tensor | None:
         """[k, D] with the Gram matrix of the features, where it follows from the inputs, of rank k; None elsewhere."""
-        assert stage in SUFFIX, f"the stage must be one of {', '.join(SUFFIX)}, not {stage}"
+        assert stage in STAGES, f"the stage must be one of {', '.join(STAGES)}, not {stage}"
         if stage == "immunized" and self.model.linear_map() is None:
             return None
         if stage == "baseline" and self.model.baseline_features(role, split) is not None:

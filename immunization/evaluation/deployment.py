@@ -11,8 +11,9 @@ from torch.utils._pytree import tree_map_only
 
 from immunization.checks import AtLeastOne, Component, NonNegative
 from immunization.evaluation.comparison import Comparison
-from immunization.evaluation.measures import SUFFIX, Measures
+from immunization.evaluation.measures import Measures
 from immunization.models.activations import take
+from immunization.runs.records import STAGES
 
 
 def _int8(net: nn.Module) -> nn.Module:
@@ -68,11 +69,11 @@ class Deployment(Component, group="evaluation.deployment"):
                 "fold_stripped_by_reset",
                 f"{model.stripped_by} throws the folded map away: no module before the pooling could hold it",
             )
-        names = [f"deployment/accuracy_{form}{suffix}" for form in FORMATS for suffix in SUFFIX.values()]
         if reason := comparison.no_test("primary"):
-            measures.miss(reason, *names)
+            for stage in STAGES:
+                measures.miss(reason, *(f"deployment/accuracy_{form}" for form in FORMATS), stage=stage)
             return measures
-        nets = dict(zip(SUFFIX, (model.deployed(), model.deployed_before(comparison.start)), strict=True))
+        nets = dict(zip(STAGES, (model.deployed(), model.deployed_before(comparison.start)), strict=True))
         batches = self._batches(comparison)
         broken = [self._compare(comparison, form, nets, batches, measures) for form in FORMATS]
         if any(broken):
@@ -98,18 +99,20 @@ class Deployment(Component, group="evaluation.deployment"):
         """Measure both nets in a format; returns what it breaks, if anything."""
         task, found = comparison.tasks["primary"], {}
         labels = torch.cat([labels for _, labels in batches])
-        for stage, suffix in SUFFIX.items():
-            name = f"deployment/accuracy_{form}{suffix}"
+        measure = f"deployment/accuracy_{form}"
+        for stage in STAGES:
             if (net := nets[stage]) is None:
-                measures.miss("the net as it was before training is not kept", name)
+                measures.miss("the net as it was before training is not kept", measure, stage=stage)
                 continue
             try:
                 logits = logits_in(net, form, batches).to(labels.device, comparison.model.dtype)
             except (RuntimeError, NotImplementedError) as error:  # an operation that this machine lacks in the format
-                measures.miss(f"the net does not run in {form}: {' '.join(str(error).split())[:100]}", name)
+                measures.miss(
+                    f"the net does not run in {form}: {' '.join(str(error).split())[:100]}", measure, stage=stage
+                )
                 continue
             found[stage] = task.measure(logits, labels).item()
-            measures.put(name, found[stage])
+            measures.put(measure, found[stage], stage=stage)
         if len(found) == 2 and found["baseline"] - found["immunized"] > self.tolerance + 1e-9:
             return f"primary accuracy in {form} is {found['immunized']:.3f}, before {found['baseline']:.3f}"
         return None

@@ -1,89 +1,84 @@
-"""The return value of every evaluation: flat numbers, curves, flags and arrays, with reasons for missing values."""
+"""The return value of every evaluation: records, curves, flags with their reasons, arrays, and facts `about` them."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
 from immunization.errors import ConfigError
+from immunization.evaluation.comparison import Comparison
+from immunization.runs.records import SUFFIX, WORST, Record, Records, Role, Stage, flat, names
 from immunization.runs.result import Curve
 
-if TYPE_CHECKING:
-    from immunization.evaluation.comparison import Comparison
-
-Role = str
-"""`primary`, `harmful`, `benign`, or that of a further task (`TaskPair.tasks`)."""
-Stage = Literal["immunized", "baseline", "start"]
-"""theta_I, the baseline (raw inputs or theta_0), and theta_0 if it is not the baseline."""
-SUFFIX: dict[Stage, str] = {"immunized": "", "baseline": "_baseline"}
-"""Endings of metric names; curves of the baseline end in `/baseline`."""
-
-CONDITIONING = ("rir", "ratio_harmful", "ratio_primary", "kappa_harmful", "kappa_primary")
-"""Measures of the spectra after immunization, on training inputs."""
-
-OF_SPECTRA = re.compile(
-    r"(authors/|test/)?(rir|ratio|kappa)(_[\w.-]+)?(?<!_baseline)|worst/(rir|ratio_harmful)|definition/rir_kept"
-)
-"""Measures of spectra after immunization, of every task and split, in both conventions, and what is made of them."""
-
-AUTHORS = ("authors/rir", "authors/ratio_harmful", "authors/ratio_primary")
-"""Ratios by the released code's convention of kappa."""
+CONDITIONING = ("rir", "ratio", "kappa", "authors/rir", "authors/ratio")
+"""Measures of spectra, in both conventions."""
 
 
 @dataclass
 class Measures:
-    """Flat numbers, curves, flags, arrays and facts `about` them; what is missing (None) or flagged has its reason."""
+    """Records, curves, flags with their reasons, arrays and facts `about` them; what is missing has its reason."""
 
-    metrics: dict[str, float | None] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
+    records: Records = field(default_factory=Records)
     curves: dict[str, Curve] = field(default_factory=dict)
-    flags: list[str] = field(default_factory=list)
+    flags: dict[str, str] = field(default_factory=dict)
     arrays: dict[str, Tensor] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
 
-    def put(self, name: str, value: float) -> None:
-        """Record a metric; None with a reason where it is not finite."""
-        if math.isfinite(value):
-            self.metrics[name] = float(value)
-        else:
-            self.miss(f"the value is not finite ({value})", name)
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """Values by their flat names."""
+        return flat(self.records)[0]
 
-    def interval(self, name: str, low: float, high: float) -> None:
-        """Record the ends of the 95 % interval of a metric."""
-        self.put(f"interval/{name}_low", low)
-        self.put(f"interval/{name}_high", high)
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Reasons of flags, and of values that are missing."""
+        return self.flags | flat(self.records)[1]
 
-    def miss(self, reason: str, *names: str) -> None:
-        """Record metrics that do not exist, with the reason."""
-        for name in names:
-            self.metrics[name], self.reasons[name] = None, reason
+    def add(self, *records: Record) -> None:
+        """Take records; a value that is not finite becomes None with a reason, an end that is not finite NaN."""
+        for record in records:
+            value, reason = record.value, record.reason
+            if value is not None and not math.isfinite(value):
+                value, reason = None, reason or f"the value is not finite ({value})"
+            elif value is not None:
+                value, reason = float(value), ""
+            low, high = (end if end is None or math.isfinite(end) else math.nan for end in (record.low, record.high))
+            self.records.add(replace(record, value=value, reason=reason, low=low, high=high))
+
+    def put(self, measure: str, value: float, **of: Any) -> None:
+        """Record a value, `of` a task, a stage and so on (fields of `Record`), perhaps with `low` and `high`."""
+        self.add(Record(measure, value, **of))
+
+    def miss(self, reason: str, *measures: str, **of: Any) -> None:
+        """Record that measures do not exist, with the reason."""
+        for measure in measures:
+            self.add(Record(measure, None, reason=reason, **of))
 
     def flag(self, name: str, reason: str) -> None:
         """Raise a flag, to be shown beside every score of the run."""
-        self.reasons[name] = reason
-        if name not in self.flags:
-            self.flags.append(name)
+        self.flags[name] = reason
 
-    def worst(self, name: str, of: Iterable[str]) -> None:
-        """Put the smallest of some metrics."""
-        values = {key: self.metrics.get(key) for key in of}
-        if missing := [key for key, value in values.items() if value is None]:
-            self.miss(f"{missing[0]} is missing: {self.reasons.get(missing[0], 'not measured')}", name)
+    def worst(self, measure: str, tasks: Iterable[Role]) -> None:
+        """Put the smallest value of a measure of some tasks, as that of the task `WORST`."""
+        records = [
+            self.records.get(measure, task) or Record(measure, None, task, reason="not measured") for task in tasks
+        ]
+        if missing := [record for record in records if record.value is None]:
+            self.miss(f"{names(missing[0])[0]} is missing: {missing[0].reason}", measure, task=WORST)
         else:
-            self.put(name, min(values.values()))
+            self.put(measure, min(record.value for record in records), task=WORST, split=records[0].split)
 
     def withhold(self, flag: str, reason: str) -> None:
-        """Flag condition numbers and their ratios as undetermined, and move them to `undetermined/<name>`."""
+        """Flag condition numbers after immunization, and what is made of them, as undetermined, and withhold them."""
         self.flag(flag, reason)
-        for name in list(filter(OF_SPECTRA.fullmatch, self.metrics)):
-            if self.metrics.get(name) is not None:
-                self.metrics[f"undetermined/{name}"] = self.metrics[name]
-                self.miss(reason, name)
+        for record in list(self.records.values()):
+            of_spectra = record.measure in CONDITIONING and record.stage != "baseline"
+            if record.value is not None and (of_spectra or record.measure == "definition/rir_kept"):
+                self.records.add(replace(record, value=None, reason=reason, undetermined=record.value))
 
     def curve(self, name: str, x: Iterable[float], y: Tensor, stage: Stage = "immunized") -> None:
         """Record a curve y [T] against x; the baseline's is `<name>/baseline`."""
@@ -91,23 +86,23 @@ class Measures:
 
     def merge(self, other: Measures) -> None:
         """Add everything from `other`."""
-        for name in ("metrics", "reasons", "curves", "arrays", "about"):
+        self.add(*other.records.values())
+        for name in ("curves", "flags", "arrays", "about"):
             getattr(self, name).update(getattr(other, name))
-        self.flags.extend(flag for flag in other.flags if flag not in self.flags)
 
 
 def evaluate(evaluations: Mapping[str, Callable[[Comparison], Measures]], comparison: Comparison) -> Measures:
     """What all evaluations measure; raises ConfigError for one of the user's own that gives no or others' measures."""
     measures, own = Measures(), {}
     for name, evaluation in evaluations.items():
-        found = evaluation(comparison)
+        measured = evaluation(comparison)
         ours = type(evaluation).__module__.startswith("immunization.")
-        if not isinstance(found, Measures):
-            raise ConfigError(f"evaluation.{name} gives {type(found).__name__}, no Measures")
-        if both := (own if ours else measures.metrics).keys() & found.metrics:
+        if not isinstance(measured, Measures):
+            raise ConfigError(f"evaluation.{name} must return Measures, not {type(measured).__name__}")
+        if both := (own if ours else measures.metrics).keys() & measured.metrics.keys():
             raise ConfigError(f"evaluation.{name} measures {min(both)}, as another evaluation does: rename one")
-        measures.merge(found)
-        own |= {} if ours else found.metrics
+        measures.merge(measured)
+        own |= {} if ours else measured.metrics
     if own:
         measures.about["own_measures"] = list(own)
     return measures

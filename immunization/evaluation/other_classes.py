@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -14,9 +13,10 @@ from immunization.data.image_folders import Crop, open_task
 from immunization.data.images import ImageTask
 from immunization.errors import ConfigError, DataError
 from immunization.evaluation.comparison import Comparison
-from immunization.evaluation.measures import SUFFIX, Measures, Stage
+from immunization.evaluation.measures import Measures
 from immunization.models.chain import reads, twice
 from immunization.models.image_tasks import outputs_of
+from immunization.runs.records import STAGES, Stage
 
 ENLARGED = "_enlarged"
 NAMES = ("accuracy", "called_primary")
@@ -52,12 +52,13 @@ class OtherClasses(Component, group="evaluation.other_classes"):
         if not model.deep or shown is None:
             return measures
         names = {
-            (stage, size): [f"other_classes/{name}{size}{suffix}" for name in NAMES]
+            (stage, size): [f"other_classes/{name}{size}" for name in NAMES]
             for size in (("", ENLARGED) if self.enlarged else ("",))
-            for stage, suffix in SUFFIX.items()
+            for stage in STAGES
         }
         if self.root is None:
-            measures.miss("evaluation.other_classes.root names no folder of images", *chain(*names.values()))
+            for (stage, _), own in names.items():
+                measures.miss("evaluation.other_classes.root names no folder of images", *own, stage=stage)
             return measures
         task, shown = self._task(), shown.cpu()
         with _own_keys():
@@ -86,14 +87,14 @@ class OtherClasses(Component, group="evaluation.other_classes"):
             raise DataError(f"evaluation.other_classes.root={self.root}: none of its images can be read")
         wanted = torch.cat(labels)
         measures.about["other_classes"] = {"classes": len(wanted.unique()), "images": len(wanted)}
-        for key, own in names.items():
-            made = predictions.get(key)
+        for (stage, size), own in names.items():
+            made = predictions.get((stage, size))
             if not made:
-                measures.miss(ONE_SIZE if made == [] else NOT_KEPT, *own)
+                measures.miss(ONE_SIZE if made == [] else NOT_KEPT, *own, stage=stage)
                 continue
             predicted = torch.cat(made)
             for name, hits in zip(own, (predicted == wanted, torch.isin(predicted, shown)), strict=True):
-                measures.put(name, hits.double().mean().item())
+                measures.put(name, hits.double().mean().item(), stage=stage)
         return measures
 
     def _task(self) -> ImageTask:

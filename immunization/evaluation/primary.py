@@ -9,8 +9,9 @@ from immunization.checks import Component, NonNegative
 from immunization.data.task import MARGIN
 from immunization.evaluation.bootstrap import of_measure
 from immunization.evaluation.comparison import Comparison
-from immunization.evaluation.measures import SUFFIX, Measures
+from immunization.evaluation.measures import Measures
 from immunization.evaluation.rir import condition_ratios
+from immunization.runs.records import STAGES, Stage
 
 ROUNDING = 1e-6
 """Relative difference of two condition numbers that counts as none."""
@@ -18,25 +19,25 @@ ROUNDING = 1e-6
 
 def primary_change(comparison: Comparison) -> tuple[float, float, float]:
     """The retrained head's test measure after and before, and its change: absolute for accuracy, relative for R^2."""
-    after, before = (retrained_head(comparison, stage) for stage in SUFFIX)
+    after, before = (retrained_head(comparison, stage) for stage in STAGES)
     name = comparison.tasks["primary"].measure_name
     return after, before, (after - before) / (abs(before) or 1 if name == "r2" else 1)
 
 
-def retrained_head(comparison: Comparison, stage: str) -> float:
+def retrained_head(comparison: Comparison, stage: Stage) -> float:
     """Test measure of the primary head retrained to its optimum: minimum-norm least squares in training."""
     task = comparison.tasks["primary"]
     return task.measure(_predicted(comparison, stage), task.test.y).item()
 
 
-def _predicted(comparison: Comparison, stage: str) -> Tensor:
+def _predicted(comparison: Comparison, stage: Stage) -> Tensor:
     return comparison.features("primary", "test", stage) @ comparison.probe("primary", stage).optimum()
 
 
 class PrimaryPerformance:
     """Held-out accuracy or R^2 on D_P and loss 1/2 ||.||^2, head retrained; `primary/head_<measure>`: its own head.
 
-    `interval/primary/<measure>_low` and `_high`: the 95 % interval of the former, which the number of test rows leaves.
+    The former has the 95 % interval that the number of test rows leaves.
     """
 
     names = ("primary/*", "interval/primary/*")
@@ -46,17 +47,20 @@ class PrimaryPerformance:
         measures = Measures()
         task = comparison.tasks["primary"]
         if reason := comparison.no_test("primary"):
-            names = (task.measure_name, "loss")
-            measures.miss(reason, *(f"primary/{name}{suffix}" for name in names for suffix in SUFFIX.values()))
+            for measure in (task.measure_name, "loss"):
+                for stage in STAGES:
+                    measures.miss(reason, measure, task="primary", stage=stage, split="test")
             return measures
-        for stage, suffix in SUFFIX.items():
+        for stage in STAGES:
+            of = {"task": "primary", "stage": stage, "split": "test"}
             predictions = _predicted(comparison, stage)
             residual = predictions - task.targets(task.test.y)
-            measures.put(f"primary/{task.measure_name}{suffix}", task.measure(predictions, task.test.y).item())
-            measures.put(f"primary/loss{suffix}", residual.square().sum(1).mean().item() / 2)
-            measures.interval(f"primary/{task.measure_name}{suffix}", *of_measure(task, predictions))
-        logits = comparison.model.logits(task.test.x).double()
-        measures.put(f"primary/head_{task.measure_name}", task.measure(logits, task.test.y).item())
+            low, high = of_measure(task, predictions)
+            value = task.measure(predictions, task.test.y).item()
+            measures.put(task.measure_name, value, low=low, high=high, **of)
+            measures.put("loss", residual.square().sum(1).mean().item() / 2, **of)
+        own = task.measure(comparison.model.logits(task.test.x).double(), task.test.y).item()
+        measures.put(f"head_{task.measure_name}", own, task="primary", split="test")
         return measures
 
 
@@ -90,19 +94,22 @@ class OwnHead:
         before = comparison.model.baseline_logits(task)
         if before is None:
             return measures
-        names = [f"primary/head_{name}{suffix}" for name in ("accuracy", "loss") for suffix in SUFFIX.values()]
+        of = {"task": "primary", "split": "test"}
         if reason := comparison.no_test("primary"):
-            measures.miss(reason, *names, "primary/changed_predictions")
+            for measure in ("head_accuracy", "head_loss"):
+                for stage in STAGES:
+                    measures.miss(reason, measure, stage=stage, **of)
+            measures.miss(reason, "changed_predictions", **of)
             return measures
         logits = {"immunized": comparison.model.logits(task.test.x), "baseline": before}
-        for stage, suffix in SUFFIX.items():
-            measures.put(f"primary/head_accuracy{suffix}", task.measure(logits[stage], task.test.y).item())
-            measures.interval(f"primary/head_accuracy{suffix}", *of_measure(task, logits[stage]))
-            measures.put(f"primary/head_loss{suffix}", task.loss(logits[stage], task.test.y).item())
-        if reason := head_at_chance(measures.metrics["primary/head_accuracy_baseline"], task.chance, task.majority):
+        for stage in STAGES:
+            accuracy, (low, high) = task.measure(logits[stage], task.test.y).item(), of_measure(task, logits[stage])
+            measures.put("head_accuracy", accuracy, stage=stage, low=low, high=high, **of)
+            measures.put("head_loss", task.loss(logits[stage], task.test.y).item(), stage=stage, **of)
+        if reason := head_at_chance(accuracy, task.chance, task.majority):  # the baseline's
             measures.flag("head_at_chance", reason)
         decisions = [x.argmax(1) if x.shape[1] > 1 else x[:, 0] > 0 for x in logits.values()]
-        measures.put("primary/changed_predictions", (decisions[0] != decisions[1]).sum().item())
+        measures.put("changed_predictions", (decisions[0] != decisions[1]).sum().item(), **of)
         return measures
 
 
@@ -121,18 +128,19 @@ class Definition(Component, group="evaluation.definition"):
     def __call__(self, comparison: Comparison) -> Measures:
         measures = Measures()
         ratios = condition_ratios(comparison)
-        for name in ("ratio_harmful", "ratio_primary"):
-            measures.put(name, ratios[name])
-        further = (condition_ratios(comparison, harmful=role) for role in list(comparison.pair.harmful_tasks)[1:])
-        smallest = min(found["ratio_harmful"] for found in (ratios, *further))
-        verdict = {"a": smallest > 1 + ROUNDING, "b": ratios["ratio_primary"] <= 1 + ROUNDING}
+        measures.add(*ratios.where(measure="ratio"))
+        first, *further = comparison.pair.harmful_tasks
+        harmful = [ratios.value("ratio", task=first)]
+        harmful += [condition_ratios(comparison, harmful=role).value("ratio", task=role) for role in further]
+        primary, rir = ratios.value("ratio", task="primary"), ratios.value("rir", task=first)
+        verdict = {"a": min(harmful) > 1 + ROUNDING, "b": primary <= 1 + ROUNDING}
         reason = comparison.no_test("primary")
         if reason is None:
             *_, change = primary_change(comparison)
             measures.put("definition/primary_change", change)
             verdict["c"] = change >= -self.tolerance - 1e-9  # 0.97 - 0.96 counts as one point
-            known = verdict["c"] and not math.isnan(ratios["rir"])
-            measures.put("definition/rir_kept", ratios["rir"] if known else 0.0)
+            known = verdict["c"] and not math.isnan(rir)
+            measures.put("definition/rir_kept", rir if known else 0.0)
         for key, value in verdict.items():
             measures.put(f"definition/{key}", value)
         if reason is None or not all(verdict.values()):

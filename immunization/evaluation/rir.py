@@ -1,39 +1,55 @@
 """The paper's score: condition numbers of both Hessians and the relative immunization ratio (Eq. 15, 17)."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from immunization.checks import AtLeastOne, AtLeastTwo, Component, Seed
 from immunization.errors import DegenerateSpectrum
 from immunization.evaluation.comparison import Comparison
-from immunization.evaluation.measures import AUTHORS, CONDITIONING, SUFFIX, Measures, Role
+from immunization.evaluation.measures import Measures
+from immunization.runs.records import STAGES, Record, Records, Role, Stage
 from immunization.theory import spectrum
 
+AUTHORS = ("authors/rir", "authors/ratio_harmful", "authors/ratio_primary")
+"""Names of ratios by the released code's convention of kappa."""
+LOST = "the features lost directions of the primary task: kappa_primary is only known to be large"
 
-def condition_ratios(comparison: Comparison, split: str = "train", harmful: Role = "harmful") -> dict[str, float]:
-    """Rank-aware `rir`, `ratio_<role>`, `kappa_<role>`, `kappa_<role>_baseline` and `rank_<role>` of one split.
 
-    Roles are `harmful` and `primary`; the first stands for the task of the role `harmful`. A kappa is infinite where
-    sigma_k underflowed to 0, and then so is its ratio. `rir` is NaN where a net lost directions of the primary task.
+def ratios(
+    kappa: Mapping[tuple[Role, Stage], float], harmful: Role = "harmful", convention: str = "", **of: str
+) -> list[Record]:
+    """RIR and the ratios of both tasks (Eq. 15), of kappa by role and stage; `of` is a stage or split of the records.
+
+    `convention` begins the names of the measures, unless kappa is the rank-aware one.
     """
-    values: dict[str, float] = {}
-    for name, role in {"harmful": harmful, "primary": "primary"}.items():
-        for stage, suffix in SUFFIX.items():
-            values[f"kappa_{name}{suffix}"] = comparison.condition_number(role, split, stage)
-        values[f"rank_{name}"] = len(comparison.sigma(role, split, "immunized"))
-    found = spectrum.ratios(values) | values
-    if values["rank_primary"] < len(comparison.sigma("primary", split, "baseline")):
-        found["rir"] = math.nan  # kappa_primary is only known to be large: RIR may be anything below
-    return found
+    own, primary = (kappa[role, "immunized"] / kappa[role, "baseline"] for role in (harmful, "primary"))
+    return [
+        Record(f"{convention}rir", own / primary, harmful, **of),
+        Record(f"{convention}ratio", own, harmful, **of),
+        Record(f"{convention}ratio", primary, "primary", **of),
+    ]
 
 
-def put(measures: Measures, name: str, value: float) -> None:
-    """`Measures.put`, with the reason for a NaN."""
-    if math.isnan(value):
-        measures.miss("the features lost directions of the primary task: kappa_primary is only known to be large", name)
-    else:
-        measures.put(name, value)
+def condition_ratios(comparison: Comparison, split: str = "train", harmful: Role = "harmful") -> Records:
+    """Rank-aware `rir`, and `ratio`, `kappa` and `rank` of the task `harmful` and of the primary one, on one split.
+
+    A kappa is infinite where sigma_k underflowed to 0, and then so is its ratio. `rir` is NaN where a net lost
+    directions of the primary task.
+    """
+    roles = (harmful, "primary")
+    kappa = {(role, stage): comparison.condition_number(role, split, stage) for role in roles for stage in STAGES}
+    records = Records(ratios(kappa, harmful, split=split))
+    for role in roles:
+        for stage in STAGES:
+            records.add(Record("kappa", kappa[role, stage], role, stage, split))
+        records.add(Record("rank", len(comparison.sigma(role, split, "immunized")), role, split=split))
+    if records.value("rank", task="primary") < len(comparison.sigma("primary", split, "baseline")):
+        rir = records.get("rir", task=harmful)
+        records.add(replace(rir, value=math.nan))  # kappa_primary is only known to be large: RIR may be anything below
+    return Records(replace(r, reason=LOST) if math.isnan(r.value) else r for r in records.values())
 
 
 class RelativeRatio:
@@ -43,55 +59,41 @@ class RelativeRatio:
     several harmful tasks, `worst/ratio_harmful` and `worst/rir` are the smallest of them.
     """
 
-    names = (*CONDITIONING, "kappa_*", "ratio_*", "rir_*", "rank_*", "test/*", *AUTHORS, "worst/r*")
+    names = ("rir", "ratio_*", "kappa_*", "rir_*", "rank_*", "test/*", *AUTHORS, "worst/r*")
 
     def __call__(self, comparison: Comparison) -> Measures:
-        measures = Measures()
-        for name, value in condition_ratios(comparison).items():
-            put(measures, name, value)
-        self._further(comparison, measures)
-        self._authors(comparison, measures)
+        measures, further = Measures(), list(comparison.pair.attacked)[1:]
+        measures.add(*condition_ratios(comparison).values())
+        for role in further:
+            records = condition_ratios(comparison, harmful=role)
+            measures.add(*records.where(task=role))
+        if len(harmful := comparison.pair.harmful_tasks) > 1:
+            for measure in ("rir", "ratio"):
+                measures.worst(measure, harmful)
+        roles = ("harmful", "primary")
+        kappa = {(role, stage): comparison.authors_condition_number(role, stage) for role in roles for stage in STAGES}
+        measures.add(*ratios(kappa, convention="authors/", split="train"))
         self._test(comparison, measures)
         for role in ("primary", *comparison.pair.attacked):
-            for stage in SUFFIX:
+            for stage in STAGES:
                 sigma = comparison.sigma(role, "train", stage)
                 measures.curve(f"spectrum/{role}", range(1, len(sigma) + 1), sigma**2, stage)
             self._flags(comparison, role, measures)
         return measures
 
     @staticmethod
-    def _further(comparison: Comparison, measures: Measures) -> None:
-        """The same measures for every further attacked task."""
-        pair = comparison.pair
-        for role in list(pair.attacked)[1:]:
-            for name, value in condition_ratios(comparison, harmful=role).items():
-                if "primary" not in name:
-                    put(measures, f"rir_{role}" if name == "rir" else name.replace("harmful", role), value)
-        if len(pair.harmful_tasks) > 1:
-            measures.worst("worst/rir", ("rir" if role == "harmful" else f"rir_{role}" for role in pair.harmful_tasks))
-            measures.worst("worst/ratio_harmful", (f"ratio_{role}" for role in pair.harmful_tasks))
-
-    @staticmethod
-    def _authors(comparison: Comparison, measures: Measures) -> None:
-        kappa = {
-            f"kappa_{role}{suffix}": comparison.authors_condition_number(role, stage)
-            for role in ("harmful", "primary")
-            for stage, suffix in SUFFIX.items()
-        }
-        for name, value in spectrum.ratios(kappa).items():
-            measures.put(f"authors/{name}", value)
-
-    @staticmethod
     def _test(comparison: Comparison, measures: Measures) -> None:
-        names = ("test/rir", "test/ratio_harmful", "test/ratio_primary")
+        reason = ""
         if empty := [role for role in ("primary", "harmful") if not len(comparison.tasks[role].test)]:
-            measures.miss(f"no test split: {', '.join(empty)}", *names)
-            return
-        try:
-            for name, value in condition_ratios(comparison, "test").items():
-                put(measures, f"test/{name}", value)
-        except DegenerateSpectrum as error:
-            measures.miss(f"test split: {error}", *names)
+            reason = f"no test split: {', '.join(empty)}"
+        else:
+            try:
+                measures.add(*condition_ratios(comparison, "test").values())
+            except DegenerateSpectrum as error:
+                reason = f"test split: {error}"
+        if reason:
+            measures.miss(reason, "rir", "ratio", task="harmful", split="test")
+            measures.miss(reason, "ratio", task="primary", split="test")
 
     @staticmethod
     def _flags(comparison: Comparison, role: str, measures: Measures) -> None:
@@ -156,7 +158,8 @@ class SampledRatio(Component, group="evaluation.sampled"):
                     f"the {role} task has {rows} training rows, fewer than one group of "
                     f"evaluation.sampled.samples={self.samples}"
                 )
-                measures.miss(reason, *AUTHORS)
+                measures.miss(reason, "authors/rir", "authors/ratio", task="harmful", split="train")
+                measures.miss(reason, "authors/ratio", task="primary", split="train")
                 measures.flag("too_few_samples", reason)
                 return measures
             if groups < self.groups:
@@ -167,11 +170,10 @@ class SampledRatio(Component, group="evaluation.sampled"):
                 )
             order = torch.randperm(rows, generator=torch.Generator().manual_seed(self.seed))
             chosen = order[: groups * self.samples]
-            for stage, suffix in SUFFIX.items():
+            for stage in STAGES:
                 parts = comparison.sampled(role, stage, chosen).split(self.samples)
-                kappa[f"kappa_{role}{suffix}"] = sum(map(spectrum.authors_condition_number, parts)) / groups
-        for name, value in spectrum.ratios(kappa).items():
-            measures.put(f"authors/{name}", value)
+                kappa[role, stage] = sum(map(spectrum.authors_condition_number, parts)) / groups
+        measures.add(*ratios(kappa, convention="authors/", split="train"))
         return measures
 
 
@@ -191,12 +193,11 @@ class StartRatio:
             return measures
         aware, authors = {}, {}
         for role in ("harmful", "primary"):
-            aware[f"kappa_{role}"] = comparison.condition_number(role, "train", "immunized")
-            authors[f"kappa_{role}"] = comparison.authors_condition_number(role, "immunized")
-            aware[f"kappa_{role}_baseline"], authors[f"kappa_{role}_baseline"] = self._start(comparison, role)
-        for prefix, kappa in {"": aware, "authors/": authors}.items():
-            for name, value in spectrum.ratios(kappa).items():
-                measures.put(f"{prefix}{name}_theta0", value)
+            aware[role, "immunized"] = comparison.condition_number(role, "train", "immunized")
+            authors[role, "immunized"] = comparison.authors_condition_number(role, "immunized")
+            aware[role, "baseline"], authors[role, "baseline"] = self._start(comparison, role)
+        for convention, kappa in {"": aware, "authors/": authors}.items():
+            measures.add(*ratios(kappa, convention=convention, stage="start", split="train"))
         return measures
 
     @staticmethod

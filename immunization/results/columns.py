@@ -29,6 +29,7 @@ from immunization.runs.interpretation import (
     undecided,
     weakest,
 )
+from immunization.runs.records import WORST
 from immunization.runs.result import Result
 
 AUTHORS = ", authors' κ"
@@ -196,8 +197,8 @@ def retrained(setting: Setting, measure: str) -> Cell:
 
 def learned_in(setting: Setting, measure: str) -> Cell:
     """In how many attacked runs at least one attack learns the task."""
-    attacked = (result for result in setting.results if f"{weakest(result)}/worst/bar" in result.metrics)
-    found = [bool(breaks(result)[0]) for result in attacked]
+    known = (r for r in setting.results if r.records.get("bar", weakest(r), attack=WORST))
+    found = [bool(breaks(result)[0]) for result in known]
     return Cell(f"{sum(found)} of {len(found)}", sum(found), words=True) if found else Cell(NONE)
 
 

@@ -95,13 +95,14 @@ def _row(run: Run) -> tuple[Path, Result]:
         "environment": {key: value for key, value in environment.items() if key not in ("command", "platform", INPUTS)},
     }
     content["about"] |= {ROW: files.plain(row)}
-    del content["schema"], content["curves"]
+    for key in ("schema", "curves", "records", "verdict"):
+        del content[key]
     content["metrics"] = {name: value for name, value in content["metrics"].items() if _headline(name, run.result)}
     told = {*content["metrics"], *content["flags"]}
     content["reasons"] = {name: reason for name, reason in content["reasons"].items() if name in told}
     named = [word for word in overrides if word.startswith((*TRAINING, LAYERS, "pair="))]
     path = Path(track, f"{slug('-'.join([run.result.method, *named, str(run.result.seed)]))}.json")
-    return path, Result(**_without_paths(content))
+    return path, Result.from_dict(_without_paths(content))
 
 
 def _headline(name: str, result: Result) -> bool:

@@ -12,7 +12,8 @@ from rich.text import Text
 from immunization.results.columns import MEASURES, own_measures
 from immunization.results.formatting import MEASURES as PRIMARY
 from immunization.results.formatting import NONE, number, roles_in
-from immunization.runs.interpretation import attack_groups, attack_names, interval_of, shown
+from immunization.runs.interpretation import attack_names, attacked, interval_of, shown
+from immunization.runs.records import of_role
 from immunization.runs.result import Result
 from immunization.runs.verdict import EASIER
 
@@ -117,9 +118,9 @@ def _sheet(result: Result, objective: str) -> Iterator[RenderableType]:
         for name in names:
             grid.add_row(listed[name] if names is listed else name, notes.cell(result, name))
 
-    for group in attack_groups(result):
-        if attacks := attack_names(result, group):
-            task = group.partition("_")[2] or "harmful"
+    for task in attacked(result):
+        if attacks := attack_names(result, task):
+            group = of_role("attack", task)
             _head(grid, f"attacks on the {task} task", "baseline", "immunized", "steps ratio")
             for name in attacks:
                 keys = (f"{group}/{name}/{key}" for key in ("final_baseline", "final", "steps_ratio"))

@@ -10,7 +10,8 @@ from typing import Any
 from immunization.results.collect import ATTACK, AUDITED, MEASURING, PAIR, TRAINING, Collection, Run, varying
 from immunization.results.formatting import MEASURES, kind_of, number
 from immunization.results.seed_statistics import ROUNDING, Summary, summarize
-from immunization.runs.interpretation import HELD, UNNUMBERED, UNTRAINED, at_least, attack_groups, successes, unbroken
+from immunization.runs.interpretation import HELD, UNNUMBERED, UNTRAINED, at_least, attacked, successes, unbroken
+from immunization.runs.records import STAGES
 from immunization.runs.result import Result
 from immunization.runs.verdict import NOT_SLOWER
 
@@ -174,10 +175,10 @@ class Setting:
         With several tasks of a kind, the cheapest task counts; `only` restricts the attacks.
         """
         costs = []
-        for group in self._attacked(kind):
+        for task in self._attacked(kind):
             ratios = []
             for result in self.results:
-                after, before = (successes(result, stage, group) for stage in ("", "_baseline"))
+                after, before = (successes(result, task, stage) for stage in STAGES)
                 if before := [cost for name, cost in before.items() if only is None or name in only]:
                     after = [cost for name, cost in after.items() if only is None or name in only]
                     ratios.append(min(after, default=math.inf) / min(before))
@@ -186,12 +187,12 @@ class Setting:
 
     def unbroken(self, kind: str = "harmful") -> str:
         """The word for a setting whose task no attack learns in most runs."""
-        words = {unbroken(result, group) for result in self.results for group in self._attacked(kind)}
+        words = {unbroken(result, task) for result in self.results for task in self._attacked(kind)}
         return next(word for word in (UNTRAINED, UNNUMBERED, HELD) if word in words)
 
     def _attacked(self, kind: str) -> list[str]:
-        groups = dict.fromkeys(group for result in self.results for group in attack_groups(result))
-        return [group for group in groups if kind_of(group.partition("_")[2] or "harmful") == kind]
+        tasks = dict.fromkeys(task for result in self.results for task in attacked(result))
+        return [task for task in tasks if kind_of(task) == kind]
 
 
 def median(ratios: Iterable[float | None]) -> float | None:

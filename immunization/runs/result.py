@@ -5,18 +5,23 @@ from __future__ import annotations
 import hashlib
 import html
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypedDict
 
 from immunization.errors import DataError, UserError
 from immunization.runs import files
+from immunization.runs.interpretation import Measured
 from immunization.runs.numbers import number
+from immunization.runs.records import Record, Records, flat, from_flat
 from immunization.runs.verdict import verdict
 
 if TYPE_CHECKING:
     import pandas as pd
 
+NUMBERS = ("value", "undetermined")
+"""Fields of records that are rows of a table."""
 INTERRUPTED = "interrupted"  # the error of a run that was told to stop
 
 
@@ -29,14 +34,15 @@ class Curve(TypedDict):
 class Result:
     """One run, which counts as failed until the runner says `completed`.
 
-    `metrics` holds values by flat names (`rir`, `primary/accuracy`); None is a measure that does not exist. `reasons`
-    has the reason of each such metric and of each flag. `curves` holds x and y by name, `seconds` the wall-clock time
-    of `immunize` and `evaluate`. `about` holds the preparation of the data; under `attackers` settings that attackers
-    found, under `own_measures` the metrics of the user's own evaluations. `folder` is the run folder; it is not part of
-    the file.
+    `records` are what was measured, and `metrics` their values by flat names (`rir`, `primary/accuracy`); None is a
+    measure that does not exist. `reasons` has the reason of each such metric and of each flag. `verdict` says in
+    sentences that harm became easier, and what attacks found. `curves` holds x and y by name, `seconds` the wall-clock
+    time of `immunize` and `evaluate`. `about` holds the preparation of the data; under `attackers` settings that
+    attackers found, under `own_measures` the metrics of the user's own evaluations. `folder` is the run folder; it is
+    not part of the file. Records and sentences are those of `take`, or of the file, and else made of the metrics.
     """
 
-    schema: ClassVar[int] = 1
+    schema: ClassVar[int] = 2
     file: ClassVar[str] = "result.json"
 
     seed: int
@@ -52,6 +58,8 @@ class Result:
     error: str | None = None
     about: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = field(default=None, compare=False)
+    measured: Records | None = field(default=None, compare=False)
+    sentences: list[str] | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         said = f"{self.method} on {self.dataset}, {self.model}, seed {self.seed}: {self.status}"
@@ -68,11 +76,12 @@ class Result:
         """A row a metric, by name: `value` (NaN for none), `low` and `high` of its 95 % interval, and `reason`."""
         import pandas as pd  # slow to load, and a run does without it
 
-        names = [name for name in self.metrics if not name.startswith("interval/")]
-        columns = {"value": names, **{end: [f"interval/{name}_{end}" for name in names] for end in ("low", "high")}}
-        values = {end: [self.metrics.get(key) for key in keys] for end, keys in columns.items()}
-        frame = pd.DataFrame(values, index=pd.Index(names, name="metric"), dtype=float)
-        return frame.assign(reason=[self.reasons.get(name, "") for name in names])
+        named = self.records.by_name
+        rows = {name: (getattr(record, part), record) for name, (record, part) in named.items() if part in NUMBERS}
+        values = {"value": [value for value, _ in rows.values()]}
+        values |= {end: [getattr(record, end) for _, record in rows.values()] for end in ("low", "high")}
+        frame = pd.DataFrame(values, index=pd.Index(rows, name="metric"), dtype=float)
+        return frame.assign(reason=[record.reason if value is None else "" for value, record in rows.values()])
 
     @property
     def interrupted(self) -> bool:
@@ -80,9 +89,22 @@ class Result:
         return self.status == "failed" and self.error == INTERRUPTED
 
     @property
+    def records(self) -> Records:
+        """What was measured; of a result of schema 1 it is read from the flat metrics."""
+        return from_flat(self.metrics, self.reasons) if self.measured is None else self.measured
+
+    @property
     def verdict(self) -> list[str]:
-        """The verdict in sentences: that harm became easier, and what attacks found."""
-        return verdict([self])
+        """The verdict in sentences; those of a result of schema 1 are made now."""
+        return verdict([self]) if self.sentences is None else self.sentences
+
+    def take(self, measures: Measured) -> None:
+        """Take what was measured, and make the sentences of the verdict."""
+        self.measured = measures.records
+        self.metrics, _ = flat(self.measured)
+        self.reasons, self.flags = dict(measures.reasons), list(measures.flags)
+        self.curves, self.about = dict(measures.curves), {**self.about, **measures.about}
+        self.sentences = verdict([self])
 
     @property
     def own_measures(self) -> list[str]:
@@ -101,14 +123,26 @@ class Result:
     def as_dict(self) -> dict[str, Any]:
         """The content of result.json: non-finite numbers are None, and every metric that is None has a reason."""
         content = {"schema": self.schema} | {key.name: getattr(self, key.name) for key in fields(self)}
-        del content["folder"]
+        for other in ("folder", "measured", "sentences"):
+            del content[other]
         content = files.plain(content)
         for name, value in content["metrics"].items():
             if value is None:
                 raw = self.metrics[name]
                 why = "not computed" if raw is None else f"not a finite number ({raw})"
                 content["reasons"].setdefault(name, why)
-        return content
+        records = self.measured or from_flat(content["metrics"], content["reasons"])
+        return content | {"records": [record.as_dict() for record in records.values()], "verdict": self.sentences}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any], folder: Path | None = None) -> Self:
+        """The result of a file's content, of this schema or the first; raises TypeError for other keys."""
+        own = {key: value for key, value in content.items() if key not in ("schema", "records", "verdict")}
+        if "records" in content:
+            measured = Records(map(Record.from_dict, content["records"]))
+        else:
+            measured = from_flat(content.get("metrics", {}), content.get("reasons", {}))
+        return cls(**own, folder=folder, measured=measured, sentences=content.get("verdict"))
 
     def write(self, path: str | Path) -> Path:
         """Write the .json file at `path`, or result.json in that folder, with a checksum; returns its path.
@@ -132,14 +166,13 @@ class Result:
             raise DataError(f"{path}: {error.strerror}; give a run folder, or the result.json in it") from error
         except ValueError as error:
             raise DataError(f"{path} is not JSON ({error}); it was cut off or edited, run again") from error
-        if not isinstance(content, dict) or content.get("schema") != cls.schema:
-            raise DataError(f"{path} is not a result of schema {cls.schema}, the only one this version reads")
+        if not isinstance(content, dict) or content.get("schema") not in (1, cls.schema):
+            raise DataError(f"{path} is not a result of schema 1 or {cls.schema}, which this version reads")
         if (expected := content.pop("sha256", None)) is not None and expected != _checksum(content):
             raise DataError(f"{path} was edited or damaged: its checksum does not agree; run again")
-        del content["schema"]
         try:
-            return cls(**content, folder=path.parent)
-        except TypeError as error:
+            return cls.from_dict(content, path.parent)
+        except (AttributeError, TypeError) as error:
             raise DataError(f"{path}: {error}; it was edited, or written by another version") from error
 
     @classmethod

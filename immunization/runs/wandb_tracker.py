@@ -16,8 +16,9 @@ from immunization.checks import Positive, check_value, checked
 from immunization.config import snake_case
 from immunization.runs import files
 from immunization.runs.filenames import CONFIG, MODEL_CARD, WEIGHTS
-from immunization.runs.interpretation import ATTACK, attack_names, successes
+from immunization.runs.interpretation import attack_names, successes
 from immunization.runs.numbers import spelled
+from immunization.runs.records import SUFFIX
 from immunization.runs.result import Result
 from immunization.runs.tracker import DataTable, Tracker
 
@@ -256,13 +257,15 @@ def curve_rows(result: Result) -> Iterator[dict[str, float]]:
 
 def attack_table(result: Result) -> DataTable:
     """Header and a row an attack: its name, whether it learns the harmful task, and its measures as numbers."""
-    metrics, names, learned = result.as_dict()["metrics"], attack_names(result), successes(result)
-    tails = (key.removeprefix(ATTACK).partition("/") for key in metrics if key.startswith(ATTACK))
-    measures = list(dict.fromkeys(measure for name, _, measure in tails if name in names))
-    rows = []
+    learned, rows = successes(result), []
+    names = dict.fromkeys(attack_names(result))
+    records = [r for r in result.records.where(task="harmful") if r.attack in names and r.stage != "reference"]
+    columns = dict.fromkeys((record.measure, record.stage) for record in records)
     for name in names:
-        learns = None if metrics.get(f"{ATTACK}{name}/final") is None else name in learned
-        rows.append([name, learns, *(metrics.get(f"{ATTACK}{name}/{measure}") for measure in measures)])
+        values = {(record.measure, record.stage): record.value for record in records if record.attack == name}
+        learns = None if values.get(("final", "immunized")) is None else name in learned
+        rows.append([name, learns, *map(values.get, columns)])
+    measures = [measure + SUFFIX[stage] for measure, stage in columns]
     return ["attack", "learns", *measures], rows
 
 

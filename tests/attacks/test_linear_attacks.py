@@ -248,9 +248,8 @@ def test_a_run_with_attacks(tmp_path):
 def test_the_verdict_where_nothing_succeeds():
     victim = victim_of(*quadratic(1e9))
     measures = run_attacks({"gd": LinearProbe(steps=4)}, victim)
-    result = Result(
-        0, "d", "m", "unmodified", "completed", measures.metrics, measures.reasons, measures.curves, measures.flags
-    )
+    result = Result(0, "d", "m", "unmodified", "completed")
+    result.take(measures)
     assert measures.metrics["attack/worst/flops"] is None
     assert "None of 1 attacks learns the harmful task" in result.verdict[0]
     assert "no proof" in result.verdict[0]

@@ -121,12 +121,12 @@ def test_no_defense_of_a_part_removes_more_than_its_ceiling():
     assert_close(found.ceiling.value, ((before.test - left.test) / (before.test - without.test)).item())
     assert found.ceiling.low < found.ceiling.value < found.ceiling.high
     measures = Measures()
-    put(found, "_5", measures)
+    put(found, measures, "harmful", 5)
     assert measures.metrics["ceiling/worth_5"] == found.ceiling.value
     attained = found.removed.value / found.ceiling.value
     assert measures.metrics["ceiling/worth_attained_5"] == attained < 1
     shallow = at([Draw([before], [before], [without], [before])], guess, public=False)
-    put(shallow, "", measures)
+    put(shallow, measures, "harmful")
     assert measures.metrics["ceiling/worth"] == 0
     assert "serves as well" in measures.reasons["ceiling/worth_attained"]
     assert at([Draw([before], [after], [without])], guess, public=False).ceiling is None
@@ -139,7 +139,7 @@ def test_the_ceiling_of_every_part_of_the_net():
     )
     draw = Draw([before], [before], [without], partial={"half": [half], "nothing": []})
     measures = Measures()
-    put(at([draw], guess, public=False), "_5", measures)
+    put(at([draw], guess, public=False), measures, "harmful", 5)
     values = measures.metrics
     assert_close(values["ceiling/partial_half_5"], ((before.test - half.test) / (before.test - without.test)).item())
     assert (

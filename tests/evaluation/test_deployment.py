@@ -59,7 +59,7 @@ def test_a_map_without_a_bound_is_flagged(folded):
     measures = Deployment()(Comparison(tasks, net))
     before, after = (measures.metrics[f"deployment/accuracy_bfloat16{end}"] for end in ("_baseline", ""))
     assert after < before - 0.1
-    assert measures.flags == ["breaks_in_low_precision"]
+    assert list(measures.flags) == ["breaks_in_low_precision"]
     assert f"{after:.3f}" in measures.reasons["breaks_in_low_precision"]
 
 

@@ -19,6 +19,7 @@ from immunization.evaluation import (
     Measures,
     NormRatio,
 )
+from immunization.runs.records import Record, from_flat
 
 pytestmark = pytest.mark.trains
 
@@ -34,18 +35,26 @@ def test_values_that_are_not_finite_become_null_with_a_reason():
 
 
 def test_the_worst_is_the_smallest_and_null_where_one_is():
-    measures = Measures({"a": 3.0, "b": 2.0, "c": None}, {"c": "why"})
-    measures.worst("known", ("a", "b"))
-    measures.worst("unknown", ("a", "b", "c"))
-    assert measures.metrics["known"] == 2
-    assert measures.metrics["unknown"] is None
-    assert measures.reasons["unknown"] == "c is missing: why"
+    measures = Measures()
+    for task, value in {"harmful": 3.0, "harmful_8": 2.0, "harmful_9": None}.items():
+        measures.add(Record("rfd", value, task, reason="why"))
+    measures.worst("rfd", ("harmful", "harmful_8"))
+    assert measures.metrics["worst/rfd"] == 2
+    measures.worst("rfd", ("harmful", "harmful_8", "harmful_9"))
+    assert measures.metrics["worst/rfd"] is None
+    assert measures.reasons["worst/rfd"] == "rfd/harmful_9 is missing: why"
+    measures.worst("steps_ratio", ["harmful"])
+    assert measures.reasons["worst/steps_ratio"] == "steps_ratio/harmful is missing: not measured"
 
 
 def test_merging_keeps_every_part_and_no_flag_twice():
-    one, two = Measures({"a": 1.0}, flags=["x"]), Measures({"b": 2.0}, {"x": "why"}, flags=["x", "y"])
-    one.merge(two)
-    assert one == Measures({"a": 1.0, "b": 2.0}, {"x": "why"}, flags=["x", "y"])
+    first, second = (Measures(from_flat({name: 1.0}, {})) for name in "ab")
+    first.flag("x", "old")
+    for flag in "xy":
+        second.flag(flag, "why")
+    first.merge(second)
+    assert first == Measures(from_flat({"a": 1.0, "b": 1.0}, {}), flags={"x": "why", "y": "why"})
+    assert list(first.flags) == ["x", "y"]
 
 
 def test_every_evaluation_has_a_config_of_one_key_its_name():
@@ -89,7 +98,7 @@ def test_what_is_withheld_is_that_of_every_task_but_no_baseline():
     names = ("rir", "ratio_harmful", "rir_harmful_5", "kappa_unseen", "worst/rir", "test/rir", "ratio_primary_theta0")
     names += ("authors/rir_theta0", "definition/rir_kept", "rir_harmful_stanford-cars", "kappa_unseen_v1.2")
     kept = ("kappa_harmful_baseline", "kappa_harmful_5_baseline", "steps_ratio/harmful_5", "worst/rfd", "rank_unseen")
-    measures = Measures(dict.fromkeys([*names, *kept], 2.0))
+    measures = Measures(from_flat(dict.fromkeys([*names, *kept], 2.0), {}))
     measures.withhold("undetermined", "why")
     assert {name for name, value in measures.metrics.items() if value is None} == set(names)
     assert {name for name in measures.metrics if name.startswith("undetermined/")} == {

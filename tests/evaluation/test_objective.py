@@ -72,7 +72,10 @@ class Bare(Dimensions):
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("Clash", r"evaluation\.own measures rir, as another"), ("Bare", r"evaluation\.own gives dict, no Measures")],
+    [
+        ("Clash", r"evaluation\.own measures rir, as another"),
+        ("Bare", r"evaluation\.own must return Measures, not dict"),
+    ],
 )
 @pytest.mark.parametrize("first", [False, True])
 def test_an_evaluation_of_ones_own_that_is_none_or_replaces_measures_is_refused(name, said, first, tmp_path):

@@ -19,8 +19,10 @@ from immunization.evaluation import (
     Definition,
     OwnHead,
     PrimaryPerformance,
+    rir,
 )
 from immunization.evaluation.primary import head_at_chance
+from immunization.runs.records import Record, Records
 
 pytestmark = pytest.mark.trains
 
@@ -93,11 +95,11 @@ def test_a_net_whose_own_head_is_at_chance_is_flagged(folders):
     model, tasks = build(open_pair(folders)).read_tasks(open_pair(folders), True)
     untrained = OwnHead()(Comparison(tasks, model))
     assert untrained.metrics["primary/head_accuracy_baseline"] < 0.3
-    assert untrained.flags == ["head_at_chance"]
+    assert list(untrained.flags) == ["head_at_chance"]
     assert "chance is 0.250: it was not trained on this task" in untrained.reasons["head_at_chance"]
     comparison = Comparison(tasks, model)
     model.head.omega.data = comparison.probe("primary", "baseline").optimum().T
-    assert OwnHead()(comparison).flags == []
+    assert not OwnHead()(comparison).flags
 
 
 def test_without_a_held_out_measure_the_primary_ones_are_null():
@@ -113,7 +115,7 @@ def test_the_definition_is_of_every_harmful_task(monkeypatch, second, holds):
     ratios = {"harmful": 2.0, "harmful_8": second}
 
     def of(comparison, harmful="harmful"):
-        return {"ratio_harmful": ratios[harmful], "ratio_primary": 0.5, "rir": 2 * ratios[harmful]}
+        return Records(ratios_of({(harmful, "immunized"): ratios[harmful], ("primary", "immunized"): 0.5}, harmful))
 
     monkeypatch.setattr(evaluation.primary, "condition_ratios", of)
     pair = TaskPair("pair", classification(0, 2), regression(10), more={"harmful_8": regression(11)})
@@ -121,9 +123,14 @@ def test_the_definition_is_of_every_harmful_task(monkeypatch, second, holds):
     assert (metrics["definition/a"], metrics["ratio_harmful"]) == (holds, 2.0)
 
 
+def ratios_of(kappa: dict, harmful: str = "harmful") -> list[Record]:
+    """RIR and the ratios of both tasks, of baselines of kappa 1."""
+    return rir.ratios({(role, "baseline"): 1.0 for role, _ in kappa} | kappa, harmful)
+
+
 def definition(monkeypatch, harmful=2.0, primary=1.0, after=0.9, before=0.9, classes=2) -> dict[str, float | None]:
     """The verdict for the given ratios and held-out measures."""
-    values = {"ratio_harmful": harmful, "ratio_primary": primary, "rir": harmful / primary}
+    values = Records(ratios_of({("harmful", "immunized"): harmful, ("primary", "immunized"): primary}))
     monkeypatch.setattr(evaluation.primary, "condition_ratios", lambda comparison: values)
     monkeypatch.setattr(
         evaluation.primary,

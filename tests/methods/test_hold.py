@@ -50,7 +50,7 @@ def trained(
 
 def ratios(pair: TaskPair, model: Linear) -> tuple[float, float]:
     found = condition_ratios(Comparison(pair, model))
-    return found["ratio_harmful"], found["ratio_primary"]
+    return found.value("ratio", task="harmful"), found.value("ratio", task="primary")
 
 
 @pytest.mark.parametrize("bound", [0.95, 0.5])

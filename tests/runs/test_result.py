@@ -75,9 +75,12 @@ def test_a_result_comes_back_as_it_was_written(tmp_path):
 
 def test_the_file_has_the_documented_keys_and_no_folder(tmp_path):
     content = json.loads(result(folder=tmp_path).write(tmp_path).read_text())
-    documented = "schema status seed dataset model method metrics reasons curves flags seconds error about sha256"
+    documented = (
+        "schema status seed dataset model method metrics reasons records verdict curves flags seconds error about"
+    )
+    documented += " sha256"
     assert set(content) == set(documented.split())
-    assert content["schema"] == 1
+    assert content["schema"] == 2
 
 
 def test_non_finite_numbers_become_null_with_a_reason(tmp_path):
@@ -118,8 +121,8 @@ def test_the_file_is_readable_by_others_as_the_umask_says(tmp_path):
     [
         (None, "No such file"),
         ('{"schema": 1, "status": "comp', "is not JSON"),
-        ('{"schema": 2}', "schema 1"),
-        ("[]", "schema 1"),
+        ('{"schema": 3}', "schema 1 or 2"),
+        ("[]", "schema 1 or 2"),
         ('{"schema": 1, "seed": 1}', "missing"),
         ('{"schema": 1, "seed": 1, "dataset": "", "model": "", "method": "", "colour": 1}', "colour"),
     ],
