@@ -126,7 +126,7 @@ class ImageReader(Model):
         if not self.fold:
             shape = self.trunk(torch.zeros(1, *self.config["input_size"])).shape[1:]
             size = len(part) * shape.numel() * pair.dtype.itemsize / GIB
-            free = not pair.augment and size < pair.cache_limit and (root is None or free_space(root) > 1.2 * size)
+            free = not pair.augment and size < pair.cache_limit and (root is None or free_space(root) > 2.2 * size)
             if free:
                 named["inputs"] = key("inputs")
             place = f"kept in {root or 'memory'}" if free else "computed from the images every time"
