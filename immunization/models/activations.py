@@ -82,7 +82,7 @@ class _Rows:
         if root is None:
             return
         try:
-            self.file = tempfile.TemporaryFile(dir=root)
+            self.file = tempfile.TemporaryFile(dir=root)  # noqa: SIM115, closed by __exit__
         except OSError as error:
             if error.errno in files.NO_ROOM:
                 raise OSError(error.errno, error.strerror, str(root)) from error
