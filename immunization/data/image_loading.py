@@ -58,22 +58,6 @@ class Readable(Dataset):
         return self.transform(image), label, kinds
 
 
-class ReadableStream(torch.utils.data.IterableDataset):
-    """Images of a split from sources that can only be read in order (wds, hfids, tfds)."""
-
-    def __init__(self, split: ImageSplit) -> None:
-        self.split, self.transform = split, None
-        self.rows = None if split.rows is None else set(split.rows.tolist())
-
-    def __len__(self) -> int:
-        return len(self.split)
-
-    def __iter__(self):
-        for row, (image, label) in enumerate(self.split.dataset):
-            if self.rows is None or row in self.rows:
-                yield self.transform(image), label
-
-
 def collate(items: list[tuple[Any, ...]]) -> tuple[Tensor, Tensor, list[Unreadable], list[str]]:
     """Images [n, C, H, W] that can be read, labels [n], those that cannot, and kinds of the first."""
     good = [item for item in items if not isinstance(item, Unreadable)]
@@ -93,12 +77,9 @@ def create_loader(
     from timm.data import create_loader as timm_loader
     from timm.data import create_transform
 
-    streamed = isinstance(split.dataset, torch.utils.data.IterableDataset)
-    dataset = ReadableStream(split) if streamed else Readable(split)
-    training = options.get("is_training", False)
+    dataset, training = Readable(split), options.get("is_training", False)
     drawn = training and pair.augment
-    images, workers = (0, 0) if streamed else (len(split), pair.workers)  # a stream is read in order
-    how = reading(torch.device(pair.device), images, workers, drawn, loaders)
+    how = reading(torch.device(pair.device), len(split), pair.workers, drawn, loaders)
     options = {"batch_size": pair.batch_size, **how, **options}
     loader = timm_loader(dataset, **config, **options, use_prefetcher=False, collate_fn=collate)
     if training and not drawn:  # timm's own would squash them

@@ -29,7 +29,7 @@ Character = Annotated[str, Len(1, 1), doc("one character")]
 
 @dataclass(frozen=True)
 class Dialect:
-    """The key `dataset.csv`: options of pandas.read_csv; raises ConfigError for an encoding that Python does not know."""
+    """The key `dataset.csv`, options of pandas.read_csv; raises ConfigError for an unknown encoding."""
 
     sep: Character | Literal["\\t"] = ","
     decimal: Character = "."
