@@ -35,8 +35,8 @@ from immunization.runs import files
 from immunization.runs.filenames import CONFIG_OF_NET, WEIGHTS
 from immunization.runs.result import Result
 from immunization.terminal import doing, progress_bar, reporting, waiting
+from immunization.training.batches import batches_of
 from immunization.training.divergence import Progress
-from immunization.training.loaders import batches_of
 from immunization.training.loop import train
 from immunization.training.optimization import optimizer_of
 from immunization.usage import explaining

@@ -13,7 +13,7 @@ from immunization.compute import machine, transfer
 from immunization.data.task import Split, Task, TaskPair
 from immunization.evaluation import Comparison
 from immunization.models import Linear
-from immunization.training.loaders import batches_of
+from immunization.training.batches import batches_of
 
 pytestmark = pytest.mark.trains
 

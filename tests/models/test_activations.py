@@ -22,7 +22,7 @@ from immunization.methods import ConditionNumber
 from immunization.models.activations import Stream, _Rows, collect, fingerprint, load, take
 from immunization.models.timm import Timm
 from immunization.terminal import where
-from immunization.training.loaders import LoaderBatches, batches_of
+from immunization.training.batches import Batches, LoaderPasses, PairedBatches, batches_of
 
 pytestmark = pytest.mark.trains
 
@@ -143,7 +143,7 @@ def test_large_sets_are_streamed(folders):
     rows = torch.tensor([50, 3, 7])
     torch.testing.assert_close(take(stream, rows), kept_tasks.harmful.train.x[rows])
     batches = batches_of(model, tasks, 16, torch.Generator())
-    assert isinstance(batches, LoaderBatches)
+    assert not isinstance(batches, PairedBatches)
     assert batches.steps_per_epoch == 4
     (primary, harmful), *_ = batches.epoch()
     assert primary.x.shape == harmful.x.shape == (16, *stream.shape[1:])
@@ -160,12 +160,10 @@ def test_fewer_images_than_a_batch_are_refused(folders):
     model, tasks = build(pair).read_tasks(pair, False)
     with pytest.raises(DataError, match="the harmful loader gives no batches: it holds fewer images than one"):
         next(batches_of(model, tasks, 70, torch.Generator()).epoch())  # of 72 and 66 images
+    loaders = {"harmful": [(torch.ones(2, 3), torch.zeros(2))], "primary": []}
+    passes = {role: LoaderPasses(one, role, lambda _, *xy: xy, 3) for role, one in loaders.items()}
     with pytest.raises(DataError, match="the primary loader gives no batches"):
-        next(
-            LoaderBatches(
-                {"harmful": [(torch.ones(2, 3), torch.zeros(2))], "primary": []}, lambda _, *xy: xy, 3
-            ).epoch()
-        )
+        next(Batches(passes).epoch())
 
 
 def test_augmentation_turns_the_cache_of_activations_off(folders):
