@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from immunization.compute import randomness
-from immunization.data.image_loading import Unreadable, unreadable
+from immunization.data.images import Unreadable, unreadable
 from immunization.errors import DataError
 from immunization.runs import files
 from immunization.terminal import counted

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from immunization.checks import AtLeastOne, Count
 from immunization.compute import keys
-from immunization.data.image_loading import create_loader
-from immunization.data.images import ImagePair
+from immunization.data.images import ImagePair, create_loader
 from immunization.errors import ConfigError, DataError
 from immunization.models.timm import Timm, check_images
 from immunization.models.weights import create

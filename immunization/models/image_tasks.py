@@ -12,11 +12,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from immunization.compute import keys
-from immunization.compute.machine import gpu_memory, memory
-from immunization.compute.transfer import onto
+from immunization.compute.machine import gpu_memory, memory, onto
 from immunization.data.class_folders import in_doubt
-from immunization.data.image_loading import Unreadable, create_loader, unreadable
-from immunization.data.images import ImagePair, ImageSplit, ImageTask
+from immunization.data.images import ImagePair, ImageSplit, ImageTask, Unreadable, create_loader, unreadable
 from immunization.data.loaders import LabeledBatches
 from immunization.data.preparation import check_learnable
 from immunization.data.task import SPLITS, Split, Task, TaskPair, is_shown

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from immunization.compute import distributed, machine
-from immunization.compute.transfer import onto
+from immunization.compute.machine import onto
 from immunization.data.images import ImagePair
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from immunization.compute import distributed, randomness
-from immunization.compute.transfer import gathered, room
+from immunization.compute.machine import gathered, room
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError, DataError
 from immunization.models.base import Batch, Model

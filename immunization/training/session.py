@@ -18,8 +18,7 @@ from immunization.runs.folder import RunFolder
 from immunization.terminal import progress_bar
 from immunization.training.batches import batches_of
 from immunization.training.checkpoint import Checkpointer
-from immunization.training.divergence import Progress
-from immunization.training.loop import train
+from immunization.training.loop import Progress, train
 from immunization.training.monitor import Monitor
 from immunization.training.optimization import optimizer_of
 from immunization.training.signals import Stop
