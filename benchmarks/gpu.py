@@ -34,9 +34,8 @@ from immunization.compute import machine
 from immunization.config import build, compose
 from immunization.data.task import TaskPair
 from immunization.models import Linear
-from immunization.training.divergence import Progress
-from immunization.training.loaders import batches_of
-from immunization.training.loop import train
+from immunization.training.batches import batches_of
+from immunization.training.loop import Progress, train
 
 Row = dict[str, Any]
 """One line of a table, by column."""

@@ -31,7 +31,7 @@ from immunization.compute.machine import set_threads
 from immunization.data.task import Split, Task, TaskPair
 from immunization.methods import IMMA, ClosedForm, ConditionNumber, LearningCurve, Method, OptKappa, RIllOnly
 from immunization.models import Linear
-from immunization.training.loaders import batches_of
+from immunization.training.batches import batches_of
 
 SIZES = {"house_prices": (79, 730), "mnist": (784, 6000)}
 """D and rows of a task."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from immunization.checks import Seed, check_value
 from immunization.compute import machine, randomness
-from immunization.compute.transfer import onto
+from immunization.compute.machine import onto
 from immunization.config import compose
 from immunization.data.images import ImagePair
 from immunization.data.loaders import LabeledBatches, Loader, Loaders, rows_of_loader
@@ -35,9 +35,8 @@ from immunization.runs import files
 from immunization.runs.filenames import CONFIG_OF_NET, WEIGHTS
 from immunization.runs.result import Result
 from immunization.terminal import doing, progress_bar, reporting, waiting
-from immunization.training.divergence import Progress
-from immunization.training.loaders import batches_of
-from immunization.training.loop import train
+from immunization.training.batches import batches_of
+from immunization.training.loop import Progress, train
 from immunization.training.optimization import optimizer_of
 from immunization.usage import explaining
 

@@ -1,7 +1,6 @@
 """What a configuration asks for, as objects: checked and looked up once, then assembled. Nothing else reads it."""
 
 import copy
-import inspect
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -150,14 +149,7 @@ def _check_together(settings: Mapping[str, Any]) -> None:
             raise ConfigError(f"{key} must be a list, [a,b] on the command line, not {value!r}")
     if settings["published"] and not settings["suite"]:
         raise ConfigError("published is a file of a numbered suite's curves: choose one, such as attack=[standard]")
-    data, model = settings["dataset"], settings["model"]
-    kind = target_of(settings, "model")
-    gives = str(inspect.signature(target_of(settings, "dataset")).return_annotation)
-    if getattr(kind, "reads", "rows") != "rows" and "TaskPair" in gives:  # and not images
-        raise ConfigError(
-            f"model={model.get('name', 'digits_net')} needs images, for example dataset=image_folders or "
-            f"digits_deep; dataset={data.get('name')} has none"
-        )
+    model, kind = settings["model"], target_of(settings, "model")
     precondition = settings["method"].get("precondition") if settings["immunize"] else None  # an audit's does nothing
     if precondition not in (None, "none") and not getattr(kind, "preconditioned", False):
         raise ConfigError("method.precondition needs model=linear: the matrix K of a deep net is not defined; use none")

@@ -18,7 +18,7 @@ from immunization import ConfigError, DataError, api
 from immunization.config import compose
 from immunization.models.fold import folded_map
 from immunization.theory import spectrum
-from immunization.training import loaders as batching
+from immunization.training import batches as batching
 
 pytestmark = pytest.mark.trains
 

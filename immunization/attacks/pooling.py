@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from immunization.attacks.victim import BATCH
-from immunization.compute.transfer import room
+from immunization.compute.machine import room
 from immunization.data.task import SPLITS
 from immunization.evaluation.comparison import Once
 from immunization.models.chain import Network, reads, twice

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from immunization.compute.transfer import room
+from immunization.compute.machine import room
 from immunization.data.task import SPLITS, Split, Task
 from immunization.evaluation.comparison import Comparison, Once
 from immunization.models import Model

@@ -5,10 +5,9 @@ that are absent, damaged or do not fit together.
 """
 
 from immunization.data.arrays import arrays
-from immunization.data.cifar10 import cifar10
-from immunization.data.digits_deep import digits_deep
 from immunization.data.house_prices import house_prices
 from immunization.data.image_folders import image_folders
 from immunization.data.pixels import digits, fashion_mnist, mnist
 from immunization.data.preparation import finish, split_rows, standardize, standardize_targets
+from immunization.data.small_images import cifar10, digits_deep
 from immunization.data.task import Origin, Split, Task, TaskPair

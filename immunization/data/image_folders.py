@@ -43,7 +43,7 @@ from immunization.errors import ConfigError, DataError
 log = logging.getLogger(__name__)
 
 Crop = Literal["center", "squash", "border"]
-SOURCES = ("torch/", "hfds/", "hfids/", "tfds/", "wds/")
+SOURCES = ("torch/", "hfds/")
 SAMPLED = 64  # images of a source that has no folders of files, which stand for its content
 SYNONYMS = {"val": ("val", "validation", "valid", "test"), "train": ("train", "training")}
 USUAL_SPLITS = {name for names in SYNONYMS.values() for name in names} | {"testing", "dev", "eval"}
@@ -276,9 +276,7 @@ def _identity(images: Files) -> str:
 
 
 def _sample(dataset: Dataset) -> str | None:
-    """The key of some images of a source that gives any, evenly spaced; of one that is read in order there is none."""
-    if isinstance(dataset, torch.utils.data.IterableDataset):
-        return None
+    """The key of some images of a source, evenly spaced; None where one of them cannot be read."""
     rows = sorted({round(i) for i in np.linspace(0, len(dataset) - 1, SAMPLED)} if len(dataset) else {})
     with suppress(Exception):  # of anybody's source: what cannot be read is said when it is
         return keys.key(images=([np.asarray(image), int(label)] for image, label in map(dataset.__getitem__, rows)))

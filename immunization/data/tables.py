@@ -5,56 +5,67 @@ from __future__ import annotations
 import csv
 import gzip
 import hashlib
+import io
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
+from annotated_types import Len, doc
 
-from immunization.compute.machine import check_room, memory
+from immunization.checks import check_options
+from immunization.compute.machine import check_room
 from immunization.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     import pandas as pd
 
 AGAIN = "the file is damaged or cut off, get it again"
-DIALECT = {"sep": ",", "decimal": ".", "thousands": None, "encoding": "utf-8-sig"}
+BLOCK = 2**24  # bytes that are read at once
+Character = Annotated[str, Len(1, 1), doc("one character")]
 
 
-def dialect_of(given: Mapping[str, Any] | None) -> dict[str, str | None]:
-    """`sep`, `decimal`, `thousands` and `encoding` as `dataset.csv` gives them; raises ConfigError for other values."""
-    found = DIALECT | dict(given or {})
-    found["sep"] = "\t" if found["sep"] == "\\t" else found["sep"]
-    found["encoding"] = DIALECT["encoding"] if found["encoding"] in ("utf-8", "utf8") else found["encoding"]
-    for key, value in found.items():
-        single = isinstance(value, str) and (len(value) == 1 or key == "encoding")
-        if key not in DIALECT or not (single or (value is None and key == "thousands")):
-            kinds = "sep, decimal and thousands are one character each, encoding is a name such as cp1252"
-            raise ConfigError(f"dataset.csv.{key}={value!r}: {kinds}")
-    try:
-        "".encode(str(found["encoding"]))
-    except LookupError as error:
-        raise ConfigError(f"dataset.csv.encoding={found['encoding']}: {error}") from error
-    return found
+@dataclass(frozen=True)
+class Dialect:
+    """The key `dataset.csv`, options of pandas.read_csv; raises ConfigError for an unknown encoding."""
+
+    sep: Character | Literal["\\t"] = ","
+    decimal: Character = "."
+    thousands: Character | None = None
+    encoding: str = "utf-8"
+
+    def __post_init__(self) -> None:
+        try:
+            "".encode(self.encoding)
+        except LookupError as error:
+            raise ConfigError(f"dataset.csv.encoding={self.encoding}: {error}") from error
 
 
-def read_table(path: Path, dialect: Mapping[str, str | None] = DIALECT, **options: Any) -> pd.DataFrame:
+def dialect_of(given: Mapping[str, Any] | None) -> Dialect:
+    """The dialect of `dataset.csv`; raises ConfigError for other keys and values."""
+    check_options(Dialect, given or {}, "dataset.csv")
+    return Dialect(**given or {})
+
+
+def read_table(path: Path, dialect: Dialect | None = None, **options: Any) -> pd.DataFrame:
     """A table with a header line, CSV (plain, or gzip as .gz) or .parquet. `options` are those of pandas.read_csv.
 
     Raises DataError naming the file and, where there is one, the line, and ConfigError for parquet without pyarrow.
     """
     import pandas as pd
 
+    dialect = dialect or Dialect()
     try:
         if path.suffix == ".parquet":
             return _read_parquet(path)
-        _check_lines(path, dialect)
-        old = tuple(map(int, pd.__version__.split(".")[:2])) < (3, 1)  # there the default may miss the last bit
-        exact: Any = {"float_precision": "round_trip"} if old else {}
-        packed = "gzip" if path.suffix == ".gz" else None
-        return pd.read_csv(path, low_memory=False, compression=packed, **dialect, **exact, **options)
+        text, sep = _text(path, dialect.encoding), dialect.sep.replace("\\t", "\t")
+        _check_lines(path, text, sep)
+        if tuple(map(int, pd.__version__.split(".")[:2])) < (3, 1):  # there the default may miss the last bit
+            options["float_precision"] = "round_trip"
+        marks = {"sep": sep, "decimal": dialect.decimal, "thousands": dialect.thousands}
+        return pd.read_csv(io.StringIO(text), low_memory=False, **marks, **options)
     except UnicodeDecodeError as error:
         remedy = "save it as UTF-8, or for dataset=arrays name its encoding, such as dataset.csv.encoding=cp1252"
         raise DataError(f"{path} is no text in {error.encoding.upper()}: {error.reason}; {remedy}") from error
@@ -81,46 +92,44 @@ def _read_parquet(path: Path) -> pd.DataFrame:
         raise DataError(f"{path} cannot be read as a parquet file: {' '.join(str(error).split())}") from error
 
 
-def _check_lines(path: Path, dialect: Mapping[str, str | None]) -> None:
+def _text(path: Path, encoding: str) -> str:
+    """The text of a file, packed or not, for which there has to be room in memory."""
+    content = io.BytesIO()
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        while block := file.read(BLOCK):
+            check_room(content.tell() + len(block))
+            content.write(block)
+    return str(content.getbuffer(), encoding).removeprefix("\ufeff")
+
+
+def _check_lines(path: Path, text: str, sep: str) -> None:
     """Raise DataError for rows of another length than the header's, which pandas fills with gaps, and for a cut end.
 
     A file cut off within its last field does not end with a line break.
     """
-    last, size, room = "", 0, memory(torch.device("cpu")) / 2
-
-    def lines(file: Iterable[str]) -> Iterator[str]:
-        nonlocal last, size
-        for last in file:
-            size += len(last)
-            if size > room:  # of a packed file, whose length says nothing
-                check_room(size)
-            yield last
-
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", newline="", encoding=dialect["encoding"]) as file:
-        reader = csv.reader(lines(file), delimiter=str(dialect["sep"]), strict=True)
-        header, rows = next(reader, []), 0
-        _check_header(header, path, dialect)
-        for row in reader:
-            rows += bool(row)
-            if row and len(row) != len(header):
-                commas = dialect["sep"] == "," and len(row) > len(header)
-                remedy = ", or write decimal points (1.5) if its numbers have commas" if commas else ""
-                raise DataError(
-                    f"{path}, line {reader.line_num}: {len(row)} fields, the header has {len(header)}; {AGAIN}{remedy}"
-                )
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=sep, strict=True)
+    header, rows = next(reader, []), 0
+    _check_header(header, path, sep)
+    for row in reader:
+        rows += bool(row)
+        if row and len(row) != len(header):
+            commas = sep == "," and len(row) > len(header)
+            remedy = ", or write decimal points (1.5) if its numbers have commas" if commas else ""
+            raise DataError(
+                f"{path}, line {reader.line_num}: {len(row)} fields, the header has {len(header)}; {AGAIN}{remedy}"
+            )
     if not rows:
         raise DataError(f"{path} has no rows below a header line; {AGAIN}")
-    if not last.endswith(("\n", "\r")):
+    if not text.endswith(("\n", "\r")):
         raise DataError(
             f"{path} does not end with a line break, so its last row may be cut off; "
             "get the file again, or add the line break if the row is whole"
         )
 
 
-def _check_header(header: Sequence[str], path: Path, dialect: Mapping[str, str | None]) -> None:
+def _check_header(header: Sequence[str], path: Path, sep: str) -> None:
     """Raise DataError for columns that another character separates, and for one without a name of its own."""
-    other = next((mark for mark in ";\t" if len(header) == 1 and mark in header[0] and mark != dialect["sep"]), None)
+    other = next((mark for mark in ";\t" if len(header) == 1 and mark in header[0] and mark != sep), None)
     if other:
         named = "\\t" if other == "\t" else other
         raise DataError(

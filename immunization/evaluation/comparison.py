@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from immunization.compute.transfer import room
+from immunization.compute.machine import room
 from immunization.data.task import Split, TaskPair
 from immunization.models.activations import take
 from immunization.models.base import Model

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from immunization.checks import AtLeastOne, AtLeastTwo, Component
-from immunization.compute.transfer import onto
+from immunization.compute.machine import onto
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import Measures
 from immunization.models import Model
 from immunization.models.activations import Stream, take
-from immunization.models.layers import multiplies, rows_of
+from immunization.models.chain import multiplies, rows_of
 from immunization.theory import selectivity
 from immunization.theory.products import power_of_two
 

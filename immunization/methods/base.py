@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from immunization.checks import AtLeastOne, AtLeastTwo, Component, Count, NonNegative
-from immunization.compute.transfer import moved
+from immunization.compute.machine import moved
 from immunization.config import snake_case
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from immunization.models.layers import multiplies, rows_of
+from immunization.models.chain import multiplies, rows_of
 
 log = logging.getLogger(__name__)
 

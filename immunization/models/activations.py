@@ -1,10 +1,9 @@
-"""The outputs of a frozen part of a net for images, computed once and kept in memory-mapped files.
+"""Outputs of a frozen part of a net for images, kept in memory-mapped safetensors files.
 
-An entry is a folder named by a hash of everything its content depends on; it holds `data.bin` (rows one after another),
-`labels.bin` (int64) and `entry.json` (shape, dtype, checksums, images left out). A whole entry is renamed into place.
+A file is named by a hash of all that its content depends on. It holds `x` [N, ...] and `labels` [N] (int64), and in its
+header their checksums and the images left out.
 """
 
-import errno
 import hashlib
 import json
 import logging
@@ -17,22 +16,23 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from math import prod
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from immunization.compute import randomness
-from immunization.data.image_loading import Unreadable, unreadable
+from immunization.data.images import Unreadable, unreadable
 from immunization.errors import DataError
 from immunization.runs import files
 from immunization.terminal import counted
 
 log = logging.getLogger(__name__)
-
-UNFINISHED = ".unfinished-"  # what the name of an entry begins with while it is written
 
 
 @dataclass(frozen=True)
@@ -74,76 +74,71 @@ def take(x: Tensor | Stream, rows: Tensor) -> Tensor:
     return torch.stack([found[row] for row in wanted.tolist()])
 
 
-class _Writer:
-    """Writes one entry batch by batch; gathers it in memory with `root=None`, and where nothing may be written."""
+class _Rows:
+    """Rows that come batch by batch: in an unnamed file in `root`, or in memory where that is None or not writable."""
 
-    def __init__(self, root: Path | None, key: str) -> None:
-        self.root, self.key, self.parts, self.crc, self.shape = root, key, [], 0, None
+    def __init__(self, root: Path | None) -> None:
+        self.root, self.file, self.parts = root, None, []
         if root is None:
             return
         try:
-            self.folder = Path(tempfile.mkdtemp(dir=root, prefix=f"{UNFINISHED}{key}-"))
-            self.folder.chmod(0o777 & ~_umask())  # mkdtemp's own mode keeps everybody else out
+            self.file = tempfile.TemporaryFile(dir=root)  # noqa: SIM115, closed by __exit__
         except OSError as error:
             if error.errno in files.NO_ROOM:
                 raise OSError(error.errno, error.strerror, str(root)) from error
             told = "%s: %s; activations are kept in memory, dataset.cache=<folder> keeps them on another disk"
             log.warning(told, root, error.strerror)
-            self.root = None
-            return
-        self.file = (self.folder / "data.bin").open("wb")
+
+    def __enter__(self) -> "_Rows":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.file is not None:
+            with suppress(OSError):  # what is left in its buffer may not fit on the disk
+                self.file.close()
 
     def add(self, batch: Tensor) -> None:
         batch = batch.detach().cpu().contiguous()
-        if self.root is None:
-            self.parts.append(batch)
-            return
-        data = memoryview(batch.numpy()).cast("B")
-        with self._named():
-            self.file.write(data)
-        self.crc = zlib.crc32(data, self.crc)
-        self.shape, self.dtype = tuple(batch.shape[1:]), str(batch.dtype).removeprefix("torch.")
+        self.parts.append(batch if self.file is None else batch[:0])
+        if self.file is not None:
+            try:
+                self.file.write(memoryview(batch.numpy()).cast("B"))
+            except OSError as error:  # of an open file, which has no name
+                raise OSError(error.errno, error.strerror, str(self.root)) from error
 
-    def finish(self, labels: Tensor, skipped: Sequence[Unreadable]) -> Activations:
-        """What was written, which is there also where it cannot be kept; raises OSError, which names the folder."""
-        if self.root is None:
-            return Activations(torch.cat(self.parts), labels, tuple(skipped))
-        entry = {"shape": [len(labels), *self.shape], "dtype": self.dtype, "skipped": list(skipped)}
-        entry |= {"crc": self.crc, "labels": zlib.crc32(labels.numpy())}
-        with self._named():
-            self.file.flush()
-            os.fsync(self.file.fileno())
-            self.file.close()
-            (self.folder / "labels.bin").write_bytes(labels.numpy().tobytes())
-            (self.folder / "entry.json").write_text(json.dumps(entry | {"self": _checksum(entry)}))
-            done = _read(self.folder)  # mapped, and so in memory's reach under whatever name
-        try:
-            os.replace(self.folder, self.root / self.key)
-        except OSError as error:
-            self.discard()
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or load(self.root, self.key) is None:
-                log.warning("activations are not kept: %s: %s", self.root / self.key, error.strerror)
-        return done
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Inside, an error of the disk names the folder, which a file that is open does not."""
-        try:
-            yield
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.root)) from error
-
-    def discard(self) -> None:
-        if self.root is not None:
-            with suppress(OSError):  # what is left in its buffer may not fit on the disk
-                self.file.close()
-            shutil.rmtree(self.folder, ignore_errors=True)
+    def all(self, count: int) -> Tensor:
+        """All `count` rows [N, ...]."""
+        if self.file is None:
+            return torch.cat(self.parts)
+        self.file.flush()
+        like = self.parts[0].numpy()
+        return torch.from_numpy(np.memmap(self.file, like.dtype, "r+", shape=(count, *like.shape[1:])))
 
 
-def _umask() -> int:
-    """The mask of this process, which can only be read by setting it."""
-    os.umask(mask := os.umask(0o077))
-    return mask
+def _path(root: Path, key: str) -> Path:
+    return root / f"{key}.safetensors"
+
+
+def _keep(root: Path, key: str, done: Activations) -> None:
+    """Write the entry `key` in one step; raises OSError, which names the folder, where there is no room for it."""
+    path, part = _path(root, key), root / f".{key}{files.PART}"
+    try:
+        part.touch()
+        mode = part.stat().st_mode  # safetensors makes files that only their owner may read
+        save_file({"x": done.x, "labels": done.labels}, part, {"entry": json.dumps([done.skipped, _checksums(done)])})
+        part.chmod(mode)
+        part.replace(path)
+    except SafetensorError as error:
+        raise OSError(ENOSPC, str(error), str(root)) from error
+    except OSError as error:  # of another account's folder or, on Windows, of a file that is read
+        log.warning("activations are not kept: %s: %s", path, error.strerror)
+    finally:
+        with suppress(OSError):
+            part.unlink()
+
+
+def _checksums(entry: Activations) -> list[int]:
+    return [zlib.crc32(np.ascontiguousarray(part.numpy())) for part in (entry.x, entry.labels)]
 
 
 def load(root: Path | None, key: str) -> Activations | None:
@@ -151,38 +146,24 @@ def load(root: Path | None, key: str) -> Activations | None:
 
     One that another account keeps for itself is left where it is.
     """
-    if root is None:
+    if root is None or not os.path.exists(path := _path(root, key)):
         return None
-    folder = root / key
     try:
-        return _read(folder) if folder.is_dir() else None
+        with safe_open(path, framework="pt") as file:
+            skipped, checksums = json.loads(file.metadata()["entry"])
+            found = Activations(
+                file.get_tensor("x"), file.get_tensor("labels"), tuple(Unreadable(*image) for image in skipped)
+            )
+        if checksums != _checksums(found):
+            raise ValueError("wrong checksum")
+        return found
     except PermissionError as error:
-        log.warning("activations in %s cannot be read (%s) and are computed again", folder, error.strerror)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        log.warning("activations in %s are damaged (%s) and are computed again", folder, error)
-        shutil.rmtree(folder, ignore_errors=True)
+        log.warning("activations in %s cannot be read (%s) and are computed again", path, error.strerror)
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
+        log.warning("activations in %s are damaged (%s) and are computed again", path, error)
+        with suppress(OSError):
+            path.unlink()
     return None
-
-
-def _read(folder: Path) -> Activations:
-    entry = json.loads((folder / "entry.json").read_text())
-    x = _mapped(folder / "data.bin", entry["shape"], getattr(torch, entry["dtype"]))
-    labels = _mapped(folder / "labels.bin", entry["shape"][:1], torch.int64)
-    skipped = tuple(Unreadable(row, why) for row, why in entry["skipped"])
-    expected = entry.pop("self"), entry["crc"], entry["labels"]
-    if expected != (_checksum(entry), zlib.crc32(x.numpy()), zlib.crc32(labels.numpy())):
-        raise ValueError("wrong checksum")
-    return Activations(x, labels, skipped)
-
-
-def _mapped(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    if path.stat().st_size != prod(shape) * dtype.itemsize:
-        raise ValueError("wrong size")
-    return torch.from_file(str(path), shared=False, size=prod(shape), dtype=dtype).view(shape)
-
-
-def _checksum(entry: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(entry, sort_keys=True).encode())
 
 
 @torch.no_grad()
@@ -202,51 +183,45 @@ def collect(
     found = {name: load(root, key) for name, key in keys.items()}
     if all(found.values()):
         return found
-    with _alone(root, list(keys.values())):
+    with _alone(root, list(keys.values())), ExitStack() as opened:
         found = {name: entry or load(root, keys[name]) for name, entry in found.items()}
         missing = [name for name, entry in found.items() if entry is None]
         if not missing:
             return found
-        writers: dict[str, _Writer] = {}
+        rows = {name: opened.enter_context(_Rows(root)) for name in missing}
         labels, bad, kinds = [], [], Counter()
-        try:
-            for name in missing:
-                writers[name] = _Writer(root, keys[name])
-            with randomness.isolated_rng():  # or a run that finds the entries would go on with other random numbers
-                for images, targets, lost, *more in counted(loader, title):
-                    bad += lost
-                    kinds.update(*more)
-                    if len(images) and not (bad and not skip):
-                        outputs = compute(images)
-                        labels.append(targets)
-                        for name, writer in writers.items():
-                            writer.add(outputs[name])
-            if bad and not skip:
-                raise unreadable(title, bad)
-            if not labels:
-                raise DataError(f"{title}: no image can be read{': ' + bad[0].why if bad else ''}")
-            if kinds:
-                among = ", ".join(f"{kind}: {count}" for kind, count in kinds.most_common())
-                log.info("%s, all read as RGB with 8 bits; among them %s", title, among)
-            y = torch.cat(labels)
-            return found | {name: writer.finish(y, bad) for name, writer in writers.items()}
-        except BaseException:
-            for writer in writers.values():
-                writer.discard()
-            raise
+        with randomness.isolated_rng():  # or a run that finds the entries would go on with other random numbers
+            for images, targets, lost, *more in counted(loader, title):
+                bad += lost
+                kinds.update(*more)
+                if len(images) and not (bad and not skip):
+                    outputs = compute(images)
+                    labels.append(targets)
+                    for name, one in rows.items():
+                        one.add(outputs[name])
+        if bad and not skip:
+            raise unreadable(title, bad)
+        if not labels:
+            raise DataError(f"{title}: no image can be read{': ' + bad[0].why if bad else ''}")
+        if kinds:
+            among = ", ".join(f"{kind}: {count}" for kind, count in kinds.most_common())
+            log.info("%s, all read as RGB with 8 bits; among them %s", title, among)
+        y = torch.cat(labels)
+        for name, one in rows.items():
+            done = Activations(one.all(len(y)), y, tuple(bad))
+            if one.file is not None:
+                _keep(root, keys[name], done)
+                done = load(root, keys[name]) or done
+            found[name] = done
+        return found
 
 
 @contextmanager
 def _alone(root: Path | None, keys: Sequence[str]) -> Iterator[None]:
-    """Keep other processes that need these entries out, and remove what a killed one left of them."""
-    if root is None:
-        yield
-        return
+    """Keep other processes that need these entries out."""
     with ExitStack() as held:
-        for key in sorted(keys):  # in one order for all: nobody waits for who waits for them
-            if held.enter_context(files.locked(files.lock_of(root / key), wait=True)):
-                for left in root.glob(f"{UNFINISHED}{key}-*"):
-                    shutil.rmtree(left, ignore_errors=True)
+        for key in sorted(keys) if root else ():  # in one order for all: nobody waits for who waits for them
+            held.enter_context(files.locked(files.lock_of(root / key), wait=True))
         yield
 
 

@@ -1,4 +1,4 @@
-"""A timm net taken apart: its classifier, and the units that it applies one after another."""
+"""A timm net taken apart: its classifier, the units that it applies one after another, and its layers."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -324,3 +324,19 @@ def _chain(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
 def norms_of(module: nn.Module) -> list[nn.Module]:
     """Its layers with statistics of batches."""
     return [part for part in module.modules() if isinstance(part, BATCH_NORMS)]
+
+
+def multiplies(layer: nn.Module) -> bool:
+    """Whether it is a trained linear layer, or a convolution without groups that pads with zeros, if at all."""
+    if not getattr(getattr(layer, "weight", None), "requires_grad", False):
+        return False
+    if isinstance(layer, nn.Conv2d):
+        return layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    return isinstance(layer, nn.Linear)
+
+
+def rows_of(layer: nn.Module, x: Tensor) -> Tensor:
+    """What such a layer reads at every place, [N, places, d]: the patches of a convolution."""
+    if isinstance(layer, nn.Conv2d):
+        return F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).mT
+    return x.flatten(1, -2) if x.ndim > 2 else x[:, None]

@@ -12,11 +12,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from immunization.compute import keys
-from immunization.compute.machine import gpu_memory, memory
-from immunization.compute.transfer import onto
+from immunization.compute.machine import gpu_memory, memory, onto
 from immunization.data.class_folders import in_doubt
-from immunization.data.image_loading import Unreadable, create_loader, unreadable
-from immunization.data.images import ImagePair, ImageSplit, ImageTask
+from immunization.data.images import ImagePair, ImageSplit, ImageTask, Unreadable, create_loader, unreadable
 from immunization.data.loaders import LabeledBatches
 from immunization.data.preparation import check_learnable
 from immunization.data.task import SPLITS, Split, Task, TaskPair, is_shown
@@ -126,7 +124,7 @@ class ImageReader(Model):
         if not self.fold:
             shape = self.trunk(torch.zeros(1, *self.config["input_size"])).shape[1:]
             size = len(part) * shape.numel() * pair.dtype.itemsize / GIB
-            free = not pair.augment and size < pair.cache_limit and (root is None or free_space(root) > 1.2 * size)
+            free = not pair.augment and size < pair.cache_limit and (root is None or free_space(root) > 2.2 * size)
             if free:
                 named["inputs"] = key("inputs")
             place = f"kept in {root or 'memory'}" if free else "computed from the images every time"

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from immunization.compute import distributed, machine
-from immunization.compute.transfer import onto
+from immunization.compute.machine import onto
 from immunization.data.images import ImagePair
-from immunization.data.task import Task
+from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.models.activations import Stream
 from immunization.models.adapted import BODY
@@ -28,6 +28,14 @@ from immunization.models.weights import create, head_size, known_arguments, name
 from immunization.theory.spectrum import triangular_factor
 
 log = logging.getLogger(__name__)
+
+
+def check_images(pair: TaskPair | ImagePair, name: str | None) -> None:
+    """Raise ConfigError for tasks of rows, which the net `name` does not read."""
+    if not isinstance(pair, ImagePair):
+        raise ConfigError(
+            f"model={name} needs images, for example dataset=image_folders or digits_deep; '{pair.name}' has none"
+        )
 
 
 class Timm(ImageReader):
@@ -55,8 +63,7 @@ class Timm(ImageReader):
         net: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(pair, ImagePair):
-            raise ConfigError(f"model={name} needs images, for example dataset=image_folders; '{pair.name}' has none")
+        check_images(pair, name)
         if not isinstance(arguments, Mapping | None):
             raise ConfigError(
                 f"model.arguments must be options of timm.create_model, {{num_classes: 10}}, or null, not {arguments!r}"

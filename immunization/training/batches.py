@@ -1,27 +1,37 @@
-"""Batches of the tasks that methods are shown, side by side."""
+"""Batches of the tasks that methods are shown, side by side: of stored rows, or straight from loaders of images."""
 
-from collections.abc import Iterator, Mapping
-from itertools import chain
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from immunization.compute import distributed
-from immunization.compute.transfer import gathered
+from immunization.compute import distributed, randomness
+from immunization.compute.machine import gathered, room
 from immunization.data.task import Task, TaskPair
-from immunization.errors import ConfigError
-from immunization.models.base import Batch
+from immunization.errors import ConfigError, DataError
+from immunization.models.base import Batch, Model
+
+log = logging.getLogger(__name__)
+
+Read = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""What the extractor reads and the task's labels, of a role, its images and what the loader calls them."""
 
 
 class Batches:
     """Batches of all tasks side by side; an epoch is what is left of a pass over D_H, every other task cycles."""
 
-    steps_per_epoch: int
-
     def __init__(self, passes: Mapping[str, Any]) -> None:
         self.passes = passes
         self.others = [chain.from_iterable(iter(one.rest, None)) for role, one in passes.items() if role != "harmful"]
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Raises DataError for a loader that does not know."""
+        return len(self.passes["harmful"])
 
     def epoch(self) -> Iterator[tuple[Batch, ...]]:
         """Batches (primary, harmful, further harmful ones) of one epoch, or what `load_state_dict` leaves of it."""
@@ -68,6 +78,9 @@ class RowPasses:
                 yield Batch(inputs, labels, min(len(rows), task.rank), first=first)
         self.start, self.taken = None, 0
 
+    def __len__(self) -> int:
+        return 1 if self.batch_size is None else len(self.task.train) // self.batch_size
+
     def _order(self) -> Tensor:
         order = torch.randperm(len(self.task.train), generator=self.generator)
         if self.shots == 1 or not self.task.classes:
@@ -82,6 +95,50 @@ class RowPasses:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.generator.set_state(state["generator"])
         self.taken = state["taken"]
+
+
+class LoaderPasses:
+    """Passes over a loader with random numbers of their own, so that any of them can be begun again."""
+
+    def __init__(self, loader: Iterable, role: str, read: Read, width: int) -> None:
+        self.loader, self.role, self.read, self.width = loader, role, read, width
+        self.seed, self.number, self.taken = int(torch.randint(2**60, ())), 0, 0
+
+    def rest(self) -> Iterator[Batch]:
+        for images, labels, *_ in self._items():
+            if len(images):
+                x, y = self.read(self.role, distributed.share(images), labels)
+                yield Batch(x, y, min(len(y), self.width), first=self.taken == 1)
+
+    def _items(self) -> Iterator[tuple]:
+        """What the loader gives; what was taken before is read once more and left out."""
+        with randomness.isolated_rng():
+            randomness.seed(self.seed + self.number)
+            source, inside = islice(self.loader, self.taken, None), randomness.states()
+        while True:
+            with randomness.isolated_rng():
+                randomness.restore(inside)
+                item, inside = next(source, None), randomness.states()
+            if item is None:
+                break
+            self.taken += 1
+            yield item
+        if not self.taken:
+            raise DataError(f"the {self.role} loader gives no batches: it holds fewer images than one, or is exhausted")
+        self.number, self.taken = self.number + 1, 0
+
+    def __len__(self) -> int:
+        """Raises DataError for a loader that does not know."""
+        try:
+            return len(self.loader)
+        except TypeError as error:
+            raise DataError(f"the {self.role} loader cannot say how many batches it gives: {error}") from error
+
+    def state_dict(self) -> tuple[int, int, int]:
+        return self.seed, self.number, self.taken
+
+    def load_state_dict(self, state: tuple[int, int, int]) -> None:
+        self.seed, self.number, self.taken = state
 
 
 class PairedBatches(Batches):
@@ -104,4 +161,32 @@ class PairedBatches(Batches):
         super().__init__(
             {role: RowPasses(task, batch_size, own[role], grouped.get(role, 1)) for role, task in pair.shown.items()}
         )
-        self.steps_per_epoch = 1 if batch_size is None else len(pair.harmful.train) // batch_size
+
+
+def _kept(pair: TaskPair) -> TaskPair:
+    """`pair` with the training rows of the tasks that methods are shown on the GPU that wants them, where they fit."""
+    apart = {role: t for role, t in pair.shown.items() if t.train.y.is_cuda and not t.train.x.is_cuda}
+    size = sum(task.train.x.nbytes for task in apart.values())
+    if not apart or size > room(pair.primary.train.y.device):
+        return pair
+    log.info("%.3g GiB of training inputs are kept on the GPU", size / 2**30)
+    moved = {role: replace(t, train=replace(t.train, x=t.train.x.to(t.train.y.device))) for role, t in apart.items()}
+    return pair.with_tasks(moved)
+
+
+def batches_of(
+    model: Model, pair: TaskPair, batch_size: int | None, generator: torch.Generator, shots: int = 1
+) -> Batches:
+    """Batches of rows where they are stored, of images where they are not, which come in the order of their loaders."""
+    if batch_size is None:
+        return PairedBatches(pair, batch_size, generator)
+    if model.loaders is None:
+        return PairedBatches(_kept(pair), batch_size, generator, shots)
+    if shots > 1:
+        log.warning(
+            "method.shots=%d does nothing: images that are augmented, or too many to keep, come in the order of their "
+            "loaders; use fewer images and dataset.augment=false",
+            shots,
+        )
+    loaders = model.loaders(batch_size).items()
+    return Batches({role: LoaderPasses(loader, role, model.read, pair.dim) for role, loader in loaders})

@@ -16,10 +16,9 @@ from immunization.models.base import kept_of, load_into
 from immunization.runs.filenames import CHECKPOINT
 from immunization.runs.folder import RunFolder
 from immunization.terminal import progress_bar
+from immunization.training.batches import batches_of
 from immunization.training.checkpoint import Checkpointer
-from immunization.training.divergence import Progress
-from immunization.training.loaders import batches_of
-from immunization.training.loop import train
+from immunization.training.loop import Progress, train
 from immunization.training.monitor import Monitor
 from immunization.training.optimization import optimizer_of
 from immunization.training.signals import Stop

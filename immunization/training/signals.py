@@ -11,7 +11,6 @@ from types import FrameType
 from immunization.errors import Preempted
 
 Handler = Callable[[int, FrameType | None], object] | int | None  # what `signal.getsignal` returns
-PAUSE = 0.05  # seconds after which a signal that came amid an import, or the like, is sent again
 
 STARTING: dict[int, Handler] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 """What `preemptible` takes the place of: a handler that somebody else has set stays."""
@@ -49,11 +48,15 @@ class Stop:
     def __init__(self) -> None:
         self.asked: int | None = None
         self.held = False
+        self.raised: BaseException | None = None
         self.before: dict[int, Handler] = {}
 
     @contextmanager
     def listening(self) -> Iterator["Stop"]:
-        """Take over the signals inside; only a process's main thread can, elsewhere nothing happens."""
+        """Take over the signals inside; only a process's main thread can, elsewhere nothing happens.
+
+        An error that leaves after the run was to end is that end: amid an import, it comes out as another one.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -65,6 +68,10 @@ class Stop:
                 signal.signal(number, self._heard)
         try:
             yield self
+        except Exception as error:
+            if self.raised is None:
+                raise
+            raise self.raised from error
         finally:
             for number, before in self.before.items():
                 signal.signal(number, before)
@@ -81,9 +88,6 @@ class Stop:
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         wait = self.held and self.asked is None
-        if not wait and _delicate(frame):
-            threading.Timer(PAUSE, os.kill, (os.getpid(), number)).start()
-            return
         self.asked = number
         if not wait:
             self.now("interrupted; resume=true goes on from the last checkpoint, if there is one")
@@ -94,18 +98,12 @@ class Stop:
         """End the run: by KeyboardInterrupt on Ctrl-C, by Preempted, or by whoever listened to the signal before."""
         number, self.asked = self.asked, None
         before = self.before[number]
-        if callable(before) and before is not _leave:
-            before(number, None)
-            return
-        print(f"error: {signal.Signals(number).name}: {message}", file=sys.stderr, flush=True)
-        raise Preempted(128 + number)
-
-
-def _delicate(frame: FrameType | None) -> bool:
-    """Whether an exception would come out as another one: amid an import, or while pydantic builds a check."""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith("<frozen importlib") or f"{os.sep}pydantic{os.sep}" in name:
-            return True
-        frame = frame.f_back
-    return False
+        try:
+            if callable(before) and before is not _leave:
+                before(number, None)
+                return
+            print(f"error: {signal.Signals(number).name}: {message}", file=sys.stderr, flush=True)
+            raise Preempted(128 + number)
+        except BaseException as error:
+            self.raised = error
+            raise

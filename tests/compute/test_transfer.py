@@ -9,11 +9,11 @@ import torch
 from helpers.methods import make_pair
 from helpers.pretend_gpu import pretended_gpu
 
-from immunization.compute import machine, transfer
+from immunization.compute import machine
 from immunization.data.task import Split, Task, TaskPair
 from immunization.evaluation import Comparison
 from immunization.models import Linear
-from immunization.training.loaders import batches_of
+from immunization.training.batches import batches_of
 
 pytestmark = pytest.mark.trains
 
@@ -24,14 +24,14 @@ CHUNKS = [torch.tensor([3, 0]), torch.tensor([1, 1, 2]), torch.tensor([4])]
 def test_rows_are_those_asked_for(chunks):
     x = torch.randn(5, 2, 3)
     expected = [x[rows] for rows in chunks]
-    for found in (list(transfer.gathered(x, chunks, torch.device("cpu"))), read_by_a_gpu(x, chunks)):
+    for found in (list(machine.gathered(x, chunks, torch.device("cpu"))), read_by_a_gpu(x, chunks)):
         assert len(found) == len(expected)
         assert all(torch.equal(part, wanted) for part, wanted in zip(found, expected, strict=True))
 
 
 def read_by_a_gpu(x, chunks):
     with pretended_gpu() as seen:
-        parts = list(transfer.gathered(x, chunks, torch.device("cuda", 0)))
+        parts = list(machine.gathered(x, chunks, torch.device("cuda", 0)))
         assert not seen["waits"]
         assert all(part.is_cuda for part in parts)
         return [part.cpu() for part in parts]
@@ -41,7 +41,7 @@ def test_the_next_rows_are_read_while_a_step_is_taken(monkeypatch):
     read, select = [], torch.index_select
     monkeypatch.setattr(torch, "index_select", lambda *given, **room: read.append(given[2]) or select(*given, **room))
     with pretended_gpu():
-        parts = transfer.gathered(torch.randn(5, 2), CHUNKS, torch.device("cuda", 0))
+        parts = machine.gathered(torch.randn(5, 2), CHUNKS, torch.device("cuda", 0))
         next(parts)
         parts.close()
     assert [rows.tolist() for rows in read] == [[3, 0], [1, 1, 2]]
@@ -51,8 +51,8 @@ def test_a_quarter_of_the_free_memory_is_taken():
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
     with pretended_gpu():
         free = torch.cuda.mem_get_info()[0]
-        assert [transfer.room(gpu, most) for most in (math.inf, free, 5)] == [free / 4, free / 4, 5]
-        assert transfer.room(cpu, 5) == 5
+        assert [machine.room(gpu, most) for most in (math.inf, free, 5)] == [free / 4, free / 4, 5]
+        assert machine.room(cpu, 5) == 5
 
 
 @pytest.mark.parametrize("free", [0, 2**30])
@@ -105,7 +105,7 @@ def test_activations_are_kept_on_the_gpu_where_they_fit(monkeypatch, caplog, fit
         ("cpu", {}, 0),
         ("cuda", {}, 6),
         ("cuda", {"loaders": 2}, 3),
-        ("cuda", {"images": transfer.FEW_IMAGES - 1}, 0),
+        ("cuda", {"images": machine.FEW_IMAGES - 1}, 0),
         ("cuda", {"drawn": True}, 0),
         ("cuda", {"drawn": True, "workers": 2}, 2),
         ("cuda", {"workers": 40, "loaders": 2}, 40),
@@ -115,8 +115,8 @@ def test_activations_are_kept_on_the_gpu_where_they_fit(monkeypatch, caplog, fit
 )
 def test_how_images_are_read(monkeypatch, device, how, workers):
     """A number that is given is taken; batches for a GPU alone are pinned."""
-    monkeypatch.setattr(transfer, "cores", lambda: 6)
-    found = transfer.reading(torch.device(device), **{"images": 10_000, **how})
+    monkeypatch.setattr(machine, "cores", lambda: 6)
+    found = machine.reading(torch.device(device), **{"images": 10_000, **how})
     assert found == {"num_workers": workers, "pin_memory": device == "cuda", "persistent_workers": False}
 
 

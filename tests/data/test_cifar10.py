@@ -7,7 +7,7 @@ from PIL import Image
 
 from immunization import run
 from immunization.data import cifar10
-from immunization.data.cifar10 import CLASSES
+from immunization.data.small_images import CLASSES
 from immunization.errors import ConfigError, DataError
 from immunization.runs.result import Result
 

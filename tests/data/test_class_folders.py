@@ -16,12 +16,11 @@ from PIL import Image
 
 from immunization.config import compose
 from immunization.data import image_folders
-from immunization.data.cifar10 import CLASSES, cifar10
 from immunization.data.class_folders import in_order, natural_key
 from immunization.data.image_files import FORMATS, read_image
 from immunization.data.image_folders import open_task
-from immunization.data.image_loading import Readable, Unreadable
-from immunization.data.images import ImageSplit
+from immunization.data.images import ImageSplit, Readable, Unreadable
+from immunization.data.small_images import CLASSES, cifar10
 from immunization.errors import ConfigError, DataError
 from immunization.evaluation import Comparison, OtherClasses
 from immunization.experiment import resolve

@@ -105,7 +105,10 @@ def test_folders_that_are_missing_or_disagree(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        *(({"source": name}, f"harmful.source={name} is no source") for name in ("foo", "hfds", "torch/folder", "x/y")),
+        *(
+            ({"source": name}, f"harmful.source={name} is no source")
+            for name in ("foo", "hfds", "torch/folder", "x/y", "wds/y", "tfds/y")
+        ),
         ({"train": "val"}, r"harmful\.train=val and dataset\.harmful\.test=val are the same images"),
         ({"test": "training"}, r"harmful\.train=train and dataset\.harmful\.test=training are the same images"),
         ({"classes": "0:1"}, r"harmful\.classes=0:1: at least two different classes"),

@@ -12,7 +12,6 @@ from sklearn import datasets
 
 from immunization import data, run
 from immunization.compute import machine
-from immunization.data import tables
 from immunization.errors import ConfigError, DataError
 
 TOLD = (
@@ -212,7 +211,6 @@ def test_a_packed_table_is_as_whole_and_no_larger_than_there_is_room_for(frames,
         table.to_csv(files[f"{role}_csv"], index=False)
     stored = {"call": data.arrays, "seed": 0, "target": "label"} | files
     monkeypatch.setattr(machine, "memory", lambda device: 2000)
-    monkeypatch.setattr(tables, "memory", lambda device: 2000)
     fails(DataError, "primary.csv.gz cannot be read as a table: it takes", "half of", **stored)
     monkeypatch.undo()
     path = tmp_path / "primary.csv.gz"

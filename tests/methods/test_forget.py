@@ -20,8 +20,7 @@ from immunization.errors import ConfigError, DataError
 from immunization.methods import Forget, combined, forget
 from immunization.models import Linear
 from immunization.theory.leave_one_out import leave_one_out
-from immunization.training.batches import PairedBatches
-from immunization.training.loaders import batches_of
+from immunization.training.batches import PairedBatches, batches_of
 from immunization.training.loop import train
 
 pytestmark = pytest.mark.trains

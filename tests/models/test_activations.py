@@ -19,10 +19,10 @@ from torch import nn
 from immunization.data.task import SPLITS
 from immunization.errors import DataError
 from immunization.methods import ConditionNumber
-from immunization.models.activations import UNFINISHED, Stream, _umask, _Writer, collect, fingerprint, load, take
+from immunization.models.activations import Stream, _Rows, collect, fingerprint, load, take
 from immunization.models.timm import Timm
 from immunization.terminal import where
-from immunization.training.loaders import LoaderBatches, batches_of
+from immunization.training.batches import Batches, LoaderPasses, PairedBatches, batches_of
 
 pytestmark = pytest.mark.trains
 
@@ -33,19 +33,18 @@ def test_activations_are_kept_verified_and_keyed(folders, tmp_path, caplog):
     _, tasks = build(pair).read_tasks(pair, False)
     entries = sorted(cache.glob("[!.]*"))
     assert entries
-    stamps = {path: (path / "data.bin").stat().st_mtime_ns for path in entries}
+    stamps = {path: path.stat().st_mtime_ns for path in entries}
     _, again = build(pair).read_tasks(pair, False)
-    assert stamps == {path: (path / "data.bin").stat().st_mtime_ns for path in sorted(cache.glob("[!.]*"))}
+    assert stamps == {path: path.stat().st_mtime_ns for path in sorted(cache.glob("[!.]*"))}
     torch.testing.assert_close(again.primary.train.x, tasks.primary.train.x, rtol=0, atol=0)
     other = open_pair(folders, cache, crop_pct=0.5)
     build(other).read_tasks(other, False)
     assert len(list(cache.glob("[!.]*"))) == 2 * len(entries)
 
-    damaged = entries[0] / "data.bin"
-    content = bytearray(damaged.read_bytes())
-    content[7] ^= 1
-    damaged.write_bytes(bytes(content))
-    assert load(cache, entries[0].name) is None
+    content = bytearray(entries[0].read_bytes())
+    content[-7] ^= 1
+    entries[0].write_bytes(bytes(content))
+    assert load(cache, entries[0].stem) is None
     assert not entries[0].exists()
 
 
@@ -59,9 +58,9 @@ def test_reading_says_how_many_images_are_done():
 
 
 def test_of_two_who_need_the_same_one_computes_and_what_a_killed_one_left_goes(tmp_path):
-    left, others = tmp_path / f"{UNFINISHED}key-x", tmp_path / f"{UNFINISHED}other-x"
-    left.mkdir()
-    others.mkdir()
+    left, others = tmp_path / ".key.part", tmp_path / ".other.part"
+    left.touch()
+    others.touch()
     begun, computed = threading.Event(), []
 
     def loader():
@@ -82,16 +81,16 @@ def test_of_two_who_need_the_same_one_computes_and_what_a_killed_one_left_goes(t
     assert len(both()["features"].x) == 2
     first.join(60)
     assert computed == [first]
-    assert {path.name for path in tmp_path.iterdir()} == {"key", others.name, ".locks"}
+    assert {path.name for path in tmp_path.iterdir()} == {"key.safetensors", others.name, ".locks"}
 
 
-def test_what_another_process_is_writing_is_not_removed(tmp_path):
+def test_entries_that_two_nets_share_are_computed_once(tmp_path):
     """Two nets of one trunk have different features, and the same inputs."""
     seen, begun = [], threading.Event()
 
     def loader(own):
         for _ in range(2):
-            seen.append((own, {path.name.rsplit("-", 1)[0] for path in tmp_path.glob(f"{UNFINISHED}*")}))
+            seen.append(own)
             begun.set()
             time.sleep(0.2)
             yield torch.ones(2, 3), torch.zeros(2, dtype=torch.long), []
@@ -106,8 +105,8 @@ def test_what_another_process_is_writing_is_not_removed(tmp_path):
     assert len(one("a")["inputs"].x) == 4
     first.join(60)
     assert len(load(tmp_path, "b").x) == len(load(tmp_path, "a").x) == 4
-    assert [own for own, _ in seen] == ["b", "b", "a", "a"]
-    assert not list(tmp_path.glob(f"{UNFINISHED}*"))
+    assert seen == ["b", "b", "a", "a"]
+    assert {path.name for path in tmp_path.glob("[!.]*")} == {f"{key}.safetensors" for key in ("a", "b", "shared")}
 
 
 def test_a_full_disk_of_activations_is_named(tmp_path, monkeypatch):
@@ -115,11 +114,11 @@ def test_a_full_disk_of_activations_is_named(tmp_path, monkeypatch):
         def write(self, data):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    writer = _Writer(tmp_path, "key")
-    writer.file.close()
-    monkeypatch.setattr(writer, "file", Full())
+    rows = _Rows(tmp_path)
+    rows.file.close()
+    monkeypatch.setattr(rows, "file", Full())
     with pytest.raises(OSError, match="No space") as error:
-        writer.add(torch.ones(2, 3))
+        rows.add(torch.ones(2, 3))
     assert error.value.filename == str(tmp_path)
 
 
@@ -144,7 +143,7 @@ def test_large_sets_are_streamed(folders):
     rows = torch.tensor([50, 3, 7])
     torch.testing.assert_close(take(stream, rows), kept_tasks.harmful.train.x[rows])
     batches = batches_of(model, tasks, 16, torch.Generator())
-    assert isinstance(batches, LoaderBatches)
+    assert not isinstance(batches, PairedBatches)
     assert batches.steps_per_epoch == 4
     (primary, harmful), *_ = batches.epoch()
     assert primary.x.shape == harmful.x.shape == (16, *stream.shape[1:])
@@ -161,12 +160,10 @@ def test_fewer_images_than_a_batch_are_refused(folders):
     model, tasks = build(pair).read_tasks(pair, False)
     with pytest.raises(DataError, match="the harmful loader gives no batches: it holds fewer images than one"):
         next(batches_of(model, tasks, 70, torch.Generator()).epoch())  # of 72 and 66 images
+    loaders = {"harmful": [(torch.ones(2, 3), torch.zeros(2))], "primary": []}
+    passes = {role: LoaderPasses(one, role, lambda _, *xy: xy, 3) for role, one in loaders.items()}
     with pytest.raises(DataError, match="the primary loader gives no batches"):
-        next(
-            LoaderBatches(
-                {"harmful": [(torch.ones(2, 3), torch.zeros(2))], "primary": []}, lambda _, *xy: xy, 3
-            ).epoch()
-        )
+        next(Batches(passes).epoch())
 
 
 def test_augmentation_turns_the_cache_of_activations_off(folders):
@@ -225,14 +222,15 @@ def test_another_account_reads_what_this_one_keeps(shared):
         assert len(found["x"].x) == 3
 
     assert as_another_account(work) == 0
-    assert (shared / "key").stat().st_mode & 0o777 == 0o777 & ~_umask()
+    (shared / "made").touch()
+    assert (shared / "key.safetensors").stat().st_mode == (shared / "made").stat().st_mode
 
 
 @pytest.mark.parametrize("writable", [False, True])
 def test_what_another_account_keeps_for_itself_ends_no_run_and_stays(writable, shared):
     batches, keys = unlabeled(3)
     collect(batches, lambda images: {"x": images}, keys, shared, "three")
-    (shared / "key").chmod(0o700)
+    (shared / "key.safetensors").chmod(0o600)
     shared.chmod(0o1777 if writable else 0o755)
 
     def work() -> None:
@@ -241,7 +239,7 @@ def test_what_another_account_keeps_for_itself_ends_no_run_and_stays(writable, s
 
     assert as_another_account(work) == 0
     assert len(load(shared, "key").x) == 3
-    assert not list(shared.glob(f"{UNFINISHED}*"))
+    assert {path.name for path in shared.iterdir()} == {"key.safetensors", ".locks"}
 
 
 def test_a_disk_that_fills_up_at_the_end_leaves_nothing_unfinished(tmp_path):
@@ -249,7 +247,7 @@ def test_a_disk_that_fills_up_at_the_end_leaves_nothing_unfinished(tmp_path):
 
     def work() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))  # 4 bytes of each image, and 8 of each label
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))  # 4 bytes of each image, then 8 more of each label
         with pytest.raises(OSError, match="File too large") as error:
             collect(batches, lambda images: {"x": images}, keys, tmp_path, "many")
         assert error.value.filename == str(tmp_path)

@@ -54,7 +54,7 @@ def test_a_net_is_fitted_for_one_number_of_threads_and_one_content(tmp_path, mon
     pair = digits_deep(range(5), [5, 6], [7, 8])
     assert path_of(pair, 1) == path_of(pair, 1) != path_of(pair, 2)
     pixels, labels = sklearn_digits()
-    monkeypatch.setattr(sys.modules["immunization.data.digits_deep"], "sklearn_digits", lambda: (16 - pixels, labels))
+    monkeypatch.setattr(sys.modules["immunization.data.small_images"], "sklearn_digits", lambda: (16 - pixels, labels))
     assert path_of(digits_deep(range(5), [5, 6], [7, 8]), 1) != path_of(pair, 1)
 
 

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from immunization.errors import ConfigError, Diverged
 from immunization.methods import Method
 from immunization.models import Linear
-from immunization.training import divergence
+from immunization.training import loop
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
 
@@ -124,7 +124,7 @@ def test_errors_after_a_bad_step_are_put_down_to_it():
 
 
 def test_losses_that_nobody_logs_are_looked_at_all_the_same(monkeypatch):
-    monkeypatch.setattr(divergence, "UNSEEN", 2)
+    monkeypatch.setattr(loop, "UNSEEN", 2)
     with pretended_gpu():
         seen, _, run = run_script([1.0, math.nan, *[1.0] * 8], device="cuda")
         with pytest.raises(Diverged, match="step 2"):
