@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from immunization.methods.base import Method
+from immunization.methods.base import Method, checked_step
 from immunization.models.base import Model
 from immunization.training.batches import Batches
 from immunization.training.divergence import Progress, Watch
@@ -39,7 +39,7 @@ def train(
         while at.epoch < method.epochs and at.step < most:
             for primary, *harmful in batches.epoch():
                 try:
-                    terms = method.loss_and_terms(model, primary, *harmful)
+                    terms = checked_step(method, model, primary, *harmful)
                 except torch.linalg.LinAlgError:
                     watch.failed()
                 watch.see(terms["loss"], told or logged(at.step + 1))
@@ -54,6 +54,6 @@ def train(
                 on_step(at.step, terms)
                 if at.step >= most:
                     return at.step
-            ended = method.epoch_end(model, at.epoch)
-            at.epoch = method.epochs if ended else at.epoch + 1
+            ended = [hook.epoch_end(model, at.epoch) for hook in (method, *method.callbacks)]
+            at.epoch = method.epochs if any(ended) else at.epoch + 1
     return at.step
