@@ -72,7 +72,7 @@ class Encoderlock(AgainstHead):
         """`loss` with gradients in the mask alone, and in the head of a model of rows."""
         masks = {p: self.masks[name] for name, p in self._theta(model).items()}
         parameters = [*masks, *([] if model.deep else model.head.parameters())]
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
         inside = {p: g * masks.get(p, 1.0) for p, g in zip(parameters, gradients, strict=True) if g is not None}
         return with_gradients(loss.detach(), inside)
 
