@@ -10,7 +10,6 @@ from helpers.repository import ROOT
 
 SMALL = {
     "linear.py": ["--sizes", "house_prices", "--repeats", "1"],
-    "eigenpairs.py": ["method.epochs=5"],
     "deep.py": [
         "--model=test_resnet",
         "--trainable=layer4",
@@ -22,7 +21,7 @@ SMALL = {
     ],
     "portability.py": ["--small"],
 }
-EXPECTED = {"eigenpairs.py": "inverse_iteration", "portability.py": "the same table"}
+EXPECTED = {"portability.py": "the same table"}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.name)

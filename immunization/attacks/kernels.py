@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from immunization.theory.products import gram, power_of_two
+from immunization.theory.spectrum import power_of_two
 
 NOISE = 10 * torch.finfo(torch.float32).eps
 """Deviation of a column, relative to its largest value, below which it holds nothing but rounding."""
@@ -60,7 +60,7 @@ class Kernel:
             mean, deviation = _moments(train)
         train, others = (x.sub_(mean).div_(deviation) for x in (train, others))
         squares = torch.linalg.vector_norm(others, dim=1).square()
-        products = (x.cpu() for x in (gram(train.T), others @ train.T, squares))
+        products = (x.cpu() for x in (train @ train.T, others @ train.T, squares))
         return cls(*products, int(alive.sum()))
 
     def gaussian(self) -> Kernel:

@@ -11,7 +11,7 @@ from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.victim import Inapplicable, Stage, Victim, require_held_out
 from immunization.checks import Count
 from immunization.data.task import SPLITS
-from immunization.theory.products import power_of_two
+from immunization.theory.spectrum import power_of_two
 
 
 class Neighbours(Attack, group="attack.neighbours", without=["steps"]):

@@ -13,7 +13,6 @@ from immunization.models.base import Model
 from immunization.runs.records import STAGES, Role, Stage
 from immunization.theory import spectrum
 from immunization.theory.probe import Probe
-from immunization.theory.products import row_norms
 
 ROWS = 256
 """Rows of a net's features folded into a factor at a time."""
@@ -139,7 +138,7 @@ class Comparison:
     def _sigma(self, role: Role, split: str, stage: Stage) -> Tensor:
         task, root = self.tasks[role], self._root(role, split, stage)
         if root is not None:
-            return row_norms(root) if stage == "baseline" else torch.linalg.svdvals(root)
+            return spectrum.row_norms(root) if stage == "baseline" else torch.linalg.svdvals(root)
         factor, rows = spectrum.triangular_factor(self.batches(role, split, stage))
         sigma = torch.linalg.svdvals(factor)
         return sigma[: spectrum.numerical_rank(sigma, (rows, factor.shape[1]), task.eps)]
@@ -165,7 +164,7 @@ class Comparison:
         """The probe on the raw training inputs; c solves min ||U c - Y|| by corrected semi-normal equations."""
         task = self.tasks[role]
         x, y, root = task.train.x.double(), task.targets(task.train.y), self._input_root(role, "train")
-        sigma = row_norms(root)  # the rows of a compressed root are sigma_i v_i
+        sigma = spectrum.row_norms(root)  # the rows of a compressed root are sigma_i v_i
         vectors = (root / sigma[:, None]).T
         inverse = vectors / sigma  # U = X V / sigma
         c = inverse.T @ (x.T @ y)

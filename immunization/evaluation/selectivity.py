@@ -18,7 +18,7 @@ from immunization.models import Model
 from immunization.models.activations import Stream, take
 from immunization.models.chain import multiplies, rows_of
 from immunization.theory import selectivity
-from immunization.theory.products import power_of_two
+from immunization.theory.spectrum import power_of_two
 
 LEFT, HITS = 0.25, 0.9
 """Share of harmful outputs' variance that is left, and of harmful places that are switched off."""

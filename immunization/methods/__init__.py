@@ -2,6 +2,7 @@
 
 from immunization.methods.attacker import AgainstAttacker, AgainstHead
 from immunization.methods.base import Combine, Method
+from immunization.methods.callbacks import Callback
 from immunization.methods.clamp import CLAMP
 from immunization.methods.closed_form import ClosedForm
 from immunization.methods.combined import Combined, combined

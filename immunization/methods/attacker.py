@@ -41,6 +41,7 @@ class AgainstAttacker(Method, without=["patience"]):
     """A method that simulates an attacker; with `max_accuracy_drop` it goes back to the last epoch within that drop."""
 
     alone = True
+    latest = True
     draws = False
     """Whether a step draws rows at random."""
 
@@ -51,9 +52,6 @@ class AgainstAttacker(Method, without=["patience"]):
                 f"method={self.name} draws images at random in every step, and these are not kept: set "
                 "dataset.augment=false, or raise dataset.cache_limit"
             )
-
-    def score(self, model: Model) -> float:
-        return max(self.best[0], 0.0) + 1.0
 
 
 class AgainstHead(AgainstAttacker):
@@ -90,14 +88,15 @@ class AgainstFineTuning(AgainstAttacker):
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
-        if not pair.harmful.classes:
+        if regressions := [task.name for task in pair.harmful_tasks.values() if not task.classes]:
             raise ConfigError(
-                f"method={self.name} suppresses the probabilities of classes, and '{pair.harmful.name}' is a regression"
+                f"method={self.name} suppresses the probabilities of classes, and '{regressions[0]}' is a regression"
             )
 
     def attacked(
         self,
         model: Model,
+        task: Task,
         harmful: Batch,
         loss: Callable[[Tensor, Tensor], Tensor],
         rate: float,
@@ -106,9 +105,9 @@ class AgainstFineTuning(AgainstAttacker):
         """The gradient by theta of `loss` (logits, labels) of held-out rows, and its value, after steps at `rate`.
 
         Both are sums over the attacker's steps, with one of `weights` each; a gradient is taken where the copy stands
-        (first order). The first batch is `harmful`, the others are drawn.
+        (first order). The first batch is `harmful`, the others are drawn from `task`.
         """
-        task, parameters = self.pair.harmful, model.trained()
+        parameters = model.trained()
         kept = max(1, len(harmful.y) - max(1, round(self.held_out * len(harmful.y))))
         zeros = model.head.weight.new_zeros(task.outputs, model.head.in_features)
         first = model.training_features(harmful.x[:kept])

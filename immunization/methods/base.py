@@ -1,11 +1,11 @@
 """The interface of an immunization method."""
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from immunization.checks import AtLeastOne, AtLeastTwo, Component, Count, NonNegative
@@ -13,20 +13,12 @@ from immunization.compute.machine import moved
 from immunization.config import snake_case
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.distillation import Distillation
-from immunization.models.base import Batch, Model, kept_of, load_into
+from immunization.methods.callbacks import MIN_GAIN, Bound, Callback, Keep, LogRatios, Stopping, Terms
+from immunization.models.base import Batch, Model
 from immunization.theory.preconditioning import Precondition
 
-log = logging.getLogger(__name__)
-
 Combine = Literal["sum", "worst"]
-"""How a method takes several harmful tasks: the sum of what it does against each, up to a factor, or the worst one."""
-
-CHECKS = 10
-"""Scores taken within `patience` epochs."""
-
-MIN_GAIN = 1e-3
-"""Smallest gain of a score that counts as one."""
+"""How the losses against several harmful tasks make one: their mean, or the largest."""
 
 ITERATIVE = ("batch_size", "patience", "max_accuracy_drop", "combine", "keep")
 """Options that mean nothing to a method that does its work in `setup`."""
@@ -48,10 +40,11 @@ class Method(Component, group="method"):
     `step` returns a dict with `loss`, the scalar to descend, and every term worth logging. A method without iterations
     leaves `epochs` at 0 and does its work in `setup`.
 
-    With `patience`, training stops after that many epochs without a better `score` and goes back to the best
-    parameters. With `max_accuracy_drop` it stops once the model's own primary head loses more than that on the
-    validation split, and goes back to the best `score` before. `keep` times L_distill of `Distillation` is added to the
-    loss: it keeps what a net makes of D_P and of the images of dataset.keep_root.
+    What all methods share are `callbacks` of the training loop, made by `setup` from these options. With `patience`,
+    training stops after that many epochs without a better `score` and goes back to the best parameters. With
+    `max_accuracy_drop` it stops once the model's own primary head loses more than that on the validation split, and
+    goes back to the best `score` before. `keep` times L_distill of `Distillation` is added to the loss: it keeps what a
+    net makes of D_P and of the images of dataset.keep_root.
 
     `flags` (name -> reason) is for readers of the scores; `undetermined` is the reason where condition numbers are no
     result of this method on these data.
@@ -66,7 +59,9 @@ class Method(Component, group="method"):
     role = "harmful"
     """Of the task that `setup` is given as the harmful one."""
     several = False
-    """Whether `setup` takes all of `pair.harmful_tasks`; a method that does not is combined (`methods.combined`)."""
+    """Whether `setup` and `step` take all of `pair.harmful_tasks`; the losses of one that does not are combined."""
+    latest = False
+    """Whether the best epoch is the last one within `max_accuracy_drop`, whatever its score."""
 
     epochs: Count = 0
     batch_size: AtLeastTwo | None = None
@@ -79,6 +74,7 @@ class Method(Component, group="method"):
     def __post_init__(self) -> None:
         self.flags: dict[str, str] = {}
         self.undetermined = ""
+        self.bound: Bound | None = None
 
     @property
     def keeps(self) -> bool:
@@ -90,105 +86,82 @@ class Method(Component, group="method"):
         """The class name as its YAML is called: ConditionNumber -> condition_number."""
         return snake_case(type(self).__name__)
 
+    @property
+    def factor(self) -> float:
+        """What multiplies the weight of the term that lowers kappa(H_P)."""
+        return 1.0 if self.bound is None else self.bound.factor
+
     def setup(self, model: Model, pair: TaskPair) -> None:
         """Prepare for one run; called before the optimizer is built."""
-        self.pair, self.before = pair, {}
-        if self.keep and not (model.trains_layers and model.trained()):
-            raise ConfigError("method.keep distills layers of a net, and none is trained: set method.keep=0")
-        self.distillation = Distillation(model, pair) if self.keep else None
-        self.best: tuple[float, int, dict[str, Tensor]] = (-math.inf, 0, {})
-        if self.max_accuracy_drop is not None:
-            if not len(pair.primary.val):
-                raise ConfigError("method.max_accuracy_drop needs a validation split: set dataset.val_fraction above 0")
-            if not model.deep:
-                log.warning("method.max_accuracy_drop does little here: %s starts with a head at chance", model.name)
-            self.accuracy = self._accuracy(model)
-            self.best = -math.inf, 0, _copy(model)
+        self.pair = pair
+        self.ratios = LogRatios({self.role if role == "harmful" else role: t for role, t in pair.shown.items()})
+        limit = self.limit(model)
+        self.bound = None if limit is None else Bound(self, model, limit)
+        self.callbacks: list[Callback] = [Keep(model, pair, self.keep, self.within)] if self.keep else []
+        if self.bound is not None:
+            self.callbacks.append(self.bound)
+        elif self.patience is not None or self.max_accuracy_drop is not None:
+            self.callbacks.append(Stopping(self, model))
 
-    def renew_best(self, model: Model) -> None:
-        """Copy theta_0 again where it is kept: damping has renamed its weights."""
-        if self.best[2]:
-            self.best = (*self.best[:2], _copy(model))
+    def limit(self, model: Model) -> float | None:
+        """The log of the largest ratio (ii) that the training may end with; None for no bound."""
+        return None
 
-    def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
+    def step(self, model: Model, primary: Batch, harmful: Batch) -> Terms:
         raise NotImplementedError
 
-    def loss_and_terms(self, model: Model, primary: Batch, *harmful: Batch) -> dict[str, Tensor]:
-        """The dict that `step` returns. Raises ConfigError where that is not one of numbers with a loss."""
-        terms = self.step(model, primary, *harmful)
-        if wrong := _wrong(terms):
-            raise ConfigError(f"method={self.name}: {type(self).__name__}.step must return {wrong}")
-        if self.keep:
-            kept = self.distillation(model, primary)
-            terms = {**terms, "loss": terms["loss"] + self.keep * kept, "kept": kept}
-        return terms
+    def within(self, model: Model, loss: Tensor) -> Tensor:
+        """A loss beside the method's own, with gradients only in what this method trains."""
+        return loss
 
     def epoch_end(self, model: Model, epoch: int) -> bool:
-        """Called after every epoch; True stops the training."""
-        if self.max_accuracy_drop is not None:
-            drop = self.accuracy - self._accuracy(model)
-            if drop > self.max_accuracy_drop:
-                self.flags["stopped_early"] = (
-                    f"after {epoch + 1} epochs the primary accuracy on the validation split was {drop:.4f} below "
-                    f"theta_0's, more than method.max_accuracy_drop={self.max_accuracy_drop}; the best before is kept"
-                )
-                return True
-        elif not self.takes_score(epoch):
-            return False
-        score = self.score(model)
-        if score > self.best[0] + MIN_GAIN:
-            self.best = score, epoch, _copy(model)
-        return self.patience is not None and bool(self.best[2]) and epoch - self.best[1] >= self.patience
+        """Called after every epoch, before the callbacks; True stops the training."""
+        return False
 
-    def takes_score(self, epoch: int) -> bool:
-        """Whether a score is taken after this epoch."""
-        return self.patience is not None and not (epoch + 1) % max(1, self.patience // CHECKS)
-
-    def _accuracy(self, model: Model) -> float:
+    def accuracy(self, model: Model) -> float:
+        """Measure of the model's own primary head on the validation split."""
         task = self.pair.primary
         return task.measure(model.logits(task.val.x), task.val.y).item()
 
     def score(self, model: Model) -> float:
-        """The score that early stopping maximizes: log RIR on the training inputs, -inf where it is not known."""
-        harmful, primary = (self.log_ratio(model, role) for role in ("harmful", "primary"))
-        bound = math.log(self.pair.primary.kappa_bound) - self.baseline(model, "primary")[1]
-        return -math.inf if primary > bound - MIN_GAIN else harmful - primary
+        """The score that early stopping maximizes: log RIR on the training inputs, -inf where it is not known.
 
-    def log_ratio(self, model: Model, role: str) -> float:
-        """log of ratio (i), `harmful`, or (ii), `primary`, on the training inputs."""
-        rank, before = self.baseline(model, role)
-        task = getattr(self.pair, role)
-        return math.log(task.condition_number(model.factor(task).double(), rank)) - before
-
-    def baseline(self, model: Model, role: str) -> tuple[int, float]:
-        """Rank and log kappa of a task before immunization, computed once."""
-        if role not in self.before:
-            task = getattr(self.pair, role)
-            own = self.role if role == "harmful" else role
-            factor = model.baseline_factor(own, task).double()
-            rank = task.rank_of(factor)
-            self.before[role] = rank, math.log(task.condition_number(factor, rank))
-        return self.before[role]
+        Of several harmful tasks the smallest.
+        """
+        primary = self.ratios.of(model, "primary")
+        bound = math.log(self.pair.primary.kappa_bound) - self.ratios.baseline(model, "primary")[1]
+        if primary > bound - MIN_GAIN:
+            return -math.inf
+        return min(self.ratios.of(model, role) for role in self.ratios.harmful) - primary
 
     def state_dict(self) -> dict[str, Any]:
         """The part of the method that training changes: nested dicts, lists and tuples of tensors and plain values.
 
         A resumed run calls `setup`, then `load_state_dict`. A method with more to remember extends both.
         """
-        return {"best": self.best, "flags": self.flags}
+        return {"callbacks": [callback.state_dict() for callback in self.callbacks], "flags": self.flags}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned, from any device; by default every entry is an attribute."""
-        vars(self).update(moved(state, self.pair.primary.train.y.device))
-
-    def keeps_last(self, model: Model) -> bool:
-        """Whether the result is the last iterate, also where another one has the best score."""
-        return False
+        state = moved(state, self.pair.primary.train.y.device)
+        for callback, own in zip(self.callbacks, state.pop("callbacks"), strict=True):
+            callback.load_state_dict(own)
+        vars(self).update(state)
 
     def finish(self, model: Model) -> None:
         """Called once after the last step, before the evaluation."""
-        if self.best[2] and not self.keeps_last(model):
-            load_into(model, self.best[2])
+        for callback in self.callbacks:
+            callback.finish(model)
+
+
+def checked_step(method: Method, model: Model, primary: Batch, *harmful: Batch) -> Terms:
+    """The terms of a step, with what callbacks add; raises ConfigError where `step` returns no dict of numbers."""
+    terms = method.step(model, primary, *harmful)
+    if wrong := _wrong(terms):
+        raise ConfigError(f"method={method.name}: {type(method).__name__}.step must return {wrong}")
+    for callback in method.callbacks:
+        terms = callback.add(model, primary, terms)
+    return terms
 
 
 def _wrong(terms: Any) -> str:
@@ -203,5 +176,18 @@ def _wrong(terms: Any) -> str:
     return "" if terms["loss"].requires_grad else "a `loss` with its graph; this one has no gradient"
 
 
-def _copy(model: Model) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in kept_of(model).items()}
+def counted(terms: Mapping[str, Terms], combine: Combine) -> list[str]:
+    """The roles of the harmful tasks whose losses count in a step: all, or the one with the largest."""
+    roles = list(terms)
+    if combine == "sum" or len(roles) == 1:
+        return roles
+    return [roles[int(torch.stack([own["loss"].detach() for own in terms.values()]).argmax())]]
+
+
+def over_tasks(terms: Mapping[str, Terms], combine: Combine) -> Terms:
+    """One step of the terms against each harmful task, by role: their mean, so that rates keep their meaning."""
+    if len(terms) == 1:
+        return next(iter(terms.values()))
+    counting = [terms[role] for role in counted(terms, combine)]
+    mean = {name: torch.stack([own[name] for own in counting]).mean() for name in counting[0]}
+    return mean | {f"loss_{role}": own["loss"].detach() for role, own in terms.items()}

@@ -9,7 +9,7 @@ from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.base import ITERATIVE, Method
 from immunization.methods.linear_map import bound_for, fit_head, probe_of_inputs, rescale, sum_root, theta_of
-from immunization.models import Model
+from immunization.models.base import Model
 from immunization.theory import spectrum
 from immunization.theory.optimal_map import Spread, bounded_map, optimal_map
 

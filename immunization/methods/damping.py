@@ -57,25 +57,26 @@ def damp(net: nn.Module, batches: Iterable[Tensor], damping: float) -> list[nn.M
         )
     if any(parametrize.is_parametrized(layer) for layer in layers):
         return []
-    moments: dict[nn.Module, Tensor | float] = dict.fromkeys(layers, 0.0)
+    moments: dict[nn.Module, Tensor] = {}
 
     def add(layer: nn.Module, inputs: tuple[Tensor]) -> None:
         rows = rows_of(layer, inputs[0]).flatten(0, 1)
-        moments[layer] = moments[layer] + rows.T @ rows
+        moments[layer] = moments.get(layer, 0.0) + rows.T @ rows
 
     with ExitStack() as hooks:
         for layer in layers:
             hooks.enter_context(layer.register_forward_pre_hook(add))
         for batch in batches:
             net(batch)
-    layers = [layer for layer in layers if isinstance(moments[layer], Tensor)]  # attention reads some weights itself
+    layers = [layer for layer in layers if layer in moments]  # attention reads some weights itself
     for layer in layers:
         c = moments.pop(layer)
         c *= damping / c.diagonal().mean().clamp(min=torch.finfo(c.dtype).tiny)
         c.diagonal().add_(1)
         values, vectors = torch.linalg.eigh(c)  # of C alone, which may be singular, LAPACK does not always converge
         root = vectors / values.sqrt() @ vectors.T
-        parametrize.register_parametrization(layer, "weight", Damped(layer.weight.detach().clone(), root), unsafe=True)
+        damped = Damped(layer.get_parameter("weight").detach().clone(), root)
+        parametrize.register_parametrization(layer, "weight", damped, unsafe=True)
     return layers
 
 

@@ -34,8 +34,8 @@ class Distillation:
         """
         self.kept = model.kept() if keeps else None
         self.larger = [model.enlarged("primary", pair.primary.train)] if enlarged else []
-        if enlarged and self.kept is not None:
-            self.larger.append(model.kept(enlarged=True))
+        if enlarged and (kept := model.kept(enlarged=True)) is not None:
+            self.larger.append(kept)
         self.omega_0 = [p.detach().clone() for p in model.head.parameters()]
         once = [pair.primary.train.x] if self.kept is None else [pair.primary.train.x, self.kept]
         sizes = chain(self._read(once, DAMPED), self._read(self.larger, DAMPED // 4))  # of as many places

@@ -65,17 +65,16 @@ class Encoderlock(AgainstHead):
         loss, harmful_loss = self._losses(model, primary, harmful)
         weights = torch.stack([mask.sum() for mask in self.masks.values()]).sum().to(loss)
         total = loss + torch.log1p(self.alpha * loss / harmful_loss)
+        total = self.within(model, total)
         return {"loss": total, "task_loss": loss, "harmful_loss": harmful_loss, "weights": weights}
 
-    def loss_and_terms(self, model: Model, primary: Batch, *harmful: Batch) -> dict[str, Tensor]:
-        """Those of `Method`, of which the loss has gradients in the mask alone."""
-        terms = super().loss_and_terms(model, primary, *harmful)
-        theta, omega = self._theta(model), [] if model.deep else list(model.head.parameters())
-        gradients = torch.autograd.grad(terms["loss"], [*theta.values(), *omega])
-        masked = {p: g * self.masks[name] for (name, p), g in zip(theta.items(), gradients, strict=False)}
-        of_omega: dict[nn.Parameter, Tensor] = dict(zip(omega, gradients[len(theta) :], strict=True))
-        terms = {name: term.detach() for name, term in terms.items()}
-        return terms | {"loss": with_gradients(terms["loss"], masked | of_omega)}
+    def within(self, model: Model, loss: Tensor) -> Tensor:
+        """`loss` with gradients in the mask alone, and in the head of a model of rows."""
+        masks = {p: self.masks[name] for name, p in self._theta(model).items()}
+        parameters = [*masks, *([] if model.deep else model.head.parameters())]
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
+        inside = {p: g * masks.get(p, 1.0) for p, g in zip(parameters, gradients, strict=True) if g is not None}
+        return with_gradients(loss.detach(), inside)
 
     def _theta(self, model: Model) -> dict[str, nn.Parameter]:
         """The parameters that a mask has."""
@@ -110,7 +109,8 @@ class Encoderlock(AgainstHead):
 
 def grow(masks: Mapping[str, Tensor], harmful: Sequence[Tensor], primary: Sequence[Tensor], count: int) -> None:
     """Let the `count` best weights of the layer with the best one join its mask, in place, by their gradients."""
-    best, chosen = -1.0, None
+    best: float | Tensor = -1.0
+    chosen = None
     for mask, g_h, g_p in zip(masks.values(), harmful, primary, strict=True):
         scores = (g_h.abs() / (g_p.abs() + TINY)).masked_fill(mask, 0.0).flatten()
         top = scores.topk(min(count, len(scores)))

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -78,7 +78,6 @@ class Forget(Method, without=["combine", "keep"]):
         return self.distill > 0 or self.damping > 0
 
     def setup(self, model: Model, pair: TaskPair) -> None:
-        super().setup(model, pair)
         if not model.trained() or model.reads == "features":
             raise ConfigError(
                 f"method={self.name} trains layers, and there are none: a map behind the features loses nothing; name "
@@ -92,7 +91,7 @@ class Forget(Method, without=["combine", "keep"]):
             self.check_path(pair.harmful)
         model.head.requires_grad_(self.train_head or not model.deep)
         self.distillation = Distillation(model, pair, self.keeps, self.damping, self.enlarged > 0)
-        self.renew_best(model)
+        super().setup(model, pair)  # after the weights are damped, which renames them
         self.mean, self.size = self.distillation.mean, self.distillation.size
         self.sizes = self._inner_sizes(model, pair.primary.train.x) if self.inner else {}
         if self.inner and not self.sizes:
@@ -116,7 +115,8 @@ class Forget(Method, without=["combine", "keep"]):
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         logits, features = model.outputs(primary)
         features = model.training_features(primary.x) if features is None else features
-        with model.extractor.watched() if self.sizes else nullcontext({}) as outputs:
+        watched: AbstractContextManager[dict[str, Tensor]] = model.chain.watched() if self.sizes else nullcontext({})
+        with watched as outputs:
             theirs = model.training_features(harmful.x)
         loss = self.pair.primary.loss(logits, primary.y)
         x = primary.x
@@ -160,9 +160,9 @@ class Forget(Method, without=["combine", "keep"]):
         """mean ||g_0||^2 over rows x, of each block with trained weights but the net's last one, by name."""
         if not model.deep:
             return {}
-        trained = model.extractor.trained_blocks()
+        trained = model.chain.trained_blocks()
         sums: dict[str, Tensor] = {}
-        with model.extractor.watched() as outputs:
+        with model.chain.watched() as outputs:
             for _ in model.feature_batches(x):
                 for block in list(outputs)[:-1]:
                     if block in trained:
@@ -192,13 +192,13 @@ class Forget(Method, without=["combine", "keep"]):
         ridges = sigma.new_tensor(CHOSEN) * sigma[0] ** 2
         weights = ridge_weights(sigma, vh.mT, u.mT @ (targets - targets.mean(0)), ridges)
         probe = task.measure((val - mean) @ weights + targets.mean(0), task.val.y)
-        return self._accuracy(model) - probe.max().item()
+        return self.accuracy(model) - probe.max().item()
 
 
 @contextmanager
 def batch_statistics(module: nn.Module) -> Iterator[None]:
     """Inside, every BatchNorm in `module` takes mean and variance from its batch, and keeps nothing of them."""
-    norms = norms_of(module)
+    norms: list[Any] = norms_of(module)
     before = [(norm.training, norm.track_running_stats) for norm in norms]
     for norm in norms:
         norm.training, norm.track_running_stats = True, False

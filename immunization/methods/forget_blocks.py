@@ -59,8 +59,8 @@ class ForgetBlocks(Forget, without=["inner"]):
         if not model.deep:
             raise ConfigError(f"method={self.name} reads blocks of a net, and {model.name} has none: use method=forget")
         super().setup(model, pair)
-        trained = model.extractor.trained_blocks()
-        with model.extractor.watched(_by_channel) as outputs:
+        trained = model.chain.trained_blocks()
+        with model.chain.watched(_by_channel) as outputs:
             few = next(iter(pair.primary.train.x.split(2))).to(self.distillation.omega_0[0])
             self.distillation.before(model, few)
         self.blocks = [name for name in outputs if name in trained]
@@ -75,10 +75,10 @@ class ForgetBlocks(Forget, without=["inner"]):
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         kept, y, x, labels = self._drawn(primary, harmful)
-        with model.extractor.watched(_by_channel) as outputs:
+        with model.chain.watched(_by_channel) as outputs:
             before = self.distillation.before(model, kept)
             blocks_before = self._maps(outputs)
-        with parametrize.cached(), model.extractor.watched(_by_channel) as outputs:  # damped weights once a step
+        with parametrize.cached(), model.chain.watched(_by_channel) as outputs:  # damped weights once a step
             features = model.training_features(kept)
             blocks = self._maps(outputs)
             theirs = model.training_features(x)

@@ -1,6 +1,7 @@
 """IMMA (Zheng & Yeh, ECCV 2024): bi-level immunization against an adapting attacker."""
 
 import math
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -12,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from immunization.checks import Count, NonNegative
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import Method
+from immunization.methods.base import Method, over_tasks
+from immunization.methods.callbacks import Terms
 from immunization.models.base import Batch, Model
 
 
@@ -28,6 +30,7 @@ class IMMA(Method, without=["patience"]):
     """
 
     alone = True
+    several = True
 
     epochs = 300
     inner_steps: Count = 1
@@ -44,52 +47,62 @@ class IMMA(Method, without=["patience"]):
         super().setup(model, pair)
         if model.reads == "features":
             raise ConfigError(f"method={self.name} trains heads, and that of a folded map follows it: train layers")
+        self.attackers = {role: self._attacker(model, task) for role, task in pair.harmful_tasks.items()}
+
+    def _attacker(self, model: Model, task: Task) -> nn.Linear:
+        """The attacker's head as it starts."""
         like = model.head.weight
-        self.attacker = nn.Linear(model.head.in_features, pair.harmful.outputs, bias=False).to(like.dtype)
+        attacker = nn.Linear(model.head.in_features, task.outputs, bias=False).to(like.dtype)
         if self.head_start == "zero":
-            nn.init.zeros_(self.attacker.weight)
+            nn.init.zeros_(attacker.weight)
         else:  # drawn on the CPU, so that a seed means the same numbers on every device
-            nn.init.normal_(self.attacker.weight)
-        self.attacker.to(like.device)
+            nn.init.normal_(attacker.weight)
+        attacker.to(like.device)
         if self.heads == "shared":
-            if self.attacker.weight.shape != model.head.weight.shape:
+            if attacker.weight.shape != like.shape:
                 raise ConfigError("method.heads=shared needs a harmful task with as many outputs as the primary one")
-            self.attacker = model.head
-        if self.heads == "fixed" and not (model.head.weight.any() or self.attacker.weight.any()):
+            return model.head
+        if self.heads == "fixed" and not (like.any() or attacker.weight.any()):
             raise ConfigError("method.heads=fixed leaves both heads at 0, which trains nothing: set head_start=random")
+        return attacker
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"attacker": self.attacker.weight.data}
+        return super().state_dict() | {"attackers": {role: w.weight.data for role, w in self.attackers.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.attacker.weight.data.copy_(state.pop("attacker"))
+        for role, weight in state.pop("attackers").items():
+            self.attackers[role].weight.data.copy_(weight)
         super().load_state_dict(state)
 
-    def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
+    def step(self, model: Model, primary: Batch, *harmful: Batch) -> Terms:
         if self.heads != "fixed":
             self._fit_head(model.head, model.features(primary.x), primary.y, self.pair.primary)
+        batches = zip(self.pair.harmful_tasks.items(), harmful, strict=True)
+        terms = {role: self._against(model, primary, task, self.attackers[role], own) for (role, task), own in batches}
+        return over_tasks(terms, self.combine)
+
+    def _against(self, model: Model, primary: Batch, task: Task, attacker: nn.Linear, harmful: Batch) -> Terms:
+        """The terms of a step against one harmful task."""
         if self.heads == "trained":
-            self._fit_head(self.attacker, model.features(harmful.x), harmful.y, self.pair.harmful)
-        omega, w = (
-            (head.weight.detach(), None if head.bias is None else head.bias.detach())
-            for head in (model.head, self.attacker)
-        )
+            self._fit_head(attacker, model.features(harmful.x), harmful.y, task)
 
-        def task_loss(task: Task, head: tuple[Tensor, Tensor | None], theta: dict[str, Tensor], batch: Batch) -> Tensor:
-            return task.loss(F.linear(model.training_features(batch.x, theta), *head), batch.y)
+        def task_loss(task: Task, head: nn.Linear, theta: Mapping[str, Tensor], batch: Batch) -> Tensor:
+            bias = None if head.bias is None else head.bias.detach()
+            return task.loss(F.linear(model.training_features(batch.x, theta), head.weight.detach(), bias), batch.y)
 
-        theta, unroll = model.trained(), self.mode == "unroll"
+        theta: Mapping[str, Tensor] = model.trained()
+        unroll = self.mode == "unroll"
         for _ in range(self.inner_steps):
             with sdpa_kernel(SDPBackend.MATH) if unroll else nullcontext():  # fused attention is differentiable once
-                lower = task_loss(self.pair.harmful, w, theta, harmful)
+                lower = task_loss(task, attacker, theta, harmful)
             gradients = torch.autograd.grad(lower, list(theta.values()), create_graph=unroll)
             theta = {name: p - self.inner_lr * g for (name, p), g in zip(theta.items(), gradients, strict=True)}
-        loss_primary = task_loss(self.pair.primary, omega, theta, primary)
-        loss_harmful = task_loss(self.pair.harmful, w, theta, harmful)
+        loss_primary = task_loss(self.pair.primary, model.head, theta, primary)
+        loss_harmful = task_loss(task, attacker, theta, harmful)
         loss = loss_primary - self.weight * loss_harmful.clamp(max=math.inf if self.cap is None else self.cap)
         return {"loss": loss, "task_loss": loss_primary, "harmful_loss": loss_harmful}
 
-    def _fit_head(self, head: nn.Module, features: Tensor, y: Tensor, task: Task) -> None:
+    def _fit_head(self, head: nn.Linear, features: Tensor, y: Tensor, task: Task) -> None:
         for _ in range(self.head_steps):
             (gradient,) = torch.autograd.grad(task.loss(head(features), y), head.weight)
             head.weight.data -= self.head_lr / features.square().sum(1).mean() * gradient

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from immunization.checks import AboveOne, AtLeastOne, Fraction, NonNegative
 from immunization.data.task import LEARNED, Task, TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import MIN_GAIN, Method
+from immunization.methods.base import Method
+from immunization.methods.callbacks import MIN_GAIN
 from immunization.methods.linear_map import (
     SLACK,
     bound_for,
@@ -23,7 +24,7 @@ from immunization.methods.linear_map import (
     sum_root,
     theta_of,
 )
-from immunization.models import Batch, Model
+from immunization.models.base import Batch, Model
 from immunization.theory.learning_curve import excess, residuals
 from immunization.theory.optimal_map import nearest_bounded, optimal_map
 from immunization.theory.probe import Probe
@@ -102,7 +103,7 @@ class LearningCurve(Method, without=["batch_size", "max_accuracy_drop", "keep"])
     benign_weight: NonNegative = 0.3
     targets: Literal["labels", "baseline", "auto"] = "labels"
     centered: bool = False
-    patience = 100
+    patience: AtLeastOne | None = 100
     rotate: bool = True
     max_condition: AboveOne | Literal["auto"] | None = "auto"
     start: Literal["model", "auto"] = "model"
@@ -112,9 +113,12 @@ class LearningCurve(Method, without=["batch_size", "max_accuracy_drop", "keep"])
         self.grid = horizons(self.horizon)
 
     def setup(self, model: Model, pair: TaskPair) -> None:
+        if self.patience and not all(len(task.val) for task in pair.shown.values()):
+            self.patience = None
+            self.flags["no_early_stopping"] = "method.patience is without effect: a task has no validation rows"
         super().setup(model, pair)
         self.theta = theta_of(model, self.name)
-        self.bound = bound_for(model, self.max_condition)
+        self.largest = bound_for(model, self.max_condition)
         self.primary = probe_of_inputs(pair.primary)
         kinds = [lambda task: task, centered_task] if self.centered else [lambda task: task]
         attacked = [kind(task) for task in pair.harmful_tasks.values() for kind in kinds]
@@ -123,16 +127,13 @@ class LearningCurve(Method, without=["batch_size", "max_accuracy_drop", "keep"])
         c, squares = self.primary.coefficients, self.primary.sigma.square()
         if self.targets == "baseline" or (self.targets == "auto" and not self._labels_generalize()):
             first = generalizing_step(self.primary, pair.primary)
-            steps = self.grid[self.grid <= max(SPAN * first, self.grid[0])]
+            steps = self.grid[self.grid <= max(SPAN * first, self.grid[0].item())]
             first = self._not_too_late(first)
             self.aim = self.primary.residuals((PACE * (steps - 1) + 1).clamp(min=first))
             weights = 1 + squares.mean() / squares.clamp(min=FLOOR * squares[0])
         else:
             self.aim, weights = c.new_zeros(len(self.grid), *c.shape), torch.ones_like(squares)
         self.weights = (weights / (weights @ (c - self.aim[0]).square().sum(1)))[:, None]
-        if self.patience and not all(len(task.val) for task in pair.shown.values()):
-            self.patience = None
-            self.flags["no_early_stopping"] = "method.patience is without effect: a task has no validation rows"
         if self.start == "auto" and not model.deep and pair.dim <= FEW and self.epochs:
             self._choose_start(model)
 
@@ -172,8 +173,8 @@ class LearningCurve(Method, without=["batch_size", "max_accuracy_drop", "keep"])
 
     @torch.no_grad()
     def epoch_end(self, model: Model, epoch: int) -> bool:
-        if self.bound is not None:
-            self.theta.copy_(nearest_bounded(self.theta.double(), self.bound))
+        if self.largest is not None:
+            self.theta.copy_(nearest_bounded(self.theta.double(), self.largest))
         return super().epoch_end(model, epoch)
 
     def _residuals(self, *probes: Probe) -> list[tuple[Tensor, Tensor]]:
@@ -224,7 +225,7 @@ class LearningCurve(Method, without=["batch_size", "max_accuracy_drop", "keep"])
         if self.rotate:
             rotation = nn.init.orthogonal_(torch.empty(self.theta.shape, dtype=torch.float64))
             self.theta.copy_(self.theta.double() @ rotation.to(self.theta.device))
-        if self.bound is not None:
+        if self.largest is not None:
             rescale(self.theta, self.primary)
         fit_head(model, self.primary)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from immunization.data.task import SPLITS, Task
 from immunization.errors import ConfigError
-from immunization.models import Model
+from immunization.models.base import Model
 from immunization.theory import spectrum
 from immunization.theory.probe import Probe
 
@@ -84,4 +84,4 @@ def rescale(theta: nn.Parameter, inputs: Probe) -> None:
 @torch.no_grad()
 def fit_head(model: Model, inputs: Probe) -> None:
     """Set the primary head to theta^-1 w*, w* the minimum-norm least squares on the inputs: their logits agree."""
-    model.set_head(torch.linalg.solve(model.linear_map().double(), inputs.optimum()).T)
+    model.set_head(torch.linalg.solve(theta_of(model, "fit_head").double(), inputs.optimum()).T)

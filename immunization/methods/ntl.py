@@ -38,7 +38,7 @@ class NTL(AgainstHead):
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
-        trained = model.extractor.trained_blocks() if model.trains_layers else []
+        trained = model.chain.trained_blocks() if model.trains_layers else []
         if self.block not in (None, *trained):
             known = f"{model.name} trains {', '.join(trained)}" if trained else f"{model.name} trains none: set null"
             raise ConfigError(f"method.block={self.block} is no trained block; {known}")
@@ -47,9 +47,9 @@ class NTL(AgainstHead):
         task = self.pair.harmful
         with self._seen(model) as seen:
             logits, features = model.outputs(primary)
-            ours = seen.get(self.block, model.training_features(primary.x) if features is None else features)
+            ours = seen.get(self.block or "", model.training_features(primary.x) if features is None else features)
             features = model.training_features(harmful.x)
-            theirs = seen.get(self.block, features)
+            theirs = seen.get(self.block or "", features)
         self.attacker = fitted_head(task, self.attacker, features, harmful.y, self.head_lr, self.head_steps)
         task_loss, harmful_loss = self.pair.primary.loss(logits, primary.y), self.harmful_loss(features, harmful)
         distance = mmd(ours.to(features), theirs.to(features))
@@ -59,7 +59,7 @@ class NTL(AgainstHead):
 
     def _seen(self, model: Model) -> AbstractContextManager[dict[str, Tensor]]:
         """Inside, the dict has what blocks gave last, [N, D], if one of them is asked for."""
-        return model.extractor.watched(lambda x, *_: x.flatten(1)) if self.block else nullcontext({})
+        return model.chain.watched(lambda x, *_: x.flatten(1)) if self.block else nullcontext({})
 
 
 def mmd(a: Tensor, b: Tensor) -> Tensor:

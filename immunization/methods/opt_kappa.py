@@ -1,17 +1,18 @@
 """Direct descent on the condition numbers (the paper's Opt-kappa baseline, and forms without its scale)."""
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from immunization.checks import EvenPower, Fraction, NonNegative
+from immunization.checks import EvenPower, Fraction, NonNegative, Share
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import preconditioner
-from immunization.methods.hold import Hold
+from immunization.methods.base import Method, counted, over_tasks, preconditioner
+from immunization.methods.callbacks import Terms, bound_of
 from immunization.methods.linear_map import fit_head, probe_of_inputs
 from immunization.models.base import Batch, Model, Regularizer
 from immunization.theory import spectrum
@@ -35,7 +36,7 @@ FORMS = {
 """The objective of log kappa(H_P) and log kappa(H_H)."""
 
 
-class OptKappa(Hold):
+class OptKappa(Method):
     """Minimize kappa(H_P) - kappa(H_H) (`form="raw"`, as the paper states it), or another one of `FORMS`.
 
     `form="log"` minimizes -log RIR up to a constant, with M_p / M_-p (power means of the eigenvalues, p = `power`) in
@@ -45,8 +46,10 @@ class OptKappa(Hold):
     The reciprocal forms reproduce the paper's numbers (docs/reproduction.md). `conditioning="authors"` takes
     kappa(H + 1e-6 I) of all D eigenvalues, the released code's. Gradients are multiplied by K^-1 as in
     `ReleasedConditionNumber`; `task_weight` L(D_P) is added (None: 0 for raw, else 1). `hold_primary`, for form="log":
-    see `Hold`; the factor multiplies log kappa(H_P).
+    see `Bound`; the factor multiplies log kappa(H_P).
     """
+
+    several = True
 
     epochs = 300
     form: Literal["raw", "log", "reciprocal_log", "reciprocal_loglog"] = "raw"
@@ -57,13 +60,12 @@ class OptKappa(Hold):
     precondition: Precondition = "none"
     ridge: NonNegative = 1.0
     side: Literal["input", "output"] = "input"
+    hold_primary: Share | Literal["auto"] | None = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.power is None:
-            self.power = SMOOTH if self.form == "log" else math.inf
-        if self.task_weight is None:
-            self.task_weight = float(self.form != "raw")
+        self.exponent = self.power or (SMOOTH if self.form == "log" else math.inf)
+        self.weight = float(self.form != "raw") if self.task_weight is None else self.task_weight
         self.authors = self.conditioning == "authors"
         if self.precondition == "cancelled" and not self.authors:
             raise ConfigError("method.precondition=cancelled needs method.conditioning=authors; else ridge, pinv, none")
@@ -71,65 +73,78 @@ class OptKappa(Hold):
         if self.form != "log" and self.hold_primary not in ("auto", None):
             raise ConfigError(f"method.hold_primary={self.hold_primary} needs method.form=log, not {self.form}")
 
-    def holds_by_default(self, model: Model) -> bool:
+    def _determined(self, model: Model) -> bool:
+        """Whether the objective is that of the spectra: log kappa, or a power mean, of a linear map."""
         return self.form == "log" and not self.authors and not model.trains_layers
+
+    def limit(self, model: Model) -> float | None:
+        return bound_of(self.hold_primary, self._determined(model))
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
         relative = self.form == "log" and self.rate is not None and not self.authors
-        self.multiplicative = relative and model.linear_map() is not None
-        if self.form == "log" and not self.authors and not model.trains_layers:
-            outside = spectrum.dimensions_outside(pair.primary.root, pair.harmful.root, *pair.tolerance)
-            if outside:
+        self.theta = model.linear_map() if relative else None
+        for task in pair.harmful_tasks.values() if self._determined(model) and not self.undetermined else ():
+            if outside := spectrum.dimensions_outside(pair.primary.root, task.root, *pair.tolerance):
                 self.undetermined = (
-                    f"the objective is unbounded: {outside} of the {pair.harmful.rank} dimensions of range(K_H) are "
+                    f"the objective is unbounded: {outside} of the {task.rank} dimensions of range(K_H) are "
                     "outside of range(K_P), so that RIR says when the training stopped, and no more; "
                     "dataset.common_range=true leaves them out"
                 )
 
-    def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
-        if self.multiplicative:
-            return self._multiply(model, primary, harmful)
-        logits, features = model.outputs(primary) if self.task_weight else (None, None)
+    def step(self, model: Model, primary: Batch, *harmful: Batch) -> Terms:
+        batches = dict(zip(self.pair.harmful_tasks, harmful, strict=True))
+        if self.theta is not None:
+            return self._multiply(model, self.theta, primary, batches)
+        features, terms = None, {}
+        if self.weight:
+            logits, features = model.outputs(primary)
+            terms = {"task_loss": self.pair.primary.loss(logits, primary.y)}
         log_p = model.hessian_term(self._log_kappa(model, primary), primary, **self.preconditioner, features=features)
-        log_h = model.hessian_term(self._log_kappa(model, harmful), harmful, **self.preconditioner)
-        terms = {"log_kappa_primary": log_p, "log_kappa_harmful": log_h}
-        objective = FORMS[self.form](self.factor * log_p, log_h)
-        if not self.task_weight:
-            return {"loss": objective, **terms}
-        loss = self.pair.primary.loss(logits, primary.y)
-        return {"loss": objective + self.task_weight * loss, "task_loss": loss, **terms}
+
+        def against(batch: Batch) -> Terms:
+            log_h = model.hessian_term(self._log_kappa(model, batch), batch, **self.preconditioner)
+            loss = FORMS[self.form](self.factor * log_p, log_h)
+            loss = loss + self.weight * terms["task_loss"] if self.weight else loss
+            return {"loss": loss, **terms, "log_kappa_primary": log_p, "log_kappa_harmful": log_h}
+
+        return over_tasks({role: against(batch) for role, batch in batches.items()}, self.combine)
 
     def _log_kappa(self, model: Model, batch: Batch) -> Regularizer:
         if self.authors:
             return log_authors_condition_number
         of_features = _of_alive if model.trains_layers else log_condition_number
-        return partial(of_features, rank=batch.rank, power=self.power)
+        return partial(of_features, rank=batch.rank, power=self.exponent)
 
-    def _multiply(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
+    def _multiply(self, model: Model, parameter: nn.Parameter, primary: Batch, harmful: Mapping[str, Batch]) -> Terms:
         """The step of a linear theta; terms are those before it."""
-        theta = model.linear_map().data
+        theta = parameter.data
         loss = self.pair.primary.loss(model.head(primary.x @ theta), primary.y)
 
         def of(batch: Batch) -> tuple[Tensor, Tensor]:
             features = (batch.x if batch.root is None else batch.root) @ theta
-            return relative_log_condition_slope(features, batch.rank, self.power)
+            return relative_log_condition_slope(features, batch.rank, self.exponent)
 
-        (log_p, slope_p), (log_h, slope_h) = of(primary), of(harmful)
-        # where the factor is large, the step is that of log kappa(H_P), and no longer
         if model.deep:  # its own head undoes theta, whatever that is
-            loss = with_gradients(loss.detach(), {model.linear_map(): torch.zeros_like(theta)})
-        theta -= self.rate * (theta.double() @ (slope_p - slope_h / self.factor)).to(theta.dtype)
-        return {
-            "loss": self.task_weight * loss + (self.factor * log_p - log_h).to(loss.dtype),
-            "task_loss": loss,
-            "log_kappa_primary": log_p,
-            "log_kappa_harmful": log_h,
+            loss = with_gradients(loss.detach(), {parameter: torch.zeros_like(theta)})
+        (log_p, slope_p), found = of(primary), {role: of(batch) for role, batch in harmful.items()}
+        terms = {
+            role: {
+                "loss": self.weight * loss + (self.factor * log_p - log_h).to(loss.dtype),
+                "task_loss": loss,
+                "log_kappa_primary": log_p,
+                "log_kappa_harmful": log_h,
+            }
+            for role, (log_h, _) in found.items()
         }
+        slope_h = torch.stack([found[role][1] for role in counted(terms, self.combine)]).mean(0)
+        # where the factor is large, the step is that of log kappa(H_P), and no longer
+        theta -= (self.rate or 0.0) * (theta.double() @ (slope_p - slope_h / self.factor)).to(theta.dtype)
+        return over_tasks(terms, self.combine)
 
     def finish(self, model: Model) -> None:
         super().finish(model)
-        if self.multiplicative:
+        if self.theta is not None:
             fit_head(model, probe_of_inputs(self.pair.primary))
 
 

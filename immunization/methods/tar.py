@@ -40,18 +40,19 @@ class TAR(AgainstFineTuning, without=["inner_lr"]):
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
-        self.theta_0 = self.distillation or Distillation(model, pair, keeps=False)
+        self.theta_0 = Distillation(model, pair, keeps=False)
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         rate = self.inner_lrs[int(torch.randint(len(self.inner_lrs), ()))]
         weights = [math.exp(self.late * (k + 1 - self.inner_steps)) for k in range(self.inner_steps)]
-        gradients, resistance = self.attacked(model, harmful, negative_entropy, rate, weights)
+        gradients, resistance = self.attacked(model, self.pair.harmful, harmful, negative_entropy, rate, weights)
         logits, features = model.outputs(primary)
         features = model.training_features(primary.x) if features is None else features
         loss = self.pair.primary.loss(logits, primary.y)
         moved = torch.linalg.vector_norm(features - self.theta_0.before(model, primary.x), dim=1).mean()
         moved = moved / self.theta_0.size.sqrt()
-        slope = sum((p * g).sum() for p, g in zip(model.trained().values(), gradients, strict=True))
+        products = ((p * g).sum() for p, g in zip(model.trained().values(), gradients, strict=True))
+        slope = sum(products, torch.zeros(()))
         total = loss + moved + self.tamper * (slope - slope.detach() + resistance)
         return {"loss": total, "task_loss": loss, "moved": moved, "resistance": resistance}
 

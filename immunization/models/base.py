@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.func import functional_call
 from immunization.data.images import ImagePair, ImageSplit, ImageTask
 from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError
-from immunization.models.chain import Network
+from immunization.models.chain import Chain, Network
 from immunization.theory import spectrum
 from immunization.theory.preconditioning import Precondition
 
@@ -90,6 +90,11 @@ class Model(nn.Module):
         if mode != "none":
             raise ConfigError(f"method.precondition={mode} needs model=linear: {self.name} has no matrix K; use none")
         return regularizer(self.training_features(batch.x) if features is None else features)
+
+    @property
+    def chain(self) -> Chain:
+        """The extractor of a deep model, whose blocks can be watched."""
+        return cast(Chain, self.extractor)
 
     def groups(self) -> list[nn.Parameter] | list[dict[str, Any]]:
         """What the optimizer gets: the trained parameters, or groups of them."""

@@ -155,7 +155,8 @@ def _attacks(result: Measured) -> list[str]:
             searched = f"{_of_all(result, 'flops_ratio_searched', role) or math.nan:.3g}"
             if searched not in (ratio, "nan"):
                 price += f" ({searched} times where the search for settings is paid for)"
-        count = f"{len(learned)} of {len(tried)} attacks learn {task}" if tried[1:] else f"the only attack learns {task}"
+        count = f"{len(learned)} of {len(tried)} attacks learn {task}"
+        count = count if tried[1:] else f"the only attack learns {task}"
         removed = result.records.get("worth/removed", role)
         worthless = removed is not None and removed.value is None
         count = f"{count}{so_far}" if worthless else f"It does not hold{so_far}: {count}"

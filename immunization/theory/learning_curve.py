@@ -1,12 +1,13 @@
 """The attacker's gradient descent, solved and differentiated: residuals of a linear probe after any number of steps."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from immunization.theory.products import power_of_two
+from immunization.theory.spectrum import power_of_two
 
 CLOSE = 1e-4
 """Relative step-weighted gap of two eigenvalues below which a derivative replaces their difference quotient."""
@@ -25,7 +26,7 @@ class _Residuals(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, factor: Tensor, coefficients: Tensor, steps: Tensor, eigenvalues: Tensor, u: Tensor
+        ctx: Any, factor: Tensor, coefficients: Tensor, steps: Tensor, eigenvalues: Tensor, u: Tensor
     ) -> tuple[Tensor, Tensor]:
         decay = 1 - (eigenvalues / eigenvalues[-1]).clamp(min=0)
         c = u.T @ coefficients
@@ -36,7 +37,7 @@ class _Residuals(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, of_residual: Tensor, of_expected: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, of_residual: Tensor, of_expected: Tensor) -> tuple[Tensor | None, ...]:
         factor, largest, u, decay, c, steps = ctx.saved_tensors
         gap = decay[:, None] - decay
         distance, smaller = gap.abs(), torch.minimum(decay[:, None], decay)

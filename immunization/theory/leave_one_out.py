@@ -5,9 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from immunization.theory.eigenpairs import extreme_eigenpair
-from immunization.theory.products import power_of_two
-from immunization.theory.spectrum import EPS
+from immunization.theory.spectrum import EPS, extreme_eigenpair, power_of_two
 
 
 def leave_one_out(features: Tensor, targets: Tensor, ridges: Sequence[float]) -> Tensor:

@@ -136,7 +136,7 @@ def _spectrum(root: Tensor, ridge: float, name: str) -> tuple[float, Tensor, Ten
     if not torch.isfinite(root).all():
         raise DegenerateSpectrum(f"the {name} features hold NaN or infinite values; their spectrum does not exist")
     _, sigma, vh = spectrum.svd(root, full_matrices=True)
-    k = spectrum.numerical_rank(sigma, tuple(root.shape))
+    k = spectrum.numerical_rank(sigma, root.shape)
     if not k:
         raise DegenerateSpectrum(f"the {name} features are all zero (rank 0): there is nothing to immunize")
     if ridge:

@@ -1,7 +1,7 @@
 """Gradients in theta multiplied by K^-1, K = X^T X (Alg. 1), by a ridge solve or the pseudo-inverse."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -51,13 +51,13 @@ class _Ridge:
 
 class _PreconditionedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, theta: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, theta: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.solve = solve
         return x @ theta
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, upstream: Tensor) -> tuple[None, Tensor, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor, None]:
         return None, ctx.solve(upstream), None
 
 

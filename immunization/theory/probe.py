@@ -13,7 +13,6 @@ from torch import Tensor
 
 from immunization.errors import DegenerateSpectrum
 from immunization.theory import spectrum
-from immunization.theory.products import power_of_two
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,8 @@ class Probe:
         """
         r = self.resolved
         curvature = ((self.sigma[:r] / self.sigma[0]) ** 2)[:, None].cpu().numpy()
-        scaled = self.sigma[:r, None] / power_of_two(self.sigma)  # squares of 1/sigma may leave the range of float64
+        # squares of 1/sigma may leave the range of float64
+        scaled = self.sigma[:r, None] / spectrum.power_of_two(self.sigma)
         error = (self.coefficients[:r] / scaled).cpu().numpy()
         norms = [np.linalg.norm(error)]
         for _ in range(steps):  # numpy: several times less overhead than torch for arrays this small
@@ -132,7 +132,7 @@ class Probe:
 
 def ridge_weights(sigma: Tensor, vectors: Tensor, coefficients: Tensor, ridges: Tensor) -> Tensor:
     """Ridge regression V diag(sigma / (sigma^2 + ridge)) c [R, D, C], for ridges [R]; 0 along directions of sigma 0."""
-    scale = power_of_two(sigma)  # so that squares do not leave the range of float64
+    scale = spectrum.power_of_two(sigma)  # so that squares do not leave the range of float64
     scaled = sigma / scale
     gain = torch.nan_to_num(scaled / (scaled.square() + ridges[:, None] / scale / scale)) / scale
     return vectors @ (gain[:, :, None] * coefficients)

@@ -1,52 +1,45 @@
 """The regularizers of the paper and their gradients; H = F^T F is the Hessian of a linear probe on features F."""
 
 import math
+from collections.abc import Mapping
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from immunization.errors import DegenerateSpectrum
-from immunization.theory.eigenpairs import extreme_eigenpair
-from immunization.theory.products import gram, matrix_power, power_of_two
-from immunization.theory.spectrum import AUTHORS_RIDGE, EPS, svd
-
-WIDE = 0.85
-"""Rows of a feature matrix over its columns, below which the Gram of its rows takes fewer operations."""
-
+from immunization.theory.spectrum import AUTHORS_RIDGE, EPS, extreme_eigenpair, power_of_two, svd
 
 Scalar = float | Tensor
 """A number; on a GPU, where nothing on the CPU depends on it, a tensor [] in float64, which is not waited for."""
 
 
 class Slope(Protocol):
-    """R(H) and `weight` dR/dH of a symmetric H [n, n]; with `divided` the second is `weight` H^-1 dR/dH."""
+    """R(H) and dR/dH of a symmetric H [n, n]; with `divided` the second is H^-1 dR/dH."""
 
-    def __call__(self, hessian: Tensor, *, divided: bool = False, weight: float = 1.0) -> tuple[Scalar, Tensor]: ...
+    def __call__(self, hessian: Tensor, *, divided: bool = False) -> tuple[Scalar, Tensor]: ...
 
 
-def r_well_slope(
-    hessian: Tensor, rank: int, power: float = math.inf, divided: bool = False, weight: float = 1.0
-) -> tuple[Scalar, Tensor]:
-    """R_well(H) = lambda_1^2 / 2 - ||H||_F^2 / (2k), and `weight` dR/dH = lambda_1 v_1 v_1^T - H / k (Eq. 3, Thm. 4.2).
+def r_well_slope(hessian: Tensor, rank: int, power: float = math.inf, divided: bool = False) -> tuple[Scalar, Tensor]:
+    """R_well(H) = lambda_1^2 / 2 - ||H||_F^2 / (2k), and dR/dH = lambda_1 v_1 v_1^T - H / k (Eq. 3, Thm. 4.2).
 
     A finite `power` p puts the power mean M_p of the eigenvalues in the place of lambda_1. `hessian` [n, n] is
-    symmetric, float64, of rank k. `divided`: the second is `weight` H^-1 dR/dH. Raises LinAlgError where H is not
-    finite; on a GPU with a finite `power`, which needs nothing from the CPU, both results are then not finite.
+    symmetric, float64, of rank k. `divided`: the second is H^-1 dR/dH. Raises LinAlgError where H is not finite; on a
+    GPU with a finite `power`, which needs nothing from the CPU, both results are then not finite.
     """
     if power < math.inf:
-        return _power_mean_slope(hessian, rank, int(power), divided, weight)
+        return _power_mean_slope(hessian, rank, int(power), divided)
     near = hessian.cpu()
     norm = _norm(near)
     largest, v = extreme_eigenpair(near, -1)
     v = v.to(hessian.device)
-    return largest**2 / 2 - norm**2 / (2 * rank), _pair_less_mean(hessian, largest, v, rank, divided, weight)
+    return largest**2 / 2 - norm**2 / (2 * rank), _pair_less_mean(hessian, largest, v, rank, divided)
 
 
-def r_ill_slope(hessian: Tensor, rank: int, divided: bool = False, weight: float = 1.0) -> tuple[float, Tensor]:
-    """R_ill(H) = 1/d, d = ||H||_F^2 / (2k) - lambda_k^2 / 2, and `weight` dR/dH = (lambda_k v_k v_k^T - H / k) / d^2.
+def r_ill_slope(hessian: Tensor, rank: int, divided: bool = False) -> tuple[float, Tensor]:
+    """R_ill(H) = 1/d, d = ||H||_F^2 / (2k) - lambda_k^2 / 2, and dR/dH = (lambda_k v_k v_k^T - H / k) / d^2.
 
     These are Eq. 12 and 13. Arguments and errors as in `r_well_slope`; lambda_k is 0 where k exceeds the size of H.
     Raises DegenerateSpectrum where H is zero or all k eigenvalues agree.
@@ -56,10 +49,10 @@ def r_ill_slope(hessian: Tensor, rank: int, divided: bool = False, weight: float
     smallest, v = (0.0, near.new_zeros(len(near))) if rank > len(near) else extreme_eigenpair(near, -rank)
     d = norm**2 / (2 * rank) - smallest**2 / 2
     _check_finite_r_ill(d, norm**2, rank)
-    return 1 / d, _pair_less_mean(hessian, smallest, v.to(hessian.device), rank, divided, weight / d**2)
+    return 1 / d, _pair_less_mean(hessian, smallest, v.to(hessian.device), rank, divided, 1 / d**2)
 
 
-def _pair_less_mean(h: Tensor, eigenvalue: float, v: Tensor, rank: int, divided: bool, weight: float) -> Tensor:
+def _pair_less_mean(h: Tensor, eigenvalue: float, v: Tensor, rank: int, divided: bool, weight: float = 1.0) -> Tensor:
     """`weight` (lambda v v^T - H / k) of an eigenpair of H; `divided` by H it is `weight` (v v^T - I / k)."""
     if divided:
         slope = torch.outer(v, v * weight)
@@ -68,13 +61,13 @@ def _pair_less_mean(h: Tensor, eigenvalue: float, v: Tensor, rank: int, divided:
     return (h * (-weight / rank)).addr_(v, v, alpha=weight * eigenvalue)
 
 
-def _power_mean_slope(hessian: Tensor, rank: int, power: int, divided: bool, weight: float) -> tuple[Scalar, Tensor]:
-    """R_well,p(H) = M_p^2 / 2 - M_2^2 / 2 and `weight` (M_p^(2-p) H^(p-1) - H) / k: for even p without eigenvalues."""
-    norm = torch.linalg.vector_norm(hessian)
+def _power_mean_slope(hessian: Tensor, rank: int, power: int, divided: bool) -> tuple[Scalar, Tensor]:
+    """R_well,p(H) = M_p^2 / 2 - M_2^2 / 2 and (M_p^(2-p) H^(p-1) - H) / k: for even p without eigenvalues."""
+    norm: Any = torch.linalg.vector_norm(hessian)
     unit = hessian / norm  # eigenvalues of at most 1: no power overflows
-    lower = matrix_power(unit, power - 2)
+    lower = torch.linalg.matrix_power(unit, power - 2)
     upper = lower @ unit
-    total = torch.dot(upper.flatten(), unit.flatten())
+    total: Any = torch.dot(upper.flatten(), unit.flatten())
     on_cpu = hessian.device.type == "cpu"
     if on_cpu:
         norm, total = norm.item(), total.item()
@@ -82,14 +75,14 @@ def _power_mean_slope(hessian: Tensor, rank: int, power: int, divided: bool, wei
         if not norm > 0:
             return 0.0, hessian
     mean = (total / rank) ** (1 / power)  # M_p / norm
-    factor = weight / rank * mean ** (2 - power)
+    factor = mean ** (2 - power) / rank
     if divided:
         slope = lower * factor
-        slope.diagonal().sub_(weight / rank)
+        slope.diagonal().sub_(1 / rank)
     elif on_cpu:
-        slope = upper.mul_(norm * factor).sub_(unit, alpha=norm * weight / rank)
+        slope = upper.mul_(norm * factor).sub_(unit, alpha=norm / rank)
     else:
-        slope = upper.mul_(norm * factor).sub_(unit * (norm * weight / rank))
+        slope = upper.mul_(norm * factor).sub_(unit * (norm / rank))
     value = norm**2 * (mean**2 - 1 / rank) / 2
     return (value, slope) if on_cpu else (torch.where(norm > 0, value, norm), torch.where(norm > 0, slope, hessian))
 
@@ -125,27 +118,19 @@ def scalar(value: Scalar, like: Tensor) -> Tensor:
     return like.new_full((), value if abs(value) <= torch.finfo(like.dtype).max else math.copysign(math.inf, value))
 
 
-def hessian_slope(features: Tensor, slope_of: Slope) -> tuple[Scalar, Tensor]:
-    """R(H) and dR/dH [D, D] of H = F^T F by the smaller Gram of F [N, D], float64."""
-    if len(features) < WIDE * features.shape[1]:
-        value, divided = slope_of(gram(features.T), divided=True)
-        return value, features.T @ divided @ features
-    return slope_of(gram(features))
-
-
 class _WithGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, value: Tensor, gradients: tuple[Tensor, ...], *leaves: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor, gradients: tuple[Tensor, ...], *leaves: Tensor) -> Tensor:
         ctx.gradients = gradients
         return value.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *(upstream * gradient for gradient in ctx.gradients)
 
 
-def with_gradients(value: Tensor, gradients: dict[Tensor, Tensor]) -> Tensor:
+def with_gradients(value: Tensor, gradients: Mapping[Any, Tensor]) -> Tensor:
     """`value`, a scalar, with gradients computed by hand: leaf -> matrix."""
     return _WithGradients.apply(value, tuple(gradients.values()), *gradients)
 
@@ -159,7 +144,7 @@ class _HessianRegularizer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, features: Tensor, theta: Tensor | None, f: Tensor, wide: bool, value: Scalar, slope: Tensor
+        ctx: Any, features: Tensor, theta: Tensor | None, f: Tensor, wide: bool, value: Scalar, slope: Tensor
     ) -> Tensor:
         ctx.save_for_backward(f, theta, slope)
         ctx.wide, ctx.dtype = wide, features.dtype
@@ -167,7 +152,7 @@ class _HessianRegularizer(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         f, theta, slope = ctx.saved_tensors
         if theta is None:
             gradient = slope @ f if ctx.wide else f @ slope
@@ -181,7 +166,7 @@ def _of_features(features: Tensor, theta: Tensor | None, slope_of: Slope) -> Ten
     f = features.detach().double()
     # the Gram that takes fewer operations: behind theta, the one of the samples needs a product more
     wide = len(f) < f.shape[1] if theta is None else 2 * len(f) < f.shape[1]
-    found = slope_of(gram(f.T if wide else f), divided=wide and theta is not None)
+    found = slope_of(f @ f.mT if wide else f.mT @ f, divided=wide and theta is not None)
     return _HessianRegularizer.apply(features, theta, f, wide, *found)
 
 
@@ -229,14 +214,14 @@ def _log_condition_number(factor: Tensor, rank: int, power: float) -> tuple[Tens
 
 class _LogConditionNumber(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, features: Tensor, f: Tensor, value: Tensor, v: Tensor, weights: Tensor) -> Tensor:
+    def forward(ctx: Any, features: Tensor, f: Tensor, value: Tensor, v: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(f, v, weights)
         ctx.dtype = features.dtype
         return value.to(features, non_blocking=True, copy=True)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         f, v, weights = ctx.saved_tensors
         return (2 * upstream * ((f @ v) * weights) @ v.T).to(ctx.dtype), None, None, None, None
 
@@ -264,19 +249,19 @@ def log_authors_condition_number(features: Tensor, theta: Tensor | None = None) 
     return _of_features(features, theta, partial(_log_authors_slope, dim=features.shape[1]))
 
 
-def _log_authors_slope(hessian: Tensor, dim: int, divided: bool = False, weight: float = 1.0) -> tuple[float, Tensor]:
-    """The value and `weight` dR/dH = v_1 v_1^T / (lambda_1 + r) - v_D v_D^T / (lambda_D + r), a Slope."""
+def _log_authors_slope(hessian: Tensor, dim: int, divided: bool = False) -> tuple[float, Tensor]:
+    """The value and dR/dH = v_1 v_1^T / (lambda_1 + r) - v_D v_D^T / (lambda_D + r), a Slope."""
     near = hessian.cpu()
     _norm(near)
     largest, v = extreme_eigenpair(near, -1)
     v = v.to(hessian.device)
-    slope = torch.outer(v, v * (weight / (largest + AUTHORS_RIDGE) / (largest if divided else 1)))
+    slope = torch.outer(v, v * (1 / (largest + AUTHORS_RIDGE) / (largest if divided else 1)))
     smallest = 0.0
     if dim == len(hessian):
         smallest, u = extreme_eigenpair(near, -dim)
         u = u.to(hessian.device)
         if smallest > EPS * largest:  # a null direction is orthogonal to the features: its term is none
-            slope.sub_(torch.outer(u, u * (weight / (smallest + AUTHORS_RIDGE) / (smallest if divided else 1))))
+            slope.sub_(torch.outer(u, u * (1 / (smallest + AUTHORS_RIDGE) / (smallest if divided else 1))))
     return math.log((largest + AUTHORS_RIDGE) / (smallest + AUTHORS_RIDGE)), slope
 
 

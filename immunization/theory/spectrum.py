@@ -5,11 +5,12 @@ kappa(H) = (sigma_1 / sigma_k)^2 with sigma the singular values of F and k its n
 from F or its triangular factor, never from eigenvalues of H, which would lose half of the digits.
 """
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import scipy.linalg
@@ -33,11 +34,11 @@ def features_of(owner: str) -> Iterator[None]:
         raise DegenerateSpectrum(f"{owner}: {error}; check the weights and the data") from error
 
 
-Features = Tensor | np.ndarray | Iterable[Tensor | np.ndarray | Sequence]
+Features = Tensor | np.ndarray | Iterable[Any]
 """A matrix [N, D] of torch or NumPy, or an iterable of batches of its rows; of batches (x, y) of a loader, x counts."""
 
 
-def _as_batches(features: Features) -> Iterator[Tensor]:
+def _as_batches(features: Features) -> Iterator[Any]:
     """The batches as tensors; raises DataError for what has none, and leaves what is no matrix to the caller."""
     if not isinstance(features, Iterable):
         raise DataError(f"features must be a tensor [N, D], or batches of its rows, not {type(features).__name__}")
@@ -51,7 +52,7 @@ def _as_batches(features: Features) -> Iterator[Tensor]:
         yield rows
 
 
-def triangular_factor(features: Tensor | Iterable[Tensor]) -> tuple[Tensor, int]:
+def triangular_factor(features: Features) -> tuple[Tensor, int]:
     """Fold features into one R with R^T R = F^T F (TSQR), and count their rows.
 
     `features` is one matrix [N, D] or any iterable of batches [n_i, D]; memory is O(D^2) plus one batch. Returns R
@@ -82,7 +83,7 @@ def triangular_factor(features: Tensor | Iterable[Tensor]) -> tuple[Tensor, int]
     return torch.linalg.qr(torch.cat(pending), mode="r").R if waiting or len(pending) > 1 else pending[0], rows
 
 
-def rank_tolerance(shape: tuple[int, int], eps: float = EPS) -> float:
+def rank_tolerance(shape: Sequence[int], eps: float = EPS) -> float:
     """Singular values of a matrix of this `shape` are noise up to this share of the largest.
 
     `eps` is the relative rounding of its entries (`eps_of`). For float64's this is numpy's max(N, D) eps. Coarser
@@ -94,7 +95,7 @@ def rank_tolerance(shape: tuple[int, int], eps: float = EPS) -> float:
     return max(max(shape) * EPS, min(shape) ** 0.5 * min(eps, EPS32), eps)
 
 
-def numerical_rank(sigma: Tensor, shape: tuple[int, int], eps: float = EPS) -> int:
+def numerical_rank(sigma: Tensor, shape: Sequence[int], eps: float = EPS) -> int:
     """Number of singular values above sigma_1 * `rank_tolerance` (0 for a zero matrix)."""
     return int((sigma > sigma.max() * rank_tolerance(shape, eps)).sum()) if sigma.numel() and sigma.max() > 0 else 0
 
@@ -134,8 +135,37 @@ def svd(matrix: Tensor, full_matrices: bool = False) -> tuple[Tensor, Tensor, Te
     except torch.linalg.LinAlgError:
         if not torch.isfinite(matrix).all():
             raise
-        parts = scipy.linalg.svd(matrix.cpu().numpy(), full_matrices=full_matrices, lapack_driver="gesvd")
-        return tuple(torch.from_numpy(part).to(matrix) for part in parts)
+        u, sigma, vh = scipy.linalg.svd(matrix.cpu().numpy(), full_matrices=full_matrices, lapack_driver="gesvd")
+        return torch.from_numpy(u).to(matrix), torch.from_numpy(sigma).to(matrix), torch.from_numpy(vh).to(matrix)
+
+
+def extreme_eigenpair(gram: Tensor, index: int) -> tuple[float, Tensor]:
+    """Eigenvalue (clamped at 0) and unit eigenvector of a symmetric `gram` on the CPU; `index` -1 is the largest.
+
+    Steps of a GPU take it on the CPU, too: one pair takes less there than the GPU's whole decomposition. Raises
+    LinAlgError where LAPACK does not converge.
+    """
+    place = len(gram) + index
+    try:
+        values, vectors = scipy.linalg.eigh(gram.numpy(), subset_by_index=[place, place], check_finite=False)
+    except np.linalg.LinAlgError as error:
+        raise torch.linalg.LinAlgError(f"LAPACK finds no eigenpair of a matrix {tuple(gram.shape)}: {error}") from error
+    return max(float(values[0]), 0.0), torch.from_numpy(vectors)[:, 0]
+
+
+def power_of_two(*matrices: Tensor) -> float:
+    """The largest one up to the largest absolute entry: division by it is exact, and brings squares into range.
+
+    1 where all entries are 0, where there are none, or where some are not finite.
+    """
+    largest = max((float(matrix.detach().abs().max()) for matrix in matrices if matrix.numel()), default=0.0)
+    return 2.0 ** (math.frexp(largest)[1] - 1) if 0 < largest < math.inf else 1.0
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """The norms [k] of rows [k, D] of any scale."""
+    scale = power_of_two(rows)
+    return (rows / scale).norm(dim=1) * scale
 
 
 def dimensions_outside(root: Tensor, other: Tensor, rows: int, eps: float = EPS) -> int:
@@ -243,7 +273,7 @@ def condition_number_down_to(sigma: Tensor, rank: int, tolerance: float) -> floa
     return kappa if resolved >= rank else tolerance**-2
 
 
-def authors_condition_number(features: Tensor | Iterable[Tensor]) -> float:
+def authors_condition_number(features: Features) -> float:
     """The released code's kappa: largest over smallest eigenvalue of F^T F + 1e-6 I.
 
     The release leaves out eigenvalues that come out at 1e-6 or less. For a null one that is a matter of rounding, half
@@ -273,7 +303,7 @@ def ratios(kappa: Mapping[str, float]) -> dict[str, float]:
 
 
 def rir(
-    harmful: Features, harmful_baseline: Features, primary: Features, primary_baseline: Features, **options: object
+    harmful: Features, harmful_baseline: Features, primary: Features, primary_baseline: Features, **options: Any
 ) -> dict[str, float]:
     """Relative immunization ratio (Eq. 15/17) of features after and before: `rir`, `ratio_harmful`, `ratio_primary`.
 

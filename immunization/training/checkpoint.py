@@ -16,7 +16,7 @@ from immunization.training.signals import Stop
 
 log = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 SHARE = 0.01  # largest share of a run's time that goes into checkpoints which the clock asks for
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from immunization.errors import Diverged
-from immunization.methods.base import Method
+from immunization.methods.base import Method, checked_step
 from immunization.models.base import Model
 from immunization.training.batches import Batches
 
@@ -96,7 +96,7 @@ def train(
         while at.epoch < method.epochs and at.step < most:
             for primary, *harmful in batches.epoch():
                 try:
-                    terms = method.loss_and_terms(model, primary, *harmful)
+                    terms = checked_step(method, model, primary, *harmful)
                 except torch.linalg.LinAlgError:
                     watch.failed()
                 watch.see(terms["loss"], told or logged(at.step + 1))
@@ -111,6 +111,6 @@ def train(
                 on_step(at.step, terms)
                 if at.step >= most:
                     return at.step
-            ended = method.epoch_end(model, at.epoch)
-            at.epoch = method.epochs if ended else at.epoch + 1
+            ended = [hook.epoch_end(model, at.epoch) for hook in (method, *method.callbacks)]
+            at.epoch = method.epochs if any(ended) else at.epoch + 1
     return at.step

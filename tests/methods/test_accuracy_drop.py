@@ -20,7 +20,7 @@ class Scripted(Method):
         super().__init__(len(scores), max_accuracy_drop=0.1)
         self.accuracies, self.scores = accuracies, scores
 
-    def _accuracy(self, model):
+    def accuracy(self, model):
         return self.accuracies[int(model.extractor.theta[0, 0].item())]
 
     def score(self, model):
@@ -49,7 +49,7 @@ def test_the_best_score_before_too_large_a_drop_is_kept(accuracies, scores, last
     method.setup(model, pair)
     for epoch in range(1, len(scores) + 1):
         model.extractor.theta.data.fill_(epoch)
-        if method.epoch_end(model, epoch - 1):
+        if any(callback.epoch_end(model, epoch - 1) for callback in method.callbacks):
             break
     method.finish(model)
     assert epoch == last
@@ -75,7 +75,7 @@ def test_dead_features_are_no_better_score(dead):
             factor=lambda task: factors[task is tasks[1]],
             baseline_factor=lambda role, task: torch.tensor([2.0, 1.0, 1.0], dtype=torch.float64).diag(),
         )
-        method.setup(model, SimpleNamespace(primary=tasks[0], harmful=tasks[1]))
+        method.setup(model, TaskPair("pair", *tasks))
         return method.score(model)
 
     assert score(0.5, dead) == pytest.approx(-math.log(16) - 2 * math.log(9 * torch.finfo(torch.float64).eps))

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from immunization.methods import Encoderlock, Forget, ForgetBlocks, Method, combined, distillation
+from immunization.methods.base import checked_step
 from immunization.methods.damping import damp, release
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
@@ -140,7 +141,7 @@ def test_who_loses_too_much_goes_back_to_theta_0(net, several, monkeypatch):
     model, tasks = build(net, trainable="layer3").read_tasks(net, False)
     tasks = replace(tasks, more={"harmful_b": tasks.harmful}) if several else tasks
     theta_0, accuracy = copy.deepcopy(model.extractor.state_dict()), [1.0]
-    monkeypatch.setattr(Method, "_accuracy", lambda *_: accuracy[0])
+    monkeypatch.setattr(Method, "accuracy", lambda *_: accuracy[0])
     method = combined(Forget(epochs=2, batch_size=16, damping=10.0, path=0.0, max_accuracy_drop=0.1), tasks)
     method.setup(model, tasks)
     accuracy[0] = 0.0
@@ -159,7 +160,7 @@ def test_encoderlock_keeps_within_its_masks_for_several_tasks_too(net):
     method = combined(Encoderlock(epochs=1, batch_size=16, weights=5, keep=10.0), two)
     method.setup(model, two)
     batch = PairedBatches(two, 16, torch.Generator().manual_seed(0))
-    method.loss_and_terms(model, *next(iter(batch.epoch())))["loss"].backward()
+    checked_step(method, model, *next(iter(batch.epoch())))["loss"].backward()
     moved = sum((p.grad != 0).sum().item() for p in model.trained().values() if p.grad is not None)
     assert 0 < moved <= 2 * 5
 

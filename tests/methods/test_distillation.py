@@ -14,6 +14,7 @@ from immunization.config import compose
 from immunization.errors import ConfigError
 from immunization.experiment import assemble, resolve
 from immunization.methods import CLAMP, IMMA, NTL, TAR, ConditionNumber, Encoderlock, Sophon, combined
+from immunization.methods.base import checked_step
 from immunization.models import Linear, image_tasks
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
@@ -74,9 +75,9 @@ def test_the_loss_by_hand(net):
     model, tasks = build(net).read_tasks(net, False)
     method = NTL(1, 16, keep=2.0)
     method.setup(model, tasks)
-    method.distillation.kept = method.distillation.kept[:1]
+    method.callbacks[0].distillation.kept = method.callbacks[0].distillation.kept[:1]
     primary, harmful = next(iter(PairedBatches(tasks, 16, torch.Generator()).epoch()))
-    rows = torch.cat([primary.x, method.distillation.kept.expand_as(primary.x)])
+    rows = torch.cat([primary.x, method.callbacks[0].distillation.kept.expand_as(primary.x)])
     f_0, whole = model.features(rows), model.features(tasks.primary.train.x)
     p_0 = model.head(f_0).softmax(1)
     with torch.no_grad():
@@ -86,7 +87,7 @@ def test_the_loss_by_hand(net):
     p = model.head(f).softmax(1)
     by_hand = (f - f_0).square().sum(1).mean() / spread + (p_0 * (p_0 / p).log()).sum(1).mean()
     alone = copy.deepcopy(method).step(model, primary, harmful)["loss"]
-    terms = method.loss_and_terms(model, primary, harmful)
+    terms = checked_step(method, model, primary, harmful)
     assert_close(terms["kept"], by_hand)
     assert_close(terms["loss"], alone + 2 * by_hand)
 
@@ -103,7 +104,7 @@ def test_several_harmful_tasks_keep_once(net):
         for p in model.trained().values():
             p.mul_(1.1)
     alone = copy.deepcopy(method).step(model, primary, harmful, harmful)["loss"]
-    terms = method.loss_and_terms(model, primary, harmful, harmful)
+    terms = checked_step(method, model, primary, harmful, harmful)
     assert terms["kept"] > 0
     assert_close(terms["loss"], alone + 2 * terms["kept"])
 

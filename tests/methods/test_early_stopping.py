@@ -29,7 +29,7 @@ def trained(scores: list[float], patience: int) -> tuple[list[int], int, int]:
     method.setup(model, pair)
     for epoch in range(len(scores)):
         model.extractor.theta.data.fill_(epoch)
-        if method.epoch_end(model, epoch):
+        if any(callback.epoch_end(model, epoch) for callback in method.callbacks):
             break
     method.finish(model)
     return method.asked, epoch, int(model.extractor.theta[0, 0].item())

@@ -15,6 +15,7 @@ from immunization.errors import ConfigError
 from immunization.evaluation import Comparison
 from immunization.evaluation.rir import condition_ratios
 from immunization.methods import ConditionNumber, Method, OptKappa, ReleasedConditionNumber, combined
+from immunization.methods.callbacks import Bound
 from immunization.models import Linear
 from immunization.theory.optimal_map import conditioned
 from immunization.theory.spectrum import condition_number
@@ -88,7 +89,7 @@ def test_what_was_interrupted_goes_on_to_the_same_theta():
     whole, _ = trained(ConditionNumber(1.0, 30.0, epochs=40), pair)
     first = ConditionNumber(1.0, 30.0, epochs=40)
     model, optimizer = trained(first, pair, steps=20)
-    first.epoch_end(model, 19)  # `most` ends the training before it
+    first.bound.epoch_end(model, 19)  # `most` ends the training before it
     kept = model.state_dict(), optimizer.state_dict(), first.state_dict()
     second = ConditionNumber(1.0, 30.0, epochs=40)
     resumed = Linear(pair)
@@ -102,7 +103,7 @@ def test_what_was_interrupted_goes_on_to_the_same_theta():
             again.zero_grad()
             second.step(resumed, *batch)["loss"].backward()
             again.step()
-        second.epoch_end(resumed, epoch)
+        second.bound.epoch_end(resumed, epoch)
     second.finish(resumed)
     assert torch.equal(resumed.extractor.theta, whole.extractor.theta)
 
@@ -119,7 +120,7 @@ def test_what_was_interrupted_goes_on_to_the_same_theta():
 )
 def test_fixed_weights_stay_as_they_are(method):
     trained(method, make_pair((30, 20)))
-    assert (method.limit, method.factor) == (None, 1.0)
+    assert (method.bound, method.factor, method.callbacks) == (None, 1.0, [])
 
 
 @pytest.mark.parametrize("raised", [True, False])
@@ -153,7 +154,7 @@ def test_theta_0_that_is_kept_for_want_of_better_is_told(monkeypatch):
     pair = small_table()
     tasks = {role: replace(task, val=task.train) for role, task in pair.tasks.items()}
     method = ConditionNumber(1.0, 30.0, epochs=3, hold_primary=0.01, max_accuracy_drop=0.5)
-    monkeypatch.setattr(method, "_nearest", lambda model, theta: [])
+    monkeypatch.setattr(Bound, "_nearest", lambda self, model, theta: [])
     trained(method, pair.with_tasks(tasks))
     assert method.flags["primary_not_held"].endswith("; theta_0 is kept")
 

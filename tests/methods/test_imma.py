@@ -43,7 +43,7 @@ def test_imma_in_one_dimension_by_hand(options, loss, slope):
     method = IMMA(epochs=1, inner_lr=0.1, head_steps=0, **options)
     method.setup(model, pair)
     model.head.weight.data.fill_(2.0)
-    method.attacker.weight.data.fill_(0.5)
+    method.attackers["harmful"].weight.data.fill_(0.5)
     terms = method.step(model, *full_batches(pair))
     assert_close(terms["loss"].item(), loss)
     assert_close(gradient(terms["loss"], model).item(), slope)
@@ -56,8 +56,8 @@ def test_imma_differentiates_through_the_attackers_steps(inner_steps):
     model = Linear(pair, "random")
     method = IMMA(epochs=1, inner_steps=inner_steps, inner_lr=0.8, head_steps=0, weight=0.6)
     method.setup(model, pair)
-    torch.nn.init.normal_(method.attacker.weight)
-    omega, w = (head.weight.detach().numpy()[0] for head in (model.head, method.attacker))
+    torch.nn.init.normal_(method.attackers["harmful"].weight)
+    omega, w = (head.weight.detach().numpy()[0] for head in (model.head, method.attackers["harmful"]))
 
     def loss(one: Task, theta: np.ndarray, head: np.ndarray) -> float:
         x, y = one.train.x.numpy(), one.train.y.numpy()
@@ -100,7 +100,7 @@ def test_imma_differentiates_twice_through_nets(folders, name):
     assert along == pytest.approx((loss(1e-6) - loss(-1e-6)).item() / 2e-6, rel=1e-4)
     first_order = IMMA(epochs=1, inner_lr=0.5, heads="fixed", mode="first_order")
     first_order.setup(model, pair)
-    first_order.attacker = method.attacker
+    first_order.attackers["harmful"] = method.attackers["harmful"]
     loss(0.0)
     other = torch.autograd.grad(first_order.step(model, *batches)["loss"], parameters)
     assert any((slope - one).norm() > 1e-3 * slope.norm() for slope, one in zip(slopes, other, strict=True))
@@ -122,12 +122,12 @@ def test_imma_steps_both_heads_first_at_the_scale_of_the_features(scale):
         model.extractor.theta *= scale
     primary, harmful = full_batches(pair)
     terms = method.step(model, primary, harmful)
-    for head, batch in ((model.head, primary), (method.attacker, harmful)):
+    for head, batch in ((model.head, primary), (method.attackers["harmful"], harmful)):
         slope = -2 / len(batch.y) * batch.y @ batch.x  # of the mean squared error at w = 0
         assert_close(head.weight[0], -0.3 / batch.x.square().sum(1).mean() * slope / scale)
     terms["loss"].backward()
     assert model.head.weight.grad is None  # the upper level moves theta alone
-    assert method.attacker.weight.grad is None
+    assert method.attackers["harmful"].weight.grad is None
 
 
 def test_imma_keeps_the_attackers_head_and_starts_each_run_anew():
@@ -138,4 +138,4 @@ def test_imma_keeps_the_attackers_head_and_starts_each_run_anew():
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0]
     method.setup(model, pair)
-    assert not method.attacker.weight.any()
+    assert not method.attackers["harmful"].weight.any()

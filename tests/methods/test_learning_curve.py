@@ -161,7 +161,7 @@ def test_early_stopping_goes_back_to_the_best_theta():
     method = LearningCurve(epochs=200, patience=10, rotate=False)
     model, steps = immunized(pair, method, lr=0.3)  # coarse steps: the score stalls soon
     assert steps < 200
-    assert method.score(model) == pytest.approx(method.best[0])
+    assert method.score(model) == pytest.approx(method.callbacks[0].score)
 
 
 def test_without_validation_rows_patience_has_no_effect_and_says_so():

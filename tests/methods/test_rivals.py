@@ -231,7 +231,7 @@ def test_encoderlock_moves_few_weights_more_with_each_round():
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(5):
         optimizer.zero_grad()
-        method.loss_and_terms(model, *full_batches(pair))["loss"].backward()
+        method.step(model, *full_batches(pair))["loss"].backward()
         optimizer.step()
         counts.append((model.extractor.theta != start).sum().item())
     assert counts == [3, 3, 6, 6, 9]

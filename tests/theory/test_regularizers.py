@@ -15,7 +15,7 @@ from torch.autograd import gradcheck
 from torch.testing import assert_close
 
 from immunization.errors import DegenerateSpectrum
-from immunization.theory import products, regularizers, spectrum
+from immunization.theory import regularizers, spectrum
 
 shapes = pytest.mark.parametrize("shape", [(12, 5), (5, 12), (6, 6)], ids=["tall", "wide", "square"])
 POWERS = (4, 10, math.inf)
@@ -80,21 +80,19 @@ def test_the_slopes_are_those_of_the_spectrum(shape, power):
     denominator = eigenvalues.square().sum() / (2 * rank) - eigenvalues[-1] ** 2 / 2
     of_ill = (eigenvalues[-1] * (torch.arange(rank) == rank - 1) - eigenvalues / rank) / denominator**2
     values = (mean**2 / 2 - eigenvalues.square().sum() / (2 * rank), 1 / denominator)
-    slopes = (partial(regularizers.r_well_slope, rank=rank, power=power), partial(regularizers.r_ill_slope, rank=rank))
+    functions = (
+        partial(regularizers.r_well_of_features, rank=rank, power=power),
+        partial(regularizers.r_ill_of_features, rank=rank),
+    )
     sizes = eigenvalues[0] / rank, eigenvalues[0] / rank / denominator**2
-    for slope_of, value, weights, size in zip(slopes, values, (of_well, of_ill), sizes, strict=True):
-        found, slope = regularizers.hessian_slope(f, partial(slope_of, weight=0.5))
-        expected = vh.T * weights @ vh / 2
-        assert_close(found, value.item(), rtol=1e-10, atol=1e-9 * eigenvalues[0].item() ** 2)
-        assert_close(slope, expected, rtol=0, atol=1e-10 * size.item())
-
-
-@pytest.mark.parametrize("shape", [(300, 300), (270, 300), (20, 30)])
-def test_a_triangular_root_is_multiplied_as_any_matrix(shape):
-    root, theta = gaussian(*shape, seed=0).triu(), gaussian(shape[1], shape[1], seed=1)
-    assert_close(products.triangular_product(root, theta), root @ theta)
-    assert_close(products.triangular_product(root, theta.T), root @ theta.T)
-    assert_close(products.triangular_product(root.float(), theta.float()), root.float() @ theta.float())
+    for function, value, weights, size in zip(functions, values, (of_well, of_ill), sizes, strict=True):
+        expected = vh.T * weights @ vh
+        leaf, theta = f.clone().requires_grad_(), torch.eye(shape[1], dtype=torch.float64, requires_grad=True)
+        found = function(f, theta=theta)
+        (of_leaf,), (of_theta,) = (torch.autograd.grad(*args) for args in ((function(leaf), leaf), (found, theta)))
+        assert_close(found.item(), value.item(), rtol=1e-10, atol=1e-9 * eigenvalues[0].item() ** 2)
+        assert_close(of_theta / 2, expected, rtol=0, atol=1e-10 * size.item())
+        assert_close(of_leaf / 2, f @ expected, rtol=0, atol=1e-10 * size.item() * sigma[0].item())
 
 
 def test_upstream_gradient_scales_the_regularizers():

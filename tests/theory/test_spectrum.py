@@ -379,3 +379,18 @@ def test_non_finite_features_have_no_spectrum(value):
 def test_overflowing_hessian_is_not_mistaken_for_a_flat_one():
     with pytest.raises(torch.linalg.LinAlgError, match="overflowing"):
         regularizers.r_ill_of_features(1e90 * gaussian(6, 3, seed=0), 3)
+
+
+def test_extreme_eigenpairs():
+    """Small and large, also where the next eigenvalues are close (as R_well makes them) or rounding noise."""
+    small = with_spectrum(torch.tensor([3.0, 2.0, 0.5], dtype=torch.float64), 9, 4, seed=3)
+    close = with_spectrum(torch.cat([torch.ones(21), torch.linspace(0, 0.1, 279)]).double().sqrt(), 300, 300, seed=5)
+    steep = with_spectrum(torch.logspace(0, -5, 300, dtype=torch.float64), 300, 300, seed=1)
+    cases = [(small, -1, 9.0), (small, -3, 0.25), (small, -4, 0.0), (close, -1, 1.0), (steep, -300, 1e-10)]
+    for f, index, expected in [*cases, (0 * steep, -1, 0.0)]:
+        gram = f.T @ f
+        value, vector = spectrum.extreme_eigenpair(gram, index)
+        assert value >= 0
+        assert_close(value, expected, rtol=1e-12, atol=1e-14)
+        assert_close(gram @ vector, expected * vector, rtol=0, atol=1e-13)
+        assert_close(vector.norm().item(), 1.0)
