@@ -3,6 +3,7 @@
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -82,7 +83,8 @@ class SweepSummary(Callback):
         folder = Path(config.hydra.sweep.dir)
         try:
             collection = _summary(config)
-            failed = any(problem.kind != "repeated" and _own(problem.folder, config) for problem in collection.problems)
+            own = _own(config)
+            failed = any(problem.kind != "repeated" and own(problem.folder) for problem in collection.problems)
             _forget_refusals(folder)
         except Exception:
             traceback.print_exc()
@@ -114,16 +116,21 @@ def _jobs(config: DictConfig) -> list[list[str]]:
         return []
 
 
-def _own(folder: Path, config: DictConfig) -> bool:
+def _own(config: DictConfig) -> Callable[[Path], bool]:
     """Whether a job of this command left what is in a run folder; those that ended before they said so count, too.
 
-    Others in the folder are in the table, but not in the exit code.
+    Others in the folder of the sweep are in the table, but not in the exit code.
     """
     from immunization.results import rows
 
-    ignored, overrides = config.hydra.job.config.override_dirname.exclude_keys, rows.overrides_of(folder)
+    ignored = config.hydra.job.config.override_dirname.exclude_keys
     jobs = {rows.job(job, ignored) for job in _jobs(config)}
-    return not (jobs and overrides) or (folder / REFUSED).exists() or rows.job(overrides, ignored) in jobs
+
+    def own(folder: Path) -> bool:
+        overrides = rows.overrides_of(folder)
+        return not (jobs and overrides) or (folder / REFUSED).exists() or rows.job(overrides, ignored) in jobs
+
+    return own
 
 
 def _forget_refusals(folder: Path) -> None:
