@@ -189,12 +189,10 @@ def arrays(
     if options["path"]:
         stored = dict(np.load(options["path"])) if options["path"].endswith(".npz") else load_file(options["path"])
     else:
-        files = {
-            role: pd.read_csv(options[f"{role}_csv"], float_precision="round_trip") for role in ("primary", "harmful")
-        }
-        order = [name for name in files["primary"] if name != options["target"]]
-        stored = {f"{role}_x": table[order].to_numpy(float) for role, table in files.items()}
-        stored |= {f"{role}_y": table[options["target"]].to_numpy() for role, table in files.items()}
+        tables = {role: pd.read_csv(options[f"{role}_csv"], dtype=str) for role in ("primary", "harmful")}
+        order = [name for name in tables["primary"] if name != options["target"]]
+        stored = {f"{role}_x": table[order].to_numpy(str).astype(float) for role, table in tables.items()}
+        stored |= {f"{role}_y": table[options["target"]].to_numpy(str).astype(float) for role, table in tables.items()}
     tasks = {}
     for role in (name.removesuffix("/train") for name in rows if name.endswith("/train")):
         taken = {split: (sources[f"{role}/{split}"], rows[f"{role}/{split}"]) for split in SPLITS}
