@@ -170,7 +170,7 @@ def test_options_of_hydra_that_would_do_nothing_are_refused(words, folder, messa
 
 def test_result_has_the_documented_content(done):
     content = strict(done.folder / "result.json")
-    assert (content["schema"], content["status"], content["seed"]) == (1, "completed", 3)
+    assert (content["schema"], content["status"], content["seed"]) == (2, "completed", 3)
     assert (content["dataset"], content["model"], content["method"]) == ("digits", "linear", "condition_number")
     assert set(content["seconds"]) == {"immunize", "evaluate"}
     assert all(seconds > 0 for seconds in content["seconds"].values())

@@ -70,7 +70,7 @@ def test_paths_may_be_files_and_overlap(sweep, monkeypatch):
     [
         (lambda path: path.write_text(path.read_text()[:100]), "unreadable", "is not JSON"),
         (lambda path: path.write_text("{}"), "unreadable", "schema 1"),
-        (lambda path: path.write_text(path.read_text().replace('"schema": 1', '"schema": 2')), "unreadable", "schema"),
+        (lambda path: path.write_text(path.read_text().replace('"schema": 2', '"schema": 3')), "unreadable", "schema"),
         (lambda path: path.write_text(path.read_text().replace('"rir": 10.0', '"rir": "10"')), "unreadable", "edited"),
         (lambda path: path.write_text("[1, 2]"), "unreadable", "schema 1"),
         (lambda path: path.write_bytes(b"\xff\x00\x12"), "unreadable", "is not JSON"),
