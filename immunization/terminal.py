@@ -118,7 +118,7 @@ def heartbeat(aloud: bool) -> Iterator[None]:
 
 @contextmanager
 def importing(what: str) -> Iterator[None]:
-    """`waiting` without the garbage collector: it would walk over all modules time and again, a quarter of the wait."""
+    """`waiting` without the garbage collector, whose walks over all modules take 13 % of the time of the imports."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -110,7 +110,11 @@ def set_threads(number: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what is freed: taking memory for a net's outputs anew costs a fifth of the time."""
+    """Let glibc keep what is freed.
+
+    Taking memory for a net's outputs anew costs 14 % of the time: ResNet18's features of 16 images of 224 pixels took
+    0.92 s of one core, 0.79 s with memory kept.
+    """
     trim_threshold, mmap_max = -1, -4  # malloc.h
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # musl has none
         libc.mallopt(trim_threshold, -1)
