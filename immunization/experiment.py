@@ -4,11 +4,12 @@ import copy
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -149,7 +150,13 @@ def _check_together(settings: Mapping[str, Any]) -> None:
             raise ConfigError(f"{key} must be a list, [a,b] on the command line, not {value!r}")
     if settings["published"] and not settings["suite"]:
         raise ConfigError("published is a file of a numbered suite's curves: choose one, such as attack=[standard]")
-    model, kind = settings["model"], target_of(settings, "model")
+    model, kind, data = (settings["model"], *(target_of(settings, group) for group in ("model", "dataset")))
+    with suppress(NameError, TypeError):  # a data set of somebody's own may annotate what only a type checker imports
+        if getattr(kind, "reads", "rows") != "rows" and get_type_hints(data).get("return") is TaskPair:
+            raise ConfigError(
+                f"model={model.get('name', 'digits_net')} needs images, for example dataset=image_folders or "
+                f"digits_deep; dataset={settings['dataset'].get('name')} has none"
+            )
     precondition = settings["method"].get("precondition") if settings["immunize"] else None  # an audit's does nothing
     if precondition not in (None, "none") and not getattr(kind, "preconditioned", False):
         raise ConfigError("method.precondition needs model=linear: the matrix K of a deep net is not defined; use none")

@@ -88,7 +88,7 @@ def run(
                 return before
             state = checkpoint.read(folder, settings)
             distributed.agree(folder)
-            with run.recording(), heartbeat(aloud=not quiet and not sys.stderr.isatty()):
+            with run.recording(), stop.unmasked(), heartbeat(aloud=not quiet and not sys.stderr.isatty()):
                 run.begin(config, overrides)
                 experiment, parts = train(config, overrides, run, stop, state, tables, quiet)
                 measure(experiment, parts, run, flags)

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from immunization import run
 from immunization.config import CONF, build, compose, factory, hparams, slug
 from immunization.errors import ConfigError, DataError
-from immunization.experiment import assemble, resolve
+from immunization.experiment import resolve
 from immunization.methods import Method
 from immunization.runs import tracker
 
@@ -304,10 +304,9 @@ def test_rules_across_groups(config, override, message):
         resolve(config)
 
 
-def test_a_net_needs_images():
-    for model in ("resnet18", "digits_net"):
-        with pytest.raises(ConfigError, match=r"model=.* needs images, .*; 'digits' has none"):
-            assemble(resolve(compose([f"model={model}", "tracker=none"])))
+def test_a_net_needs_images_and_is_told_so_first():
+    with pytest.raises(ConfigError, match=r"model=resnet18 needs images, .*; dataset=digits has none"):
+        resolve(compose(["model=resnet18", "tracker=none"]))
 
 
 def test_a_preconditioner_needs_a_linear_model():

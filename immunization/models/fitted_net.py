@@ -15,7 +15,7 @@ from immunization.checks import AtLeastOne, Count
 from immunization.compute import keys
 from immunization.data.images import ImagePair, create_loader
 from immunization.errors import ConfigError, DataError
-from immunization.models.timm import Timm, check_images
+from immunization.models.timm import Timm
 from immunization.models.weights import create
 from immunization.runs import environment, files
 
@@ -39,8 +39,7 @@ class FittedNet(Timm):
         head_decay: float = 2e-5,
         cache: str = "~/.cache/immunization/fitted",
     ) -> None:
-        check_images(pair, name)
-        if pair.size is None:
+        if not isinstance(pair, ImagePair) or pair.size is None:
             raise ConfigError(f"model.name={name} is fitted to small images: dataset=cifar10 or digits_deep")
         pair.check_channels(name, channels)
         arguments = {"in_chans": channels, "num_classes": len(pair.tasks["primary"].classes)}

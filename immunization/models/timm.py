@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from immunization.compute import distributed, machine
 from immunization.compute.machine import onto
 from immunization.data.images import ImagePair
-from immunization.data.task import Task, TaskPair
+from immunization.data.task import Task
 from immunization.errors import ConfigError
 from immunization.models.activations import Stream
 from immunization.models.adapted import BODY
@@ -28,14 +28,6 @@ from immunization.models.weights import create, head_size, known_arguments, name
 from immunization.theory.spectrum import triangular_factor
 
 log = logging.getLogger(__name__)
-
-
-def check_images(pair: TaskPair | ImagePair, name: str | None) -> None:
-    """Raise ConfigError for tasks of rows, which the net `name` does not read."""
-    if not isinstance(pair, ImagePair):
-        raise ConfigError(
-            f"model={name} needs images, for example dataset=image_folders or digits_deep; '{pair.name}' has none"
-        )
 
 
 class Timm(ImageReader):
@@ -63,7 +55,8 @@ class Timm(ImageReader):
         net: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        check_images(pair, name)
+        if not isinstance(pair, ImagePair):
+            raise ConfigError(f"model={name} needs images, for example dataset=image_folders; '{pair.name}' has none")
         if not isinstance(arguments, Mapping | None):
             raise ConfigError(
                 f"model.arguments must be options of timm.create_model, {{num_classes: 10}}, or null, not {arguments!r}"

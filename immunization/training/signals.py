@@ -53,10 +53,7 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator["Stop"]:
-        """Take over the signals inside; only a process's main thread can, elsewhere nothing happens.
-
-        An error that leaves after the run was to end is that end: amid an import, it comes out as another one.
-        """
+        """Take over the signals inside; only a process's main thread can, elsewhere nothing happens."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -67,14 +64,21 @@ class Stop:
                 self.before[number] = before
                 signal.signal(number, self._heard)
         try:
-            yield self
+            with self.unmasked():
+                yield self
+        finally:
+            for number, before in self.before.items():
+                signal.signal(number, before)
+
+    @contextmanager
+    def unmasked(self) -> Iterator[None]:
+        """An error that leaves after a signal was to end the run is that end, which an import may turn into another."""
+        try:
+            yield
         except Exception as error:
             if self.raised is None:
                 raise
             raise self.raised from error
-        finally:
-            for number, before in self.before.items():
-                signal.signal(number, before)
 
     @contextmanager
     def after_steps(self) -> Iterator[None]:
