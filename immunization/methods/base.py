@@ -74,6 +74,7 @@ class Method(Component, group="method"):
     def __post_init__(self) -> None:
         self.flags: dict[str, str] = {}
         self.undetermined = ""
+        self.callbacks: list[Callback] = []
         self.bound: Bound | None = None
 
     @property
@@ -97,7 +98,7 @@ class Method(Component, group="method"):
         self.ratios = LogRatios({self.role if role == "harmful" else role: t for role, t in pair.shown.items()})
         limit = self.limit(model)
         self.bound = None if limit is None else Bound(self, model, limit)
-        self.callbacks: list[Callback] = [Keep(model, pair, self.keep, self.within)] if self.keep else []
+        self.callbacks = [Keep(model, pair, self.keep, self.within)] if self.keep else []
         if self.bound is not None:
             self.callbacks.append(self.bound)
         elif self.patience is not None or self.max_accuracy_drop is not None:

@@ -173,7 +173,7 @@ def test_tar_descends_what_holds_for_the_attacked_copy():
     weights = [math.exp(-1.0), math.exp(-0.5), 1.0]
     torch.manual_seed(0)
     torch.randint(1, ())  # which rate
-    (attacked,), resistance = method.attacked(model, harmful, negative_entropy, 0.1, weights)
+    (attacked,), resistance = method.attacked(model, pair.harmful, harmful, negative_entropy, 0.1, weights)
     features = primary.x @ theta
     moved = (features - primary.x @ before).norm(dim=1).mean() / (primary.x @ before).square().sum(1).mean().sqrt()
     kept = pair.primary.loss(model.head(features), primary.y)
@@ -189,7 +189,7 @@ def test_without_steps_the_attacked_copy_is_theta_itself():
     model, method = Linear(pair, "random"), TAR(head_steps=5)
     method.setup(model, pair)
     kept = len(harmful.y) - round(0.1 * len(harmful.y))
-    (found,), value = method.attacked(model, harmful, negative_entropy, 0.0, [1.0])
+    (found,), value = method.attacked(model, pair.harmful, harmful, negative_entropy, 0.0, [1.0])
     theta = model.extractor.theta
     zeros = torch.zeros(3, model.head.in_features, dtype=theta.dtype)
     w = fitted_head(pair.harmful, zeros, harmful.x[:kept] @ theta, harmful.y[:kept], 1.0, 5)
