@@ -3,17 +3,20 @@
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
 import hydra
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from immunization import __version__
-from immunization.config import CONF, read_yaml
-from immunization.errors import ConfigError
+from immunization.config import CHOOSE, CONF, read_yaml
+from immunization.errors import UserError
 from immunization.multirun.callback import SweepSummary
 from immunization.terminal import importing, robust_streams
 from immunization.training.signals import imported
@@ -22,19 +25,7 @@ from immunization.usage import explained, options
 _VERBOSE = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
-@contextmanager
-def _in_one_line() -> Iterator[None]:
-    """Inside, a user's mistake ends the process with one line; HYDRA_FULL_ERROR=1 shows its traceback."""
-    try:
-        yield
-    except Exception as error:
-        if _VERBOSE or (said := explained(error)) is None:
-            raise
-        sys.exit(f"error: {said}")
-
-
 @hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")
-@_in_one_line()
 def main(cfg: DictConfig) -> float:
     """One job; returns the metric named by `objective` for Hydra's sweepers, NaN where there is none."""
     from hydra.core.hydra_config import HydraConfig
@@ -50,45 +41,60 @@ def main(cfg: DictConfig) -> float:
     folder, sweep = Path(job.runtime.output_dir), job.mode == RunMode.MULTIRUN
     overrides = OmegaConf.to_container(job.overrides.task)  # as they were typed, ${...} included
 
+    def failed(said: object) -> float:
+        if not sweep:
+            sys.exit(f"error: {said}")
+        print(f"{folder.name}: error: {said}", file=sys.stderr, flush=True)
+        return math.nan
+
     try:
         result = run(cfg, folder, overrides, quiet=sweep)
     except Exception as error:
-        if not sweep:
+        if sweep:  # recorded in result.json; the other jobs go on, and the summary at the end counts it
+            return failed(record_failure(cfg, folder, error))
+        if _VERBOSE or not isinstance(error, UserError):
             raise
-        return _failed(folder, record_failure(cfg, folder, error))
+        return failed(error)
     value = result.metrics.get(cfg.objective)
     leads = os.environ.get("RANK", "0") == "0"  # torchrun's other processes measure nothing
     if leads and value is None and any(override.startswith("objective=") for override in overrides):
         close = ", ".join(get_close_matches(str(cfg.objective), result.metrics, 5, 0.0)) or "none"
         why = result.reasons.get(cfg.objective, f"this run has no measure of that name; the closest are: {close}")
-        said = f"objective={cfg.objective}: {why} (the run itself is complete)"
-        if not sweep:
-            raise ConfigError(said)
-        return _failed(folder, said)
+        return failed(f"objective={cfg.objective}: {why} (the run itself is complete)")
     return math.nan if value is None else value
 
 
-def _failed(folder: Path, said: str) -> float:
-    """Say what happened to one job of a sweep: the others go on, and the summary at the end counts it."""
-    print(f"{folder.name}: error: {said}", file=sys.stderr, flush=True)
-    return math.nan
-
-
-@_in_one_line()
 def cli() -> None:
-    """The command `immunize`."""
+    """`main` with one-line messages for a user's mistakes; HYDRA_FULL_ERROR=1 shows every traceback."""
     robust_streams()
     if "--version" in sys.argv[1:]:
         print(f"immunization {__version__}")
         return
     if mistake := _flag_for_option(sys.argv[1:]):
         sys.exit(f"error: {mistake}")
+    # overrides last: Hydra's parser takes none after a flag that stands between them
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word[:1] == "~" or ("=" in word and word[:1] != "-"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand exceptions to us instead of printing a trimmed traceback
     try:
         main()
     except KeyboardInterrupt:
         print(f"error: {SweepSummary.interrupted()}", file=sys.stderr, flush=True)
         sys.exit(130)
+    except TypeError as error:
+        if _VERBOSE or "/hydra/" not in traceback.extract_tb(error.__traceback__)[-1].filename.replace("\\", "/"):
+            raise
+        sys.exit(f"error: {CHOOSE}")
+    except (UserError, HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
+        ours = isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException)
+        if _VERBOSE or (ours and "group override" not in str(error)):
+            raise  # a ValueError is a fault of ours, unless it is how Hydra meets method=null
+        if isinstance(error, OSError) and not isinstance(error, HydraException):
+            said = f"{error}; if that is the run folder, move it with hydra.run.dir=... (hydra.sweep.dir=... for -m)"
+        elif ours:
+            said = f"{error}: give every group=... the name of an option"
+        else:
+            said = str(error) if isinstance(error, UserError) else explained(error)
+        sys.exit(f"error: {' '.join(said.split())}")
 
 
 def _flag_for_option(arguments: Iterable[str]) -> str | None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from immunization.errors import ConfigError
 
@@ -140,8 +141,12 @@ for _path in SWEEPS.glob("*.yaml") if SWEEPS.parent != CONF else ():
 def hparams(kind: str) -> dict[str, dict[str, Any]]:
     """Defaults of methods on data of a kind: the sections of conf/hparams/<kind>.yaml, over those it is `like`."""
     own = read_yaml(f"hparams/{kind}")
-    merged = OmegaConf.merge(hparams(own.pop("like")) if "like" in own else {}, own)
-    return {method: section or {} for method, section in OmegaConf.to_container(merged).items()}
+    found = dict(hparams(own.pop("like"))) if "like" in own else {}
+    for method, section in own.items():
+        below = found.get(method, {}) if section else {}  # null: the method's own defaults
+        merged = {k: below.get(k, {}) | v if isinstance(v, dict) else v for k, v in (section or {}).items()}
+        found[method] = below | merged
+    return found
 
 
 class _Shared(dict):
@@ -168,6 +173,9 @@ def _store_hparams() -> None:
 _store_hparams()
 
 
+CHOOSE = "every group=... takes the name of an option, or, as evaluation=[...] and attack=[...], a list of names"
+
+
 def compose(overrides: Iterable[str] = ()) -> DictConfig:
     """The configuration that `python launch.py <overrides>` would run; a Hydra application around stays as it is."""
     words = [] if isinstance(overrides, str) else list(overrides)
@@ -188,6 +196,10 @@ def _compose(words: list[str], **options: bool) -> DictConfig:
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             return hydra_compose("config", overrides=words, **options)
+    except (TypeError, ValueError) as error:  # Hydra's own, of a group that is chosen by a number or null
+        if isinstance(error, OmegaConfBaseException):
+            raise
+        raise ConfigError(CHOOSE) from error
     finally:
         GlobalHydra.instance().hydra = outside
 

@@ -7,15 +7,13 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from textwrap import fill
-from traceback import extract_tb
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf, errors
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
-from yaml import YAMLError
 
 from immunization.config import CONF, SWEEPS, read_yaml
-from immunization.errors import ConfigError, UserError
+from immunization.errors import ConfigError
 
 WIDTH, COLUMN = 118, 26
 
@@ -36,31 +34,12 @@ def explaining() -> Iterator[None]:
     """Inside, what Hydra or OmegaConf refuse is a ConfigError with the remedy."""
     try:
         yield
-    except (UserError, OSError):
-        raise
-    except Exception as error:
-        if (said := explained(error)) is None:
-            raise
-        raise ConfigError(said) from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explained(error)) from error
 
 
-def explained(error: Exception) -> str | None:
-    """What is wrong in one line, with the remedy; None for a fault that is no user's."""
-    if isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
-        said = _refused(error)
-    elif isinstance(error, UserError):
-        said = str(error)
-    elif isinstance(error, OSError):
-        said = f"{error}; if that is the run folder, move it with hydra.run.dir=... (hydra.sweep.dir=... for -m)"
-    elif "/hydra/" in extract_tb(error.__traceback__)[-1].filename.replace("\\", "/"):  # method=null, evaluation=[5]
-        said = "every group=... takes the name of an option, or, as evaluation=[...] and attack=[...], a list of names"
-    else:
-        return None
-    return " ".join(said.split())
-
-
-def _refused(error: Exception) -> str:
-    """The message of an error of Hydra or OmegaConf with the remedy where it names none."""
+def explained(error: Exception) -> str:
+    """The message of an error of Hydra or OmegaConf in one line, with the remedy where it names none."""
     cause = error.__cause__
     if isinstance(cause, errors.ConfigKeyError | errors.ConfigAttributeError) and cause.parent_node is not None:
         keys = ", ".join(str(key) for key in cause.parent_node if not str(key).startswith("_"))
@@ -98,7 +77,7 @@ def _refused(error: Exception) -> str:
             told = "its value leads back to itself"
         remedy = "" if isinstance(error, MissingMandatoryValue) else "; look at the values with ${...}"
         return of_a_resolver or f"{error.full_key}: {told}{remedy}"
-    return f"{error}\n{cause}" if isinstance(cause, OmegaConfBaseException) else str(error)
+    return " ".join((f"{error}\n{cause}" if isinstance(cause, OmegaConfBaseException) else str(error)).split())
 
 
 def text_of(path: Path) -> str:

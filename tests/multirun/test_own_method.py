@@ -47,7 +47,7 @@ def write(name: str, text: str) -> None:
 
 def multirun(monkeypatch, *arguments: str, folder: str = "jobs") -> list[str]:
     """The names of the run folders once these jobs have run."""
-    monkeypatch.setattr(sys, "argv", ["launch.py", "-m", *arguments, *QUICK, f"hydra.sweep.dir={folder}"])
+    monkeypatch.setattr(sys, "argv", ["launch.py", "-m", *QUICK, f"hydra.sweep.dir={folder}", *arguments])
     GlobalHydra.instance().clear()
     start()
     return sorted(path.parent.name for path in Path(folder).glob("*/result.json"))
@@ -60,7 +60,7 @@ def test_a_row_of_ones_own_leaves_the_leaderboards_other_rows_as_they_are(user, 
     assert capsys.readouterr().out.startswith(f"{line}\n")
     written = Path("track", ours, "result.json").stat().st_mtime_ns
     places = (f"hydra.searchpath=[file://{user}]", "log_every=3", "tags=[x]")
-    found = multirun(monkeypatch, *OWN, *track, *places, "method=identity,mine", "pair=0-1,1-7", folder="track")
+    found = multirun(monkeypatch, *track, *OWN, *places, "method=identity,mine", "pair=0-1,1-7", folder="track")
     first, *lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch("track linear_digits: 1 of 4 jobs are complete, 3 to run: about .* h one after another", first)
     names = [
@@ -73,8 +73,9 @@ def test_a_row_of_ones_own_leaves_the_leaderboards_other_rows_as_they_are(user, 
 
 
 def test_a_completed_job_is_not_run_twice(user, monkeypatch, capsys):
-    first = multirun(monkeypatch, *OWN, "method=mine,identity", "seed=0,1")
+    first = multirun(monkeypatch, *OWN, "method=mine,identity", "seed=0,1,0")
     assert Mine.runs == 2
+    assert "2 of 6 jobs repeat another one and are left out" in capsys.readouterr().out
     again = multirun(monkeypatch, *OWN, "method=mine,identity", "seed=2,0,1", "resume=true")
     assert Mine.runs == 3
     assert len(again) == 6

@@ -101,9 +101,7 @@ def test_run_folders_stay_inside_of_the_sweep_folder(sweep):
 
 
 def test_a_used_sweep_folder_is_refused(sweep):
-    config = OmegaConf.create(
-        {"resume": False, "hydra": {"sweep": {"dir": str(sweep[0])}, "sweeper": {}, "overrides": {"task": []}}}
-    )
+    config = OmegaConf.create({"resume": False, "hydra": {"sweep": {"dir": str(sweep[0])}}})
     with pytest.raises(SystemExit, match="already holds runs; resume=true goes on"):
         SweepSummary().on_multirun_start(config)
     config.resume = True
