@@ -11,7 +11,7 @@ from helpers.made_runs import make_run
 from immunization.errors import DataError
 from immunization.results.__main__ import main
 from immunization.results.collect import collect
-from immunization.results.columns import Place, placed
+from immunization.results.columns import board_columns
 from immunization.results.leaderboard import tracks
 from immunization.results.rows import FOLDER, _command, plan, write
 
@@ -53,7 +53,7 @@ def test_the_leaderboard_is_the_same_from_runs_and_from_their_rows(tmp_path):
         track_run(tmp_path / "runs" / str(seed), seed=seed, about=about, measures=measures, flags=["capped_harmful"])
     rows = collect(write([tmp_path / "runs"], tmp_path / "rows"))
     (made,), (kept,) = tracks(collect([tmp_path / "runs"])), tracks(rows)
-    cells = [[column.cell(some[0], column.measure) for column in placed(Place.BOARD)] for some in (made, kept)]
+    cells = [[column.cell(some[0], column.measure) for column in board_columns([])] for some in (made, kept)]
     assert cells[0] == cells[1]
     metrics = rows.runs[0].result.metrics
     assert {"mine/measure", "attack/probe/cost", "worth/theta_0_low"} <= metrics.keys()
