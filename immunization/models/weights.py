@@ -391,5 +391,11 @@ def known_arguments(net: nn.Module) -> dict[str, Any]:
 
 def _size_of(net: nn.Module) -> dict[str, Any]:
     """The argument for the side of the images, of a transformer made for another one than its weights were."""
+    from timm.models import get_pretrained_cfg
+
     size = getattr(getattr(net, "patch_embed", None), "img_size", None)
-    return {"img_size": list(size)} if size and tuple(size) != tuple(net.pretrained_cfg["input_size"][1:]) else {}
+    known = get_pretrained_cfg(
+        net.pretrained_cfg["architecture"]
+    )  # the own one is of its file (`prepared_as`)
+    usual = known.input_size if known else net.pretrained_cfg["input_size"]
+    return {"img_size": list(size)} if size and tuple(size) != tuple(usual[1:]) else {}

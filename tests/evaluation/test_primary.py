@@ -1,6 +1,7 @@
 """The primary task, and Definition 3.1."""
 
 import dataclasses
+import inspect
 import math
 
 import numpy as np
@@ -59,8 +60,9 @@ def test_the_interval_of_r2_is_that_of_resampled_rows():
     metrics = PrimaryPerformance()(compare(TaskPair("pair", primary, regression(10)), eye(5))).metrics
     head = np.linalg.lstsq(primary.train.x.numpy(), primary.train.y.numpy(), rcond=None)[0]
     y, found = primary.test.y.numpy(), primary.test.x.numpy() @ head
+    seed = {"rng" if "rng" in inspect.signature(stats.bootstrap).parameters else "random_state": 0}  # before scipy 1.15
     resample = stats.bootstrap(
-        (y, found), r2_score, paired=True, vectorized=False, n_resamples=1000, method="percentile", rng=0
+        (y, found), r2_score, paired=True, vectorized=False, n_resamples=1000, method="percentile", **seed
     ).confidence_interval
     spread = resample.high - resample.low
     for end in ("low", "high"):
