@@ -394,8 +394,6 @@ def _size_of(net: nn.Module) -> dict[str, Any]:
     from timm.models import get_pretrained_cfg
 
     size = getattr(getattr(net, "patch_embed", None), "img_size", None)
-    known = get_pretrained_cfg(
-        net.pretrained_cfg["architecture"]
-    )  # the own one is of its file (`prepared_as`)
+    known = get_pretrained_cfg(net.pretrained_cfg["architecture"])  # the own one is of its file (`prepared_as`)
     usual = known.input_size if known else net.pretrained_cfg["input_size"]
     return {"img_size": list(size)} if size and tuple(size) != tuple(usual[1:]) else {}
