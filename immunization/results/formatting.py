@@ -54,11 +54,6 @@ def spreadsheet(text: str) -> str:
     return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@")) else text
 
 
-def kind_of(role: str) -> str:
-    """`harmful` for the task `harmful_5`."""
-    return role.partition("_")[0]
-
-
 def roles_in(names: Iterable[str], family: str, first: Iterable[str] = ROLES) -> list[str]:
     """The tasks of which there is a measure or curve `<family>/<role>`: those of `first`, then the others by name."""
     found = {name.split("/")[1] for name in names if name.startswith(f"{family}/")}

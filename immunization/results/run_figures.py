@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from immunization.results.formatting import kind_of, number, roles_in
+from immunization.results.formatting import number, roles_in
 from immunization.results.plot import INK, LINE, fit_log, panel_axes, plain_text
 from immunization.runs import tracker
 from immunization.runs.interpretation import shown
+from immunization.runs.records import kind_of
 from immunization.runs.result import Curve, Result
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from immunization.results.collect import ATTACK, AUDITED, MEASURING, PAIR, TRAINING, Collection, Run, varying
-from immunization.results.formatting import MEASURES, kind_of, number
+from immunization.results.formatting import MEASURES, number
 from immunization.results.seed_statistics import ROUNDING, Summary, summarize
 from immunization.runs.interpretation import HELD, UNNUMBERED, UNTRAINED, at_least, attacked, successes, unbroken
-from immunization.runs.records import STAGES
+from immunization.runs.records import STAGES, kind_of
 from immunization.runs.result import Result
 from immunization.runs.verdict import NOT_SLOWER
 

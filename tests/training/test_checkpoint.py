@@ -130,15 +130,20 @@ class Numbered(Tracker):
         self.runs.append(self.run_id)
 
 
-def test_the_run_of_a_tracker_goes_on(tmp_path, monkeypatch, cut):
+def _cut_and_resumed(tracker, folder, monkeypatch, cut):
+    """A run with a tracker of this module, interrupted after step 4 and resumed from its checkpoint of step 3."""
     cfg = compose([*QUICK, "method.epochs=9", "checkpoint.every=3"])
-    cfg.trusted, cfg.tracker = [__name__], {"_target_": f"{__name__}.Numbered"}
+    cfg.trusted, cfg.tracker = [__name__], {"_target_": f"{__name__}.{tracker.__name__}"}
     cut(4)
     with pytest.raises(KeyboardInterrupt):
-        run(cfg, folder=tmp_path)
+        run(cfg, folder=folder)
     monkeypatch.undo()
     cfg.resume = True
-    run(cfg, folder=tmp_path)
+    run(cfg, folder=folder)
+
+
+def test_the_run_of_a_tracker_goes_on(tmp_path, monkeypatch, cut):
+    _cut_and_resumed(Numbered, tmp_path, monkeypatch, cut)
     assert Numbered.runs == ["run0", "run0"]
 
 
@@ -156,14 +161,7 @@ class Renewed(Tracker):
 
 
 def test_a_new_run_of_a_tracker_gets_the_steps_before_the_checkpoint_too(tmp_path, monkeypatch, cut):
-    cfg = compose([*QUICK, "method.epochs=9", "checkpoint.every=3"])
-    cfg.trusted, cfg.tracker = [__name__], {"_target_": f"{__name__}.Renewed"}
-    cut(4)
-    with pytest.raises(KeyboardInterrupt):
-        run(cfg, folder=tmp_path)
-    monkeypatch.undo()
-    cfg.resume = True
-    run(cfg, folder=tmp_path)
+    _cut_and_resumed(Renewed, tmp_path, monkeypatch, cut)
     assert Renewed.steps == [[0, 1, 2, 3, 4], [*range(10)]]
 
 
