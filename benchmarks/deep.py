@@ -42,10 +42,10 @@ def main() -> None:
     model, x, n = steps.model, steps.x, args.batch * args.batches
     methods = {
         "condition_number": condition_number(args.batch),
-        "r_ill_only": RIllOnly(1, args.batch),
-        "opt_kappa": OptKappa(1, args.batch, form="log"),
-        "imma": IMMA(1, args.batch),
-        "learning_curve_net": LearningCurveNet(1, args.batch),
+        "r_ill_only": RIllOnly(epochs=1, batch_size=args.batch),
+        "opt_kappa": OptKappa(epochs=1, batch_size=args.batch, form="log"),
+        "imma": IMMA(epochs=1, batch_size=args.batch),
+        "learning_curve_net": LearningCurveNet(epochs=1, batch_size=args.batch),
     }
     rows = {name: steps.step(method) for name, method in methods.items()}
     if chosen := [name for name in OPTIONS if getattr(args, name)]:

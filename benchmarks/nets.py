@@ -57,4 +57,6 @@ class NetSteps:
 
 def condition_number(batch: int) -> ConditionNumber:
     """The method as it is on nets."""
-    return ConditionNumber(1e-9, 1e-9, epochs=1, batch_size=batch, precondition="none", smoothing=0.1, balance=False)
+    return ConditionNumber(
+        lambda_P=1e-9, lambda_H=1e-9, epochs=1, batch_size=batch, precondition="none", smoothing=0.1, balance=False
+    )

@@ -536,7 +536,7 @@ def test_a_run_says_what_was_read(tmp_path):
     [
         quick(),
         Neighbours(),
-        pytest.param(FineTune("trained", steps=2), marks=pytest.mark.trains),
+        pytest.param(FineTune(scope="trained", steps=2), marks=pytest.mark.trains),
     ],
 )
 def test_without_validation_images_the_attacker_holds_back_training_images(tmp_path, attack):

@@ -269,7 +269,7 @@ def test_a_kept_baseline_is_of_one_trained_part(tmp_path):
     ]
     keys = [KeptBaselines(tmp_path / "kept", tmp_path / "published.safetensors", {}, victim).places for victim in some]
     assert keys[0] == keys[1] == keys[2]
-    for attack in (FineTune("trained"), FrozenBlocks()):
+    for attack in (FineTune(scope="trained"), FrozenBlocks()):
         beside = [attack.beside(victim) for victim in some]
         assert beside[0] == beside[1] != beside[2]
     assert {attack.beside(victim) for victim in some for attack in (BlockProbe(), FrozenBlocks(scope="layer4"))} == {()}
@@ -282,7 +282,7 @@ def test_a_map_behind_the_features_is_none_of_the_baseline(tmp_path):
         KeptBaselines(tmp_path / "kept", tmp_path / "published.safetensors", {}, victim).places for victim in some
     )
     assert fold == layer4
-    for attack in (BlockProbe(), ClosedFormProbe(), FineTune("trained")):
+    for attack in (BlockProbe(), ClosedFormProbe(), FineTune(scope="trained")):
         fold, layer4 = (attack.beside(victim) for victim in some)
         assert (fold == layer4) is not attack.trains
 

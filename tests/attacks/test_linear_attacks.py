@@ -96,7 +96,7 @@ def test_a_rotation_takes_the_shortcut_from_diagonal_attackers():
 @pytest.mark.parametrize("how", ["relearn", "strip"])
 def test_a_map_that_is_taken_back_leaves_the_baseline(how):
     task, theta = quadratic(1e6)
-    values = run_attacks({"undo": Undo(how)}, victim_of(task, theta)).metrics
+    values = run_attacks({"undo": Undo(how=how)}, victim_of(task, theta)).metrics
     assert values["attack/undo/steps"] == values["attack/undo/steps_baseline"] == 1
     assert values["attack/undo/kappa"] == pytest.approx(values["attack/undo/kappa_baseline"], rel=1e-6)
 
@@ -223,7 +223,7 @@ def test_what_cannot_be_attacked_says_why():
             r"strengths must be a list of which each is a finite number above 0",
         ),
         (lambda: BlockProbe(ridges=[0.0]), r"ridges must be a list of which each is a finite number above 0"),
-        (lambda: Undo("guess"), "how must be one of relearn, strip"),
+        (lambda: Undo(how="guess"), "how must be one of relearn, strip"),
     ],
 )
 def test_wrong_settings_are_named(attack, message):

@@ -28,9 +28,9 @@ def net(tmp_path_factory):
 @pytest.mark.parametrize(
     "attack",
     [
-        FineTune("full", "adamw", [3e-3], steps=16, batch_size=24),
-        FineTune("last", "adamw", [1e-2], steps=32, batch_size=24),
-        LoRA("adamw", [1e-2], rank=4, steps=12, batch_size=24),
+        FineTune(scope="full", optimizer="adamw", rates=[3e-3], steps=16, batch_size=24),
+        FineTune(scope="last", optimizer="adamw", rates=[1e-2], steps=32, batch_size=24),
+        LoRA(optimizer="adamw", rates=[1e-2], rank=4, steps=12, batch_size=24),
     ],
     ids=["full", "last", "lora"],
 )
@@ -70,7 +70,7 @@ def test_a_trained_net_starts_again_from_its_own_weights(net):
         for stage in victim.stages:
             torch.testing.assert_close(victim.network(stage)(x).double(), victim.features(stage, "test"))
     assert not torch.allclose(victim.features("immunized", "test"), victim.features("baseline", "test"))
-    measures = run_attacks({"undo": Undo(steps=64), "strip": Undo("strip", steps=64)}, victim)
+    measures = run_attacks({"undo": Undo(steps=64), "strip": Undo(how="strip", steps=64)}, victim)
     assert "no linear map" in measures.reasons["attack/strip/final"]
     assert measures.metrics["attack/undo/final"] is not None
 
@@ -109,7 +109,7 @@ def test_a_folded_checkpoint_is_compared_with_the_net_without_its_map(net, tmp_p
 
 def test_a_rate_that_cannot_win_any_more_is_stopped(net, monkeypatch):
     """The chosen curve is that of whoever trains all rates to the end; what was not trained is not paid for."""
-    attack = FineTune("last", "adamw", [1e-8, 1e-2, 1e-7], steps=16, batch_size=24)
+    attack = FineTune(scope="last", optimizer="adamw", rates=[1e-8, 1e-2, 1e-7], steps=16, batch_size=24)
     attack.settings = [1e-8, 1e-2, 1e-7]
     stopped = attack.run(net, "baseline")
     monkeypatch.setattr(network, "_hopeless", lambda *_: lambda val: False)

@@ -41,7 +41,7 @@ def mask(model: Model) -> None:
 
 
 FEW = {"samples": 5, "mirrored": False, "enlarged": False, "ridges": [0.01, 0.1]}
-TUNED = FineTune("trained", rates=[0.01], steps=8, batch_size=12)
+TUNED = FineTune(scope="trained", rates=[0.01], steps=8, batch_size=12)
 
 DEFENSES: dict[str, tuple[Callable[[Model], None], Attack, Attack]] = {
     "dead features": (zeroed, ClosedFormProbe(), BlockProbe(**FEW)),

@@ -38,8 +38,8 @@ THETA = orthonormal(D, D, seed=3) * torch.logspace(0, -1, D, dtype=torch.float64
         (ConjugateGradients(steps=2), [EXTRACT + GRADIENT, EXTRACT + 2 * GRADIENT]),
         (ClosedFormProbe(), [EXTRACT + SVD]),
         (WhitenedProbe(steps=1), [EXTRACT + SVD + GRADIENT]),
-        (Undo("relearn", steps=1), [2 * EXTRACT + 2 * (2 * N) * D**2 + 22 * D**3 + GRADIENT]),
-        (Undo("strip", steps=1), [EXTRACT + 2 * D * D**2 + 22 * D**3 + GRADIENT]),
+        (Undo(how="relearn", steps=1), [2 * EXTRACT + 2 * (2 * N) * D**2 + 22 * D**3 + GRADIENT]),
+        (Undo(how="strip", steps=1), [EXTRACT + 2 * D * D**2 + 22 * D**3 + GRADIENT]),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, list) else "",
 )

@@ -65,7 +65,7 @@ def test_a_search_is_never_weaker_than_the_fixed_grids_within_their_operations(n
     whole = [course.val for *_, course in tried if len(course.val) == len(curve.val)]
     assert best == areas(torch.tensor(whole, dtype=torch.float64), chance).max()
     for optimizer, rates in attack.fixed_rates.items():
-        fixed = FineTune("full", optimizer, rates, **SMALL).run(net, "immunized")
+        fixed = FineTune(scope="full", optimizer=optimizer, rates=rates, **SMALL).run(net, "immunized")
         assert best >= areas(fixed.val[None], chance)
         assert torch.equal(fixed.flops, curve.flops)
     assert curve.found["trials"] == 15
@@ -122,7 +122,7 @@ def test_files_that_cannot_be_replayed_are_refused_in_one_line(content, message,
     file = tmp_path / "attack_it.json"
     file.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=message) as refused:
-        FineTune("last", replay=str(file))
+        FineTune(scope="last", replay=str(file))
     assert "\n" not in str(refused.value)
     assert str(file) in str(refused.value)
 
@@ -214,8 +214,8 @@ def test_scratch_is_a_line_of_reference_and_no_attack(tmp_path):
     """Scratch uses no weights; its cost is what the cheapest attack is divided by."""
     net = colors_behind_a_map(tmp_path)
     attacks = {
-        "tune": FineTune("full", "adamw", [3e-3], steps=16, batch_size=24),
-        "scratch": Scratch("adamw", [3e-3], steps=32, batch_size=24),
+        "tune": FineTune(scope="full", optimizer="adamw", rates=[3e-3], steps=16, batch_size=24),
+        "scratch": Scratch(optimizer="adamw", rates=[3e-3], steps=32, batch_size=24),
     }
     measures = run_attacks(attacks, net)
     values = measures.metrics
@@ -231,7 +231,10 @@ def test_scratch_is_a_line_of_reference_and_no_attack(tmp_path):
 
 
 def test_scratch_changes_no_figure_of_an_attack(net):
-    attacks = {"tune": FineTune("last", "adamw", [1e-2], **SMALL), "scratch": Scratch("adamw", [3e-3], **SMALL)}
+    attacks = {
+        "tune": FineTune(scope="last", optimizer="adamw", rates=[1e-2], **SMALL),
+        "scratch": Scratch(optimizer="adamw", rates=[3e-3], **SMALL),
+    }
     values = run_attacks(attacks, net).metrics
     own = {key: value for key, value in values.items() if "scratch" not in key and not key.startswith("worth/")}
     assert run_attacks({"tune": attacks["tune"]}, net).metrics == own
@@ -239,7 +242,7 @@ def test_scratch_changes_no_figure_of_an_attack(net):
 
 def test_a_reference_that_does_not_learn_says_so(net):
     attacks = {
-        "tune": FineTune("full", "adamw", [3e-3], steps=16, batch_size=24),
+        "tune": FineTune(scope="full", optimizer="adamw", rates=[3e-3], steps=16, batch_size=24),
         "scratch": Scratch(rates=[0.0], **SMALL),
     }
     measures = run_attacks(attacks, net)
@@ -255,7 +258,7 @@ def test_a_net_that_nobody_can_draw_has_no_scratch(net):
 
 
 def test_sgrc_is_the_share_of_accuracy_that_immunization_takes(net):
-    attack = FineTune("full", "adamw", [3e-3], epochs=[2, 1], batch_size=24)
+    attack = FineTune(scope="full", optimizer="adamw", rates=[3e-3], epochs=[2, 1], batch_size=24)
     measures = run_attacks({"it": attack}, net)
     curves = [measures.curves[f"attack/it/accuracy{stage}"] for stage in ("/baseline", "")]
     steps = {epochs: -(-epochs * tuner_of(net).rows // 24) for epochs in (1, 2)}

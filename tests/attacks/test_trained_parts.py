@@ -69,13 +69,15 @@ def test_a_part_is_what_was_trained_or_all_from_a_block_on(resnet, vit):
     ends = (trained.whole.net.blocks[3:], trained.whole.net.norm, trained.whole.net.fc_norm)
     assert set(own) == {p for module in ends for p in module.parameters()}
     with pytest.raises(ConfigError, match=r"scope=layer9: no block .* trained or one of conv1\.0, .*layer4\.0"):
-        FineTune("layer9").check(resnet.model)
+        FineTune(scope="layer9").check(resnet.model)
     with pytest.raises(ConfigError, match="layer9"):
-        FineTune("layer9", steps=1).run(resnet, "immunized")
+        FineTune(scope="layer9", steps=1).run(resnet, "immunized")
 
 
 def test_an_attack_trains_all_where_it_trains_what_was_immunized(resnet):
-    covers = {scope: FineTune(scope).trains_all(resnet) for scope in ("full", "trained", "layer3", "layer4", "head")}
+    covers = {
+        scope: FineTune(scope=scope).trains_all(resnet) for scope in ("full", "trained", "layer3", "layer4", "head")
+    }
     assert covers == {"full": True, "trained": True, "layer3": True, "layer4": False, "head": False}
     assert not FreshPart().trains_all(resnet)
     assert not LoRA().trains_all(resnet)
@@ -89,8 +91,8 @@ def test_what_another_net_has_of_its_own_is_what_was_trained(colors):
     net.model.compare_with(before)
     network = net.network("immunized")
     assert network.part("trained") == [network.whole.net.layer3[0].bn1]
-    assert FineTune("layer3").trains_all(net)
-    assert not FineTune("last").trains_all(net)
+    assert FineTune(scope="layer3").trains_all(net)
+    assert not FineTune(scope="last").trains_all(net)
 
 
 @pytest.mark.parametrize("part", ["trained", "layer4"])
@@ -115,7 +117,7 @@ def test_what_stands_before_the_part_is_passed_once(resnet, part, monkeypatch):
 
 
 def test_what_does_not_fit_is_passed_again_and_paid_for_once(resnet, monkeypatch):
-    attack = FineTune("layer4", rates=[0.01], steps=2, batch_size=12)
+    attack = FineTune(scope="layer4", rates=[0.01], steps=2, batch_size=12)
     kept = attack.run(resnet, "immunized")
     assert tuner_of(resnet).open(PLAIN, 0).start > 0
     for key in [key for key in resnet.once if key[0] == "activations"]:
@@ -157,10 +159,13 @@ def test_a_layer_scaled_against_one_recipe_is_found_by_another(colors):
 
     net = net_victim(colors, immunize, "test_resnet", "layer4")
     small = {"steps": 8, "batch_size": 12}
-    one = FineTune("trained", "sgd", [1e-3], **small)
+    one = FineTune(scope="trained", optimizer="sgd", rates=[1e-3], **small)
     assert one.run(net, "immunized").final < 0.5
     assert one.run(net, "baseline").scores.shape[1] == len(net.task.test)
-    for other in (FineTune("trained", "sgd", [1e-3], head_first=True, **small), FreshPart(rates=[1e-2], steps=32)):
+    for other in (
+        FineTune(scope="trained", optimizer="sgd", rates=[1e-3], head_first=True, **small),
+        FreshPart(rates=[1e-2], steps=32),
+    ):
         assert other.run(net, "immunized").final > 0.9
 
 
@@ -251,7 +256,9 @@ def test_adapters_of_the_stem_are_as_deep_as_the_stem(resnet):
 
 
 ATTACKS = {
-    "trained": FineTune("trained", "sgd", [0.01, 0.1], steps=2, batch_size=12, smoothing=0.1, mirror=True),
+    "trained": FineTune(
+        scope="trained", optimizer="sgd", rates=[0.01, 0.1], steps=2, batch_size=12, smoothing=0.1, mirror=True
+    ),
     "full": FineTune(rates=[0.01], steps=2, batch_size=12),
     "lora": LoRA(rates=[0.01], steps=1, rank=2, batch_size=12),
     "scratch": Scratch(rates=[0.01], steps=2, batch_size=12),

@@ -150,8 +150,8 @@ def test_other_classes_ask_for_the_order_too(tmp_path):
     with pytest.raises(
         ConfigError, match=r"set evaluation\.other_classes\.order=text or natural, or evaluation\.other_"
     ):
-        OtherClasses(str(roots[0] / "train"))(Comparison(tasks, model))
-    other = OtherClasses(str(roots[0] / "train"), order="natural")(Comparison(tasks, model))
+        OtherClasses(root=str(roots[0] / "train"))(Comparison(tasks, model))
+    other = OtherClasses(root=str(roots[0] / "train"), order="natural")(Comparison(tasks, model))
     assert other.about["other_classes"] == {"classes": 2, "images": 16}  # crab and Leopards, outputs 2 and 3
 
 

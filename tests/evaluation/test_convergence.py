@@ -39,7 +39,7 @@ def test_curves_are_those_of_a_probe_trained_step_by_step(classes, monkeypatch):
     monkeypatch.setattr(evaluation.convergence, "CHUNK", 400)  # several chunks
     harmful = classification(0, classes) if classes else regression(0)
     theta = gaussian(5, 5, seed=3)
-    measures = LearningCurves(OCTAVES)(compare(TaskPair("pair", regression(10), harmful), theta))
+    measures = LearningCurves(octaves=OCTAVES)(compare(TaskPair("pair", regression(10), harmful), theta))
     grid = measures.curves["probe/harmful"]["x"]
     curves = {}
     for suffix, map_ in (("", theta), ("/baseline", eye(5))):
@@ -110,19 +110,19 @@ def test_a_probe_that_never_learns_counts_as_the_last_step_and_is_flagged():
 
 def test_an_end_that_some_resamples_never_come_to_is_a_lower_bound():
     """A probe that comes to the bar on all test rows, but not on some resamples."""
-    measures, grid = probed({"steps_ratio/harmful": 1.0, "rfd/harmful": 0.0}), LearningCurves(OCTAVES).grid
+    measures, grid = probed({"steps_ratio/harmful": 1.0, "rfd/harmful": 0.0}), LearningCurves(octaves=OCTAVES).grid
     harmful = task(gaussian(120, 2, seed=0), (torch.arange(120) % 2).long(), test=100, classes=2)
     before = torch.ones(len(grid), 100).double()
     after = before.clone()
     after[:, :7] = 0  # below 90 % of the rows on some resamples
-    LearningCurves(OCTAVES, share=0.8)._intervals("harmful", harmful, measures, after, before)
+    LearningCurves(octaves=OCTAVES, share=0.8)._intervals("harmful", harmful, measures, after, before)
     assert measures.about["intervals_capped"] == ["interval/steps_ratio/harmful_high"]
     assert measures.metrics["interval/steps_ratio/harmful_low"] == 1
 
 
 def test_resamples_below_chance_give_no_ratio_of_0():
     """A baseline that is right on 12 of 20 rows of two classes, from t = 1 on; theta_I from t = 4 on."""
-    curves = LearningCurves(OCTAVES)
+    curves = LearningCurves(octaves=OCTAVES)
     measures = probed({"steps_ratio/harmful": 4.0, "rfd/harmful": 0.0})
     harmful = task(gaussian(40, 2, seed=0), (torch.arange(40) % 2).long(), test=20, classes=2)
     before = torch.zeros(len(curves.grid), 20).double()
@@ -185,7 +185,7 @@ def test_labels_that_cannot_be_learned_give_null_and_a_flag():
 
 def test_without_test_rows_only_the_training_curves_remain():
     pair = TaskPair("pair", regression(0), regression(10, test=0))
-    measures = LearningCurves(OCTAVES)(compare(pair, eye(5)))
+    measures = LearningCurves(octaves=OCTAVES)(compare(pair, eye(5)))
     assert "excess/harmful/baseline" in measures.curves
     assert "probe/harmful" not in measures.curves
     assert measures.reasons["steps_ratio/harmful"] == "the harmful task has no test split"

@@ -35,7 +35,7 @@ def test_features_are_computed_once_for_all_measures(folders):
     seen = []
     model.extractor.register_forward_hook(lambda _module, inputs, _output: seen.append(len(inputs[0])))
     comparison = Comparison(tasks, model)
-    for measure in (RelativeRatio(), LearningCurves(), SampledRatio(2, 20)):
+    for measure in (RelativeRatio(), LearningCurves(), SampledRatio(groups=2, samples=20)):
         measure(comparison)
     assert sum(seen) == sum(len(task.train) + len(task.test) for task in tasks.tasks.values())
 

@@ -33,7 +33,7 @@ def test_accuracy_and_share_taken_for_primary(opened, folders, outputs):
     net, pair = opened
     model, tasks = net.read_tasks(pair, False)
     model.head.weight.mul_(torch.tensor([[1.0], [-1.0], [2.0], [-2.0]]))  # predictions of several classes
-    measures = OtherClasses(str(folders[0] / "train"), outputs=outputs)(Comparison(tasks, model))
+    measures = OtherClasses(root=str(folders[0] / "train"), outputs=outputs)(Comparison(tasks, model))
     everything = open_pair(folders, primary={"outputs": outputs}, val_fraction=0)
     other = build(everything)
     other.read_tasks(everything, True)
@@ -47,7 +47,7 @@ def test_accuracy_and_share_taken_for_primary(opened, folders, outputs):
     start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
     for tensor in model.extractor.parameters():
         tensor.zero_()
-    trained = OtherClasses(str(folders[0] / "train"), outputs=outputs)(Comparison(tasks, model, start))
+    trained = OtherClasses(root=str(folders[0] / "train"), outputs=outputs)(Comparison(tasks, model, start))
     first = build(open_pair(folders, primary={"classes": "0:2", "outputs": outputs}), trainable="last")
     assert (
         trained.metrics["other_classes/accuracy_baseline"]
@@ -58,7 +58,7 @@ def test_accuracy_and_share_taken_for_primary(opened, folders, outputs):
     assert not torch.equal(zeroed, predicted)
     model.extractor.load_state_dict(start)
     assert measures.about["other_classes"] == {"classes": 2, "images": 40}
-    some = OtherClasses(str(folders[0] / "train"), classes="1:3", outputs=outputs)(Comparison(tasks, model))
+    some = OtherClasses(root=str(folders[0] / "train"), classes="1:3", outputs=outputs)(Comparison(tasks, model))
     assert some.about["other_classes"] == {"classes": 1, "images": 20}
 
 
@@ -67,7 +67,9 @@ def test_images_at_twice_the_size(opened, folders, outputs):
     net, pair = opened
     model, tasks = net.read_tasks(pair, False)
     start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
-    measures = OtherClasses(str(folders[0] / "train"), outputs=outputs, enlarged=True)(Comparison(tasks, model, start))
+    measures = OtherClasses(root=str(folders[0] / "train"), outputs=outputs, enlarged=True)(
+        Comparison(tasks, model, start)
+    )
     everything = open_pair(folders, primary={"outputs": outputs}, val_fraction=0)
     other = build(everything)
     other.read_tasks(everything, True)
@@ -82,7 +84,7 @@ def test_images_at_twice_the_size(opened, folders, outputs):
 def test_a_net_of_one_size_says_so(folders, outputs):
     pair = open_pair(folders, primary={"classes": "0:2", "outputs": outputs})
     model, tasks = build(pair, "vit_tiny_patch16_224").read_tasks(pair, False)
-    measures = OtherClasses(str(folders[0] / "train"), outputs=outputs, enlarged=True)(Comparison(tasks, model))
+    measures = OtherClasses(root=str(folders[0] / "train"), outputs=outputs, enlarged=True)(Comparison(tasks, model))
     assert measures.metrics["other_classes/accuracy"] is not None
     assert measures.metrics["other_classes/accuracy_enlarged"] is None
     assert measures.reasons["other_classes/accuracy_enlarged"] == "the net reads images of one size"
@@ -93,7 +95,7 @@ def test_a_folded_map_changes_no_prediction(opened, folders, outputs):
     method = ClosedForm(ridge=1e-5)
     method.setup(model, tasks)
     method.finish(model)
-    metrics = OtherClasses(str(folders[0] / "train"), outputs=outputs)(Comparison(tasks, model)).metrics
+    metrics = OtherClasses(root=str(folders[0] / "train"), outputs=outputs)(Comparison(tasks, model)).metrics
     for name in ("accuracy", "called_primary"):
         assert metrics[f"other_classes/{name}"] == metrics[f"other_classes/{name}_baseline"] is not None
 
@@ -108,16 +110,16 @@ def test_what_cannot_be_measured_is_said(opened, folders, outputs, tmp_path):
         (only_primary / name).mkdir(parents=True)
         shutil.copy(folders[0] / "train" / name / "0.png", only_primary / name)
     with pytest.raises(DataError, match="every class in it is one of the primary task"):
-        OtherClasses(str(only_primary), outputs=outputs)(Comparison(tasks, model))
+        OtherClasses(root=str(only_primary), outputs=outputs)(Comparison(tasks, model))
     with pytest.raises((ConfigError, DataError), match=r"evaluation\.other_classes\.classes"):
-        OtherClasses(str(folders[0] / "train"), classes="90:95", outputs=outputs)(Comparison(tasks, model))
+        OtherClasses(root=str(folders[0] / "train"), classes="90:95", outputs=outputs)(Comparison(tasks, model))
     with pytest.raises(DataError, match=r"evaluation\.other_classes\.root: folder"):
-        OtherClasses(str(tmp_path / "none"), outputs=outputs)(Comparison(tasks, model))
+        OtherClasses(root=str(tmp_path / "none"), outputs=outputs)(Comparison(tasks, model))
     held = {"keep_root": str(folders[0] / "train"), "keep": {"classes": "2:4"}}
     one = held | {"keep": {"classes": "2:3"}}
     for keep, root, message in ((held, "train", "or of dataset.keep_root"), (held, "val", "or of"), (one, "train", "")):
         pair = open_pair(folders, primary={"classes": "0:2", "outputs": outputs}, **keep)
-        other = OtherClasses(str(folders[0] / root), outputs=outputs)
+        other = OtherClasses(root=str(folders[0] / root), outputs=outputs)
         read = build(pair).read_tasks(pair, False)
         if message:
             with pytest.raises(DataError, match=message):
@@ -126,4 +128,4 @@ def test_what_cannot_be_measured_is_said(opened, folders, outputs, tmp_path):
             assert other(Comparison(read[1], read[0])).about["other_classes"] == {"classes": 1, "images": 20}
     pair = open_pair(folders, primary={"outputs": outputs})
     whole, every = build(pair).read_tasks(pair, False)
-    assert not OtherClasses(str(only_primary))(Comparison(every, whole)).metrics  # the head has no other class
+    assert not OtherClasses(root=str(only_primary))(Comparison(every, whole)).metrics  # the head has no other class

@@ -17,7 +17,7 @@ class Scripted(Method):
     """Accuracies and scores as they are given; theta holds the number of the epoch, 0 before the first one."""
 
     def __init__(self, accuracies: list[float], scores: list[float]) -> None:
-        super().__init__(len(scores), max_accuracy_drop=0.1)
+        super().__init__(epochs=len(scores), max_accuracy_drop=0.1)
         self.accuracies, self.scores = accuracies, scores
 
     def accuracy(self, model):

@@ -62,7 +62,7 @@ def test_condition_number_is_algorithm_1(mode, side, rank, rows, classes, compre
     pair = make_pair(rows, classes=classes)
     model = Linear(pair, "random")
     options = {"precondition": mode, "side": side, "rank": rank, "ridge": 0.3, "ridge_harmful": 0.7}
-    method = ReleasedConditionNumber(0.2, 0.5, epochs=1, power=power, **options)
+    method = ReleasedConditionNumber(lambda_P=0.2, lambda_H=0.5, epochs=1, power=power, **options)
     method.setup(model, pair)
     primary, harmful = full_batches(pair)
     if not compressed:
@@ -93,7 +93,7 @@ def test_a_step_by_roots_is_that_by_rows(power):
     """Full batches have a root with the Gram of their rows."""
     pair = make_pair((300, 280), columns=260, classes=2)
     model = Linear(pair, "random")
-    method = ConditionNumber(0.2, 0.5, epochs=1, power=power, balance=False)
+    method = ConditionNumber(lambda_P=0.2, lambda_H=0.5, epochs=1, power=power, balance=False)
     method.setup(model, pair)
     full = full_batches(pair)
     by_root, terms = method.step(model, *full), method.step(model, *(Batch(b.x, b.y, b.rank) for b in full))
@@ -105,7 +105,10 @@ def test_a_step_by_roots_is_that_by_rows(power):
 
 def test_label_smoothing_is_that_of_the_primary_loss():
     pair = make_pair(classes=3)
-    model, method = Linear(pair, "random"), ConditionNumber(0.0, 0.0, epochs=1, smoothing=0.3, balance=False)
+    model, method = (
+        Linear(pair, "random"),
+        ConditionNumber(lambda_P=0.0, lambda_H=0.0, epochs=1, smoothing=0.3, balance=False),
+    )
     method.setup(model, pair)
     primary, harmful = full_batches(pair)
     smoothed = torch.nn.functional.cross_entropy(model(primary.x), primary.y, label_smoothing=0.3)
@@ -114,7 +117,7 @@ def test_label_smoothing_is_that_of_the_primary_loss():
 
 def test_balance_makes_the_gradients_equally_long_at_the_start_and_keeps_the_scale():
     pair = make_pair()
-    model, method = Linear(pair, "random"), ConditionNumber(2.0, 3.0, epochs=1, balance=True)
+    model, method = Linear(pair, "random"), ConditionNumber(lambda_P=2.0, lambda_H=3.0, epochs=1, balance=True)
     method.setup(model, pair)
     terms = method.step(model, *full_batches(pair))
     loss, well, ill = (gradient(terms[name], model).norm() for name in ("task_loss", "r_well", "r_ill"))
@@ -136,7 +139,7 @@ def test_balance_makes_the_gradients_equally_long_at_the_start_and_keeps_the_sca
 def test_balance_of_a_head_at_zero_is_among_the_regularizers():
     """The loss then has no gradient in theta; both regularizers get one of length 1."""
     pair = make_pair()
-    model, method = Linear(pair, "identity"), ConditionNumber(1.0, 1.0, epochs=1, balance=True)
+    model, method = Linear(pair, "identity"), ConditionNumber(lambda_P=1.0, lambda_H=1.0, epochs=1, balance=True)
     method.setup(model, pair)
     terms = method.step(model, *full_batches(pair))
     assert not gradient(terms["task_loss"], model).any()
@@ -147,7 +150,9 @@ def test_balance_of_a_head_at_zero_is_among_the_regularizers():
 def test_singular_k_without_ridge_names_the_ridge():
     x = torch.cat([gaussian(30, 3, seed=0), torch.zeros(30, 1, dtype=torch.float64)], 1)
     pair = TaskPair("pair", task(x, x[:, 0]), task(x, x[:, 1]))
-    method = ConditionNumber(1.0, 1.0, epochs=1, batch_size=10, precondition="ridge", ridge=0.0, balance=False)
+    method = ConditionNumber(
+        lambda_P=1.0, lambda_H=1.0, epochs=1, batch_size=10, precondition="ridge", ridge=0.0, balance=False
+    )
     with pytest.raises(DegenerateSpectrum, match=r"ridge=0 too small"):
         fit(method, pair, torch.optim.SGD, 1e-3)
 
@@ -181,11 +186,13 @@ def test_r_ill_only_of_huge_features_moves_once_normalized():
 
 
 @pytest.mark.parametrize("mode", INVERSES)
-@pytest.mark.parametrize(("weights", "term"), [((1.0, 0.0), "r_well"), ((0.0, 1.0), "r_ill")])
+@pytest.mark.parametrize(
+    ("weights", "term"), [({"lambda_P": 1.0, "lambda_H": 0.0}, "r_well"), ({"lambda_P": 0.0, "lambda_H": 1.0}, "r_ill")]
+)
 def test_each_regularizer_descends_under_every_preconditioner(mode, weights, term):
     """K^-1 is positive definite, so K^-1 grad descends as grad does; the head at 0 keeps the loss out."""
     pair = make_pair()
-    method = ConditionNumber(*weights, epochs=1, precondition=mode, balance=True)
+    method = ConditionNumber(**weights, epochs=1, precondition=mode, balance=True)
     model = Linear(pair)
     method.setup(model, pair)
     seen = []

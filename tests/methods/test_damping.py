@@ -108,7 +108,7 @@ def test_images_at_twice_the_size_damp_too(net, monkeypatch):
     monkeypatch.setattr(distillation, "damp", lambda _net, batches, _damping: read.extend(batches) or [])
     monkeypatch.setattr(distillation, "DAMPED", 40)
     model, tasks = build(net, trainable=["layer3", "layer4"]).read_tasks(net, False)
-    method = ForgetBlocks(1, 16, enlarged=0.5, damping=10.0)
+    method = ForgetBlocks(epochs=1, batch_size=16, enlarged=0.5, damping=10.0)
     method.setup(model, tasks)
     sources = tasks.primary.train.x, model.kept(), *method.distillation.larger
     expected = [

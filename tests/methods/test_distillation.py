@@ -26,7 +26,7 @@ pytestmark = pytest.mark.trains
 
 METHODS = {
     "condition_number": lambda **options: ConditionNumber(
-        1.0, 1.0, epochs=2, batch_size=16, precondition="none", **options
+        lambda_P=1.0, lambda_H=1.0, epochs=2, batch_size=16, precondition="none", **options
     ),
     "imma": lambda **options: IMMA(epochs=2, batch_size=16, **options),
     "ntl": lambda **options: NTL(epochs=2, batch_size=16, **options),
@@ -73,7 +73,7 @@ def test_any_method_keeps_what_it_is_told_to(net, make):
 def test_the_loss_by_hand(net):
     """Features relative to the spread of theta_0's, and the divergence of the class probabilities."""
     model, tasks = build(net).read_tasks(net, False)
-    method = NTL(1, 16, keep=2.0)
+    method = NTL(epochs=1, batch_size=16, keep=2.0)
     method.setup(model, tasks)
     method.callbacks[0].distillation.kept = method.callbacks[0].distillation.kept[:1]
     primary, harmful = next(iter(PairedBatches(tasks, 16, torch.Generator()).epoch()))
@@ -96,7 +96,7 @@ def test_several_harmful_tasks_keep_once(net):
     """The mean of the copies' losses, and L_distill beside it."""
     model, tasks = build(net).read_tasks(net, False)
     several = replace(tasks, more={"harmful_2": tasks.harmful})
-    method = combined(NTL(1, 16, keep=2.0), several)
+    method = combined(NTL(epochs=1, batch_size=16, keep=2.0), several)
     method.setup(model, several)
     assert all(part.keep == 0 for part in method.parts.values())
     primary, harmful = next(iter(PairedBatches(tasks, 16, torch.Generator()).epoch()))
@@ -112,7 +112,7 @@ def test_several_harmful_tasks_keep_once(net):
 def test_a_model_of_rows_has_nothing_to_distill():
     pair = make_pair()
     with pytest.raises(ConfigError, match=r"method\.keep distills layers of a net"):
-        NTL(1, 16, keep=1.0).setup(Linear(pair), pair)
+        NTL(epochs=1, batch_size=16, keep=1.0).setup(Linear(pair), pair)
 
 
 @pytest.mark.parametrize(("options", "told"), [([], True), (["method.keep=1"], False)])

@@ -11,7 +11,7 @@ class Scripted(Method):
     """Scores as they are given, epoch by epoch; theta holds the number of the epoch."""
 
     def __init__(self, scores: list[float], patience: int) -> None:
-        super().__init__(len(scores), patience=patience)
+        super().__init__(epochs=len(scores), patience=patience)
         self.scores, self.asked = scores, []
 
     def score(self, model):

@@ -46,7 +46,7 @@ def stepped(method, model, tasks, batch_size=16):
 
 
 def test_nothing_is_distilled_before_the_first_step(net):
-    terms, _ = stepped(Forget(1, 16), *opened(net))
+    terms, _ = stepped(Forget(epochs=1, batch_size=16), *opened(net))
     assert terms["distill"].item() == pytest.approx(0, abs=1e-12)
     weighted = terms["task_loss"] + 0.6 * terms["collapse"] + terms["path"]
     assert terms["loss"].item() == pytest.approx(weighted.item())
@@ -54,7 +54,7 @@ def test_nothing_is_distilled_before_the_first_step(net):
 
 def test_without_a_head_to_train_there_is_no_loss_of_labels(net):
     """It would turn the trained layers into those of a net for the classes of D_P."""
-    terms, _ = stepped(Forget(1, 16, train_head=False), *opened(net))
+    terms, _ = stepped(Forget(epochs=1, batch_size=16, train_head=False), *opened(net))
     weighted = 2 * terms["distill"] + 0.6 * terms["collapse"] + terms["path"]
     assert terms["task_loss"] > 0
     assert_close(terms["loss"], weighted)
@@ -63,7 +63,7 @@ def test_without_a_head_to_train_there_is_no_loss_of_labels(net):
 def test_distillation_by_hand(net):
     """Features, relative to the spread of theta_0's over all of D_P, and the divergence of the logits."""
     model, tasks = opened(net)
-    method = Forget(1, 16)
+    method = Forget(epochs=1, batch_size=16)
     _, (primary, _) = stepped(method, model, tasks)
     before, whole = model.features(primary.x), model.features(tasks.primary.train.x)
     p_0 = model.head(before).softmax(1)
@@ -86,7 +86,7 @@ def test_images_without_labels_are_kept_as_they_are(net, tmp_path):
     pair = open_pair(folders, val_fraction=0.2, keep_root=[str(flat), str(tmp_path / "folder")])
     model, tasks = opened(pair)
     assert pair.about["keep"] == {str(flat): 5, str(tmp_path / "folder"): 16}
-    method = Forget(1, 16)
+    method = Forget(epochs=1, batch_size=16)
     _, (primary, _) = stepped(method, model, tasks)
     assert len(method.distillation.kept) == 21
     method.distillation.kept = method.distillation.kept[:1]
@@ -131,7 +131,7 @@ def test_images_of_a_task_are_not_kept(net):
 @pytest.mark.parametrize("target", ["zero", "mean"])
 def test_collapse_by_hand(net, target):
     model, tasks = opened(net)
-    terms, (_, harmful) = stepped(Forget(1, 16, path=0, target=target, floor=0.01), model, tasks)
+    terms, (_, harmful) = stepped(Forget(epochs=1, batch_size=16, path=0, target=target, floor=0.01), model, tasks)
     primary = model.features(tasks.primary.train.x)
     point = 0 if target == "zero" else primary.mean(0)
     distances = (model.features(harmful.x) - point).square().sum(1) / primary.square().sum(1).mean()
@@ -143,7 +143,7 @@ def test_collapse_under_the_statistics_of_the_batch(net):
     """As in train mode, but nothing of the net moves."""
     model, tasks = opened(net)
     before = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
-    terms, (_, harmful) = stepped(Forget(1, 16, path=0, own_statistics=1.0), model, tasks)
+    terms, (_, harmful) = stepped(Forget(epochs=1, batch_size=16, path=0, own_statistics=1.0), model, tasks)
     after = model.extractor.state_dict()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     assert not any(part.training for part in model.extractor.modules())
@@ -157,7 +157,7 @@ def test_collapse_under_the_statistics_of_the_batch(net):
 def test_collapse_of_inner_blocks_by_hand(net):
     """Outputs of trained blocks before the last, pooled, relative to what theta_0 makes of D_P there."""
     model, tasks = opened(net, ["layer2", "layer3", "layer4"])
-    terms, (_, harmful) = stepped(Forget(1, 16, path=0, inner=1.0, floor=0.01), model, tasks)
+    terms, (_, harmful) = stepped(Forget(epochs=1, batch_size=16, path=0, inner=1.0, floor=0.01), model, tasks)
 
     @torch.no_grad()
     def cut(x):
@@ -177,7 +177,7 @@ def test_collapse_of_inner_blocks_by_hand(net):
 
 
 def test_without_inner_blocks_it_says_so(net, caplog):
-    terms, _ = stepped(Forget(1, 16, inner=1.0), *opened(net))
+    terms, _ = stepped(Forget(epochs=1, batch_size=16, inner=1.0), *opened(net))
     assert "inner" not in terms
     assert "method.inner has nothing to collapse" in caplog.text
 
@@ -185,7 +185,7 @@ def test_without_inner_blocks_it_says_so(net, caplog):
 def test_collapse_alone_needs_no_labels(net):
     """Alg. 1 has inputs of D_H alone."""
     model, tasks = opened(net)
-    method = Forget(1, 16, path=0)
+    method = Forget(epochs=1, batch_size=16, path=0)
     terms, (primary, harmful) = stepped(method, model, tasks)
     assert_close(method.step(model, primary, replace(harmful, y=harmful.y.flip(0))), terms)
 
@@ -193,7 +193,7 @@ def test_collapse_alone_needs_no_labels(net):
 def test_the_path_is_that_of_the_batch_and_the_rows_that_this_pass_has_shown():
     """Rows of earlier steps stand in the bank as they were then, and none is in it twice."""
     pair = make_pair((24, 24), classes=3)
-    model, method = Linear(pair, "random"), Forget(2, 8, ridges=[0.1])
+    model, method = Linear(pair, "random"), Forget(epochs=2, batch_size=8, ridges=[0.1])
     method.setup(model, pair)
     batches = PairedBatches(pair, 8, torch.Generator().manual_seed(0))
     for _ in range(2):
@@ -214,7 +214,7 @@ def test_no_row_is_twice_in_the_bank_of_a_harmful_task_that_cycles():
     pair = make_pair((24, 40), classes=3)
     others = make_pair((16, 56), classes=3)
     pair = replace(pair, more={"harmful_short": others.primary, "harmful_long": others.harmful})
-    model, method = Linear(pair, "random"), combined(Forget(3, 8), pair)
+    model, method = Linear(pair, "random"), combined(Forget(epochs=3, batch_size=8), pair)
     method.setup(model, pair)
     batches, seen = PairedBatches(pair, 8, torch.Generator().manual_seed(0)), {role: [] for role in pair.harmful_tasks}
     for _ in range(3):
@@ -230,7 +230,7 @@ def test_no_row_is_twice_in_the_bank_of_a_harmful_task_that_cycles():
 
 def test_gradients_flow_into_the_batch_alone():
     pair = make_pair((24, 24), classes=3)
-    model, method = Linear(pair, "random"), Forget(2, 8)
+    model, method = Linear(pair, "random"), Forget(epochs=2, batch_size=8)
     method.setup(model, pair)
     for primary, harmful in PairedBatches(pair, 8, torch.Generator()).epoch():
         terms = method.step(model, primary, harmful)
@@ -244,7 +244,7 @@ def test_gradients_flow_into_the_batch_alone():
 
 def test_features_that_are_forgotten_already_stay_finite():
     pair = make_pair(classes=2)
-    model, method = Linear(pair, "identity"), Forget(1, None)
+    model, method = Linear(pair, "identity"), Forget(epochs=1, batch_size=None)
     method.setup(model, pair)
     model.extractor.theta.data.zero_()
     terms = method.step(model, *full_batches(pair))
@@ -257,7 +257,7 @@ def test_features_that_are_forgotten_already_stay_finite():
 def test_it_trains_a_net_and_nothing_else_of_it(net, train_head):
     model, tasks = opened(net)
     before = {name: tensor.clone() for name, tensor in model.export().items()}
-    method, seen = Forget(4, 16, train_head=train_head), []
+    method, seen = Forget(epochs=4, batch_size=16, train_head=train_head), []
     method.setup(model, tasks)
     optimizer = torch.optim.Adam(model.groups(), lr=1e-3)
     batches = PairedBatches(tasks, 16, torch.Generator().manual_seed(0))
@@ -274,7 +274,7 @@ def test_augmented_images_of_both_tasks(tmp_path):
     """The bank holds what a pass has shown, augmented as it was."""
     folders = [draw_folder(tmp_path / name, 4, 16, 4, seed) for seed, name in enumerate(("primary", "harmful"))]
     model, tasks = opened(open_pair(folders, augment=True))
-    method, banks = Forget(2, 16), []
+    method, banks = Forget(epochs=2, batch_size=16), []
     method.setup(model, tasks)
     optimizer = torch.optim.Adam(model.groups(), lr=1e-4)
     batches = batches_of(model, tasks, 16, torch.Generator())
@@ -288,7 +288,7 @@ def test_augmented_images_of_both_tasks(tmp_path):
 
 def test_the_score_is_of_validation_rows_of_both_tasks(net):
     model, tasks = opened(net)
-    method = Forget(1, 16)
+    method = Forget(epochs=1, batch_size=16)
     method.setup(model, tasks)
     own = tasks.primary.measure(model.logits(tasks.primary.val.x), tasks.primary.val.y).item()
     assert own - 1 <= method.score(model) <= own - 0.25  # the best of the ridges is at least as good as guessing
@@ -299,7 +299,7 @@ def test_the_score_is_of_validation_rows_of_both_tasks(net):
 
 def test_patience_goes_back_to_the_best_score(net):
     model, tasks = opened(net)
-    method = Forget(6, 16, patience=2)
+    method = Forget(epochs=6, batch_size=16, patience=2)
     method.setup(model, tasks)
     scores = iter([0.5, 0.9, 0.3, 0.2, 0.1])
     method.score = lambda _: next(scores)
@@ -322,8 +322,8 @@ def test_fewer_than_two_rows_of_a_class(net):
     model, tasks = opened(net)
     lonely = replace(tasks.harmful, classes=tasks.harmful.classes + 1)
     with pytest.raises(DataError, match=r"a class of .* has 0 training rows: give at least two of each class"):
-        Forget(1, 16).setup(model, TaskPair("lonely", tasks.primary, lonely))
-    Forget(1, 16, path=0).setup(model, TaskPair("lonely", tasks.primary, lonely))
+        Forget(epochs=1, batch_size=16).setup(model, TaskPair("lonely", tasks.primary, lonely))
+    Forget(epochs=1, batch_size=16, path=0).setup(model, TaskPair("lonely", tasks.primary, lonely))
 
 
 def test_a_memory_bank_larger_than_memory_says_its_size(net, monkeypatch):
@@ -331,13 +331,13 @@ def test_a_memory_bank_larger_than_memory_says_its_size(net, monkeypatch):
     monkeypatch.setattr(forget, "memory", lambda _: 1024.0)
     rows, width = len(tasks.harmful.train), tasks.dim
     with pytest.raises(ConfigError, match=rf"memory bank of {rows} rows x {width} features, .* GiB in float64"):
-        Forget(1, 16).setup(model, tasks)
+        Forget(epochs=1, batch_size=16).setup(model, tasks)
 
 
 def test_a_net_without_a_trained_layer(net):
     model, tasks = opened(net, "fold")
     with pytest.raises(ConfigError, match=r"method=forget trains layers, and there are none.*model\.trainable"):
-        Forget(1, 16).setup(model, tasks)
+        Forget(epochs=1, batch_size=16).setup(model, tasks)
 
 
 @pytest.mark.parametrize("further", [{}, {"harmful_too": make_pair(classes=2).harmful}])
@@ -345,7 +345,7 @@ def test_a_net_without_a_trained_layer(net):
 def test_a_score_needs_validation_rows(option, further):
     pair = make_pair(classes=2)
     pair = replace(pair, primary=replace(pair.primary, val=pair.primary.train), more=further)
-    method = combined(Forget(1, **{option: 1}), pair)
+    method = combined(Forget(epochs=1, **{option: 1}), pair)
     with pytest.raises(ConfigError, match=rf"method\.{option} needs validation rows of both tasks"):
         method.setup(Linear(pair), pair)
 
@@ -368,7 +368,7 @@ def test_weights_go_back_a_part_of_the_way_to_theta_0(net, damping):
         model, tasks = build(net, trainable="layer3").read_tasks(net, False)
         start = copy.deepcopy(model.state_dict())
         two = replace(tasks, more={"harmful_b": tasks.harmful})
-        method = combined(Forget(1, 16, path=0.0, damping=damping, interpolate=interpolate), two)
+        method = combined(Forget(epochs=1, batch_size=16, path=0.0, damping=damping, interpolate=interpolate), two)
         method.setup(model, two)
         assert bool(method.parts["harmful"].distillation.layers) is (damping > 0)
         adam = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-3)

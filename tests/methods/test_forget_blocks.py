@@ -39,7 +39,7 @@ def keeping(net, tmp_path_factory):
 def prepared(pair, **options):
     """A method after its setup, the model, and the first batch of both tasks."""
     model, tasks = build(pair, trainable=TRAINED).read_tasks(pair, False)
-    method = ForgetBlocks(1, **{"batch_size": 16, "damping": 0.0} | options)
+    method = ForgetBlocks(epochs=1, **{"batch_size": 16, "damping": 0.0} | options)
     method.setup(model, tasks)
     batches = next(iter(PairedBatches(tasks, 16, torch.Generator().manual_seed(0)).epoch()))
     return method, model, batches
@@ -166,13 +166,13 @@ def test_the_head_stays_as_it_is_unless_asked_for(net):
 def test_a_model_without_blocks_is_refused(enlarged):
     pair = make_pair()
     with pytest.raises(ConfigError, match=r"method=forget_blocks reads blocks of a net.*method=forget"):
-        ForgetBlocks(1, 16, enlarged=enlarged).setup(Linear(pair), pair)
+        ForgetBlocks(epochs=1, batch_size=16, enlarged=enlarged).setup(Linear(pair), pair)
 
 
 def test_without_a_trained_block_it_says_so(net):
     model, tasks = build(net, trainable="bn1").read_tasks(net, False)
     with pytest.raises(ConfigError, match=r"none of test_resnet's blocks is trained; see model\.trainable"):
-        ForgetBlocks(1, 16).setup(model, tasks)
+        ForgetBlocks(epochs=1, batch_size=16).setup(model, tasks)
 
 
 def test_a_share_of_steps_reads_half_as_many_images_at_twice_the_size(keeping):
@@ -205,7 +205,7 @@ def _places(rows, some):
 def test_of_few_images_no_others_are_enlarged(net):
     model, tasks = build(net, trainable=TRAINED).read_tasks(net, False)
     few = replace(tasks.harmful, train=tasks.harmful.train.take(tasks.harmful.few(3, 0)))
-    method = ForgetBlocks(1, 16, enlarged=0.9, damping=0.0)
+    method = ForgetBlocks(epochs=1, batch_size=16, enlarged=0.9, damping=0.0)
     method.setup(model, replace(tasks, harmful=few))
     assert len(method.larger) == len(few.train) == 12
 
@@ -213,7 +213,7 @@ def test_of_few_images_no_others_are_enlarged(net):
 @pytest.mark.parametrize("few", [2, 4, 6, 12])
 def test_however_few_enlarged_images_are_of_two_classes(net, few):
     model, tasks = build(net, trainable=TRAINED).read_tasks(net, False)
-    method = ForgetBlocks(1, 16, enlarged=0.9, damping=0.0)
+    method = ForgetBlocks(epochs=1, batch_size=16, enlarged=0.9, damping=0.0)
     method.setup(model, tasks)
     rows = method._grouped(few)
     assert len(rows) <= few
@@ -223,7 +223,7 @@ def test_however_few_enlarged_images_are_of_two_classes(net, few):
 def test_a_net_of_one_size_enlarges_nothing(net):
     model, tasks = build(net, "vit_tiny_patch16_224", trainable="blocks.11").read_tasks(net, False)
     with pytest.raises(ConfigError, match=r"reads images of one size: set method\.enlarged=0"):
-        ForgetBlocks(1, 16, enlarged=0.5).setup(model, tasks)
+        ForgetBlocks(epochs=1, batch_size=16, enlarged=0.5).setup(model, tasks)
 
 
 def test_images_are_kept_without_distillation_of_the_output(keeping):

@@ -57,9 +57,9 @@ def ratios(pair: TaskPair, model: Linear) -> tuple[float, float]:
 @pytest.mark.parametrize("bound", [0.95, 0.5])
 def test_a_run_ends_within_the_bound_where_fixed_weights_do_not(bound):
     pair = small_table()
-    fixed, _ = trained(ConditionNumber(1.0, 30.0, epochs=150, hold_primary=None), pair)
+    fixed, _ = trained(ConditionNumber(lambda_P=1.0, lambda_H=30.0, epochs=150, hold_primary=None), pair)
     assert ratios(pair, fixed)[1] > 1
-    method = ConditionNumber(1.0, 30.0, epochs=150, hold_primary=bound)
+    method = ConditionNumber(lambda_P=1.0, lambda_H=30.0, epochs=150, hold_primary=bound)
     model, _ = trained(method, pair)
     harmful, primary = ratios(pair, model)
     assert harmful > 1
@@ -71,7 +71,8 @@ def test_a_run_ends_within_the_bound_where_fixed_weights_do_not(bound):
 def test_weights_that_hold_by_themselves_are_left_alone():
     pair = small_table()
     thetas = [
-        trained(ConditionNumber(10.0, 0.1, epochs=60, hold_primary=b), pair)[0].extractor.theta for b in (None, 1.0)
+        trained(ConditionNumber(lambda_P=10.0, lambda_H=0.1, epochs=60, hold_primary=b), pair)[0].extractor.theta
+        for b in (None, 1.0)
     ]
     assert torch.equal(*thetas)
 
@@ -86,12 +87,12 @@ def test_opt_kappa_in_logarithms_is_held_and_its_other_forms_are_not():
 
 def test_what_was_interrupted_goes_on_to_the_same_theta():
     pair = small_table()
-    whole, _ = trained(ConditionNumber(1.0, 30.0, epochs=40), pair)
-    first = ConditionNumber(1.0, 30.0, epochs=40)
+    whole, _ = trained(ConditionNumber(lambda_P=1.0, lambda_H=30.0, epochs=40), pair)
+    first = ConditionNumber(lambda_P=1.0, lambda_H=30.0, epochs=40)
     model, optimizer = trained(first, pair, steps=20)
     first.bound.epoch_end(model, 19)  # `most` ends the training before it
     kept = model.state_dict(), optimizer.state_dict(), first.state_dict()
-    second = ConditionNumber(1.0, 30.0, epochs=40)
+    second = ConditionNumber(lambda_P=1.0, lambda_H=30.0, epochs=40)
     resumed = Linear(pair)
     second.setup(resumed, pair)
     resumed.load_state_dict(kept[0])
@@ -111,9 +112,9 @@ def test_what_was_interrupted_goes_on_to_the_same_theta():
 @pytest.mark.parametrize(
     "method",
     [
-        ConditionNumber(1.0, 30.0, epochs=3, balance=False),
-        ConditionNumber(1.0, 30.0, epochs=3, hold_primary=None),
-        ReleasedConditionNumber(1.0, 30.0, epochs=3, batch_size=None),
+        ConditionNumber(lambda_P=1.0, lambda_H=30.0, epochs=3, balance=False),
+        ConditionNumber(lambda_P=1.0, lambda_H=30.0, epochs=3, hold_primary=None),
+        ReleasedConditionNumber(lambda_P=1.0, lambda_H=30.0, epochs=3, batch_size=None),
         OptKappa(epochs=3),
     ],
     ids=["unbalanced", "null", "released", "raw"],
@@ -143,7 +144,7 @@ def test_a_largest_accuracy_drop_works_where_condition_numbers_are_looked_at_sel
         [Split(x[part], (x[part, 0] > 0).long()) for part in (slice(60), slice(60, None), slice(0))] for x in rows
     ]
     tasks = [Task("task", *own, classes=2) for own in splits]
-    method = ConditionNumber(1.0, 30.0, epochs=3, max_accuracy_drop=0.5)
+    method = ConditionNumber(lambda_P=1.0, lambda_H=30.0, epochs=3, max_accuracy_drop=0.5)
     for pair in (TaskPair("wide", *tasks), TaskPair("two", *tasks, more={"harmful_2": tasks[1]})):
         model, _ = trained(combined(method, pair), pair)
         assert model.extractor.theta.isfinite().all()
@@ -153,7 +154,7 @@ def test_theta_0_that_is_kept_for_want_of_better_is_told(monkeypatch):
     """As on a net, which has no nearest map."""
     pair = small_table()
     tasks = {role: replace(task, val=task.train) for role, task in pair.tasks.items()}
-    method = ConditionNumber(1.0, 30.0, epochs=3, hold_primary=0.01, max_accuracy_drop=0.5)
+    method = ConditionNumber(lambda_P=1.0, lambda_H=30.0, epochs=3, hold_primary=0.01, max_accuracy_drop=0.5)
     monkeypatch.setattr(Bound, "_nearest", lambda self, model, theta: [])
     trained(method, pair.with_tasks(tasks))
     assert method.flags["primary_not_held"].endswith("; theta_0 is kept")
@@ -163,7 +164,9 @@ def test_two_harmful_tasks_whose_weights_hold_by_themselves_are_left_alone():
     pair = small_table()
     pair = replace(pair, more={"harmful_2": pair.harmful})
     thetas = [
-        trained(combined(ConditionNumber(10.0, 0.1, epochs=60, hold_primary=bound), pair), pair)[0].extractor.theta
+        trained(combined(ConditionNumber(lambda_P=10.0, lambda_H=0.1, epochs=60, hold_primary=bound), pair), pair)[
+            0
+        ].extractor.theta
         for bound in (None, 1.0)
     ]
     assert torch.equal(*thetas)

@@ -210,7 +210,7 @@ def test_auto_takes_the_labels_where_validation_rows_show_no_overfitting(noise, 
     pair = TaskPair("noisy", primary, noisy(300, 0.1, seed=20))
     aims = {}
     for targets in ("auto", "labels", "baseline"):
-        method = LearningCurve(1, targets=targets)
+        method = LearningCurve(epochs=1, targets=targets)
         method.setup(Linear(pair), pair)
         aims[targets] = method.aim
     chosen = "baseline" if follows else "labels"

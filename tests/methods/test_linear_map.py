@@ -55,7 +55,7 @@ def test_the_step_that_generalizes_best_by_its_definition(noise):
 def test_the_aim_runs_ahead_of_the_baselines_path():
     """After t steps a primary probe is to stand where the baseline's stands after 1 + PACE (t - 1)."""
     pair = TaskPair("noisy", noisy(1.0), noisy(0.1, seed=50))
-    method = LearningCurve(1, targets="baseline", start="model")
+    method = LearningCurve(epochs=1, targets="baseline", start="model")
     method.setup(Linear(pair), pair)
     probe = probe_of_inputs(pair.primary)
     steps = 1 + PACE * (method.grid[: len(method.aim)] - 1)
@@ -68,7 +68,7 @@ def test_the_score_of_a_learning_curve_counts_random_labels_by_their_weight():
     pair = TaskPair("noisy", noisy(0.1), noisy(0.1, seed=50))
     scores, model = {}, Linear(pair)
     for weight in (0.0, 2.0):
-        method = LearningCurve(1, benign_weight=weight, start="model")
+        method = LearningCurve(epochs=1, benign_weight=weight, start="model")
         method.setup(model, pair)
         scores[weight] = method.score(model)
         expected = method.step(model, None, None)["excess_random"].item()

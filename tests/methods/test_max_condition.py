@@ -37,16 +37,16 @@ def on_a_net(folders, method, lr=0.1):
 
 def test_a_net_ends_within_the_bound_by_default(folders):
     """A rate at which theta leaves the bound at once without one; the primary logits stay what they were."""
-    free, _ = on_a_net(folders, LearningCurve(8, max_condition=None))
+    free, _ = on_a_net(folders, LearningCurve(epochs=8, max_condition=None))
     assert condition_of(free.extractor.theta) > 2 * MAX_CONDITION
-    net, tasks = on_a_net(folders, LearningCurve(8))
+    net, tasks = on_a_net(folders, LearningCurve(epochs=8))
     assert condition_of(net.extractor.theta) <= MAX_CONDITION * (1 + 1e-9)
     x = tasks.primary.test.x
     assert_close(net.logits(x), net.baseline_logits(tasks.primary), rtol=1e-8, atol=1e-8)
 
 
 def test_a_bound_of_ones_own_holds(folders):
-    net, _ = on_a_net(folders, LearningCurve(8, max_condition=3.0))
+    net, _ = on_a_net(folders, LearningCurve(epochs=8, max_condition=3.0))
     assert condition_of(net.extractor.theta) <= 3 * (1 + 1e-9)
 
 
@@ -61,7 +61,7 @@ def test_closed_form_is_not_bounded_unless_told_to(folders):
 def test_linear_models_are_bit_for_bit_what_they_are_without_a_bound():
     pair = digits(seed=0)
     thetas = [
-        trained(LearningCurve(3, **bound), Linear(pair), pair, 1e-2).extractor.theta
+        trained(LearningCurve(epochs=3, **bound), Linear(pair), pair, 1e-2).extractor.theta
         for bound in ({}, {"max_condition": None})
     ]
     assert torch.equal(*thetas)

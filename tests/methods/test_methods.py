@@ -29,9 +29,9 @@ from immunization.training.loop import train
 pytestmark = pytest.mark.trains
 
 METHODS = {
-    "condition_number": lambda **options: ConditionNumber(1.0, 1.0, balance=False, **options),
+    "condition_number": lambda **options: ConditionNumber(lambda_P=1.0, lambda_H=1.0, balance=False, **options),
     "condition_number, ridge": lambda **options: ConditionNumber(
-        1.0, 1.0, precondition="ridge", balance=False, **options
+        lambda_P=1.0, lambda_H=1.0, precondition="ridge", balance=False, **options
     ),
     "r_ill_only": RIllOnly,
     "opt_kappa, raw": OptKappa,
@@ -75,7 +75,11 @@ def test_a_small_step_descends(make):
 
 
 @pytest.mark.parametrize(
-    ("method", "share"), [(ConditionNumber(3.0, 1.0, epochs=300, balance=True), 0.8), (OptKappa(300, form="log"), 0.99)]
+    ("method", "share"),
+    [
+        (ConditionNumber(lambda_P=3.0, lambda_H=1.0, epochs=300, balance=True), 0.8),
+        (OptKappa(epochs=300, form="log"), 0.99),
+    ],
 )
 def test_methods_raise_the_ratio(method, share):
     """RIR against its ceiling kappa(K_P^-1 K_H) kappa(K_P) / kappa(K_H) (docs/theory.md), in logarithms."""
@@ -111,17 +115,17 @@ def test_names_are_those_of_the_yaml_files():
 @pytest.mark.parametrize(
     ("make", "key"),
     [
-        (lambda: ConditionNumber(-1.0, 1.0, epochs=1, balance=False), "lambda_P"),
-        (lambda: ConditionNumber(1.0, math.nan, epochs=1, balance=False), "lambda_H"),
-        (lambda: ConditionNumber(1.0, 1.0, epochs=1, ridge=-1.0, balance=False), "ridge"),
-        (lambda: ReleasedConditionNumber(1.0, 1.0, epochs=1, ridge_harmful=-1.0), "ridge_harmful"),
-        (lambda: ConditionNumber(1.0, 1.0, epochs=1, smoothing=1.0, balance=False), "smoothing"),
-        (lambda: ReleasedConditionNumber(1.0, 1.0, epochs=1, precondition="pinv"), "side"),
-        (lambda: ConditionNumber(1.0, 1.0, epochs=1, power=7, balance=False), "power"),
-        (lambda: ConditionNumber(1.0, 1.0, epochs=1, power=0, balance=False), "power"),
-        (lambda: ConditionNumber(1.0, 1.0, epochs=1, power=-math.inf, balance=False), "power"),
-        (lambda: ConditionNumber(1.0, 1.0, epochs=1, power=math.nan, balance=False), "power"),
-        (lambda: ConditionNumber(1.0, 1.0, epochs=1, power=66, balance=False), "power"),
+        (lambda: ConditionNumber(lambda_P=-1.0, lambda_H=1.0, epochs=1, balance=False), "lambda_P"),
+        (lambda: ConditionNumber(lambda_P=1.0, lambda_H=math.nan, epochs=1, balance=False), "lambda_H"),
+        (lambda: ConditionNumber(lambda_P=1.0, lambda_H=1.0, epochs=1, ridge=-1.0, balance=False), "ridge"),
+        (lambda: ReleasedConditionNumber(lambda_P=1.0, lambda_H=1.0, epochs=1, ridge_harmful=-1.0), "ridge_harmful"),
+        (lambda: ConditionNumber(lambda_P=1.0, lambda_H=1.0, epochs=1, smoothing=1.0, balance=False), "smoothing"),
+        (lambda: ReleasedConditionNumber(lambda_P=1.0, lambda_H=1.0, epochs=1, precondition="pinv"), "side"),
+        (lambda: ConditionNumber(lambda_P=1.0, lambda_H=1.0, epochs=1, power=7, balance=False), "power"),
+        (lambda: ConditionNumber(lambda_P=1.0, lambda_H=1.0, epochs=1, power=0, balance=False), "power"),
+        (lambda: ConditionNumber(lambda_P=1.0, lambda_H=1.0, epochs=1, power=-math.inf, balance=False), "power"),
+        (lambda: ConditionNumber(lambda_P=1.0, lambda_H=1.0, epochs=1, power=math.nan, balance=False), "power"),
+        (lambda: ConditionNumber(lambda_P=1.0, lambda_H=1.0, epochs=1, power=66, balance=False), "power"),
         (lambda: OptKappa(epochs=1, form="square"), "form"),
         (lambda: OptKappa(epochs=1, power=3), "power"),
         (lambda: OptKappa(epochs=1, form="log", rate=1.0), "rate"),

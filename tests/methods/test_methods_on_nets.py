@@ -36,9 +36,11 @@ def test_paired_batches_cycle_the_primary_task(folders):
 @pytest.mark.parametrize(
     "method",
     [
-        ConditionNumber(1.0, 1.0, epochs=1, batch_size=16, precondition="none", smoothing=0.1, balance=False),
-        OptKappa(1, 16, form="log"),
-        LearningCurveNet(1, 16),
+        ConditionNumber(
+            lambda_P=1.0, lambda_H=1.0, epochs=1, batch_size=16, precondition="none", smoothing=0.1, balance=False
+        ),
+        OptKappa(epochs=1, batch_size=16, form="log"),
+        LearningCurveNet(epochs=1, batch_size=16),
     ],
     ids=lambda method: method.name,
 )
@@ -58,7 +60,7 @@ def test_training_moves_only_the_trainable_part(folders):
     pair = open_pair(folders)
     model, tasks = build(pair).read_tasks(pair, False)
     before = {name: tensor.clone() for name, tensor in model.export().items()}
-    method = ConditionNumber(1.0, 1.0, epochs=1, batch_size=16, precondition="none", balance=True)
+    method = ConditionNumber(lambda_P=1.0, lambda_H=1.0, epochs=1, batch_size=16, precondition="none", balance=True)
     method.setup(model, tasks)
     optimizer = torch.optim.SGD(model.groups(), lr=1e-3, momentum=0.9, nesterov=True)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0, 2e-5]
@@ -72,7 +74,7 @@ def test_ntls_distance_is_of_the_block_that_it_is_told(folders):
     pair = open_pair(folders)
     model, tasks = build(pair, trainable=["layer3", "layer4"]).read_tasks(pair, False)
     primary, harmful = next(iter(PairedBatches(tasks, 16, torch.Generator()).epoch()))
-    method = NTL(1, 16, block="layer3.0")
+    method = NTL(epochs=1, batch_size=16, block="layer3.0")
     method.setup(model, tasks)
     found = method.step(model, primary, harmful)["mmd"]
     with model.extractor.watched(lambda x, *_: x) as seen:
@@ -81,7 +83,7 @@ def test_ntls_distance_is_of_the_block_that_it_is_told(folders):
     assert maps.ndim == 4
     torch.testing.assert_close(found, mmd(*maps.flatten(1).split([len(primary.x), len(harmful.x)])))
     with pytest.raises(ConfigError, match=r"method\.block=layer2\.0 is no trained block; test_resnet trains layer3\.0"):
-        NTL(1, 16, block="layer2.0").setup(model, tasks)
+        NTL(epochs=1, batch_size=16, block="layer2.0").setup(model, tasks)
 
 
 def test_the_papers_regularizers_count_the_features_of_a_net(folders):
@@ -90,7 +92,7 @@ def test_the_papers_regularizers_count_the_features_of_a_net(folders):
     model, tasks = build(pair).read_tasks(pair, False)
     primary, harmful = next(iter(PairedBatches(tasks, 64, torch.Generator()).epoch()))
     assert primary.x.shape[1] != tasks.dim == model.head.in_features
-    method = ReleasedConditionNumber(1.0, 1.0, precondition="none", side="input")
+    method = ReleasedConditionNumber(lambda_P=1.0, lambda_H=1.0, precondition="none", side="input")
     method.setup(model, tasks)
     terms = method.step(model, primary, harmful)
     features = model.training_features(primary.x).double()
@@ -106,9 +108,9 @@ def test_the_papers_regularizers_count_the_features_of_a_net(folders):
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        (IMMA(1, 16), "folded map"),
-        (NTL(1, 16, block="layer4"), "trains none: set null"),
-        (ConditionNumber(1.0, 1.0, keep=1.0), r"set method\.keep=0"),
+        (IMMA(epochs=1, batch_size=16), "folded map"),
+        (NTL(epochs=1, batch_size=16, block="layer4"), "trains none: set null"),
+        (ConditionNumber(lambda_P=1.0, lambda_H=1.0, keep=1.0), r"set method\.keep=0"),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
@@ -123,14 +125,18 @@ def test_the_loss_of_a_folded_map_does_not_move_it(folders):
     """The head undoes the map: the gradient is 0, not that of one of both."""
     pair = open_pair(folders)
     model, tasks = build(pair).read_tasks(pair, True)
-    method = OptKappa(1, form="log", hold_primary=None)
+    method = OptKappa(epochs=1, form="log", hold_primary=None)
     method.setup(model, tasks)
     primary, harmful = next(iter(PairedBatches(tasks, None, torch.Generator()).epoch()))
     method.step(model, primary, harmful)["loss"].backward()
     assert not model.linear_map().grad.any()
 
 
-@pytest.mark.parametrize("method", [Sophon(1, 16), TAR(1, 16), Encoderlock(1, 16)], ids=lambda method: method.name)
+@pytest.mark.parametrize(
+    "method",
+    [Sophon(epochs=1, batch_size=16), TAR(epochs=1, batch_size=16), Encoderlock(epochs=1, batch_size=16)],
+    ids=lambda method: method.name,
+)
 def test_methods_that_draw_images_refuse_those_that_are_not_kept(folders, method):
     pair = open_pair(folders, augment=True)
     model, tasks = build(pair).read_tasks(pair, False)
@@ -143,7 +149,7 @@ def test_dead_units_add_nothing_to_the_rank(folders):
     model, tasks = build(pair).read_tasks(pair, False)
     silence = torch.arange(tasks.dim) % 8 == 0
     model.extractor.register_forward_hook(lambda module, inputs, features: features * silence)
-    method = OptKappa(1, 16)
+    method = OptKappa(epochs=1, batch_size=16)
     method.setup(model, tasks)
     batch, harmful = next(iter(PairedBatches(tasks, 16, torch.Generator()).epoch()))
     assert batch.rank > silence.sum()

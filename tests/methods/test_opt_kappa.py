@@ -71,7 +71,7 @@ def test_the_log_form_comes_to_the_ceiling_and_does_not_feel_rounding():
     pair = make_pair()
     reached = []
     for seed in range(3):
-        model, method = Linear(pair), OptKappa(300, form="log")
+        model, method = Linear(pair), OptKappa(epochs=300, form="log")
         with torch.no_grad():
             model.extractor.theta += 1e-14 * gaussian(4, 4, seed=seed)
         method.setup(model, pair)
@@ -86,6 +86,6 @@ def test_the_log_form_comes_to_the_ceiling_and_does_not_feel_rounding():
 def test_an_unbounded_objective_is_flagged():
     wide = make_pair((3, 20))  # of 4 dimensions the primary task has 3
     for pair, form, flagged in ((wide, "log", True), (wide, "raw", False), (make_pair(), "log", False)):
-        method = OptKappa(1, form=form)
+        method = OptKappa(epochs=1, form=form)
         method.setup(Linear(pair), pair)
         assert ("unbounded" in method.undetermined) == flagged

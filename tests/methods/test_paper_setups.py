@@ -48,7 +48,7 @@ def test_of_a_singular_hessian_the_largest_eigenvalue_alone_has_a_gradient(shape
 @pytest.mark.parametrize("conditioning", ["rank", "authors"])
 def test_forms_of_opt_kappa(form, conditioning):
     pair, options = make_pair(), {"form": form, "conditioning": conditioning, "power": math.inf, "rate": None}
-    model, method = Linear(pair, "random"), OptKappa(1, task_weight=0.5, **options)
+    model, method = Linear(pair, "random"), OptKappa(epochs=1, task_weight=0.5, **options)
     method.setup(model, pair)
     primary, harmful = full_batches(pair)
     terms = method.step(model, primary, harmful)
@@ -66,7 +66,7 @@ def test_forms_of_opt_kappa(form, conditioning):
 
 def test_r_ill_with_the_gradients_of_the_release():
     pair = make_pair()
-    plain, changed = RIllOnly(1), RIllOnly(1, precondition="ridge", ridge=0.5, side="output")
+    plain, changed = RIllOnly(epochs=1), RIllOnly(epochs=1, precondition="ridge", ridge=0.5, side="output")
     gradients = []
     for method in (plain, changed):
         torch.manual_seed(0)
@@ -82,14 +82,14 @@ def test_r_ill_with_the_gradients_of_the_release():
 @pytest.mark.parametrize("method", [RIllOnly, OptKappa])
 def test_the_side_of_the_outputs_is_one_of_ridge_alone(method):
     with pytest.raises(ConfigError, match=r"method\.side=output needs method\.precondition=ridge, not pinv"):
-        method(1, precondition="pinv", side="output")
+        method(epochs=1, precondition="pinv", side="output")
 
 
 def test_k_cancels_in_the_authors_kappa_alone():
     with pytest.raises(ConfigError, match=r"method\.precondition=cancelled needs method\.conditioning=authors"):
-        OptKappa(1, precondition="cancelled")
+        OptKappa(epochs=1, precondition="cancelled")
     pair = make_pair()
-    model, method = Linear(pair, "random"), OptKappa(1, conditioning="authors", precondition="cancelled")
+    model, method = Linear(pair, "random"), OptKappa(epochs=1, conditioning="authors", precondition="cancelled")
     method.setup(model, pair)
     primary, harmful = full_batches(pair)
     method.step(model, primary, harmful)["loss"].backward()
@@ -106,7 +106,10 @@ def test_k_cancels_in_the_authors_kappa_alone():
 @pytest.mark.parametrize("root", [True, False])
 def test_a_task_weight_of_zero_leaves_the_regularizers(root):
     pair = make_pair()
-    model, method = Linear(pair, "random"), ConditionNumber(2.0, 3.0, epochs=1, balance=False, task_weight=0.0)
+    model, method = (
+        Linear(pair, "random"),
+        ConditionNumber(lambda_P=2.0, lambda_H=3.0, epochs=1, balance=False, task_weight=0.0),
+    )
     method.setup(model, pair)
     primary, harmful = full_batches(pair)
     if not root:
@@ -122,7 +125,7 @@ def test_heads_of_imma():
     primary, harmful = full_batches(pair)
     for heads in ("trained", "fixed", "shared"):
         torch.manual_seed(0)
-        model, method = Linear(pair, "random"), IMMA(1, heads=heads, head_start="random")
+        model, method = Linear(pair, "random"), IMMA(epochs=1, heads=heads, head_start="random")
         method.setup(model, pair)
         omega, w = model.head.weight.clone(), method.attackers["harmful"].weight.clone()
         method.step(model, primary, harmful)
@@ -131,7 +134,7 @@ def test_heads_of_imma():
         assert (method.attackers["harmful"] is model.head) == (heads == "shared")
         assert w.any()
     other = type(pair)("pair", make_pair(classes=3).primary, pair.harmful)
-    shared, model = IMMA(1, heads="shared"), Linear(other)
+    shared, model = IMMA(epochs=1, heads="shared"), Linear(other)
     with pytest.raises(ConfigError, match="as many outputs"):
         shared.setup(model, other)
 

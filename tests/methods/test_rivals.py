@@ -316,11 +316,15 @@ def test_ntls_caps_are_on_the_mean_over_classes(alpha):
 @pytest.mark.parametrize(
     ("method", "term", "falls"),
     [
-        (CLAMP(60, None), "long", True),
-        (NTL(60, None), "mmd", False),
-        (Encoderlock(60, None, weights=4, round_steps=10), "harmful_loss", False),
-        (Sophon(60, None, suppress_lr=1e-2, held_out=0.5), "suppression", True),
-        (Sophon(60, None, suppress_lr=1e-2, held_out=0.5, suppression="uniform", primary_steps=1), "suppression", True),
+        (CLAMP(epochs=60, batch_size=None), "long", True),
+        (NTL(epochs=60, batch_size=None), "mmd", False),
+        (Encoderlock(epochs=60, batch_size=None, weights=4, round_steps=10), "harmful_loss", False),
+        (Sophon(epochs=60, batch_size=None, suppress_lr=1e-2, held_out=0.5), "suppression", True),
+        (
+            Sophon(epochs=60, batch_size=None, suppress_lr=1e-2, held_out=0.5, suppression="uniform", primary_steps=1),
+            "suppression",
+            True,
+        ),
     ],
     ids=["clamp", "ntl", "encoderlock", "inverse", "uniform"],
 )

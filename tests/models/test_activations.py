@@ -150,7 +150,7 @@ def test_large_sets_are_streamed(folders):
     for batch, whole in ((primary, kept_tasks.primary.train.x), (harmful, kept_tasks.harmful.train.x)):
         nearest = torch.cdist(batch.x.flatten(1), whole.flatten(1)).min(1).values
         assert nearest.max() < 1e-6  # images are prepared as those that are measured
-    terms = ConditionNumber(1.0, 1.0, epochs=1, batch_size=16, precondition="none", balance=False)
+    terms = ConditionNumber(lambda_P=1.0, lambda_H=1.0, epochs=1, batch_size=16, precondition="none", balance=False)
     terms.setup(model, tasks)
     assert torch.isfinite(terms.step(model, primary, harmful)["loss"])
 

@@ -195,7 +195,7 @@ def test_faster_steps_are_in_effect_in_training_alone(folders):
     seen = []
     layer = next(module for module in model.extractor.modules() if isinstance(module, torch.nn.Conv2d))
     layer.register_forward_hook(lambda _layer, _inputs, output: seen.append(output))
-    method = ConditionNumber(1.0, 1.0, epochs=1, batch_size=16, precondition="none", balance=False)
+    method = ConditionNumber(lambda_P=1.0, lambda_H=1.0, epochs=1, batch_size=16, precondition="none", balance=False)
     method.setup(model, tasks)
     method.step(model, *next(iter(PairedBatches(tasks, 16, torch.Generator()).epoch())))
     trained = len(seen)
