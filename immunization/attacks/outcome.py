@@ -9,8 +9,8 @@ from torch import Tensor
 from immunization.attacks.base import Attack, AttackCurve
 from immunization.data.task import LEARNED, MARGIN
 from immunization.evaluation.measures import Measures
-from immunization.runs.interpretation import ROUNDING
 from immunization.runs.records import Stage
+from immunization.theory.statistics import ROUNDING
 
 
 @dataclass

@@ -48,11 +48,11 @@ class Ceiling:
         measures = Measures()
         kappa, reason = bounded_condition_number(comparison)
         if reason:
-            measures.miss(reason, "ceiling/rir", "ceiling/attained")
+            measures.miss(reason, *self.names)
             return measures
         ratios = condition_ratios(comparison)
-        before = {role: ratios.value("kappa", task=role, stage="baseline") for role in ("primary", "harmful")}
-        ceiling, rir = kappa * before["primary"] / before["harmful"], ratios.value("rir", task="harmful")
+        primary, harmful = (ratios.kappa[role, "baseline"] for role in ("primary", "harmful"))
+        ceiling, rir = kappa * primary / harmful, ratios.rir
         measures.put("ceiling/rir", ceiling)
         if ceiling < LOW and comparison.model.linear_map() is not None:
             measures.flag(

@@ -1,13 +1,15 @@
 """The features of every task before and after immunization, which every evaluation reads."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from immunization.compute.machine import room
 from immunization.data.task import Split, TaskPair
+from immunization.errors import ConfigError
+from immunization.evaluation.measures import Measures
 from immunization.models.activations import take
 from immunization.models.base import Model
 from immunization.runs.records import STAGES, Role, Stage
@@ -19,16 +21,16 @@ ROWS = 256
 KEPT = 2**31
 """Features of one split are kept up to this many bytes; larger ones are recomputed for every measure."""
 
-Found = TypeVar("Found")
+T = TypeVar("T")
 
 
-class Once(dict[Hashable, object]):
+class Once(dict[Hashable, Any]):
     """Values by key; `once(key, compute)` computes a value the first time."""
 
-    def __call__(self, key: Hashable, compute: Callable[[], Found]) -> Found:
+    def __call__(self, key: Hashable, compute: Callable[[], T]) -> T:
         if key not in self:
             self[key] = compute()
-        return self[key]
+        return cast(T, self[key])
 
 
 class Comparison:
@@ -170,3 +172,20 @@ class Comparison:
         c = inverse.T @ (x.T @ y)
         c = c + inverse.T @ (x.T @ (y - x @ (inverse @ c)))
         return Probe(sigma, vectors, c, task.rank, max(task.sigma[task.rank :].tolist(), default=0.0))
+
+
+def evaluate(evaluations: Mapping[str, Callable[[Comparison], Measures]], comparison: Comparison) -> Measures:
+    """What all evaluations measure; raises ConfigError for one of the user's own that gives no or others' measures."""
+    measures, own = Measures(), dict[str, float | None]()
+    for name, evaluation in evaluations.items():
+        measured = evaluation(comparison)
+        ours = type(evaluation).__module__.startswith("immunization.")
+        if not isinstance(measured, Measures):
+            raise ConfigError(f"evaluation.{name} must return Measures, not {type(measured).__name__}")
+        if both := (own if ours else measures.metrics).keys() & measured.metrics.keys():
+            raise ConfigError(f"evaluation.{name} measures {min(both)}, as another evaluation does: rename one")
+        measures.merge(measured)
+        own |= {} if ours else measured.metrics
+    if own:
+        measures.about["own_measures"] = list(own)
+    return measures

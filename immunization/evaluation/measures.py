@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
-from immunization.errors import ConfigError
-from immunization.evaluation.comparison import Comparison
 from immunization.runs.records import SUFFIX, WORST, Record, Records, Role, Stage, flat, names
 from immunization.runs.result import Curve
 
@@ -53,10 +51,10 @@ class Measures:
         """Record a value, `of` a task, a stage and so on (fields of `Record`), perhaps with `low` and `high`."""
         self.add(Record(measure, value, **of))
 
-    def miss(self, reason: str, *measures: str, **of: Any) -> None:
-        """Record that measures do not exist, with the reason."""
-        for measure in measures:
-            self.add(Record(measure, None, reason=reason, **of))
+    def miss(self, reason: str, *measures: str, stage: Stage | Sequence[Stage] = "immunized", **of: Any) -> None:
+        """Record that measures do not exist on a stage, or on several, with the reason."""
+        stages: Sequence[Any] = [stage] if isinstance(stage, str) else stage
+        self.add(*(Record(name, None, stage=own, reason=reason, **of) for name in measures for own in stages))
 
     def flag(self, name: str, reason: str) -> None:
         """Raise a flag, to be shown beside every score of the run."""
@@ -64,13 +62,13 @@ class Measures:
 
     def worst(self, measure: str, tasks: Iterable[Role]) -> None:
         """Put the smallest value of a measure of some tasks, as that of the task `WORST`."""
-        records = [
-            self.records.get(measure, task) or Record(measure, None, task, reason="not measured") for task in tasks
-        ]
+        absent = Record(measure, None, reason="not measured")
+        records = [self.records.get(measure, task) or replace(absent, task=task) for task in tasks]
         if missing := [record for record in records if record.value is None]:
             self.miss(f"{names(missing[0])[0]} is missing: {missing[0].reason}", measure, task=WORST)
         else:
-            self.put(measure, min(record.value for record in records), task=WORST, split=records[0].split)
+            smallest = min(record.value for record in records if record.value is not None)
+            self.put(measure, smallest, task=WORST, split=records[0].split)
 
     def withhold(self, flag: str, reason: str) -> None:
         """Flag condition numbers after immunization, and what is made of them, as undetermined, and withhold them."""
@@ -89,20 +87,3 @@ class Measures:
         self.add(*other.records.values())
         for name in ("curves", "flags", "arrays", "about"):
             getattr(self, name).update(getattr(other, name))
-
-
-def evaluate(evaluations: Mapping[str, Callable[[Comparison], Measures]], comparison: Comparison) -> Measures:
-    """What all evaluations measure; raises ConfigError for one of the user's own that gives no or others' measures."""
-    measures, own = Measures(), {}
-    for name, evaluation in evaluations.items():
-        measured = evaluation(comparison)
-        ours = type(evaluation).__module__.startswith("immunization.")
-        if not isinstance(measured, Measures):
-            raise ConfigError(f"evaluation.{name} must return Measures, not {type(measured).__name__}")
-        if both := (own if ours else measures.metrics).keys() & measured.metrics.keys():
-            raise ConfigError(f"evaluation.{name} measures {min(both)}, as another evaluation does: rename one")
-        measures.merge(measured)
-        own |= {} if ours else measured.metrics
-    if own:
-        measures.about["own_measures"] = list(own)
-    return measures

@@ -1,4 +1,4 @@
-"""The effect of immunization on the primary task, and Definition 3.1."""
+"""The primary task before and after immunization, its head retrained, and Definition 3.1."""
 
 import math
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from immunization.checks import Component, NonNegative
-from immunization.data.task import MARGIN
-from immunization.evaluation.bootstrap import of_measure
+from immunization.data.task import Task
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import Measures
 from immunization.evaluation.rir import condition_ratios
 from immunization.runs.records import STAGES, Stage
+from immunization.theory.statistics import ends, interval, resampled, resamples, varies
 
-ROUNDING = 1e-6
+SAME = 1e-6
 """Relative difference of two condition numbers that counts as none."""
 
 
@@ -34,6 +34,22 @@ def _predicted(comparison: Comparison, stage: Stage) -> Tensor:
     return comparison.features("primary", "test", stage) @ comparison.probe("primary", stage).optimum()
 
 
+def interval_of(task: Task, predictions: Tensor) -> tuple[float, float]:
+    """The 95 % interval of the task's measure of predictions [N, outputs] for its test rows.
+
+    Wilson's for an accuracy, of which resamples know nothing at 0 and 1. Resamples of targets that are all equal are
+    left out: they have no R^2.
+    """
+    y, predictions = task.test.y, predictions.double()
+    if task.classes:
+        return interval(task.measure(predictions, y).item(), len(y))
+    scores, values = task.scores(predictions[None], y), []
+    for counts in resamples(len(y)):
+        counts = counts.to(scores)
+        values.append(resampled(scores, y, counts, task.classes)[varies(y, counts), 0])
+    return ends(torch.cat(values))
+
+
 class PrimaryPerformance:
     """Held-out accuracy or R^2 on D_P and loss 1/2 ||.||^2, head retrained; `primary/head_<measure>`: its own head.
 
@@ -47,69 +63,18 @@ class PrimaryPerformance:
         measures = Measures()
         task = comparison.tasks["primary"]
         if reason := comparison.no_test("primary"):
-            for measure in (task.measure_name, "loss"):
-                for stage in STAGES:
-                    measures.miss(reason, measure, task="primary", stage=stage, split="test")
+            measures.miss(reason, task.measure_name, "loss", stage=STAGES, task="primary", split="test")
             return measures
         for stage in STAGES:
             of = {"task": "primary", "stage": stage, "split": "test"}
             predictions = _predicted(comparison, stage)
             residual = predictions - task.targets(task.test.y)
-            low, high = of_measure(task, predictions)
+            low, high = interval_of(task, predictions)
             value = task.measure(predictions, task.test.y).item()
             measures.put(task.measure_name, value, low=low, high=high, **of)
             measures.put("loss", residual.square().sum(1).mean().item() / 2, **of)
         own = task.measure(comparison.model.logits(task.test.x).double(), task.test.y).item()
         measures.put(f"head_{task.measure_name}", own, task="primary", split="test")
-        return measures
-
-
-def head_at_chance(accuracy: float, chance: float, majority: float = 0.0) -> str | None:
-    """Why a model with this accuracy of its own head should not be immunized; None if it can be.
-
-    That is below chance + MARGIN, or no more than the `majority`, the share of the most frequent class.
-    """
-    if accuracy >= chance + MARGIN and (accuracy > majority or majority == 1):
-        return None
-    guess = f"chance is {chance:.3f}" if majority < chance + MARGIN else f"the most frequent class has {majority:.3f}"
-    return (
-        f"before immunization the model's own head comes to accuracy {accuracy:.3f} on the primary task, {guess}: it "
-        "was not trained on this task, or its outputs mean other classes; there is nothing to keep"
-    )
-
-
-class OwnHead:
-    """Held-out accuracy and loss of the net's own primary head, before and after, and the predictions that changed.
-
-    `primary/head_accuracy`, `primary/head_loss` (cross-entropy), also with `_baseline`, and
-    `primary/changed_predictions`, a number of test images. Flag `head_at_chance`: before, accuracy is below chance +
-    MARGIN, or no more than the most frequent class has. Linear models have no such measures.
-    """
-
-    names = ("primary/head_*", "primary/changed_predictions", "interval/primary/head_*")
-
-    @torch.no_grad()
-    def __call__(self, comparison: Comparison) -> Measures:
-        measures, task = Measures(), comparison.tasks["primary"]
-        before = comparison.model.baseline_logits(task)
-        if before is None:
-            return measures
-        of = {"task": "primary", "split": "test"}
-        if reason := comparison.no_test("primary"):
-            for measure in ("head_accuracy", "head_loss"):
-                for stage in STAGES:
-                    measures.miss(reason, measure, stage=stage, **of)
-            measures.miss(reason, "changed_predictions", **of)
-            return measures
-        logits = {"immunized": comparison.model.logits(task.test.x), "baseline": before}
-        for stage in STAGES:
-            accuracy, (low, high) = task.measure(logits[stage], task.test.y).item(), of_measure(task, logits[stage])
-            measures.put("head_accuracy", accuracy, stage=stage, low=low, high=high, **of)
-            measures.put("head_loss", task.loss(logits[stage], task.test.y).item(), stage=stage, **of)
-        if reason := head_at_chance(accuracy, task.chance, task.majority):  # the baseline's
-            measures.flag("head_at_chance", reason)
-        decisions = [x.argmax(1) if x.shape[1] > 1 else x[:, 0] > 0 for x in logits.values()]
-        measures.put("changed_predictions", (decisions[0] != decisions[1]).sum().item(), **of)
         return measures
 
 
@@ -128,19 +93,17 @@ class Definition(Component, group="evaluation.definition"):
     def __call__(self, comparison: Comparison) -> Measures:
         measures = Measures()
         ratios = condition_ratios(comparison)
-        measures.add(*ratios.where(measure="ratio"))
-        first, *further = comparison.pair.harmful_tasks
-        harmful = [ratios.value("ratio", task=first)]
-        harmful += [condition_ratios(comparison, harmful=role).value("ratio", task=role) for role in further]
-        primary, rir = ratios.value("ratio", task="primary"), ratios.value("rir", task=first)
-        verdict = {"a": min(harmful) > 1 + ROUNDING, "b": primary <= 1 + ROUNDING}
+        measures.add(*ratios.records(split="train")[1:])
+        tasks = comparison.pair.harmful_tasks
+        harmful = [condition_ratios(comparison, role=role).of(role) for role in tasks]
+        verdict = {"a": min(harmful) > 1 + SAME, "b": ratios.of("primary") <= 1 + SAME}
         reason = comparison.no_test("primary")
         if reason is None:
             *_, change = primary_change(comparison)
             measures.put("definition/primary_change", change)
             verdict["c"] = change >= -self.tolerance - 1e-9  # 0.97 - 0.96 counts as one point
-            known = verdict["c"] and not math.isnan(rir)
-            measures.put("definition/rir_kept", rir if known else 0.0)
+            known = verdict["c"] and not math.isnan(ratios.rir)
+            measures.put("definition/rir_kept", ratios.rir if known else 0.0)
         for key, value in verdict.items():
             measures.put(f"definition/{key}", value)
         if reason is None or not all(verdict.values()):

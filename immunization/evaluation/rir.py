@@ -1,16 +1,19 @@
 """The paper's score: condition numbers of both Hessians and the relative immunization ratio (Eq. 15, 17)."""
 
 import math
+import operator
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from immunization.checks import AtLeastOne, AtLeastTwo, Component, Seed
 from immunization.errors import DegenerateSpectrum
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import Measures
-from immunization.runs.records import STAGES, Record, Records, Role, Stage
+from immunization.runs.records import STAGES, Record, Role, Stage
 from immunization.theory import spectrum
 
 AUTHORS = ("authors/rir", "authors/ratio_harmful", "authors/ratio_primary")
@@ -18,38 +21,41 @@ AUTHORS = ("authors/rir", "authors/ratio_harmful", "authors/ratio_primary")
 LOST = "the features lost directions of the primary task: kappa_primary is only known to be large"
 
 
-def ratios(
-    kappa: Mapping[tuple[Role, Stage], float], harmful: Role = "harmful", convention: str = "", **of: str
-) -> list[Record]:
-    """RIR and the ratios of both tasks (Eq. 15), of kappa by role and stage; `of` is a stage or split of the records.
+@dataclass(frozen=True)
+class Ratios:
+    """RIR and the ratios of both tasks (Eq. 15), of kappa by role and stage; `role` is the harmful task.
 
-    `convention` begins the names of the measures, unless kappa is the rank-aware one.
+    A kappa is infinite where sigma_k underflowed to 0, and then so is its ratio. `lost`: a net lost directions of the
+    primary task, and RIR may be anything below the ratio of these kappas: it is NaN.
     """
-    own, primary = (kappa[role, "immunized"] / kappa[role, "baseline"] for role in (harmful, "primary"))
-    return [
-        Record(f"{convention}rir", own / primary, harmful, **of),
-        Record(f"{convention}ratio", own, harmful, **of),
-        Record(f"{convention}ratio", primary, "primary", **of),
-    ]
+
+    kappa: Mapping[tuple[Role, Stage], float]
+    role: Role = "harmful"
+    lost: bool = False
+
+    def of(self, role: Role) -> float:
+        return self.kappa[role, "immunized"] / self.kappa[role, "baseline"]
+
+    @property
+    def rir(self) -> float:
+        return math.nan if self.lost else self.of(self.role) / self.of("primary")
+
+    def records(self, convention: str = "", **of: Any) -> list[Record]:
+        """`rir` and both `ratio`; `of` is a stage or split, `convention` begins the names of another kappa."""
+        values = {("rir", self.role): self.rir} | {("ratio", role): self.of(role) for role in (self.role, "primary")}
+        return [
+            Record(f"{convention}{measure}", value, role, reason=LOST * math.isnan(value), **of)
+            for (measure, role), value in values.items()
+        ]
 
 
-def condition_ratios(comparison: Comparison, split: str = "train", harmful: Role = "harmful") -> Records:
-    """Rank-aware `rir`, and `ratio`, `kappa` and `rank` of the task `harmful` and of the primary one, on one split.
-
-    A kappa is infinite where sigma_k underflowed to 0, and then so is its ratio. `rir` is NaN where a net lost
-    directions of the primary task.
-    """
-    roles = (harmful, "primary")
-    kappa = {(role, stage): comparison.condition_number(role, split, stage) for role in roles for stage in STAGES}
-    records = Records(ratios(kappa, harmful, split=split))
-    for role in roles:
-        for stage in STAGES:
-            records.add(Record("kappa", kappa[role, stage], role, stage, split))
-        records.add(Record("rank", len(comparison.sigma(role, split, "immunized")), role, split=split))
-    if records.value("rank", task="primary") < len(comparison.sigma("primary", split, "baseline")):
-        rir = records.get("rir", task=harmful)
-        records.add(replace(rir, value=math.nan))  # kappa_primary is only known to be large: RIR may be anything below
-    return Records(replace(r, reason=LOST) if math.isnan(r.value) else r for r in records.values())
+def condition_ratios(comparison: Comparison, split: str = "train", role: Role = "harmful") -> Ratios:
+    """The rank-aware ratios of a harmful task and of the primary one, on one split."""
+    kappa = {
+        (task, stage): comparison.condition_number(task, split, stage) for task in (role, "primary") for stage in STAGES
+    }
+    ranks = (len(comparison.sigma("primary", split, stage)) for stage in STAGES)
+    return Ratios(kappa, role, lost=operator.lt(*ranks))
 
 
 class RelativeRatio:
@@ -62,17 +68,15 @@ class RelativeRatio:
     names = ("rir", "ratio_*", "kappa_*", "rir_*", "rank_*", "test/*", *AUTHORS, "worst/r*")
 
     def __call__(self, comparison: Comparison) -> Measures:
-        measures, further = Measures(), list(comparison.pair.attacked)[1:]
-        measures.add(*condition_ratios(comparison).values())
-        for role in further:
-            records = condition_ratios(comparison, harmful=role)
-            measures.add(*records.where(task=role))
+        measures = Measures()
+        for role in comparison.pair.attacked:
+            self._put(comparison, "train", role, measures)
         if len(harmful := comparison.pair.harmful_tasks) > 1:
             for measure in ("rir", "ratio"):
                 measures.worst(measure, harmful)
         roles = ("harmful", "primary")
         kappa = {(role, stage): comparison.authors_condition_number(role, stage) for role in roles for stage in STAGES}
-        measures.add(*ratios(kappa, convention="authors/", split="train"))
+        measures.add(*Ratios(kappa).records("authors/", split="train"))
         self._test(comparison, measures)
         for role in ("primary", *comparison.pair.attacked):
             for stage in STAGES:
@@ -82,13 +86,22 @@ class RelativeRatio:
         return measures
 
     @staticmethod
-    def _test(comparison: Comparison, measures: Measures) -> None:
+    def _put(comparison: Comparison, split: str, harmful: Role, measures: Measures) -> None:
+        """The ratios, kappas and ranks of a harmful task, and with the first one those of the primary task."""
+        ratios = condition_ratios(comparison, split, harmful)
+        roles = (harmful, "primary") if harmful == "harmful" else (harmful,)
+        measures.add(*(record for record in ratios.records(split=split) if record.task in roles))
+        for role in roles:
+            measures.add(*(Record("kappa", ratios.kappa[role, stage], role, stage, split) for stage in STAGES))
+            measures.put("rank", len(comparison.sigma(role, split, "immunized")), task=role, split=split)
+
+    def _test(self, comparison: Comparison, measures: Measures) -> None:
         reason = ""
         if empty := [role for role in ("primary", "harmful") if not len(comparison.tasks[role].test)]:
             reason = f"no test split: {', '.join(empty)}"
         else:
             try:
-                measures.add(*condition_ratios(comparison, "test").values())
+                self._put(comparison, "test", "harmful", measures)
             except DegenerateSpectrum as error:
                 reason = f"test split: {error}"
         if reason:
@@ -173,7 +186,7 @@ class SampledRatio(Component, group="evaluation.sampled"):
             for stage in STAGES:
                 parts = comparison.sampled(role, stage, chosen).split(self.samples)
                 kappa[role, stage] = sum(map(spectrum.authors_condition_number, parts)) / groups
-        measures.add(*ratios(kappa, convention="authors/", split="train"))
+        measures.add(*Ratios(kappa).records("authors/", split="train"))
         return measures
 
 
@@ -191,24 +204,24 @@ class StartRatio:
         measures = Measures()
         if comparison.start is None or comparison.model.deep:
             return measures
-        aware, authors = {}, {}
+        aware: dict[tuple[Role, Stage], float] = {}
+        authors: dict[tuple[Role, Stage], float] = {}
         for role in ("harmful", "primary"):
             aware[role, "immunized"] = comparison.condition_number(role, "train", "immunized")
             authors[role, "immunized"] = comparison.authors_condition_number(role, "immunized")
-            aware[role, "baseline"], authors[role, "baseline"] = self._start(comparison, role)
+            aware[role, "baseline"], authors[role, "baseline"] = self._start(comparison, role, comparison.start)
         for convention, kappa in {"": aware, "authors/": authors}.items():
-            measures.add(*ratios(kappa, convention=convention, stage="start", split="train"))
+            measures.add(*Ratios(kappa).records(convention, stage="start", split="train"))
         return measures
 
     @staticmethod
-    def _start(comparison: Comparison, role: Role) -> tuple[float, float]:
+    def _start(comparison: Comparison, role: Role, start: Mapping[str, Tensor]) -> tuple[float, float]:
         """kappa of theta_0's training features, rank-aware and the authors'; those of the inputs for the identity."""
         model, task = comparison.model, comparison.tasks[role]
         x = (task.train.x if model.linear_map() is None else task.root).double()
-        features = model.training_features(x, {name: tensor.to(x) for name, tensor in comparison.start.items()})
+        features = model.training_features(x, {name: tensor.to(x) for name, tensor in start.items()})
         if torch.equal(features, x):
             authors = comparison.authors_condition_number(role, "baseline")
             return comparison.condition_number(role, "train", "baseline"), authors
-        sigma = spectrum.singular_values(features)
-        authors = spectrum.authors_condition_number_of(sigma, features.shape[1])
-        return spectrum.condition_number_of(sigma, task.rank), authors
+        authors = spectrum.authors_condition_number(features)
+        return spectrum.condition_number(features, rank=task.rank), authors

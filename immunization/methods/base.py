@@ -15,7 +15,7 @@ from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.callbacks import MIN_GAIN, Bound, Callback, Keep, LogRatios, Stopping, Terms
 from immunization.models.base import Batch, Model
-from immunization.theory.preconditioning import Precondition
+from immunization.theory.regularizers import Precondition
 
 Combine = Literal["sum", "worst"]
 """How the losses against several harmful tasks make one: their mean, or the largest."""

@@ -14,8 +14,7 @@ from immunization.data.task import TaskPair
 from immunization.methods.base import Method, preconditioner
 from immunization.methods.callbacks import bound_of
 from immunization.models.base import Batch, Model
-from immunization.theory.preconditioning import Precondition
-from immunization.theory.regularizers import r_ill_of_features, r_well_of_features
+from immunization.theory.regularizers import Precondition, r_ill_of_features, r_well_of_features
 
 
 class ConditionNumber(Method):

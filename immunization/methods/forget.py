@@ -17,8 +17,7 @@ from immunization.methods.base import Method
 from immunization.methods.distillation import Distillation
 from immunization.models.base import Batch, Model
 from immunization.models.chain import norms_of
-from immunization.theory.leave_one_out import leave_one_out
-from immunization.theory.probe import ridge_weights
+from immunization.theory.probe import leave_one_out, ridge_weights
 from immunization.theory.spectrum import svd
 
 log = logging.getLogger(__name__)

@@ -25,9 +25,8 @@ from immunization.methods.linear_map import (
     theta_of,
 )
 from immunization.models.base import Batch, Model
-from immunization.theory.learning_curve import excess, residuals
 from immunization.theory.optimal_map import nearest_bounded, optimal_map
-from immunization.theory.probe import Probe
+from immunization.theory.probe import Probe, excess, residuals
 
 Horizon = Annotated[int, Ge(0), Le(40)] | Sequence[AtLeastOne]
 """T of the steps 1, 2, 4, ..., 2^T, or a list of steps."""

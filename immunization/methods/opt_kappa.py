@@ -16,8 +16,8 @@ from immunization.methods.callbacks import Terms, bound_of
 from immunization.methods.linear_map import fit_head, probe_of_inputs
 from immunization.models.base import Batch, Model, Regularizer
 from immunization.theory import spectrum
-from immunization.theory.preconditioning import Precondition
 from immunization.theory.regularizers import (
+    Precondition,
     log_authors_condition_number,
     log_condition_number,
     relative_log_condition_slope,

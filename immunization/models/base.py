@@ -15,7 +15,7 @@ from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.models.chain import Chain, Network
 from immunization.theory import spectrum
-from immunization.theory.preconditioning import Precondition
+from immunization.theory.regularizers import Precondition
 
 Inputs = Literal["rows", "features", "activations", "images"]
 """What the trained part of a model reads: rows of the tasks as they are; features of a frozen net, and is a linear map

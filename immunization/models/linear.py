@@ -10,7 +10,7 @@ from immunization.errors import ConfigError
 from immunization.models.base import Batch, Model, Regularizer
 from immunization.models.fold import LinearMap
 from immunization.models.weights import read_checkpoint
-from immunization.theory.preconditioning import Precondition, preconditioned_product
+from immunization.theory.regularizers import Precondition, preconditioned_product
 
 
 def _map_of(checkpoint: str, dim: int, outputs: int) -> tuple[Tensor, Tensor]:

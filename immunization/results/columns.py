@@ -22,7 +22,6 @@ from immunization.results.settings import RATIOS, Setting, by_authors, lacking, 
 from immunization.runs.interpretation import (
     attack_names,
     breaks,
-    interval,
     interval_of,
     rows_tested,
     successes,
@@ -31,6 +30,7 @@ from immunization.runs.interpretation import (
 )
 from immunization.runs.records import WORST
 from immunization.runs.result import Result
+from immunization.theory.statistics import interval
 
 AUTHORS = ", authors' κ"
 """Ends the heading of a column by the released code's convention; all others are rank-aware."""

@@ -8,13 +8,12 @@ from typing import Any, Literal, Protocol
 
 from immunization.runs.numbers import number
 from immunization.runs.records import STAGES, WORST, Record, Records, Role, Stage, kind_of, names, of_role
+from immunization.theory.statistics import ROUNDING, interval
 
 HELD, UNTRAINED, UNNUMBERED = "held", "not attacked by training", "not attacked by standard"
 """No attack learns the task: of the suite `standard`; none fine-tuned all that was trained; of another list."""
 SUITES = {"quick": 5, "standard": 4, "nightly": 6, "depth": 4, "depth-vit": 3, "curves": 3, "blocks": 4}
 """The numbers of the suites as they are now."""
-Z = 1.959964  # of a normal distribution, 95 % lie within so many standard deviations
-ROUNDING = 1e-12  # what a measure may fall short of a bar by
 FASTER = 0.8
 """A probe with less than this share of the baseline's steps counts as faster; one step of its grid is rounding."""
 SLOWER = 1.2
@@ -169,13 +168,6 @@ def rows_tested(result: Measured, task: Role = "harmful") -> int | None:
         return None
     counted = result.records.value("test_rows", task=task, attack=WORST)
     return counted and int(counted)
-
-
-def interval(share: float, rows: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a probability of which `rows` independent trials show `share`."""
-    middle = (share + Z**2 / (2 * rows)) / (1 + Z**2 / rows)
-    half = Z / (1 + Z**2 / rows) * math.sqrt(share * (1 - share) / rows + (Z / (2 * rows)) ** 2)
-    return min(max(0.0, middle - half), share), max(min(1.0, middle + half), share)  # not past it by rounding
 
 
 def undecided(result: Measured, task: Role = "harmful") -> list[str]:

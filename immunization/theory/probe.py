@@ -1,18 +1,26 @@
-"""The attacker's linear probe, solved: gradient descent on 1/2 ||F w - Y||^2 in the eigenbasis of its Hessian.
+"""The attacker's linear probe, solved, and differentiated: gradient descent on 1/2 ||F w - Y||^2, and ridge regression.
 
 Features F = U S V^T [N, D] of rank k, targets Y [N, C], no bias, w_0 = 0. With c = U^T Y, r_i = (sigma_i / sigma_1)^2,
 t steps of size 1/lambda_1 lead exactly to w_t = V diag((1 - (1 - r)^t) / sigma) c, whatever t is.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from immunization.errors import DegenerateSpectrum
 from immunization.theory import spectrum
+
+CLOSE = 1e-4
+"""Relative step-weighted gap of two eigenvalues below which a derivative replaces their difference quotient."""
+
+ENTRIES = 2**18
+"""Entries of the difference quotients that are worked on at once: as many as caches hold."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +138,108 @@ class Probe:
         return ratio / ratio[0]
 
 
+class _Residuals(torch.autograd.Function):
+    """With mu the eigenvalues of G = F F^T over the largest one, both results are functions (1 - mu)^t of G.
+
+    The gradient in G of <g, (1 - G)^t c> is U (Phi * U^T c g^T U) U^T, Phi the difference quotients of (1 - mu)^t
+    (Daleckii and Krein): one eigendecomposition whatever the number of steps, and no division by the gap of two
+    eigenvalues that meet.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, factor: Tensor, coefficients: Tensor, steps: Tensor, eigenvalues: Tensor, u: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        decay = 1 - (eigenvalues / eigenvalues[-1]).clamp(min=0)
+        c = u.T @ coefficients
+        ctx.save_for_backward(factor, eigenvalues[-1], u, decay, c, steps)
+        powers = decay[:, None] ** steps
+        decayed = powers[:, :, None] * c[:, None, :]
+        return (u @ decayed.flatten(1)).unflatten(1, decayed.shape[1:]).transpose(0, 1), powers.square().mean(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_residual: Tensor, of_expected: Tensor) -> tuple[Tensor | None, ...]:
+        factor, largest, u, decay, c, steps = ctx.saved_tensors
+        gap = decay[:, None] - decay
+        distance, smaller = gap.abs(), torch.minimum(decay[:, None], decay)
+        gradient, weights, n = torch.zeros_like(gap), u.T @ of_residual, steps[:, None]
+        at_once = max(1, ENTRIES // len(decay) ** 2)
+        for t, weight in zip(n.split(at_once), weights.split(at_once), strict=True):
+            power, half = decay**t, decay ** ((t - 1) / 2)
+            tangents = (t * half)[:, :, None] * half[:, None, :]
+            quotients = (power[:, :, None] - power[:, None, :]).div_(gap)
+            quotients = torch.where(t[:, :, None] * distance <= CLOSE * smaller, tangents, quotients)
+            gradient += quotients.mul_(weight @ c.T).sum(0)
+        slopes = of_expected @ (2 * n * decay ** (2 * n - 1)) / len(decay)
+        # the derivative in mu instead of in decay = 1 - mu has the opposite sign
+        gradient = -(gradient + gradient.T) / 2
+        gradient.diagonal().sub_(slopes)
+        # mu = eigenvalues / largest, and the largest has the gradient u_1 u_1^T of its own
+        gradient[-1, -1] -= gradient.diagonal() @ (1 - decay)
+        return 2 / largest * u @ (gradient @ (u.T @ factor)), None, None, None, None
+
+
+def residuals(probes: Sequence[tuple[Tensor, Tensor]], steps: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Residuals of l2 probes after `steps` [T] of gradient descent, exact and differentiable in their factors.
+
+    Each probe is a factor F [m, D] and coefficients c [m, C], which stand for features and targets of any number of
+    rows: e.g. R A and Q^T Y of features Q R behind a map A. Step size 1/lambda_1(F^T F), w_0 = 0, no bias. Returns
+    c - F w_t [T, m, C] and the mean of its square over random c of unit length, 1/m sum_i (1 - lambda_i / lambda_1)^2t
+    [T]. Both ignore the scale of F, and F^T F may be singular. The cost is one eigendecomposition of F F^T forward and
+    a few products of m x m matrices backward.
+    """
+    scaled = [(f / spectrum.power_of_two(f), c) for f, c in probes]
+    return [_Residuals.apply(f, c, steps.to(f), *torch.linalg.eigh(f.detach() @ f.detach().T)) for f, c in scaled]
+
+
+def excess(residual: Tensor) -> Tensor:
+    """||F w_t - c||^2 [T], summed over outputs: the excess loss, plus the part of c that no w reaches."""
+    return residual.square().sum((1, 2))
+
+
 def ridge_weights(sigma: Tensor, vectors: Tensor, coefficients: Tensor, ridges: Tensor) -> Tensor:
     """Ridge regression V diag(sigma / (sigma^2 + ridge)) c [R, D, C], for ridges [R]; 0 along directions of sigma 0."""
     scale = spectrum.power_of_two(sigma)  # so that squares do not leave the range of float64
     scaled = sigma / scale
     gain = torch.nan_to_num(scaled / (scaled.square() + ridges[:, None] / scale / scale)) / scale
     return vectors @ (gain[:, :, None] * coefficients)
+
+
+def leave_one_out(features: Tensor, targets: Tensor, ridges: Sequence[float]) -> Tensor:
+    """Leave-one-out predictions [ridges, N, C] of centered targets, by one solve per ridge instead of N fits.
+
+    With Z the centered `features` [N, D], Y the centered `targets` [N, C] and G = Z Z^T + lambda sigma_1^2 I, row i of
+
+        Y - G^-1 Y / diag(G^-1)
+
+    is z_i W for the W that minimizes ||Z W - Y||^2 + lambda sigma_1^2 ||W||^2 over all rows but i. This is exact for
+    lambda > 0, with row i in both means and in sigma_1, the largest singular value of Z: rows without information are
+    then predicted as 0, where means of only the others would predict the opposite of their class.
+
+    float64, differentiable in `features` (sigma_1 included, so that their scale does not matter, however small or large
+    it is); O(N D min(N, D)) per ridge. Equal features predict 0. Raises LinAlgError for features that are not finite.
+    """
+    features = features.double() / spectrum.power_of_two(features)  # of 1e-200, squares would be 0
+    z, y = (part - part.mean(0) for part in (features, targets.double()))
+    wide = len(z) <= z.shape[1]
+    gram = z @ z.mT if wide else z.mT @ z
+    near = gram.detach().cpu()
+    if not near.isfinite().all():
+        raise torch.linalg.LinAlgError("the features hold NaN, infinite or overflowing values")
+    top = spectrum.extreme_eigenpair(near, -1)[1].to(gram)
+    square = top @ gram @ top  # sigma_1^2, with the gradient of an eigenvalue
+    eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    if not square > (len(z) * spectrum.EPS * features.detach().abs().max()) ** 2:  # the rounding of the mean
+        return y.new_zeros(len(ridges), *y.shape) * features.sum()
+    predictions = []
+    for ridge in ridges:
+        # positive definite, of finite features: without the check, for which a GPU would be waited for
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky_ex(gram / square + ridge * eye).L)
+        if wide:
+            errors, left = inverse @ y, inverse.diagonal()
+        else:  # ridge G^-1 = I - Z (Z^T Z / sigma_1^2 + ridge I)^-1 Z^T / sigma_1^2
+            solved = z @ inverse / square
+            errors, left = y - solved @ (z.mT @ y), 1 - (solved * z).sum(1)
+        predictions.append(y - errors / left[:, None])
+    return torch.stack(predictions)

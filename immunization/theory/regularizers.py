@@ -1,9 +1,12 @@
-"""The regularizers of the paper and their gradients; H = F^T F is the Hessian of a linear probe on features F."""
+"""The regularizers of the paper, their gradients, and these multiplied by K^-1 (Alg. 1).
+
+H = F^T F is the Hessian of a linear probe on features F, and K = X^T X that of a probe on the inputs X.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +14,10 @@ from torch.autograd.function import once_differentiable
 
 from immunization.errors import DegenerateSpectrum
 from immunization.theory.spectrum import AUTHORS_RIDGE, EPS, extreme_eigenpair, power_of_two, svd
+
+Precondition = Literal["cancelled", "ridge", "pinv", "none"]
+Slopes = Callable[[Tensor], Sequence[Tensor]]
+"""The gradients in some leaves, by the gradient in what was made of them."""
 
 Scalar = float | Tensor
 """A number; on a GPU, where nothing on the CPU depends on it, a tensor [] in float64, which is not waited for."""
@@ -70,8 +77,7 @@ def _power_mean_slope(hessian: Tensor, rank: int, power: int, divided: bool) -> 
     total: Any = torch.dot(upper.flatten(), unit.flatten())
     on_cpu = hessian.device.type == "cpu"
     if on_cpu:
-        norm, total = norm.item(), total.item()
-        _check_finite(norm)
+        norm, total = _norm(hessian), total.item()
         if not norm > 0:
             return 0.0, hessian
     mean = (total / rank) ** (1 / power)  # M_p / norm
@@ -88,14 +94,11 @@ def _power_mean_slope(hessian: Tensor, rank: int, power: int, divided: bool) -> 
 
 
 def _norm(hessian: Tensor) -> float:
+    """||H||_F; raises LinAlgError where its square is not finite."""
     norm = torch.linalg.vector_norm(hessian).item()
-    _check_finite(norm)
-    return norm
-
-
-def _check_finite(norm: float) -> None:
     if not math.isfinite(norm * norm):
         raise torch.linalg.LinAlgError("the Hessian of the features holds NaN, infinite or overflowing values")
+    return norm
 
 
 def _check_finite_r_ill(denominator: float, square: float, rank: int) -> None:
@@ -118,56 +121,48 @@ def scalar(value: Scalar, like: Tensor) -> Tensor:
     return like.new_full((), value if abs(value) <= torch.finfo(like.dtype).max else math.copysign(math.inf, value))
 
 
-class _WithGradients(torch.autograd.Function):
+class _ByHand(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, gradients: tuple[Tensor, ...], *leaves: Tensor) -> Tensor:
-        ctx.gradients = gradients
+    def forward(ctx: Any, value: Tensor, slopes: Slopes, *leaves: Tensor) -> Tensor:
+        ctx.slopes = slopes
         return value.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(upstream * gradient for gradient in ctx.gradients)
+        return None, None, *ctx.slopes(upstream)
+
+
+def by_hand(value: Tensor, slopes: Slopes, *leaves: Tensor) -> Tensor:
+    """`value`, computed without a graph, whose gradients in `leaves` are `slopes` of the gradient in it."""
+    return _ByHand.apply(value, slopes, *leaves)
 
 
 def with_gradients(value: Tensor, gradients: Mapping[Any, Tensor]) -> Tensor:
     """`value`, a scalar, with gradients computed by hand: leaf -> matrix."""
-    return _WithGradients.apply(value, tuple(gradients.values()), *gradients)
-
-
-class _HessianRegularizer(torch.autograd.Function):
-    """R(H) of H = F^T F through the smaller one of its Grams.
-
-    The gradient to F is 2 F dR/dH; with `theta`, it is the preconditioned K^-1 grad_theta R = 2 theta dR/dH, in which K
-    has cancelled. dR/dH is a function f(H) with f(0) = 0, so that F f(F^T F) = f(F F^T) F.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, features: Tensor, theta: Tensor | None, f: Tensor, wide: bool, value: Scalar, slope: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(f, theta, slope)
-        ctx.wide, ctx.dtype = wide, features.dtype
-        return scalar(value, features)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        f, theta, slope = ctx.saved_tensors
-        if theta is None:
-            gradient = slope @ f if ctx.wide else f @ slope
-        else:
-            gradient = theta.double() @ f.T @ slope @ f if ctx.wide else theta.double() @ slope
-        gradient = gradient.mul_(2 * upstream).to(ctx.dtype)
-        return (gradient, *[None] * 5) if theta is None else (None, gradient, *[None] * 4)
+    return by_hand(value, lambda upstream: [upstream * gradient for gradient in gradients.values()], *gradients)
 
 
 def _of_features(features: Tensor, theta: Tensor | None, slope_of: Slope) -> Tensor:
+    """R(H) of H = F^T F through the smaller one of its Grams.
+
+    The gradient in F is 2 F dR/dH; with `theta`, it is the preconditioned K^-1 grad_theta R = 2 theta dR/dH, in which K
+    has cancelled. dR/dH is a function f(H) with f(0) = 0, so that F f(F^T F) = f(F F^T) F.
+    """
     f = features.detach().double()
     # the Gram that takes fewer operations: behind theta, the one of the samples needs a product more
     wide = len(f) < f.shape[1] if theta is None else 2 * len(f) < f.shape[1]
-    found = slope_of(f @ f.mT if wide else f.mT @ f, divided=wide and theta is not None)
-    return _HessianRegularizer.apply(features, theta, f, wide, *found)
+    value, slope = slope_of(f @ f.mT if wide else f.mT @ f, divided=wide and theta is not None)
+
+    def gradient(upstream: Tensor) -> list[Tensor]:
+        if theta is None:
+            product = slope @ f if wide else f @ slope
+        else:
+            start = theta.detach().double()
+            product = start @ f.T @ slope @ f if wide else start @ slope
+        return [product.mul_(2 * upstream).to(features.dtype)]
+
+    return by_hand(scalar(value, features), gradient, features if theta is None else theta)
 
 
 def r_well_of_features(
@@ -212,20 +207,6 @@ def _log_condition_number(factor: Tensor, rank: int, power: float) -> tuple[Tens
     return value, scaled.softmax(0) - (-scaled).softmax(0), sigma, v
 
 
-class _LogConditionNumber(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, features: Tensor, f: Tensor, value: Tensor, v: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(f, v, weights)
-        ctx.dtype = features.dtype
-        return value.to(features, non_blocking=True, copy=True)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        f, v, weights = ctx.saved_tensors
-        return (2 * upstream * ((f @ v) * weights) @ v.T).to(ctx.dtype), None, None, None, None
-
-
 def log_condition_number(features: Tensor, rank: int, power: float = math.inf) -> Tensor:
     """log kappa(F^T F) = 2 (log sigma_1 - log sigma_k), differentiable in `features` [N, D] of known rank k.
 
@@ -237,8 +218,12 @@ def log_condition_number(features: Tensor, rank: int, power: float = math.inf) -
     f = features.detach().double()
     value, slope, sigma, v = _log_condition_number(_factor(f).cpu(), rank, power)
     seen = slope.nonzero()[:, 0]
-    pairs = (part.to(f.device) for part in (v[:, seen], slope[seen] / sigma[seen] ** 2))
-    return _LogConditionNumber.apply(features, f, value, *pairs)
+    v, weights = (part.to(f.device) for part in (v[:, seen], slope[seen] / sigma[seen] ** 2))
+
+    def gradient(upstream: Tensor) -> list[Tensor]:
+        return [(2 * upstream * ((f @ v) * weights) @ v.T).to(features.dtype)]
+
+    return by_hand(value.to(features, non_blocking=True), gradient, features)
 
 
 def log_authors_condition_number(features: Tensor, theta: Tensor | None = None) -> Tensor:
@@ -252,7 +237,7 @@ def log_authors_condition_number(features: Tensor, theta: Tensor | None = None) 
 def _log_authors_slope(hessian: Tensor, dim: int, divided: bool = False) -> tuple[float, Tensor]:
     """The value and dR/dH = v_1 v_1^T / (lambda_1 + r) - v_D v_D^T / (lambda_D + r), a Slope."""
     near = hessian.cpu()
-    _norm(near)
+    _norm(near)  # raises
     largest, v = extreme_eigenpair(near, -1)
     v = v.to(hessian.device)
     slope = torch.outer(v, v * (1 / (largest + AUTHORS_RIDGE) / (largest if divided else 1)))
@@ -272,6 +257,69 @@ def relative_log_condition_slope(features: Tensor, rank: int, power: float) -> t
     the gradient in F, and steps F <- F (I - rate E) of a rate below 1/2 never meet the pole that log kappa has there.
     Both are on the device of the features.
     """
-    found = _log_condition_number(_factor(features.double()).cpu(), rank, power)
-    value, slope, _, v = (part.to(features.device) for part in found)
+    on_cpu = _log_condition_number(_factor(features.double()).cpu(), rank, power)
+    value, slope, _, v = (part.to(features.device) for part in on_cpu)
     return value, 2 * (v * slope) @ v.T
+
+
+class _Ridge:
+    """U -> (K + ridge I)^-1 X^T U, or with `side="output"` X^T U (K + ridge I)^-1, through the smaller Gram of X."""
+
+    def __init__(self, x: Tensor, ridge: float, side: str) -> None:
+        self.x, self.ridge, self.output = x.double(), ridge, side == "output"
+        self._factorize((2 if self.output else 1) * len(x) < x.shape[1])
+        shortcut = self.few and self.output
+        if shortcut and not ridge > x.shape[1] * EPS * self.x.square().sum().item():  # K + ridge I is near singular
+            self._factorize(False)
+        if self.singular:
+            raise DegenerateSpectrum(
+                f"K + ridge I cannot be inverted: K is singular and ridge={ridge:g} too small; raise ridge, or set "
+                "precondition=pinv"
+            )
+
+    def _factorize(self, few: bool) -> None:
+        self.few = few
+        gram = self.x @ self.x.T if few else self.x.T @ self.x
+        gram.diagonal().add_(self.ridge)
+        self.factor, info = torch.linalg.cholesky_ex(gram)
+        pivots = self.factor.diagonal().square()
+        self.singular = (info > 0) | ~(pivots.min() > len(gram) * EPS * pivots.max())
+
+    def __call__(self, upstream: Tensor) -> Tensor:
+        x = self.x
+        if self.few and not self.output:  # push-through: (X^T X + r I)^-1 X^T = X^T (X X^T + r I)^-1
+            return x.T @ torch.cholesky_solve(upstream, self.factor)
+        if self.few:  # Woodbury: U (K + r I)^-1 = (U - U X^T (X X^T + r I)^-1 X) / r
+            inside = torch.cholesky_solve(x @ upstream.T, self.factor)
+            return x.T @ torch.addmm(upstream, inside.T, x, alpha=-1).div_(self.ridge)
+        gradient = x.T @ upstream
+        if self.output:
+            return torch.cholesky_solve(gradient.T, self.factor).T
+        return torch.cholesky_solve(gradient, self.factor)
+
+
+def preconditioned_product(
+    x: Tensor,
+    theta: Tensor,
+    mode: Precondition = "ridge",
+    ridge: float = 1.0,
+    side: Literal["input", "output"] = "input",
+) -> Tensor:
+    """x @ theta, whose gradient in theta [D_in, D_out] is multiplied by the inverse of K = x^T x on the way back.
+
+    `mode="ridge"`: (K + ridge I)^-1; `"pinv"`: the pseudo-inverse; `"none"`: the plain gradient. `side="input"` is the
+    right one, K^-1 grad; `side="output"` (of ridge) is the released code's grad K^-1. `x` receives no gradient.
+    Raises DegenerateSpectrum where K + ridge I is singular up to rounding, but for `side="input"`, ridge 0 and fewer
+    rows than columns: there, of independent rows, this is the pseudo-inverse.
+    """
+    if mode == "cancelled":
+        raise ValueError("mode='cancelled' needs the regularizer's own gradient: give theta to r_*_of_features instead")
+    if mode == "pinv" and side == "output":
+        raise ValueError("side='output' is the released code's ridge solve; it has no pseudo-inverse")
+    if mode == "none":
+        return x @ theta
+    product = x.detach() @ theta.detach()
+    if mode == "pinv":
+        return by_hand(product, lambda upstream: [torch.linalg.pinv(x) @ upstream], theta)
+    inverse = _Ridge(x, ridge, side)
+    return by_hand(product, lambda upstream: [inverse(upstream.double()).to(upstream.dtype)], theta)

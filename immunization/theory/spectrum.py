@@ -7,7 +7,7 @@ from F or its triangular factor, never from eigenvalues of H, which would lose h
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from typing import Any, Literal
@@ -227,17 +227,17 @@ def condition_number(
         if rank is not None or eps is not None:
             raise ValueError("conditioning='authors' takes neither rank nor eps: it counts every eigenvalue")
         return authors_condition_number(features)
-    found: set[float] = set()
+    stored: set[float] = set()
 
     def watched() -> Iterator[Tensor]:
         for batch in _as_batches(features):
             if isinstance(batch, Tensor):
-                found.add(eps_of(batch))
+                stored.add(eps_of(batch))
             yield batch
 
     factor, rows = triangular_factor(watched())
     sigma, shape, asked = torch.linalg.svdvals(factor), (rows, factor.shape[1]), rank is None and eps is None
-    eps = max(found, default=EPS) if eps is None else eps
+    eps = max(stored, default=EPS) if eps is None else eps
     kappa = condition_number_of(sigma, rank or numerical_rank(sigma, shape, eps))
     tolerance = rank_tolerance(shape, eps)
     if asked and eps > EPS32:
@@ -280,26 +280,15 @@ def authors_condition_number(features: Features) -> float:
     of the time each way, on every machine another; here it always counts, as 1e-6.
     """
     factor, _ = triangular_factor(features)
-    return authors_condition_number_of(torch.linalg.svdvals(factor), factor.shape[1])
-
-
-def authors_condition_number_of(sigma: Tensor, width: int) -> float:
-    """`authors_condition_number` of all singular values [min(N, D)], descending, of features [N, D = `width`]."""
-    eigenvalues = sigma.square()
+    eigenvalues = torch.linalg.svdvals(factor).square()
     if not torch.isfinite(eigenvalues).all():
         raise DegenerateSpectrum("the features are too large: F^T F overflows, and has no eigenvalues")
     if not eigenvalues.sum() > 0:
         raise DegenerateSpectrum(
             "the features are all zero, or so small that F^T F is: no eigenvalue of F^T F + 1e-6 I is above 1e-6"
         )
-    smallest = eigenvalues[-1] if len(eigenvalues) == width else 0.0
+    smallest = eigenvalues[-1] if len(eigenvalues) == factor.shape[1] else 0.0
     return ((eigenvalues[0] + AUTHORS_RIDGE) / (smallest + AUTHORS_RIDGE)).item()
-
-
-def ratios(kappa: Mapping[str, float]) -> dict[str, float]:
-    """`rir`, `ratio_harmful`, `ratio_primary` (Eq. 15) of `kappa_<role>` and `kappa_<role>_baseline`."""
-    harmful, primary = (kappa[f"kappa_{role}"] / kappa[f"kappa_{role}_baseline"] for role in ("harmful", "primary"))
-    return {"rir": harmful / primary, "ratio_harmful": harmful, "ratio_primary": primary}
 
 
 def rir(
@@ -326,4 +315,6 @@ def rir(
                 )
             yield batch
 
-    return ratios({f"kappa_{name}": condition_number(watched(name), **options) for name in given})
+    kappa = {name: condition_number(watched(name), **options) for name in given}
+    own, other = (kappa[role] / kappa[f"{role}_baseline"] for role in ("harmful", "primary"))
+    return {"rir": own / other, "ratio_harmful": own, "ratio_primary": other}

@@ -21,7 +21,7 @@ from immunization.evaluation import (
 from immunization.evaluation.convergence import faster, held_out_curve, not_slower, relative_deviation, steps_to
 from immunization.evaluation.measures import Measures
 from immunization.runs.numbers import number
-from immunization.runs.records import from_flat
+from immunization.runs.records import Record, from_flat
 
 pytestmark = pytest.mark.trains
 
@@ -108,30 +108,34 @@ def test_a_probe_that_never_learns_counts_as_the_last_step_and_is_flagged():
     assert LearningCurves()(two_directions(eye(2))).flags.keys() == {"harmful_not_slower"}
 
 
+def interval(curves: LearningCurves, rows: int, before: Tensor, after: Tensor, value: float) -> tuple[Record, Measures]:
+    """A harmful steps ratio of this value with its interval, of the scores [T, `rows`] of both probes."""
+    harmful, measures = task(gaussian(120, 2, seed=0), (torch.arange(120) % 2).long(), test=rows, classes=2), Measures()
+    ratio, rfd = (Record(name, value, "harmful", split="test") for name in ("steps_ratio", "rfd"))
+    scores = {"immunized": after, "baseline": before}
+    return curves._with_intervals(ratio, rfd, harmful, scores, measures)[0], measures
+
+
 def test_an_end_that_some_resamples_never_come_to_is_a_lower_bound():
     """A probe that comes to the bar on all test rows, but not on some resamples."""
-    measures, grid = probed({"steps_ratio/harmful": 1.0, "rfd/harmful": 0.0}), LearningCurves(octaves=OCTAVES).grid
-    harmful = task(gaussian(120, 2, seed=0), (torch.arange(120) % 2).long(), test=100, classes=2)
-    before = torch.ones(len(grid), 100).double()
+    curves = LearningCurves(octaves=OCTAVES, share=0.8)
+    before = torch.ones(len(curves.grid), 100).double()
     after = before.clone()
     after[:, :7] = 0  # below 90 % of the rows on some resamples
-    LearningCurves(octaves=OCTAVES, share=0.8)._intervals("harmful", harmful, measures, after, before)
+    ratio, measures = interval(curves, 100, before, after, 1.0)
     assert measures.about["intervals_capped"] == ["interval/steps_ratio/harmful_high"]
-    assert measures.metrics["interval/steps_ratio/harmful_low"] == 1
+    assert ratio.low == 1
 
 
 def test_resamples_below_chance_give_no_ratio_of_0():
     """A baseline that is right on 12 of 20 rows of two classes, from t = 1 on; theta_I from t = 4 on."""
     curves = LearningCurves(octaves=OCTAVES)
-    measures = probed({"steps_ratio/harmful": 4.0, "rfd/harmful": 0.0})
-    harmful = task(gaussian(40, 2, seed=0), (torch.arange(40) % 2).long(), test=20, classes=2)
     before = torch.zeros(len(curves.grid), 20).double()
     before[:, :12] = 1
     after = before.clone()
     after[curves.grid < 4] = 0
-    curves._intervals("harmful", harmful, measures, after, before)
-    ends = [measures.metrics[f"interval/steps_ratio/harmful_{end}"] for end in ("low", "high")]
-    assert ends == [1, 4]  # 1 where neither of them comes to the bar
+    ratio, _ = interval(curves, 20, before, after, 4.0)
+    assert (ratio.low, ratio.high) == (1, 4)  # 1 where neither of them comes to the bar
 
 
 def test_a_harmful_task_that_is_learned_sooner_is_flagged():

@@ -20,10 +20,9 @@ from immunization.evaluation import (
     Definition,
     OwnHead,
     PrimaryPerformance,
-    rir,
 )
-from immunization.evaluation.primary import head_at_chance
-from immunization.runs.records import Record, Records
+from immunization.evaluation.own_head import head_at_chance
+from immunization.evaluation.rir import Ratios
 
 pytestmark = pytest.mark.trains
 
@@ -116,8 +115,8 @@ def test_without_a_held_out_measure_the_primary_ones_are_null():
 def test_the_definition_is_of_every_harmful_task(monkeypatch, second, holds):
     ratios = {"harmful": 2.0, "harmful_8": second}
 
-    def of(comparison, harmful="harmful"):
-        return Records(ratios_of({(harmful, "immunized"): ratios[harmful], ("primary", "immunized"): 0.5}, harmful))
+    def of(comparison, role="harmful"):
+        return ratios_of({(role, "immunized"): ratios[role], ("primary", "immunized"): 0.5}, role)
 
     monkeypatch.setattr(evaluation.primary, "condition_ratios", of)
     pair = TaskPair("pair", classification(0, 2), regression(10), more={"harmful_8": regression(11)})
@@ -125,15 +124,15 @@ def test_the_definition_is_of_every_harmful_task(monkeypatch, second, holds):
     assert (metrics["definition/a"], metrics["ratio_harmful"]) == (holds, 2.0)
 
 
-def ratios_of(kappa: dict, harmful: str = "harmful") -> list[Record]:
+def ratios_of(kappa: dict, role: str = "harmful") -> Ratios:
     """RIR and the ratios of both tasks, of baselines of kappa 1."""
-    return rir.ratios({(role, "baseline"): 1.0 for role, _ in kappa} | kappa, harmful)
+    return Ratios({(role, "baseline"): 1.0 for role, _ in kappa} | kappa, role)
 
 
 def definition(monkeypatch, harmful=2.0, primary=1.0, after=0.9, before=0.9, classes=2) -> dict[str, float | None]:
     """The verdict for the given ratios and held-out measures."""
-    values = Records(ratios_of({("harmful", "immunized"): harmful, ("primary", "immunized"): primary}))
-    monkeypatch.setattr(evaluation.primary, "condition_ratios", lambda comparison: values)
+    values = ratios_of({("harmful", "immunized"): harmful, ("primary", "immunized"): primary})
+    monkeypatch.setattr(evaluation.primary, "condition_ratios", lambda comparison, role="harmful": values)
     monkeypatch.setattr(
         evaluation.primary,
         "retrained_head",

@@ -19,7 +19,7 @@ from immunization.data.task import TaskPair
 from immunization.errors import ConfigError, DataError
 from immunization.methods import Forget, combined, forget
 from immunization.models import Linear
-from immunization.theory.leave_one_out import leave_one_out
+from immunization.theory.probe import leave_one_out
 from immunization.training.batches import PairedBatches, batches_of
 from immunization.training.loop import train
 

@@ -15,7 +15,7 @@ from immunization.errors import ConfigError, DataError
 from immunization.methods import ForgetBlocks
 from immunization.methods.forget import batch_statistics
 from immunization.models import Linear
-from immunization.theory.leave_one_out import leave_one_out
+from immunization.theory.probe import leave_one_out
 from immunization.training.batches import PairedBatches, batches_of
 
 pytestmark = pytest.mark.trains

@@ -51,7 +51,7 @@ def trained(
 
 def ratios(pair: TaskPair, model: Linear) -> tuple[float, float]:
     found = condition_ratios(Comparison(pair, model))
-    return found.value("ratio", task="harmful"), found.value("ratio", task="primary")
+    return found.of("harmful"), found.of("primary")
 
 
 @pytest.mark.parametrize("bound", [0.95, 0.5])

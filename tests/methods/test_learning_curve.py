@@ -18,8 +18,7 @@ from immunization.methods import LearningCurve
 from immunization.methods.learning_curve import horizons
 from immunization.methods.linear_map import generalizing_step, probe_of_inputs
 from immunization.models import Linear
-from immunization.runs.records import flat
-from immunization.theory.learning_curve import excess, residuals
+from immunization.theory.probe import excess, residuals
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
 
@@ -142,7 +141,7 @@ def test_the_last_bit_of_theta_decides_nothing():
         method = LearningCurve(epochs=150, lambda_P=5.0, benign_weight=0.0, targets="baseline", patience=None)
         model, _ = immunized(pair, method, lr=1e-3, cosine=True, perturbation=perturbation)
         comparison = Comparison(pair, model)
-        found.append(LearningCurves()(comparison).metrics | flat(condition_ratios(comparison))[0])
+        found.append(LearningCurves()(comparison).metrics | {"rir": condition_ratios(comparison).rir})
     first, second = found
     assert first["steps_ratio/harmful"] == second["steps_ratio/harmful"] > 1e4
     assert first["steps_ratio/primary"] == second["steps_ratio/primary"] <= 1

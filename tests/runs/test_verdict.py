@@ -5,9 +5,10 @@ import itertools
 import pytest
 from scipy.stats import binomtest
 
-from immunization.runs.interpretation import at_least, capped, interval, rows_tested, successes, undecided, weakest
+from immunization.runs.interpretation import at_least, capped, rows_tested, successes, undecided, weakest
 from immunization.runs.result import Result
 from immunization.runs.verdict import verdict
+from immunization.theory.statistics import interval
 
 CURVE = {"x": [1], "y": [0.9]}
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from immunization.theory import spectrum
-from immunization.theory.learning_curve import residuals
-from immunization.theory.probe import Probe
+from immunization.theory.probe import Probe, residuals
 
 
 def gradient_descent(features, y, steps):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from immunization.theory.leave_one_out import leave_one_out
+from immunization.theory.probe import leave_one_out
 
 RIDGES = (1e-6, 1e-4, 1e-2, 0.1)
 

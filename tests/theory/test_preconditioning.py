@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from immunization.errors import DegenerateSpectrum
 from immunization.theory import regularizers
-from immunization.theory.preconditioning import preconditioned_product
+from immunization.theory.regularizers import preconditioned_product
 
 
 def each_regularizer(rank):

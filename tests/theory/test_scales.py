@@ -9,10 +9,9 @@ from immunization.attacks.kernels import Kernel, Rule
 from immunization.attacks.least_squares import LeastSquares
 from immunization.attacks.neighbours import _unit
 from immunization.data.task import Split, Task
-from immunization.evaluation.selectivity import _halves, _in_range
-from immunization.theory import learning_curve, optimal_map, regularizers, selectivity, spectrum
-from immunization.theory.leave_one_out import leave_one_out
-from immunization.theory.probe import Probe, ridge_weights
+from immunization.evaluation import selectivity
+from immunization.theory import optimal_map, regularizers, spectrum
+from immunization.theory.probe import Probe, leave_one_out, residuals, ridge_weights
 
 SCALES = [1e-200, 1e-150, 1e-30, 1e30, 1e150, 1e200]
 X = with_spectrum(torch.tensor([3.0, 2.0, 1.0, 0.5], dtype=torch.float64), 20, 4, seed=0)
@@ -48,7 +47,7 @@ def slope(function):
 
 def forgotten(x):
     """`selectivity.lost` and `switched` of inputs, as the evaluation takes them."""
-    rows = _in_range([_halves(part.unflatten(0, (4, -1))) for part in (x, x.flip(1))])
+    rows = selectivity.in_range(*(selectivity.halves(part.unflatten(0, (4, -1))) for part in (x, x.flip(1))))
     (own, own_held), (bad, bad_held) = ([selectivity.covariance(half) for half in part] for part in rows)
     switched = selectivity.switched(*rows, (own, bad), 0.9, 1e-3)
     weight = gaussian(2, 4, seed=4)
@@ -59,9 +58,9 @@ INVARIANT = {
     "leave_one_out": lambda x: leave_one_out(x, Y, [1e-4, 0.1]),
     "leave_one_out, wide": lambda x: leave_one_out(x.mT, gaussian(4, 2, seed=3), [1e-4, 0.1]),
     "leave_one_out, slope": slope(lambda x: leave_one_out(x, Y, [1e-2]).square().sum()),
-    "residuals": lambda x: learning_curve.residuals([(x, Y)], STEPS)[0][0],
-    "residuals, expected": lambda x: learning_curve.residuals([(x, Y)], STEPS)[0][1],
-    "residuals, slope": slope(lambda x: learning_curve.residuals([(x, Y)], STEPS)[0][0].square().sum()),
+    "residuals": lambda x: residuals([(x, Y)], STEPS)[0][0],
+    "residuals, expected": lambda x: residuals([(x, Y)], STEPS)[0][1],
+    "residuals, slope": slope(lambda x: residuals([(x, Y)], STEPS)[0][0].square().sum()),
     "kappa": lambda x: torch.tensor(spectrum.condition_number(x)),
     "kappa, deficient": lambda x: torch.tensor(spectrum.condition_number(torch.cat([x, x[:, :2]], 1))),
     "outside": lambda x: torch.tensor(spectrum.dimensions_outside(x[:2], x, 20)),

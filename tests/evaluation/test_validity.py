@@ -1,13 +1,14 @@
-"""The flags of `Validity` on both sides of each threshold."""
+"""The flags of `Validity`, on both sides of each threshold."""
 
 import pytest
 import torch
+from helpers.comparisons import regression
 from helpers.matrices import gaussian, orthonormal
-from torch import Tensor
+from torch import Tensor, nn
 
 from immunization.data.task import Split, Task, TaskPair
 from immunization.evaluation import Comparison, Validity
-from immunization.models import Linear
+from immunization.models import Linear, Model
 
 D = 4
 INPUTS = orthonormal(200, D, seed=0)
@@ -89,3 +90,21 @@ def test_test_rows_that_are_training_rows_are_named(repeated, seen):
     pair = TaskPair("known", task, task)
     found = Validity()(Comparison(pair, Linear(pair))).flags
     assert ("test_rows_seen_harmful" in found) is ("test_rows_seen_primary" in found) is seen
+
+
+class Layered(Model):
+    """A linear layer and another one behind it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.extractor, self.head = nn.Sequential(nn.Linear(5, 5), layer), nn.Linear(5, 1, bias=False)
+        self.double()
+
+
+@pytest.mark.parametrize("layer", [torch.nn.BatchNorm1d(5), torch.nn.Dropout(0.5)])
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_in_train_mode_are_flagged(layer, training):
+    model = Layered(layer).train(training)
+    measures = Validity()(Comparison(TaskPair("pair", regression(0), regression(10)), model))
+    assert ("train_mode" in measures.flags) is training
+    assert not training or measures.reasons["train_mode"].startswith("extractor.1 in train mode")

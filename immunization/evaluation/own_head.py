@@ -1,0 +1,282 @@
+"""A net's own head before and after immunization: on test images, in number formats, on classes outside D_P."""
+
+import copy
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from immunization.checks import AtLeastOne, Component, NonNegative
+from immunization.data.class_folders import Order
+from immunization.data.image_folders import Crop, open_task
+from immunization.data.images import ImagePair, ImageTask
+from immunization.data.task import MARGIN
+from immunization.errors import ConfigError, DataError
+from immunization.evaluation.comparison import Comparison
+from immunization.evaluation.measures import Measures
+from immunization.evaluation.primary import interval_of
+from immunization.models.activations import take
+from immunization.models.chain import reads, twice
+from immunization.models.image_tasks import outputs_of
+from immunization.runs.records import STAGES, Record, Stage
+
+NOT_KEPT = "the net as it was before training is not kept; runs with attackers and audits keep it"
+
+
+def nets_of(comparison: Comparison) -> dict[Stage, nn.Module | None]:
+    """The net as people run it, images -> primary logits, after and before; the latter where it was kept."""
+    model = comparison.model
+    return {"immunized": model.deployed(), "baseline": model.deployed_before(comparison.start)}
+
+
+def head_at_chance(accuracy: float, chance: float, majority: float = 0.0) -> str | None:
+    """Why a model with this accuracy of its own head should not be immunized; None if it can be.
+
+    That is below chance + MARGIN, or no more than the `majority`, the share of the most frequent class.
+    """
+    if accuracy >= chance + MARGIN and (accuracy > majority or majority == 1):
+        return None
+    guess = f"chance is {chance:.3f}" if majority < chance + MARGIN else f"the most frequent class has {majority:.3f}"
+    return (
+        f"before immunization the model's own head comes to accuracy {accuracy:.3f} on the primary task, {guess}: it "
+        "was not trained on this task, or its outputs mean other classes; there is nothing to keep"
+    )
+
+
+class OwnHead:
+    """Held-out accuracy and loss of the net's own primary head, before and after, and the predictions that changed.
+
+    `primary/head_accuracy`, `primary/head_loss` (cross-entropy), also with `_baseline`, and
+    `primary/changed_predictions`, a number of test images. Flag `head_at_chance`: before, accuracy is below chance +
+    MARGIN, or no more than the most frequent class has. Linear models have no such measures.
+    """
+
+    names = ("primary/head_*", "primary/changed_predictions", "interval/primary/head_*")
+
+    @torch.no_grad()
+    def __call__(self, comparison: Comparison) -> Measures:
+        measures, task = Measures(), comparison.tasks["primary"]
+        before = comparison.model.baseline_logits(task)
+        if before is None:
+            return measures
+        of: dict[str, Any] = {"task": "primary", "split": "test"}
+        if reason := comparison.no_test("primary"):
+            measures.miss(reason, "head_accuracy", "head_loss", stage=STAGES, **of)
+            measures.miss(reason, "changed_predictions", **of)
+            return measures
+        logits = {"immunized": comparison.model.logits(task.test.x), "baseline": before}
+        for stage in STAGES:
+            accuracy, (low, high) = task.measure(logits[stage], task.test.y).item(), interval_of(task, logits[stage])
+            measures.put("head_accuracy", accuracy, stage=stage, low=low, high=high, **of)
+            measures.put("head_loss", task.loss(logits[stage], task.test.y).item(), stage=stage, **of)
+        if reason := head_at_chance(accuracy, task.chance, task.majority):  # the baseline's
+            measures.flag("head_at_chance", reason)
+        decisions = [x.argmax(1) if x.shape[1] > 1 else x[:, 0] > 0 for x in logits.values()]
+        measures.put("changed_predictions", (decisions[0] != decisions[1]).sum().item(), **of)
+        return measures
+
+
+def _int8(net: nn.Module) -> nn.Module:
+    """Linear layers in int8 by torch's dynamic quantization on a CPU; convolutions stay in float32."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch announces that this module goes
+        quantize = getattr(getattr(torch.ao, "quantization", None), "quantize_dynamic", None)
+        if quantize is None:
+            raise NotImplementedError("this version of torch has no torch.ao.quantization")
+        return quantize(net.float().cpu(), {nn.Linear})
+
+
+class _Half(TorchFunctionMode):
+    """float16 as GPUs have it: sums in float32, each result rounded. A CPU without it takes 30 times as long."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        return tree_map_only(Tensor, lambda x: x.half().float() if x.dtype == torch.float32 else x, result)
+
+
+FORMATS: dict[str, tuple[Callable[[nn.Module], nn.Module], torch.dtype]] = {
+    "float64": (nn.Module.double, torch.float64),
+    "float32": (nn.Module.float, torch.float32),
+    "float16": (nn.Module.half, torch.float16),
+    "bfloat16": (nn.Module.bfloat16, torch.bfloat16),
+    "int8": (_int8, torch.float32),
+}
+"""Formats: how to convert a net, and the dtype of its images."""
+
+
+class Deployment(Component, group="evaluation.deployment"):
+    """Accuracy of the whole net with its own head on primary test images, in formats that people run nets in.
+
+    `deployment/accuracy_<format>`, also with `_baseline`, on up to `images` evenly spaced images. Flag
+    `breaks_in_low_precision`: in some format it is more than `tolerance` below the baseline's. Flag
+    `fold_stripped_by_reset`: timm's `reset_classifier` throws the folded map away. Linear models have no such measures.
+    """
+
+    names = ("deployment/*",)
+
+    images: AtLeastOne = 256
+    tolerance: NonNegative = 0.03
+
+    @torch.no_grad()
+    def __call__(self, comparison: Comparison) -> Measures:
+        measures, model = Measures(), comparison.model
+        if not model.deep:
+            return measures
+        if model.stripped_by:
+            measures.flag(
+                "fold_stripped_by_reset",
+                f"{model.stripped_by} throws the folded map away: no module before the pooling could hold it",
+            )
+        if reason := comparison.no_test("primary"):
+            measures.miss(reason, *(f"deployment/accuracy_{form}" for form in FORMATS), stage=STAGES)
+            return measures
+        nets, batches = nets_of(comparison), self._batches(comparison)
+        broken = [self._compare(comparison, form, nets, batches, measures) for form in FORMATS]
+        if any(broken):
+            measures.flag("breaks_in_low_precision", "; ".join(filter(None, broken)))
+        return measures
+
+    def _batches(self, comparison: Comparison) -> list[tuple[Tensor, Tensor]]:
+        """Images and labels of evenly spaced rows of the primary test split."""
+        model, part = comparison.model, comparison.tasks["primary"].test
+        rows = torch.linspace(0, len(part) - 1, min(self.images, len(part))).round().long()
+        if model.reads != "images":
+            return list(model.image_batches("primary", "test", rows))
+        return [(take(part.x, some), part.y[some.to(part.y.device)]) for some in rows.split(32)]
+
+    def _compare(
+        self,
+        comparison: Comparison,
+        form: str,
+        nets: Mapping[Stage, nn.Module | None],
+        batches: list[tuple[Tensor, Tensor]],
+        measures: Measures,
+    ) -> str:
+        """Measure both nets in a format; returns what it breaks, if anything."""
+        task, accuracy = comparison.tasks["primary"], dict[Stage, float]()
+        labels = torch.cat([labels for _, labels in batches])
+        for stage, net in nets.items():
+            reason = "" if net is not None else NOT_KEPT
+            if net is not None:
+                try:
+                    logits = logits_in(net, form, batches).to(labels.device, comparison.model.dtype)
+                    accuracy[stage] = task.measure(logits, labels).item()
+                except (RuntimeError, NotImplementedError) as error:  # this machine lacks an operation in the format
+                    reason = f"the net does not run in {form}: {' '.join(str(error).split())[:100]}"
+            value = accuracy.get(stage)
+            measures.add(Record(f"deployment/accuracy_{form}", value, stage=stage, reason=reason))
+        if len(accuracy) == 2 and accuracy["baseline"] - accuracy["immunized"] > self.tolerance + 1e-9:
+            return f"primary accuracy in {form} is {accuracy['immunized']:.3f}, before {accuracy['baseline']:.3f}"
+        return ""
+
+
+def logits_in(net: nn.Module, form: str, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Outputs [n, classes] of a copy of `net` in one of `FORMATS`, for all images of `batches`, on the CPU."""
+    convert, dtype = FORMATS[form]
+    converted, device = convert(copy.deepcopy(net)).eval(), next(net.parameters()).device
+    if form == "int8":
+        device = torch.device("cpu")
+    if form != "float16" or device.type != "cpu":
+        return torch.cat([converted(images.to(device, dtype)).cpu() for images, _ in batches])
+    converted.float()  # weights stay rounded
+    with _Half():
+        return torch.cat([converted(images.half().float()) for images, _ in batches])
+
+
+NAMES = ("accuracy", "called_primary")
+
+
+class OtherClasses(Component, group="evaluation.other_classes"):
+    """Accuracy of the own head on images of classes outside D_P, and the share it classifies as one of D_P.
+
+    `other_classes/accuracy` (argmax over all outputs) and `other_classes/called_primary`, the share of these images
+    whose prediction is a class of D_P; also with `_baseline`, where the weights before training are kept: where
+    attackers run, or in an audit. With `enlarged` also `..._enlarged`, of the images at twice their size, if the net
+    reads these.
+    The folder `root` has a folder of images per class; classes of D_P are left out, and so are those with the name of a
+    folder that dataset.keep_root gives. `classes`, `crop`, `outputs` and `order` are as for dataset.primary. Models
+    without a head for other classes have no such measures. Raises DataError where no class of `root` is left.
+    """
+
+    names = ("other_classes/*",)
+
+    root: str | None = None
+    classes: str | Sequence[str | int] | None = None
+    crop: Crop | None = None
+    outputs: str | None = None
+    order: Order | None = None
+    enlarged: bool = False
+
+    @torch.no_grad()
+    def __call__(self, comparison: Comparison) -> Measures:
+        measures, model = Measures(), comparison.model
+        shown = comparison.tasks["primary"].head
+        if not model.deep or shown is None:
+            return measures
+        sizes = ("", "_enlarged") if self.enlarged else ("",)
+        if self.root is None:
+            names = [f"other_classes/{name}{size}" for size in sizes for name in NAMES]
+            measures.miss("evaluation.other_classes.root names no folder of images", *names, stage=STAGES)
+            return measures
+        shown, task = shown.cpu(), self._task()
+        with _own_keys():
+            split, outputs = task.splits["train"], outputs_of(task, model.head.out_features, model.name)
+        truth = outputs[split.labels]
+        kept = {folder.name for images in cast(ImagePair, model.images).keep for folder in images.folders}
+        held_out = torch.tensor([name not in kept for name in task.classes])[split.labels]
+        rows = (torch.isin(truth, shown, invert=True) & held_out).nonzero()[:, 0]
+        if not len(rows):
+            raise DataError(
+                f"evaluation.other_classes.root={self.root}: every class in it is one of the primary task or of "
+                "dataset.keep_root"
+            )
+        nets = nets_of(comparison)
+        predictions: dict[tuple[Stage, str], list[Tensor]] = {(stage, size): [] for size in sizes for stage in STAGES}
+        labels = []
+        for images, classes in model.images_of(task, split.take(rows)):
+            labels.append(outputs[classes])
+            for (stage, size), predicted in predictions.items():
+                if (net := nets[stage]) is None:
+                    continue
+                x = images.to(next(net.parameters()))
+                x = twice(x) if size else x
+                if not size or predicted or reads(net, x):
+                    predicted.append(net(x).argmax(1).cpu())
+        if not labels:
+            raise DataError(f"evaluation.other_classes.root={self.root}: none of its images can be read")
+        truth = torch.cat(labels)
+        measures.about["other_classes"] = {"classes": len(truth.unique()), "images": len(truth)}
+        for (stage, size), parts in predictions.items():
+            names = [f"other_classes/{name}{size}" for name in NAMES]
+            if not parts:
+                reason = NOT_KEPT if nets[stage] is None else "the net reads images of one size"
+                measures.miss(reason, *names, stage=stage)
+                continue
+            called = torch.cat(parts)
+            for name, hits in zip(names, (called == truth, torch.isin(called, shown)), strict=True):
+                measures.put(name, hits.double().mean().item(), stage=stage)
+        return measures
+
+    def _task(self) -> ImageTask:
+        """The task below `root`, which is read as D_P is; errors name the keys of this evaluation."""
+        own: dict[str, Any] = {"classes": self.classes, "crop": self.crop, "outputs": self.outputs, "order": self.order}
+        with _own_keys():
+            return open_task("primary", self.root, 0.0, 0.0, 0, **own)
+
+
+@contextmanager
+def _own_keys() -> Iterator[None]:
+    """Inside, errors that name keys of dataset.primary name those of this evaluation."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        own = re.sub(r"dataset\.primary[._]", "evaluation.other_classes.", str(error))
+        raise type(error)(own) from error
