@@ -23,7 +23,7 @@ from immunization.data.task import TaskPair
 from immunization.errors import ConfigError, DataError, DegenerateSpectrum
 from immunization.evaluation import Comparison, LearningCurves, evaluate
 from immunization.evaluation.convergence import faster
-from immunization.evaluation.primary import head_at_chance
+from immunization.evaluation.own_head import head_at_chance
 from immunization.experiment import Experiment, resolve
 from immunization.models import Linear, Model, Timm
 from immunization.models.activations import take
