@@ -197,7 +197,7 @@ def nets(root: str) -> Iterator[Sequence[str]]:
         overrides += [f"seed={seed}", "dataset.val_fraction=0.4", "evaluation=[own_head,learning_curves]", *QUIET]
         config = compose(overrides)
         data = build(config, "dataset").to("cpu", torch.float64)
-        model, pair = build(config, "model", pair=data.to("cpu", torch.float32)).read_tasks(data, False)
+        model, pair = build(config, "model", pair=data.to("cpu", torch.float32)).read(data, False)
         start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
         with tempfile.TemporaryDirectory() as folder:
             metrics = measured(overrides, folder)

@@ -3,8 +3,9 @@
 import copy
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,28 +17,29 @@ from immunization.checks import Seed, check_value
 from immunization.compute import machine, randomness
 from immunization.compute.machine import onto
 from immunization.config import compose
-from immunization.data.images import ImagePair
+from immunization.data.images import WHOLE, ImagePair, ImageTask
 from immunization.data.loaders import LabeledBatches, Loader, Loaders, rows_of_loader
 from immunization.data.preparation import finish, standardize_targets
 from immunization.data.task import TaskPair
-from immunization.errors import ConfigError, DataError, DegenerateSpectrum
+from immunization.errors import ConfigError, DegenerateSpectrum
 from immunization.evaluation import Comparison, LearningCurves, evaluate
 from immunization.evaluation.convergence import faster
 from immunization.evaluation.own_head import head_at_chance
 from immunization.experiment import Experiment, resolve
+from immunization.methods import Unmodified
 from immunization.models import Linear, Model, Timm
 from immunization.models.activations import take
 from immunization.models.adapted import BODY, Adapted, agree, check_net, is_of_timm
 from immunization.models.fold import LinearMap, folded_map, unfold
 from immunization.models.weights import TOLERANCE, exported, facts_of, load, restore, rounding_flag
 from immunization.results import model_card
+from immunization.runner import attacked
 from immunization.runs import files
 from immunization.runs.filenames import CONFIG_OF_NET, WEIGHTS
 from immunization.runs.result import Result
-from immunization.terminal import doing, progress_bar, reporting, waiting
-from immunization.training.batches import batches_of
-from immunization.training.loop import Progress, train
-from immunization.training.optimization import optimizer_of
+from immunization.terminal import doing, reporting, waiting
+from immunization.training.assembly import assemble
+from immunization.training.session import TrainingSession
 from immunization.usage import explaining
 
 __all__ = ["audit", "immunize", "load", "save"]
@@ -98,38 +100,35 @@ def immunize(
             "immunize: patience and max_accuracy_drop need images that training does not see; with augmented=True it "
             "sees all"
         )
-    loaders = _loaders(primary_loader, harmful_loader)
-    net = _copy(model, loaders)
+    loaders = _loaders(primary_loader, harmful_loader, val=10, test=None)
+    net, inputs = _copy(model, loaders), loaders["primary"].first()
     if folded_map(net) is not None:
         raise ConfigError("immunize: a map is folded into the model already; give the model as it was before that")
-    like = _precise(next(net.parameters()))
-    inputs = loaders["primary"].first()
-    outputs = _outputs(net, inputs)
-    base = _images(copy.deepcopy(net), like, inputs, "fold" if solver.folds else trainable)
-    trained, pair = base.read_loaders(loaders, solver.folds)
+    outputs, layers = _outputs(net, inputs), "fold" if solver.folds else trainable
+    if isinstance(net, Adapted) and layers not in ("fold", "last"):
+        layers = [f"{BODY}{name}" for name in ([trainable] if isinstance(trainable, str) else trainable)]
+    data, like = _source(net, loaders, augmented and not solver.folds)
+    parts = assemble(
+        solver,
+        partial(Timm, trainable=layers, net=copy.deepcopy(net)),
+        data,
+        like.device,
+        like.dtype,
+        attacked=False,
+    )
+    trained, pair = parts.model, parts.trained_on
     if not solver.folds:
         _check_graph(trained, pair)
     single = [loader.name for loader in loaders.values() if loader.smallest < 2]
-    if single and augmented and not solver.folds:
+    if single and data.augment:
         raise ConfigError(f"immunize: {single[0]} gives a batch of one row, which has no spectrum: set drop_last=True")
     if "batch_size" not in options and not solver.folds:
         solver.batch_size = min(solver.batch_size or 64, *(len(task.train) for task in pair.shown.values()))
     primary = pair.primary
     untrained = head_at_chance(primary.measure(trained.logits(primary.train.x), primary.train.y).item(), primary.chance)
-    solver.setup(trained, pair)
-    generator = torch.Generator().manual_seed(seed)
-    if augmented and not solver.folds:
-        trained.loaders = lambda _: {role: labeled.training() for role, labeled in loaders.items()}
-    batches = batches_of(trained, pair, solver.batch_size, generator, solver.shots)
-    optimizer = optimizer_of(experiment.optimizer, trained.groups())
-    make = experiment.scheduler
-    total, at = None, Progress()
-    with suppress(DataError):  # of a loader that cannot say how many batches it gives, as only a scheduler has to know
-        total = solver.epochs * batches.steps_per_epoch
-    schedule = make and make(optimizer, solver.epochs * batches.steps_per_epoch)
-    with progress_bar(total=total, desc=method, unit="step") as bar, doing(lambda: f"{method}, after step {at.step}"):
-        train(solver, trained, batches, optimizer, lambda step, terms: bar.update(), at, schedule)
-    solver.finish(trained)
+    session = TrainingSession(parts, experiment.optimizer, experiment.scheduler, seed)
+    with doing(session.where):
+        session.fit()
     tensors, facts = exported(trained, pair.primary)
     doubts = [reason for reason in (_easier(trained, pair), untrained) if reason]
     for reason in filter(None, (*doubts, rounding_flag(facts))):
@@ -184,10 +183,10 @@ def audit(
 ) -> Result:
     """Attack a model with harmful data: what is it worth to an attacker, and how much of that is removed?
 
-        immunization.audit(model, harmful_loaders, reference=model_before, budget="standard").verdict
+        immunization.audit(model, harmful_loader=loader, reference=model_before, budget="standard").verdict
 
-    A single loader is that of the harmful task; then only attacks are measured. With two, the primary task's comes
-    first, and the measures of experiment=audit are taken, too. Each is a loader, of which a fifth of the rows is for
+    With the harmful task's loader alone only attacks are measured, with both the measures of experiment=audit, too.
+    Each is a loader, of which a fifth of the rows is for
     test and a fifth for validation, or a dict of loaders for `train`, `test` and, if there are such rows, `val`. They
     are read once into memory.
 
@@ -198,8 +197,6 @@ def audit(
     several of conf/attack (None: those of experiment=audit). `options` are keys of attacks, as `adam__steps=100`.
     `verdict` of the result has sentences. `verbose` is as for `immunize`. Raises ConfigError, DataError.
     """
-    from immunization.attacks import Victim, run_attacks  # these load what none of the others needs
-
     check_value("seed", seed, Seed)
     check_value("verbose", verbose, bool | None)
     torch.manual_seed(seed)
@@ -208,9 +205,10 @@ def audit(
     if budget and attacks:
         raise ConfigError("audit: budget is a list of attacks; give one of budget and attacks")
     if harmful_loader is None:
-        primary_loader, harmful_loader = None, primary_loader
-    if harmful_loader is None:
-        raise ConfigError("audit: give a loader of the harmful task, audit(model, harmful_loader, ...)")
+        raise ConfigError(
+            "audit: harmful_loader is None; a single loader is that of the harmful task, audit(model, "
+            "harmful_loader=loader, ...)"
+        )
     attacks = budget or attacks
     attacks = [attacks] if isinstance(attacks, str) else attacks
     overrides = [] if attacks is None else [f"attack=[{','.join(attacks)}]"]
@@ -221,40 +219,47 @@ def audit(
             raise ConfigError(f"audit: no option {key!r}; write <attack>__<key>, with {', '.join(config.attack)}")
         _set(config, f"attack.{name}.{option}", value)
     experiment = resolve(config)
-    audited: Model
+    make: Callable[..., Model]
+    data: TaskPair | ImagePair
     if isinstance(model, LinearMap):
         harmful = rows_of_loader("harmful", harmful_loader)
         primary = harmful if primary_loader is None else rows_of_loader("primary", primary_loader)
-        pair = finish(standardize_targets(TaskPair("loaders", primary, harmful)), common_range=False)
-        pair = pair.to(model.theta.device, torch.float64)
-        if pair.dim != len(model.theta):
-            raise ConfigError(f"audit: the map reads rows of {len(model.theta)} columns, the loaders give {pair.dim}")
-        audited = Linear(pair)
-        audited.extractor = copy.deepcopy(model).double()
+        data = finish(standardize_targets(TaskPair("loaders", primary, harmful)), common_range=False)
+        if data.dim != len(model.theta):
+            raise ConfigError(f"audit: the map reads rows of {len(model.theta)} columns, the loaders give {data.dim}")
+        like, make = model.theta.double(), partial(_linear, model)
     else:
         loaders = _loaders(primary_loader, harmful_loader)
         net = _copy(model, loaders)
-        like = _precise(next(net.parameters()))
+        before = _before(net) if reference is None else _copy(reference, loaders)
+        data, like = _source(net, loaders)
         if folded_map(net) is not None:
             like = like.double()  # what the map spreads over many orders of magnitude is measured as it is
-        inputs = next(iter(loaders.values())).first()
-        audited, before = (
-            _images(one, like, inputs)
-            for one in (net, _before(net) if reference is None else _copy(reference, loaders))
-        )
-        audited.compare_with(before)
-        _, pair = audited.read_loaders(loaders, False, test=True)
-    comparison = Comparison(pair, audited)
+        make = partial(_compared, net, before)
+    parts = assemble(Unmodified(), make, data, like.device, like.dtype)
+    comparison = Comparison(parts.pair, parts.model)
     if isinstance(model, LinearMap):  # which comes without a head
-        audited.set_head(comparison.probe("primary", "immunized").optimum().T)
+        parts.model.set_head(comparison.probe("primary", "immunized").optimum().T)
     with waiting("measuring"):
         measures = evaluate({} if primary_loader is None else experiment.evaluation, comparison)
-    most = experiment.suite.most if experiment.suite else None
-    victim = Victim(audited, comparison, audited.extractor.state_dict(), most=most)
-    measures.merge(run_attacks(experiment.attack, victim, suite=experiment.suite))
-    result = Result(seed, "loaders", audited.name, "unmodified", "completed")
+    measures.merge(attacked(experiment, comparison, parts.start))
+    result = Result(seed, "loaders", parts.model.name, "unmodified", "completed")
     result.take(measures)
     return result
+
+
+def _linear(theta: LinearMap, pair: TaskPair) -> Model:
+    """A map as a model, still without a primary head."""
+    made = Linear(pair)
+    made.extractor = copy.deepcopy(theta).double()
+    return made
+
+
+def _compared(net: nn.Module, before: nn.Module, pair: ImagePair) -> Model:
+    """A net as a model that is compared with another one."""
+    made = Timm(pair, net=net)
+    made.compare_with(Timm(pair, net=before))
+    return made
 
 
 def _configured(method: str, scheduler: str, options: dict[str, Any]) -> Experiment:
@@ -289,7 +294,7 @@ def _easier(model: Model, pair: TaskPair) -> str | None:
     return None
 
 
-def _loaders(primary: Loaders | None, harmful: Loaders) -> dict[str, LabeledBatches]:
+def _loaders(primary: Loaders | None, harmful: Loaders, **held_out: int | None) -> dict[str, LabeledBatches]:
     if primary is harmful:
         raise ConfigError("primary_loader and harmful_loader are the same; give every task data of its own")
     given = {"primary": primary, "harmful": harmful}
@@ -298,7 +303,22 @@ def _loaders(primary: Loaders | None, harmful: Loaders) -> dict[str, LabeledBatc
             raise ConfigError(
                 f"{role}_loader: {', '.join(parts)} are the same loader; give every split rows of its own"
             )
-    return {role: LabeledBatches(role, loader) for role, loader in given.items() if loader is not None}
+    checked = {role: LabeledBatches(role, loader, **held_out) for role, loader in given.items() if loader is not None}
+    for loader in checked.values():
+        loader.first()  # or DataError for one that gives nothing
+    return checked
+
+
+def _source(net: nn.Module, loaders: Mapping[str, LabeledBatches], augment: bool = False) -> tuple[ImagePair, Tensor]:
+    """The tasks of loaders for a net, and a tensor of the dtype and on the device in which it computes.
+
+    That is float32 at least: rounding to 16 bits would decide the rank of features.
+    """
+    tasks = {role: ImageTask(role, (), {WHOLE: loader}) for role, loader in loaders.items()}
+    weights, shape = next(net.parameters()), next(iter(loaders.values())).first().shape
+    square = len(shape) == 4 and shape[2] == shape[3] and not isinstance(net, Adapted)
+    like = weights.float() if weights.dtype.itemsize < 4 else weights
+    return ImagePair("loaders", tasks, cache=None, augment=augment, size=shape[3] if square else None), like
 
 
 def _copy(model: nn.Module, loaders: dict[str, LabeledBatches]) -> nn.Module:
@@ -348,20 +368,6 @@ def _check_outputs(before: Tensor, after: Tensor, rounding: float) -> None:
             "must be a plain nn.Linear, whose weight is a parameter that no other layer shares, without "
             "parametrization, mask or hooks"
         )
-
-
-def _precise(weights: Tensor) -> Tensor:
-    """`weights` in at least float32: rounding to 16 bits would decide the rank of features."""
-    return weights.float() if weights.dtype.itemsize < 4 else weights
-
-
-def _images(net: nn.Module, like: Tensor, inputs: Tensor, trainable: str | Sequence[str] = "last") -> Timm:
-    """`net` as a model that reads images such as `inputs` from a loader, in the dtype of `like`."""
-    if isinstance(net, Adapted) and trainable not in ("last", "fold"):
-        trainable = [f"{BODY}{name}" for name in ([trainable] if isinstance(trainable, str) else trainable)]
-    square = inputs.ndim == 4 and inputs.shape[2] == inputs.shape[3] and not isinstance(net, Adapted)
-    images = ImagePair("loaders", {}, cache=None, size=inputs.shape[3] if square else None).to(like.device, like.dtype)
-    return Timm(images, trainable=trainable, net=net)
 
 
 def _before(net: nn.Module) -> nn.Module:

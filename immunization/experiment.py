@@ -1,38 +1,34 @@
 """What a configuration asks for, as objects: checked and looked up once, then assembled. Nothing else reads it."""
 
-import copy
-import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_type_hints
+from typing import Any, Literal
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
 
 from immunization.checks import AtLeastOne, Positive, Seed, check_arguments, check_value
-from immunization.compute import distributed, keys, machine, randomness
+from immunization.compute import keys, machine, randomness
 from immunization.config import CONF, build, check_components, factory, target_of
 from immunization.data.images import ImagePair
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
 from immunization.evaluation import Comparison, Measures
-from immunization.methods import Method, Unmodified, combined
+from immunization.methods import Method, Unmodified
 from immunization.models import Model
 from immunization.runs.filenames import weights_of
 from immunization.runs.resume import BOOKKEEPING
 from immunization.runs.tracker import Tracker
 from immunization.terminal import importing
+from immunization.training import assembly
+from immunization.training.assembly import Parts
 from immunization.training.checkpoint import Checkpointer
 from immunization.training.debugging import Debug
 from immunization.training.optimization import scheduler_of
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,21 +64,6 @@ class Experiment:
     figures: bool | None
     deterministic: bool
     objective: object
-
-
-class Parts(NamedTuple):
-    """What a run is made of: the tasks as they are measured (`pair`) and trained on; `start` holds theta_0.
-
-    `inputs` says what the data, files and code of somebody's own were when they were read.
-    """
-
-    method: Method
-    model: Model
-    pair: TaskPair
-    trained_on: TaskPair
-    start: dict[str, Tensor]
-    device: torch.device
-    inputs: dict[str, Any]
 
 
 def resolve(config: DictConfig, overrides: Iterable[str] = (), tables: Mapping[str, Any] | None = None) -> Experiment:
@@ -150,13 +131,7 @@ def _check_together(settings: Mapping[str, Any]) -> None:
             raise ConfigError(f"{key} must be a list, [a,b] on the command line, not {value!r}")
     if settings["published"] and not settings["suite"]:
         raise ConfigError("published is a file of a numbered suite's curves: choose one, such as attack=[standard]")
-    model, kind, data = (settings["model"], *(target_of(settings, group) for group in ("model", "dataset")))
-    with suppress(NameError, TypeError):  # a data set of somebody's own may annotate what only a type checker imports
-        if getattr(kind, "reads", "rows") != "rows" and get_type_hints(data).get("return") is TaskPair:
-            raise ConfigError(
-                f"model={model.get('name', 'digits_net')} needs images, for example dataset=image_folders or "
-                f"digits_deep; dataset={settings['dataset'].get('name')} has none"
-            )
+    model, kind = settings["model"], target_of(settings, "model")
     precondition = settings["method"].get("precondition") if settings["immunize"] else None  # an audit's does nothing
     if precondition not in (None, "none") and not getattr(kind, "preconditioned", False):
         raise ConfigError("method.precondition needs model=linear: the matrix K of a deep net is not defined; use none")
@@ -212,37 +187,20 @@ def assemble(experiment: Experiment) -> Parts:
     machine.choose_threads(experiment.threads, None)
     data, inputs = read_data(experiment)
     data = experiment.debug.few(data)
-    device = machine.device_of(experiment.device, data.dim)
-    data = data.to(device, torch.float64)
-    method = experiment.method()
-    with distributed.main_process_first():
-        model = experiment.model(pair=data.to(device, getattr(torch, experiment.dtype)))
-        model, pair = model.read_tasks(data, method.folds)
-    machine.choose_threads(experiment.threads, None if model.trains_layers else pair.dim)
-    if distributed.size() > 1 and (method.alone or method.keep or not model.trains_layers):
-        raise ConfigError(
-            f"method={method.name} on {model.name} is not trained by several processes: nets whose layers are trained "
-            "are, by methods that simulate no attacker and without method.keep; start it without torchrun"
-        )
-    if pair.about.get("keep") and not method.keeps:
-        told = "method=%s does nothing with the images of dataset.keep_root; most methods can, by method.keep"
-        log.warning(told, method.name)
-    method = combined(method, pair)
-    shown = pair.harmful_tasks
-    if (samples := experiment.harmful_samples) is not None:
-        if model.loaders is not None:
-            raise ConfigError(
-                "harmful_samples needs activations that are kept: set dataset.augment=false, or raise "
-                "dataset.cache_limit"
-            )
-        few = {role: task.few(samples, experiment.seed) for role, task in shown.items()}
-        if model.trains_layers:
-            model.few = few
-        shown = {role: replace(task, train=task.train.take(few[role])) for role, task in shown.items()}
-    trained_on = pair.with_tasks(shown).to(device, model.dtype)
-    if method.epochs:  # a process's first optimizer imports torch's compiler, seconds that are not the method's
+    device, dtype = machine.device_of(experiment.device, data.dim), getattr(torch, experiment.dtype)
+    parts = assembly.assemble(
+        experiment.method(),
+        experiment.model,
+        data,
+        device,
+        dtype,
+        attacked=bool(experiment.attack),
+        samples=experiment.harmful_samples,
+        seed=experiment.seed,
+        inputs=inputs,
+    )
+    machine.choose_threads(experiment.threads, None if parts.model.trains_layers else parts.pair.dim)
+    if parts.method.epochs:  # a process's first optimizer imports torch's compiler, seconds that are not the method's
         with importing("importing torch's optimizers"):
             torch.optim.SGD([torch.zeros(1)])
-    kept = experiment.attack or not model.trains_layers  # of rows it is small, and a baseline of its own
-    start = copy.deepcopy(model.extractor.state_dict()) if kept else {}
-    return Parts(method, model, pair, trained_on, start, device, inputs)
+    return parts

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor
 
 from immunization.compute import distributed, machine, randomness
 from immunization.config import check_trust, compose, run_folder, slug, snake_case, target_name
 from immunization.errors import BusyError, ConfigError, OtherEnded, UserError
-from immunization.evaluation import Comparison, evaluate
-from immunization.experiment import Experiment, Parts, assemble, read_data, resolve
+from immunization.evaluation import Comparison, Measures, evaluate
+from immunization.experiment import Experiment, assemble, read_data, resolve
 from immunization.models.weights import exported, original, rounding_flag
 from immunization.results import model_card
 from immunization.results.present import present
@@ -28,6 +29,9 @@ from immunization.runs.result import Result
 from immunization.runs.resume import completed
 from immunization.terminal import doing, heartbeat, importing, waiting
 from immunization.training import checkpoint
+from immunization.training.assembly import Parts
+from immunization.training.checkpoint import Checkpointer
+from immunization.training.monitor import Monitor
 from immunization.training.session import TrainingSession
 from immunization.training.signals import Stop
 from immunization.usage import explaining
@@ -154,7 +158,18 @@ def train(
             print(*table, "", sep="\n", flush=True)
         if experiment.immunize is False or parts.method.epochs:
             run.keep_original(*original(parts.model))
-    session = TrainingSession(experiment, parts, run, stop, state)
+    options = experiment.checkpoint if leads else {"seconds": None}
+    session = TrainingSession(
+        parts,
+        experiment.optimizer,
+        experiment.scheduler,
+        experiment.seed,
+        Monitor(parts.model, parts.trained_on, run.result, run.trackers),
+        Checkpointer(run.path, experiment.settings, stop, **options),
+        state,
+        experiment.log_every,
+        experiment.debug,
+    )
     with doing(session.where):
         session.fit()
     run.result.seconds["immunize"] = session.seconds
@@ -178,20 +193,8 @@ def measure(experiment: Experiment, parts: Parts, run: RunFolder, flags: dict[st
     if method.undetermined:
         measures.withhold("undetermined", method.undetermined)
     if experiment.attack:
-        # not loaded by runs without attacks
-        from immunization.attacks import KeptCurves, Suite, Victim, run_attacks, run_transfer
-
         with run.timed("attack"), machine.gpu_memory("the attacks", AFTERWARDS):
-            suite = experiment.suite or Suite(version="")
-            benign = pair.benign_tasks if suite.benign else {}
-            for role in (*pair.attacked, *benign):
-                victim = Victim(model, comparison, start, role, suite.most)
-                shared = experiment.baselines, experiment.published
-                kept = KeptCurves(
-                    run.path / ATTACKS, experiment.settings["attack"], victim, *shared, version=suite.version
-                )
-                run_all = run_transfer if role in benign else run_attacks
-                measures.merge(run_all(experiment.attack, victim, kept, experiment.suite))
+            measures.merge(attacked(experiment, comparison, start, run.path / ATTACKS))
     run.result.take(measures)
     for role in pair.attacked:
         for name, settings in measures.about.get(of_role("attackers", role), {}).items():
@@ -200,6 +203,23 @@ def measure(experiment: Experiment, parts: Parts, run: RunFolder, flags: dict[st
         made = model_card.recipe(method.name, experiment.settings["method"], experiment.seed)
         model_card.write(run.path, facts, made, run.result)
     run.finish(measures.arrays)
+
+
+def attacked(
+    experiment: Experiment, comparison: Comparison, start: Mapping[str, Tensor], kept: Path | None = None
+) -> Measures:
+    """What all attacks measure, on every task that they are for; `start` is theta_0, `kept` a file of done curves."""
+    from immunization.attacks import KeptCurves, Suite, Victim, run_attacks, run_transfer  # not loaded by other runs
+
+    measures, pair, suite = Measures(), comparison.pair, experiment.suite or Suite(version="")
+    benign = pair.benign_tasks if suite.benign else {}
+    for role in (*pair.attacked, *benign):
+        victim = Victim(comparison.model, comparison, start, role, suite.most)
+        shared = experiment.baselines, experiment.published
+        curves = kept and KeptCurves(kept, experiment.settings["attack"], victim, *shared, version=suite.version)
+        run_all = run_transfer if role in benign else run_attacks
+        measures.merge(run_all(experiment.attack, victim, curves, experiment.suite))
+    return measures
 
 
 def _digests(tables: Mapping[str, Any] | None) -> list[str]:

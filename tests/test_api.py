@@ -419,41 +419,41 @@ def test_an_audit_by_harmful_data_alone(net):
     x, y = loader(3, 1, 72).dataset.tensors
     parts = {"train": slice(0, 48), "test": slice(48, 72)}
     splits = {split: DataLoader(TensorDataset(x[part], y[part]), batch_size=16) for split, part in parts.items()}
-    result = immunization.audit(net, splits, reference=net, budget="quick")
+    result = immunization.audit(net, harmful_loader=splits, reference=net, budget="quick")
     assert result.about["suite"]["version"] == "quick-5"
     assert result.metrics["worth/before"] == result.metrics["worth/after"]
     assert result.metrics["attack/worst/test_rows"] == 24
     assert not any(name.startswith(("rir", "primary/")) for name in result.metrics)
     assert "with theta_0" in result.verdict[0]
-    one = immunization.audit(net, loader(3, 1, 60), reference=net, attacks=["neighbours"])
+    one = immunization.audit(net, harmful_loader=loader(3, 1, 60), reference=net, attacks=["neighbours"])
     assert one.metrics["attack/worst/test_rows"] == 12
-    few = immunization.audit(net, {"train": loader(4, 1, 4), "test": loader(4, 1, 16)}, reference=net, budget="quick")
+    unchosen = {"train": loader(4, 1, 4), "test": loader(4, 1, 16)}
+    few = immunization.audit(net, harmful_loader=unchosen, reference=net, budget="quick")
     assert few.verdict == [
         "What an attack on the harmful task costs is unknown: the attacked task has no val split: set "
         "dataset.val_fraction above 0."
     ]
     with pytest.raises(ConfigError, match="harmful_loader: give one loader each for train, test and perhaps val, not"):
-        immunization.audit(net, {"train": loader(3, 1)}, reference=net, attacks=["neighbours"])
+        immunization.audit(net, None, {"train": loader(3, 1)}, net, attacks=["neighbours"])
     one = loader(3, 1)
     with pytest.raises(ConfigError, match="harmful_loader: train, test are the same loader"):
-        immunization.audit(net, {"train": one, "test": one}, reference=net, attacks=["neighbours"])
-    with pytest.raises(ConfigError, match="give a loader of the harmful task"):
-        immunization.audit(net, reference=net)
+        immunization.audit(net, None, {"train": one, "test": one}, net, attacks=["neighbours"])
+    with pytest.raises(ConfigError, match=r"a single loader is that of the harmful task, audit\(model, harm"):
+        immunization.audit(net, loader(3, 1), reference=net)
     rows = {split: DataLoader(TensorDataset(torch.randn(30, 4), torch.arange(30) % 2)) for split in ("train", "test")}
-    linear = immunization.audit(immunization.models.fold.LinearMap(torch.eye(4)), rows, attacks=["closed_form_probe"])
+    theta = immunization.models.fold.LinearMap(torch.eye(4))
+    linear = immunization.audit(theta, harmful_loader=rows, attacks=["closed_form_probe"])
     assert linear.metrics["attack/closed_form_probe/gap"] == 0
     shifted = {}
     for split in ("train", "test"):
         x = torch.randn(200, 4)
         shifted[split] = DataLoader(TensorDataset(x, 50 + x[:, 0]))
-    linear = immunization.audit(
-        immunization.models.fold.LinearMap(torch.eye(4)), shifted, attacks=["closed_form_probe"]
-    )
+    linear = immunization.audit(theta, harmful_loader=shifted, attacks=["closed_form_probe"])
     assert linear.metrics["attack/closed_form_probe/final"] > 0.9  # of targets far from 0
     rows["train"] = DataLoader(TensorDataset(torch.randn(30, 4), torch.arange(30) % 2))
     rows["test"] = DataLoader(TensorDataset(torch.randn(30, 4), torch.arange(30) % 3))
     with pytest.raises(DataError, match="class 2 is empty, it has no training rows"):
-        immunization.audit(immunization.models.fold.LinearMap(torch.eye(4)), rows, attacks=["closed_form_probe"])
+        immunization.audit(theta, harmful_loader=rows, attacks=["closed_form_probe"])
 
 
 def test_labels_are_recoded_also_where_the_training_reads_the_loaders(net):

@@ -213,8 +213,8 @@ class Victim:
             split, rows = "train", tuple((own if rows is None else own[list(rows)]).tolist())
         part: Split = getattr(self.comparison.tasks[self.role], split)
         chosen = torch.arange(len(part)) if rows is None else torch.tensor(rows)
-        if self.model.reads == "images" or not len(chosen):
-            return take(part.x, chosen).to(self.model.head.weight), part.y[chosen.to(part.y.device)]
+        if not len(chosen):
+            return take(part.x, chosen).to(self.model.head.weight), part.y[:0]
         batches, most = [], room(part.y.device, KEPT_IMAGES * GIB) / GIB
         for images, labels in self.model.image_batches(self.role, split, None if rows is None else chosen):
             size = len(chosen) * images[0].numel() * images.itemsize / GIB

@@ -1,11 +1,11 @@
 """Pairs of image classification tasks for deep nets, and timm's loaders over their splits.
 
-`Model.read_tasks` makes a `TaskPair` of activations of such a pair. A loader names the images that cannot be read.
+`Model.read` makes a `TaskPair` of activations of such a pair. A loader names the images that cannot be read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -24,6 +24,10 @@ from immunization.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+WHOLE = ""
+"""The only split of a task whose rows are told apart once they are read, as those of a user's own loader."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,10 @@ class ImageSplit:
             return self
         return replace(self, rows=rows if self.rows is None else self.rows[rows])
 
+    def loader(self, pair: ImagePair, config: Mapping[str, Any], **options: Any) -> Iterable:
+        """Batches (images, labels, unreadable ones, kinds), prepared as a net with the data config `config` reads."""
+        return create_loader(pair, self, config, **options)
+
     @property
     def labels(self) -> Tensor | None:
         """Labels [N] of images in folders; None of others, which are known when they are read."""
@@ -65,6 +73,7 @@ class ImageSplit:
 class ImageTask:
     """One task: `classes` are the names of its labels 0, 1, ... (empty: not known beforehand), `splits` its images.
 
+    The splits are those of files, or one, `WHOLE`, of a loader that gives what a net reads (data/loaders.py).
     `crop` replaces the model's own crop mode. `outputs` says which output of a model's own head means which class.
     `folders` are those of the classes, where each has one, and all below that hold images; `order` is the one that the
     classes were said to be in. `left_out` counts files that are not read, by split and kind.
@@ -72,7 +81,7 @@ class ImageTask:
 
     name: str
     classes: tuple[str, ...]
-    splits: dict[str, ImageSplit]
+    splits: dict[str, Any]
     crop: str | None = None
     outputs: tuple[int, ...] | None = None
     folders: tuple[Path, ...] = ()
@@ -109,7 +118,8 @@ class ImagePair:
     @property
     def channels(self) -> int | None:
         """Of its images as they are read; None where only their source knows."""
-        modes = {getattr(task.splits["train"].dataset, "input_img_mode", None) for task in self.tasks.values()}
+        sources = [getattr(task.splits.get("train"), "dataset", None) for task in self.tasks.values()]
+        modes = {getattr(source, "input_img_mode", None) for source in sources}
         return {"L": 1, "RGB": 3}.get(modes.pop()) if len(modes) == 1 else None
 
     @property
@@ -130,6 +140,11 @@ class ImagePair:
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> ImagePair:
         return replace(self, device=torch.device(device), dtype=dtype)
+
+
+def is_own(task: ImageTask) -> bool:
+    """Whether a task is read from a loader of the user's own, which prepares its inputs itself."""
+    return WHOLE in task.splits
 
 
 class Files(Dataset):

@@ -23,8 +23,9 @@ LABELS = ("label", "labels", "y", "target")
 class LabeledBatches:
     """(inputs, labels) of all loaders, empty batches left out, others checked: raises ConfigError and DataError."""
 
-    def __init__(self, role: str, loaders: Loaders, classes: bool = True) -> None:
-        self.name, self.classes = f"{role}_loader", classes
+    def __init__(self, role: str, loaders: Loaders, classes: bool = True, val: int = 5, test: int | None = 5) -> None:
+        """`val` and `test`: each row of so many of a single loader is for that split, as `shuffled_parts` has it."""
+        self.name, self.classes, self.held_out = f"{role}_loader", classes, (val, test)
         self.loaders = dict(loaders) if isinstance(loaders, Mapping) else {"": loaders}
         if isinstance(loaders, Mapping) and not {"train", "test"} <= self.loaders.keys() <= set(SPLITS):
             given = ", ".join(map(str, loaders))
@@ -45,16 +46,16 @@ class LabeledBatches:
     def __len__(self) -> int:
         return sum(map(len, self.loaders.values()))
 
-    def training(self) -> "LabeledBatches":
-        """Those of the training rows, if there are loaders of several splits."""
-        if "" in self.loaders:
+    def loader(self, *_: object, is_training: bool = False, **__: object) -> "LabeledBatches":
+        """Itself; `is_training`: only those for training, if there are loaders of several splits."""
+        if "" in self.loaders or not is_training:
             return self
         return LabeledBatches(self.name.removesuffix("_loader"), self.loaders["train"], self.classes)
 
-    def parts(self, y: Tensor, val: int, test: int | None) -> dict[str, Tensor]:
+    def parts(self, y: Tensor) -> dict[str, Tensor]:
         """Rows of each split, once all were read: those of its loader, or else as `shuffled_parts` has it of labels."""
         if "" in self.loaders:
-            return shuffled_parts(y, val, test)
+            return shuffled_parts(y, *self.held_out)
         rows = torch.arange(sum(self._rows.values())).split([*self._rows.values()])
         return {split: torch.zeros(0, dtype=torch.long) for split in SPLITS} | dict(zip(self._rows, rows, strict=True))
 
@@ -131,7 +132,7 @@ def rows_of_loader(role: str, loaders: Loaders) -> Task:
     if classes == 1:
         raise DataError(f"{role}_loader holds only one class; at least two are needed")
     y = y.double() if not classes else y.unique(return_inverse=True)[1]
-    parts = labeled.parts(y, 5, 5)
+    parts = labeled.parts(y)
     return Task(role, **{split: Split(x[rows], y[rows]) for split, rows in parts.items()}, classes=classes, eps=eps)
 
 

@@ -21,9 +21,8 @@ from immunization.errors import ConfigError, DataError
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import Measures
 from immunization.evaluation.primary import interval_of
-from immunization.models.activations import take
 from immunization.models.chain import reads, twice
-from immunization.models.image_tasks import outputs_of
+from immunization.models.reading import outputs_of
 from immunization.runs.records import STAGES, Record, Stage
 
 NOT_KEPT = "the net as it was before training is not kept; runs with attackers and audits keep it"
@@ -148,9 +147,7 @@ class Deployment(Component, group="evaluation.deployment"):
         """Images and labels of evenly spaced rows of the primary test split."""
         model, part = comparison.model, comparison.tasks["primary"].test
         rows = torch.linspace(0, len(part) - 1, min(self.images, len(part))).round().long()
-        if model.reads != "images":
-            return list(model.image_batches("primary", "test", rows))
-        return [(take(part.x, some), part.y[some.to(part.y.device)]) for some in rows.split(32)]
+        return list(model.image_batches("primary", "test", rows))
 
     def _compare(
         self,

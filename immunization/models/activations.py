@@ -191,9 +191,9 @@ def collect(
         rows = {name: opened.enter_context(_Rows(root)) for name in missing}
         labels, bad, kinds = [], [], Counter()
         with randomness.isolated_rng():  # or a run that finds the entries would go on with other random numbers
-            for images, targets, lost, *more in counted(loader, title):
-                bad += lost
-                kinds.update(*more)
+            for images, targets, *more in counted(loader, title):
+                bad += more[0] if more else ()
+                kinds.update(*more[1:])
                 if len(images) and not (bad and not skip):
                     outputs = compute(images)
                     labels.append(targets)

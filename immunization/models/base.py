@@ -61,7 +61,7 @@ class Model(nn.Module):
         """Whether layers of a net are trained: inputs of the tasks are then no rows of a matrix."""
         return self.reads in ("activations", "images")
 
-    def read_tasks(self, data: TaskPair | ImagePair, folded: bool) -> tuple[Model, TaskPair]:
+    def read(self, data: TaskPair | ImagePair, folded: bool) -> tuple[Model, TaskPair]:
         """The model to train and the tasks as its extractor reads them; `folded`: with a map behind features only."""
         return self, data
 

@@ -17,20 +17,20 @@ from torch.nn import functional as F
 from immunization.compute import distributed, machine
 from immunization.compute.machine import onto
 from immunization.data.images import ImagePair
-from immunization.data.task import Task
+from immunization.data.task import Split, Task
 from immunization.errors import ConfigError
 from immunization.models.activations import Stream
 from immunization.models.adapted import BODY
 from immunization.models.chain import Network, Tail, Whole, first_with, parameters, take_apart
 from immunization.models.fold import folded_map, unfold
-from immunization.models.image_tasks import ImageReader, room_for
+from immunization.models.reading import Reader, room_for
 from immunization.models.weights import create, head_size, known_arguments, name_of, read_checkpoint
 from immunization.theory.spectrum import triangular_factor
 
 log = logging.getLogger(__name__)
 
 
-class Timm(ImageReader):
+class Timm(Reader):
     """A net of timm: images -> trunk (frozen) -> extractor (features [N, D]) -> head (its own classifier).
 
     Its options are those of conf/model/timm.yaml; in Python, `net` is a timm model of the caller's own, which is taken
@@ -103,6 +103,7 @@ class Timm(ImageReader):
         self.reference: dict[tuple[str, str], Tensor] = {}
         self.few: dict[str, Tensor] = {}  # rows that a method learns from, by role, where these are not all
         self.order: dict[str, Tensor] = {}
+        self.stored: dict[tuple[str, str], Split] = {}
         if reference is not None:
             weights = None if reference == "hub" else reference
             self.compare_with(Timm(pair, name if weights else asked, checkpoint=weights, arguments=self.arguments))

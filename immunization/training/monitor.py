@@ -12,7 +12,7 @@ from immunization.data.task import TaskPair
 from immunization.errors import Diverged
 from immunization.models import Model
 from immunization.runs.result import Result
-from immunization.runs.tracker import Tracker
+from immunization.runs.tracker import Recorder, Tracker
 from immunization.theory.spectrum import features_of
 
 
@@ -37,6 +37,14 @@ class Monitor:
 
     def state_dict(self) -> dict[str, Any]:
         return {"baseline": self.baseline, "labels": self.labels, "kappa": self.kappa, "metrics": self.result.metrics}
+
+    def places(self) -> dict[str, Any]:
+        """Where the log and a tracker's own run stand, for checkpoints."""
+        recorder = next((tracker for tracker in self.trackers if isinstance(tracker, Recorder)), None)
+        return {
+            "recorder": recorder and recorder.state_dict(),
+            "tracker": next((tracker.run_id for tracker in self.trackers if tracker.run_id), None),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ValueError if the data, as far as their spectra and labels show it, are not those of `state`."""

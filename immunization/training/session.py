@@ -1,11 +1,11 @@
 """One training, with its progress bar, its log lines and its checkpoints."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,17 +14,14 @@ from immunization.compute import distributed, machine, randomness
 from immunization.errors import DataError
 from immunization.models.base import kept_of, load_into
 from immunization.runs.filenames import CHECKPOINT
-from immunization.runs.folder import RunFolder
 from immunization.terminal import progress_bar
+from immunization.training.assembly import Parts
 from immunization.training.batches import batches_of
 from immunization.training.checkpoint import Checkpointer
+from immunization.training.debugging import Debug
 from immunization.training.loop import Progress, train
 from immunization.training.monitor import Monitor
 from immunization.training.optimization import optimizer_of
-from immunization.training.signals import Stop
-
-if TYPE_CHECKING:
-    from immunization.experiment import Experiment, Parts
 
 log = logging.getLogger(__name__)
 
@@ -32,17 +29,27 @@ LOG_LINES = 40  # lines of metrics.jsonl a run writes by default
 
 
 class TrainingSession:
-    """One training, with a progress bar, log lines and checkpoints; it goes on from `state`, that of a checkpoint."""
+    """One training of `parts`, with a progress bar; it goes on from `state`, that of a checkpoint.
+
+    `optimizer` is called with groups of parameters, `scheduler` with the optimizer and the number of its steps.
+    `monitor` logs every `log_every` steps (None: some 40 lines in all), and `keeper` writes checkpoints.
+    """
 
     def __init__(
-        self, experiment: Experiment, parts: Parts, run: RunFolder, stop: Stop, state: dict[str, Any] | None
+        self,
+        parts: Parts,
+        optimizer: Callable[..., torch.optim.Optimizer],
+        scheduler: Callable[..., torch.optim.lr_scheduler.LRScheduler | None] | None,
+        seed: int,
+        monitor: Monitor | None = None,
+        keeper: Checkpointer | None = None,
+        state: dict[str, Any] | None = None,
+        log_every: int | None = None,
+        debug: Debug | None = None,
     ) -> None:
-        self.experiment, self.debug = experiment, experiment.debug
         self.method, self.model, self.pair = parts.method, parts.model, parts.trained_on
-        options = experiment.checkpoint if run.recorder else {"seconds": None}
-        self.keeper = Checkpointer(run.path, experiment.settings, stop, **options)
-        self.monitor = Monitor(self.model, self.pair, run.result, run.trackers)
-        self.recorder, self.state = run.recorder, state
+        self.make, self.seed, self.log_every, self.debug = (optimizer, scheduler), seed, log_every, debug or Debug()
+        self.monitor, self.keeper, self.state = monitor, keeper, state
         self.progress, self.started, self.steps = Progress(), time.perf_counter(), 0
         self.earlier = state["seconds"] if state else 0.0
 
@@ -53,62 +60,78 @@ class TrainingSession:
 
     def where(self) -> str:
         """The step that is being taken, in words."""
-        return f"{self.method.name}: " + (f"step {self.progress.step:,} of {self.steps:,}" if self.steps else "solving")
+        if not (self.steps or self.progress.step):
+            return f"{self.method.name}: solving"
+        return f"{self.method.name}: step {self.progress.step:,}" + (f" of {self.steps:,}" if self.steps else "")
 
     def fit(self) -> None:
         """Train in place. Raises Diverged, DataError where `state` does not fit, Preempted on SIGTERM."""
         method, model = self.method, self.model
         method.setup(model, self.pair)
-        generator = torch.Generator().manual_seed(self.experiment.seed)
+        generator = torch.Generator().manual_seed(self.seed)
         size = method.batch_size
         if size and self.debug.rows:
             size = min(size, *(len(task.train) for task in self.pair.shown.values()))
         self.batches = batches_of(model, self.pair, size, generator, method.shots)
-        self.monitor.period = self.batches.steps_per_epoch if self.model.trains_layers else 1
-        if self.state is None:
-            self.monitor(0, {})
-        if steps := method.epochs * self.batches.steps_per_epoch:
-            if self.debug.steps:
-                steps, method.epochs = self.debug.steps, math.ceil(self.debug.steps / self.batches.steps_per_epoch)
-            self.steps = steps
-            self.optimizer = optimizer_of(self.experiment.optimizer, model.groups())
-            make = self.experiment.scheduler
-            self.scheduler = make and make(self.optimizer, steps)
-            distributed.attach(model.extractor, self.optimizer)
-            if self.state:
-                self.load_state_dict(self.state)
-                log.info("going on after step %d", self.progress.step)
-            self._train(steps)
-            self.keeper.finish(self.progress.step, self.state_dict)
+        per_epoch = self.batches.steps_per_epoch
+        if self.monitor:
+            self.monitor.period = per_epoch if per_epoch and model.trains_layers else 1
+            if self.state is None:
+                self.monitor(0, {})
+        if method.epochs and per_epoch != 0:
+            self._train(per_epoch)
         method.finish(model)
 
-    def _train(self, steps: int) -> None:
-        period, method = self.monitor.period, self.method
+    def _train(self, per_epoch: int | None) -> None:
+        """Train for all epochs, of `per_epoch` steps each; None where a loader cannot say how many it has."""
+        optimizer, scheduler = self.make
+        if per_epoch is not None:
+            self.steps = self.debug.steps or self.method.epochs * per_epoch
+            self.method.epochs = math.ceil(self.steps / per_epoch)
+        elif scheduler:
+            raise DataError("a scheduler needs it, and the harmful loader cannot say how many batches it gives")
+        self.optimizer = optimizer_of(optimizer, self.model.groups())
+        self.scheduler = scheduler and scheduler(self.optimizer, self.steps)
+        distributed.attach(self.model.extractor, self.optimizer)
+        if self.state:
+            self.load_state_dict(self.state)
+            log.info("going on after step %d", self.progress.step)
+        remedy = "lower it, or use dtype=float32, fewer trained layers (model.trainable), or device=cpu"
+        with ExitStack() as inside:
+            options = {"initial": self.progress.step, "desc": self.method.name, "unit": "step"}
+            self.bar = inside.enter_context(progress_bar(total=self.steps or None, **options))
+            inside.enter_context(machine.gpu_memory(f"method.batch_size={self.method.batch_size}", remedy))
+            if self.keeper:
+                inside.enter_context(self.keeper.stop.after_steps())
+            if self.monitor:
+                inside.enter_context(self.debug.watching(self.monitor.result.folder))
+            parts = self.method, self.model, self.batches, self.optimizer
+            train(*parts, self._after_step, self.progress, self.scheduler, self.debug.steps, self._logged)
+        if self.keeper:
+            self.keeper.finish(self.progress.step, self.state_dict)
+
+    def _logged(self, step: int) -> bool:
+        """Whether a step is one that the monitor logs."""
+        if not self.monitor:
+            return False
         large = not self.model.trains_layers and self.pair.dim > machine.SMALL  # a log line costs more than a step
-        every = self.experiment.log_every or max(1, steps // (LOG_LINES // 2 if large else LOG_LINES))
+        every = self.log_every or max(1, self.steps // (LOG_LINES // 2 if large else LOG_LINES))
+        period = self.monitor.period
+        return step % every == 0 or step == self.steps or (step % period == 0 and period > 1)
 
-        def logged(step: int) -> bool:
-            return step % every == 0 or step == steps or (step % period == 0 and period > 1)
-
-        with progress_bar(total=steps, initial=self.progress.step, desc=method.name, unit="step") as bar:
-
-            def on_step(step: int, terms: dict[str, Tensor]) -> None:
-                bar.update()
-                if logged(step):
-                    values = self.monitor(step, terms)
-                    shown = {name: f"{values[name]:.3g}" for name in ("loss", "rir", "lr") if name in values}
-                    bar.set_postfix(shown, refresh=False)
-                self.keeper(step, self.state_dict)
-
-            remedy = "lower it, or use dtype=float32, fewer trained layers (model.trainable), or device=cpu"
-            room = machine.gpu_memory(f"method.batch_size={method.batch_size}", remedy)
-            with room, self.keeper.stop.after_steps(), self.debug.watching(self.monitor.result.folder):
-                parts = method, self.model, self.batches, self.optimizer
-                train(*parts, on_step, self.progress, self.scheduler, self.debug.steps, logged)
+    def _after_step(self, step: int, terms: dict[str, Tensor]) -> None:
+        self.bar.update()
+        if self.monitor and self._logged(step):
+            values = self.monitor(step, terms)
+            shown = {name: f"{values[name]:.3g}" for name in ("loss", "rir", "lr") if name in values}
+            self.bar.set_postfix(shown, refresh=False)
+        if self.keeper:
+            self.keeper(step, self.state_dict)
 
     def _stateful(self) -> dict[str, Any]:
-        parts = {"method": self.method, "optimizer": self.optimizer, "batches": self.batches, "monitor": self.monitor}
-        return parts if self.scheduler is None else parts | {"scheduler": self.scheduler}
+        parts = {"method": self.method, "optimizer": self.optimizer, "batches": self.batches}
+        parts |= {"monitor": self.monitor, "scheduler": self.scheduler}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint is made of: model, optimizer, place in the data, random states, what was logged."""
@@ -116,9 +139,8 @@ class TrainingSession:
             "model": kept_of(self.model),
             "progress": vars(self.progress),
             "random": randomness.states(),
-            "recorder": self.recorder and self.recorder.state_dict(),
-            "tracker": next((tracker.run_id for tracker in self.monitor.trackers if tracker.run_id), None),
             "seconds": self.seconds,
+            **(self.monitor.places() if self.monitor else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -131,6 +153,6 @@ class TrainingSession:
             randomness.restore(state["random"])
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise DataError(
-                f"{self.monitor.result.folder / CHECKPOINT} does not fit this run ({error}): the data, the weights or "
-                "the program have changed; another hydra.run.dir=... starts afresh"
+                f"{self.keeper.path if self.keeper else CHECKPOINT} does not fit this run ({error}): the data, the "
+                "weights or the program have changed; another hydra.run.dir=... starts afresh"
             ) from error

@@ -60,7 +60,7 @@ def test_a_trained_net_starts_again_from_its_own_weights(net):
     images = net.model.base.images
     torch.manual_seed(0)
     base = Timm(images, "test_resnet", "layer4", pretrained=False, arguments={"num_classes": 4})
-    model, tasks = base.read_tasks(images, False)
+    model, tasks = base.read(images, False)
     start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
     for parameter in model.groups()[0]["params"]:
         parameter.data.mul_(1.1)
@@ -92,7 +92,7 @@ def test_a_folded_checkpoint_is_compared_with_the_net_without_its_map(net, tmp_p
         for more in ({}, {"reference": str(tmp_path / "plain.safetensors")})
     )
     for model in (stripped, referred):
-        _, pair = model.read_tasks(images, False)
+        _, pair = model.read(images, False)
         assert torch.equal(folded_map(model.net), folded.extractor.theta)
         comparison = Comparison(pair, model)
         victim = Victim(model, comparison, model.extractor.state_dict())

@@ -25,7 +25,7 @@ from immunization.errors import ConfigError, DataError
 from immunization.evaluation import Comparison, OtherClasses
 from immunization.experiment import resolve
 from immunization.models import FittedNet
-from immunization.models.image_tasks import outputs_of
+from immunization.models.reading import outputs_of
 from immunization.models.timm import Timm
 from immunization.runner import run
 
@@ -83,7 +83,7 @@ def test_a_head_fitted_in_timms_order_is_read_in_it(tmp_path, names, net):
     def made(**options) -> tuple[Timm, object]:
         pair = open_pair(roots, None, primary=options, val_fraction=0.0)
         torch.manual_seed(0)
-        return Timm(pair, net, pretrained=False, arguments=arguments).read_tasks(pair, True)
+        return Timm(pair, net, pretrained=False, arguments=arguments).read(pair, True)
 
     _, pair = made(order="natural")
     reader = timm.data.create_dataset("", root=str(roots[0] / "train"), search_split=False).reader
@@ -121,7 +121,7 @@ def test_folders_as_imagenetv2_has_them(tmp_path):
 def test_where_the_order_says_nothing_it_is_not_asked_for(tmp_path):
     roots = draw_folder(tmp_path / "p", 4, 20, 3, 0), drawn(tmp_path / "h", NUMBERS)
     pair = open_pair(roots, None)  # class0 ... class3, and a harmful task to which a head is fitted anew
-    assert build(pair).read_tasks(pair, True)[1].harmful.names == tuple(sorted(NUMBERS))
+    assert build(pair).read(pair, True)[1].harmful.names == tuple(sorted(NUMBERS))
     synsets = ("n01440764", "n02102040", "n03888257")
     assert in_order(synsets, "text") == in_order(synsets, "natural")
     images = drawn(tmp_path / "imagenet", synsets, 1, 1)
@@ -129,7 +129,7 @@ def test_where_the_order_says_nothing_it_is_not_asked_for(tmp_path):
     renamed(roots[0], CAPITAL)
     pair = image_folders(*map(str, roots), cache=None, size=32).to("cpu", torch.float64)
     fitted = FittedNet(pair, fit_epochs=1, cache=str(tmp_path / "fitted"))  # to these very labels
-    assert fitted.read_tasks(pair, True)[1].primary.names == CAPITAL
+    assert fitted.read(pair, True)[1].primary.names == CAPITAL
 
 
 def test_names_that_are_alike_have_no_natural_order(tmp_path):
@@ -146,7 +146,7 @@ def test_other_classes_ask_for_the_order_too(tmp_path):
     (tmp_path / "outputs.csv").write_text("index,folder\n0,ant\n1,bee\n")
     own = {"classes": ["ant", "bee"], "outputs": str(tmp_path / "outputs.csv")}
     pair = open_pair(roots, None, primary=own)
-    model, tasks = build(pair).read_tasks(pair, False)
+    model, tasks = build(pair).read(pair, False)
     with pytest.raises(
         ConfigError, match=r"set evaluation\.other_classes\.order=text or natural, or evaluation\.other_"
     ):
@@ -182,7 +182,7 @@ def test_a_head_that_does_not_fit_is_found_before_an_image_is_read(tmp_path):
         path.write_bytes(b"no image")
     pair = open_pair(roots, None)
     with pytest.raises(ConfigError, match=r"has 4 outputs, .* 3 classes"):
-        build(pair).read_tasks(pair, True)
+        build(pair).read(pair, True)
 
 
 def test_an_option_of_timm_is_told_where_it_belongs():
@@ -352,7 +352,7 @@ def test_images_are_turned_by_their_tag_and_counted(tmp_path, caplog):
     folder_of(tmp_path / "h", {"train/bee/0.png": picture(1), "val/ant/0.png": picture(2), "val/bee/0.png": picture(3)})
     roots = draw_folder(tmp_path / "p", 4, 4, 2, 0), tmp_path / "h"
     pair = open_pair(roots, None, val_fraction=0.0)
-    build(pair).read_tasks(pair, True)
+    build(pair).read(pair, True)
     assert "among them turned by its EXIF tag: 21" in caplog.text
 
 
@@ -392,9 +392,9 @@ def test_a_link_to_nowhere_is_an_unreadable_image(tmp_path, how):
     assert pair.about["left_out"] == {"harmful": {"train": {"without suffix": 1}}}
     if how == "error":
         with pytest.raises(DataError, match=r"1 unreadable image: .*class0/9\.png: the link leads nowhere"):
-            build(pair).read_tasks(pair, True)
+            build(pair).read(pair, True)
     else:
-        assert len(build(pair).read_tasks(pair, True)[1].harmful.train) == 18
+        assert len(build(pair).read(pair, True)[1].harmful.train) == 18
 
 
 def test_an_empty_class_says_what_it_holds(tmp_path):

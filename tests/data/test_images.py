@@ -29,10 +29,10 @@ def test_bad_images_are_named_or_left_out(tmp_path, caplog):
     pair = open_pair(folders, None, **options)
     names = r"class0/0\.png.*class1/3\.png.*class2/1\.png: Image size.*on_bad_image=skip"
     with pytest.raises(DataError, match=r"3 unreadable images: .*" + names):
-        build(pair).read_tasks(pair, True)
+        build(pair).read(pair, True)
     pair = open_pair(folders, tmp_path / "cache", on_bad_image="skip", **options)
     for _ in range(2):  # also from the cache
-        _, tasks = build(pair).read_tasks(pair, True)
+        _, tasks = build(pair).read(pair, True)
         assert len(tasks.harmful.train) == 15
 
 
@@ -40,7 +40,7 @@ def test_rows_of_a_task_are_those_of_its_images_where_some_are_left_out(tmp_path
     folders = draw_folder(tmp_path / "p", 4, 6, 2, 0), draw_folder(tmp_path / "h", 3, 6, 2, 1)
     (folders[1] / "train/class0/2.png").write_bytes(b"no image")
     pair = open_pair(folders, None, on_bad_image="skip", val_fraction=0.0)
-    model, tasks = build(pair).read_tasks(pair, False)
+    model, tasks = build(pair).read(pair, False)
     train, rows = tasks.harmful.train, torch.tensor([1, 2, 16])
     assert len(train) == len(train.origin.rows) == 17
     images, labels = (torch.cat(parts) for parts in zip(*model.image_batches("harmful", "train", rows), strict=True))
@@ -54,7 +54,7 @@ def test_images_of_other_folders_that_cannot_be_read_are_named(tmp_path):
     (more / "train/class1/0.png").write_bytes(b"no image")
     for how in ("error", "skip"):
         pair = open_pair(folders, None, on_bad_image=how, keep_root=str(more), val_fraction=0.0)
-        model, _ = build(pair).read_tasks(pair, False)
+        model, _ = build(pair).read(pair, False)
         if how == "error":
             with pytest.raises(DataError, match=r"1 unreadable image: .*class1/0\.png"):
                 model.kept()
@@ -153,7 +153,7 @@ def test_images_of_other_kinds_are_counted_and_keep_their_content(tmp_path, capl
     Image.new("L", (1, 1)).save(place / "2.png")
     Image.new("CMYK", (40, 36)).save(place / "3.jpg")
     pair = open_pair(folders, None, val_fraction=0.0)
-    _, tasks = build(pair).read_tasks(pair, True)
+    _, tasks = build(pair).read(pair, True)
     (line,) = [record.getMessage() for record in caplog.records if "8 bits" in record.getMessage()]
     start = "harmful/train: 19 images, all read as RGB with 8 bits; among them "
     assert line.startswith(start)

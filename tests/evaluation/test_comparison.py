@@ -58,7 +58,7 @@ def test_a_run_does_not_depend_on_the_scale_of_its_inputs(scale, tmp_path):
 def test_comparison_is_exact_and_batched(folders, monkeypatch, kept):
     monkeypatch.setattr("immunization.evaluation.comparison.KEPT", kept)
     pair = open_pair(folders)
-    model, tasks = build(pair).read_tasks(pair, False)
+    model, tasks = build(pair).read(pair, False)
     with torch.no_grad():
         for parameter in model.extractor.parameters():
             parameter.mul_(1.1)
@@ -76,7 +76,7 @@ def test_comparison_is_exact_and_batched(folders, monkeypatch, kept):
 
 
 def test_features_are_computed_once_for_all_measures(folders):
-    model, tasks = build(open_pair(folders)).read_tasks(open_pair(folders), False)
+    model, tasks = build(open_pair(folders)).read(open_pair(folders), False)
     seen = []
     model.extractor.register_forward_hook(lambda _module, inputs, _output: seen.append(len(inputs[0])))
     comparison = Comparison(tasks, model)
@@ -87,7 +87,7 @@ def test_features_are_computed_once_for_all_measures(folders):
 
 def test_sampled_protocol(folders):
     pair = open_pair(folders)
-    model, tasks = build(pair).read_tasks(pair, False)
+    model, tasks = build(pair).read(pair, False)
     comparison = Comparison(tasks, model)
     same = SampledRatio(groups=3, samples=20)(comparison)
     assert same.metrics["authors/rir"] == pytest.approx(1.0)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.trains
 @pytest.fixture
 def folded(folders):
     pair = open_pair(folders)
-    return build(pair).read_tasks(pair, True)
+    return build(pair).read(pair, True)
 
 
 def condition_of(net):
@@ -70,7 +70,7 @@ def test_a_map_without_a_bound_is_flagged(folded):
 
 def test_a_trained_net_has_no_baseline_to_deploy(folders):
     pair = open_pair(folders)
-    net, tasks = build(pair).read_tasks(pair, False)
+    net, tasks = build(pair).read(pair, False)
     start = {name: tensor.clone() for name, tensor in net.extractor.state_dict().items()}
     kept = Deployment(images=4)(Comparison(tasks, net, start)).metrics
     assert kept["deployment/accuracy_float32_baseline"] == kept["deployment/accuracy_float32"] is not None
@@ -111,12 +111,12 @@ def opened(folders, outputs):
 @torch.no_grad()
 def test_accuracy_and_share_taken_for_primary(opened, folders, outputs):
     net, pair = opened
-    model, tasks = net.read_tasks(pair, False)
+    model, tasks = net.read(pair, False)
     model.head.weight.mul_(torch.tensor([[1.0], [-1.0], [2.0], [-2.0]]))  # predictions of several classes
     measures = OtherClasses(root=str(folders[0] / "train"), outputs=outputs)(Comparison(tasks, model))
     everything = open_pair(folders, primary={"outputs": outputs}, val_fraction=0)
     other = build(everything)
-    other.read_tasks(everything, True)
+    other.read(everything, True)
     x, y = (torch.cat(parts) for parts in zip(*other.image_batches("primary", "train"), strict=True))
     predicted = model.deployed()(x[y < 2]).argmax(1)  # class2 and class3 are outputs 1 and 0
     assert 0 < (predicted == y[y < 2]).double().mean() < 1
@@ -145,14 +145,14 @@ def test_accuracy_and_share_taken_for_primary(opened, folders, outputs):
 @torch.no_grad()
 def test_images_at_twice_the_size(opened, folders, outputs):
     net, pair = opened
-    model, tasks = net.read_tasks(pair, False)
+    model, tasks = net.read(pair, False)
     start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
     measures = OtherClasses(root=str(folders[0] / "train"), outputs=outputs, enlarged=True)(
         Comparison(tasks, model, start)
     )
     everything = open_pair(folders, primary={"outputs": outputs}, val_fraction=0)
     other = build(everything)
-    other.read_tasks(everything, True)
+    other.read(everything, True)
     x, y = (torch.cat(parts) for parts in zip(*other.image_batches("primary", "train"), strict=True))
     larger = F.interpolate(x[y < 2], scale_factor=2, mode="bilinear")
     hits = (model.deployed()(larger).argmax(1) == y[y < 2]).double().mean()
@@ -163,7 +163,7 @@ def test_images_at_twice_the_size(opened, folders, outputs):
 
 def test_a_net_of_one_size_says_so(folders, outputs):
     pair = open_pair(folders, primary={"classes": "0:2", "outputs": outputs})
-    model, tasks = build(pair, "vit_tiny_patch16_224").read_tasks(pair, False)
+    model, tasks = build(pair, "vit_tiny_patch16_224").read(pair, False)
     measures = OtherClasses(root=str(folders[0] / "train"), outputs=outputs, enlarged=True)(Comparison(tasks, model))
     assert measures.metrics["other_classes/accuracy"] is not None
     assert measures.metrics["other_classes/accuracy_enlarged"] is None
@@ -171,7 +171,7 @@ def test_a_net_of_one_size_says_so(folders, outputs):
 
 
 def test_a_folded_map_changes_no_prediction(opened, folders, outputs):
-    model, tasks = opened[0].read_tasks(opened[1], True)
+    model, tasks = opened[0].read(opened[1], True)
     method = ClosedForm(ridge=1e-5)
     method.setup(model, tasks)
     method.finish(model)
@@ -181,7 +181,7 @@ def test_a_folded_map_changes_no_prediction(opened, folders, outputs):
 
 
 def test_what_cannot_be_measured_is_said(opened, folders, outputs, tmp_path):
-    model, tasks = opened[0].read_tasks(opened[1], False)
+    model, tasks = opened[0].read(opened[1], False)
     nothing = OtherClasses()(Comparison(tasks, model))
     assert nothing.metrics["other_classes/accuracy"] is None
     assert "root names no folder" in nothing.reasons["other_classes/accuracy_baseline"]
@@ -200,12 +200,12 @@ def test_what_cannot_be_measured_is_said(opened, folders, outputs, tmp_path):
     for keep, root, message in ((held, "train", "or of dataset.keep_root"), (held, "val", "or of"), (one, "train", "")):
         pair = open_pair(folders, primary={"classes": "0:2", "outputs": outputs}, **keep)
         other = OtherClasses(root=str(folders[0] / root), outputs=outputs)
-        read = build(pair).read_tasks(pair, False)
+        read = build(pair).read(pair, False)
         if message:
             with pytest.raises(DataError, match=message):
                 other(Comparison(read[1], read[0]))
         else:
             assert other(Comparison(read[1], read[0])).about["other_classes"] == {"classes": 1, "images": 20}
     pair = open_pair(folders, primary={"outputs": outputs})
-    whole, every = build(pair).read_tasks(pair, False)
+    whole, every = build(pair).read(pair, False)
     assert not OtherClasses(root=str(only_primary))(Comparison(every, whole)).metrics  # the head has no other class

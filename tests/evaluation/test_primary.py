@@ -93,7 +93,7 @@ def test_a_head_that_guesses_the_most_frequent_class_is_at_chance(accuracy, majo
 
 
 def test_a_net_whose_own_head_is_at_chance_is_flagged(folders):
-    model, tasks = build(open_pair(folders)).read_tasks(open_pair(folders), True)
+    model, tasks = build(open_pair(folders)).read(open_pair(folders), True)
     untrained = OwnHead()(Comparison(tasks, model))
     assert untrained.metrics["primary/head_accuracy_baseline"] < 0.3
     assert list(untrained.flags) == ["head_at_chance"]

@@ -111,7 +111,7 @@ def test_every_trained_layer_is_measured_the_same_every_time(folders, name: str)
     }[name]
     found = []
     for _ in range(2):
-        model, tasks = build(pair, name, trainable=trainable).read_tasks(pair, False)
+        model, tasks = build(pair, name, trainable=trainable).read(pair, False)
         found.append(Selectivity(places=64)(Comparison(tasks, model)).metrics)
     expected = {f"selectivity/{layer}/{what}" for layer in layers for what in ("lost", "switched")}
     assert set(found[0]) == expected
@@ -121,13 +121,13 @@ def test_every_trained_layer_is_measured_the_same_every_time(folders, name: str)
 
 def test_without_trained_layers_there_is_nothing_to_measure(folders) -> None:
     pair = open_pair(folders)
-    model, tasks = build(pair).read_tasks(pair, True)
+    model, tasks = build(pair).read(pair, True)
     assert not Selectivity()(Comparison(tasks, model)).metrics
 
 
 def test_a_dead_layer_has_none(folders) -> None:
     pair = open_pair(folders)
-    model, tasks = build(pair, trainable="layer1.0.conv2").read_tasks(pair, False)
+    model, tasks = build(pair, trainable="layer1.0.conv2").read(pair, False)
     for parameter in model.net.layer1[0].bn1.parameters():
         parameter.zero_()
     measures = Selectivity(places=4)(Comparison(tasks, model))

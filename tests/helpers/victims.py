@@ -59,7 +59,7 @@ def colors_behind_a_map(root: Path, val_fraction: float = 0.25, size: int = 32) 
     pair = image_folders(*map(str, folders), cache=None, size=size, val_fraction=val_fraction).to("cpu", torch.float32)
     torch.manual_seed(0)
     base = Timm(pair, "test_resnet", "fold", pretrained=False, arguments={"num_classes": 4})
-    model, tasks = base.read_tasks(pair, True)
+    model, tasks = base.read(pair, True)
     start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
     sigma = torch.logspace(0, -4, tasks.dim, dtype=torch.float64)
     model.extractor.theta.data.copy_(orthonormal(tasks.dim, tasks.dim, seed=4) * sigma)
@@ -76,7 +76,7 @@ def net_victim(pair: ImagePair, immunize: Callable[[Model], None], name: str, tr
     """A net of timm with random weights, which `immunize` changes in place; `trainable="fold"`: a map behind it."""
     torch.manual_seed(0)
     base = Timm(pair, name, trainable, pretrained=False, arguments={"num_classes": 3} | arguments)
-    model, tasks = base.read_tasks(pair, trainable == "fold")
+    model, tasks = base.read(pair, trainable == "fold")
     start = {key: tensor.clone() for key, tensor in model.extractor.state_dict().items()}
     with torch.no_grad():
         immunize(model)

@@ -83,7 +83,7 @@ def net(drawn):
 def test_methods_train_damped_weights_and_leave_plain_ones(net, kind):
     def moved(damping):
         """By how much the training moves features of images to keep."""
-        model, tasks = build(net, trainable="layer3").read_tasks(net, False)
+        model, tasks = build(net, trainable="layer3").read(net, False)
         before = copy.deepcopy(model)
         method = kind(epochs=2, batch_size=16, damping=damping, distill=0.0, path=0.0, collapse=0.6, train_head=False)
         torch.manual_seed(0)
@@ -107,7 +107,7 @@ def test_images_at_twice_the_size_damp_too(net, monkeypatch):
     read = []
     monkeypatch.setattr(distillation, "damp", lambda _net, batches, _damping: read.extend(batches) or [])
     monkeypatch.setattr(distillation, "DAMPED", 40)
-    model, tasks = build(net, trainable=["layer3", "layer4"]).read_tasks(net, False)
+    model, tasks = build(net, trainable=["layer3", "layer4"]).read(net, False)
     method = ForgetBlocks(epochs=1, batch_size=16, enlarged=0.5, damping=10.0)
     method.setup(model, tasks)
     sources = tasks.primary.train.x, model.kept(), *method.distillation.larger
@@ -119,7 +119,7 @@ def test_images_at_twice_the_size_damp_too(net, monkeypatch):
 
 
 def test_weights_are_damped_once_for_several_harmful_tasks(net):
-    model, tasks = build(net, trainable="layer3").read_tasks(net, False)
+    model, tasks = build(net, trainable="layer3").read(net, False)
     two = replace(tasks, more={"harmful_b": tasks.harmful})
     names, theta_0 = model.state_dict().keys(), copy.deepcopy(model.state_dict())
     method = combined(Forget(epochs=1, batch_size=16, damping=10.0, path=0.0, max_accuracy_drop=1.0), two)
@@ -138,7 +138,7 @@ def test_weights_are_damped_once_for_several_harmful_tasks(net):
 
 @pytest.mark.parametrize("several", [False, True])
 def test_who_loses_too_much_goes_back_to_theta_0(net, several, monkeypatch):
-    model, tasks = build(net, trainable="layer3").read_tasks(net, False)
+    model, tasks = build(net, trainable="layer3").read(net, False)
     tasks = replace(tasks, more={"harmful_b": tasks.harmful}) if several else tasks
     theta_0, accuracy = copy.deepcopy(model.extractor.state_dict()), [1.0]
     monkeypatch.setattr(Method, "accuracy", lambda *_: accuracy[0])
@@ -155,7 +155,7 @@ def test_who_loses_too_much_goes_back_to_theta_0(net, several, monkeypatch):
 
 
 def test_encoderlock_keeps_within_its_masks_for_several_tasks_too(net):
-    model, tasks = build(net, trainable="layer3").read_tasks(net, False)
+    model, tasks = build(net, trainable="layer3").read(net, False)
     two = replace(tasks, more={"harmful_b": tasks.harmful})
     method = combined(Encoderlock(epochs=1, batch_size=16, weights=5, keep=10.0), two)
     method.setup(model, two)

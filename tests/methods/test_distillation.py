@@ -15,7 +15,7 @@ from immunization.errors import ConfigError
 from immunization.experiment import assemble, resolve
 from immunization.methods import CLAMP, IMMA, NTL, TAR, ConditionNumber, Encoderlock, Sophon, combined
 from immunization.methods.base import checked_step
-from immunization.models import Linear, image_tasks
+from immunization.models import Linear, reading
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
 
@@ -44,7 +44,7 @@ def net(drawn):
 
 def trained(method, net):
     """How far the training moves the features of the images to keep: mean squared distance from theta_0's."""
-    model, tasks = build(net).read_tasks(net, False)
+    model, tasks = build(net).read(net, False)
     before = copy.deepcopy(model)
     torch.manual_seed(0)
     method.setup(model, tasks)
@@ -55,11 +55,11 @@ def trained(method, net):
 
 
 def test_images_to_keep_that_do_not_fit_into_memory_are_refused_before_any_is_read(net, monkeypatch):
-    model = build(net).read_tasks(net, False)[0]
+    model = build(net).read(net, False)[0]
     kept = model.kept()
-    monkeypatch.setattr(image_tasks, "memory", lambda _: 2.0 * kept.nbytes)
+    monkeypatch.setattr(reading, "memory", lambda _: 2.0 * kept.nbytes)
     assert torch.equal(model.kept(), kept)
-    monkeypatch.setattr(image_tasks, "memory", lambda _: 2.0 * kept.nbytes - 1)
+    monkeypatch.setattr(reading, "memory", lambda _: 2.0 * kept.nbytes - 1)
     monkeypatch.setattr(type(model), "_read", None)
     with pytest.raises(ConfigError, match=r"dataset\.keep_root: 80 images take .* choose fewer with dataset\.keep\."):
         model.kept()
@@ -72,7 +72,7 @@ def test_any_method_keeps_what_it_is_told_to(net, make):
 
 def test_the_loss_by_hand(net):
     """Features relative to the spread of theta_0's, and the divergence of the class probabilities."""
-    model, tasks = build(net).read_tasks(net, False)
+    model, tasks = build(net).read(net, False)
     method = NTL(epochs=1, batch_size=16, keep=2.0)
     method.setup(model, tasks)
     method.callbacks[0].distillation.kept = method.callbacks[0].distillation.kept[:1]
@@ -94,7 +94,7 @@ def test_the_loss_by_hand(net):
 
 def test_several_harmful_tasks_keep_once(net):
     """The mean of the copies' losses, and L_distill beside it."""
-    model, tasks = build(net).read_tasks(net, False)
+    model, tasks = build(net).read(net, False)
     several = replace(tasks, more={"harmful_2": tasks.harmful})
     method = combined(NTL(epochs=1, batch_size=16, keep=2.0), several)
     method.setup(model, several)

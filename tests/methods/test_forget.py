@@ -32,7 +32,7 @@ def net(drawn):
 
 
 def opened(pair, trainable="last"):
-    return build(pair, trainable=trainable).read_tasks(pair, False)
+    return build(pair, trainable=trainable).read(pair, False)
 
 
 def stepped(method, model, tasks, batch_size=16):
@@ -365,7 +365,7 @@ def test_weights_go_back_a_part_of_the_way_to_theta_0(net, damping):
     """Also those of the head, and with one copy of the method for each of two harmful tasks once."""
     found = {}
     for interpolate in (1.0, 0.25):
-        model, tasks = build(net, trainable="layer3").read_tasks(net, False)
+        model, tasks = build(net, trainable="layer3").read(net, False)
         start = copy.deepcopy(model.state_dict())
         two = replace(tasks, more={"harmful_b": tasks.harmful})
         method = combined(Forget(epochs=1, batch_size=16, path=0.0, damping=damping, interpolate=interpolate), two)

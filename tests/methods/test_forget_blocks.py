@@ -38,7 +38,7 @@ def keeping(net, tmp_path_factory):
 
 def prepared(pair, **options):
     """A method after its setup, the model, and the first batch of both tasks."""
-    model, tasks = build(pair, trainable=TRAINED).read_tasks(pair, False)
+    model, tasks = build(pair, trainable=TRAINED).read(pair, False)
     method = ForgetBlocks(epochs=1, **{"batch_size": 16, "damping": 0.0} | options)
     method.setup(model, tasks)
     batches = next(iter(PairedBatches(tasks, 16, torch.Generator().manual_seed(0)).epoch()))
@@ -170,7 +170,7 @@ def test_a_model_without_blocks_is_refused(enlarged):
 
 
 def test_without_a_trained_block_it_says_so(net):
-    model, tasks = build(net, trainable="bn1").read_tasks(net, False)
+    model, tasks = build(net, trainable="bn1").read(net, False)
     with pytest.raises(ConfigError, match=r"none of test_resnet's blocks is trained; see model\.trainable"):
         ForgetBlocks(epochs=1, batch_size=16).setup(model, tasks)
 
@@ -203,7 +203,7 @@ def _places(rows, some):
 
 
 def test_of_few_images_no_others_are_enlarged(net):
-    model, tasks = build(net, trainable=TRAINED).read_tasks(net, False)
+    model, tasks = build(net, trainable=TRAINED).read(net, False)
     few = replace(tasks.harmful, train=tasks.harmful.train.take(tasks.harmful.few(3, 0)))
     method = ForgetBlocks(epochs=1, batch_size=16, enlarged=0.9, damping=0.0)
     method.setup(model, replace(tasks, harmful=few))
@@ -212,7 +212,7 @@ def test_of_few_images_no_others_are_enlarged(net):
 
 @pytest.mark.parametrize("few", [2, 4, 6, 12])
 def test_however_few_enlarged_images_are_of_two_classes(net, few):
-    model, tasks = build(net, trainable=TRAINED).read_tasks(net, False)
+    model, tasks = build(net, trainable=TRAINED).read(net, False)
     method = ForgetBlocks(epochs=1, batch_size=16, enlarged=0.9, damping=0.0)
     method.setup(model, tasks)
     rows = method._grouped(few)
@@ -221,7 +221,7 @@ def test_however_few_enlarged_images_are_of_two_classes(net, few):
 
 
 def test_a_net_of_one_size_enlarges_nothing(net):
-    model, tasks = build(net, "vit_tiny_patch16_224", trainable="blocks.11").read_tasks(net, False)
+    model, tasks = build(net, "vit_tiny_patch16_224", trainable="blocks.11").read(net, False)
     with pytest.raises(ConfigError, match=r"reads images of one size: set method\.enlarged=0"):
         ForgetBlocks(epochs=1, batch_size=16, enlarged=0.5).setup(model, tasks)
 
@@ -244,7 +244,7 @@ def test_the_path_needs_two_images_of_a_class_and_no_memory_bank(net, monkeypatc
 def test_images_of_loaders_are_not_grouped_and_a_warning_says_so(tmp_path, caplog):
     folders = [draw_folder(tmp_path / name, 4, 16, 4, seed) for seed, name in enumerate(("primary", "harmful"))]
     pair = open_pair(folders, augment=True)
-    model, tasks = build(pair, trainable=TRAINED).read_tasks(pair, False)
+    model, tasks = build(pair, trainable=TRAINED).read(pair, False)
     batches_of(model, tasks, 16, torch.Generator(), shots=1)
     assert "method.shots" not in caplog.text
     batches_of(model, tasks, 16, torch.Generator(), shots=4)

@@ -83,7 +83,7 @@ def test_imma_differentiates_through_the_attackers_steps(inner_steps):
 def test_imma_differentiates_twice_through_nets(folders, name):
     """Heads fixed, along a random direction: central differences, also where attention is fused otherwise."""
     images = open_pair(folders)
-    model, pair = build(images, name).read_tasks(images, False)
+    model, pair = build(images, name).read(images, False)
     method = IMMA(epochs=1, inner_lr=0.5, heads="fixed", head_start="random")
     method.setup(model, pair)
     batches = next(PairedBatches(pair, 16, torch.Generator()).epoch())

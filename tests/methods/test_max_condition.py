@@ -31,7 +31,7 @@ def trained(method, model, pair, lr):
 
 def on_a_net(folders, method, lr=0.1):
     pair = open_pair(folders)
-    net, tasks = build(pair).read_tasks(pair, True)
+    net, tasks = build(pair).read(pair, True)
     return trained(method, net, tasks, lr), tasks
 
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.trains
 
 def test_paired_batches_cycle_the_primary_task(folders):
     pair = open_pair(folders)
-    _, tasks = build(pair).read_tasks(pair, False)
+    _, tasks = build(pair).read(pair, False)
     batches = PairedBatches(tasks, 16, torch.Generator().manual_seed(0))
     assert [len(list(batches.epoch())) for _ in range(2)] == [4, 4]
     with pytest.raises(ConfigError, match=r"method\.batch_size must be set"):
@@ -47,7 +47,7 @@ def test_paired_batches_cycle_the_primary_task(folders):
 def test_one_pass_of_the_trainable_part_a_batch(folders, method):
     """Primary features are computed once for the loss and the term of their Hessian."""
     pair = open_pair(folders)
-    model, tasks = build(pair).read_tasks(pair, False)
+    model, tasks = build(pair).read(pair, False)
     method.setup(model, tasks)
     primary, harmful = next(iter(PairedBatches(tasks, 16, torch.Generator()).epoch()))
     calls = []
@@ -58,7 +58,7 @@ def test_one_pass_of_the_trainable_part_a_batch(folders, method):
 
 def test_training_moves_only_the_trainable_part(folders):
     pair = open_pair(folders)
-    model, tasks = build(pair).read_tasks(pair, False)
+    model, tasks = build(pair).read(pair, False)
     before = {name: tensor.clone() for name, tensor in model.export().items()}
     method = ConditionNumber(lambda_P=1.0, lambda_H=1.0, epochs=1, batch_size=16, precondition="none", balance=True)
     method.setup(model, tasks)
@@ -72,7 +72,7 @@ def test_training_moves_only_the_trainable_part(folders):
 
 def test_ntls_distance_is_of_the_block_that_it_is_told(folders):
     pair = open_pair(folders)
-    model, tasks = build(pair, trainable=["layer3", "layer4"]).read_tasks(pair, False)
+    model, tasks = build(pair, trainable=["layer3", "layer4"]).read(pair, False)
     primary, harmful = next(iter(PairedBatches(tasks, 16, torch.Generator()).epoch()))
     method = NTL(epochs=1, batch_size=16, block="layer3.0")
     method.setup(model, tasks)
@@ -89,7 +89,7 @@ def test_ntls_distance_is_of_the_block_that_it_is_told(folders):
 def test_the_papers_regularizers_count_the_features_of_a_net(folders):
     """Not the channels of what the trained layers read."""
     pair = open_pair(folders)
-    model, tasks = build(pair).read_tasks(pair, False)
+    model, tasks = build(pair).read(pair, False)
     primary, harmful = next(iter(PairedBatches(tasks, 64, torch.Generator()).epoch()))
     assert primary.x.shape[1] != tasks.dim == model.head.in_features
     method = ReleasedConditionNumber(lambda_P=1.0, lambda_H=1.0, precondition="none", side="input")
@@ -116,7 +116,7 @@ def test_the_papers_regularizers_count_the_features_of_a_net(folders):
 )
 def test_what_a_folded_map_cannot_take_is_refused(folders, method, message):
     pair = open_pair(folders)
-    model, tasks = build(pair).read_tasks(pair, True)
+    model, tasks = build(pair).read(pair, True)
     with pytest.raises(ConfigError, match=message):
         method.setup(model, tasks)
 
@@ -124,7 +124,7 @@ def test_what_a_folded_map_cannot_take_is_refused(folders, method, message):
 def test_the_loss_of_a_folded_map_does_not_move_it(folders):
     """The head undoes the map: the gradient is 0, not that of one of both."""
     pair = open_pair(folders)
-    model, tasks = build(pair).read_tasks(pair, True)
+    model, tasks = build(pair).read(pair, True)
     method = OptKappa(epochs=1, form="log", hold_primary=None)
     method.setup(model, tasks)
     primary, harmful = next(iter(PairedBatches(tasks, None, torch.Generator()).epoch()))
@@ -139,14 +139,14 @@ def test_the_loss_of_a_folded_map_does_not_move_it(folders):
 )
 def test_methods_that_draw_images_refuse_those_that_are_not_kept(folders, method):
     pair = open_pair(folders, augment=True)
-    model, tasks = build(pair).read_tasks(pair, False)
+    model, tasks = build(pair).read(pair, False)
     with pytest.raises(ConfigError, match=r"set dataset\.augment=false"):
         method.setup(model, tasks)
 
 
 def test_dead_units_add_nothing_to_the_rank(folders):
     pair = open_pair(folders)
-    model, tasks = build(pair).read_tasks(pair, False)
+    model, tasks = build(pair).read(pair, False)
     silence = torch.arange(tasks.dim) % 8 == 0
     model.extractor.register_forward_hook(lambda module, inputs, features: features * silence)
     method = OptKappa(epochs=1, batch_size=16)

@@ -9,9 +9,10 @@ from torch.nn import functional as F
 
 from immunization.config import compose
 from immunization.data.task import Task
-from immunization.experiment import Parts, assemble, resolve
+from immunization.experiment import assemble, resolve
 from immunization.methods.attacker import fitted_head
 from immunization.models import Model
+from immunization.training.assembly import Parts
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
 from immunization.training.optimization import optimizer_of

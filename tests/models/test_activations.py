@@ -30,15 +30,15 @@ pytestmark = pytest.mark.trains
 def test_activations_are_kept_verified_and_keyed(folders, tmp_path, caplog):
     cache = tmp_path / "cache"
     pair = open_pair(folders, cache)
-    _, tasks = build(pair).read_tasks(pair, False)
+    _, tasks = build(pair).read(pair, False)
     entries = sorted(cache.glob("[!.]*"))
     assert entries
     stamps = {path: path.stat().st_mtime_ns for path in entries}
-    _, again = build(pair).read_tasks(pair, False)
+    _, again = build(pair).read(pair, False)
     assert stamps == {path: path.stat().st_mtime_ns for path in sorted(cache.glob("[!.]*"))}
     torch.testing.assert_close(again.primary.train.x, tasks.primary.train.x, rtol=0, atol=0)
     other = open_pair(folders, cache, crop_pct=0.5)
-    build(other).read_tasks(other, False)
+    build(other).read(other, False)
     assert len(list(cache.glob("[!.]*"))) == 2 * len(entries)
 
     content = bytearray(entries[0].read_bytes())
@@ -124,7 +124,7 @@ def test_a_full_disk_of_activations_is_named(tmp_path, monkeypatch):
 
 def test_tasks_hold_what_the_extractor_reads(folders):
     pair = open_pair(folders, None)
-    model, tasks = build(pair).read_tasks(pair, False)
+    model, tasks = build(pair).read(pair, False)
     sizes = {role: [len(getattr(task, split)) for split in SPLITS] for role, task in tasks.tasks.items()}
     assert sizes == {"primary": [72, 8, 24], "harmful": [66, 6, 24]}
     assert tasks.primary.rank == 72
@@ -135,8 +135,8 @@ def test_tasks_hold_what_the_extractor_reads(folders):
 
 def test_large_sets_are_streamed(folders):
     pair = open_pair(folders, None, cache_limit=0.0)
-    model, tasks = build(pair).read_tasks(pair, False)
-    kept, kept_tasks = build(open_pair(folders, None)).read_tasks(open_pair(folders, None), False)
+    model, tasks = build(pair).read(pair, False)
+    kept, kept_tasks = build(open_pair(folders, None)).read(open_pair(folders, None), False)
     stream = tasks.harmful.train.x
     assert isinstance(stream, Stream)
     torch.testing.assert_close(model.features(stream), kept.features(kept_tasks.harmful.train.x))
@@ -157,7 +157,7 @@ def test_large_sets_are_streamed(folders):
 
 def test_fewer_images_than_a_batch_are_refused(folders):
     pair = open_pair(folders, None, cache_limit=0.0)
-    model, tasks = build(pair).read_tasks(pair, False)
+    model, tasks = build(pair).read(pair, False)
     with pytest.raises(DataError, match="the harmful loader gives no batches: it holds fewer images than one"):
         next(batches_of(model, tasks, 70, torch.Generator()).epoch())  # of 72 and 66 images
     loaders = {"harmful": [(torch.ones(2, 3), torch.zeros(2))], "primary": []}
@@ -168,7 +168,7 @@ def test_fewer_images_than_a_batch_are_refused(folders):
 
 def test_augmentation_turns_the_cache_of_activations_off(folders):
     pair = open_pair(folders, None, augment=True)
-    model, tasks = build(pair).read_tasks(pair, False)
+    model, tasks = build(pair).read(pair, False)
     assert isinstance(tasks.primary.train.x, Stream)
     batches = batches_of(model, tasks, 16, torch.Generator())
     first, second = (next(iter(batches.epoch()))[1].x for _ in range(2))
@@ -263,6 +263,6 @@ def test_activations_are_those_of_one_net_and_of_the_images_as_they_are_now(fold
         pair = open_pair(folders, tmp_path / "kept")
         torch.manual_seed(0)
         arguments = {"num_classes": 4, "img_size": 32, "global_pool": pool}
-        _, tasks = Timm(pair, "test_vit", "fold", pretrained=False, arguments=arguments).read_tasks(pair, True)
+        _, tasks = Timm(pair, "test_vit", "fold", pretrained=False, arguments=arguments).read(pair, True)
         features[pool] = tasks.harmful.train.x
     assert not torch.allclose(features["avg"], features["max"])

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.trains
 def folded(folders):
     """A net with a folded map, computed in float64, and its tasks."""
     pair = open_pair(folders)
-    model, tasks = build(pair).read_tasks(pair, True)
+    model, tasks = build(pair).read(pair, True)
     method = ClosedForm(ridge=1e-3)
     method.setup(model, tasks)
     method.finish(model)
@@ -51,7 +51,7 @@ def test_an_exported_net_is_audited_without_its_map(folded, folders, tmp_path):
     write_weights(tmp_path / WEIGHTS, *exported(model, tasks.primary))
     pair = open_pair(folders)
     again = Timm(pair, "test_resnet", checkpoint=str(tmp_path))
-    _, read = again.read_tasks(pair, False)
+    _, read = again.read(pair, False)
     outputs, before = again.logits(read.primary.test.x), again.baseline_logits(read.primary)
     torch.testing.assert_close(outputs, before, rtol=1e-4, atol=1e-4)
 

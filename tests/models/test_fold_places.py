@@ -112,7 +112,7 @@ def test_what_reset_classifier_strips_is_said(folders):
     arguments = {"num_classes": 4, "global_pool": "max"}
     pair = replace(open_pair(folders), size=64).to("cpu", torch.float64)
     base = Timm(pair, "test_resnet", "fold", pretrained=False, arguments=arguments)
-    net, _ = base.read_tasks(base.images, True)
+    net, _ = base.read(base.images, True)
     facts = net.facts()
     assert facts["stripped_by"] == "reset_classifier"
     assert facts["fold"].startswith("global_pool")

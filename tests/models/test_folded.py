@@ -16,7 +16,7 @@ pytestmark = pytest.mark.trains
 @pytest.mark.parametrize("name", ["test_resnet", "test_vit", "test_convnext"])
 def test_folded_map_keeps_the_logits_and_exports(name, folders):
     pair = open_pair(folders)
-    net, tasks = build(pair, name).read_tasks(pair, True)
+    net, tasks = build(pair, name).read(pair, True)
     assert (net.reads, net.deep, net.trains_layers) == ("features", True, False)
     method = ClosedForm(ridge=1e-5)
     method.setup(net, tasks)
@@ -42,7 +42,7 @@ def test_folded_map_keeps_the_logits_and_exports(name, folders):
 
 def test_fold_raises_rir_on_features(folders):
     pair = open_pair(folders)
-    net, tasks = build(pair).read_tasks(pair, True)
+    net, tasks = build(pair).read(pair, True)
     method = ClosedForm(ridge=1e-5)
     method.setup(net, tasks)
     after = {role: net.features(task.train.x) for role, task in tasks.tasks.items()}

@@ -71,11 +71,11 @@ def test_head_and_classes(folders, tmp_path):
         r"has 7 outputs, the primary task .* 4 classes.*dataset\.primary\.outputs.*\(\+model\.arguments\.num_classes=4 "
     )
     with pytest.raises(ConfigError, match=found):
-        model.read_tasks(pair, True)
+        model.read(pair, True)
     table = tmp_path / "outputs.csv"
     table.write_text("index,dir\n6,class0\n2,class1\n0,class2\n4,class3\n")
     pair = open_pair(folders, primary={"outputs": str(table)})
-    _, tasks = Timm(pair, "test_resnet", pretrained=False, arguments={"num_classes": 7}).read_tasks(pair, True)
+    _, tasks = Timm(pair, "test_resnet", pretrained=False, arguments={"num_classes": 7}).read(pair, True)
     assert tasks.primary.head.tolist() == [0, 2, 4, 6]
     logits = torch.full((len(tasks.primary.test), 7), -1.0)
     logits[:, 6] = 1.0
@@ -85,7 +85,7 @@ def test_head_and_classes(folders, tmp_path):
         table.write_text(f"index,dir\n{index},class0\n2,class1\n0,class2\n4,class3\n")
         pair = open_pair(folders, primary={"outputs": str(table)})
         with pytest.raises(ConfigError, match="outputs must differ and be from 0 to 6, those of test_resnet"):
-            Timm(pair, "test_resnet", pretrained=False, arguments={"num_classes": 7}).read_tasks(pair, True)
+            Timm(pair, "test_resnet", pretrained=False, arguments={"num_classes": 7}).read(pair, True)
     table.write_text("index,dir\n6,class0\n")
     with pytest.raises(DataError, match="no column names all 4"):
         open_pair(folders, primary={"outputs": str(table)})
@@ -184,14 +184,14 @@ def test_unknown_models_and_options(folders):
 def test_amp_auto_needs_a_device_with_instructions_for_it(folders, monkeypatch, instructions, dtype, rounded):
     monkeypatch.setattr(machine, "has_bfloat16", lambda _device: instructions)
     pair = image_folders(*map(str, folders), cache=None, size=64).to("cpu", getattr(torch, dtype))
-    model, _ = build(pair, amp="auto").read_tasks(pair, False)
+    model, _ = build(pair, amp="auto").read(pair, False)
     assert model.amp == rounded
 
 
 def test_faster_steps_are_in_effect_in_training_alone(folders):
     """In another layout the weights need not end elsewhere, not even by rounding: what the layers see tells."""
     pair = image_folders(*map(str, folders), cache=None, size=64).to("cpu", torch.float32)
-    model, tasks = build(pair, channels_last=True, amp="bfloat16").read_tasks(pair, False)
+    model, tasks = build(pair, channels_last=True, amp="bfloat16").read(pair, False)
     seen = []
     layer = next(module for module in model.extractor.modules() if isinstance(module, torch.nn.Conv2d))
     layer.register_forward_hook(lambda _layer, _inputs, output: seen.append(output))

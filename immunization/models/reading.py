@@ -1,23 +1,22 @@
-"""What a net reads of images: preprocessing, activations, and classes in the order of its head."""
+"""What a net reads of tasks: prepared images, activations, and classes in the order of its head."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from immunization.compute import keys
 from immunization.compute.machine import gpu_memory, memory, onto
 from immunization.data.class_folders import in_doubt
-from immunization.data.images import ImagePair, ImageSplit, ImageTask, Unreadable, create_loader, unreadable
-from immunization.data.loaders import LabeledBatches
+from immunization.data.images import WHOLE, ImagePair, ImageSplit, ImageTask, Unreadable, is_own, unreadable
 from immunization.data.preparation import check_learnable
-from immunization.data.task import SPLITS, Split, Task, TaskPair, is_shown
+from immunization.data.task import Split, Task, TaskPair, is_shown
 from immunization.errors import ConfigError, DataError
 from immunization.models.activations import Activations, Stream, collect, free_space
 from immunization.models.base import Model
@@ -33,63 +32,73 @@ MOST_LABELS = 10**6
 """Classes that a loader may number."""
 
 
-class ImageReader(Model):
-    """A net as far as images are read by it.
+class Reader(Model):
+    """A net as far as tasks are read by it.
 
     `config` says how `net`, of `parts`, wants its images; what enters the extractor is read just before its unit
     `point`, behind those of `_trunk`. With `fold`, only the features are read, behind which a linear map is to be
-    trained. `order` has each task's own labels for those of its files, `reference` the features before by role and
-    split.
+    trained. `order` has each task's own labels for those of its source, `reference` the features before by role and
+    split, `stored` the images themselves where the extractor reads these.
     """
 
-    def trunk(self, images: Tensor) -> Tensor:
-        """What enters the extractor: activations [N, ...] of images [N, C, H, W]; no graph."""
+    def trunk(self, inputs: Tensor) -> Tensor:
+        """What enters the extractor: activations [N, ...] of inputs [N, C, H, W]; no graph."""
         with torch.no_grad():
-            x = onto(images, self.head.weight)
+            x = onto(inputs, self.head.weight)
             for unit in self._trunk:
                 x = unit(x)
         return x
 
-    def _folded(self, pair: TaskPair) -> tuple[Model, TaskPair]:
-        """The map behind the features that is to be trained, and the tasks as it reads them."""
-        pair = pair.to(self.images.device, torch.float64)
-        return Folded(self, self.parts, pair), pair
+    def read(self, data: ImagePair, folded: bool) -> tuple[Model, TaskPair]:
+        """The model to train and what it reads: activations at its trunk's end, or the features for a folded map.
 
-    def read_tasks(self, data: ImagePair, folded: bool) -> tuple[Model, TaskPair]:
-        """The model to train and what it reads: activations at its trunk's end, or the features for a folded map."""
+        Whatever the tasks come from is read once here. Without a primary task the harmful one stands for it.
+        """
         self.fold = self.fold or folded
-        if (primary := self.images.tasks["primary"]).classes:
+        if (primary := self.images.tasks.get("primary")) and primary.classes:
             outputs_of(primary, self.head.out_features, self.name)  # else found after minutes of reading
-        size = self.config["input_size"]
-        with room_for(self.images):
-            nets = {"features": keys.net([self.net], lambda images: self.extractor(self.trunk(images)), size)}
-            if not self.fold:
-                nets["inputs"] = keys.net(self._trunk, self.trunk, size)
-        tasks = {}
-        for role in self.images.tasks:
-            read = {split: self._read_split(role, split, nets) for split in SPLITS}
-            self.reference |= {(role, split): features.x for split, (_, features) in read.items()}
-            self._leave_out(role, {split: features.skipped for split, (_, features) in read.items()})
-            tasks[role] = self._task(role, read)
-        about = data.about | {
+        tasks = {role: self._task(role) for role in self.images.tasks}
+        if primary is None:
+            tasks["primary"] = tasks["harmful"]
+            self.reference |= {("primary", split): x for (_, split), x in self.reference.items()}
+        about = self.images.about | {
             "inputs": f"features of {self.name}" if self.fold else f"activations of {self.name} before {self.point}",
-            "preprocessing": {role: preprocessing(self.config, data, t) for role, t in self.images.tasks.items()},
+            "preprocessing": {r: preprocessing(self.config, self.images, t) for r, t in self.images.tasks.items()},
             "rows": {role: {s: len(split) for s, split in task.splits.items()} for role, task in tasks.items()},
         }
-        pair = TaskPair.of(data.name, tasks, about)
+        pair = TaskPair.of(self.images.name, tasks, about)
         if self.fold:
             if self.images.augment:
                 log.warning("dataset.augment does nothing: features are read once, and a map is folded in behind them")
-            return self._folded(pair)
+            pair = pair.to(self.images.device, torch.float64)
+            return Folded(self, self.parts, pair), pair
         kept = all(isinstance(task.train.x, Tensor) for task in pair.shown.values())
-        self.loaders = None if kept else self._training_loaders
-        if self.before is not None:
-            self.before.read_tasks(data, True)  # its features take the place of this net's as the reference
+        self.loaders = self._training_loaders if self.images.augment or not kept else None
+        if self.before is not None and not any(map(is_own, self.images.tasks.values())):
+            self.before.read(data, True)  # its features take the place of this net's as the reference
         return self, pair
 
-    def read(self, role: str, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """What the extractor reads of a loader's images, and the task's own labels."""
-        return self.trunk(images), self._own(role, labels)
+    @cached_property
+    def _keys(self) -> dict[str, str]:
+        """Keys of what makes the features and what enters the extractor."""
+        size = self.config["input_size"]
+        with room_for(self.images):
+            features = keys.net([self.net], lambda images: self.extractor(self.trunk(images)), size)
+            return {"features": features, "inputs": keys.net(self._trunk, self.trunk, size)}
+
+    def _key(self, name: str, part: ImageSplit, config: Mapping[str, Any]) -> str:
+        pair = self.images
+        return keys.key(
+            net=[self._keys[name], "" if name == "features" else self.point],
+            images=[config, part.identity, part.rows, keys.code(type(part.dataset))],
+            how=[pair.dtype, pair.device, pair.on_bad_image, pair.batch_size],
+            code=[keys.source("compute", "data", "models"), keys.code(type(self))],
+            machine=environment.arithmetic(pair.device),
+        )
+
+    def entering(self, role: str, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """What enters the extractor of a batch of a loader, and the task's own labels."""
+        return self.trunk(inputs), self._own(role, labels)
 
     def _own(self, role: str, labels: Tensor) -> Tensor:
         """The task's own labels of a loader's, on the device of the net."""
@@ -99,42 +108,99 @@ class ImageReader(Model):
             raise DataError(f"{role}_loader gives label {int(new[0])}, which it did not give when it was first read")
         return own.to(self.head.weight.device, non_blocking=True)
 
-    def _read_split(self, role: str, split: str, nets: Mapping[str, str]) -> tuple[Tensor | Stream, Activations]:
-        """What the trained part (or a folded map) reads of one split, and its features before immunization."""
-        pair, task = self.images, self.images.tasks[role]
-        part, config = task.splits[split], preprocessing(self.config, pair, task)
-        if not len(part):
+    def _task(self, role: str) -> Task:
+        """The task as the extractor (or a folded map) reads it; raises DataError for a class without training rows."""
+        task, size, device = self.images.tasks[role], self.head.out_features, self.images.device
+        read = {name: self._read_split(role, name) for name in task.splits}
+        self._leave_out(role, {name: features.skipped for name, (_, features) in read.items()})
+        numbers = self._numbers(role, {name: features.labels for name, (_, features) in read.items()})
+        order = self.order[role] = torch.full((int(numbers.max()) + 1,), -1)
+        order[numbers] = torch.arange(len(numbers))
+        if is_own(task):
+            ((x, features),) = read.values()
+            parts = task.splits[WHOLE].parts(order[features.labels])
+            read = {
+                name: (x[rows], Activations(features.x[rows], features.labels[rows])) for name, rows in parts.items()
+            }
+        splits = {}
+        for name, (x, features) in read.items():
+            self.reference[role, name] = features.x
+            y = order[features.labels]
+            if not self.fold and not len(y):
+                x = torch.empty(0, *read["train"][0].shape[1:])
+            splits[name] = Split(x, y.to(device), None if is_own(task) else self.images.tasks[role].splits[name].origin)
+            if not self._trunk and isinstance(x, Tensor) and not self.fold:
+                self.stored[role, name] = splits[name]
+        head = None
+        if role == "primary" and len(numbers) < size:
+            outputs = numbers if is_own(task) else outputs_of(task, size, self.name, len(numbers))
+            head = outputs.sort().values
+        counts = torch.bincount(splits["train"].y, minlength=len(numbers))
+        if not is_own(task) and not counts.all():
+            number = int(numbers[int(counts.argmin())])
+            name = task.classes[number] if task.classes else number
+            raise DataError(f"{role} task {task.name}: class {name} is empty, no training image of it can be read")
+        names = tuple(task.classes[number] for number in numbers) if task.classes else ()
+        eps, width = torch.finfo(self.images.dtype).eps, None if self.fold else self.head.in_features
+        made = Task(task.name, **splits, classes=len(numbers), eps=eps, width=width, head=head, names=names)
+        if is_own(task):
+            check_learnable(made)
+        return made
+
+    def _numbers(self, role: str, labels: Mapping[str, Tensor]) -> Tensor:
+        """The labels that the source gives the classes, in the order of the task's own: that of the head's outputs."""
+        task, size = self.images.tasks[role], self.head.out_features
+        if not is_own(task):
+            classes = len(task.classes) or 1 + max(int(y.max()) for y in labels.values() if len(y))
+            return outputs_of(task, size, self.name, classes).argsort() if role == "primary" else torch.arange(classes)
+        numbers = labels[WHOLE].unique()
+        lowest, highest, name = int(numbers[0]), int(numbers[-1]), f"{role}_loader"
+        if role == "primary" and not 0 <= lowest <= highest < max(size, 2):
+            raise ConfigError(f"labels of {name} go from {lowest} to {highest}, the model has {size} outputs")
+        if not 0 <= lowest <= highest < MOST_LABELS:
+            raise DataError(f"labels of {name} go from {lowest} to {highest}; number classes 0, 1, ...")
+        if len(numbers) < 2:
+            raise DataError(f"{name} holds only one class; at least two are needed")
+        return numbers
+
+    def _read_split(self, role: str, split: str) -> tuple[Tensor | Stream, Activations]:
+        """What enters the extractor (or the features, for a folded map), and the features with labels."""
+        task, pair = self.images.tasks[role], self.images
+        part, config, own = task.splits[split], preprocessing(self.config, pair, task), is_own(task)
+        if not own and not len(part):
             nothing = torch.empty(0, self.head.in_features, dtype=pair.dtype)
             return nothing, Activations(nothing, torch.empty(0, dtype=torch.long))
 
-        def loader(size: int = pair.batch_size) -> DataLoader:
-            return create_loader(pair, part, config, batch_size=size)
-
-        def key(name: str) -> str:
-            return keys.key(
-                net=[nets[name], "" if name == "features" else self.point],
-                images=[config, part.identity, part.rows, keys.code(type(part.dataset))],
-                how=[pair.dtype, pair.device, pair.on_bad_image, pair.batch_size],
-                code=[keys.source("compute", "data", "models"), keys.code(type(self))],
-                machine=environment.arithmetic(pair.device),
-            )
+        def loader(size: int = pair.batch_size) -> Iterable:
+            return part.loader(pair, config, batch_size=size)
 
         root = None if pair.cache is None else Path(pair.cache).expanduser()
-        named = {"features": key("features")}
-        if not self.fold:
+        title = f"inputs of {part.name}" if own else f"{role}/{split}: {len(part)} images"
+        wanted = ["features"]
+        if own and not self.fold:
+            wanted.append("inputs")
+        elif not self.fold:
             shape = self.trunk(torch.zeros(1, *self.config["input_size"])).shape[1:]
             size = len(part) * shape.numel() * pair.dtype.itemsize / GIB
             free = not pair.augment and size < pair.cache_limit and (root is None or free_space(root) > 2.2 * size)
-            if free:
-                named["inputs"] = key("inputs")
             place = f"kept in {root or 'memory'}" if free else "computed from the images every time"
-            log.info("%s/%s: %d images, %.3g GiB of activations, %s", role, split, len(part), size, place)
+            log.info("%s, %.3g GiB of activations, %s", title, size, place)
+            wanted += ["inputs"] if free else []
+        before: Reader = self.before if own and self.before and not self.fold else self
 
-        def compute(images: Tensor) -> dict[str, Tensor]:
-            inputs = self.trunk(images)
-            return {"inputs": inputs, "features": self.extractor(inputs)}
+        def compute(inputs: Tensor) -> dict[str, Tensor]:
+            try:
+                x = self.trunk(inputs)
+            except RuntimeError as error:
+                if not own:
+                    raise
+                raise ConfigError(
+                    f"{self.name} cannot read inputs of shape {tuple(inputs.shape[1:])} from {part.name}: "
+                    f"{' '.join(str(error).split())[:200]}"
+                ) from error
+            return {"inputs": x, "features": before.extractor(x if before is self else before.trunk(inputs))}
 
-        title = f"{role}/{split}: {len(part)} images"
+        named = {name: self._key(name, part, config) if root else name for name in wanted}
         with room_for(pair):
             done = collect(loader(), compute, named, root, title, pair.on_bad_image == "skip")
         features = done["features"]
@@ -148,56 +214,33 @@ class ImageReader(Model):
 
     def _leave_out(self, role: str, skipped: Mapping[str, Sequence[Unreadable]]) -> None:
         """From here on the task has only the images that can be read, so that rows of it are those of its features."""
+        if not any(skipped.values()):
+            return
         task, splits = self.images.tasks[role], {}
         for split, part in task.splits.items():
             lost = {image.row for image in skipped[split]}
             splits[split] = part.take(torch.tensor([i for i in range(len(part)) if i not in lost])) if lost else part
         self.images = replace(self.images, tasks=self.images.tasks | {role: replace(task, splits=splits)})
 
-    def _task(self, role: str, read: Mapping[str, tuple[Tensor | Stream, Activations]]) -> Task:
-        """The task as the extractor (or a folded map) reads it, of its splits; raises DataError for an empty class."""
-        task, size, device = self.images.tasks[role], self.head.out_features, self.images.device
-        labels = {split: features.labels for split, (_, features) in read.items()}
-        classes = len(task.classes) or 1 + max(int(y.max()) for y in labels.values() if len(y))
-        order, head = torch.arange(classes), None
-        if role == "primary":
-            outputs = outputs_of(task, size, self.name, classes)
-            order = torch.empty_like(outputs)
-            order[outputs.argsort()] = torch.arange(classes)  # classes in the order of the head's outputs
-            head = None if classes == size else outputs.sort().values
-        counts = torch.bincount(labels["train"], minlength=classes)
-        if not counts.all():
-            empty = int(counts.argmin())
-            name = task.classes[empty] if task.classes else empty
-            raise DataError(f"{role} task {task.name}: class {name} is empty, no training image of it can be read")
-        splits = {}
-        for split, (x, features) in read.items():
-            y, origin = features.labels, task.splits[split].origin
-            if not self.fold and not len(y):
-                x = torch.empty(0, *read["train"][0].shape[1:])
-            splits[split] = Split(x, order[y].to(device), origin)
-        self.order[role] = order
-        eps, width = torch.finfo(self.images.dtype).eps, None if self.fold else self.head.in_features
-        names = tuple(task.classes[label] for label in order.argsort()) if task.classes else ()
-        return Task(task.name, **splits, classes=classes, eps=eps, width=width, head=head, names=names)
-
-    def _training_loaders(self, batch_size: int) -> dict[str, DataLoader]:
-        """Training loaders of images by role, augmented where the data set says so; shuffled but for streams."""
+    def _training_loaders(self, batch_size: int) -> dict[str, Iterable]:
+        """Training loaders by role, augmented where the data set says so; shuffled but for streams."""
         pair = self.images
         shown = {role: task for role, task in pair.tasks.items() if is_shown(role)}
         how = {"loaders": len(shown), "batch_size": batch_size, "is_training": True}
-        return {
-            role: create_loader(
-                pair, task.splits["train"], preprocessing(self.config, pair, task, training=pair.augment), **how
-            )
-            for role, task in shown.items()
-        }
+        configs = {role: preprocessing(self.config, pair, task, training=pair.augment) for role, task in shown.items()}
+        splits = {role: task.splits[WHOLE if is_own(task) else "train"] for role, task in shown.items()}
+        return {role: split.loader(pair, configs[role], **how) for role, split in splits.items()}
 
     def image_batches(self, role: str, split: str, rows: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        if kept := self.stored.get((role, split)):
+            rows = torch.arange(len(kept)) if rows is None else rows
+            for some in rows.split(self.images.batch_size):
+                yield onto(kept.x[some], self.head.weight), kept.y[some.to(kept.y.device)]
+            return
         task = self.images.tasks[role]
-        part = task.splits[split].take(rows)
-        for images, labels in self._read(self.images, task, part, f"{role}/{split}: {len(part)} images"):
-            yield images, self._own(role, labels)
+        images = task.splits[split].take(rows)
+        for x, labels in self._read(self.images, task, images, f"{role}/{split}: {len(images)} images"):
+            yield x, self._own(role, labels)
 
     def images_of(self, task: ImageTask, split: ImageSplit) -> Iterator[tuple[Tensor, Tensor]]:
         images = replace(self.images, crop_pct=None)  # that of the pair's own images
@@ -248,7 +291,7 @@ class ImageReader(Model):
         self, images: ImagePair, task: ImageTask, split: ImageSplit, what: str
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Images of a split as the net reads them, on its device, and their labels as the files count."""
-        loader = create_loader(images, split, preprocessing(self.config, images, task))
+        loader = split.loader(images, preprocessing(self.config, images, task))
         for x, labels, lost, *_ in counted(loader, what):
             if lost and images.on_bad_image != "skip":
                 raise unreadable(what, lost)
@@ -256,67 +299,6 @@ class ImageReader(Model):
                 _warn(what, lost)
             if len(x):
                 yield onto(x, self.head.weight), labels
-
-    def read_loaders(
-        self, loaders: Mapping[str, LabeledBatches], folded: bool, test: bool = False
-    ) -> tuple[Model, TaskPair]:
-        """`read_tasks` for loaders by role, each of which is read once.
-
-        A tenth of the rows of a single loader, drawn class by class, is for validation; with `test`, a fifth, and
-        another fifth for test. Without a primary loader the harmful task stands for the primary one.
-        """
-        self.fold = self.fold or folded
-        tasks = {role: self._task_of_loader(role, loader, test) for role, loader in loaders.items()}
-        if "primary" not in tasks:
-            tasks["primary"] = tasks["harmful"]
-            self.reference |= {("primary", split): x for (_, split), x in self.reference.items()}
-        pair = TaskPair("loaders", **tasks)
-        return self._folded(pair) if self.fold else (self, pair)
-
-    @torch.no_grad()
-    def _task_of_loader(self, role: str, loader: LabeledBatches, test: bool) -> Task:
-        before: ImageReader = self.before or self
-        inputs, labels, features = [], [], []
-        for images, targets in counted(loader, f"images of {role}_loader"):
-            try:
-                x = self.trunk(images)
-            except RuntimeError as error:
-                raise ConfigError(
-                    f"{self.name} cannot read inputs of shape {tuple(images.shape[1:])} from {role}_loader: "
-                    f"{' '.join(str(error).split())[:200]}"
-                ) from error
-            inputs.append(self.extractor(x).cpu() if self.fold else x.cpu())
-            labels.append(targets)
-            if not self.fold:  # else the inputs are the features before immunization
-                features.append(before.extractor(before.trunk(images)))
-        if not labels:
-            raise DataError(f"{role}_loader gives no batches")
-        device, outputs = self.images.device, self.head.out_features
-        x, y = torch.cat(inputs), torch.cat(labels).long().to(device)
-        if role == "primary" and not 0 <= int(y.min()) <= int(y.max()) < max(outputs, 2):
-            raise ConfigError(
-                f"immunize: labels of primary_loader go from {int(y.min())} to {int(y.max())}, the model has {outputs} "
-                "outputs"
-            )
-        if not 0 <= int(y.min()) <= int(y.max()) < MOST_LABELS:
-            raise DataError(
-                f"immunize: labels of {role}_loader go from {int(y.min())} to {int(y.max())}; number classes 0, 1, ..."
-            )
-        present, y = y.unique(return_inverse=True)
-        if len(present) < 2:
-            raise DataError(f"immunize: {role}_loader holds only one class; at least two are needed")
-        self.order[role] = torch.full((int(present.max()) + 1,), -1)
-        self.order[role][present.cpu()] = torch.arange(len(present))
-        parts = loader.parts(y.cpu(), 5, 5) if test else loader.parts(y.cpu(), 10, None)
-        if features:
-            of_all = torch.cat(features)
-            self.reference |= {(role, s): of_all[rows.to(device)] for s, rows in parts.items()}
-        splits = {s: Split(x[rows], y[rows.to(device)]) for s, rows in parts.items()}
-        head = present if role == "primary" and len(present) < outputs else None
-        eps, width = torch.finfo(self.images.dtype).eps, None if self.fold else self.head.in_features
-        task = Task(role, **splits, classes=len(present), eps=eps, width=width, head=head)
-        check_learnable(task)
-        return task
 
 
 def _warn(title: str, images: Sequence[Unreadable]) -> None:
