@@ -1,8 +1,7 @@
 """Immunization methods: one short class each beside the shared loop in training/loop.py."""
 
 from immunization.methods.attacker import AgainstAttacker, AgainstHead
-from immunization.methods.base import Combine, Method
-from immunization.methods.callbacks import Callback
+from immunization.methods.base import Callback, Combine, Method
 from immunization.methods.clamp import CLAMP
 from immunization.methods.closed_form import ClosedForm
 from immunization.methods.combined import Combined, combined

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, replace
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -57,12 +57,11 @@ class AgainstAttacker(Method, without=["patience"]):
 class AgainstHead(AgainstAttacker):
     """A method whose attacker has a linear head w [outputs, D], zero at first and kept from step to step."""
 
+    remembers: ClassVar[tuple[str, ...]] = ("attacker",)
+
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
         self.attacker = model.head.weight.new_zeros(pair.harmful.outputs, model.head.in_features)
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"attacker": self.attacker}
 
     def harmful_loss(self, features: Tensor, batch: Batch) -> Tensor:
         """The attacker's loss with w as it is, of `features` [N, D] before scaling."""

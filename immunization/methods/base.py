@@ -1,9 +1,10 @@
-"""The interface of an immunization method."""
+"""The interface of an immunization method, and the callbacks of the loop that all methods share."""
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -11,17 +12,93 @@ from torch import Tensor
 from immunization.checks import AtLeastOne, AtLeastTwo, Component, Count, NonNegative
 from immunization.compute.machine import moved
 from immunization.config import snake_case
-from immunization.data.task import TaskPair
+from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.callbacks import MIN_GAIN, Bound, Callback, Keep, LogRatios, Stopping, Terms
-from immunization.models.base import Batch, Model
+from immunization.methods.distillation import Distillation
+from immunization.models.base import Batch, Model, kept_of, load_into
 from immunization.theory.regularizers import Precondition
+
+log = logging.getLogger(__name__)
+
+Terms = dict[str, Tensor]
+"""What a step returns: `loss`, the scalar to descend, and every other scalar worth logging."""
 
 Combine = Literal["sum", "worst"]
 """How the losses against several harmful tasks make one: their mean, or the largest."""
 
 ITERATIVE = ("batch_size", "patience", "max_accuracy_drop", "combine", "keep")
 """Options that mean nothing to a method that does its work in `setup`."""
+
+
+CHECKS = 10
+"""Scores taken within `patience` epochs."""
+MIN_GAIN = 1e-3
+"""Smallest gain of a score that counts as one."""
+
+
+class LogRatios:
+    """Logarithms of ratio (i) of harmful tasks and of ratio (ii) of the primary one, on their training inputs."""
+
+    def __init__(self, tasks: Mapping[str, Task]) -> None:
+        self.tasks = tasks
+        self._baselines: dict[str, tuple[int, float]] = {}
+
+    @property
+    def harmful(self) -> list[str]:
+        return [role for role in self.tasks if role != "primary"]
+
+    def of(self, model: Model, role: str) -> float:
+        """log kappa of the task's features, less that before immunization."""
+        return self.of_factor(model.factor(self.tasks[role]).double(), model, role)
+
+    def of_factor(self, factor: Tensor, model: Model, role: str) -> float:
+        """The same of features with the Gram of `factor`."""
+        rank, before = self.baseline(model, role)
+        return math.log(self.tasks[role].condition_number(factor, rank)) - before
+
+    def baseline(self, model: Model, role: str) -> tuple[int, float]:
+        """Rank and log kappa of a task before immunization, computed once."""
+        if role not in self._baselines:
+            task = self.tasks[role]
+            factor = model.baseline_factor(role, task).double()
+            rank = task.rank_of(factor)
+            self._baselines[role] = rank, math.log(task.condition_number(factor, rank))
+        return self._baselines[role]
+
+
+class Callback:
+    """What the training loop calls beside the steps of a method."""
+
+    def add(self, model: Model, primary: Batch, terms: Terms) -> Terms:
+        """The terms of a step, with what this adds to the loss."""
+        return terms
+
+    def epoch_end(self, model: Model, epoch: int) -> bool:
+        """Called after every epoch; True stops the training."""
+        return False
+
+    def finish(self, model: Model) -> None:
+        """Called once after the last step, before the method's own `finish`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What changes during the training, for checkpoints."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+class Keep(Callback):
+    """Adds `weight` times L_distill of D_P and of the images of dataset.keep_root."""
+
+    def __init__(self, model: Model, pair: TaskPair, weight: float, within: Callable[[Model, Tensor], Tensor]) -> None:
+        if not (model.trains_layers and model.trained()):
+            raise ConfigError("method.keep distills layers of a net, and none is trained: set method.keep=0")
+        self.distillation, self.weight, self.within = Distillation(model, pair), weight, within
+
+    def add(self, model: Model, primary: Batch, terms: Terms) -> Terms:
+        kept = self.within(model, self.distillation(model, primary))
+        return {**terms, "loss": terms["loss"] + self.weight * kept, "kept": kept}
 
 
 def preconditioner(mode: Precondition, ridge: float, side: str = "input") -> dict[str, Any]:
@@ -62,6 +139,8 @@ class Method(Component, group="method"):
     """Whether `setup` and `step` take all of `pair.harmful_tasks`; the losses of one that does not are combined."""
     latest = False
     """Whether the best epoch is the last one within `max_accuracy_drop`, whatever its score."""
+    remembers: ClassVar[tuple[str, ...]] = ()
+    """Attributes that training changes, for checkpoints."""
 
     epochs: Count = 0
     batch_size: AtLeastTwo | None = None
@@ -75,7 +154,6 @@ class Method(Component, group="method"):
         self.flags: dict[str, str] = {}
         self.undetermined = ""
         self.callbacks: list[Callback] = []
-        self.bound: Bound | None = None
 
     @property
     def keeps(self) -> bool:
@@ -87,26 +165,18 @@ class Method(Component, group="method"):
         """The class name as its YAML is called: ConditionNumber -> condition_number."""
         return snake_case(type(self).__name__)
 
-    @property
-    def factor(self) -> float:
-        """What multiplies the weight of the term that lowers kappa(H_P)."""
-        return 1.0 if self.bound is None else self.bound.factor
-
     def setup(self, model: Model, pair: TaskPair) -> None:
         """Prepare for one run; called before the optimizer is built."""
         self.pair = pair
         self.ratios = LogRatios({self.role if role == "harmful" else role: t for role, t in pair.shown.items()})
-        limit = self.limit(model)
-        self.bound = None if limit is None else Bound(self, model, limit)
         self.callbacks = [Keep(model, pair, self.keep, self.within)] if self.keep else []
-        if self.bound is not None:
-            self.callbacks.append(self.bound)
-        elif self.patience is not None or self.max_accuracy_drop is not None:
-            self.callbacks.append(Stopping(self, model))
+        if (stopping := self.stopping(model, self)) is not None:
+            self.callbacks.append(stopping)
 
-    def limit(self, model: Model) -> float | None:
-        """The log of the largest ratio (ii) that the training may end with; None for no bound."""
-        return None
+    def stopping(self, model: Model, judge: "Method") -> "Stopping | None":
+        """What may end the training early, by the scores of `judge`: this method, or the one that it is a part of."""
+        stops = self.patience is not None or self.max_accuracy_drop is not None
+        return Stopping(judge, model) if stops else None
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> Terms:
         raise NotImplementedError
@@ -140,7 +210,8 @@ class Method(Component, group="method"):
 
         A resumed run calls `setup`, then `load_state_dict`. A method with more to remember extends both.
         """
-        return {"callbacks": [callback.state_dict() for callback in self.callbacks], "flags": self.flags}
+        own = {name: getattr(self, name) for name in self.remembers}
+        return {"callbacks": [callback.state_dict() for callback in self.callbacks], "flags": self.flags, **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned, from any device; by default every entry is an attribute."""
@@ -153,6 +224,60 @@ class Method(Component, group="method"):
         """Called once after the last step, before the evaluation."""
         for callback in self.callbacks:
             callback.finish(model)
+
+
+class Stopping(Callback):
+    """Goes back to the parameters of the best score.
+
+    It stops after `patience` epochs without a better one, and where the accuracy of the model's own primary head has
+    fallen by more than `max_accuracy_drop` on the validation split.
+    """
+
+    def __init__(self, method: Method, model: Model) -> None:
+        self.method, self.score, self.epoch = method, -math.inf, 0
+        self.best: dict[str, Tensor] = {}
+        if method.max_accuracy_drop is not None:
+            if not len(method.pair.primary.val):
+                raise ConfigError("method.max_accuracy_drop needs a validation split: set dataset.val_fraction above 0")
+            if not model.deep:
+                log.warning("method.max_accuracy_drop does little here: %s starts with a head at chance", model.name)
+            self.accuracy, self.best = method.accuracy(model), _kept(model)
+
+    def epoch_end(self, model: Model, epoch: int) -> bool:
+        method = self.method
+        if (largest := method.max_accuracy_drop) is not None:
+            drop = self.accuracy - method.accuracy(model)
+            if drop > largest:
+                method.flags["stopped_early"] = (
+                    f"after {epoch + 1} epochs the primary accuracy on the validation split was {drop:.4f} below "
+                    f"theta_0's, more than method.max_accuracy_drop={largest}; the best before is kept"
+                )
+                return True
+        elif not self.scores(epoch):
+            return False
+        score = self.score_of(model)
+        if method.latest or score > self.score + MIN_GAIN:
+            self.score, self.epoch, self.best = score, epoch, _kept(model)
+        return method.patience is not None and bool(self.best) and epoch - self.epoch >= method.patience
+
+    def scores(self, epoch: int) -> bool:
+        """Whether a score is taken after this epoch."""
+        patience = self.method.patience
+        return patience is not None and not (epoch + 1) % max(1, patience // CHECKS)
+
+    def score_of(self, model: Model) -> float:
+        return self.method.score(model)
+
+    def finish(self, model: Model) -> None:
+        if self.best:
+            load_into(model, self.best)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("score", "epoch", "best")}
+
+
+def _kept(model: Model) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in kept_of(model).items()}
 
 
 def checked_step(method: Method, model: Model, primary: Batch, *harmful: Batch) -> Terms:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import Method, over_tasks
-from immunization.methods.callbacks import Terms
+from immunization.methods.base import Method, Stopping, Terms, over_tasks
+from immunization.methods.hold import HoldsPrimary
 from immunization.models.base import Batch, Model
 
 
@@ -39,12 +39,14 @@ class Combined(Method):
             part.setup(model, replace(pair, harmful=task, more={}))
         super().setup(model, pair)
         for part in self.parts.values():
-            part.callbacks, part.bound = [], self.bound
+            part.callbacks = []
+            if isinstance(part, HoldsPrimary):
+                part.follow(self.callbacks)
         self.undetermined = next((part.undetermined for part in self.parts.values() if part.undetermined), "")
         self.untried = True
 
-    def limit(self, model: Model) -> float | None:
-        return self.whole.limit(model)
+    def stopping(self, model: Model, judge: Method) -> Stopping | None:
+        return self.whole.stopping(model, judge)
 
     def step(self, model: Model, primary: Batch, *harmful: Batch) -> Terms:
         before = [p.detach().clone() for p in model.parameters()] if self.untried else []

@@ -3,21 +3,21 @@
 import math
 from dataclasses import KW_ONLY
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from immunization.checks import AtLeastTwo, Count, EvenPower, Fraction, NonNegative, Share
+from immunization.checks import AtLeastTwo, Count, EvenPower, Fraction, NonNegative
 from immunization.compute import distributed
 from immunization.data.task import TaskPair
 from immunization.methods.base import Method, preconditioner
-from immunization.methods.callbacks import bound_of
+from immunization.methods.hold import HoldsPrimary
 from immunization.models.base import Batch, Model
 from immunization.theory.regularizers import Precondition, r_ill_of_features, r_well_of_features
 
 
-class ConditionNumber(Method):
+class ConditionNumber(HoldsPrimary):
     """Minimize L(D_P) + lambda_P R_well,p(H_P) + lambda_H R_ill(H_H) (Alg. 1); `task_weight` weighs L.
 
     `power` is the p of R_well,p = (M_p^2 - M_2^2) / 2, M_p the power mean of the rank(H_P) non-zero eigenvalues; `inf`
@@ -27,6 +27,8 @@ class ConditionNumber(Method):
     weights so that at theta_0 the gradient of each regularizer is as long as that of the loss. `hold_primary`: see
     `Bound`; "auto" where a linear model has balanced weights.
     """
+
+    remembers = ("scale_P", "scale_H")
 
     lambda_P: NonNegative
     lambda_H: NonNegative
@@ -39,14 +41,13 @@ class ConditionNumber(Method):
     balance: bool = True
     smoothing: Fraction = 0.0
     task_weight: NonNegative = 1.0
-    hold_primary: Share | Literal["auto"] | None = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.preconditioner_P = self.preconditioner_H = preconditioner(self.precondition, self.ridge)
 
-    def limit(self, model: Model) -> float | None:
-        return bound_of(self.hold_primary, self.balance and not model.trains_layers)
+    def holds(self, model: Model) -> bool:
+        return self.balance and not model.trains_layers
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
@@ -78,9 +79,6 @@ class ConditionNumber(Method):
     def rank_of_r_ill(self, harmful: Batch) -> int:
         """k of R_ill: sigma_k is the smallest singular value that the harmful features have."""
         return harmful.rank
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"scale_P": self.scale_P, "scale_H": self.scale_H}
 
     def _balanced(self, model: Model, loss: Tensor, well: Tensor, ill: Tensor) -> tuple[float, float]:
         """The scales of both weights at which the gradients of both terms are as long as that of the loss."""
@@ -129,6 +127,8 @@ class RIllOnly(Method, without=["patience"]):
     eps swallows the gradient. The other options are those of `ReleasedConditionNumber`.
     """
 
+    remembers = ("scale",)
+
     epochs = 300
     normalize: bool = False
     precondition: Precondition = "none"
@@ -150,6 +150,3 @@ class RIllOnly(Method, without=["patience"]):
         if self.scale is None:
             self.scale = 1 / ill.item()
         return {"loss": self.scale * ill, "r_ill": ill}
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"scale": self.scale}

@@ -1,7 +1,6 @@
 """EncoderLock (Ding et al., NDSS 2025, arXiv 2411.12508): few weights of the encoder against probing."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +33,7 @@ class Encoderlock(AgainstHead):
     """
 
     draws = True
+    remembers = (*AgainstHead.remembers, "masks", "taken")
 
     epochs = 80
     batch_size = 64
@@ -52,9 +52,6 @@ class Encoderlock(AgainstHead):
                 "method=encoderlock chooses weights of layers, and model.trainable names no layer with a matrix"
             )
         self.taken = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"masks": self.masks, "taken": self.taken}
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         starts = self.taken % self.round_steps == 0

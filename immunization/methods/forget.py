@@ -52,6 +52,7 @@ class Forget(Method, without=["combine", "keep"]):
     """
 
     alone = True
+    remembers = ("bank", "labels")
     enlarged = 0.0  # share of steps that read images at twice the size
 
     epochs = 20
@@ -107,9 +108,6 @@ class Forget(Method, without=["combine", "keep"]):
                 f"{size / 2**30:.3g} GiB in float64, and there are {most / 2**30:.3g}: set method.path=0 or "
                 "give fewer rows"
             )
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"bank": self.bank, "labels": self.labels}
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         logits, features = model.outputs(primary)

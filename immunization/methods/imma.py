@@ -13,8 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from immunization.checks import Count, NonNegative
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import Method, over_tasks
-from immunization.methods.callbacks import Terms
+from immunization.methods.base import Method, Terms, over_tasks
 from immunization.models.base import Batch, Model
 
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from immunization.checks import AboveOne, AtLeastOne, Fraction, NonNegative
 from immunization.data.task import LEARNED, Task, TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import Method
-from immunization.methods.callbacks import MIN_GAIN
+from immunization.methods.base import MIN_GAIN, Method
 from immunization.methods.linear_map import (
     SLACK,
     bound_for,

@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from immunization.checks import EvenPower, Fraction, NonNegative, Share
+from immunization.checks import EvenPower, Fraction, NonNegative
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import Method, counted, over_tasks, preconditioner
-from immunization.methods.callbacks import Terms, bound_of
+from immunization.methods.base import Terms, counted, over_tasks, preconditioner
+from immunization.methods.hold import HoldsPrimary
 from immunization.methods.linear_map import fit_head, probe_of_inputs
 from immunization.models.base import Batch, Model, Regularizer
 from immunization.theory import spectrum
@@ -36,7 +36,7 @@ FORMS = {
 """The objective of log kappa(H_P) and log kappa(H_H)."""
 
 
-class OptKappa(Method):
+class OptKappa(HoldsPrimary):
     """Minimize kappa(H_P) - kappa(H_H) (`form="raw"`, as the paper states it), or another one of `FORMS`.
 
     `form="log"` minimizes -log RIR up to a constant, with M_p / M_-p (power means of the eigenvalues, p = `power`) in
@@ -60,7 +60,6 @@ class OptKappa(Method):
     precondition: Precondition = "none"
     ridge: NonNegative = 1.0
     side: Literal["input", "output"] = "input"
-    hold_primary: Share | Literal["auto"] | None = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,18 +72,15 @@ class OptKappa(Method):
         if self.form != "log" and self.hold_primary not in ("auto", None):
             raise ConfigError(f"method.hold_primary={self.hold_primary} needs method.form=log, not {self.form}")
 
-    def _determined(self, model: Model) -> bool:
+    def holds(self, model: Model) -> bool:
         """Whether the objective is that of the spectra: log kappa, or a power mean, of a linear map."""
         return self.form == "log" and not self.authors and not model.trains_layers
-
-    def limit(self, model: Model) -> float | None:
-        return bound_of(self.hold_primary, self._determined(model))
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
         relative = self.form == "log" and self.rate is not None and not self.authors
         self.theta = model.linear_map() if relative else None
-        for task in pair.harmful_tasks.values() if self._determined(model) and not self.undetermined else ():
+        for task in pair.harmful_tasks.values() if self.holds(model) and not self.undetermined else ():
             if outside := spectrum.dimensions_outside(pair.primary.root, task.root, *pair.tolerance):
                 self.undetermined = (
                     f"the objective is unbounded: {outside} of the {task.rank} dimensions of range(K_H) are "
@@ -127,7 +123,7 @@ class OptKappa(Method):
 
         if model.deep:  # its own head undoes theta, whatever that is
             loss = with_gradients(loss.detach(), {parameter: torch.zeros_like(theta)})
-        (log_p, slope_p), found = of(primary), {role: of(batch) for role, batch in harmful.items()}
+        (log_p, slope_p), slopes = of(primary), {role: of(batch) for role, batch in harmful.items()}
         terms = {
             role: {
                 "loss": self.weight * loss + (self.factor * log_p - log_h).to(loss.dtype),
@@ -135,9 +131,9 @@ class OptKappa(Method):
                 "log_kappa_primary": log_p,
                 "log_kappa_harmful": log_h,
             }
-            for role, (log_h, _) in found.items()
+            for role, (log_h, _) in slopes.items()
         }
-        slope_h = torch.stack([found[role][1] for role in counted(terms, self.combine)]).mean(0)
+        slope_h = torch.stack([slopes[role][1] for role in counted(terms, self.combine)]).mean(0)
         # where the factor is large, the step is that of log kappa(H_P), and no longer
         theta -= (self.rate or 0.0) * (theta.double() @ (slope_p - slope_h / self.factor)).to(theta.dtype)
         return over_tasks(terms, self.combine)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from immunization.checks import AtLeastOne, Positive
 from immunization.data.task import TaskPair, log_probabilities
 from immunization.methods.attacker import AgainstFineTuning
-from immunization.methods.callbacks import Terms
+from immunization.methods.base import Terms
 from immunization.models.base import Batch, Model
 
 CLIP = 0.5
@@ -30,6 +30,7 @@ class Sophon(AgainstFineTuning, without=["combine"]):
     """
 
     several = True
+    remembers = ("taken", "suppressed")
 
     epochs = 60
     batch_size = 64
@@ -47,8 +48,7 @@ class Sophon(AgainstFineTuning, without=["combine"]):
         self.taken, self.suppressed = 0, torch.zeros(())
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"taken": self.taken, "suppressed": self.suppressed, "suppressor": self.suppressor.state_dict()}
-        return super().state_dict() | own
+        return super().state_dict() | {"suppressor": self.suppressor.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.suppressor.load_state_dict(state.pop("suppressor"))

@@ -15,7 +15,7 @@ from immunization.errors import ConfigError
 from immunization.evaluation import Comparison
 from immunization.evaluation.rir import condition_ratios
 from immunization.methods import ConditionNumber, Method, OptKappa, ReleasedConditionNumber, combined
-from immunization.methods.callbacks import Bound
+from immunization.methods.hold import Bound
 from immunization.models import Linear
 from immunization.theory.optimal_map import conditioned
 from immunization.theory.spectrum import condition_number
