@@ -4,10 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.matrices import gaussian, seeds, spectra, with_spectrum
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.testing import assert_close
+from helpers.matrices import gaussian
+from hypothesis import settings
 
 from immunization.data import digits
 from immunization.data.task import Split, Task, TaskPair
@@ -18,31 +16,12 @@ from immunization.methods import LearningCurve
 from immunization.methods.learning_curve import horizons
 from immunization.methods.linear_map import generalizing_step, probe_of_inputs
 from immunization.models import Linear
-from immunization.theory.probe import excess, residuals
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
 
 pytestmark = pytest.mark.trains
 
 quick = settings(max_examples=15)
-
-
-def excess_curves(factor, c, steps):
-    ((residual, expected),) = residuals([(factor, c)], steps)
-    return excess(residual), expected
-
-
-def doubled(factor, c, octaves):
-    """Excess after 1, 2, 4, ..., 2^octaves steps by w_2t = w_t + P^t w_t, P^2t = P^t P^t; and mean ||P^t||_F^2."""
-    hessian, b = factor.T @ factor, factor.T @ c
-    largest = torch.linalg.eigvalsh(hessian)[-1]
-    power, w = torch.eye(len(hessian)).double() - hessian / largest, b / largest
-    excess, expected = [], []
-    for _ in range(octaves + 1):
-        excess.append((factor @ w - c).square().sum())
-        expected.append(power.square().sum() / len(hessian))
-        w, power = w + power @ w, power @ power
-    return torch.stack(excess), torch.stack(expected)
 
 
 def immunized(pair, method, lr=3e-3, seed=0, cosine=False, perturbation=0.0):
@@ -56,72 +35,6 @@ def immunized(pair, method, lr=3e-3, seed=0, cosine=False, perturbation=0.0):
     steps = train(method, model, batches, optimizer, scheduler=scheduler)
     method.finish(model)
     return model, steps
-
-
-@quick
-@given(spectra(smallest=2, largest=6, decades=1.5), seeds, st.integers(1, 3))
-def test_curves_are_gradient_descent_step_by_step(sigma, seed, outputs):
-    size = len(sigma)
-    factor, c = with_spectrum(sigma, size, size, seed), gaussian(size, outputs, seed=seed + 5)
-    steps = [1, 2, 3, 7, 20, 64]
-    excess, _ = excess_curves(factor, c, horizons(steps))
-    hessian, b, w = factor.T @ factor, factor.T @ c, torch.zeros(size, outputs, dtype=torch.float64)
-    rate, plain = 1 / torch.linalg.eigvalsh(hessian)[-1], []
-    for t in range(1, 65):
-        w = w - rate * (hessian @ w - b)
-        if t in steps:
-            plain.append((factor @ w - c).square().sum())
-    assert_close(excess, torch.stack(plain), rtol=1e-8, atol=1e-12)
-
-
-@quick
-@given(spectra(smallest=2, largest=6), seeds)
-def test_curves_are_those_of_the_doubling_formula(sigma, seed):
-    size = len(sigma)
-    factor, c = with_spectrum(sigma, size, size, seed), gaussian(size, 2, seed=seed + 5)
-    for curve, expected in zip(excess_curves(factor, c, horizons(16)), doubled(factor, c, 16), strict=True):
-        assert_close(curve, expected, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize(
-    "sigma",
-    [[3.0, 2.0, 1.0, 0.5], [3.0, 2.0, 2.0, 1e-3], [1.0, 1e-2, 0.0, 0.0], [2.0, 1.0, 1 - 1e-9, 0.5]],
-    ids=["simple", "repeated", "singular", "nearly equal"],
-)
-def test_gradients_are_those_of_backpropagation_through_the_doubling(sigma):
-    factor = with_spectrum(torch.tensor(sigma, dtype=torch.float64), 4, 4, seed=1)
-    c, weights = gaussian(4, 2, seed=2), gaussian(2, 11, seed=3)
-    gradients = []
-    for curves in (excess_curves(factor.requires_grad_(), c, horizons(10)), doubled(factor, c, 10)):
-        loss = sum(weight @ curve for weight, curve in zip(weights, curves, strict=True))
-        gradients.extend(torch.autograd.grad(loss, factor))
-    assert_close(*gradients, rtol=1e-6, atol=1e-8)
-
-
-def test_gradient_is_finite_where_the_largest_eigenvalue_is_repeated():
-    factor = with_spectrum(torch.tensor([2.0, 2.0, 1.0], dtype=torch.float64), 3, 3, seed=1).requires_grad_()
-    excess, expected = excess_curves(factor, gaussian(3, 1, seed=2), horizons(10))
-    (excess.sum() + expected.sum()).backward()
-    assert torch.isfinite(factor.grad).all()
-
-
-@quick
-@given(seeds, st.integers(2, 5), st.integers(1, 3), st.sampled_from([3, 12, [1, 5, 40]]))
-def test_gradients_against_finite_differences(seed, size, outputs, horizon):
-    factor, c = gaussian(size, size + 1, seed=seed).requires_grad_(), gaussian(size, outputs, seed=seed + 1)
-    grid = horizons(horizon)
-    assert torch.autograd.gradcheck(
-        lambda f: torch.cat(excess_curves(f, c, grid)), factor, eps=1e-7, atol=1e-3, rtol=1e-3
-    )
-
-
-def test_scale_of_the_features_changes_nothing():
-    factor, c = gaussian(4, 4, seed=0).requires_grad_(), gaussian(4, 1, seed=1)
-    excess, expected = excess_curves(factor, c, horizons(8))
-    for curve, other in zip((excess, expected), excess_curves(1e3 * factor, c, horizons(8)), strict=True):
-        assert_close(curve, other)
-    (excess.sum() + expected.sum()).backward()
-    assert (factor.grad * factor).sum().abs() < 1e-9 * factor.grad.norm()
 
 
 def test_harmful_probe_is_slowed_by_orders_of_magnitude_and_the_primary_one_is_not():

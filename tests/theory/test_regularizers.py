@@ -15,7 +15,7 @@ from torch.autograd import gradcheck
 from torch.testing import assert_close
 
 from immunization.errors import DegenerateSpectrum
-from immunization.theory import regularizers, spectrum
+from immunization.theory import regularizers
 
 shapes = pytest.mark.parametrize("shape", [(12, 5), (5, 12), (6, 6)], ids=["tall", "wide", "square"])
 POWERS = (4, 10, math.inf)
@@ -95,19 +95,6 @@ def test_the_slopes_are_those_of_the_spectrum(shape, power):
         assert_close(of_leaf / 2, f @ expected, rtol=0, atol=1e-10 * size.item() * sigma[0].item())
 
 
-def test_upstream_gradient_scales_the_regularizers():
-    s = gaussian(7, 4, seed=2)
-    for function in (r_well, r_ill, regularizers.r_well_of_features):
-        (plain,), (tripled,) = gradient(function, s), gradient(lambda x, f=function: 3 * f(x), s)
-        assert_close(tripled, 3 * plain)
-
-
-def test_rank_of_r_ill_is_found_where_it_is_not_given():
-    s = with_spectrum(torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64), 8, 6, seed=0)
-    assert_close(r_ill(s), r_ill(s, 3))
-    assert_close(r_ill(s).item(), 1 / (14 / 6 - 1 / 2))
-
-
 def test_features_keep_their_dtype():
     features = gaussian(9, 4, seed=1).float().requires_grad_()
     for value in (regularizers.r_well_of_features(features), regularizers.r_ill_of_features(features, 4)):
@@ -148,15 +135,16 @@ def test_flat_spectrum_has_no_r_ill(columns):
             regularizers.r_ill_of_features(1e-3 * flat, columns)
 
 
-def test_nearly_flat_spectrum_is_not_refused():
-    """A spread of 1e-8 is far above rounding: R_ill is large, and right."""
-    features = torch.diag(torch.tensor([1 + 1e-8, 1.0], dtype=torch.float64))
-    assert_close(regularizers.r_ill_of_features(features, 2).item(), 1e8, rtol=1e-6, atol=0)
-
-
-def test_features_of_rank_one_have_no_r_ill():
+def test_the_edges_of_r_ill():
+    """A spread of 1e-8 is far above rounding: R_ill is large, and right. Rank 1, rank 0 and an overflow have none."""
+    nearly = torch.diag(torch.tensor([1 + 1e-8, 1.0], dtype=torch.float64))
+    assert_close(regularizers.r_ill_of_features(nearly, 2).item(), 1e8, rtol=1e-6, atol=0)
     with pytest.raises(DegenerateSpectrum, match="R_ill is infinite"):
-        r_ill(torch.ones(4, 3, dtype=torch.float64))
+        regularizers.r_ill_of_features(torch.ones(4, 3, dtype=torch.float64), 1)
+    with pytest.raises(DegenerateSpectrum, match="rank 0"):
+        regularizers.r_ill_of_features(torch.zeros(5, 3, dtype=torch.float64), 3)
+    with pytest.raises(torch.linalg.LinAlgError, match="overflowing"):
+        regularizers.r_ill_of_features(1e90 * gaussian(6, 3, seed=0), 3)
 
 
 def test_log_condition_number_needs_its_rank():
@@ -171,18 +159,6 @@ def test_features_whose_r_ill_leaves_the_range_of_floats_are_named(scale):
     features = torch.randn(20, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     with pytest.raises(torch.linalg.LinAlgError, match="leaves the range of float64"):
         regularizers.r_ill_slope((scale * features).T @ (scale * features), 5)
-
-
-def test_zero_features_have_no_r_ill():
-    zero = torch.zeros(5, 3, dtype=torch.float64)
-    for function in (r_ill, lambda f: regularizers.r_ill_of_features(f, 3)):
-        with pytest.raises(DegenerateSpectrum, match="rank 0"):
-            function(zero)
-
-
-def test_features_whose_gram_overflows_are_named():
-    with pytest.raises(DegenerateSpectrum, match="overflows"):
-        spectrum.condition_number(torch.eye(3, dtype=torch.float64) * 1e200, conditioning="authors")
 
 
 @pytest.mark.parametrize("power", POWERS)

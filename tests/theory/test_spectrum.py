@@ -274,12 +274,6 @@ def test_lost_directions_count_as_being_at_the_tolerance():
         spectrum.condition_number_down_to(torch.zeros(2), 1, 0.01)
 
 
-def test_condition_number_beyond_float64_is_infinite():
-    sigma = torch.tensor([1.0, 1e-200, 0.0], dtype=torch.float64)
-    assert spectrum.condition_number_of(sigma, 2) == math.inf
-    assert spectrum.condition_number_of(sigma, 3) == math.inf
-
-
 def test_rir_and_its_parts():
     """Eq. 15: kappas 36 and 9 of the harmful, 4 and 16 of the primary features give 4 / (1/4) = 16."""
     harmful, harmful_0, primary, primary_0 = (torch.diag(torch.tensor([s, 1.0])) for s in (6.0, 3.0, 2.0, 4.0))
@@ -297,17 +291,23 @@ def test_no_condition_number_without_a_spectrum(features, conditioning):
         spectrum.condition_number(features, conditioning=conditioning)
 
 
-def test_batches_of_several_widths_are_refused():
-    with pytest.raises(DataError, match="one has 2 columns, those before have 3"):
-        spectrum.condition_number([torch.ones(4, 3), torch.ones(4, 2)])
-
-
 @pytest.mark.parametrize(
-    "given", [torch.ones(3), [[1.0, 2.0]], np.ones(3), "rows", None], ids=["vector", "list", "array", "text", "none"]
-)
-def test_what_is_no_matrix_is_refused(given):
-    with pytest.raises(DataError, match=r"features must be a tensor \[N, D\], or batches of its rows, not "):
-        spectrum.condition_number(given)
+    ("features", "options", "error", "message"),
+    [
+        (torch.eye(2), {"conditioning": "ridge"}, ValueError, r"'rank' or 'authors'.*'ridge'"),
+        *((torch.eye(3), {"rank": rank}, ValueError, "rank must be an integer") for rank in (0, True, 2.5)),
+        (torch.eye(3), {"conditioning": "authors", "rank": 2}, ValueError, "takes neither rank nor eps"),
+        (torch.empty(0, 3), {"rank": 2}, DegenerateSpectrum, "rank 0"),
+        (torch.eye(3, dtype=torch.complex64), {}, DataError, "not complex"),
+        (torch.eye(3).double() * 1e200, {"conditioning": "authors"}, DegenerateSpectrum, "overflows"),
+        ([torch.ones(4, 3), torch.ones(4, 2)], {}, DataError, "one has 2 columns, those before have 3"),
+        *((x, {}, DataError, r"features must be a tensor \[N, D\], or batches of its rows, not ")
+          for x in (torch.ones(3), [[1.0, 2.0]], np.ones(3), "rows", None)),
+    ],
+)  # fmt: skip
+def test_what_has_no_condition_number_is_refused(features, options, error, message):
+    with pytest.raises(error, match=message):
+        spectrum.condition_number(features, **options)
 
 
 def test_arrays_and_loaders_are_features_too():
@@ -337,26 +337,6 @@ def test_rir_takes_features_of_one_width(other):
         spectrum.rir(*given)
 
 
-@pytest.mark.parametrize("rank", [0, -1, True, 2.5])
-def test_a_rank_that_is_none_is_refused(rank):
-    with pytest.raises(ValueError, match="rank must be an integer of at least 1"):
-        spectrum.condition_number(torch.diag(torch.tensor([4.0, 2.0, 1.0])), rank=rank)
-
-
-def test_arguments_that_would_do_nothing_are_refused():
-    with pytest.raises(ValueError, match="takes neither rank nor eps"):
-        spectrum.condition_number(torch.eye(3), conditioning="authors", rank=2)
-    with pytest.raises(DegenerateSpectrum, match="rank 0"):
-        spectrum.condition_number(torch.empty(0, 3), rank=2)
-    with pytest.raises(DataError, match="not complex"):
-        spectrum.condition_number(torch.eye(3, dtype=torch.complex64))
-
-
-def test_unknown_conditioning_is_refused():
-    with pytest.raises(ValueError, match=r"'rank' or 'authors'.*'ridge'"):
-        spectrum.condition_number(torch.eye(2), conditioning="ridge")
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_non_finite_features_have_no_spectrum(value):
     features = gaussian(6, 3, seed=0)
@@ -374,11 +354,6 @@ def test_non_finite_features_have_no_spectrum(value):
     for regularizer in functions:  # in training this is what divergence looks like, not a user's flat spectrum
         with pytest.raises(torch.linalg.LinAlgError):
             regularizer(features)
-
-
-def test_overflowing_hessian_is_not_mistaken_for_a_flat_one():
-    with pytest.raises(torch.linalg.LinAlgError, match="overflowing"):
-        regularizers.r_ill_of_features(1e90 * gaussian(6, 3, seed=0), 3)
 
 
 def test_extreme_eigenpairs():
