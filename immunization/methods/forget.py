@@ -78,7 +78,7 @@ class Forget(Method, without=["combine", "keep"]):
         return self.distill > 0 or self.damping > 0
 
     def setup(self, model: Model, pair: TaskPair) -> None:
-        if not model.trained() or model.reads == "features":
+        if not model.trained() or (model.deep and not model.trains_layers):
             raise ConfigError(
                 f"method={self.name} trains layers, and there are none: a map behind the features loses nothing; name "
                 "layers with model.trainable=..."

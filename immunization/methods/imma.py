@@ -44,7 +44,7 @@ class IMMA(Method, without=["patience"]):
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
-        if model.reads == "features":
+        if model.deep and not model.trains_layers:
             raise ConfigError(f"method={self.name} trains heads, and that of a folded map follows it: train layers")
         self.attackers = {role: self._attacker(model, task) for role, task in pair.harmful_tasks.items()}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,6 @@ from immunization.errors import ConfigError
 from immunization.models.chain import Chain, Network
 from immunization.theory import spectrum
 from immunization.theory.regularizers import Precondition
-
-Inputs = Literal["rows", "features", "activations", "images"]
-"""What the trained part of a model reads: rows of the tasks as they are; features of a frozen net, and is a linear map
-that is folded behind them; what the frozen part of a net makes of images; or, in a net without one, images."""
 
 Regularizer = Callable[..., Tensor]
 """A scalar of features [N, D]; a second argument `theta` asks for the gradient preconditioned by cancellation."""
@@ -45,21 +41,32 @@ class Model(nn.Module):
 
     extractor: nn.Module
     head: nn.Linear
-    reads: Inputs = "rows"
+    deep = False
+    """Whether it is a net that came with its own primary head; it then has the methods that are only declared here."""
     preconditioned = False  # whether `hessian_term` can multiply gradients by K^-1, K = X^T X of the extractor's inputs
     before: Model | None = None  # the model that is the baseline, where that is another one
     loaders: Callable[[int], Mapping[str, Iterable[tuple]]] | None = None
-    """Loaders of training images by role for a batch size, where the tasks' rows are not to be trained on."""
+    """Loaders of training inputs by role for a batch size, where the tasks' rows are not to be trained on."""
 
-    @property
-    def deep(self) -> bool:
-        """Whether features come from a net that reads images: `network` and `image_batches` are then overridden."""
-        return self.reads != "rows"
+    network: Callable[..., Network]
+    """(start=None): a copy of the net: as it is, or as it was when its extractor's state dict was `start`."""
+    image_batches: Callable[..., Iterator[tuple[Tensor, Tensor]]]
+    """(role, split, rows=None): images [n, C, H, W] of rows of a split (None: of all) for `network`, and labels [n]."""
+    images_of: Callable[[ImageTask, ImageSplit], Iterator[tuple[Tensor, Tensor]]]
+    """Images [n, C, H, W] of a task of no pair, as `network` reads them, and labels [n] as its files count."""
+    enlarged: Callable[[str, Split], Tensor]
+    """What the extractor reads of the images of a role's training split at twice the size: [N, ...]."""
+    deployed: Callable[[], nn.Module]
+    """A copy of the net as people run it: images -> primary logits."""
+    deployed_before: Callable[..., nn.Module | None]
+    """(start=None): `deployed` before immunization, with `start` as the extractor's weights where no net is kept."""
+    stripped_by: str | None = None
+    """The function of timm that throws a folded map away; None where none does, or there is no map."""
 
     @property
     def trains_layers(self) -> bool:
         """Whether layers of a net are trained: inputs of the tasks are then no rows of a matrix."""
-        return self.reads in ("activations", "images")
+        return isinstance(self.extractor, Chain)
 
     def read(self, data: TaskPair | ImagePair, folded: bool) -> tuple[Model, TaskPair]:
         """The model to train and the tasks as its extractor reads them; `folded`: with a map behind features only."""
@@ -150,42 +157,12 @@ class Model(nn.Module):
         """theta [D_in, D] that `extractor`, a copy of this model's, applies last: an attacker can invert it."""
         return None
 
-    def network(self, start: Mapping[str, Tensor] | None = None) -> Network:
-        """A copy of a deep model: as it is, or as it was when its extractor's state dict was `start`."""
-        raise NotImplementedError
-
-    def image_batches(self, role: str, split: str, rows: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images [n, C, H, W] of some rows of a split (None: of all), as `network` reads them, and labels [n]."""
-        raise NotImplementedError
-
-    def enlarged(self, role: str, split: Split) -> Tensor:
-        """What the extractor of a net reads of a training split's images at twice the size: [N, ...]."""
-        raise NotImplementedError
-
-    def images_of(self, task: ImageTask, split: ImageSplit) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images [n, C, H, W] of a task of no pair, as a deep model reads them, and labels [n] as its files count."""
-        raise NotImplementedError
-
     def kept(self, enlarged: bool = False) -> Tensor | None:
         """What the extractor of a net reads of images to keep, without labels: [N, ...]; None where there are none.
 
         `enlarged`: at twice the size.
         """
         return None
-
-    stripped_by: str | None = None
-    """The function of timm that throws a folded map away; None where none does, or there is no map."""
-
-    def deployed(self) -> nn.Module:
-        """A copy of a deep model as people run it: images -> primary logits."""
-        raise NotImplementedError
-
-    def deployed_before(self, start: Mapping[str, Tensor] | None = None) -> nn.Module | None:
-        """`deployed` before immunization, with `start` as the extractor's weights where no such net is kept.
-
-        None without either.
-        """
-        raise NotImplementedError
 
     @property
     def dtype(self) -> torch.dtype:

@@ -22,7 +22,7 @@ class Folded(Linear):
     The inputs are the features of `base`, the baseline theta = I. Primary logits stay: omega' = theta^-1 omega.
     """
 
-    reads = "features"
+    deep = True
 
     def __init__(self, base: Model, parts: NetParts, pair: TaskPair) -> None:
         super().__init__(pair)

@@ -38,7 +38,7 @@ class Timm(Reader):
     training, or, with an empty trunk, that of `reference` or the net without the map that is folded into `checkpoint`.
     """
 
-    reads = "activations"
+    deep = True
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Timm(Reader):
         self._before = (before,)  # in a tuple: it is no part of this net
         self.reference, self._original_head = before.reference, before._original_head
         for model in (self, before):  # no trunk
-            model._trunk, model.point, model.extractor, model.reads = [], "images", Whole(model.net), "images"
+            model._trunk, model.point, model.extractor = [], "images", Whole(model.net)
 
     @property
     def name(self) -> str:
@@ -152,7 +152,6 @@ class Timm(Reader):
         self.point = units[first][0] if first < len(units) else "pooling"
         self._trunk = [f for _, f in units[:first]]
         self.extractor = Tail(self.net, units[first:]) if first else Whole(self.net)
-        self.reads = "activations" if first else "images"
 
     def train(self, mode: bool = True) -> Timm:
         super().train(False)

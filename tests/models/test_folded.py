@@ -17,7 +17,7 @@ pytestmark = pytest.mark.trains
 def test_folded_map_keeps_the_logits_and_exports(name, folders):
     pair = open_pair(folders)
     net, tasks = build(pair, name).read(pair, True)
-    assert (net.reads, net.deep, net.trains_layers) == ("features", True, False)
+    assert (net.deep, net.trains_layers) == (True, False)
     method = ClosedForm(ridge=1e-5)
     method.setup(net, tasks)
     method.finish(net)

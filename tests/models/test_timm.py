@@ -27,7 +27,7 @@ def test_trunk_and_tail_are_the_net(name, folders):
         torch.testing.assert_close(features, net.forward_head(net.forward_features(images), pre_logits=True))
         torch.testing.assert_close(model.head(features), net(images))
     assert model._trunk
-    assert (model.reads, model.trains_layers) == ("activations", True)
+    assert (bool(model._trunk), model.trains_layers) == (True, True)
     assert not any(
         p.requires_grad for unit in model._trunk if isinstance(unit, torch.nn.Module) for p in unit.parameters()
     )
@@ -45,7 +45,7 @@ def test_a_net_that_is_no_chain_runs_whole(folders, monkeypatch):
     monkeypatch.setattr("immunization.models.chain._chain", lambda name, module: [])
     model = build(open_pair(folders))
     assert not model._trunk
-    assert (model.reads, model.trains_layers) == ("images", True)
+    assert (model._trunk, model.trains_layers) == ([], True)
     images = torch.randn(2, *model.config["input_size"], dtype=torch.float64)
     assert model.extractor(model.trunk(images)).shape == (2, 96)
 
