@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import csv
+import logging
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 from immunization.data.image_files import SUFFIXES, is_system
 from immunization.data.images import Files
 from immunization.errors import ConfigError, DataError
 
+log = logging.getLogger(__name__)
+
 Order = Literal["text", "natural"]
+Classes = str | Sequence[str | int] | None
 SYSTEM = "hidden or of the system"
 """Kind of files that are left out without a warning."""
 
 
-@dataclass(frozen=True)
-class Found:
-    """Images of some folders: `folders` are all that hold some, up to the classes' own; `left_out` paths by kind."""
+class Contents(NamedTuple):
+    """Images of some folders: `folders` are all that hold some, up to the classes' own; `left_out` counts by kind."""
 
     images: Files
     folders: tuple[Path, ...]
-    left_out: dict[str, list[str]]
+    left_out: dict[str, int]
 
 
 def class_folders(folder: Path, order: Order | None = None) -> tuple[str, ...]:
@@ -64,119 +67,107 @@ def in_doubt(names: tuple[str, ...], order: Order | None) -> str:
 
 
 def chosen(
-    key: str, classes: str | Sequence[str | int] | None, folders: tuple[str, ...], order: Order | None, least: int = 2
+    key: str, classes: Classes, folders: tuple[str, ...], order: Order | None, least: int = 2
 ) -> tuple[str, ...]:
     """`least` or more of the class `folders`, in their order: all for None, or what `classes`, the value of `key`, is.
 
     It is a range of places, `a:b`, or a list. An entry of the list is the name of a folder, `1` that of folder 1; where
     no folder has a number of the list for its name, the numbers are places.
     """
-    if classes is None:
-        found = list(folders)
-    elif isinstance(classes, str):
-        try:
-            part = slice(*(int(end) if end else None for end in classes.split(":", 1)))
-        except ValueError:
-            part = slice(0)
-        found = list(folders[part])
-        if ":" not in classes or not found:
+    names = list(folders)
+    if isinstance(classes, str):
+        ends = re.fullmatch(r"(-?\d+)?:(-?\d+)?", classes)
+        part = slice(*(end and int(end) for end in ends.groups())) if ends else slice(0)
+        names = names[part]
+        if not names:
             raise ConfigError(f"{key}={classes} is no class of {len(folders)}: write a range such as 0:{len(folders)}")
-        numbers = order is None and all(name.isdecimal() for name in folders)
-        if numbers and {*found} != {*in_order(folders, "natural")[part]}:
+        numbered = order is None and all(name.isdecimal() for name in folders)
+        if numbered and {*names} != {*in_order(folders, "natural")[part]}:
             raise ConfigError(
                 f"{key}={classes}: the folders are called by numbers, and their order as text is "
                 f"{', '.join(folders[:4])}, ...: set {key.removesuffix('classes')}order=text or natural, or list names"
             )
-    else:
-        numbers = [one for one in classes if isinstance(one, int)]
-        padded = {int(name): name for name in folders} if all(name.isdecimal() for name in folders) else {}
-        if (meant := [padded[one] for one in numbers if one in padded]) and not {*map(str, numbers)} & {*folders}:
-            raise ConfigError(
-                f"{key}: the folders are called by numbers, {', '.join(folders[:3])}, ..., and none is called "
-                f"{int(meant[0])}: write the names in quotes, such as '{meant[0]}'"
-            )
-        named = [one for one in numbers if str(one) in folders]
-        if named and len(named) < len(numbers):
-            other = next(one for one in numbers if one not in named)
-            raise ConfigError(
-                f"{key}: there is a folder {named[0]}, so that numbers are names, but none is called {other}"
-            )
-        places = {} if named else dict(enumerate(folders))
-        unknown = [one for one in classes if one not in places and str(one) not in folders]
-        if unknown:
+    elif classes is not None:
+        places, numbers = dict(enumerate(folders)), [entry for entry in classes if isinstance(entry, int)]
+        called = {int(name): name for name in folders if name.isdecimal()}
+        if meant := [called[number] for number in numbers if number in called]:
+            places = {}
+            if wrong := [number for number in numbers if str(number) not in folders]:
+                raise ConfigError(
+                    f"{key}: the folders are called by numbers, {', '.join([*called.values()][:3])}, ..., so that "
+                    f"numbers are names, and none is called {wrong[0]}: write the names in quotes, such as '{meant[0]}'"
+                )
+        if unknown := [entry for entry in classes if entry not in places and str(entry) not in folders]:
             raise ConfigError(
                 f"{key}: {unknown[0]} is none of the {len(folders)} class folders, nor a place below that"
             )
-        found = [places[one] if one in places else str(one) for one in classes]
-    if len(found) < least or len(set(found)) < len(found):
+        names = [places.get(entry, str(entry)) for entry in classes]
+    if len(names) < least or len(set(names)) < len(names):
         needed = "two different classes are" if least > 1 else "one class is"
-        shown = "null" if classes is None else classes
-        raise ConfigError(f"{key}={shown}: at least {needed} needed")
-    return in_order(found, order)
+        raise ConfigError(f"{key}={'null' if classes is None else classes}: at least {needed} needed")
+    return in_order(names, order)
 
 
-def images_below(folder: Path, classes: tuple[str, ...] | None) -> Found:
+def images_below(what: str, folder: Path, classes: tuple[str, ...] | None) -> Contents:
     """The images below the folders `classes` of `folder`, labels in their order, or all of `folder`, without classes.
 
-    The label is that of the topmost folder. Images are in the natural order of their paths. Raises DataError for a
-    class or a folder without images, a folder that cannot be read, and one that symbolic links lead to twice.
+    The label is that of the topmost folder. Images are in the natural order of their paths. What is left out of `what`
+    is told. Raises DataError for a class or a folder without images, a folder that cannot be read, and one that
+    symbolic links lead to twice.
     """
     samples: list[tuple[str, int]] = []
-    left: dict[str, list[str]] = {}
-    holding: set[str] = set()
+    left: dict[str, list[str]] = defaultdict(list)
+    parents: set[Path] = set()
     seen: dict[str, str] = {}
     for label, name in enumerate(("",) if classes is None else classes):
-        before, own = len(samples), dict[str, list[str]]()
+        before, own = len(samples), defaultdict[str, list[str]](list)
         for place, below, files in os.walk(top := os.path.join(folder, name), followlinks=True, onerror=_unreadable):
             if (first := seen.setdefault(os.path.realpath(place), place)) != place:
                 raise DataError(f"{place} is {first} once more: remove the symbolic link, or images are read twice")
-            for one in (one for one in (*below, *files) if is_system(one)):
-                own.setdefault(SYSTEM, []).append(os.path.join(place, one))
-            below[:] = sorted(one for one in below if not is_system(one))
-            for one in (one for one in files if not is_system(one)):
-                path, suffix = os.path.join(place, one), os.path.splitext(one)[1].lower()
-                if suffix in SUFFIXES:
+            subfolders = {*below}
+            for file in (*below, *files):
+                path, suffix = os.path.join(place, file), os.path.splitext(file)[1].lower()
+                if is_system(file):
+                    own[SYSTEM].append(path)
+                elif file in subfolders:
+                    continue
+                elif suffix in SUFFIXES:
                     samples.append((path, label))
-                    holding.add(place)
+                    parents.add(Path(place))
                 elif name or place != top:  # what lies at the top of all is no class's
-                    own.setdefault(suffix or "without suffix", []).append(path)
+                    own[suffix or "without suffix"].append(path)
+            below[:] = sorted(name for name in subfolders if not is_system(name))
         if len(samples) == before and os.path.isdir(top):
-            held = f" ({_listed(own)})" if own else ""
-            what = f"{top}: the class folder" if classes else f"{folder}: the folder"
-            raise DataError(f"{what} is empty, it holds no image{held}; add images or remove it")
+            held = ", ".join(f"{kind}: {len(paths)}" for kind, paths in _by_number(own))
+            which = f"{top}: the class folder" if classes else f"{folder}: the folder"
+            raise DataError(
+                f"{which} is empty, it holds no image{f' ({held})' if held else ''}; add images or remove it"
+            )
         for kind, paths in own.items():
-            left.setdefault(kind, []).extend(paths)
-    beside = [path for path in _entries(folder) if not os.path.isdir(path)] if classes else []
-    if lost := [str(path) for path in beside if path.is_symlink() or path.suffix.lower() in SUFFIXES]:
-        left["beside the class folders"] = lost
+            left[kind] += paths
+    for path in _entries(folder) if classes else ():
+        if not os.path.isdir(path) and (path.is_symlink() or path.suffix.lower() in SUFFIXES):
+            left["beside the class folders"].append(str(path))
     samples.sort(key=lambda sample: (natural_key(sample[0]), sample[0]))
-    tops = [folder / name for name in classes or ()]
-    parents = {path for place in holding for path in _up_to(Path(place), folder)}
-    found = {path.resolve() for path in (*tops, *parents) if os.path.isdir(path)}
-    return Found(Files(samples), tuple(sorted(found)), left)
+    above = {parent for place in parents for parent in place.parents if folder in parent.parents}
+    tops = {folder / name for name in classes or () if os.path.isdir(folder / name)}
+    folders = sorted(path.resolve() for path in parents | above | tops)
+    return Contents(Files(samples), tuple(dict.fromkeys(folders)), _told(what, left, folder))
 
 
-def left_out(what: str, found: Found, folder: Path) -> tuple[str, dict[str, int]]:
-    """A sentence on what is left out of `what`, empty for nothing but hidden files, and the number of each kind."""
-    shown = {kind: paths for kind, paths in found.left_out.items() if kind != SYSTEM}
-    if not shown:
-        return "", {}
-    total = sum(map(len, shown.values()))
-    sentence = f"{what}: {total} file{'s are' if total > 1 else ' is'} left out below {folder}: "
-    return sentence + _listed(shown, folder), {kind: len(paths) for kind, paths in shown.items()}
+def _told(what: str, left: dict[str, list[str]], folder: Path) -> dict[str, int]:
+    """Say what is left out of `what`: hidden files in the log alone. Returns the number of the others by kind."""
+    if hidden := left.pop(SYSTEM, []):
+        log.info("%s: %d files or folders are left out that are %s", what, len(hidden), SYSTEM)
+    if total := sum(map(len, left.values())):
+        kinds = [f"{kind}: {len(own)} (as {os.path.relpath(min(own), folder)})" for kind, own in _by_number(left)]
+        verb = "files are" if total > 1 else "file is"
+        log.warning("%s: %d %s left out below %s: %s", what, total, verb, folder, ", ".join(kinds))
+    return {kind: len(paths) for kind, paths in left.items()}
 
 
-def _listed(left: Mapping[str, list[str]], folder: Path | None = None) -> str:
-    kinds = sorted(left.items(), key=lambda item: -len(item[1]))
-    if folder is None:
-        return ", ".join(f"{kind}: {len(paths)}" for kind, paths in kinds)
-    return ", ".join(f"{kind}: {len(paths)} (as {os.path.relpath(min(paths), folder)})" for kind, paths in kinds)
-
-
-def _up_to(place: Path, folder: Path) -> list[Path]:
-    """`place` and the folders above it, without `folder` itself unless it is that."""
-    above = [path for path in place.parents if path.is_relative_to(folder) and path != folder]
-    return [place, *above]
+def _by_number(left: Mapping[str, list[str]]) -> list[tuple[str, list[str]]]:
+    return sorted(left.items(), key=lambda item: -len(item[1]))
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -201,17 +192,16 @@ def read_outputs(path: Path, classes: tuple[str, ...]) -> tuple[int, ...]:
         columns = {column: [row[column] for row in rows] for column in rows[0] if column != "index"}
     except (OSError, KeyError, TypeError, ValueError, IndexError, csv.Error) as error:
         raise DataError(f"{path}: {needed} ({error})") from error
-    found: dict[tuple[int, ...], str | None] = {}
+    outputs: dict[tuple[int, ...], str] = {}
     for column, names in columns.items():
         if set(classes) <= set(names):
-            for name in (name for name in classes if names.count(name) > 1):
-                raise DataError(f"{path}: column {column} names folder {name} more than once")
-            found[tuple(indices[names.index(name)] for name in classes)] = column
-    if len(found) > 1:
-        raise DataError(
-            f"{path}: columns {' and '.join(map(repr, found.values()))} name all class folders, and give them other "
-            "outputs; leave one of them"
+            if twice := next((name for name in classes if names.count(name) > 1), None):
+                raise DataError(f"{path}: column {column} names folder {twice} more than once")
+            outputs[tuple(indices[names.index(name)] for name in classes)] = column
+    if len(outputs) != 1:
+        which = (
+            f"columns {' and '.join(map(repr, outputs.values()))} name all class folders, and give them other outputs"
         )
-    if not found:
-        raise DataError(f"{path}: no column names all {len(classes)} class folders, e.g. '{classes[0]}'")
-    return next(iter(found))
+        none = f"no column names all {len(classes)} class folders, e.g. '{classes[0]}'"
+        raise DataError(f"{path}: {f'{which}; leave one of them' if outputs else none}")
+    return next(iter(outputs))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout, suppress
@@ -13,34 +12,14 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from immunization.checks import (
-    AtLeastOne,
-    Count,
-    Fraction,
-    NonNegative,
-    Seed,
-    Share,
-    check_options,
-    checked,
-)
+from immunization.checks import AtLeastOne, Count, Fraction, NonNegative, Seed, Share, check_options, checked
 from immunization.compute import keys
-from immunization.data.class_folders import (
-    SYSTEM,
-    Found,
-    Order,
-    chosen,
-    class_folders,
-    images_below,
-    left_out,
-    read_outputs,
-)
+from immunization.data.class_folders import Classes, Order, chosen, class_folders, images_below, read_outputs
 from immunization.data.image_files import READ_AS
 from immunization.data.images import Files, ImagePair, ImageSplit, ImageTask, description
 from immunization.data.preparation import check_training_rows, split_rows
 from immunization.data.task import SPLITS, USUAL, first_shared, kind_of, roles_of
 from immunization.errors import ConfigError, DataError
-
-log = logging.getLogger(__name__)
 
 Crop = Literal["center", "squash", "border"]
 SOURCES = ("torch/", "hfds/")
@@ -76,11 +55,10 @@ def image_folders(
 ) -> ImagePair:
     """Images of folders or timm's sources, by conf/dataset/image_folders.yaml; raises ConfigError, DataError."""
     check_training_rows(val_fraction, test_fraction)
-    given_roots = primary_root, harmful_root, benign_root, unseen_root
-    own_options = primary, harmful, benign, unseen
+    given = (primary_root, primary), (harmful_root, harmful), (benign_root, benign), (unseen_root, unseen)
     tasks: dict[str, ImageTask] = {}
-    for kind, given, options in zip((*USUAL, "unseen"), given_roots, own_options, strict=True):
-        roots = [given] if given is None or isinstance(given, str) else list(given) or [None]
+    for kind, (root, options) in zip((*USUAL, "unseen"), given, strict=True):
+        roots = [root] if root is None or isinstance(root, str) else list(root) or [None]
         if not any(roots) and not (options or {}).get("source"):
             if kind in ("benign", "unseen"):
                 continue
@@ -88,32 +66,20 @@ def image_folders(
         check_options(open_task, options or {}, f"dataset.{kind}")
         for role, root in zip(roles_of(kind, [Path(root or "").name for root in roots]), roots, strict=True):
             tasks[role] = open_task(kind, root, val_fraction, test_fraction, split_seed, **(options or {}))
-    if found := first_shared({role: task.folders or [task.splits["train"].identity] for role, task in tasks.items()}):
-        one, other, shared = found
-        if not tasks[one].folders:
-            raise ConfigError(
-                f"dataset: {tasks[one].name} is both the {one} and the {other} task; give every task its own data"
-            )
-        raise ConfigError(
-            f"dataset: class folder {shared} belongs to the {one} task and to the {other} task; give every task "
-            f"classes of its own, dataset.{kind_of(other)}.classes chooses them"
-        )
     kept_roots = [keep_root] if isinstance(keep_root, str) else keep_root or []
-    for own in (of_each := _of_each(keep, kept_roots)):
-        check_options(open_unlabeled, own, "dataset.keep")
-    kept = tuple(open_unlabeled(root, **own) for root, own in zip(kept_roots, of_each, strict=True))
-    held = {role: task.folders for role, task in tasks.items()}
-    if found := first_shared({"keep": [folder for images in kept for folder in images.folders], **held}):
-        _, role, shared = found
+    kept = tuple(_open_unlabeled(*own) for own in zip(kept_roots, _of_each(keep, kept_roots), strict=True))
+    held = {role: task.folders or [task.splits["train"].identity] for role, task in tasks.items()}
+    if shared := first_shared({"keep": [folder for images in kept for folder in images.folders], **held}):
+        first, second, what = shared
+        owner = "dataset.keep_root" if first == "keep" else f"the {first} task"
+        what = f"class folder {what}" if tasks[second].folders else tasks[second].name
         raise ConfigError(
-            f"dataset.keep_root: folder {shared} belongs to the {role} task, too; dataset.keep.classes chooses among "
-            "class folders"
+            f"dataset: {what} belongs to {owner} and to the {second} task; give every task classes of its own, "
+            f"dataset.{'keep' if first == 'keep' else kind_of(second)}.classes chooses them"
         )
     reading = on_bad_image, augment, size, crop_pct, batch_size, workers, cache, cache_limit
-    about = description(tasks) | (
-        {"keep": {images.name: len(images.splits["train"]) for images in kept}} if kept else {}
-    )
-    return ImagePair(name, tasks, *reading, about=about, keep=kept)
+    about = {"keep": {images.name: len(images.splits["train"]) for images in kept}} if kept else {}
+    return ImagePair(name, tasks, *reading, about=description(tasks) | about, keep=kept)
 
 
 def _of_each(keep: Mapping[str, Any] | None, roots: Sequence[str]) -> list[dict[str, Any]]:
@@ -127,21 +93,25 @@ def _of_each(keep: Mapping[str, Any] | None, roots: Sequence[str]) -> list[dict[
     return [own | {"classes": some} for some in classes]
 
 
+def _open_unlabeled(root: str, options: Mapping[str, Any]) -> ImageTask:
+    check_options(open_unlabeled, options, "dataset.keep")
+    return open_unlabeled(root, **options)
+
+
 def open_unlabeled(
-    root: str, classes: str | Sequence[str | int] | None = None, crop: Crop | None = None, order: Order | None = None
+    root: str, classes: Classes = None, crop: Crop | None = None, order: Order | None = None
 ) -> ImageTask:
     """All images below `root`, or those in some of its class folders; raises ConfigError, DataError."""
     folder = Path(root).expanduser()
     if not os.path.isdir(folder):
         raise DataError(f"dataset.keep_root: folder {folder.absolute()} not found; it must hold images")
-    key = "dataset.keep.classes"
-    names = None if classes is None else chosen(key, classes, class_folders(folder, order), order, least=1)
-    found = images_below(folder, names)
-    lost = _warn_of("keep", found, folder)
-    about = f"images below {folder.name}, in natural order"
-    split = ImageSplit(found.images, None, _identity(found.images), about)
+    names = None
+    if classes is not None:
+        names = chosen("dataset.keep.classes", classes, class_folders(folder, order), order, least=1)
+    images, folders, lost = images_below("keep", folder, names)
+    split = ImageSplit(images, None, _identity(images), f"images below {folder.name}, in natural order")
     about = f"{folder}" + (f", {len(names)} classes" if names else "")
-    return ImageTask(about, (), {"train": split}, crop, None, found.folders, order, {"train": lost} if lost else {})
+    return ImageTask(about, (), {"train": split}, crop, None, folders, order, {"train": lost} if lost else {})
 
 
 def open_task(
@@ -153,7 +123,7 @@ def open_task(
     source: str = "",
     train: str = "train",
     test: str = "val",
-    classes: str | Sequence[str | int] | None = None,
+    classes: Classes = None,
     crop: Crop | None = None,
     outputs: str | None = None,
     order: Order | None = None,
@@ -164,46 +134,37 @@ def open_task(
         raise ConfigError(
             f"dataset.{role}.outputs: only the primary task has outputs of the model's head; leave it out"
         )
-    generator = torch.Generator().manual_seed(split_seed)
     folder = None if root is None else Path(root).expanduser()
-    found = [] if source else [place.resolve() for place in (_find(folder, train), _find(folder, test)) if place]
-    if train == test or len(set(found)) < len(found):
+    places = [] if source else [place.resolve() for place in (_find(folder, train), _find(folder, test)) if place]
+    if train == test or len(set(places)) < len(places):
         raise ConfigError(
             f"dataset.{role}.train={train} and dataset.{role}.test={test} are the same images: name two splits"
         )
+    whole, folders, lost = {}, (), {}
     if source:
-        # any other name makes timm read the folder, and torch's folder is the whole of it for every split
-        if not source.lower().startswith(SOURCES) or source.lower() in ("torch/folder", "torch/image_folder"):
-            raise ConfigError(
-                f"dataset.{role}.source={source} is no source with splits: write one of "
-                f'{", ".join(f"{known}<name>" for known in SOURCES)}, or "" for a folder per class'
-            )
         if classes is not None:
             raise ConfigError(
                 f"dataset.{role}.classes chooses among class folders, and {source} has none; set it to null"
             )
-        whole, about = {}, dict(options or {})
         for split in (train, test):
-            images = _open_source(role, source, folder, split, about)
-            identity = f"{source} {split} {len(images)} {about} {READ_AS} {_sample(images)}"
+            images = _open_source(role, source, folder, split, options or {})
+            identity = f"{source} {split} {len(images)} {dict(options or {})} {READ_AS} {_sample(images)}"
             whole[split] = ImageSplit(images, None, identity, f"{source}, split {split}")
         opened = whole[train].dataset
         known = getattr(getattr(opened, "reader", None), "class_to_idx", None) or getattr(opened, "classes", None)
-        names, lost = tuple(map(str, known or ())), {}
-        labels, folders = torch.zeros(len(opened), dtype=torch.long), ()
+        names, labels = tuple(map(str, known or ())), torch.zeros(len(opened), dtype=torch.long)
     else:
         places = _places(role, folder, train, test)
         names = chosen(f"dataset.{role}.classes", classes, class_folders(places[train], order), order)
-        some, whole, lost = "" if classes is None else f", of dataset.{role}.classes alone", {}, {}
-        found, folders = {split: images_below(place, names) for split, place in places.items()}, ()
+        some = "" if classes is None else f", of dataset.{role}.classes alone"
         for split, place in places.items():
-            images, below = found[split].images, Path(f"dataset.{role}_root") / place.relative_to(folder)
-            about = f"images below {below.as_posix()}{some}, in natural order of their paths"
+            images, holding, kinds = images_below(f"{role}/{split}", place, names)
+            below = Path(f"dataset.{role}_root", place.relative_to(folder)).as_posix()
+            about = f"images below {below}{some}, in natural order of their paths"
             whole[split] = ImageSplit(images, None, _identity(images), about)
-            folders += found[split].folders
-            if kinds := _warn_of(f"{role}/{split}", found[split], place):
-                lost[split] = kinds
+            folders, lost = folders + holding, lost | ({split: kinds} if kinds else {})
         labels = whole[train].labels
+    generator = torch.Generator().manual_seed(split_seed)
     rows = split_rows(labels, val_fraction, 0.0 if test in whole else test_fraction, generator)
     splits = {split: whole[train].take(rows[split]) for split in SPLITS}
     if test in whole:
@@ -245,28 +206,23 @@ def _find(folder: Path, split: str) -> Path | None:
 
 
 def _open_source(role: str, source: str, folder: Path | None, split: str, options: Mapping[str, Any]) -> Dataset:
+    """A data set of timm's. Raises ConfigError for one without splits, DataError for one that cannot be opened."""
     from timm.data import create_dataset
 
+    key = f"dataset.{role}.source={source}"
+    # any other name makes timm read the folder, and torch's folder is the whole of it for every split
+    if not source.lower().startswith(SOURCES) or source.lower() in ("torch/folder", "torch/image_folder"):
+        written = ", ".join(f"{known}<name>" for known in SOURCES)
+        raise ConfigError(f'{key} is no source with splits: write one of {written}, or "" for a folder per class')
     own = f"dataset.{role}_root=<folder> dataset.{role}.source= reads a folder instead (docs/install.md)"
     try:
         with redirect_stdout(None):  # timm prints what to install
             return create_dataset(source, root=folder and str(folder), split=split, search_split=False, **options)
     except ImportError as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"dataset.{role}.source={source}: {reason}; install it with pip, or {own}") from error
+        raise ConfigError(f"{key}: {' '.join(str(error).split())}; install it with pip, or {own}") from error
     except (AssertionError, OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"dataset.{role}.source={source}, split {split}, cannot be opened: {reason}; {own}") from error
-
-
-def _warn_of(what: str, found: Found, folder: Path) -> dict[str, int]:
-    """Say what of `folder` is left out; its number by kind."""
-    sentence, kinds = left_out(what, found, folder)
-    if sentence:
-        log.warning("%s", sentence)
-    if hidden := len(found.left_out.get(SYSTEM, ())):
-        log.info("%s: %d files or folders are left out that are %s", what, hidden, SYSTEM)
-    return kinds
+        raise DataError(f"{key}, split {split}, cannot be opened: {reason}; {own}") from error
 
 
 def _identity(images: Files) -> str:

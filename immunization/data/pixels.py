@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from immunization.checks import AtLeastOne, Digit, Fraction, Seed, checked
-from immunization.data.preparation import check_training_rows, finish, split_rows
-from immunization.data.task import Origin, Split, Task, TaskPair, is_shown, kind_of, roles_of
+from immunization.data.preparation import check_training_rows, classes_of_roles, finish, split_rows
+from immunization.data.task import Origin, Split, Task, TaskPair, is_shown, kind_of
 from immunization.errors import ConfigError, DataError
 
 LARGEST = 2**28
@@ -53,8 +53,7 @@ class Images:
 def sklearn_digits() -> tuple[Tensor, Tensor]:
     """Pixels [1797, 64] float64 and labels [1797] int64 of sklearn.datasets.load_digits, read once a process.
 
-    From its file where that is in its place: importing sklearn.datasets, which imports pandas and scipy.stats, takes
-    18 % of the default run.
+    scikit-learn's own reader imports pandas and scipy.stats, 2.9 s of CPU time: its file is read here, if it is there.
     """
     file = Path(find_spec("sklearn").origin).parent / "datasets" / "data" / "digits.csv.gz"
     if file.exists():
@@ -134,19 +133,9 @@ def fashion_mnist(
     return finish(_pair(name, images, roles, protocol, max_samples, seed), common_range)
 
 
-def _roles(**given: int | Sequence[int] | None) -> dict[str, int]:
+def _roles(**given: Digits | None) -> dict[str, int]:
     """The class of each role; raises ConfigError where two roles have the same, or a list is empty."""
-    given = {kind: digits for kind, digits in given.items() if digits is not None}
-    roles = {}
-    for kind, digits in given.items():
-        classes = list(digits) if isinstance(digits, Sequence) else [digits]
-        if not classes:
-            remedy = "at least one" if kind == "harmful" else "at least one, or null for no such task"
-            raise ConfigError(f"dataset.{kind} is an empty list: give {remedy}")
-        roles |= dict(zip(roles_of(kind, classes), classes, strict=True))
-    if len(set(roles.values())) < len(roles):
-        shown = ", ".join(f"dataset.{kind}={digits}" for kind, digits in given.items())
-        raise ConfigError(f"{shown}: every task needs a class of its own, choose different ones of 0 to 9")
+    roles = {role: classes[0] for role, classes in classes_of_roles(1, **given).items()}
     if len(roles) == 10:
         raise ConfigError("dataset: ten tasks leave no class for the images that are no task's; choose fewer")
     return roles
@@ -227,14 +216,25 @@ def _torchvision_images(family: str, root: str, download: bool, val_fraction: fl
     """The files of torchvision's class `family`: its test file is the test split, the rest is train and val."""
     folder = Path(root).expanduser() / family / "raw"
     _provide(family, folder, download)
-    (pixels, labels), (test_pixels, test_labels) = (_read_part(folder, part) for part in PARTS)
-    rows = split_rows(labels, val_fraction, 0.0, torch.Generator().manual_seed(seed))
-    rows["test"] = torch.arange(len(labels), len(labels) + len(test_labels))
-    sources = dict.fromkeys(rows, (f"{family}/raw/train-images-idx3-ubyte", 0))
-    sources["test"] = (f"{family}/raw/t10k-images-idx3-ubyte", len(labels))
-    about = f"{family}, {len(labels)} images of 28 x 28 pixels and the official {len(test_labels)} for test"
-    images = torch.cat([pixels, test_pixels]).flatten(1)
-    return Images(about, images, 255, torch.cat([labels, test_labels]).long(), rows, sources)
+    parts = {part: [_read_idx(_stored(folder, f"{part}-{kind}")) for kind in KINDS] for part in PARTS}
+    for part, (images, labels) in parts.items():
+        fits = (
+            images.dtype == labels.dtype == torch.uint8 and images.shape == (len(labels), 28, 28) and labels.ndim == 1
+        )
+        if not fits or not len(labels) or labels.max() > 9:
+            raise DataError(
+                f"{folder}: the {part} files hold images {tuple(images.shape)} and labels {tuple(labels.shape)}, "
+                "expected [N, 28, 28] and [N] from 0 to 9; delete them and run again with dataset.download=true"
+            )
+    pixels, labels = (torch.cat(both) for both in zip(*parts.values(), strict=True))
+    first, tested = (len(own) for _, own in parts.values())
+    rows = split_rows(labels[:first], val_fraction, 0.0, torch.Generator().manual_seed(seed))
+    rows["test"] = torch.arange(first, first + tested)
+    sources = {
+        split: (f"{family}/raw/{PARTS[split == 'test']}-{KINDS[0]}", first * (split == "test")) for split in rows
+    }
+    about = f"{family}, {first} images of 28 x 28 pixels and the official {tested} for test"
+    return Images(about, pixels.flatten(1), 255, labels.long(), rows, sources)
 
 
 def _stored(folder: Path, name: str) -> Path | None:
@@ -243,6 +243,7 @@ def _stored(folder: Path, name: str) -> Path | None:
 
 
 def _provide(family: str, folder: Path, download: bool) -> None:
+    """Download what is absent, if that may be. Raises DataError."""
     names = [f"{part}-{kind}" for part in PARTS for kind in KINDS]
     missing = next((folder / name for name in names if _stored(folder, name) is None), None)
     if missing is None:
@@ -261,17 +262,6 @@ def _provide(family: str, folder: Path, download: bool) -> None:
     except (RuntimeError, OSError) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{missing} does not exist and the download failed ({reason}): {remedy}") from error
-
-
-def _read_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
-    images, labels = (_read_idx(_stored(folder, f"{part}-{kind}")) for kind in KINDS)
-    bytes_of = images.dtype == labels.dtype == torch.uint8
-    if not bytes_of or images.shape != (len(labels), 28, 28) or labels.ndim != 1 or not len(labels) or labels.max() > 9:
-        raise DataError(
-            f"{folder}: the {part} files hold images {tuple(images.shape)} and labels {tuple(labels.shape)}, expected "
-            "[N, 28, 28] and [N] from 0 to 9; delete them and run again with dataset.download=true"
-        )
-    return images, labels
 
 
 def _read_idx(path: Path) -> Tensor:

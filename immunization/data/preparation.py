@@ -1,14 +1,14 @@
 """What data sets share: options, random splits, standardization, and the common range of two tasks."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from immunization.data.task import SPLITS, Task, TaskPair
+from immunization.data.task import SPLITS, Task, TaskPair, roles_of
 from immunization.errors import ConfigError, DataError
 from immunization.theory import spectrum
 
@@ -24,6 +24,33 @@ def check_training_rows(val_fraction: float, test_fraction: float) -> None:
             f"dataset.val_fraction={val_fraction} and dataset.test_fraction={test_fraction} leave no training rows: "
             "their sum must be under 1"
         )
+
+
+def classes_of_roles(least: int, **given: int | Sequence[int] | Sequence[Sequence[int]] | None) -> dict[str, list[int]]:
+    """The classes, of 0 to 9, of each role, from those of each kind; raises ConfigError unless they are different.
+
+    A number is the class of one task. A list holds, where `least` is 1, the classes of as many tasks, else the classes
+    of one task, `least` or more, or a list for each of several tasks.
+    """
+    given = {kind: classes for kind, classes in given.items() if classes is not None}
+    roles: dict[str, list[int]] = {}
+    for kind, classes in given.items():
+        if isinstance(classes, int):
+            groups = [[classes]]
+        elif least == 1:
+            groups = [[number] for number in classes]
+        else:
+            groups = [list(own) for own in (classes if classes and isinstance(classes[0], Sequence) else [classes])]
+            if wrong := [own for own in groups if len(set(own)) < max(least, len(own)) or not {*own} <= {*range(10)}]:
+                raise ConfigError(f"dataset.{kind}={wrong[0]}: at least two different classes of 0 to 9 are needed")
+        if not groups:
+            remedy = "at least one" if kind == "harmful" else "at least one, or null for no such task"
+            raise ConfigError(f"dataset.{kind} is an empty list: give {remedy}")
+        roles |= dict(zip(roles_of(kind, ["-".join(map(str, own)) for own in groups]), groups, strict=True))
+    if sum(map(len, roles.values())) > len(set().union(*roles.values())):
+        shown = ", ".join(f"dataset.{kind}={classes}" for kind, classes in given.items())
+        raise ConfigError(f"{shown}: every task needs classes of its own, choose different ones of 0 to 9")
+    return roles
 
 
 def split_rows(

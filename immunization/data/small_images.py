@@ -1,7 +1,6 @@
 """CIFAR-10 and scikit-learn's digits for a small net: some classes are D_P, to which the net is fitted, others D_H."""
 
 import hashlib
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,14 +10,12 @@ from torch import Tensor
 
 from immunization.checks import AtLeastOne, Fraction, Seed, checked
 from immunization.compute import keys
-from immunization.data.image_files import SUFFIXES, is_system, read_image
+from immunization.data.class_folders import images_below
+from immunization.data.image_files import read_image
 from immunization.data.images import ImagePair, ImageSplit, ImageTask, Pictures, description
 from immunization.data.pixels import sklearn_digits
-from immunization.data.preparation import check_training_rows, split_rows
-from immunization.data.task import kind_of, roles_of
-from immunization.errors import ConfigError, DataError
-
-log = logging.getLogger(__name__)
+from immunization.data.preparation import check_training_rows, classes_of_roles, split_rows
+from immunization.errors import DataError
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 """In the order of the data set's labels, 0 to 9, which is that of the alphabet."""
@@ -40,67 +37,51 @@ def cifar10(
     name: str = "cifar10",
 ) -> ImagePair:
     """CIFAR-10 of folders or of torchvision's file, by conf/dataset/cifar10.yaml; raises ConfigError, DataError."""
-    chosen = [*primary, *harmful, *([] if benign is None else [benign])]
-    if min(len(primary), len(harmful)) < 2 or not set(chosen) <= set(range(10)):
-        raise ConfigError("dataset.primary and harmful need two classes or more, all of 0 to 9")
-    if len(set(chosen)) < len(chosen):
-        raise ConfigError("dataset.primary, harmful and benign must have no class in common, and none twice")
+    roles = classes_of_roles(2, primary=primary, harmful=harmful, benign=benign)
     parts = _read(Path(root).expanduser(), download)
     generator = torch.Generator().manual_seed(split_seed)
-    names = {role: tuple(CLASSES[c] for c in group) for role, group in (("primary", primary), ("harmful", harmful))}
+    names = {role: tuple(CLASSES[number] for number in group) for role, group in roles.items()}
     if benign is not None:
         names["benign"] = ("primary classes", CLASSES[benign])
-    tasks: dict[str, dict[str, ImageSplit]] = {role: {} for role in names}
+    splits: dict[str, dict[str, ImageSplit]] = {role: {} for role in roles}
     for part, (pixels, classes, source) in parts.items():
-        codes = _codes(classes, primary, harmful, benign, max_samples, generator)
         content = hashlib.sha256(pixels.tobytes() + classes.numpy().tobytes()).hexdigest()
-        for role, labels in codes.items():
-            own = torch.nonzero(labels >= 0)[:, 0]
-            images = ImageSplit(Pictures(pixels, labels), own, f"cifar10 {content} {labels[own].tolist()}", source)
-            if part == "val":
-                tasks[role]["test"] = images
-                continue
-            rows = split_rows(labels[own], val_fraction, 0.0, generator)
-            tasks[role] |= {split: images.take(rows[split]) for split in PARTS}
-    made = {r: ImageTask(f"CIFAR-10 {', '.join(names[r])}", names[r], splits) for r, splits in tasks.items()}
-    return ImagePair(name, made, augment=augment, size=SIDE, crop_pct=1.0, cache=None, about=description(made))
+        deck = torch.randperm(len(classes), generator=generator)
+        labels = {role: _labels(classes, group, deck, max_samples) for role, group in roles.items()}
+        if benign is not None:
+            _lend(labels["primary"], labels["benign"], deck, primary)
+        for role, codes in labels.items():
+            own = torch.nonzero(codes >= 0)[:, 0]
+            images = ImageSplit(Pictures(pixels, codes), own, f"cifar10 {content} {codes[own].tolist()}", source)
+            rows = {"test": None} if part == "val" else split_rows(codes[own], val_fraction, 0.0, generator)
+            splits[role] |= {split: images.take(rows[split]) for split in (("test",) if part == "val" else PARTS)}
+    tasks = {role: ImageTask(f"CIFAR-10 {', '.join(names[role])}", names[role], own) for role, own in splits.items()}
+    return ImagePair(name, tasks, augment=augment, size=SIDE, crop_pct=1.0, cache=None, about=description(tasks))
 
 
-def _codes(
-    classes: Tensor,
-    primary: Sequence[int],
-    harmful: Sequence[int],
-    benign: int | None,
-    max_samples: int | None,
-    generator: torch.Generator,
-) -> dict[str, Tensor]:
-    """For each role the label [N] of every image, -1 where it is none of the task's, at most `max_samples` a class.
+def _labels(classes: Tensor, group: Sequence[int], deck: Tensor, max_samples: int | None = None) -> Tensor:
+    """The label of every image [N], the place of its class in `group`; -1 for others and beyond `max_samples` a class.
 
-    The benign task has as many images of primary classes, which are withheld from D_P: no image is in two tasks.
+    `deck` [N] is the order in which images are taken.
     """
-    deck = torch.randperm(len(classes), generator=generator)
+    labels = torch.full_like(classes, -1)
+    for label, number in enumerate(group):
+        labels[deck[classes[deck] == number][:max_samples]] = label
+    return labels
 
-    def dealt(group: Sequence[int]) -> Tensor:
-        labels = torch.full_like(classes, -1)
-        for label, number in enumerate(group):
-            labels[deck[classes[deck] == number][:max_samples]] = label
-        return labels
 
-    codes = {"primary": dealt(primary), "harmful": dealt(harmful)}
-    if benign is None:
-        return codes
-    labels = dealt([benign])
-    own = codes["primary"]
-    share = max(1, int((labels == 0).sum()) // len(primary))
-    labels[labels == 0] = 1
-    for label in range(len(primary)):
-        withheld = deck[own[deck] == label][:share]
-        if len(withheld) == int((own == label).sum()):
-            raise DataError(
-                f"CIFAR-10: class {CLASSES[primary[label]]} has too few images to lend some to the benign task"
-            )
-        labels[withheld], own[withheld] = 0, -1
-    return codes | {"benign": labels}
+def _lend(primary: Tensor, benign: Tensor, deck: Tensor, classes: Sequence[int]) -> None:
+    """Turn labels into those of the benign task: its class (1) against as many images of primary `classes` (0).
+
+    These are withheld from D_P: no image is in two tasks.
+    """
+    share = max(1, int((benign == 0).sum()) // len(classes))
+    benign[benign == 0] = 1
+    for label, number in enumerate(classes):
+        withheld = deck[primary[deck] == label][:share]
+        if len(withheld) == int((primary == label).sum()):
+            raise DataError(f"CIFAR-10: class {CLASSES[number]} has too few images to lend some to the benign task")
+        benign[withheld], primary[withheld] = 0, -1
 
 
 def _read(root: Path, download: bool) -> dict[str, tuple[np.ndarray, Tensor, str]]:
@@ -124,26 +105,18 @@ def _read(root: Path, download: bool) -> dict[str, tuple[np.ndarray, Tensor, str
 
 
 def _folder(folder: Path) -> tuple[np.ndarray, Tensor, str]:
-    """The images of <folder>/<class>/*, classes in the order of CLASSES, files in that of their names."""
+    """The images of <folder>/<class>, classes in the order of CLASSES, files in that of their names."""
+    samples = images_below(f"dataset.root/{folder.name}", folder, CLASSES).images.samples
     pixels, classes = [], []
-    for number, name in enumerate(CLASSES):
-        inside = [path for path in (folder / name).glob("*") if not is_system(path.name)]
-        paths = sorted(path for path in inside if path.suffix.lower() in SUFFIXES)
-        if lost := sorted({*inside} - {*paths}):
-            told = "%s: %d of %d are no image files and are left out, as %s"
-            log.warning(told, folder / name, len(lost), len(inside), lost[0].name)
-        if not paths:
-            raise DataError(f"{folder / name} holds no images: a folder per class is expected, {', '.join(CLASSES)}")
-        for path in paths:
-            try:
-                image, _ = read_image(str(path))
-            except DataError as error:
-                raise DataError(f"{error}; {path.name} cannot be read: repair or remove it") from error
-            if image.size != (SIDE, SIDE):
-                width, height = image.size
-                raise DataError(f"{path} is {width} x {height} pixels, CIFAR-10 has {SIDE} x {SIDE}")
-            pixels.append(np.asarray(image))
-            classes.append(number)
+    for path, number in sorted(samples, key=lambda sample: (sample[1], sample[0])):
+        try:
+            image, _ = read_image(path)
+        except DataError as error:
+            raise DataError(f"{error}; the image cannot be read: repair or remove it") from error
+        if image.size != (SIDE, SIDE):
+            raise DataError(f"{path} is {' x '.join(map(str, image.size))} pixels, CIFAR-10 has {SIDE} x {SIDE}")
+        pixels.append(np.asarray(image))
+        classes.append(number)
     return np.stack(pixels), torch.tensor(classes), f"images below dataset.root/{folder.name}, by class and name"
 
 
@@ -161,28 +134,18 @@ def digits_deep(
 ) -> ImagePair:
     """scikit-learn's digits as images for a small net; conf/dataset/digits_deep.yaml describes the options."""
     check_training_rows(val_fraction, test_fraction)
-    roles: dict[str, list[int]] = {}
-    for kind, given in {"primary": primary, "harmful": harmful, "benign": benign, "unseen": unseen}.items():
-        if given is not None:
-            groups = [list(one) for one in given] if given and isinstance(given[0], Sequence) else [list(given)]
-            roles |= dict(zip(roles_of(kind, ["-".join(map(str, one)) for one in groups]), groups, strict=True))
+    roles = classes_of_roles(2, primary=primary, harmful=harmful, benign=benign, unseen=unseen)
+    values, digits = sklearn_digits()
+    pixels = (values.numpy() * 255 / 16).round().astype(np.uint8).reshape(-1, 8, 8)
+    tasks, content = {}, keys.key(pixels=pixels)
     for role, classes in roles.items():
-        if len(classes) < 2 or len(set(classes)) < len(classes) or not set(classes) <= set(range(10)):
-            raise ConfigError(f"dataset.{kind_of(role)}={classes}: at least two different digits of 0 to 9 are needed")
-    if sum(map(len, roles.values())) > len(set().union(*roles.values())):
-        raise ConfigError("dataset.primary, harmful, benign and unseen must have no digit in common")
-    pixels, digits = (tensor.numpy() for tensor in sklearn_digits())
-    pixels = (pixels * 255 / 16).round().astype(np.uint8).reshape(-1, 8, 8)
-    tasks = {}
-    for role, classes in roles.items():
-        codes = {digit: code for code, digit in enumerate(classes)}
-        labels = torch.tensor([codes.get(digit, -1) for digit in digits])
-        own = torch.nonzero(labels >= 0)[:, 0]
+        labels = _labels(digits, classes, torch.arange(len(digits)))
+        own, images = torch.nonzero(labels >= 0)[:, 0], Pictures(pixels, labels)
         parts = split_rows(labels[own], val_fraction, test_fraction, torch.Generator().manual_seed(split_seed))
-        images, content = Pictures(pixels, labels), keys.key(pixels=pixels)
         splits = {
             s: ImageSplit(images, own[i], f"digits {content} {classes} {i.tolist()}", "sklearn.datasets.load_digits()")
             for s, i in parts.items()
         }
-        tasks[role] = ImageTask("digits " + " ".join(map(str, classes)), tuple(map(str, classes)), splits)
+        names = tuple(map(str, classes))
+        tasks[role] = ImageTask(f"digits {' '.join(names)}", names, splits)
     return ImagePair(name, tasks, size=size, crop_pct=1.0, cache=None, about=description(tasks))
