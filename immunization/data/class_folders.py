@@ -157,12 +157,13 @@ def images_below(what: str, folder: Path, classes: tuple[str, ...] | None) -> Co
 
 def _told(what: str, left: dict[str, list[str]], folder: Path) -> dict[str, int]:
     """Say what is left out of `what`: hidden files in the log alone. Returns the number of the others by kind."""
-    if hidden := left.pop(SYSTEM, []):
-        log.info("%s: %d files or folders are left out that are %s", what, len(hidden), SYSTEM)
+    hidden = left.pop(SYSTEM, [])
     if total := sum(map(len, left.values())):
         kinds = [f"{kind}: {len(own)} (as {os.path.relpath(min(own), folder)})" for kind, own in _by_number(left)]
         verb = "files are" if total > 1 else "file is"
         log.warning("%s: %d %s left out below %s: %s", what, total, verb, folder, ", ".join(kinds))
+    if hidden:
+        log.info("%s: %d files or folders are left out that are %s", what, len(hidden), SYSTEM)
     return {kind: len(paths) for kind, paths in left.items()}
 
 

@@ -240,7 +240,9 @@ class Tables:
             filling = own[plain].agg("median" if self.missing == "median" else "mean")
             for name in (key, f"{key}_val", f"{key}_test"):
                 if name in tables:
-                    matrix = pd.get_dummies(tables[name].fillna(filling).astype(kinds), columns=words, dtype=float)
+                    known = {word: tables[name][word].where(tables[name][word].isin(levels[word])) for word in words}
+                    filled = tables[name].fillna(filling).assign(**known).astype(kinds)
+                    matrix = pd.get_dummies(filled, columns=words, dtype=float)
                     encoded[name] = torch.from_numpy(matrix.to_numpy(float, copy=True))
         self.about["columns"] = matrix.columns.tolist()
         self._count(tables, levels)

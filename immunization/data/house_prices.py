@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from immunization.checks import Fraction, Seed, checked
 from immunization.data.preparation import (
@@ -24,6 +24,7 @@ from immunization.data.preparation import (
 from immunization.data.tables import read_table, require_columns
 from immunization.data.task import Origin, Split, Task, TaskPair
 from immunization.errors import DataError
+from immunization.theory.spectrum import EPS, EPS32
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,8 +45,16 @@ CATEGORICAL = """
 """.split()  # noqa: SIM905
 # "None" is a level of MasVnrType, but pandas from 2.0 on reads it as missing, and so do the published figures.
 MISSING = ("", "NA", "None")
-FILLED = "0 (numbers), the string '0' before coding (categories)"
-CODES = "order of the sorted strings, fitted on all rows "
+AUTHORS = {"train": slice(0, 200), "val": slice(200, 250), "test": slice(250, 300)}
+PROTOCOLS = {
+    "full": "full: all rows; splits drawn at random, by seed, within each task",
+    "authors": "authors: rows 0-199 of each task train, 200-249 validate, 250-299 test (the release: 200-299)",
+}
+NORMALIZED = {
+    "shared": "shared: mean and std (ddof = 1) of the training rows of both tasks together",
+    "each": "each: mean and std (ddof = 1) of each task's training rows",
+    "authors": "each: mean and std (ddof = 1) of all rows of each task, targets too; then rounded to float32",
+}
 
 
 @checked("dataset")
@@ -63,107 +72,74 @@ def house_prices(
 ) -> TaskPair:
     """The regressions of the paper's Sec. 5.1, by conf/dataset/house_prices.yaml; raises ConfigError, DataError."""
     check_training_rows(val_fraction, test_fraction)
-    path = _find(Path(root).expanduser(), download)
+    path, authors = _find(Path(root).expanduser(), download), protocol == "authors"
     table = read_table(path, na_filter=False)
     require_columns(table, [*NUMERIC, *CATEGORICAL, *TARGETS.values()], path)
-    harmful = (table["MSZoning"] == "RL").to_numpy(copy=True)
+    harmful = table["MSZoning"] == "RL"
     halves = {"primary": table[~harmful], "harmful": table[harmful]}
     for half, zone in zip(halves.values(), ("other than RL", "RL"), strict=True):
-        if half.empty:
-            raise DataError(f"{path} has no rows with MSZoning {zone}: one of the two tasks is empty")
-    targets = {role: torch.from_numpy(_numbers(half, [TARGETS[role]], path)[:, 0]) for role, half in halves.items()}
-
-    if protocol == "authors":
-        return finish(_authors(name, path, halves, targets), common_range)
-    columns = [column for column in table if column in {*NUMERIC, *CATEGORICAL} and (keep_id or column != "Id")]
-    if normalize == "shared":
-        whole = _encode(table, columns, path)
-        inputs = {"primary": whole[~harmful], "harmful": whole[harmful]}
-    else:
-        inputs = {role: _encode(half, columns, path) for role, half in halves.items()}
-    generator = torch.Generator().manual_seed(seed)
-    tasks = {}
-    for role, x in inputs.items():
-        rows = split_rows(torch.zeros(len(x), dtype=torch.int64), val_fraction, test_fraction, generator)
-        splits = {s: Split(x[i], targets[role][i], _origin(halves[role], i)) for s, i in rows.items()}
-        tasks[role] = Task(TASKS[role], **splits)
-    x = torch.cat([task.train.x for task in tasks.values()])
-    varies = (x != x[0]).any(0)
+        if len(half) < (least := AUTHORS["test"].stop if authors else 1):
+            raise DataError(
+                f"{path} has {len(half)} rows with MSZoning {zone}, dataset.protocol={protocol} needs {least}"
+            )
+    numbers = {role: torch.from_numpy(half.index.to_numpy(copy=True)) for role, half in halves.items()}
+    columns = [c for c in table if c in {*NUMERIC, *CATEGORICAL} and (keep_id or authors or c != "Id")]
+    together = normalize == "shared" and not authors
+    whole = _encoded(table, columns, path) if together else None
+    generator, tensors, tasks = torch.Generator().manual_seed(seed), {}, {}
+    for role, half in halves.items():
+        x, y = whole[numbers[role]] if together else _encoded(half, columns, path), _finite(half[[TARGETS[role]]], path)
+        if authors:
+            (mean, std), (y_mean, y_std) = moments(x), moments(y)
+            x, y = ((x - mean) / std).float().double(), ((y - y_mean) / y_std).float().double()
+            tensors |= {f"{role}/mean": mean, f"{role}/std": std}
+            tensors |= {f"{role}/target_mean": y_mean[0], f"{role}/target_std": y_std[0]}
+            rows = {split: torch.arange(len(x))[part] for split, part in AUTHORS.items()}
+        else:
+            rows = split_rows(torch.zeros(len(x), dtype=torch.int64), val_fraction, test_fraction, generator)
+        splits = {s: Split(x[i], y[i, 0], Origin("train.csv", numbers[role][i])) for s, i in rows.items()}
+        tasks[role] = Task(TASKS[role], **splits, eps=EPS32 if authors else EPS)
+    fitted = "both tasks together" if together else "each task by itself"
     about = {
         "data": f"House Prices, {len(table)} rows",
-        "protocol": "full: all rows; splits drawn at random, by seed, within each task",
-        "normalize": f"{normalize}: mean and std (ddof = 1) of "
-        + ("the training rows of both tasks together" if normalize == "shared" else "each task's training rows"),
-        "label_codes": CODES + ("of both tasks together" if normalize == "shared" else "of each task by itself"),
-        "missing": FILLED,
-        "dropped": ([] if keep_id else ["Id"]) + [c for c, keep in zip(columns, varies, strict=True) if not keep],
-        "columns": [c for c, keep in zip(columns, varies, strict=True) if keep],
+        "protocol": PROTOCOLS[protocol],
+        "normalize": NORMALIZED["authors" if authors else normalize],
+        "label_codes": f"order of the sorted strings, fitted on all rows of {fitted}",
+        "missing": "0 (numbers), the string '0' before coding (categories)",
     }
-    pair = map_inputs(TaskPair(name, **tasks, about=about), lambda _, x: x[:, varies])
+    pair = TaskPair(name, **tasks, about=about, tensors=tensors)
+    if authors:
+        pair.about.update(dropped=[], columns=columns)
+        return finish(pair, common_range)
+    varies = (both := torch.cat([task.train.x for task in tasks.values()])).ne(both[0]).any(0)
+    constant = [c for c, keep in zip(columns, varies, strict=True) if not keep]
+    pair.about.update(
+        dropped=[*([] if keep_id else ["Id"]), *constant], columns=[c for c in columns if c not in constant]
+    )
+    pair = map_inputs(pair, lambda _, x: x[:, varies])
     return finish(standardize_targets(standardize(pair, normalize)), common_range)
 
 
-def _authors(name: str, path: Path, halves: dict[str, pd.DataFrame], targets: dict[str, torch.Tensor]) -> TaskPair:
-    """The release's preparation: all 79 features, each half by the moments of all its rows, in float32."""
-    columns = [column for column in halves["primary"] if column not in TARGETS.values()]
-    bounds = {"train": slice(0, 200), "val": slice(200, 250), "test": slice(250, 300)}
-    tasks, tensors = {}, {}
-    for role, half in halves.items():
-        if len(half) < 300:
-            raise DataError(f"{path}: dataset.protocol=authors needs 300 rows of each task, '{role}' has {len(half)}")
-        x, y = _encode(half, columns, path), targets[role]
-        (mean, std), (y_mean, y_std) = moments(x), moments(y[:, None])
-        x, y = ((x - mean) / std).float().double(), ((y - y_mean) / y_std).float().double()
-        splits = {split: Split(x[rows], y[rows], _origin(half, rows)) for split, rows in bounds.items()}
-        tasks[role] = Task(TASKS[role], **splits, eps=torch.finfo(torch.float32).eps)
-        tensors |= {f"{role}/mean": mean, f"{role}/std": std}
-        tensors |= {f"{role}/target_mean": y_mean[0], f"{role}/target_std": y_std[0]}
-    about = {
-        "data": f"House Prices, {sum(map(len, halves.values()))} rows",
-        "protocol": "authors: rows 0-199 of each task train, 200-249 validate, 250-299 test (the release: 200-299)",
-        "normalize": "each: mean and std (ddof = 1) of all rows of each task, targets too; then rounded to float32",
-        "label_codes": CODES + "of each task by itself",
-        "missing": FILLED,
-        "dropped": [],
-        "columns": columns,
-    }
-    return TaskPair(name, **tasks, about=about, tensors=tensors)
-
-
-def _origin(half: pd.DataFrame, rows: torch.Tensor | slice) -> Origin:
-    return Origin("train.csv", torch.from_numpy(half.index.to_numpy(copy=True))[rows])
-
-
-def _encode(table: pd.DataFrame, columns: list[str], path: Path) -> torch.Tensor:
+def _encoded(table: pd.DataFrame, columns: list[str], path: Path) -> Tensor:
     """Columns as float64 [rows, columns]: numbers, 0 where missing; categories as codes of the sorted strings."""
-    x = np.empty((len(table), len(columns)))
-    for j, column in enumerate(columns):
-        if column in NUMERIC:
-            x[:, [j]] = _numbers(table, [column], path, MISSING)
-        else:
-            text = table[column].astype(str)
-            x[:, j] = np.unique(text.mask(text.isin(MISSING), "0").to_numpy(str), return_inverse=True)[1]
-    return torch.from_numpy(x)
+    filled = table[columns].astype(object).mask(table[columns].isin(MISSING), "0")
+    words = [column for column in columns if column in CATEGORICAL]
+    codes = filled[words].astype(str).apply(lambda field: field.factorize(sort=True)[0])
+    return _finite(filled.assign(**codes), path)
 
 
-def _numbers(table: pd.DataFrame, columns: Sequence[str], path: Path, missing: Sequence[str] = ()) -> np.ndarray:
-    """Columns as float64 [rows, columns]; texts in `missing` are 0; other text, NaN or infinity is an error."""
+def _finite(table: pd.DataFrame, path: Path) -> Tensor:
+    """Columns as float64 [rows, columns]. Raises DataError for text, NaN or infinity."""
     import pandas as pd
 
-    parsed = np.empty((len(table), len(columns)))
-    for j, name in enumerate(columns):
-        field = table[name]
-        if not pd.api.types.is_numeric_dtype(field):
-            field = field.mask(field.isin(missing), "0")
-        parsed[:, j] = pd.to_numeric(field, errors="coerce")
-    bad = np.argwhere(~np.isfinite(parsed))
-    if len(bad):
-        i, j = bad[0]
-        value = table[columns[j]].iloc[i]
+    numbers = table.apply(pd.to_numeric, errors="coerce").to_numpy(float)
+    if len(wrong := np.argwhere(~np.isfinite(numbers))):
+        i, j = wrong[0]
         raise DataError(
-            f"{path}, data row {table.index[i] + 1}, column {columns[j]}: '{value}' is not a finite number; correct it"
+            f"{path}, data row {table.index[i] + 1}, column {table.columns[j]}: '{table.iloc[i, j]}' is not a finite "
+            "number; correct it"
         )
-    return parsed
+    return torch.tensor(numbers)
 
 
 def _find(root: Path, download: bool) -> Path:

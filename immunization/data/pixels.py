@@ -46,7 +46,8 @@ class Images:
     scale: int
     labels: Tensor
     rows: dict[str, Tensor]  # by split
-    sources: dict[str, tuple[str, int]]  # where those of a split stand, and the number of the first row there
+    sources: dict[str, str]  # by split, where its rows stand
+    numbers: Tensor  # of every row there
 
 
 @cache
@@ -84,9 +85,10 @@ def digits(
     check_training_rows(val_fraction, test_fraction)
     pixels, labels = sklearn_digits()
     rows = split_rows(labels, val_fraction, test_fraction, torch.Generator().manual_seed(seed))
-    sources = dict.fromkeys(rows, ("sklearn.datasets.load_digits()", 0))
-    images = Images(f"scikit-learn digits, {len(pixels)} images of 8 x 8 pixels", pixels, 16, labels, rows, sources)
-    return finish(_pair(name, images, roles, protocol, max_samples, seed), common_range)
+    sources, numbers = dict.fromkeys(rows, "sklearn.datasets.load_digits()"), torch.arange(len(labels))
+    about = f"scikit-learn digits, {len(pixels)} images of 8 x 8 pixels"
+    images = Images(about, pixels, 16, labels, rows, sources, numbers)
+    return _pair(name, images, roles, protocol, max_samples, seed, common_range)
 
 
 @checked("dataset")
@@ -109,7 +111,7 @@ def mnist(
     images = _torchvision_images("MNIST", root, download, val_fraction, seed)
     moments = MOMENTS.get(protocol)
     choice: Protocol = "authors" if moments else "one_vs_rest"
-    return finish(_pair(name, images, roles, choice, max_samples, seed, moments), common_range)
+    return _pair(name, images, roles, choice, max_samples, seed, common_range, moments)
 
 
 @checked("dataset")
@@ -130,7 +132,7 @@ def fashion_mnist(
     """FashionMNIST (D = 784), by conf/dataset/fashion_mnist.yaml; raises what `mnist` does."""
     roles = _roles(primary=primary, harmful=harmful, benign=benign, unseen=unseen)
     images = _torchvision_images("FashionMNIST", root, download, val_fraction, seed)
-    return finish(_pair(name, images, roles, protocol, max_samples, seed), common_range)
+    return _pair(name, images, roles, protocol, max_samples, seed, common_range)
 
 
 def _roles(**given: Digits | None) -> dict[str, int]:
@@ -148,39 +150,40 @@ def _pair(
     protocol: Protocol,
     max_samples: int | None,
     seed: int,
+    common_range: bool,
     moments: tuple[float, float] | None = None,
 ) -> TaskPair:
     """The binary tasks of `roles` {role: class}, by `moments` (mean, std) or those of the training rows."""
-    chosen = _choose(images, roles, protocol, max_samples, torch.Generator().manual_seed(seed))
+    rows = _choose(images, roles, protocol, max_samples, torch.Generator().manual_seed(seed))
     authors = protocol == "authors"
 
-    def scaled(rows: Tensor) -> Tensor:
-        return images.pixels[rows].double().div_(images.scale)
-
-    def part(split: str, rows: Tensor, y: Tensor) -> Split:
-        source, first = images.sources[split]
-        return Split(scaled(rows).sub_(mean).div_(std), y, Origin(source, rows - first))
+    def scaled(own: Tensor) -> Tensor:
+        return images.pixels[own].double().div_(images.scale)
 
     if moments:
         mean, std = torch.tensor(moments, dtype=torch.float64)
     else:
-        shown = [splits["train"][0] for role, splits in chosen.items() if is_shown(role)]
+        shown = [splits["train"][0] for role, splits in rows.items() if is_shown(role)]
         std, mean = torch.std_mean(scaled(torch.cat(shown)))
         if not std > 0:
             raise DataError(f"{images.about}: all pixels of both tasks are equal (rank 0), the files are damaged")
     tasks = {}
     for role, digit in roles.items():
-        splits = {split: part(split, *rows) for split, rows in chosen[role].items()}
+        splits = {
+            split: Split(scaled(own).sub_(mean).div_(std), y, Origin(images.sources[split], images.numbers[own]))
+            for split, (own, y) in rows[role].items()
+        }
         label = f"class {digit}" if authors else f"class {digit} against the rest"
         tasks[role] = Task(label, **splits, classes=2, constant=authors)
-    source = "given by the protocol" if moments else "of all training pixels of primary and harmful task (ddof = 1)"
+    given = "given by the protocol" if moments else "of all training pixels of primary and harmful task (ddof = 1)"
     about = {
         "data": images.about,
         "protocol": PROTOCOLS[protocol],
         "classes": roles,
-        "normalize": f"pixels / {images.scale}, then one mean {mean:.6g} and std {std:.6g}, {source}",
+        "normalize": f"pixels / {images.scale}, then one mean {mean:.6g} and std {std:.6g}, {given}",
     }
-    return replace(TaskPair.of(name, tasks, about), tensors={"mean": mean[None], "std": std[None]})
+    tensors = {"mean": mean[None], "std": std[None]}
+    return finish(replace(TaskPair.of(name, tasks, about), tensors=tensors), common_range)
 
 
 def _choose(
@@ -230,11 +233,10 @@ def _torchvision_images(family: str, root: str, download: bool, val_fraction: fl
     first, tested = (len(own) for _, own in parts.values())
     rows = split_rows(labels[:first], val_fraction, 0.0, torch.Generator().manual_seed(seed))
     rows["test"] = torch.arange(first, first + tested)
-    sources = {
-        split: (f"{family}/raw/{PARTS[split == 'test']}-{KINDS[0]}", first * (split == "test")) for split in rows
-    }
+    sources = {split: f"{family}/raw/{PARTS[split == 'test']}-{KINDS[0]}" for split in rows}
     about = f"{family}, {first} images of 28 x 28 pixels and the official {tested} for test"
-    return Images(about, pixels.flatten(1), 255, labels.long(), rows, sources)
+    numbers = torch.cat([torch.arange(first), torch.arange(tested)])
+    return Images(about, pixels.flatten(1), 255, labels.long(), rows, sources, numbers)
 
 
 def _stored(folder: Path, name: str) -> Path | None:

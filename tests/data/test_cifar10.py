@@ -57,10 +57,10 @@ def test_fewer_images_of_each_class(root):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"primary": [0, 5]}, "no class in common"),
-        ({"benign": 0}, "no class in common"),
-        ({"harmful": [5]}, "two classes or more"),
-        ({"harmful": [5, 12]}, "all of 0 to 9"),
+        ({"primary": [0, 5]}, "every task needs classes of its own"),
+        ({"benign": 0}, "every task needs classes of its own"),
+        ({"harmful": [5]}, r"dataset\.harmful=\[5\]: at least two different classes"),
+        ({"harmful": [5, 12]}, "at least two different classes of 0 to 9"),
     ],
 )
 def test_classes_that_cannot_be(root, changes, message):
@@ -72,12 +72,14 @@ def test_files_that_are_absent_or_damaged(root, tmp_path):
     with pytest.raises(DataError, match=r"has no CIFAR-10 .*dataset\.download=true"):
         cifar10(str(tmp_path), download=False)
     (tmp_path / "train" / "airplane").mkdir(parents=True)
-    with pytest.raises(DataError, match=r"train.airplane holds no images"):
+    with pytest.raises(DataError, match=r"train.airplane: the class folder is empty"):
         cifar10(str(tmp_path))
     (tmp_path / "train" / "airplane" / "0.png").write_bytes(b"nothing")
+    with pytest.raises(DataError, match=r"train.automobile: the folder of images cannot be read"):
+        cifar10(str(tmp_path))
     for name in CLASSES[1:]:
         (tmp_path / "train" / name).symlink_to(root / "train" / name)
-    with pytest.raises(DataError, match=r"0\.png cannot be read"):
+    with pytest.raises(DataError, match=r"0\.png: .* cannot be read: repair or remove it"):
         cifar10(str(tmp_path))
     Image.new("RGB", (28, 28)).save(tmp_path / "train" / "airplane" / "0.png")
     with pytest.raises(DataError, match=r"28 x 28 pixels, CIFAR-10 has 32 x 32"):

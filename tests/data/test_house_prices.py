@@ -68,7 +68,7 @@ def test_house_prices_of_the_authors(table, tmp_path):
     assert pair.harmful.test.x[:, year].tolist() == pytest.approx(expected[250:300].tolist())
     assert pair.harmful.eps == torch.finfo(torch.float32).eps
     assert torch.equal(pair.harmful.train.x, pair.harmful.train.x.float().double())
-    fails(DataError, "authors", "300 rows", protocol="authors", **store(table[:600], tmp_path))
+    fails(DataError, "dataset.protocol=authors needs 300", protocol="authors", **store(table[:600], tmp_path))
 
 
 def test_house_prices_missing(tmp_path, monkeypatch):

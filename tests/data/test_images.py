@@ -18,28 +18,32 @@ from immunization.errors import ConfigError, DataError
 pytestmark = pytest.mark.trains
 
 
-def test_bad_images_are_named_or_left_out(tmp_path, caplog):
-    folders = draw_folder(tmp_path / "p", 4, 6, 2, 0), draw_folder(tmp_path / "h", 3, 6, 2, 1)
-    good = (folders[1] / "train/class0/0.png").read_bytes()
-    (folders[1] / "train/class0/0.png").write_bytes(good[: len(good) // 2])  # truncated
-    (folders[1] / "train/class1/3.png").write_bytes(b"no image")
+@pytest.fixture
+def roots(tmp_path):
+    """Folders of a primary and a harmful task, which a test may damage."""
+    return draw_folder(tmp_path / "p", 4, 6, 2, 0), draw_folder(tmp_path / "h", 3, 6, 2, 1)
+
+
+def test_bad_images_are_named_or_left_out(roots, tmp_path, caplog):
+    good = (roots[1] / "train/class0/0.png").read_bytes()
+    (roots[1] / "train/class0/0.png").write_bytes(good[: len(good) // 2])  # truncated
+    (roots[1] / "train/class1/3.png").write_bytes(b"no image")
     huge = good[:16] + (10**5).to_bytes(4) * 2 + good[24:29]  # the size stands in the header
-    (folders[1] / "train/class2/1.png").write_bytes(huge + zlib.crc32(huge[12:]).to_bytes(4) + good[33:])
+    (roots[1] / "train/class2/1.png").write_bytes(huge + zlib.crc32(huge[12:]).to_bytes(4) + good[33:])
     options = {"val_fraction": 0.0}
-    pair = open_pair(folders, None, **options)
+    pair = open_pair(roots, None, **options)
     names = r"class0/0\.png.*class1/3\.png.*class2/1\.png: Image size.*on_bad_image=skip"
     with pytest.raises(DataError, match=r"3 unreadable images: .*" + names):
         build(pair).read(pair, True)
-    pair = open_pair(folders, tmp_path / "cache", on_bad_image="skip", **options)
+    pair = open_pair(roots, tmp_path / "cache", on_bad_image="skip", **options)
     for _ in range(2):  # also from the cache
         _, tasks = build(pair).read(pair, True)
         assert len(tasks.harmful.train) == 15
 
 
-def test_rows_of_a_task_are_those_of_its_images_where_some_are_left_out(tmp_path):
-    folders = draw_folder(tmp_path / "p", 4, 6, 2, 0), draw_folder(tmp_path / "h", 3, 6, 2, 1)
-    (folders[1] / "train/class0/2.png").write_bytes(b"no image")
-    pair = open_pair(folders, None, on_bad_image="skip", val_fraction=0.0)
+def test_rows_of_a_task_are_those_of_its_images_where_some_are_left_out(roots, tmp_path):
+    (roots[1] / "train/class0/2.png").write_bytes(b"no image")
+    pair = open_pair(roots, None, on_bad_image="skip", val_fraction=0.0)
     model, tasks = build(pair).read(pair, False)
     train, rows = tasks.harmful.train, torch.tensor([1, 2, 16])
     assert len(train) == len(train.origin.rows) == 17
@@ -48,12 +52,11 @@ def test_rows_of_a_task_are_those_of_its_images_where_some_are_left_out(tmp_path
     assert torch.equal(labels, train.y[rows])
 
 
-def test_images_of_other_folders_that_cannot_be_read_are_named(tmp_path):
-    folders = draw_folder(tmp_path / "p", 4, 6, 2, 0), draw_folder(tmp_path / "h", 3, 6, 2, 1)
+def test_images_of_other_folders_that_cannot_be_read_are_named(roots, tmp_path):
     more = draw_folder(tmp_path / "k", 2, 6, 2, 2)
     (more / "train/class1/0.png").write_bytes(b"no image")
     for how in ("error", "skip"):
-        pair = open_pair(folders, None, on_bad_image=how, keep_root=str(more), val_fraction=0.0)
+        pair = open_pair(roots, None, on_bad_image=how, keep_root=str(more), val_fraction=0.0)
         model, _ = build(pair).read(pair, False)
         if how == "error":
             with pytest.raises(DataError, match=r"1 unreadable image: .*class1/0\.png"):
@@ -62,44 +65,40 @@ def test_images_of_other_folders_that_cannot_be_read_are_named(tmp_path):
             assert len(model.kept()) == 15  # train and val
 
 
-def test_only_the_primary_task_has_outputs(tmp_path):
-    folders = draw_folder(tmp_path / "p", 4, 6, 2, 0), draw_folder(tmp_path / "h", 3, 6, 2, 1)
+def test_only_the_primary_task_has_outputs(roots, tmp_path):
     with pytest.raises(ConfigError, match=r"dataset\.harmful\.outputs: only the primary task"):
-        open_pair(folders, None, harmful={"outputs": "names.csv"})
+        open_pair(roots, None, harmful={"outputs": "names.csv"})
 
 
-def test_empty_class_folder(tmp_path):
-    folders = draw_folder(tmp_path / "p", 4, 6, 2, 0), draw_folder(tmp_path / "h", 3, 6, 2, 1)
-    for path in (folders[1] / "train/class1").iterdir():
+def test_empty_class_folder(roots, tmp_path):
+    for path in (roots[1] / "train/class1").iterdir():
         path.unlink()
     with pytest.raises(DataError, match=r"train/class1: the class folder is empty"):
-        open_pair(folders, None)
+        open_pair(roots, None)
 
 
-def test_a_link_back_into_the_images_is_refused(tmp_path):
-    folders = draw_folder(tmp_path / "p", 4, 6, 2, 0), draw_folder(tmp_path / "h", 3, 6, 2, 1)
-    (folders[1] / "train/class1/back").symlink_to(folders[1] / "train")
+def test_a_link_back_into_the_images_is_refused(roots, tmp_path):
+    (roots[1] / "train/class1/back").symlink_to(roots[1] / "train")
     with pytest.raises(
         DataError, match=r"train/class1/back/class\d is .*/train/class\d once more: remove the symbolic"
     ):
-        open_pair(folders, None)
+        open_pair(roots, None)
     (tmp_path / "circle").symlink_to("circle")
     with pytest.raises(DataError, match=r"dataset\.harmful_root: folder .*circle not found"):
-        open_pair((folders[0], tmp_path / "circle"))
+        open_pair((roots[0], tmp_path / "circle"))
 
 
-def test_folders_that_are_missing_or_disagree(tmp_path):
-    folders = draw_folder(tmp_path / "p", 4, 6, 2, 0), draw_folder(tmp_path / "h", 3, 6, 2, 1)
+def test_folders_that_are_missing_or_disagree(roots, tmp_path):
     with pytest.raises(DataError, match=r"dataset\.harmful_root: folder .*/nowhere not found; .*docs/install\.md"):
-        open_pair((folders[0], tmp_path / "nowhere"))
+        open_pair((roots[0], tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"dataset\.primary_root is not set"):
-        image_folders(None, str(folders[1]))
-    (folders[1] / "val/class2").rename(folders[1] / "val/other")
+        image_folders(None, str(roots[1]))
+    (roots[1] / "val/class2").rename(roots[1] / "val/other")
     with pytest.raises(DataError, match="class other is not in"):
-        open_pair(folders, None)
+        open_pair(roots, None)
     (tmp_path / "flat").mkdir()
     with pytest.raises(DataError, match="holds no folders"):
-        open_pair((folders[0], tmp_path / "flat"))
+        open_pair((roots[0], tmp_path / "flat"))
 
 
 @pytest.mark.parametrize(
@@ -119,12 +118,11 @@ def test_folders_that_are_missing_or_disagree(tmp_path):
     ],
     ids=str,
 )
-def test_options_of_a_task_that_are_none_or_leave_one_split_or_class(tmp_path, options, message):
-    folders = draw_folder(tmp_path / "p", 4, 6, 2, 0), draw_folder(tmp_path / "h", 3, 6, 2, 1)
-    (folders[1] / "training").symlink_to(folders[1] / "train")
-    (folders[1] / "one/class0").mkdir(parents=True)
+def test_options_of_a_task_that_are_none_or_leave_one_split_or_class(roots, tmp_path, options, message):
+    (roots[1] / "training").symlink_to(roots[1] / "train")
+    (roots[1] / "one/class0").mkdir(parents=True)
     with pytest.raises(ConfigError, match=message):
-        open_pair(folders, None, harmful=options)
+        open_pair(roots, None, harmful=options)
 
 
 def test_one_folder_without_splits(tmp_path, folders):
@@ -140,19 +138,18 @@ def test_equal_tasks_are_refused(folders, monkeypatch):
         open_pair(folders, benign_root=str(folders[1]))
     source = {"source": "hfds/a/b"}
     monkeypatch.setattr(sys.modules[image_folders.__module__], "_open_source", lambda *_: [0] * 20)
-    with pytest.raises(ConfigError, match=r"hfds/a/b .* is both the primary and the harmful task"):
+    with pytest.raises(ConfigError, match=r"hfds/a/b .* belongs to the primary task and to the harmful task"):
         open_pair((folders[0] / "train",) * 2, primary=source, harmful=source)
 
 
-def test_images_of_other_kinds_are_counted_and_keep_their_content(tmp_path, caplog):
+def test_images_of_other_kinds_are_counted_and_keep_their_content(roots, tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    folders = draw_folder(tmp_path / "p", 4, 6, 2, 0), draw_folder(tmp_path / "h", 3, 6, 2, 1)
-    place, ramp = folders[1] / "train/class0", np.arange(36 * 40).reshape(36, 40) * 45
+    place, ramp = roots[1] / "train/class0", np.arange(36 * 40).reshape(36, 40) * 45
     Image.fromarray(ramp.astype(np.uint16)).save(place / "0.png")
     Image.fromarray((ramp >> 8).astype(np.uint8)).save(place / "1.png")
     Image.new("L", (1, 1)).save(place / "2.png")
     Image.new("CMYK", (40, 36)).save(place / "3.jpg")
-    pair = open_pair(folders, None, val_fraction=0.0)
+    pair = open_pair(roots, None, val_fraction=0.0)
     _, tasks = build(pair).read(pair, True)
     (line,) = [record.getMessage() for record in caplog.records if "8 bits" in record.getMessage()]
     start = "harmful/train: 19 images, all read as RGB with 8 bits; among them "

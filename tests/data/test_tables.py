@@ -120,7 +120,7 @@ def test_missing_values_are_refused_unless_something_is_to_be_done_with_them(fra
         "2 by the median of the training rows and 1 as the category (missing), in amount (2), city (1)" in caplog.text
     )
     frames["harmful"].loc[7, "label"] = None
-    refused(DataError, "the target label is missing in 1 of 60 rows", "missing=drop", frames=frames, missing="mean")
+    refused(DataError, "label (1)", "a target is never filled), or drop", frames=frames, missing="mean")
     assert len(whole(read(frames, missing="drop").harmful)[0]) == N - 3
 
 
@@ -143,13 +143,13 @@ def test_categories_of_no_training_row_are_all_zero_and_counted(frames, caplog):
             ("data row 10, column amount: 'near' is no number", "59"),
         ),
         ({"amount": ["1,5"] * N}, ("'1,5' has a comma", "dataset.csv.decimal", "dataset.csv.thousands")),
-        ({"amount": ["1", "2"] * (N // 2)}, ("the column amount is text of numbers", "astype(float)")),
+        ({"amount": ["1", "2"] * (N // 2)}, ("column amount: '1' is text of a number", "astype(float)")),
         ({"amount": [np.inf] + [1.0] * (N - 1)}, ("data row 1, column amount: 'inf' is not finite",)),
         ({"amount": [1, "a"] * (N // 2)}, ("column amount: text and numbers", "dataset.drop=[amount]")),
         ({"amount": [1j] * N}, ("column amount: complex values",)),
         ({"city": [f"note {i}" for i in range(N)]}, ("city holds 60 different texts in 60 rows", "free text")),
-        ({"city": [None] * N}, ("the column city has no value in any table",)),
-        ({"label": ["0", "1"] * (N // 2)}, ("the target label is text of numbers", "astype(int)")),
+        ({"city": [None] * N}, ("the column city has no value in any training row",)),
+        ({"label": ["0", "1"] * (N // 2)}, ("column label: '0' is text of a number", "astype(int)")),
         ({"label": pd.date_range("2020-01-01", periods=N)}, ("the target label holds dates",)),
         ({"label": "ja"}, ("one class only, ja",)),
     ],
@@ -216,11 +216,8 @@ def test_a_packed_table_is_as_whole_and_no_larger_than_there_is_room_for(frames,
     path = tmp_path / "primary.csv.gz"
     path.write_bytes(path.read_bytes()[:-20])
     fails(DataError, "primary.csv.gz cannot be read as a table", **stored)
-
-
-def test_an_absent_file_is_said_to_be_absent():
-    told = "/nowhere.csv cannot be read as a table: No such file or directory"
-    fails(DataError, told, call=data.arrays, seed=0, primary_csv="/nowhere.csv", harmful_csv="b.csv")
+    path.unlink()
+    fails(DataError, "primary.csv.gz cannot be read as a table: No such file or directory", **stored)
 
 
 def test_a_target_of_another_name_in_each_table(frames):
