@@ -19,7 +19,7 @@ from immunization.evaluation import Comparison, Measures, evaluate
 from immunization.experiment import Experiment, assemble, read_data, resolve
 from immunization.models.weights import exported, original, rounding_flag
 from immunization.results import model_card
-from immunization.results.present import present
+from immunization.results.screen import present
 from immunization.runs import files
 from immunization.runs.filenames import ATTACKS, REFUSED, settings_file
 from immunization.runs.folder import RunFolder, in_words, log

@@ -42,7 +42,7 @@ class SweepSummary(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: object) -> None:
         """Refuse to overwrite the runs of an earlier sweep; prepare for many jobs, and for jobs in other processes."""
         imported()  # as far as this process runs no job itself
-        Sweeper.validate_batch_is_legal = _validate
+        setattr(Sweeper, "validate_batch_is_legal", _validate)  # noqa: B010
         # processes that launchers start have to find this package
         path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(path)
@@ -69,7 +69,7 @@ class SweepSummary(Callback):
         folder = None if config is None else Path(OmegaConf.select(config, key))
         if folder is None or not folder.is_dir():
             return "interrupted before the run began"
-        if key == "hydra.sweep.dir":
+        if key == "hydra.sweep.dir" and config is not None:
             with suppress(UserError):  # no job has begun
                 _summary(config)
             _forget_refusals(folder)
@@ -140,8 +140,11 @@ def _validate(sweeper: Sweeper, batch: list[Sequence[str]]) -> None:
         print(f"{repeated} of {len(batch)} jobs repeat another one and are left out", flush=True)
         batch[:] = jobs
     SweepSummary.jobs += map(list, batch)
-    _track(sweeper.config, batch)
-    loader = sweeper.hydra_context.config_loader
+    config, context = sweeper.config, sweeper.hydra_context
+    assert config is not None  # a sweeper that was set up has both
+    assert context is not None
+    _track(config, batch)
+    loader = context.config_loader
     is_group = cache(lambda key: bool(loader.get_group_options(key)))
     seen: set[str] = set()
     for overrides in batch:
@@ -149,4 +152,4 @@ def _validate(sweeper: Sweeper, batch: list[Sequence[str]]) -> None:
         news = {override if is_group(key) else key for key, override in keys.items()} - seen
         if news:
             seen |= news
-            loader.load_sweep_config(sweeper.config, list(overrides))
+            loader.load_sweep_config(config, list(overrides))

@@ -1,10 +1,12 @@
 """The cost of each attack on one setting, before and after, and what is left of worth on every setting."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from immunization.results.plot import INK, LINE, Plot, fit_log, headline, inked, panel_axes
 from immunization.results.settings import Setting
 from immunization.runs.interpretation import attack_names, successes
+from immunization.runs.records import Query
 
 LEARNED, HELD, LOST = "#D55E00", "#0072B2", "#BBBBBB"
 IMAGES = ((INK, "o"), ("#E69F00", "s"), ("#56B4E9", "^"))
@@ -23,12 +25,13 @@ def attack_costs(setting: Setting, name: str) -> Plot | None:
     """
     results, rows = setting.results, []
     for attack in dict.fromkeys(name for result in results for name in attack_names(result)):
-        after = setting.paid(f"attack/{attack}/cost")
+        cost = Query("cost", "harmful", attack=attack)
+        after = setting.paid(cost)
         if held := 2 * sum(attack in successes(result) for result in results) < len(results):
             spent = (result.curves.get(f"attack/{attack}/compute") for result in results)
             after = max((curve["x"][-1] for curve in spent if curve), default=None)
         if after is not None and after > 0:
-            rows.append((held, after, attack, setting.paid(f"attack/{attack}/cost_baseline")))
+            rows.append((held, after, attack, setting.paid(cost._replace(stage="baseline"))))
     if not rows:
         return None
     rows.sort(reverse=True)  # the cheapest success stands at the top
@@ -57,32 +60,39 @@ def attack_costs(setting: Setting, name: str) -> Plot | None:
     return Plot(name, caption, figure)
 
 
-def worth_removed(rows: Sequence[Setting], metrics: Sequence[str], name: str, title: str, bound: float) -> Plot | None:
+def worth_removed(rows: Sequence[Setting], worths: Sequence[Query], name: str, title: str, bound: float) -> Plot | None:
     """Worth removed by number of images, with intervals, and beside it the points lost (`Setting.lost`); a line a row.
 
-    `metrics` are the measures of worth, `bound` the points that a row with a rank may lose. None for fewer than two
-    rows with any of `metrics`.
+    `worths` are the measures of worth, `bound` the points that a row with a rank may lose. None for fewer than two
+    rows with any of `worths`.
     """
-    rows = [row for row in rows if any(map(row.removed, metrics))]
+    rows = [row for row in rows if any(map(row.removed, worths))]
     if len(rows) < 2:
         return None
     with inked():
         left = 0.4 + INCHES_A_LETTER * max(len(row.label) + 2 for row in rows)
-        options = {"width": 3.2, "height": 0.28 * (len(rows) + 1), "left": left, "right": 0.6, "gap": 0.4, "top": 0.5}
+        options: dict[str, Any] = {
+            "width": 3.2,
+            "height": 0.28 * (len(rows) + 1),
+            "left": left,
+            "right": 0.6,
+            "gap": 0.4,
+            "top": 0.5,
+        }
         figure, (worth, loss) = panel_axes(2, share=True, legend_rows=1, **options)
         lowest = -0.2
-        for i, (metric, (color, marker)) in enumerate(zip(metrics, IMAGES, strict=True)):
-            found = [(y + 0.22 * (i - 1), *row.removed(metric)) for y, row in enumerate(rows) if row.removed(metric)]
+        for i, (of, (color, marker)) in enumerate(zip(worths, IMAGES, strict=True)):
+            found = [(y + 0.22 * (i - 1), *own) for y, row in enumerate(rows) if (own := row.removed(of))]
             for y, _, *ends in found:
                 worth.plot(ends, [y, y], color=color, linewidth=1.2)
             if not found:
                 continue
-            y, shares, lows, _ = zip(*found, strict=True)
-            label = f"{metric.partition('_')[2] or 'all'} images per class"
-            worth.plot(shares, y, marker, color=color, markersize=5, label=label)
+            places, shares, lows, _ = zip(*found, strict=True)
+            label = f"{of.images or 'all'} images per class"
+            worth.plot(shares, places, marker, color=color, markersize=5, label=label)
             lowest = min(lowest, *lows)
         worth.set(xlabel="worth removed", xlim=(max(lowest, -1) - 0.05, 1.1), ylim=(len(rows) - 0.4, -0.6))
-        names = {0: "0\n(identity)", 1: "1\n(no model)"}
+        names = {0.0: "0\n(identity)", 1.0: "1\n(no model)"}
         worth.set_xticks([0, 0.25, 0.5, 0.75, 1], [names.get(x, f"{x:g}") for x in (0, 0.25, 0.5, 0.75, 1)])
         for x, ax in ((0, worth), (1, worth), (bound, loss)):
             ax.axvline(x, color=INK, linewidth=0.8, linestyle=":")

@@ -41,7 +41,8 @@ def fill(page: Path, runs: Path, figures: Path) -> dict[str, bool]:
 
     Returns for each FOLDER whether its runs are there. Raises DataError for words that choose nothing.
     """
-    text, there = page.read_text(encoding="utf-8"), {}
+    text = page.read_text(encoding="utf-8")
+    there: dict[str, bool] = {}
     heading = text.partition("\n")[0].lstrip("# ")
 
     def filled(block: re.Match[str]) -> str:
@@ -105,6 +106,6 @@ def provenance(group: Sequence[Setting]) -> str:
 
 def _commit(run: Run) -> str:
     with suppress(OSError, ValueError, KeyError, TypeError):
-        git = json.loads((run.result.folder / ENVIRONMENT).read_text())["git"]
+        git = json.loads((run.folder / ENVIRONMENT).read_text())["git"]
         return f"{git['commit'][:9]}{' with changes' * git['dirty']}"
     return "unknown"

@@ -67,6 +67,16 @@ class Run:
         classes = [self.settings.get(key) for key in PAIR[:2]]
         return "" if None in classes else "→".join(map(str, classes))
 
+    @property
+    def folder(self) -> Path:
+        """The run folder, or the file of the row."""
+        return self.result.folder or Path()
+
+    @property
+    def place(self) -> tuple[int, str, str]:
+        """Seed, pair of classes, and benign and unseen classes: what tells runs of one setting apart."""
+        return self.result.seed, self.pair, str([self.settings.get(key) for key in PAIR[2:4]])
+
     @cached_property
     def group(self) -> str:
         """What has to agree for runs to stand in one table: the data and its preparation, model and evaluation.
@@ -92,12 +102,15 @@ class Run:
         return self.track, _key(self.settings, lambda name: True), self.result.seed
 
 
+Kind = Literal["failed", "interrupted", "unfinished", "unreadable", "repeated"]
+
+
 @dataclass
 class Problem:
     """A run folder that is left out of every average, and why."""
 
     folder: Path
-    kind: Literal["failed", "interrupted", "unfinished", "unreadable", "repeated"]
+    kind: Kind
     message: str
     run: Run | None = None  # of a failed or interrupted run whose configuration can be read
 
@@ -128,7 +141,7 @@ class Collection:
                 **run.result.metrics,
                 **{f"seconds/{name}": value for name, value in run.result.seconds.items()},
                 "flags": " ".join(run.result.flags),
-                "folder": str(run.result.folder),
+                "folder": str(run.folder),
             }
             for run in self.runs
         ]
@@ -152,23 +165,24 @@ def collect(paths: Iterable[str | Path]) -> Collection:
         try:
             run = _read(folder)
         except DataError as error:
-            kind = "unreadable" if _file(folder).exists() else "unfinished"
+            kind: Kind = "unreadable" if _file(folder).exists() else "unfinished"
             collection.problems.append(Problem(folder, kind, str(error)))
             continue
         if (refused := folder / REFUSED).exists():  # what completed here is none of this multirun's
             collection.problems.append(Problem(folder, "failed", refused.read_text()))
             continue
         if run.result.status != "completed":
-            left = "interrupted", "resume=true goes on with it"
-            left = left if run.result.interrupted else ("failed", run.result.error or "no reason given")
-            collection.problems.append(Problem(folder, *left, run if run.config else None))
+            kind, why = ("failed", run.result.error or "no reason given")
+            if run.result.interrupted:
+                kind, why = "interrupted", "resume=true goes on with it"
+            collection.problems.append(Problem(folder, kind, why, run if run.config else None))
             continue
         if before := latest.get(run.identity):
-            older, run = sorted((before, run), key=lambda r: _file(r.result.folder).stat().st_mtime)
-            message = f"the same configuration and seed as {run.result.folder}, which is newer"
-            collection.problems.append(Problem(older.result.folder, "repeated", message))
+            older, run = sorted((before, run), key=lambda r: _file(r.folder).stat().st_mtime)
+            message = f"the same configuration and seed as {run.folder}, which is newer"
+            collection.problems.append(Problem(older.folder, "repeated", message))
         latest[run.identity] = run
-    collection.runs = sorted(latest.values(), key=lambda run: _natural(run.result.folder))
+    collection.runs = sorted(latest.values(), key=lambda run: _natural(run.folder))
     if not collection.runs and not collection.problems:
         raise DataError(f"no {Result.file} in or below {', '.join(map(str, paths))}; give folders of runs or sweeps")
     return collection
@@ -211,17 +225,6 @@ def _read(place: Path) -> Run:
     if not _file(place).exists():
         raise DataError(f"{place} has no {Result.file}; the run was killed or is still going")
     result = Result.read(place)
-    if not all(isinstance(part, dict) for part in (result.metrics, result.curves, result.seconds)):
-        raise DataError("metrics, curves and seconds of a result must be mappings; the file was edited")
-    curves, numbers = result.curves.values(), (*result.metrics.values(), *result.seconds.values())
-    sound = (
-        all(value is None or isinstance(value, int | float) for value in numbers)
-        and all(isinstance(curve, dict) and len(curve.get("x", ())) == len(curve.get("y", "?")) for curve in curves)
-        and (isinstance(result.seed, int) or result.status == "failed")  # it may be for this seed that it failed
-        and isinstance(result.flags, list)
-    )
-    if not sound:
-        raise DataError(f"{_file(place)}: its content is not what a run writes; it was edited")
     if place.is_file():
         if ROW not in result.about:
             raise DataError(f"{place} is no row of the leaderboard")

@@ -1,6 +1,6 @@
 """How values are shown, on the screen, in tables and in figures."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -12,10 +12,8 @@ if TYPE_CHECKING:
 
 NONE = "–"  # noqa: RUF001
 """Shown for a missing value."""
-MEASURES = {"accuracy": "accuracy", "r2": "R²", "loss": "loss"}
-"""What may be measured on the primary task, by its name in result.json, and how it is called."""
-ROLES = ("harmful", "primary", "benign")
-"""The usual tasks; further ones are found in what was measured."""
+PRIMARY = {"accuracy": "accuracy", "r2": "R²", "loss": "loss"}
+"""What may be measured on the primary task, and how it is called."""
 
 
 @dataclass
@@ -54,20 +52,18 @@ def spreadsheet(text: str) -> str:
     return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@")) else text
 
 
-def roles_in(names: Iterable[str], family: str, first: Iterable[str] = ROLES) -> list[str]:
-    """The tasks of which there is a measure or curve `<family>/<role>`: those of `first`, then the others by name."""
-    found = {name.split("/")[1] for name in names if name.startswith(f"{family}/")}
-    usual = [role for role in first if role in found]
-    return usual + sorted(found - set(usual))
-
-
 def template(name: str, **filters: Callable[..., object]) -> "Template":
     """The page `name` of this folder, to be filled in; values are escaped in HTML."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # slow to load: most runs write no page
 
     html = name.endswith(".html")
-    blocks = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": not html}
-    folder = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=folder, autoescape=html, undefined=StrictUndefined, **blocks)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=html,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=not html,
+    )
     environment.filters |= filters
     return environment.get_template(name)

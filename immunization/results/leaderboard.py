@@ -2,15 +2,16 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from immunization.config import slug
 from immunization.errors import DataError
 from immunization.results.attack_figures import worth_removed
-from immunization.results.collect import ATTACK, Collection
-from immunization.results.columns import board_columns, breaker
+from immunization.results.collect import ATTACK
+from immunization.results.collect import Collection as Runs
+from immunization.results.columns import REMOVED, board_columns, breaker
 from immunization.results.formatting import Cell, markdown, template
 from immunization.results.page import Section
 from immunization.results.seed_statistics import ROUNDING
@@ -19,12 +20,13 @@ from immunization.results.tables import Table
 from immunization.runs import files
 from immunization.runs.filenames import ENVIRONMENT
 from immunization.runs.interpretation import newer, version
+from immunization.runs.records import Query, kind_of
 from immunization.runs.result import Result
 
 REPORT = "leaderboard.html"
 MARKS = "<!-- leaderboard -->", "<!-- /leaderboard -->"
 """Lines of a page; the text between them is replaced."""
-WORTH = "worth/removed", "worth/removed_20", "worth/removed_5"
+WORTH = REMOVED, REMOVED._replace(images=20), REMOVED._replace(images=5)
 """What rows may be sorted by: with all images of each class, or so many."""
 LOSS = 0.02
 """Of the primary measure and of the accuracies on other classes, which a row may lose and still has a rank."""
@@ -32,7 +34,6 @@ SEEDS = 3
 """That a rank needs."""
 SHOWN = 3
 """Runs of a row whose attackers and commands the page shows."""
-BENIGN = "transfer_benign"
 BELOW = "More than two points lost, or not measured"
 
 
@@ -47,7 +48,7 @@ def rows_below(paths: Iterable[Path]) -> list[Path]:
     return found
 
 
-def tracks(collection: Collection) -> list[list[Setting]]:
+def tracks(collection: Runs) -> list[list[Setting]]:
     """Rows that share track, suite, data and model, sorted and ranked; `apart` says why one is not comparable."""
     made = []
     for group in grouped(collection, lambda run: run.board):
@@ -60,9 +61,9 @@ def tracks(collection: Collection) -> list[list[Setting]]:
     return made
 
 
-def measure(rows: Iterable[Setting]) -> str:
+def measure(rows: Collection[Setting]) -> Query:
     """The measure of worth that most rows have, of equals the one with the most images."""
-    return max(WORTH, key=lambda name: sum(row.removed(name) is not None for row in rows))
+    return max(WORTH, key=lambda of: sum(row.removed(of) is not None for row in rows))
 
 
 def ranked(rows: Sequence[Setting]) -> list[Setting]:
@@ -100,12 +101,13 @@ def stakes(rows: Iterable[Setting]) -> list[str]:
     A method that trains other layers has attackers of these layers, too, who may do better.
     """
     rows = sorted(rows, key=lambda row: row.method != "identity")
-    for metrics in (result.metrics for row in rows for result in row.results):
-        shown = []
-        for images in ("_5", "_10", "_20", ""):
-            ends = [metrics.get(f"worth/theta_0{end}{images}") for end in ("", "_low", "_high")]
-            if None not in ends:
-                shown.append("{:.2f} ({:.2f} to {:.2f}) with {}".format(*ends, images[1:] or "all"))
+    for records in (result.records for row in rows for result in row.results):
+        worth = [records.get("worth/theta_0", "harmful", images=images) for images in (5, 10, 20, None)]
+        shown = [
+            f"{r.value:.2f} ({r.low:.2f} to {r.high:.2f}) with {r.images or 'all'}"
+            for r in worth
+            if r and None not in (r.value, r.low, r.high)
+        ]
         if shown:
             return [f"Theta_0 is worth {', '.join(shown)} images of each class."]
     return []
@@ -127,16 +129,15 @@ def weaker(attacks: Mapping[str, Any], strongest: Mapping[str, Any]) -> str:
     return "; ".join(words)
 
 
-def sections(collection: Collection) -> list[Section]:
+def sections(collection: Runs) -> list[Section]:
     """A table and a figure per track, suite and data; rows that are not comparable follow with theirs."""
     made, groups = [], tracks(collection)
     for group in sorted(groups, key=lambda rows: rows[0].first.track):
         worth, track = measure(group), group[0].first.track
         heading = title(group, [other for other in groups if other[0].first.track == track])
         heading = f"{track}: {heading}" if track else heading
-        names = (name.partition("/")[0] for row in group for result in row.results for name in result.metrics)
-        benign = dict.fromkeys(name.partition("_")[2] for name in names if name.startswith(BENIGN))
-        columns = board_columns(benign)
+        moved = (r for row in group for result in row.results for r in result.records.where(measure="transfer/after"))
+        columns = board_columns(dict.fromkeys(r.task for r in moved if r.task and kind_of(r.task) == "benign"))
         plot = worth_removed(group, WORTH, _named(heading), heading, 100 * LOSS)
         plots = [plot] if plot else []
         for words, apart in (("", False), (": not comparable", True)):
@@ -152,7 +153,7 @@ def sections(collection: Collection) -> list[Section]:
                     if (now := newer(old))
                 ]
             if any(row.removed(worth) for row in rows):
-                notes.append(f"Sorted by worth removed with {worth.partition('_')[2] or 'all'} images of each class.")
+                notes.append(f"Sorted by worth removed with {worth.images or 'all'} images of each class.")
             if len({len(row.runs) for row in rows}) > 1:
                 notes.append("Rows have different numbers of runs.")
             table.notes[:0] = notes
@@ -173,7 +174,8 @@ def between_marks(path: Path, parts: Sequence[Section], pictures: Mapping[str, s
     )
     if len(found) != 3:
         raise DataError(f"{path} has no place for the leaderboard: put {MARKS[0]} and {MARKS[1]} on lines of their own")
-    lines, notes = [f"Written by `{command}`. Do not edit by hand."], {}
+    lines = [f"Written by `{command}`. Do not edit by hand."]
+    notes: dict[str, None] = {}
     for part in parts:
         (table,) = part.tables
         shown, kept = table.only("page"), sum(map(keeps, part.group))
@@ -191,9 +193,10 @@ def _own_notes(table: Table) -> list[str]:
     return [note for note in table.notes if note not in {column.note for column in table.columns}]
 
 
-def write(path: Path, collection: Collection, parts: Sequence[Section], heading: str) -> None:
+def write(path: Path, collection: Runs, parts: Sequence[Section], heading: str) -> None:
     """Write the page for a browser: sortable, and with a choice of tracks and rows."""
-    shown, legend = [], {}
+    shown: list[tuple[Section, str, str, list[str]]] = []
+    legend: dict[str, None] = {}
     for part in parts:
         table = part.tables[0].only("browser")
         place = table.header.index("broken by")

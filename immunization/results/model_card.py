@@ -5,28 +5,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from immunization.results.columns import MEASURES
-from immunization.results.formatting import markdown, roles_in, template
+from immunization.results.columns import listed
+from immunization.results.formatting import markdown, template
+from immunization.results.settings import BENIGN_STEPS, HARMFUL_STEPS, PRIMARY_STEPS, RIR, authors
 from immunization.runs import files
 from immunization.runs.filenames import MODEL_CARD, WEIGHTS
 from immunization.runs.interpretation import at_least, shown
 from immunization.runs.numbers import changed
-from immunization.runs.result import Result
+from immunization.runs.records import STAGES, Query, Record, in_order
+from immunization.runs.result import Result, by_task
 from immunization.runs.verdict import EASIER
 
 HEADINGS = {
-    "primary/head_accuracy": "primary accuracy, own head",
-    "primary/head_accuracy_baseline": "the same before",
-    "primary/changed_predictions": "test images whose prediction changed",
-    "steps_ratio/harmful": "steps a harmful probe needs, relative to before (should be large)",
-    "steps_ratio/primary": "steps a fresh primary probe needs, relative to before (should be at most 1)",
-    "steps_ratio/benign": "steps a benign third task needs, relative to before (should be at most 1)",
-    "rir": "RIR, training images",
-    "test/rir": "RIR, held-out images",
-    "authors/rir": "RIR by authors' κ",
+    Query("head_accuracy", "primary"): "primary accuracy, own head",
+    Query("head_accuracy", "primary", "baseline"): "the same before",
+    Query("changed_predictions", "primary"): "test images whose prediction changed",
+    HARMFUL_STEPS: "steps a harmful probe needs, relative to before (should be large)",
+    PRIMARY_STEPS: "steps a fresh primary probe needs, relative to before (should be at most 1)",
+    BENIGN_STEPS: "steps a benign third task needs, relative to before (should be at most 1)",
+    RIR: "RIR, training images",
+    RIR._replace(split="test"): "RIR, held-out images",
+    authors(RIR): "RIR by authors' κ",
 }
 STEPS = (1, 10, 100, 1000, 10_000, 100_000, 1_000_000)
-SOURCES = ("hfds", "hfids", "tfds", "torch", "wds")
+SOURCES = ("hfds", "torch")
+"""Of images, which stand before the folder in the name of data."""
 HUB_LICENSES = ("apache-2.0", "mit", "bsd-3-clause", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0")
 
 
@@ -45,7 +48,8 @@ def write(folder: str | Path, facts: dict[str, Any], made: dict[str, Any] | None
     facts, made = changed(facts, _plain), changed(made or {"method": "an unknown method"}, _plain)
     told = [flag for flag in (EASIER, "head_at_chance") if flag in flags]
     # before anything else: what was measured, else what `immunize` warned of
-    warnings = [result.reasons[flag] for flag in told] if result else made.get("doubts", [])
+    reasons = result.reasons if result else {}
+    warnings = [reasons[flag] for flag in told] if result else made.get("doubts", [])
     verdict = [said for said in result.verdict if not any(why in said for why in warnings)] if result else []
     text = template("model_card.jinja", json=json.dumps).render(
         facts=facts,
@@ -62,7 +66,7 @@ def write(folder: str | Path, facts: dict[str, Any], made: dict[str, Any] | None
         steps=[f"{step:,}" for step in STEPS],
         curves=_curves(result) if result else [],
         stripped_by=[act] if isinstance(act := facts.get("stripped_by") or [], str) else act,
-        flags=[(_plain(flag), _plain(result.reasons.get(flag, ""))) for flag in flags],
+        flags=[(_plain(flag), _plain(reasons.get(flag, ""))) for flag in flags],
     )
     path = Path(folder) / MODEL_CARD
     files.write(path, text)
@@ -94,25 +98,25 @@ def _name(data: str) -> str:
 
 def _rows(result: Result | None, rounding: float | None) -> list[tuple[str, str]]:
     """Measures and their values."""
-    headings = HEADINGS | {column.measure: column.heading for column in MEASURES}
-    rows = [(text, _value(result, name)) for name, text in headings.items() if result and name in result.metrics]
+    headings = (HEADINGS | listed()).items() if result else ()
+    rows = [(text, _value(result, record)) for of, text in headings if result and (record := result.records.get(*of))]
     change = "outputs, rounded to the file's dtype: largest change, relative to the largest"
     return rows if rounding is None else [*rows, (change, f"{rounding:.1g}")]
 
 
-def _value(result: Result, name: str) -> str:
-    value = result.metrics[name]
-    if value is None:
-        return _plain(f"none: {result.reasons.get(name, '')}")
-    return shown(result, name) + " (capped: not reached within the counted steps)" * at_least(result, name)
+def _value(result: Result, record: Record) -> str:
+    if record.value is None:
+        return _plain(f"none: {result.reasons.get(record.of.name, '')}")
+    return shown(result, record) + " (capped: not reached within the counted steps)" * at_least(result, record)
 
 
 def _curves(result: Result) -> list[list[str]]:
     """Held-out accuracy of a linear probe against its steps of gradient descent, one row per task and state."""
     rows = []
-    for role in roles_in(result.curves, "probe"):
-        for suffix, when in (("/baseline", "before"), ("", "after")):
-            if curve := result.curves.get(f"probe/{role}{suffix}"):
+    probes = by_task(result.curves, "probe")
+    for role in in_order(probes):
+        for stage, when in zip(reversed(STAGES), ("before", "after"), strict=True):
+            if curve := probes[role].get(stage):
                 nearest = [min(range(len(curve["x"])), key=lambda i: abs(curve["x"][i] - t)) for t in STEPS]
                 rows.append([f"{role}, {when}", *(f"{curve['y'][i]:.3f}" for i in nearest)])
     return rows

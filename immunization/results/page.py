@@ -1,34 +1,99 @@
-"""report.html: tables, figures and every problem, in one file that needs no network."""
+"""report.html: tables, figures, attacks and every problem, in one file that needs no network."""
 
+import math
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from markupsafe import Markup, escape
 from rich.console import Console
 
-from immunization.results.attack_table import Audit
-from immunization.results.attack_table import audit as audit_of
+from immunization.results.attack_figures import attack_costs
 from immunization.results.collect import Collection, Run, collect
-from immunization.results.columns import MEASURES
-from immunization.results.formatting import Cell, code, number, template
+from immunization.results.columns import ATTACKS, Column, listed
+from immunization.results.formatting import Cell, code, template
 from immunization.results.formatting import markdown as markdown_of
 from immunization.results.plot import Plot
-from immunization.results.settings import Setting, best, by_authors, in_convention, settings, title
+from immunization.results.settings import (
+    HARMFUL_STEPS,
+    RATIO_HARMFUL,
+    RATIO_PRIMARY,
+    RIR,
+    Setting,
+    authors,
+    best,
+    by_authors,
+    in_convention,
+    settings,
+    title,
+)
 from immunization.results.sweep_figures import draw
 from immunization.results.tables import Table, alignment, comparison, counts, meanings
 from immunization.runs import files
+from immunization.runs.filenames import WEIGHTS, weights_of
+from immunization.runs.interpretation import attack_names, successes
+from immunization.runs.numbers import number
+from immunization.runs.verdict import verdict
 
 REPORT = "report.html"
-LISTED = ("ratio_harmful", "ratio_primary", "rir", "test/rir", "authors/rir", "steps_ratio/harmful")
+LISTED = (RATIO_HARMFUL, RATIO_PRIMARY, RIR, RIR._replace(split="test"), authors(RIR), HARMFUL_STEPS)
 """Measures in the report's list of runs, before MEASURES."""
 MOST = 500
 """Most rows of the report's lists of runs and problems; the CSV has all."""
+
+
+ATTACK_NOTES = (
+    "immunized, baseline: the held-out measure at the step that the attacker's validation rows choose. learned: it "
+    "reaches the bar; ?: the 95 % interval from the number of test rows contains the bar.",
+    "Operations: until the bar, which is the same for all attacks. Steps: until 90 % of the way from guessing to the "
+    "same attack's best on the baseline; >: the budget was too small. Eq. 2: the ratio that condition numbers predict.",
+)
+
+
+@dataclass
+class Audit:
+    """The attacks on one setting: the verdict, the table and the figure of them, the audited model and the flags."""
+
+    setting: Setting
+    table: Table
+    plot: Plot | None
+    notes: Sequence[str] = ATTACK_NOTES
+
+    @cached_property
+    def sentences(self) -> list[str]:
+        """The verdict in words; the first sentence is a summary."""
+        return verdict(self.setting.results)
+
+    @property
+    def subject(self) -> str:
+        """The audited model: method, weights, data, pair and rows."""
+        run, more = self.setting.runs[0], len(self.setting.runs) - 1
+        result, words = run.result, [f"{self.setting.label} on {run.result.dataset}, {run.result.model}"]
+        words += [weights(run)] if not more else [f"{more + 1} runs"]
+        classes = result.about.get("classes")
+        if run.pair and isinstance(classes, dict):
+            words += [f"primary class {classes.get('primary')}, harmful class {classes.get('harmful')}"]
+        rows = result.about.get("rows")
+        if isinstance(rows, dict) and isinstance(harmful := rows.get("harmful"), dict):
+            words += ["harmful rows: " + ", ".join(f"{count:,} {split}" for split, count in harmful.items())]
+        return "; ".join([*words, *([] if more else [f"seed {result.seed}"])])
+
+    @cached_property
+    def flags(self) -> dict[str, str]:
+        """Every flag of the runs with the reason of the first, and how many runs have it."""
+        results, found = self.setting.results, {}
+        for flag, count in Counter(flag for result in results for flag in result.flags).items():
+            first = next(result for result in results if flag in result.flags)
+            where = f"in {count} of {len(results)} runs: " if len(results) > 1 else ""
+            found[flag] = where + first.reasons.get(flag, "no reason given")
+        if len({result.seed for result in results}) < 3:
+            found["few_seeds"] = "fewer than 3 seeds: nothing is known of the spread of these figures"
+        return found
 
 
 @dataclass
@@ -72,15 +137,53 @@ def sections(collection: Collection, objective: str, figures: bool = True) -> li
         for j, setting in enumerate(group, 1):
             if found := audit_of(setting, f"{name}_attacks_{j}", heading):
                 audits.append(found)
-                legend += found.NOTES
+                legend += found.notes
         part = Section(group, tables, draw(group, name, objective) if figures else [], legend, audits)
-        metric = in_convention(group, objective)
-        if len(group) > 1 and (winner := best(group, metric)):
-            mean = number(winner.summary(metric).mean)
+        of = in_convention(group, objective)
+        if len(group) > 1 and (winner := best(group, objective)):
+            mean = number(winner.summary(of).mean)
             among = "of settings that slow harm and keep the primary task in every run"
-            part.conclusion = f"★ largest mean {metric} {among}: {winner.label} ({mean})"
+            part.conclusion = f"★ largest mean {of.name} {among}: {winner.label} ({mean})"
         made.append(part)
     return made
+
+
+def audit_of(setting: Setting, name: str, heading: str) -> Audit | None:
+    """One row an attack, medians over the runs of the setting; None where nothing was attacked."""
+    costs = [successes(result) for result in setting.results]
+    cheapest = {
+        attack: min((found[attack] for found in costs if attack in found), default=math.inf)
+        for result in setting.results
+        for attack in attack_names(result)
+    }
+    if not (names := sorted(cheapest, key=cheapest.__getitem__)):  # the cheapest success first, what is held last
+        return None
+
+    def cell(column: Column, attack: str) -> Cell:
+        return column.cell(setting, column.of._replace(attack=attack))
+
+    places, subject = set(map(_checkpoint, setting.runs)), setting.label
+    if setting.method == "unmodified" and len(places) == 1 and (place := places.pop()):
+        subject = f"checkpoint {Path(place).name}"  # audited as it stands
+    title = f"{heading}: attacks on {subject}"
+    table = Table.of(name, title, ATTACKS, names, cell)
+    made = Audit(setting, table, attack_costs(setting, f"{name}_costs"))
+    flags = [f"Flag {flag}: {text}." for flag, text in made.flags.items()]
+    made.table.notes += [*made.sentences, *ATTACK_NOTES, *flags]
+    return made
+
+
+def _checkpoint(run: Run) -> str | None:
+    return (run.config.get("model") or {}).get("checkpoint")
+
+
+def weights(run: Run) -> str:
+    """The checkpoint that was audited, else the weights that the run left, by their name and SHA-256."""
+    place = _checkpoint(run)
+    path = weights_of(Path(place).expanduser()) if place else run.folder / WEIGHTS
+    name = f"checkpoint {path.parent.name}/{path.name}" if place else "its own weights"
+    digest = files.sha256(path)
+    return f"{name}, SHA-256 {digest[:12]}" if digest else name
 
 
 def summarize(collection: Collection, folder: Path, objective: str) -> None:
@@ -155,7 +258,7 @@ def provenance(runs: Sequence[Run]) -> str:
     """Which runs, and the commands that made them."""
     commands = [code(command) for command in dict.fromkeys(run.command for run in runs if run.command)]
     made = f", made by {_first(commands)}" if commands else ""
-    folders = _first(sorted({str(run.result.folder.parent).replace("`", "'") for run in runs}))
+    folders = _first(sorted({str(run.folder.parent).replace("`", "'") for run in runs}))
     return f"{len(runs)} run{'s' * (len(runs) != 1)} in {folders}{made}."
 
 
@@ -164,12 +267,13 @@ def _first(names: Sequence[str]) -> str:
 
 
 def _runs(runs: Sequence[Run]) -> Table:
-    metrics, rows = [*LISTED, *(column.measure for column in MEASURES)], []
-    for result in (run.result for run in runs[:MOST]):
-        known = Cell(result.folder.name), Cell(result.method), Cell(str(result.seed), result.seed)
-        measured = (Cell.of(result.metrics.get(name)) for name in metrics)
+    queries, rows = [*LISTED, *listed()], []
+    for run in runs[:MOST]:
+        result = run.result
+        known = Cell(run.folder.name), Cell(result.method), Cell(str(result.seed), result.seed)
+        measured = (Cell.of(result.records.value(*of)) for of in queries)
         rows.append([*known, *measured, Cell(", ".join(result.flags))])
-    return Table("runs", "", ["run folder", "method", "seed", *metrics, "flags"], rows)
+    return Table("runs", "", ["run folder", "method", "seed", *(of.name for of in queries), "flags"], rows)
 
 
 def _code(text: str) -> Markup:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -93,7 +93,8 @@ def inked() -> Iterator[None]:
     import matplotlib
 
     names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    with matplotlib.rc_context(dict.fromkeys(names, INK)):
+    colors: dict[Any, Any] = dict.fromkeys(names, INK)
+    with matplotlib.rc_context(colors):
         yield
 
 
@@ -132,7 +133,7 @@ def _look(method: str, place: int, count: int, more: int) -> Look:
     """
     if method in METHODS:
         i = [*METHODS].index(method)
-        color = bytes.fromhex(PALETTE[i][1:])
+        color = [*bytes.fromhex(PALETTE[i][1:])]
     else:
         i, hue, dark, *_ = sha256(method.encode()).digest()
         color = [round(255 * part) for part in hls_to_rgb(hue / 256, 0.35 + dark / 1024, 0.6)]
@@ -167,7 +168,7 @@ def panel_axes(
     total = left + columns * width + (columns - 1) * gap + right
     tall = bottom + rows * height + (rows - 1) * row_gap + top
     figure = Figure(figsize=(total, tall), facecolor="none")
-    axes = []
+    axes: list[Axes] = []
     for i in range(count):
         row, column = divmod(i, columns)
         x, y = left + column * (width + gap), bottom + (rows - 1 - row) * (height + row_gap)
@@ -220,7 +221,7 @@ def fit_log(axis: Axis, values: Sequence[float] | np.ndarray) -> None:
     known = known[np.isfinite(known)]
     if not (size := np.abs(known[known != 0])).size:
         return
-    rescale = axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale
+    rescale = axis.axes.set_xscale if axis is axis.axes.xaxis else axis.axes.set_yscale
     if (known <= 0).any():
         rescale("symlog", linthresh=size.min())
     elif size.max() > 5 * size.min():
@@ -238,7 +239,7 @@ def color_bar(figure: Figure, drawn: AxesImage, ax: Axes, label: str = "", exten
     figure.colorbar(drawn, cax=figure.add_axes(place), extend=extend).set_label(label)
 
 
-def image(ax: Axes, values: np.ndarray, x: Sequence[str], y: Sequence[str], **options: str | float) -> AxesImage:
+def image(ax: Axes, values: np.ndarray, x: Sequence[str], y: Sequence[str], **options: Any) -> AxesImage:
     """A heat map with a name at every row and column."""
     ax.grid(False)
     ax.spines[:].set_visible(False)

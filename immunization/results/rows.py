@@ -6,36 +6,27 @@ import shlex
 import statistics
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from immunization.config import TRACK, slug
 from immunization.errors import DataError
 from immunization.results.collect import LAYERS, ROW, TRAINING, Run, collect, flatten, varying
+from immunization.results.settings import RIR
 from immunization.runs import files
 from immunization.runs.filenames import ENVIRONMENT, OVERRIDES
 from immunization.runs.numbers import spelled
+from immunization.runs.records import PROBES, SPECTRA, STAGES, WORST, Record, Records
 from immunization.runs.result import Result
 from immunization.runs.resume import INPUTS, result_settings
 
 FOLDER = Path("leaderboard/rows")
 """Rows of all tracks, in a folder each."""
 HEADLINES = (
-    *(
-        "rir",
-        "definition/immunized",
-        "steps_ratio/*",
-        "worst/*",
-        "primary/*",
-        "other_classes/accuracy*",
-        "ceiling/worth",
-    ),
-    *("worth/before*", "worth/removed*", "worth/theta_0*", "transfer_*/before*", "transfer_*/after*"),
-    *("attack*/worst/bar", "attack*/worst/fine_tuned", "attack/worst/flops_ratio_searched", "attack/*/sgrc_*"),
-    *(f"attack*/{measure}{stage}" for measure in ("final", "cost") for stage in ("", "_baseline")),
+    *("definition/immunized", "steps_ratio", "other_classes/accuracy", "other_classes/accuracy_enlarged"),
+    *("ceiling/worth", "worth/before", "worth/removed", "worth/theta_0", "transfer/before", "transfer/after"),
 )
-"""Patterns of the measures that rows keep: those of which the leaderboard's tables and figures are made."""
+"""Measures that rows keep: of these, and of what `_headlines` adds, the leaderboard's tables and figures are made."""
 LOCAL = re.compile(r"""(?<![^\s"'=\[(,:])(?:file://)?~?/(?!/)[^\s"'`,;\])]+""")
 """A path of this machine."""
 
@@ -47,12 +38,13 @@ def write(paths: Iterable[Path], into: Path = FOLDER) -> list[Path]:
     runs are left out, and a failed one leaves a completed row as it is. Raises DataError for a run of no track, for two
     of one name, and for a row of other settings than the one it would replace.
     """
-    collection, rows = collect(paths), {}
+    collection = collect(paths)
+    rows: dict[Path, Result] = {}
     failed = [problem.run for problem in collection.problems if problem.kind == "failed" and problem.run]
     for run in [*collection.runs, *failed]:
         path, row = _row(run)
         if rows.setdefault(into / path, row) is not row and run not in failed:
-            raise DataError(f"{run.result.folder} and another run are both the row {path}; give one of them")
+            raise DataError(f"{run.folder} and another run are both the row {path}; give one of them")
     written = [path for path, row in rows.items() if _replaces(path, row)]
     for path in written:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +70,7 @@ def _replaces(path: Path, row: Result) -> bool:
 
 def _row(run: Run) -> tuple[Path, Result]:
     """The path of a row below the folder of all, and its content, without paths of this machine."""
-    folder, content = run.result.folder, run.result.as_dict()
+    folder, content = run.folder, run.result.as_dict()
     overrides, place = overrides_of(folder), folder / ENVIRONMENT
     if (track := track_of(overrides)) is None:
         raise DataError(f"{folder} is no run of a track: none of its overrides is {TRACK}<track>")
@@ -94,20 +86,31 @@ def _row(run: Run) -> tuple[Path, Result]:
         "config": spelled(result_settings(run.config)),
         "environment": {key: value for key, value in environment.items() if key not in ("command", "platform", INPUTS)},
     }
-    content["about"] |= {ROW: files.plain(row)}
-    for key in ("schema", "curves", "records", "verdict"):
-        del content[key]
-    content["metrics"] = {name: value for name, value in content["metrics"].items() if _headline(name, run.result)}
-    told = {*content["metrics"], *content["flags"]}
+    records = _headlines(run.result)
+    told = {*Records(records).by_name, *content["flags"]}
+    content |= {"records": [record.as_dict() for record in records], "metrics": {}, "curves": {}}
     content["reasons"] = {name: reason for name, reason in content["reasons"].items() if name in told}
+    content["about"] |= {ROW: files.plain(row)}
     named = [word for word in overrides if word.startswith((*TRAINING, LAYERS, "pair="))]
     path = Path(track, f"{slug('-'.join([run.result.method, *named, str(run.result.seed)]))}.json")
     return path, Result.from_dict(_without_paths(content))
 
 
-def _headline(name: str, result: Result) -> bool:
-    """Whether the leaderboard shows a measure."""
-    return name in result.own_measures or any(fnmatchcase(name, pattern) for pattern in HEADLINES)
+def _headlines(result: Result) -> list[Record]:
+    """The records that the leaderboard shows, and those of one's own evaluations."""
+    of_attacks = [*result.records.family("sgrc_").values()]
+
+    def kept(record: Record) -> bool:
+        measure, task = record.measure, record.task
+        if record.of.name in result.own_measures:
+            return True
+        if record.attack:
+            worst = record.attack == WORST and measure in ("bar", "fine_tuned", "flops_ratio_searched")
+            return worst or record in of_attacks or (measure in ("final", "cost") and record.stage in STAGES)
+        primary = task == "primary" and measure not in (*SPECTRA, *PROBES)
+        return primary or task == WORST or measure in HEADLINES or record.of == RIR
+
+    return [record for record in result.records.values() if kept(record)]
 
 
 def _without_paths(value: object) -> Any:
@@ -150,7 +153,9 @@ def plan(jobs: Sequence[Sequence[str]], sweep: Path, ignored: Collection[str] = 
 
     A job takes the median of the completed ones, or of the track's rows. `ignored` keys of overrides change no number.
     """
-    track, wanted, done, seconds = track_of(jobs[0]), {job(one, ignored) for one in jobs}, set(), []
+    track, wanted = track_of(jobs[0]) or "", {job(one, ignored) for one in jobs}
+    done: set[frozenset[str]] = set()
+    seconds: list[float] = []
     for folder in (path.parent for path in sweep.glob(f"*/{OVERRIDES}")):
         with suppress(DataError):
             if (result := Result.read(folder)).status == "completed":

@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from immunization.results.formatting import number, roles_in
 from immunization.results.plot import INK, LINE, fit_log, panel_axes, plain_text
 from immunization.runs import tracker
 from immunization.runs.interpretation import shown
-from immunization.runs.records import kind_of
-from immunization.runs.result import Curve, Result
+from immunization.runs.numbers import number
+from immunization.runs.records import Role, Stage, in_order, kind_of
+from immunization.runs.result import Curve, Result, by_task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +46,7 @@ LABELS = {
     "rir": "RIR",
 }
 OTHERS = (("#CC79A7", "-"), ("#E69F00", "--"), ("#56B4E9", "-."), ("#999999", ":"))
-STYLES = {
+STYLES: dict[Stage, dict[str, Any]] = {
     "immunized": {"linestyle": "-", "linewidth": 2.0},
     "baseline": {"linestyle": (0, (5, 3)), "linewidth": 1.4},
 }
@@ -77,32 +77,38 @@ def draw(result: Result, folder: str | Path) -> list[Path]:
 
 def norm_ratio(curves: Mapping[str, Curve]) -> Figure | None:
     """Distance to the optimum of the probe against steps of steepest descent (Eq. 16), both tasks."""
-    return _by_task(curves, "norm_ratio", "steps, exact line search", "‖wₜ − w*‖ / ‖w₀ − w*‖", log=True)[0]  # noqa: RUF001
+    tasks = by_task(curves, "norm_ratio")
+    return _panels_of(tasks, "steps, exact line search", "‖wₜ − w*‖ / ‖w₀ − w*‖", log=True)[0]  # noqa: RUF001
 
 
 def spectra(curves: Mapping[str, Curve]) -> Figure | None:
     """Eigenvalues of both Hessians relative to the largest one: the last of them is 1/kappa."""
-    points = {name: _points(curve) for name, curve in curves.items() if name.startswith("spectrum/")}
-    relative = {name: {"x": x, "y": y / y[0]} for name, (x, y) in points.items()}
-    figure, panels = _by_task(relative, "spectrum", "index i", "eigenvalue λᵢ / λ₁ of the Hessian", log=True)
+    tasks = by_task(curves, "spectrum")
+    relative = {role: {stage: _relative(curve) for stage, curve in stages.items()} for role, stages in tasks.items()}
+    figure, panels = _panels_of(relative, "index i", "eigenvalue λᵢ / λ₁ of the Hessian", log=True)
     for role, ax in panels.items():
-        ends = (relative.get(f"spectrum/{role}{suffix}") for suffix in ("/baseline", ""))
-        kappa = " → ".join(number(1 / curve["y"][-1]) for curve in ends if curve)
+        ends = (curve for stage in ("baseline", "immunized") if (curve := relative[role].get(stage)))
+        kappa = " → ".join(number(1 / curve["y"][-1]) for curve in ends)
         ax.set(title=f"{role} task: κ {kappa}")
     return figure
 
 
 def learning_curves(result: Result) -> Figure | None:
     """Held-out measure of a gradient descent probe against its steps, on every task of the run."""
-    measure = "accuracy" if "primary/accuracy" in result.metrics else "R²"
-    figure, panels = _by_task(result.curves, "probe", "steps of gradient descent", f"held-out {measure}")
+    measure = "accuracy" if result.records.get("accuracy", "primary") else "R²"
+    figure, panels = _panels_of(by_task(result.curves, "probe"), "steps of gradient descent", f"held-out {measure}")
     for role, ax in panels.items():
-        ratio, bar = (result.metrics.get(f"{name}/{role}") for name in ("steps_ratio", "steps_bar"))
+        ratio, bar = result.records.get("steps_ratio", role), result.records.value("steps_bar", task=role)
         if bar is not None:
             ax.axhline(bar, color=INK, linewidth=1.0, linestyle=":")
-            place = {"xycoords": ax.get_yaxis_transform(), "textcoords": "offset points", "va": "top", "ha": "right"}
+            place: dict[str, Any] = {
+                "xycoords": ax.get_yaxis_transform(),
+                "textcoords": "offset points",
+                "va": "top",
+                "ha": "right",
+            }
             ax.annotate("90 %", (1, bar), (-3, -3), fontsize=8, **place)
-        steps = "" if ratio is None else f": steps ratio {shown(result, f'steps_ratio/{role}')}"
+        steps = "" if ratio is None or ratio.value is None else f": steps ratio {shown(result, ratio)}"
         ax.set(title=f"{role} task{steps}", xscale="log")
         ax.minorticks_off()
     if figure:
@@ -152,19 +158,24 @@ def _points(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
     return np.array(curve["x"], dtype=float), np.array(curve["y"], dtype=float)
 
 
-def _by_task(
-    curves: Mapping[str, Curve], family: str, xlabel: str, ylabel: str, log: bool = False
+def _relative(curve: Curve) -> Curve:
+    x, y = _points(curve)
+    return {"x": x.tolist(), "y": (y / y[0]).tolist()}
+
+
+def _panels_of(
+    tasks: Mapping[Role, Mapping[Stage, Curve]], xlabel: str, ylabel: str, log: bool = False
 ) -> tuple[Figure | None, dict[str, Axes]]:
-    """A panel for every task that has a curve of a family, with the baseline; one legend, as one y axis, for all."""
+    """A panel for every task that has a curve, with the baseline's; one legend, as one y axis, for all."""
     from matplotlib.lines import Line2D
 
-    roles = roles_in(curves, family, COLORS)
+    roles = in_order(tasks, COLORS)
     if not roles:
         return None, {}
     figure, axes = _panels(len(roles))
     for ax, role in zip(axes, roles, strict=True):
         for state, style in STYLES.items():
-            if curve := curves.get(f"{family}/{role}{'/baseline' if state == 'baseline' else ''}"):
+            if curve := tasks[role].get(state):
                 ax.plot(*_points(curve), color=COLORS.get(kind_of(role), UNSEEN), **style)
         ax.set(title=f"{role} task", xlabel=xlabel)
     axes[0].set_ylabel(ylabel)

@@ -1,15 +1,21 @@
 """Spread of a measure over seeds, and whether two methods differ: means, intervals and paired tests.
 
-scipy is loaded where it is needed: scipy.stats takes as long as all else at the end of a multirun of one seed.
+Values are Series by seed and pair of classes. scipy is loaded where it is needed: scipy.stats takes as long as all else
+at the end of a multirun of one seed.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 T = TypeVar("T")
 
@@ -34,7 +40,7 @@ class Summary:
     n: int
 
 
-def summarize(values: Sequence[float]) -> Summary:
+def summarize(values: Sequence[float] | pd.Series) -> Summary:
     """`values` [n] (one per seed) as a Summary; NaN without values.
 
     The interval is Student's, which supposes a normal distribution; it needs three values and is NaN below.
@@ -51,7 +57,12 @@ def summarize(values: Sequence[float]) -> Summary:
     return Summary(mean, std, mean - half, mean + half, x.size)
 
 
-def paired_p(a: Mapping[tuple, float], b: Mapping[tuple, float]) -> float:
+def _both(a: pd.Series, b: pd.Series) -> pd.DataFrame:
+    """The values of the keys that both have."""
+    return a.to_frame("a").join(b.rename("b"), how="inner")
+
+
+def paired_p(a: pd.Series, b: pd.Series) -> float:
     """Two-sided p-value of a paired t-test of `a` against `b` on the keys (seed, pair of classes) that both have.
 
     Differences are averaged over the pairs of each seed, since those of one seed are not independent. Positive measures
@@ -59,17 +70,16 @@ def paired_p(a: Mapping[tuple, float], b: Mapping[tuple, float]) -> float:
     tells apart, and where logarithms and values disagree on which are larger, and NaN for others of fewer than ENOUGH
     seeds.
     """
-    keys = [key for key in a if key in b]
-    x, y = (np.array([values[key] for key in keys], dtype=float) for values in (a, b))
-    if keys and np.allclose(x, y, rtol=ROUNDING, atol=0):
+    both = _both(a, b)
+    x, y = both.a, both.b
+    if len(both) and np.allclose(x, y, rtol=ROUNDING, atol=0):
         return 1.0
-    if len({key[0] for key in keys}) < ENOUGH:
+    if both.index.get_level_values(0).nunique() < ENOUGH:
         return math.nan
     larger = x.mean() > y.mean()
-    if min(x.min(), y.min()) > 0:
+    if both.min(axis=None) > 0:
         x, y = np.log(x), np.log(y)
-    seeds = np.unique([str(key[0]) for key in keys], return_inverse=True)[1]
-    difference = summarize(np.bincount(seeds, x - y) / np.bincount(seeds))
+    difference = summarize((x - y).groupby(level=0).mean())
     if (difference.mean > 0) != larger:
         return 1.0
     if not difference.std:  # they differ by one and the same number, or factor
@@ -80,41 +90,39 @@ def paired_p(a: Mapping[tuple, float], b: Mapping[tuple, float]) -> float:
     return 2 * float(stdtr(difference.n - 1, -abs(t)))
 
 
-def paired_ratio(a: Mapping[tuple, float], b: Mapping[tuple, float]) -> Summary | None:
+def paired_ratio(a: pd.Series, b: pd.Series) -> Summary | None:
     """Geometric mean of a / b over the keys (seed, pair of classes) that both have, with its interval over seeds.
 
     None for fewer than three seeds, and for values that are not all positive and finite.
     """
-    logs: dict[object, list[float]] = {}
-    for key in (key for key in a if key in b):
-        if not 0 < min(a[key], b[key]) <= max(a[key], b[key]) < math.inf:
-            return None
-        logs.setdefault(key[0], []).append(math.log(a[key] / b[key]))
+    both = _both(a, b)
+    if not ((both > 0) & np.isfinite(both)).all(axis=None):
+        return None
+    logs = np.log(both.a / both.b).groupby(level=0).mean()
     if len(logs) < 3:
         return None
-    found = summarize([sum(own) / len(own) for own in logs.values()])
+    found = summarize(logs)
     return replace(found, mean=math.exp(found.mean), low=math.exp(found.low), high=math.exp(found.high))
 
 
-def rank_correlation(x: Mapping[tuple[str, str], float], y: Mapping[tuple[str, str], float]) -> tuple[float, float]:
+def rank_correlation(x: pd.Series, y: pd.Series) -> tuple[float, float]:
     """Spearman's rho of two measures of ordered pairs of classes, and its two-sided p-value; NaN below three pairs.
 
     Pairs that share a class are not independent. Where all pairs of the classes are there, p therefore comes from
     PERMUTATIONS random permutations of the classes, each of which moves all their pairs (the quadratic assignment
     procedure; Krackhardt, 1988); else it is the one for independent pairs, which is too small.
     """
-    keys = [key for key in x if key in y]
-    if len(keys) < 3:
+    if min(len(x), len(y)) < 3 or len(both := _both(x, y)) < 3:
         return math.nan, math.nan
     from scipy import stats
 
-    a, b = (stats.rankdata([values[key] for key in keys]) for values in (x, y))
+    a, b = (stats.rankdata(both[name]) for name in ("a", "b"))
     a, b = ((ranks - ranks.mean()) / max(np.linalg.norm(ranks - ranks.mean()), 1e-300) for ranks in (a, b))
     rho = float(a @ b)
-    classes = sorted({name for key in keys for name in key})
-    if len(keys) < len(classes) * (len(classes) - 1):
-        return rho, float(stats.spearmanr([x[key] for key in keys], [y[key] for key in keys]).pvalue)
-    first, second = np.array([[classes.index(name) for name in key] for key in keys]).T
+    classes = sorted({name for pair in both.index for name in pair})
+    if len(both) < len(classes) * (len(classes) - 1):
+        return rho, float(stats.spearmanr(both.a, both.b).pvalue)
+    first, second = np.array([[classes.index(name) for name in pair] for pair in both.index]).T
     matrix = np.zeros((len(classes), len(classes)))
     matrix[first, second] = a
     permuted = np.random.default_rng(0).permuted(np.tile(np.arange(len(classes)), (PERMUTATIONS, 1)), axis=1)
@@ -122,7 +130,7 @@ def rank_correlation(x: Mapping[tuple[str, str], float], y: Mapping[tuple[str, s
     return rho, float((1 + (np.abs(others) >= abs(rho) - 1e-12).sum()) / (1 + PERMUTATIONS))
 
 
-def ties(values: Mapping[T, Mapping[tuple, float]], ranked: Sequence[T]) -> set[T]:
+def ties(values: Mapping[T, pd.Series], ranked: Sequence[T]) -> set[T]:
     """The first of `ranked`, best first, and those behind it up to the first that is told from it.
 
     Paired t-tests against the first, corrected for their number by Holm's method; what cannot be tested is told from it

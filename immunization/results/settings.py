@@ -1,21 +1,27 @@
 """Comparable runs: those that differ only in the seed and the pair of classes, in groups of one data set."""
 
+from __future__ import annotations
+
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from immunization.results.collect import ATTACK, AUDITED, MEASURING, PAIR, TRAINING, Collection, Run, varying
-from immunization.results.formatting import MEASURES, number
+from immunization.results.formatting import PRIMARY
 from immunization.results.seed_statistics import ROUNDING, Summary, summarize
 from immunization.runs.interpretation import HELD, UNNUMBERED, UNTRAINED, at_least, attacked, successes, unbroken
-from immunization.runs.records import STAGES, kind_of
+from immunization.runs.numbers import number
+from immunization.runs.records import STAGES, WORST, Query, kind_of, names, query_of
 from immunization.runs.result import Result
 from immunization.runs.verdict import NOT_SLOWER
 
-OTHER = "other_classes/accuracy", "other_classes/accuracy_enlarged"
+if TYPE_CHECKING:
+    import pandas as pd
+
+OTHER = Query("other_classes/accuracy"), Query("other_classes/accuracy_enlarged")
 """Of the own head on classes that no method is shown, and on their images at twice the size."""
 
 METHODS = {
@@ -30,7 +36,20 @@ METHODS = {
 The colors are Okabe and Ito's and, as far from these and each other as color-blind readers see, nine more.
 """
 
-RATIOS = {"ratio_harmful": "(i)", "ratio_primary": "(ii)", "rir": "RIR"}
+RATIO_HARMFUL, RATIO_PRIMARY, RIR = (
+    Query(*of, split="train") for of in (("ratio", "harmful"), ("ratio", "primary"), ("rir", "harmful"))
+)
+RATIOS = {RATIO_HARMFUL: "(i)", RATIO_PRIMARY: "(ii)", RIR: "RIR"}
+BY_AUTHORS = {"ratio": "authors/ratio", "rir": "authors/rir"}
+"""The measures of `RATIOS` by the released code's convention of kappa."""
+IMMUNIZED, CEILING = Query("definition/immunized"), Query("ceiling/rir")
+STEPS = Query("steps_ratio", split="test")
+HARMFUL_STEPS, PRIMARY_STEPS, BENIGN_STEPS = (STEPS._replace(task=task) for task in ("harmful", "primary", "benign"))
+SCORE = Query("alignment/score")
+HEAD = ("head_accuracy", "head_r2", "head_loss")
+"""What may be measured on the primary task by the model's own head."""
+ACCURACIES = ("accuracy", "head_accuracy", *(of.measure for of in OTHER))
+"""Measures of which tables show the mean over seeds; others can spread by orders of magnitude."""
 
 KEEPS = (
     "settings that slow harm and keep the primary task in every run: (i) > 1, Definition 3.1, a harmful steps ratio "
@@ -57,82 +76,88 @@ class Setting:
     def results(self) -> list[Result]:
         return [run.result for run in self.runs]
 
-    def values(self, metric: str, bound: float | None = None) -> dict[tuple[int, str, str], float]:
-        """The measure of each run that has it, by seed, pair of classes, and benign and unseen classes.
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """A row a run, by seed, pair of classes and further classes; a column a number, by its flat name."""
+        import pandas as pd  # slow to load, and a run that only prints its sheet does without it
 
-        `bound` stands for every lower bound (`interpretation.at_least`).
-        """
-        found = {}
-        for run in self.runs:
-            if (value := run.result.metrics.get(metric)) is not None:
-                others = str([run.settings.get(key) for key in ("dataset.benign", "dataset.unseen")])
-                bounded = bound is not None and at_least(run.result, metric)
-                found[run.result.seed, run.pair, others] = bound if bounded else float(value)
-        return found
+        index = pd.MultiIndex.from_tuples([run.place for run in self.runs], names=["seed", "pair", "others"])
+        frame = pd.DataFrame([run.result.metrics for run in self.runs], index=index, dtype=float)
+        return frame[~frame.index.duplicated(keep="last")]
 
-    def at_least(self, metric: str) -> bool:
+    def values(self, of: Query) -> pd.Series:
+        """The number of each run that has it, by seed, pair of classes, and benign and unseen classes."""
+        return self._values(of.name)
+
+    def _values(self, name: str) -> pd.Series:
+        return self.frame.reindex(columns=[name])[name].dropna()
+
+    def bounded(self, of: Query) -> pd.Series:
+        """`values`, with infinity for every lower bound (`interpretation.at_least`)."""
+        values, records = self.values(of), ((run, run.result.records.get(*of)) for run in self.runs)
+        bounds = [run.place for run, record in records if record and at_least(run.result, record)]
+        return values.mask(values.index.isin(bounds), math.inf) if bounds else values
+
+    def at_least(self, of: Query) -> bool:
         """Whether the median is a lower bound, since it depends on values that are."""
-        values = self.values(metric, bound=math.inf).values()
-        return bool(values) and statistics.median(values) != self.median(metric)
+        values = self.values(of)
+        return bool(len(values)) and bool(values.median() != self.bounded(of).median())
 
-    def seeds(self, metric: str) -> list[float]:
+    def seeds(self, of: Query) -> pd.Series:
         """The mean over all pairs of classes, for each seed."""
-        by_seed: dict[int, list[float]] = {}
-        for (seed, *_), value in self.values(metric).items():
-            by_seed.setdefault(seed, []).append(value)
-        return [sum(values) / len(values) for values in by_seed.values()]
+        return self.values(of).groupby(level="seed", sort=False).mean()
 
-    def summary(self, metric: str) -> Summary:
+    def summary(self, of: Query) -> Summary:
         """Mean, spread and interval over the seeds."""
-        return summarize(self.seeds(metric))
+        return summarize(self.seeds(of))
 
-    def median(self, metric: str) -> float | None:
+    def median(self, of: Query) -> float | None:
         """Over all runs; for measures that spread by orders of magnitude."""
-        values = self.values(metric).values()
-        return statistics.median(values) if values else None
+        values = self.values(of)
+        return float(values.median()) if len(values) else None
 
-    def paid(self, metric: str) -> float | None:
+    def paid(self, of: Query) -> float | None:
         """The median of operations until a task is learned, or of their ratio: infinite in runs that never learn it."""
-        attacked = (result.metrics for result in self.results if result.metrics.get("attack/worst/bar") is not None)
-        return median(
-            math.inf if metrics[metric] is None else metrics[metric] for metrics in attacked if metric in metrics
-        )
+        attacked = (r.records for r in self.results if r.records.value("bar", task="harmful", attack=WORST) is not None)
+        records = [record for own in attacked if (record := own.get(*of))]
+        return median(math.inf if record.value is None else record.value for record in records)
 
-    def change(self, measure: str) -> tuple[float, float] | None:
+    def change(self, of: Query) -> tuple[float, float] | None:
         """A measure before and after: a mean over seeds for an accuracy, else a median over runs."""
-        names = measure.replace("/after", "/before") if "/after" in measure else f"{measure}_baseline", measure
-        if not all(map(self.seeds, names)):
+        transfer = of.measure == "transfer/after"
+        before = of._replace(measure="transfer/before") if transfer else of._replace(stage="baseline")
+        if not (len(self.values(before)) and len(self.values(of))):
             return None
-        accuracy = "accuracy" in measure or "/after" in measure
-        return tuple(self.summary(name).mean if accuracy else self.median(name) for name in names)
+        accuracy = transfer or of.measure in ACCURACIES
+        first, last = (self.summary(of).mean if accuracy else float(self.values(of).median()) for of in (before, of))
+        return first, last
 
-    def pairs(self, metric: str) -> dict[tuple[str, str], float]:
-        """The median over the seeds, for each pair of classes."""
-        by_pair: dict[tuple[str, str], list[float]] = {}
-        for (_, pair, _), value in self.values(metric).items():
-            if pair:
-                by_pair.setdefault(tuple(pair.split("→")), []).append(value)
-        return {pair: statistics.median(values) for pair, values in by_pair.items()}
+    def pairs(self, of: Query) -> pd.Series:
+        """The median over the seeds, for each pair of classes, by the primary and the harmful one."""
+        values = self.values(of).groupby(level="pair", sort=False).median()
+        values = values[values.index != ""]
+        return values.set_axis(values.index.map(lambda pair: tuple(pair.split("→"))))
 
-    def reason(self, metric: str) -> str | None:
+    def reason(self, of: Query) -> str | None:
         """Why runs have no value of the measure."""
-        missing = [result.reasons for result in self.results if result.metrics.get(metric, ...) is None]
-        first = missing[0].get(metric, "no reason given") if missing else ""
+        records = [(result.reasons, result.records.get(*of)) for result in self.results]
+        missing = [reasons for reasons, record in records if record and record.value is None]
+        first = missing[0].get(of.name, "no reason given") if missing else ""
         return f"{len(missing)} of {len(self.runs)}: {first}" if missing else None
 
     @cached_property
-    def primary(self) -> tuple[str, float, float] | None:
+    def primary(self) -> tuple[Query, float, float] | None:
         """The measure of the primary task, by the model's own head where it has one, before and after (`change`)."""
-        names = (f"primary/{head}{name}" for head in ("head_", "") for name in MEASURES)
-        return next(((name, *change) for name in names if (change := self.change(name))), None)
+        queries = (Query(measure, "primary") for measure in (*HEAD, *PRIMARY))
+        return next(((query, *change) for query in queries if (change := self.change(query))), None)
 
     @property
     def price(self) -> float | None:
         """Loss on the primary task, in the units of its measure."""
         if self.primary is None:
             return None
-        name, before, after = self.primary
-        return after - before if name.endswith("loss") else before - after
+        of, before, after = self.primary
+        return after - before if of.measure in ("loss", "head_loss") else before - after
 
     @property
     def lost(self) -> float | None:
@@ -140,21 +165,19 @@ class Setting:
 
         None where one is not known, but for what no run measured.
         """
-        changes = [self.change(measure) for measure in OTHER if self.values(measure)]
+        changes = [self.change(of) for of in OTHER if len(self.values(of))]
         losses = [self.price, *(change and change[0] - change[1] for change in changes)]
-        return None if None in losses else max(losses)
+        known = [loss for loss in losses if loss is not None]
+        return max(known) if len(known) == len(losses) else None
 
-    def removed(self, metric: str) -> tuple[float, float, float] | None:
+    def removed(self, of: Query) -> tuple[float, float, float] | None:
         """Mean over seeds of a `worth/removed` and the ends of its interval; None unless all runs have it.
 
         To the runs' own intervals, which are of the same test rows, comes that of the mean over three or more seeds.
         """
-        if not self.runs or any(result.metrics.get(metric) is None for result in self.results):
+        if not self.runs or any(result.records.value(*of) is None for result in self.results):
             return None
-        task, _, measure = metric.partition("/")
-        name, _, images = measure.partition("_")
-        own = ("_".join(filter(None, (name, end, images))) for end in ("", "low", "high"))
-        mean, *ends = (self.summary(f"{task}/{each}") for each in own)
+        mean, *ends = (summarize(self._values(name).groupby(level="seed", sort=False).mean()) for name in names(of))
         spread = 0.0 if math.isnan(mean.low) else mean.mean - mean.low
         low, high = (math.hypot(end.mean - mean.mean, spread) for end in ends)
         return mean.mean, mean.mean - low, mean.mean + high
@@ -178,9 +201,9 @@ class Setting:
         for task in self._attacked(kind):
             ratios = []
             for result in self.results:
-                after, before = (successes(result, task, stage) for stage in STAGES)
-                if before := [cost for name, cost in before.items() if only is None or name in only]:
-                    after = [cost for name, cost in after.items() if only is None or name in only]
+                learned = (successes(result, task, stage).items() for stage in STAGES)
+                after, before = ([cost for name, cost in own if only is None or name in only] for own in learned)
+                if before:
                     ratios.append(min(after, default=math.inf) / min(before))
             costs.append(median(ratios))
         return min((cost for cost in costs if cost is not None), default=None)
@@ -224,20 +247,26 @@ def best(group: Iterable[Setting], objective: str) -> Setting | None:
     Nor if it shares no seed and pair of classes with another of them, which it cannot be compared with.
     """
     group = list(group)
-    objective = in_convention(group, objective)
-    candidates = [setting for setting in group if setting.seeds(objective) and not lacking(setting, objective)]
-    candidates.sort(key=lambda setting: setting.summary(objective).mean, reverse=True)
-    return next(iter(candidates), None) if comparable([s.values(objective) for s in candidates]) else None
+    of = in_convention(group, objective)
+    candidates = [setting for setting in group if len(setting.values(of)) and not lacking(setting, of)]
+    candidates.sort(key=lambda setting: setting.summary(of).mean, reverse=True)
+    return next(iter(candidates), None) if comparable([s.values(of) for s in candidates]) else None
 
 
-def comparable(values: Sequence[Mapping[tuple, float]]) -> bool:
+def comparable(values: Sequence[pd.Series]) -> bool:
     """Whether the first of some settings' `Setting.values` share a seed and pair of classes with each of the others."""
-    return all(values[0].keys() & others.keys() for others in values[1:])
+    return all(values[0].index.isin(others.index).any() for others in values[1:])
 
 
-def in_convention(group: Sequence[Setting], objective: str) -> str:
+def in_convention(group: Sequence[Setting], objective: str) -> Query:
     """The objective by the authors' kappa where the data are prepared as theirs, as the table shows it."""
-    return f"authors/{objective}" if by_authors(group) and objective in RATIOS else objective
+    of = query_of(objective)
+    return authors(of) if by_authors(group) and of in RATIOS else of
+
+
+def authors(of: Query) -> Query:
+    """A ratio or RIR by the authors' kappa."""
+    return of._replace(measure=BY_AUTHORS[of.measure])
 
 
 def by_authors(group: Sequence[Setting]) -> bool:
@@ -245,29 +274,36 @@ def by_authors(group: Sequence[Setting]) -> bool:
     return bool(group) and str(group[0].first.settings.get("dataset.protocol")).startswith("authors")
 
 
-def lacking(setting: Setting, objective: str = "rir") -> list[str]:
+def lacking(setting: Setting, objective: Query = RIR) -> list[str]:
     """What of `KEEPS` does not hold in all runs of a setting, and in how many it fails: `primary steps > 1: 2/3`.
 
     Measures that no run has are skipped, except (i), which is read in the objective's convention of kappa.
     """
-    harmful = ("authors/" if objective.startswith("authors/") else "") + "ratio_harmful"
-    above, at_most = (lambda value: value > 1 + ROUNDING), (lambda value: value <= 1 + ROUNDING)
-    criteria: list[tuple[str, str, Sequence[str], Callable[[float], bool]]] = [
-        ("(i)", " ≤ 1", (harmful,), above),
-        ("Def. 3.1", " fails", ("definition/immunized",), bool),
-        ("harmful steps", " ≤ 1", ("worst/steps_ratio", "steps_ratio/harmful"), above),
-        ("primary steps", " > 1", ("steps_ratio/primary",), at_most),
+    harmful = authors(RATIO_HARMFUL) if objective.measure in BY_AUTHORS.values() else RATIO_HARMFUL
+    criteria: list[tuple[str, str, Sequence[Query], Callable[[float], bool]]] = [
+        ("(i)", " ≤ 1", (harmful,), above_1),
+        ("Def. 3.1", " fails", (IMMUNIZED,), bool),
+        ("harmful steps", " ≤ 1", (HARMFUL_STEPS._replace(task=WORST), HARMFUL_STEPS), above_1),
+        ("primary steps", " > 1", (PRIMARY_STEPS,), at_most_1),
     ]
-    runs, found = [result.metrics for result in setting.results], []
-    for name, fails, measures, good in criteria:
-        own = [next((metrics[key] for key in measures if key in metrics), None) for metrics in runs]
+    runs, found = [result.records for result in setting.results], []
+    for name, fails, queries, good in criteria:
+        records = [next(filter(None, (own.get(*of) for of in queries)), None) for own in runs]
+        own = [record.value if record else None for record in records]
         unknown, failed = own.count(None), sum(value is not None and not good(value) for value in own)
         found += [f"{name}{fails}: {failed}/{len(runs)}"] if failed else []
-        found += (
-            [f"{name} unknown: {unknown}/{len(runs)}"] if unknown and (name == "(i)" or unknown < len(runs)) else []
-        )
+        found += [f"{name} unknown: {unknown}/{len(runs)}"] * (unknown > 0 and (name == "(i)" or unknown < len(runs)))
     doubted = sum(NOT_SLOWER in result.flags for result in setting.results)
     return found + [f"{NOT_SLOWER}: {doubted}/{len(runs)}"] * bool(doubted)
+
+
+def above_1(value: float) -> bool:
+    """Whether a ratio is above 1, and not only by rounding."""
+    return value > 1 + ROUNDING
+
+
+def at_most_1(value: float) -> bool:
+    return not above_1(value)
 
 
 def short_labels(group: Sequence[Setting]) -> dict[Setting, str]:
@@ -293,11 +329,18 @@ def title(group: Sequence[Setting], others: Sequence[Sequence[Setting]] = ()) ->
     return ", ".join([*words, *chosen[:3], *([f"{len(chosen) - 3} more"] if len(chosen) > 3 else [])])
 
 
-def correlations(group: Sequence[Setting]) -> dict[str, dict[tuple[str, str], float]]:
+def correlations(group: Sequence[Setting]) -> dict[str, pd.Series]:
     """By pair of classes: the ceiling of RIR, and the RIR of each setting, which alignment may predict."""
-    measured = [setting for setting in group if len(setting.pairs("alignment/score")) > 2]
-    ceilings = next((found for setting in measured if (found := setting.pairs("ceiling/rir"))), {})
-    return {"ceiling": ceilings} | {setting.label: setting.pairs("rir") for setting in measured} if measured else {}
+    measured = [setting for setting in group if len(setting.pairs(SCORE)) > 2]
+    if not measured:
+        return {}
+    ceiling = first_pairs(measured, CEILING)
+    return {"ceiling": ceiling} | {setting.label: setting.pairs(RIR) for setting in measured}
+
+
+def first_pairs(group: Sequence[Setting], of: Query) -> pd.Series:
+    """A measure by pair of classes, of the first setting that has it."""
+    return next((values for setting in group if len(values := setting.pairs(of))), group[0].pairs(of))
 
 
 def named(group: Sequence[Setting], without: tuple[str, ...] = ("dataset.",)) -> list[Setting]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,10 +16,26 @@ from immunization.results import plot
 from immunization.results.attack_figures import NARROW
 from immunization.results.collect import varying
 from immunization.results.columns import AUTHORS, published
-from immunization.results.formatting import roles_in
 from immunization.results.plot import INK, Look, Plot
+from immunization.results.run_figures import COLORS
 from immunization.results.seed_statistics import ROUNDING, rank_correlation
-from immunization.results.settings import KEEPS, Setting, best, by_authors, correlations, in_convention, short_labels
+from immunization.results.settings import (
+    BENIGN_STEPS,
+    HARMFUL_STEPS,
+    KEEPS,
+    PRIMARY_STEPS,
+    RIR,
+    SCORE,
+    Setting,
+    best,
+    by_authors,
+    correlations,
+    first_pairs,
+    in_convention,
+    short_labels,
+)
+from immunization.runs.records import Query, Role, Stage, in_order, query_of
+from immunization.runs.result import Curve, Result, by_task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,13 +86,12 @@ def norm_ratio(group: Sequence[Setting], objective: str) -> tuple[Figure, str] |
 
 def probes(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | None:
     """Fig. 3: held-out measure of a probe by gradient descent against its steps."""
-    names = (name for setting in group for run in setting.runs for name in run.result.curves)
-    roles = roles_in(names, "probe", ("primary", "harmful", "benign"))
-    made = _curves(group, objective, "probe", roles, xscale="log", bar="steps_bar")
+    roles = (role for setting in group for result in setting.results for role in by_task(result.curves, "probe"))
+    made = _curves(group, objective, "probe", in_order(roles, COLORS), xscale="log", bar="steps_bar")
     if made is None:
         return None
     figure, shown = made
-    accuracy = any("primary/accuracy" in run.result.metrics for setting in group for run in setting.runs)
+    accuracy = any(result.records.get("accuracy", "primary") for setting in group for result in setting.results)
     figure.axes[0].set_ylabel("held-out " + ("accuracy" if accuracy else "R²"))
     for ax in figure.axes:
         low, high = ax.get_ylim()
@@ -95,12 +110,12 @@ def pair_maps(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | 
     group = [setting for setting in group if len({run.pair for run in setting.runs}) > 2]
     if not group:
         return None
-    metric, paper = in_convention(group, "rir"), published(group[0].first)
+    rir, paper = in_convention(group, "rir"), published(group[0].first)
     columns = min(len(group), 2 if len(group) == 4 else COLUMNS)
     figure, axes = plot.panel_axes(len(group), width=3.1, height=3.0, right=1.0, columns=columns)
     for ax, setting in zip(axes, group, strict=True):
         cells: dict[str, list[float]] = {}
-        for (_, pair, _), value in setting.values(metric).items():
+        for (_, pair, _), value in setting.values(rir).items():
             if value > 0:
                 cells.setdefault(pair, []).append(math.log10(value))
         rows = [[cells.get(f"{a}→{b}", math.nan) for b in classes] for a in classes]
@@ -125,7 +140,7 @@ def lambdas(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | No
     """The objective over lambda_P and lambda_H, on the largest grid of settings that differ in nothing else."""
     axes_of = ("method.lambda_H", "method.lambda_P")
     others = [name for name in varying(setting.first.settings for setting in group) if name not in axes_of]
-    grids: dict[tuple, list[Setting]] = {}
+    grids: dict[tuple[str, ...], list[Setting]] = {}
     for setting in group:
         if all(isinstance(setting.first.settings.get(name), int | float) for name in axes_of):
             alike = (setting.method, *(str(setting.first.settings.get(name)) for name in others))
@@ -137,7 +152,7 @@ def lambdas(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | No
     if min(map(len, levels)) < 2:
         return None
     cell = {tuple(setting.first.settings[name] for name in axes_of): setting for setting in members}
-    measures = dict.fromkeys([objective, "steps_ratio/harmful"])
+    measures = dict.fromkeys([query_of(objective), HARMFUL_STEPS])
     figure, axes = plot.panel_axes(len(measures), width=3.2, height=2.8, right=0.9, gap=1.7)
     for ax, measure in zip(axes, measures, strict=True):
         medians = [[cell[x, y].median(measure) if (x, y) in cell else None for x in levels[0]] for y in levels[1]]
@@ -145,7 +160,7 @@ def lambdas(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | No
         names = [[f"{value:.3g}" for value in level] for level in levels]
         drawn = plot.image(ax, values, *names, cmap="viridis", origin="lower", aspect="auto")
         plot.write_values(ax, values, drawn)
-        ax.set(title=f"log₁₀ {measure}", xlabel="lambda_H")
+        ax.set(title=f"log₁₀ {measure.name}", xlabel="lambda_H")
         plot.color_bar(figure, drawn, ax)
     axes[0].set_ylabel("lambda_P")
     return figure, f"{method} over both weights, log₁₀ of the median over runs; blank without a value."
@@ -157,9 +172,9 @@ def pareto(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
     An invertible linear map cannot change what a retrained head reaches in the end; then the steps it takes are shown.
     None where either is the same for all settings.
     """
-    reach = {setting: setting.summary("rir").mean for setting in group if setting.seeds("rir")}
-    lost = {setting: price for setting in reach if (price := setting.price) is not None}
-    slower = {setting: steps for setting in reach if (steps := setting.median("steps_ratio/primary"))}
+    reach = {setting: setting.summary(RIR).mean for setting in group if len(setting.values(RIR))}
+    lost = {setting: loss for setting in reach if (loss := setting.price) is not None}
+    slower = {setting: steps for setting in reach if (steps := setting.median(PRIMARY_STEPS))}
     by_loss = bool(lost) and max(lost.values()) - min(lost.values()) >= NARROW
     price = lost if by_loss else slower
     points = [setting for setting in price if reach[setting] > 0]
@@ -184,8 +199,9 @@ def pareto(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
         ax.set_xlabel("steps of a fresh primary probe / baseline")
     plot.legend_below(figure, ax, columns=1)
     mark = "Circled" if chosen else "No setting is circled, which would be"
-    steps = "the steps of a fresh primary probe (at most the last of its grid)"
-    paid = "the loss on the primary task" if by_loss else steps
+    paid = "the steps of a fresh primary probe (at most the last of its grid)"
+    if by_loss:
+        paid = "the loss on the primary task"
     return figure, (
         f"Mean RIR against {paid}, one point per setting. Up and left is better; no setting beats "
         f"one on the front in both. {mark}: the largest {objective} among {KEEPS}."
@@ -194,11 +210,11 @@ def pareto(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
 
 def collateral(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | None:
     """Steps of the harmful probe against those of a benign third task's; settings of one method are one line."""
-    roles = ("steps_ratio/benign", "steps_ratio/harmful")
-    points = [setting for setting in group if all(setting.median(name) for name in roles)]
+    steps = (BENIGN_STEPS, HARMFUL_STEPS)
+    points = [setting for setting in group if all(map(setting.median, steps))]
     if len(points) < 2:
         return None
-    x, y = ([setting.median(name) for setting in points] for name in roles)
+    x, y = ([setting.median(of) or math.nan for setting in points] for of in steps)
     figure, (ax,) = plot.panel_axes(1, width=4.2, height=3.2)
     for method in dict.fromkeys(setting.method for setting in points):
         mine = [i for i, setting in enumerate(points) if setting.method == method]
@@ -221,17 +237,17 @@ def alignment(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | 
     outcomes = correlations(group)
     if not outcomes:
         return None
-    score = next(found for setting in group if (found := setting.pairs("alignment/score")))
+    score = first_pairs(group, SCORE)
     drawn_as = {setting.label: look for setting, look in plot.looks(group).items()}
     panels = {"the largest attainable": {"ceiling": outcomes.pop("ceiling")}, "reached": outcomes}
-    panels = {title: series for title, series in panels.items() if any(series.values())}
+    panels = {title: series for title, series in panels.items() if any(map(len, series.values()))}
     if not panels:
         return None
     figure, axes = plot.panel_axes(len(panels), width=3.2, height=3.0, legend_rows=2 * len(outcomes) + 2)
     for ax, (heading, series) in zip(axes, panels.items(), strict=True):
         for label, values in series.items():
             r, p = rank_correlation(score, values)
-            known = [pair for pair in values if pair in score]
+            known = [pair for pair in values.index if pair in score.index]
             look = drawn_as.get(label, Look(INK, "-", "o"))
             text = f"{label}\nr {r:.2f}, p {p:.2g}"
             x, y = ([measure[pair] for pair in known] for measure in (score, values))
@@ -257,7 +273,9 @@ KINDS = {
 }
 
 
-def _points(ax: Axes, group: Sequence[Setting], points: Sequence[Setting], x: Sequence, y: Sequence) -> None:
+def _points(
+    ax: Axes, group: Sequence[Setting], points: Sequence[Setting], x: Iterable[float], y: Iterable[float]
+) -> None:
     """A mark for each setting of `points`, in its look among those of the group."""
     names, look = short_labels(points), plot.looks(group)
     for setting, *place in zip(points, x, y, strict=True):
@@ -272,13 +290,14 @@ def _curves(
     The median of the measure `bar` is dotted. Settings on different pairs of classes have a baseline and a bar each.
     And how they are drawn, for the caption.
     """
-    shown = [r for r in roles if any(f"{family}/{r}" in run.result.curves for s in group for run in s.runs)]
+    shown = [r for r in roles if any(_stages(result, family, r) for s in group for result in s.results)]
     if not shown:
         return None
     look, how, count = plot.looks(group), "", len(group)
     if count > MOST:
-        scored = [setting for setting in group if setting.seeds(objective)]
-        best = sorted(scored, key=lambda setting: -setting.summary(objective).mean)[:MOST]
+        of = query_of(objective)
+        scored = [setting for setting in group if len(setting.values(of))]
+        best = sorted(scored, key=lambda setting: -setting.summary(of).mean)[:MOST]
         which = f"{len(best)} with the largest {objective}" if best else f"first {MOST}"
         group, how = best or group[:MOST], f" Of {count} settings, the {which}."
     apart = len({frozenset(run.pair for run in setting.runs) for setting in group}) > 1
@@ -287,27 +306,33 @@ def _curves(
     figure, axes = plot.panel_axes(len(shown), width=3.2, height=2.8)
     for ax, role in zip(axes, shown, strict=True):
         for setting in group:
-            if band := _band(setting, f"{family}/{role}"):
+            if band := _band(setting, family, role):
                 x, middle, low, high = band
                 color, line = look[setting].color, look[setting].line
                 ax.plot(x, middle, color=color, linestyle=line, label=names[setting])
                 if len(setting.runs) > 1 and len(group) <= BANDS:
-                    edge = {"linewidth": 0.6, "linestyle": line, "edgecolor": color}
+                    edge: dict[str, Any] = {"linewidth": 0.6, "linestyle": line, "edgecolor": color}
                     ax.fill_between(x, low, high, facecolor=(color, 0.1), **edge)
         for some, color in [([s], look[s].color) for s in group] if apart else [(group, INK)]:
-            if before := next((b for s in some if (b := _band(s, f"{family}/{role}/baseline"))), None):
+            if before := next((b for s in some if (b := _band(s, family, role, "baseline"))), None):
                 label = None if "baseline" in ax.get_legend_handles_labels()[1] else "baseline"
                 ax.plot(*before[:2], color=color, linestyle=(0, (5, 3)), linewidth=1.0, label=label)
-            if bars := [found for s in some if (found := s.median(f"{bar}/{role}")) is not None]:
+            if bars := [found for s in some if bar and (found := s.median(Query(bar, role))) is not None]:
                 ax.axhline(np.median(bars), color=color, linewidth=1.2, linestyle=":")
         ax.set(title=f"{role} task", xscale=xscale)
     plot.legend_below(figure, axes[0])
     return figure, how
 
 
-def _band(setting: Setting, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
+def _stages(result: Result, family: str, role: Role) -> Mapping[Stage, Curve]:
+    return by_task(result.curves, family).get(role, {})
+
+
+def _band(
+    setting: Setting, family: str, role: Role, stage: Stage = "immunized"
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
     """x, median and quartiles of a curve over the runs that share the commonest length."""
-    curves = [run.result.curves[name] for run in setting.runs if name in run.result.curves]
+    curves = [curve for result in setting.results if (curve := _stages(result, family, role).get(stage))]
     if not curves:
         return None
     length = statistics.mode(len(curve["x"]) for curve in curves)

@@ -1,11 +1,13 @@
 """Tables over many runs, in the shape of the paper's Tables 1 to 3, as HTML, Markdown, LaTeX and CSV by pandas."""
 
 import math
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import rich.table
 from markupsafe import escape
@@ -16,33 +18,39 @@ from rich.text import Text
 from immunization.results.columns import (
     AUTHORS,
     COUNTS,
-    PAIRS,
     Column,
     own_measures,
+    pair_columns,
     published,
     ratios,
     setting_columns,
 )
-from immunization.results.formatting import NONE, Cell, markdown, number, spreadsheet
+from immunization.results.formatting import NONE, Cell, markdown, spreadsheet
 from immunization.results.seed_statistics import ENOUGH, paired_ratio, rank_correlation, ties
 from immunization.results.settings import (
+    BY_AUTHORS,
+    HARMFUL_STEPS,
+    IMMUNIZED,
     KEEPS,
+    PRIMARY_STEPS,
     RATIOS,
+    SCORE,
     Setting,
     best,
     by_authors,
     comparable,
     correlations,
+    first_pairs,
     in_convention,
 )
+from immunization.runs.numbers import number
+from immunization.runs.records import Query
 
 if TYPE_CHECKING:
     import pandas as pd
     from pandas.io.formats.style import Styler
 
-T = TypeVar("T")
-
-ALIGNMENT = {"alignment/score": "score", "alignment/kernel": "kernel", "alignment/kappa_M": "κ(M)"}
+ALIGNMENT = {SCORE: "score", Query("alignment/kernel"): "kernel", Query("alignment/kappa_M"): "κ(M)"}
 """Measures of alignment, which may predict RIR."""
 
 GAP = 2
@@ -75,8 +83,8 @@ class Table:
         name: str,
         title: str,
         columns: Iterable[Column],
-        rows: Iterable[T],
-        cell: Callable[[Column, T], Cell] = lambda column, setting: column.cell(setting, column.measure),
+        rows: Iterable[Any],
+        cell: Callable[[Column, Any], Cell] = lambda column, setting: column.cell(setting, column.of),
     ) -> Self:
         """One row per setting; a column of dashes is left out, unless it is always shown."""
         cells = {column: [cell(column, row) for row in rows] for column in columns}
@@ -100,7 +108,7 @@ class Table:
                 stop += 1
             table = rich.table.Table(box=None, padding=(0, GAP, 0, 0))
             for i in (places := [0, *range(start, stop)]):
-                side = "right" if i else "left"
+                side: Literal["left", "right"] = "right" if i else "left"
                 table.add_column(Text(columns[i][0]), justify=side, vertical="bottom", overflow="fold", no_wrap=i > 0)
             for k, row in enumerate(self.rows, 1):
                 table.add_row(*(Text(columns[i][k], "bold" if row[i].strong else "") for i in places))
@@ -114,7 +122,7 @@ class Table:
         chosen = [i for i, column in enumerate(self.columns) if view in column.views.split()]
         rows = [[row[i] for i in chosen] for row in self.rows]
         columns = [self.columns[i] for i in chosen]
-        return Table(self.name, self.title, [self.header[i] for i in chosen], rows, columns=columns)
+        return type(self)(self.name, self.title, [self.header[i] for i in chosen], rows, columns=columns)
 
     def renamed(self, names: Mapping[str, str]) -> Self:
         """With other names of some rows."""
@@ -142,28 +150,33 @@ class Table:
 
     def html(self) -> str:
         """A <table> with a button in each heading; <data> holds the numbers by which a page sorts."""
-        frame = self.frame(_html, lambda name: f"<button>{escape(name)}</button>")
-        return self._styled(frame, lambda style: style.to_html(exclude_styles=True).strip())
+        with self._styled(_html, lambda name: f"<button>{escape(name)}</button>") as style:
+            return style.to_html(exclude_styles=True).strip()
 
     def latex(self) -> str:
         """A table environment, which needs the package booktabs, with the notes as comments above it."""
-        options = {"column_format": "l" + "r" * (len(self.header) - 1), "caption": f"{_tex(self.title)}."}
-        return "".join(f"% {_tex(note)}\n" for note in self.notes) + self._styled(
-            self.frame(lambda cell: f"\\textbf{{{_tex(cell.text)}}}" if cell.strong else _tex(cell.text), _tex),
-            lambda style: style.to_latex(hrules=True, **options),
-        )
+        bold = [["textbf:--rwrap" if cell.strong else "" for cell in row] for row in self.rows]
+        caption = re.sub(r"([&%$#_{}])|[\\~^]", lambda sign: f"\\{sign[1]}" if sign[1] else " ", self.title)
+        with self._styled(lambda cell: " ".join(cell.text.splitlines()), str) as style:
+            style.format(_signs, escape="latex").format_index(_signs, axis=1, escape="latex")
+            style.apply(lambda frame: type(frame)(bold, columns=frame.columns), axis=None)
+            sides = "l" + "r" * (len(self.header) - 1)
+            text = style.to_latex(hrules=True, column_format=sides, caption=f"{_signs(caption)}.")
+        return "".join(f"% {' '.join(note.splitlines())}\n" for note in self.notes) + text
 
     def csv(self) -> str:
         """Comma-separated, with the cells as they are shown."""
         frame = self.frame(lambda cell: spreadsheet(cell.text) if cell.value is None else cell.text, spreadsheet)
         return frame.to_csv(index=False, lineterminator="\n")
 
-    def _styled(self, frame: "pd.DataFrame", write: Callable[["Styler"], str]) -> str:
-        """What a Styler writes of a frame, which it would silently cut where it is long."""
+    @contextmanager
+    def _styled(self, form: Callable[[Cell], str], heading: Callable[[str], str]) -> Iterator["Styler"]:
+        """A Styler of the table, which here leaves out nothing of a long one."""
         import pandas as pd
 
+        frame = self.frame(form, heading)
         with pd.option_context("styler.render.max_elements", max(1, frame.size)):
-            return write(frame.style.hide(axis="index"))
+            yield frame.style.hide(axis="index")
 
 
 def numbers(table: Table) -> tuple[list[str], list[list[str | float | None]]]:
@@ -182,15 +195,15 @@ def numbers(table: Table) -> tuple[list[str], list[list[str | float | None]]]:
 def comparison(group: Sequence[Setting], name: str, heading: str, objective: str = "rir") -> Table:
     """One row a setting: (i), (ii) and RIR beside the paper's, share of the ceiling, and what it means in practice."""
     authors = by_authors(group)
-    objective = in_convention(group, objective)
+    of = in_convention(group, objective)
     results = [result for setting in group for result in setting.results]
     pairs = {run.pair for setting in group for run in setting.runs}
-    named = ratios(group, objective)
-    further = [measure for measure in dict.fromkeys([objective, *own_measures(results)]) if measure not in named]
+    named = ratios(group, of)
+    further = [query for query in dict.fromkeys([of, *own_measures(results)]) if query not in named]
     winner = best(group, objective) if len(group) > 1 else None
-    table = Table.of(name, heading, setting_columns(group, objective, further), group)
+    table = Table.of(name, heading, setting_columns(group, of, further), group)
     for place, column in enumerate(table.columns):
-        strong = _strong(group, column.measure) if column.best else ()
+        strong = _strong(group, column.of) if column.best else ()
         for setting, row in zip(group, table.rows, strict=True):
             row[place].strong = setting in strong
     if winner:
@@ -212,9 +225,9 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     if "no ★ for" in table.header:
         table.notes.append(f"no ★ for: what keeps a setting from being among {KEEPS}; a/b: in a of its b runs.")
     if winner:
-        table.notes.append(f"★: the largest mean of the objective, {objective}, among {KEEPS}.")
+        table.notes.append(f"★: the largest mean of the objective, {of.name}, among {KEEPS}.")
         table.notes += _paired(winner, group, named[-1])
-    if objective.endswith("_theta0"):
+    if of.stage == "start":
         table.notes.append("The baseline of (i) and (ii) is theta_0 (Eq. 17), not the inputs (Eq. 15).")
     if published(group[0].first) and not authors:
         table.notes.append("The paper's figures are of its own preparation of the data, dataset.protocol=authors.")
@@ -224,13 +237,10 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
 
 def pair_counts(group: Sequence[Setting], name: str, heading: str) -> Table | None:
     """Fig. 2 in numbers: how many pairs of classes have an RIR above a bound, beside the paper's count."""
-    metric = in_convention(group, "rir")
-    if max(len(setting.pairs(metric)) for setting in group) < 3:
+    rir = in_convention(group, "rir")
+    if max(len(setting.pairs(rir)) for setting in group) < 3:
         return None
-    table = Table.of(
-        *(name, f"{heading}: pairs, as Fig. 2 counts them", PAIRS, group),
-        lambda column, setting: column.cell(setting, metric),
-    )
+    table = Table.of(name, f"{heading}: pairs, as Fig. 2 counts them", pair_columns(rir), group)
     by = AUTHORS if by_authors(group) else ", rank-aware κ"
     table.notes = [
         f"Pairs by the median RIR over seeds{by}. The paper counts RIR much greater than 1 and names no bound."
@@ -259,9 +269,8 @@ def alignment(group: Sequence[Setting], name: str, heading: str) -> Table | None
     rows = []
     for label, outcome in outcomes.items():
         row = [Cell(label), Cell(str(len(outcome)), len(outcome))]
-        for metric in ALIGNMENT:
-            predictor = next((found for setting in group if (found := setting.pairs(metric))), {})
-            r, p = rank_correlation(predictor, outcome)
+        for predictor in ALIGNMENT:
+            r, p = rank_correlation(first_pairs(group, predictor), outcome)
             row.append(Cell(NONE) if math.isnan(r) else Cell(f"{number(r)} (p {number(p)})", r, words=True))
         rows.append(row)
     notes = [
@@ -271,17 +280,17 @@ def alignment(group: Sequence[Setting], name: str, heading: str) -> Table | None
     return Table(name, f"{heading}: what alignment predicts", ["RIR of", "pairs", *ALIGNMENT.values()], rows, notes)
 
 
-def _strong(group: Sequence[Setting], metric: str) -> set[Setting]:
+def _strong(group: Sequence[Setting], of: Query) -> set[Setting]:
     """The best of a column, and those that paired tests do not distinguish from it; the baseline is left out.
 
     Empty where the best shares no seed and pair of classes with another setting.
     """
     rivals = [setting for setting in group if setting.method != "identity"]
-    values = {setting: found for setting in rivals if (found := setting.values(metric))}
+    values = {setting: own for setting in rivals if len(own := setting.values(of))}
     if len(values) < 2:
         return set()
-    largest = "ratio_primary" not in metric
-    ranked = sorted(values, key=lambda setting: setting.summary(metric).mean, reverse=largest)
+    largest = of.task != "primary" or of.measure not in ("ratio", BY_AUTHORS["ratio"])
+    ranked = sorted(values, key=lambda setting: setting.summary(of).mean, reverse=largest)
     return ties(values, ranked) if comparable([values[setting] for setting in ranked]) else set()
 
 
@@ -297,18 +306,17 @@ def _other_pairs(group: Sequence[Setting]) -> Iterator[str]:
         )
 
 
-def _paired(winner: Setting, group: Sequence[Setting], rir: str) -> Iterator[str]:
-    """What other settings come to, relative to the winner on the same seeds and pairs, by measure; `rir` names one.
+def _paired(winner: Setting, group: Sequence[Setting], rir: Query) -> Iterator[str]:
+    """What other settings come to, relative to the winner on the same seeds and pairs, by measure.
 
     Nothing of settings with lower bounds, which have no ratio.
     """
-    texts = {rir: "RIR", "steps_ratio/harmful": "Harmful steps", "steps_ratio/primary": "Primary steps"}
-    for metric, text in texts.items():
-        own, *others = (s.values(metric, bound=math.inf) for s in (winner, *group))
-        ratios = {s.label: paired_ratio(x, own) for s, x in zip(group, others, strict=True) if s is not winner}
-        found = [f"{name} {number(r.mean)} ({number(r.low)} to {number(r.high)})" for name, r in ratios.items() if r]
-        if found:
-            yield f"{text} relative to ★, paired by run, geometric mean and 95 % interval: {', '.join(found)}."
+    for of, text in {rir: "RIR", HARMFUL_STEPS: "Harmful steps", PRIMARY_STEPS: "Primary steps"}.items():
+        own = winner.bounded(of)
+        ratios = {s.label: paired_ratio(s.bounded(of), own) for s in group if s is not winner}
+        known = [f"{name} {number(r.mean)} ({number(r.low)} to {number(r.high)})" for name, r in ratios.items() if r]
+        if known:
+            yield f"{text} relative to ★, paired by run, geometric mean and 95 % interval: {', '.join(known)}."
 
 
 def meanings(authors: bool) -> list[str]:
@@ -321,13 +329,13 @@ def meanings(authors: bool) -> list[str]:
     ]
 
 
-def _gaps(group: Sequence[Setting], further: Iterable[str]) -> list[str]:
+def _gaps(group: Sequence[Setting], further: Iterable[Query]) -> list[str]:
     """Averages that leave out runs, and why."""
     gaps: dict[str, list[str]] = {}
-    texts = RATIOS | {"ceiling/attained": "ceiling", "definition/immunized": "Def. 3.1"}
-    for metric, text in ({name: name for name in further} | texts).items():
+    texts = RATIOS | {Query("ceiling/attained"): "ceiling", IMMUNIZED: "Def. 3.1"}
+    for of, text in ({of: of.name for of in further} | texts).items():
         for setting in group:
-            if reason := setting.reason(metric):
+            if reason := setting.reason(of):
                 gaps.setdefault(f"No value of {text} in {reason}", []).append(setting.label)
     return [f"{text} ({', '.join(labels)})." for text, labels in gaps.items()]
 
@@ -339,7 +347,7 @@ def _piped(text: str) -> str:
 
 def _html(cell: Cell) -> str:
     """A cell of a page; long ones may take several lines."""
-    text = escape(cell.text)
+    text: str = escape(cell.text)
     text = f'<a href="{escape(cell.link)}">{text}</a>' if cell.link else f"<b>{text}</b>" if cell.strong else text
     text = text if len(cell.text) <= LONG else f'<span class="long">{text}</span>'
     return str(text) if cell.value is None else f'<data value="{cell.value}">{text}</data>'
@@ -349,26 +357,12 @@ def _escape_markdown(text: str) -> str:
     return markdown(text).replace("*", "\\*").replace("_", "\\_")
 
 
-_TEX: Mapping[int, str] = str.maketrans(
-    {
-        **{char: f"\\{char}" for char in "&%$#_{}"},
-        "\\": "\\textbackslash{}",
-        "~": "\\textasciitilde{}",
-        "^": "\\textasciicircum{}",
-        "±": "$\\pm$",
-        "→": "$\\to$",
-        "κ": "$\\kappa$",
-        "≤": "$\\leq$",
-        **{char: f"${char}$" for char in "<>"},  # other signs in the fonts that LaTeX has by default
-        "★": "$\\star$",
-        "●": "$\\bullet$",
-        "○": "$\\circ$",
-        "²": "$^2$",
-        NONE: "--",
-        **dict.fromkeys("\n\r", " "),
-    }
-)
+SIGNS = {
+    **{"±": "$\\pm$", "→": "$\\to$", "κ": "$\\kappa$", "≤": "$\\leq$", "★": "$\\star$", "●": "$\\bullet$"},
+    **{"○": "$\\circ$", "²": "$^2$", "<": "$<$", ">": "$>$", NONE: "--"},
+}
+"""Signs that LaTeX's default fonts lack."""
 
 
-def _tex(text: str) -> str:
-    return text.translate(_TEX)
+def _signs(text: str) -> str:
+    return "".join(SIGNS.get(letter, letter) for letter in text)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -41,7 +41,7 @@ class RunFolder:
 
     @property
     def path(self) -> Path:
-        return self.result.folder
+        return cast(Path, self.result.folder)  # None only in a helping process of a training that ends
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -114,8 +114,8 @@ class RunFolder:
         for path in (*(self.path / name for name in names), *self.path.glob(f".*{files.PART}")):
             path.unlink(missing_ok=True)
         self.recorder = Recorder(self.path, state["recorder"] if state else None)
-        for tracker in self.trackers if state else ():
-            if tracker.run_id != state["tracker"]:  # a new run of its own, which lacks the steps so far
+        for tracker in self.trackers:
+            if state and tracker.run_id != state["tracker"]:  # a new run of its own, which lacks the steps so far
                 for step, metrics in logged(self.path):
                     tracker.log(step, metrics)
         self.trackers.insert(0, self.recorder)
@@ -152,7 +152,8 @@ class RunFolder:
         """Write the immunized model, and, of each split of each task, its source and the rows of it."""
         files.write_weights(self.path / filenames.WEIGHTS, weights, facts)
         if origins:
-            sources, rows = ({split: origin[i] for split, origin in origins.items()} for i in (0, 1))
+            rows = {split: places for split, (_, places) in origins.items()}
+            sources = {split: source for split, (source, _) in origins.items()}
             files.write_tensors(self.path / filenames.ROWS, rows, sources)
 
     def finish(self, arrays: Mapping[str, Tensor]) -> None:
@@ -176,8 +177,8 @@ def _table(role: str, rows: Mapping[str, Mapping[str, int]]) -> list[str]:
     lines = []
     for i in shown:
         counts = dict(rows[names[i]])
-        name, label = names[i] if names[i].isprintable() else ascii(names[i]), counts.pop("output")
-        label = f"output {label}" if role == "primary" else f"label {label}"  # others have no outputs of the head
+        name, output = names[i] if names[i].isprintable() else ascii(names[i]), counts.pop("output")
+        label = f"output {output}" if role == "primary" else f"label {output}"  # others have no outputs of the head
         lines.append(f"  {label}: {name}, {' + '.join(map(str, counts.values()))}")
     if len(lines) < len(names):
         lines.insert(-1, f"  ... ({filenames.CLASSES} has all)")
@@ -187,7 +188,7 @@ def _table(role: str, rows: Mapping[str, Mapping[str, int]]) -> list[str]:
 @contextmanager
 def _logging_to(file: logging.Handler) -> Iterator[None]:
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    file.handleError = lambda record: None  # a full disk is found, and reported, where it matters
+    setattr(file, "handleError", lambda record: None)  # noqa: B010  a full disk is reported where it matters
     screen = logging.StreamHandler(sys.stderr)
     screen.setLevel(logging.WARNING)
     screen.addFilter(lambda record: record.levelno < logging.ERROR)  # errors are raised, and shown by the caller

@@ -38,22 +38,22 @@ class Measured(Protocol):
 def attacked(result: Measured) -> list[Role]:
     """The tasks that were attacked."""
     attacks = (record for record in result.records.values() if record.attack and record.stage != "reference")
-    return list(dict.fromkeys(record.task for record in attacks))
+    return list(dict.fromkeys(record.task for record in attacks if record.task))
 
 
 def attack_names(result: Measured, task: Role = "harmful") -> list[str]:
     """The attacks of a run on one task, in their order; those that did not apply are left out."""
-    known = (record for record in result.records.where(task=task) if record.value is not None)
-    return list(dict.fromkeys(r.attack for r in known if r.attack not in (None, WORST) and r.stage != "reference"))
+    known = [r for r in result.records.where(task=task) if r.value is not None and r.stage != "reference"]
+    return list(dict.fromkeys(r.attack for r in known if r.attack and r.attack != WORST))
 
 
 def successes(result: Measured, task: Role = "harmful", stage: Stage = "immunized") -> dict[str, float]:
     """Attacks that learn the task on a stage, cheapest first: name -> operations."""
     records, costs = result.records, {}
-    threshold = records.value("bar", task=task, attack=WORST)
-    for name in attack_names(result, task) if threshold is not None else ():
-        final, cost = (records.value(key, task=task, stage=stage, attack=name) for key in ("final", "cost"))
-        if final is not None and cost is not None and final >= threshold - ROUNDING:  # what tables show of it
+    threshold = records.number("bar", task=task, attack=WORST)
+    for name in attack_names(result, task):
+        final, cost = (records.number(key, task=task, stage=stage, attack=name) for key in ("final", "cost"))
+        if final >= threshold - ROUNDING and not math.isnan(cost):  # what tables show of it
             costs[name] = cost
     return dict(sorted(costs.items(), key=lambda item: item[1]))
 
@@ -89,19 +89,18 @@ def capped(result: Measured) -> set[str]:
     return set(result.about.get("attacks_capped", ()))
 
 
-def at_least(result: Measured, what: Record | str, part: str = "value") -> bool:
+def at_least(result: Measured, record: Record, part: str = "value") -> bool:
     """Whether a number is a lower bound: of steps that never came to their end, or of kappa beyond rounding.
 
-    `what` is a record, of which `part` is `value`, `low` or `high`, or the flat name of the number.
+    `part` is the field of the record that holds it, `value`, `low` or `high`.
     """
-    record, part = _found(result, what, part)
     measure, task = record.measure, record.task
     if part != "value":  # runs of before do not say
         ends = dict(zip(("low", "high"), names(record)[1:], strict=True))
         return ends.get(part) in result.about.get("intervals_capped", ())
     if measure == "steps_ratio" and task == WORST:
-        same = result.records.where(measure=measure, attack=None, value=record.value)
-        return any(at_least(result, other) for other in same if kind_of(other.task) == "harmful")
+        same = [other for other in result.records.where(measure=measure, attack=None) if other.value == record.value]
+        return any(at_least(result, other) for other in same if other.task and kind_of(other.task) == "harmful")
     if measure in ("rir", "ratio", "kappa") and record.attack is None:  # RIR falls with kappa of the primary task
         known = measure != "rir" or "noise_floor_primary" not in result.flags
         plain = record.stage == "immunized" and record.split == "train" and task != WORST
@@ -112,21 +111,15 @@ def at_least(result: Measured, what: Record | str, part: str = "value") -> bool:
     return ours and measure in ("steps", "steps_ratio") and record.attack in capped(result)
 
 
-def shown(result: Measured, what: Record | str, part: str = "value") -> str:
+def shown(result: Measured, record: Record, part: str = "value") -> str:
     """A number as text, with > where it is a lower bound (`at_least`)."""
-    record, part = _found(result, what, part)
     return "> " * at_least(result, record, part) + number(getattr(record, part))
 
 
-def _found(result: Measured, what: Record | str, part: str) -> tuple[Record, str]:
-    return (what, part) if isinstance(what, Record) else result.records.by_name.get(what, (Record(what), part))
-
-
-def interval_of(result: Measured, what: Record | str) -> str:
+def interval_of(result: Measured, record: Record) -> str:
     """The 95 % interval of a value, with > at an end that is a lower bound; empty where it has none."""
-    record, part = _found(result, what, "value")
     unknown = any(end is None or math.isnan(end) for end in (record.low, record.high))
-    return "" if unknown or part != "value" else " to ".join(shown(result, record, end) for end in ("low", "high"))
+    return "" if unknown else " to ".join(shown(result, record, end) for end in ("low", "high"))
 
 
 def speed(result: Measured, role: Role) -> Literal["faster", "alike", "slower"] | None:
@@ -167,15 +160,15 @@ def rows_tested(result: Measured, task: Role = "harmful") -> int | None:
     if not classified(result, task):
         return None
     counted = result.records.value("test_rows", task=task, attack=WORST)
-    return counted and int(counted)
+    return None if counted is None else int(counted)
 
 
 def undecided(result: Measured, task: Role = "harmful") -> list[str]:
     """Attacks of which the test rows do not say on which side of the threshold they are: it lies in the interval."""
-    threshold, rows, close = result.records.value("bar", task=task, attack=WORST), rows_tested(result, task), []
-    for name in attack_names(result, task) if threshold is not None and rows else ():
+    threshold, rows, close = result.records.number("bar", task=task, attack=WORST), rows_tested(result, task), []
+    for name in attack_names(result, task) if rows else ():
         final = result.records.value("final", task=task, attack=name)
-        if final is not None:
+        if rows and final is not None:
             low, high = interval(final, rows)
             close += [name] if low < threshold < high else []
     return close

@@ -45,9 +45,10 @@ def audited(config: DictConfig, overrides: Iterable[str]) -> tuple[DictConfig, d
         if "model" not in chosen or config.model._target_ == model["_target_"]:
             config.model = _overridden(model, config, "model", {*chosen, "model.checkpoint"})
             _check_reference(config, before)
-    data = before["dataset"], OmegaConf.to_container(config.dataset, resolve=True)
-    kept = ({key: value for key, value in one.items() if key not in PLACES} for one in data)
-    differing = ", ".join(different(*kept, "dataset."))
+    made: dict[str, Any] = before["dataset"]
+    now: Any = OmegaConf.to_container(config.dataset, resolve=True)
+    kept, mine = ({key: value for key, value in data.items() if key not in PLACES} for data in (made, now))
+    differing = ", ".join(different(kept, mine, "dataset."))
     reason = f"model.checkpoint was made on other data than it is audited on ({differing})"
     return config, {"other_data": reason} if differing else {}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Role = str
 """`primary`, `harmful`, `benign`, `unseen`, or that of a further task, `harmful_8` (`TaskPair.tasks`)."""
@@ -23,6 +23,22 @@ SPECTRA = ("rir", "ratio", "kappa", "rank", "authors/rir", "authors/ratio")
 PROBES = ("steps_ratio", "steps_bar", "rfd")
 OWN_INTERVALS = ("worth/", "ceiling/", "transfer/")
 """Families of measures whose intervals have names beside theirs, not below `interval/`."""
+
+
+class Query(NamedTuple):
+    """What a number is of, in the words of `Record`; without a split, it is of the one that is measured first."""
+
+    measure: str
+    task: Role | None = None
+    stage: Stage = "immunized"
+    split: str | None = None
+    attack: str | None = None
+    images: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The flat name of the value."""
+        return names(self)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +63,20 @@ class Record:
     reason: str = ""
     undetermined: float | None = None
 
+    @property
+    def of(self) -> Query:
+        return Query(self.measure, self.task, self.stage, self.split, self.attack, self.images)
+
+    @property
+    def number(self) -> float:
+        """The value; NaN for none."""
+        return math.nan if self.value is None else self.value
+
+    @property
+    def role(self) -> Role:
+        """The task; empty for none."""
+        return self.task or ""
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON: everything but defaults, and the measure and value always; an unknown end is None."""
         own = {key.name: getattr(self, key.name) for key in fields(self)}
@@ -60,21 +90,20 @@ class Record:
         return cls(**{**content, **unknown})
 
 
-class Records(dict[tuple, Record]):
+class Records(dict[Query, Record]):
     """Records by what they are of, in the order in which that was first measured."""
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         super().__init__()
-        for record in records:
-            self.add(record)
+        self.add(*records)
 
-    def add(self, record: Record) -> None:
-        """Take a record, in place of another one of the same."""
-        key = (record.measure, record.task, record.stage, record.attack, record.images, record.split)
-        self[key] = record
+    def add(self, *records: Record) -> None:
+        """Take records, each in place of another one of the same."""
+        for record in records:
+            self[record.of] = record
         self.__dict__.pop("by_name", None)
 
-    def get(
+    def get(  # type: ignore[override]
         self,
         measure: str,
         task: Role | None = None,
@@ -85,28 +114,55 @@ class Records(dict[tuple, Record]):
     ) -> Record | None:
         """The record of a measure; without `split`, that of the split on which the measure is taken first."""
         for place in (split,) if split else (None, "train", "test"):
-            if (record := super().get((measure, task, stage, attack, images, place))) is not None:
+            if (record := super().get(Query(measure, task, stage, place, attack, images))) is not None:
                 return record
         return None
 
-    def value(self, measure: str, **of: Any) -> float | None:
+    def value(self, *of: Any, **more: Any) -> float | None:
         """The value of a measure (`get`); None where it has none or was not measured."""
-        record = self.get(measure, **of)
+        record = self.get(*of, **more)
         return None if record is None else record.value
+
+    def number(self, *of: Any, **more: Any) -> float:
+        """The same as a float: NaN for none."""
+        value = self.value(*of, **more)
+        return math.nan if value is None else value
 
     def where(self, **of: Any) -> list[Record]:
         """All records whose fields have these values."""
         return [record for record in self.values() if all(getattr(record, key) == value for key, value in of.items())]
+
+    def tasks(self, measure: str) -> list[Role]:
+        """The tasks of which a measure was taken, but `WORST`: the usual ones, then the others by name."""
+        return in_order(record.task for record in self.where(measure=measure, attack=None) if record.task != WORST)
+
+    def family(self, start: str, end: str = "", **of: Any) -> dict[str, Record]:
+        """Records of measures with a parameter, `sgrc_<epochs>` or `selectivity/<layer>/lost`, by that parameter."""
+        own = [
+            record for record in self.where(**of) if record.measure.startswith(start) and record.measure.endswith(end)
+        ]
+        return {record.measure.removeprefix(start).removesuffix(end): record for record in own}
 
     @cached_property
     def by_name(self) -> dict[str, tuple[Record, str]]:
         """The record of every flat name, and which of its fields has the number."""
         found = {}
         for record in self.values():
-            found |= {name: (record, part) for name, part in zip(names(record), ("value", "low", "high"), strict=True)}
+            name, *ends = names(record)
+            found[name] = record, "value"
+            for end, part in zip(ends, ("low", "high"), strict=True):
+                if getattr(record, part) is not None:
+                    found[end] = record, part
             if record.undetermined is not None:
-                found[f"undetermined/{names(record)[0]}"] = record, "undetermined"
+                found[f"undetermined/{name}"] = record, "undetermined"
         return found
+
+
+def in_order(roles: Iterable[Role | None], first: Iterable[Role] = ("harmful", "primary", "benign")) -> list[Role]:
+    """Each of some tasks once: those of `first`, then the others by name."""
+    found = {role for role in roles if role}
+    usual = [role for role in first if role in found]
+    return usual + sorted(found - set(usual))
 
 
 def kind_of(role: Role) -> str:
@@ -119,8 +175,8 @@ def of_role(name: str, role: Role) -> str:
     return name if role == "harmful" else f"{name}_{role}"
 
 
-def names(record: Record) -> tuple[str, str, str]:
-    """The flat names of a record's value and of the ends of its interval."""
+def names(record: Record | Query) -> tuple[str, str, str]:
+    """The flat names of a value and of the ends of its interval."""
     measure, task, suffix = record.measure, record.task, SUFFIX[record.stage]
     if record.attack is not None:
         group = of_role("reference" if record.stage == "reference" else "attack", task or "harmful")
@@ -147,18 +203,13 @@ def flat(records: Records) -> tuple[dict[str, float | None], dict[str, str]]:
     """The metrics by their flat names, and the reason of each that is None."""
     metrics: dict[str, float | None] = {}
     reasons: dict[str, str] = {}
-    for record in records.values():
-        name, *ends = names(record)
-        metrics[name] = record.value
-        if record.reason:
-            reasons[name] = record.reason
-        for end, value, bound in zip(ends, (record.low, record.high), ("-inf", "inf"), strict=True):
-            if value is not None:
-                metrics[end] = None if math.isnan(value) else value
-            if value is not None and math.isnan(value):
-                reasons[end] = record.reason or f"the value is not finite ({bound})"
-        if record.undetermined is not None:
-            metrics[f"undetermined/{name}"] = record.undetermined
+    for name, (record, part) in records.by_name.items():
+        metrics[name], reason = getattr(record, part), record.reason if part == "value" else ""
+        if part in ("low", "high") and math.isnan(getattr(record, part)):
+            metrics[name] = None
+            reason = record.reason or f"the value is not finite ({'-inf' if part == 'low' else 'inf'})"
+        if reason:
+            reasons[name] = reason
     return metrics, reasons
 
 
@@ -179,7 +230,7 @@ _STAGES: Mapping[str, Stage] = {"_baseline": "baseline", "_start": "start", "_th
 
 
 @cache
-def _of_name(name: str) -> Record:
+def query_of(name: str) -> Query:
     """What a flat name is of; a name of no family is a measure of its own."""
     for form in map(re.compile, _FORMS):
         if (match := form.fullmatch(name)) is None:
@@ -197,25 +248,26 @@ def _of_name(name: str) -> Record:
         elif not group and (measure in PROBES or task == "primary"):
             split = "test"
         stage = "reference" if group == "reference" else stage
-        record = Record(measure, None, task, stage, split, part.get("attack"), images and int(images))
-        if names(record)[0] == name:
-            return record
-    return Record(name)
+        query = Query(measure, task, stage, split, part.get("attack"), int(images) if images else None)
+        if query.name == name:
+            return query
+    return Query(name)
 
 
 def from_flat(metrics: Mapping[str, float | None], reasons: Mapping[str, str]) -> Records:
     """The records of a result of schema 1, which has flat metrics alone; `flat` gives these again."""
-    of = {name: _of_name(name) for name in metrics}
-    parts = {name: names(record)[1:] for name, record in of.items()}
+    of = {name: query_of(name) for name in metrics}
+    parts = {name: names(query)[1:] for name, query in of.items()}
     parts = {name: ends for name, ends in parts.items() if all(end in metrics for end in ends)}
     inside = {end for ends in parts.values() for end in ends}
     inside |= {f"undetermined/{name}" for name in of if metrics[name] is None}
     records = Records()
-    for name, record in of.items():
+    for name, query in of.items():
         if name not in inside:
             value, ends = metrics[name], [metrics[end] for end in parts.get(name, ())]
             low, high = (math.nan if end is None else end for end in ends) if ends else (None, None)
             reason = reasons.get(name, "") if value is None else ""
             withheld = metrics.get(f"undetermined/{name}") if value is None else None
-            records.add(replace(record, value=value, low=low, high=high, reason=reason, undetermined=withheld))
+            own: dict[str, Any] = {"value": value, "low": low, "high": high, "reason": reason, "undetermined": withheld}
+            records.add(Record(**query._asdict(), **own))
     return records

@@ -14,7 +14,7 @@ from immunization.errors import DataError, UserError
 from immunization.runs import files
 from immunization.runs.interpretation import Measured
 from immunization.runs.numbers import number
-from immunization.runs.records import Record, Records, flat, from_flat
+from immunization.runs.records import Record, Records, Role, Stage, flat, from_flat
 from immunization.runs.verdict import verdict
 
 if TYPE_CHECKING:
@@ -27,19 +27,28 @@ INTERRUPTED = "interrupted"  # the error of a run that was told to stop
 
 class Curve(TypedDict):
     x: list[float]
-    y: list[float]
+    y: list[float | None]
+
+
+def by_task(curves: Mapping[str, Curve], family: str) -> dict[Role, dict[Stage, Curve]]:
+    """Of each task the curves `<family>/<task>` after immunization, and `<family>/<task>/baseline` before."""
+    tasks: dict[Role, dict[Stage, Curve]] = {}
+    for name, curve in curves.items():
+        kind, *rest = name.split("/")
+        if kind == family and rest:
+            tasks.setdefault(rest[0], {})["baseline" if rest[1:] == ["baseline"] else "immunized"] = curve
+    return tasks
 
 
 @dataclass(repr=False)
 class Result:
     """One run, which counts as failed until the runner says `completed`.
 
-    `records` are what was measured, and `metrics` their values by flat names (`rir`, `primary/accuracy`); None is a
-    measure that does not exist. `reasons` has the reason of each such metric and of each flag. `verdict` says in
-    sentences that harm became easier, and what attacks found. `curves` holds x and y by name, `seconds` the wall-clock
-    time of `immunize` and `evaluate`. `about` holds the preparation of the data; under `attackers` settings that
-    attackers found, under `own_measures` the metrics of the user's own evaluations. `folder` is the run folder; it is
-    not part of the file. Records and sentences are those of `take`, or of the file, and else made of the metrics.
+    `records` are what was measured, and `reasons` those of missing values, by their flat names, and of flags. `verdict`
+    says in sentences that harm became easier, and what attacks found. `curves` holds x and y by name, `seconds` the
+    wall-clock time of `immunize` and `evaluate`. `about` holds the preparation of the data; under `attackers` settings
+    that attackers found, under `own_measures` the metrics of the user's own evaluations. `folder` is the run folder; it
+    is not part of the file.
     """
 
     schema: ClassVar[int] = 2
@@ -50,16 +59,15 @@ class Result:
     model: str
     method: str
     status: Literal["completed", "failed"] = "failed"
-    metrics: dict[str, float | None] = field(default_factory=dict)
+    records: Records = field(default_factory=Records)
     reasons: dict[str, str] = field(default_factory=dict)
     curves: dict[str, Curve] = field(default_factory=dict)
     flags: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     about: dict[str, Any] = field(default_factory=dict)
+    verdict: list[str] = field(default_factory=list)
     folder: Path | None = field(default=None, compare=False)
-    measured: Records | None = field(default=None, compare=False)
-    sentences: list[str] | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         said = f"{self.method} on {self.dataset}, {self.model}, seed {self.seed}: {self.status}"
@@ -89,22 +97,15 @@ class Result:
         return self.status == "failed" and self.error == INTERRUPTED
 
     @property
-    def records(self) -> Records:
-        """What was measured; of a result of schema 1 it is read from the flat metrics."""
-        return from_flat(self.metrics, self.reasons) if self.measured is None else self.measured
-
-    @property
-    def verdict(self) -> list[str]:
-        """The verdict in sentences; those of a result of schema 1 are made now."""
-        return verdict([self]) if self.sentences is None else self.sentences
+    def metrics(self) -> dict[str, float | None]:
+        """The values by their flat names, `rir` or `primary/accuracy`; None is a measure that does not exist."""
+        return flat(self.records)[0]
 
     def take(self, measures: Measured) -> None:
         """Take what was measured, and make the sentences of the verdict."""
-        self.measured = measures.records
-        self.metrics, _ = flat(self.measured)
-        self.reasons, self.flags = dict(measures.reasons), list(measures.flags)
+        self.records, self.reasons, self.flags = measures.records, dict(measures.reasons), list(measures.flags)
         self.curves, self.about = dict(measures.curves), {**self.about, **measures.about}
-        self.sentences = verdict([self])
+        self.verdict = verdict([self])
 
     @property
     def own_measures(self) -> list[str]:
@@ -122,27 +123,36 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         """The content of result.json: non-finite numbers are None, and every metric that is None has a reason."""
-        content = {"schema": self.schema} | {key.name: getattr(self, key.name) for key in fields(self)}
-        for other in ("folder", "measured", "sentences"):
-            del content[other]
-        content = files.plain(content)
+        raw, own = self.metrics, {key.name: getattr(self, key.name) for key in fields(self) if key.name != "folder"}
+        own = {name if name != "records" else "metrics": value for name, value in own.items()}
+        content = files.plain({"schema": self.schema, **own, "metrics": raw})
         for name, value in content["metrics"].items():
             if value is None:
-                raw = self.metrics[name]
-                why = "not computed" if raw is None else f"not a finite number ({raw})"
+                why = "not computed" if raw[name] is None else f"not a finite number ({raw[name]})"
                 content["reasons"].setdefault(name, why)
-        records = self.measured or from_flat(content["metrics"], content["reasons"])
-        return content | {"records": [record.as_dict() for record in records.values()], "verdict": self.sentences}
+        return content | {"records": [files.plain(record.as_dict()) for record in self.records.values()]}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any], folder: Path | None = None) -> Self:
-        """The result of a file's content, of this schema or the first; raises TypeError for other keys."""
-        own = {key: value for key, value in content.items() if key not in ("schema", "records", "verdict")}
+        """The result of a file's content, of this schema or the first; raises TypeError for what no run writes."""
+        own = {key: value for key, value in content.items() if key not in ("schema", "records", "metrics", "verdict")}
+        result, metrics = cls(**own, folder=folder), content.get("metrics", {})
         if "records" in content:
-            measured = Records(map(Record.from_dict, content["records"]))
+            result.records = Records(map(Record.from_dict, content["records"]))
         else:
-            measured = from_flat(content.get("metrics", {}), content.get("reasons", {}))
-        return cls(**own, folder=folder, measured=measured, sentences=content.get("verdict"))
+            result.records = from_flat(metrics, result.reasons)
+        curves, numbers = result.curves.values(), (*metrics.values(), *result.seconds.values())
+        sound = (
+            all(value is None or isinstance(value, int | float) for value in (*numbers, *result.metrics.values()))
+            and all(isinstance(curve, dict) and len(curve.get("x", ())) == len(curve.get("y", "?")) for curve in curves)
+            and (isinstance(result.seed, int) or result.status == "failed")  # it may be for this seed that it failed
+            and isinstance(result.flags, list)
+        )
+        if not sound:
+            raise TypeError("its content is not what a run writes")
+        said = content.get("verdict")
+        result.verdict = verdict([result]) if said is None else said
+        return result
 
     def write(self, path: str | Path) -> Path:
         """Write the .json file at `path`, or result.json in that folder, with a checksum; returns its path.

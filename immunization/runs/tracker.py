@@ -31,7 +31,7 @@ class Tracker:
     def start(self, folder: Path, config: dict[str, Any], name: str, group: str, tags: list[str]) -> None:
         """Open a run called `name` in `group`; files of the tracker go into the run folder."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Record numbers of one step; steps only ever grow."""
 
     def finish(self, result: Result, figures: list[Path]) -> None:
@@ -54,13 +54,13 @@ class Guarded(Tracker):
         self.tracker, self.failed = tracker, False
 
     @property
-    def run_id(self) -> str | None:
+    def run_id(self) -> str | None:  # type: ignore[override]  # read alone: the tracker's own
         return self.tracker.run_id
 
     def start(self, *arguments: Any, **options: Any) -> None:
         self._call("start", *arguments, **options)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
         self._call("log", step, metrics)
 
     def finish(self, result: Result, figures: list[Path]) -> None:
@@ -102,7 +102,7 @@ class Recorder(Tracker):
         self.file.truncate(len(kept))
         self.file.seek(len(kept))
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
         line = (json.dumps(files.plain({"step": step, **metrics}), allow_nan=False) + "\n").encode()
         self.file.write(line)
         self.file.flush()

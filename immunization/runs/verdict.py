@@ -69,14 +69,15 @@ def _costs(result: Measured) -> list[str]:
 
 def _probes(result: Measured) -> list[str]:
     """How fast gradient descent on a fresh probe learns each attacked task; first those that it learns as before."""
-    ratios = {r.task: r for r in result.records.where(measure="steps_ratio", attack=None) if r.task != WORST}
+    ratios = {r.role: r for r in result.records.where(measure="steps_ratio", attack=None) if r.task != WORST}
     speeds = {role: speed(result, role) for role in ratios if kind_of(role) in ("harmful", "unseen")}
     alike = [role for role, how in speeds.items() if how == "alike" or (how == "faster" and EASIER not in result.flags)]
     slower = [role for role, how in speeds.items() if how == "slower"]
-    parts, kept = [], _kept(result)
+    parts: list[tuple[str, list[str]]] = []
+    kept = _kept(result)
     for begin, roles in (("Nothing shows that harm became harder: gradient", alike), ("Gradient", slower)):
         if roles:
-            roles = sorted(roles, key=lambda role: ratios[role].value)
+            roles = sorted(roles, key=lambda role: ratios[role].number)
             clauses = [_steps(result, ratios[role]) for role in (roles if len(roles) <= MOST else roles[:1])]
             clauses[0] += f", the fewest of {len(roles)} such tasks" * (len(roles) > MOST)
             parts, kept = [*parts, (begin, [*clauses, *kept])], []
@@ -93,17 +94,17 @@ def _probes(result: Measured) -> list[str]:
 def _kept(result: Measured) -> list[str]:
     """The steps ratios of the primary task and of the benign one that became hardest, which should be at most 1."""
     known = [r for r in result.records.where(measure="steps_ratio", attack=None) if r.value is not None]
-    benign = [record for record in known if kind_of(record.task) == "benign"]
+    benign = [record for record in known if kind_of(record.role) == "benign"]
     ratios = [record for record in known if record.task == "primary"]
-    ratios += [max(benign, key=lambda record: record.value)] if benign else []
+    ratios += [max(benign, key=lambda record: record.number)] if benign else []
     harder = ", which should be no harder than before"
-    return [_steps(result, ratio) + harder * (ratio.value > SLOWER) for ratio in ratios]
+    return [_steps(result, ratio) + harder * (ratio.number > SLOWER) for ratio in ratios]
 
 
 def _steps(result: Measured, ratio: Record) -> str:
     """The steps ratio of a task in words, with its interval."""
     between = f" ({ends})" if (ends := interval_of(result, ratio)) else ""
-    return f"{shown(result, ratio)} times for {task_of(ratio.task)}{between}"
+    return f"{shown(result, ratio)} times for {task_of(ratio.role)}{between}"
 
 
 def _definition(result: Measured) -> list[str]:
@@ -113,12 +114,12 @@ def _definition(result: Measured) -> list[str]:
         return []
     ratios = [r for r in records.where(measure="ratio", stage="immunized", split="train") if r.task != WORST]
     primary = [ratio for ratio in ratios if ratio.task == "primary"]
-    harmful = [ratio for ratio in ratios if kind_of(ratio.task) == "harmful"]
+    harmful = [ratio for ratio in ratios if kind_of(ratio.role) == "harmful"]
     parts = []
     if primary and harmful and None not in (ratio.value for ratio in (*primary, *harmful)):  # else they are withheld
-        smallest = min(harmful, key=lambda ratio: ratio.value)
+        smallest = min(harmful, key=lambda ratio: ratio.number)
         parts = [
-            f"(i) {shown(result, smallest)} for {task_of(smallest.task)}, "
+            f"(i) {shown(result, smallest)} for {task_of(smallest.role)}, "
             f"(ii) {shown(result, primary[0])} for the primary task"
         ]
     if definition.value is None:
@@ -140,8 +141,8 @@ def _attacks(result: Measured) -> list[str]:
     task, rows, threshold = task_of(role), rows_tested(result, role), _of_all(result, "bar", role)
     (learned, before), tried = breaks(result), attack_names(result, role)
     measure = "accuracy" if classified(result, role) else "R²"
-    finals = {name: result.records.value("final", task=role, attack=name) for name in tried}
-    finals = {name: final for name, final in finals.items() if final is not None}
+    records = ((name, result.records.value("final", task=role, attack=name)) for name in tried)
+    finals = {name: final for name, final in records if final is not None}
     close, worth = undecided(result, role), _worth(result)
     # the summary does not settle what few rows leave open; where the model is worth nothing, nothing can hold
     so_far = f", as far as {rows} test rows can tell" if set(learned) <= set(close) and close else ""
@@ -222,15 +223,15 @@ def _worth(result: Measured) -> list[str]:
     """
     records, tasks = result.records, {}
     for task in attacked_harmful(result):
-        if records.value("worth/before", task=task) is not None:
+        reached = [records.value(f"worth/{key}", task=task) for key in ("before", "after", "without")]
+        if None not in reached:
             share = records.value("worth/removed", task=task)
-            tasks[task] = math.inf if share is None else share
+            tasks[task] = math.inf if share is None else share, reached
     if not tasks:
         return []
-    role = min(tasks, key=tasks.__getitem__)
+    role, (_, reached) = min(tasks.items(), key=lambda item: item[1][0])
     measure = "accuracy" if classified(result, role) else "R²"
     line = f"Held-out {measure} on {task_of(role)} of the best attacker by validation rows: "
-    reached = (records.value(f"worth/{key}", task=role) for key in ("before", "after", "without"))
     line += "{:.3f} with theta_0, {:.3f} with theta_I, {:.3f} without the model".format(*reached)
     removed = records.get("worth/removed", role)
     if removed is None or removed.value is None:
@@ -246,15 +247,15 @@ def _worth(result: Measured) -> list[str]:
         ceiling = records.get(f"ceiling/partial_{name}", role)
         if ceiling is None or ceiling.value is None:
             continue
-        value, low, high = (max(number, 0) for number in (ceiling.value, ceiling.low, ceiling.high))
+        value, low, high = (max(number or 0.0, 0.0) for number in (ceiling.value, ceiling.low, ceiling.high))
         said = [f"{value:.2f} (95 % interval {low:.2f} to {high:.2f})"]
         for n in few:
             if (share := records.value(f"ceiling/partial_{name}", task=role, images=n)) is not None:
                 said.append(f"{max(share, 0):.2f} with {n} images of each class")
         begin = "what was changed" if scope == "trained" else scope
         lines.append(f"A defense that begins at {begin} removes at most {', '.join(said)}.")
-    shares = [record for n in few if (record := records.get("worth/removed", role, images=n))]
-    shares = [f"{r.images}: {r.value:.2f} ({r.low:.2f} to {r.high:.2f})" for r in shares if r.value is not None]
+    own = [record for n in few if (record := records.get("worth/removed", role, images=n))]
+    shares = [f"{r.images}: {r.value:.2f} ({r.low:.2f} to {r.high:.2f})" for r in own if r.value is not None]
     if shares:
         lines.append(f"With so many images of each class, {', '.join(shares)}.")
     if suite := result.about.get(of_role("suite", role)):

@@ -5,7 +5,7 @@ import netrc
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -67,7 +67,7 @@ class Wandb(Tracker):
         config = files.plain(spelled(config))
         if "method" in config:
             config["method"]["name"] = snake_case(config["method"]["_target_"])  # W&B can group runs by it
-        init = partial(
+        init: Callable[..., wandb.Run] = partial(
             wandb.init,
             project=self.project,
             entity=self.entity,
@@ -99,7 +99,7 @@ class Wandb(Tracker):
         elif self.run.url:
             log.info("W&B: %s", self.run.url)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
         self.run.log(dict(metrics), step=step)
 
     def finish(self, result: Result, figures: list[Path]) -> None:
@@ -107,7 +107,7 @@ class Wandb(Tracker):
 
         shown: dict[str, object] = {f"figures/{path.stem}": Image(str(path)) for path in figures}
         header, rows = attack_table(result)
-        shown |= {"attacks": Table(columns=header, data=rows)} if rows else {}
+        shown |= {"attacks": Table(columns=[*header], data=rows)} if rows else {}
         self.run.log(shown)
         for row in curve_rows(result):
             self.run.log(row)
@@ -128,7 +128,7 @@ class Wandb(Tracker):
         from wandb import Html, Image, Table
 
         shown: dict[str, object] = {
-            f"tables/{name}": Table(columns=head, data=rows, allow_mixed_types=True)
+            f"tables/{name}": Table(columns=[*head], data=rows, allow_mixed_types=True)
             for name, (head, rows) in tables.items()
         }
         shown |= {f"figures/{path.stem}": Image(str(path)) for path in figures}
@@ -183,7 +183,7 @@ class Wandb(Tracker):
         """Quiet and quick: what this leaves out stands in environment.json, config.yaml and run.log."""
         import wandb
 
-        wanted = {
+        wanted: dict[str, Any] = {
             "silent": True,
             "console": "off",
             "disable_git": True,

@@ -11,6 +11,7 @@ from torch import Tensor
 from immunization.data.task import TaskPair
 from immunization.errors import Diverged
 from immunization.models import Model
+from immunization.runs.records import Record, from_flat
 from immunization.runs.result import Result
 from immunization.runs.tracker import Recorder, Tracker
 from immunization.theory.spectrum import features_of
@@ -52,7 +53,7 @@ class Monitor:
         if state["labels"] != self.labels or not all(math.isclose(before[r], now[r], rel_tol=1e-6) for r in now):
             raise ValueError("the inputs, features or labels are others than before")
         self.kappa = state["kappa"]
-        self.result.metrics.update(state["metrics"])
+        self.result.records.add(*from_flat(state["metrics"], {}).values())
 
     def __call__(self, step: int, terms: Mapping[str, Tensor]) -> dict[str, float]:
         """Log one line and return its numbers; raises Diverged where theta overflows."""
@@ -63,13 +64,12 @@ class Monitor:
             self.kappa = self._kappas(factors, f"model at step {step}")
         ratio = {role: kappa / self.baseline[role] for role, kappa in self.kappa.items()}
         lost = self.tasks["primary"].kappa_bound <= self.kappa["primary"] < math.inf  # RIR may be anything below
-        values = {
-            **{name: term.item() for name, term in terms.items()},
-            **{f"kappa_{role}": value for role, value in self.kappa.items()},
-            **{f"ratio_{role}": value for role, value in ratio.items()},
-            "rir": math.nan if lost else ratio["harmful"] / ratio["primary"],
-        }
-        self.result.metrics.update(values)
+        rir = math.nan if lost else ratio["harmful"] / ratio["primary"]
+        records = [Record(name, term.item()) for name, term in terms.items()]
+        for measure, of in (("kappa", self.kappa), ("ratio", ratio), ("rir", {"harmful": rir})):
+            records += [Record(measure, value, role, split="train") for role, value in of.items()]
+        self.result.records.add(*records)
+        values = {record.of.name: record.value for record in records}
         for tracker in self.trackers:
             tracker.log(step, values)
         return values

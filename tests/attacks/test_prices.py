@@ -20,7 +20,6 @@ from immunization.attacks import (
 from immunization.attacks.outcome import cost, reached
 from immunization.data.task import Split, Task
 from immunization.evaluation import LearningCurves
-from immunization.runs.result import Result
 from immunization.runs.verdict import verdict
 
 pytestmark = pytest.mark.trains
@@ -110,7 +109,7 @@ def test_the_price_is_told_with_the_search_and_without_and_for_several_bars():
     prices = measures.curves["attack/worst/price"]
     assert prices["x"] == sorted(prices["x"])
     assert values["attack/worst/flops_ratio"] in prices["y"]
-    said = " ".join(verdict([Result("", 0, "", "", metrics=values)]))
+    said = " ".join(verdict([measures]))
     price = values["attack/worst/flops_ratio_searched"]
     assert f"{price:.3g} times where the search for settings is paid for" in said
 

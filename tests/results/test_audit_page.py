@@ -9,8 +9,8 @@ from matplotlib.colors import to_hex
 
 from immunization.results import page
 from immunization.results.attack_figures import HELD, LEARNED, attack_costs
-from immunization.results.attack_table import audit
 from immunization.results.collect import collect
+from immunization.results.page import audit_of
 from immunization.results.settings import settings
 
 ATTACKS = {"slow": (0.60, 5e8), "close": (0.90, 3e7), "quick": (0.97, 2e6)}
@@ -59,7 +59,7 @@ def test_the_page_begins_with_the_verdict(folder):
 
 
 def test_the_table_marks_successes_and_caps(folder):
-    made = audit(setting_of(folder), "x", "Digits")
+    made = audit_of(setting_of(folder), "x", "Digits")
     rows = {row[0].text: dict(zip(made.table.header, row, strict=True)) for row in made.table.rows}
     assert [rows[name]["learned"].text for name in ATTACKS] == ["○ no", "● yes ?", "● yes"]
     assert [rows[name]["learned"].strong for name in ATTACKS] == [False, True, True]
@@ -68,7 +68,7 @@ def test_the_table_marks_successes_and_caps(folder):
     assert [row["steps, immunized"].text for row in rows.values()] == ["8,192", "8,192", "> 8,192"]
     assert rows["close"]["95 % interval"].text == "0.81 to 0.95"
     assert made.table.header[:4] == ["attack", "learned", "immunized", "95 % interval"]
-    assert sum(len(note) for note in made.NOTES) < 500
+    assert sum(len(note) for note in made.notes) < 500
 
 
 def test_the_checkpoint_is_named_without_its_place(folder, tmp_path):
@@ -78,7 +78,7 @@ def test_the_checkpoint_is_named_without_its_place(folder, tmp_path):
     run.config["model"]["checkpoint"] = str(tmp_path / "other")
     ((setting,),) = settings(collect([folder]))
     setting.runs = [run]
-    subject = audit(setting, "x", "Digits").subject
+    subject = audit_of(setting, "x", "Digits").subject
     assert f"checkpoint other/immunized.safetensors, SHA-256 {hashlib.sha256(b'audited').hexdigest()[:12]}" in subject
     assert str(tmp_path) not in subject
 

@@ -11,6 +11,7 @@ from immunization.results import blocks, columns, leaderboard, model_card, page
 from immunization.results.collect import collect
 from immunization.results.columns import Column, mean
 from immunization.results.screen import line, show
+from immunization.runs.records import Query
 
 FACTS = {"architecture": "resnet18", "weights": "random", "dtype": "float32", "data_config": {}}
 
@@ -18,7 +19,7 @@ FACTS = {"architecture": "resnet18", "weights": "random", "dtype": "float32", "d
 @pytest.fixture
 def collection(tmp_path):
     """Two seeds with a measure of one's own, which has a column."""
-    columns.MEASURES.append(Column("mine/score", "my score", mean))
+    columns.MEASURES.append(Column(Query("mine/score"), "my score", mean))
     for seed in range(2):
         measures, about = {"mine/score": 0.25 + seed / 2}, {"own_measures": ["mine/score"]}
         make_run(tmp_path / "runs" / str(seed), seed=seed, measures=measures, about=about)

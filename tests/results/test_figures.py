@@ -4,12 +4,14 @@ import math
 
 import numpy as np
 import pytest
+from helpers.made_runs import made_result
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from PIL import Image
 
 from immunization.results import run_figures
 from immunization.runs import tracker
+from immunization.runs.records import from_flat
 from immunization.runs.result import Result
 from immunization.runs.tracker import Recorder
 
@@ -29,7 +31,7 @@ def result() -> Result:
             curves[f"norm_ratio/{role}{suffix}"] = curve(np.logspace(0, end * factor, 50), list(range(50)))
             curves[f"probe/{role}{suffix}"] = curve([0.5, 0.6, 0.7 * factor, 0.9], steps)
     metrics = {"primary/accuracy": 0.97, "steps_ratio/harmful": 152.2, "steps_ratio/primary": None}
-    return Result(1, "digits", "linear", "condition_number", status="completed", metrics=metrics, curves=curves)
+    return made_result(1, "digits", "linear", "condition_number", status="completed", metrics=metrics, curves=curves)
 
 
 def record(folder, **terms) -> None:
@@ -131,7 +133,7 @@ def test_learning_curves_name_the_measure_and_the_steps_ratio(result):
 
 
 def test_r2_far_below_zero_does_not_flatten_the_rest(result):
-    result.metrics = {"primary/r2": 0.7}
+    result.records = from_flat({"primary/r2": 0.7}, {})
     result.curves["probe/primary"]["y"] = [-1e6, -3.0, 0.5, 0.7]
     figure = run_figures.learning_curves(result)
     assert figure.axes[0].get_ylabel() == "held-out R²"

@@ -7,14 +7,14 @@ from itertools import pairwise
 import pytest
 import yaml
 from helpers.made_rows import ATTACKS, worth_run
-from helpers.made_runs import make_run
+from helpers.made_runs import make_run, measure
 from matplotlib.text import Text
 
 from immunization.errors import DataError
 from immunization.results.__main__ import main
 from immunization.results.collect import collect
 from immunization.results.columns import ATTACKS as OF_ATTACKS
-from immunization.results.columns import board_columns
+from immunization.results.columns import REMOVED, board_columns
 from immunization.results.formatting import NONE
 from immunization.results.leaderboard import BELOW, MARKS, REPORT, rows_below, sections, tracks
 from immunization.results.rows import write
@@ -56,7 +56,7 @@ def rows_of(folder):
 
 
 def texts(row):
-    return {column.heading: column.cell(row, column.measure).text for column in board_columns(["benign"])}
+    return {column.heading: column.cell(row, column.of).text for column in board_columns(["benign"])}
 
 
 def test_a_row_says_what_is_paid(folder):
@@ -84,7 +84,7 @@ def test_runs_that_hold_count_in_every_price(costs, price, operations, tmp_path)
     shown = texts(row)
     assert (shown["price"], shown["price with search"]) == (price, price)
     (own,) = (column for column in OF_ATTACKS if column.heading == "operations, immunized")
-    assert own.cell(row, "attack/probe/cost").text == operations
+    assert own.cell(row, own.of._replace(attack="probe")).text == operations
 
 
 def test_nothing_is_held_that_nobody_fine_tuned(tmp_path):
@@ -128,10 +128,10 @@ def test_several_seeds_are_a_mean_with_an_interval_that_is_no_narrower(tmp_path)
     for seed, share in enumerate((0.3, 0.4, 0.5)):
         worth_run(tmp_path / str(seed), "closed_form", {"5": share, "20": 0.5 if seed else None}, seed=seed)
     row = rows_of(tmp_path)["closed_form"]
-    mean, low, high = row.removed("worth/removed_5")
+    mean, low, high = row.removed(REMOVED._replace(images=5))
     half = math.hypot(0.1, 4.302653 * 0.1 / math.sqrt(3))  # own ends, and Student's t of 2 degrees of freedom
     assert (mean, mean - low, high - mean) == pytest.approx((0.4, half, half))
-    assert row.removed("worth/removed_20") is None  # of one seed nothing is known
+    assert row.removed(REMOVED._replace(images=20)) is None  # of one seed nothing is known
 
 
 def test_rows_are_sorted_by_what_they_remove_and_those_that_lose_more_follow(tmp_path):
@@ -165,8 +165,7 @@ def test_what_a_row_loses_on_other_classes_counts(tmp_path):
     for method, measures in {"tar": {"other_classes/accuracy_baseline": None}, "clamp": enlarged}.items():
         made = worth_run(tmp_path / method, method, {"all": 0.5})
         result = Result.read(made)
-        result.metrics |= measures
-        result.write(made)
+        measure(result, measures).write(made)
     rows = rows_of(tmp_path)
     assert rows["imma"].lost == pytest.approx(0.2)
     assert rows["clamp"].lost == pytest.approx(0.3)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.made_runs import made_result, measure
 from omegaconf import OmegaConf
 
 from immunization.results import model_card
@@ -17,7 +18,7 @@ ROWS = {role: {"train": 6, "val": 2, "test": 4} for role in ("primary", "harmful
 @pytest.fixture
 def result() -> Result:
     x = [1, 2, 4, 8, 16, 64, 128, 1024, 8192]
-    return Result(
+    return made_result(
         seed=3,
         dataset="image_folders",
         model="resnet18",
@@ -60,18 +61,18 @@ def test_folders_and_data_of_others_are_not_named(result, tmp_path):
 
 
 def test_what_was_capped_says_so(result, tmp_path):
-    result.metrics |= {"steps_ratio/harmful": 7280.0, "steps_ratio/primary": 1.0}
     result.flags.append("capped_harmful")
+    measure(result, {"steps_ratio/harmful": 7280.0, "steps_ratio/primary": 1.0})
     text = card(result, tmp_path)
     assert "| > 7,280 (capped: not reached within" in text
     assert "at most 1) | 1 |" in text
 
 
 def test_what_was_measured_begins_with_the_verdict(result, tmp_path):
-    result.metrics |= {"definition/immunized": 0.0, "definition/a": 0.0, "definition/b": 1.0, "definition/c": 1.0}
+    measure(result, {"definition/immunized": 0.0, "definition/a": 0.0, "definition/b": 1.0, "definition/c": 1.0})
     measured = card(result, tmp_path).partition("## Measured")[2].strip()
     assert measured.startswith("**Definition 3.1, which asks no attacker, does not call it immunized: it fails in (a)")
-    result.metrics |= {"steps_ratio/harmful": 7280.0}
+    measure(result, {"steps_ratio/harmful": 7280.0})
     measured = card(result, tmp_path).partition("## Measured")[2].strip().split("\n\n")
     assert measured[0].startswith(
         "**Gradient descent on a fresh probe takes 7,280 times the baseline's steps for the harm"

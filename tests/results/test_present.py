@@ -1,10 +1,10 @@
 """What follows a completed run: whatever fails there leaves the run completed, and the rest is done."""
 
 import pytest
-from helpers.made_runs import make_run
+from helpers.made_runs import make_run, measure
 
 from immunization.results import run_figures
-from immunization.results.present import present
+from immunization.results.screen import present
 from immunization.runs.result import Result
 from immunization.runs.tracker import Guarded, Tracker
 
@@ -46,7 +46,7 @@ def test_the_table_comes_before_the_figures(result, monkeypatch, capsys):
 
 
 def test_a_run_that_measured_nothing_says_so(result, capsys):
-    result.metrics = {}
+    result.records.clear()
     present(result, [], quiet=False, figures=False)
     assert "nothing was measured: choose evaluation=[rir,...] or attack=[...]" in capsys.readouterr().out
 
@@ -65,8 +65,6 @@ def test_failures_are_warnings_and_stop_nothing(result, monkeypatch, capsys, cap
 def test_only_an_audit_gets_a_page(result):
     present(result, [], quiet=True, figures=False)
     assert not (result.folder / "report.html").exists()
-    content = result.as_dict() | {"metrics": result.metrics | {"attack/sgd/final": 0.5}}
-    result = Result.from_dict({key: value for key, value in content.items() if key != "records"}, result.folder)
-    result.write(result.folder)
+    measure(result, {"attack/sgd/final": 0.5}).write(result.folder)
     present(result, [], quiet=True, figures=False)
     assert "attacks on condition_number" in (result.folder / "report.html").read_text()

@@ -20,7 +20,7 @@ from immunization.results import __main__ as command
 from immunization.results.collect import collect
 from immunization.results.formatting import NONE
 from immunization.results.seed_statistics import paired_p, paired_ratio, rank_correlation, summarize, ties
-from immunization.results.settings import Setting, best, settings, title
+from immunization.results.settings import RATIO_PRIMARY, RIR, Setting, best, settings, title
 from immunization.results.tables import _strong, alignment, comparison, counts, pair_counts
 
 
@@ -251,7 +251,7 @@ def test_runs_with_different_benign_classes_all_count(tmp_path):
         path = make_run(tmp_path / str(i), rir=10.0 ** (1 + i)) / "config.yaml"
         path.write_text(path.read_text().replace("  harmful: 1", f"  harmful: 1\n  benign: {benign}"))
     (group,) = settings(collect([tmp_path]))
-    assert group[0].median("rir") == 100.0
+    assert group[0].median(RIR) == 100.0
     assert column(table(tmp_path), "RIR") == ["370"]
 
 
@@ -299,9 +299,9 @@ def test_summary_of_values():
     assert summarize([0.1 + 0.2, 0.3, 0.3]).std == 0.0  # rounding alone
 
 
-def by_seed(values) -> dict[tuple, float]:
+def by_seed(values) -> pd.Series:
     """By keys as those of Setting.values."""
-    return {(seed, "0→1"): float(value) for seed, value in enumerate(values)}
+    return pd.Series({(seed, "0→1"): float(value) for seed, value in enumerate(values)})
 
 
 def test_paired_test_is_scipys_on_logarithms():
@@ -316,42 +316,44 @@ def test_paired_test_is_scipys_on_logarithms():
 def test_rank_correlation_is_spearmans_and_its_p_value_that_of_permuted_classes():
     rng = np.random.default_rng(1)
     pairs = [(a, b) for a in "abcdef" for b in "abcdef" if a != b]
-    x, y = ({pair: rng.normal() for pair in pairs} for _ in range(2))
-    expected = stats.spearmanr([x[pair] for pair in pairs], [y[pair] for pair in pairs])
+    x, y = (pd.Series(rng.normal(size=len(pairs)), pd.MultiIndex.from_tuples(pairs)) for _ in range(2))
+    expected = stats.spearmanr(x, y)
     rho, p = rank_correlation(x, y)
     assert rho == pytest.approx(expected.statistic)
     assert p == pytest.approx(expected.pvalue, abs=0.2)
-    some = dict(list(x.items())[:20])  # not all pairs of the classes: no permutation takes them to each other
-    expected = stats.spearmanr([x[pair] for pair in some], [y[pair] for pair in some])
+    some = x[:20]  # not all pairs of the classes: no permutation takes them to each other
+    expected = stats.spearmanr(some, y[:20])
     assert rank_correlation(some, y) == pytest.approx((expected.statistic, expected.pvalue))
     # a measure of one class alone has as many independent values as classes, not as pairs
     level = dict(zip("abcdef", rng.normal(size=6), strict=True))
-    other = {pair: level[pair[0]] + 0.5 * rng.normal() for pair in pairs}
-    level = {pair: level[pair[0]] for pair in pairs}
-    assert rank_correlation(level, other)[1] > 10 * stats.spearmanr(list(level.values()), list(other.values())).pvalue
-    assert all(math.isnan(value) for value in rank_correlation({}, y))
+    level = pd.Series({pair: level[pair[0]] for pair in pairs})
+    other = level + 0.5 * rng.normal(size=len(pairs))
+    assert rank_correlation(level, other)[1] > 10 * stats.spearmanr(level, other).pvalue
+    assert all(math.isnan(value) for value in rank_correlation(y[:0], y))
 
 
 def test_paired_tests_use_common_keys_and_need_five_seeds():
     a = by_seed([1.0, 2.0, 3.0, 4.0, 5.0])
-    twice = {key: 2 * value for key, value in a.items()}
-    assert paired_p(a, twice) == 0.0
-    assert math.isnan(paired_p(a, dict(list(twice.items())[:4])))
-    assert math.isnan(paired_p(a, {}))
-    pairs = {(seed, f"0→{pair}"): 1.0 + pair for seed in range(2) for pair in range(9)}
-    assert math.isnan(paired_p(pairs, {key: 2 * value for key, value in pairs.items()}))  # two seeds, whatever pairs
-    one, other = ({(seed, pair): v for seed in range(5) for pair, v in enumerate(x)} for x in ((100, 1), (10, 20)))
+    assert paired_p(a, 2 * a) == 0.0
+    assert math.isnan(paired_p(a, 2 * a[:4]))
+    assert math.isnan(paired_p(a, a[:0]))
+    pairs = pd.Series({(seed, f"0→{pair}"): 1.0 + pair for seed in range(2) for pair in range(9)})
+    assert math.isnan(paired_p(pairs, 2 * pairs))  # two seeds, whatever pairs
+    one, other = (
+        pd.Series({(seed, pair): v for seed in range(5) for pair, v in enumerate(x)}) for x in ((100, 1), (10, 20))
+    )
     assert paired_p(one, other) == 1.0  # the means of values and of logarithms disagree, alike with every seed
-    for some in (a, dict(list(a.items())[:1])):
-        assert paired_p(some, {key: value * (1 + 1e-14) for key, value in some.items()}) == 1.0
+    for some in (a, a[:1]):
+        assert paired_p(some, some * (1 + 1e-14)) == 1.0
 
 
 def test_pairs_of_classes_of_one_seed_are_one_observation():
     rng = np.random.default_rng(2)
     effects, noise = rng.normal(size=5), rng.normal(size=(5, 9))
-    b = {(seed, pair): math.exp(effects[seed] + 0.01 * noise[seed, pair]) for seed in range(5) for pair in range(9)}
+    keys = pd.MultiIndex.from_product([range(5), range(9)])
+    b = pd.Series(np.exp(effects[:, None] + 0.01 * noise).ravel(), keys)
     expected = stats.ttest_1samp(3 - (effects + 0.01 * noise.mean(1)), 0).pvalue
-    assert paired_p(dict.fromkeys(b, math.exp(3.0)), b) == pytest.approx(expected)
+    assert paired_p(pd.Series(math.exp(3.0), keys), b) == pytest.approx(expected)
 
 
 def test_a_larger_mean_that_one_run_makes_is_not_told_from_what_is_larger_elsewhere():
@@ -363,12 +365,13 @@ def test_a_larger_mean_that_one_run_makes_is_not_told_from_what_is_larger_elsewh
 def test_ties_hold_holms_correction():
     """p = 0.04 alone is significant at 5 %; beside another test it is not."""
     base = by_seed(np.exp([0.1, -0.2, 0.05, 0.0, 0.1]))
-    far = {key: value * 100 * (1 + 0.01 * key[0]) for key, value in base.items()}
+    seeds = np.arange(5)
+    far = base * 100 * (1 + 0.01 * seeds)
     near = by_seed(np.exp([0.4, -0.1, 0.45, 0.2, 0.15]))
     p = paired_p(base, near)
     assert 0.025 < p < 0.05
     assert ties({"base": base, "near": near}, ["base", "near"]) == {"base"}
-    other = {key: value * (1.1 if key[0] % 2 else 0.9) for key, value in base.items()}
+    other = base * np.where(seeds % 2, 1.1, 0.9)
     values = {"base": base, "near": near, "other": other, "far": far}
     assert ties(values, list(values)) == {"base", "near", "other"}
 
@@ -410,7 +413,7 @@ def test_of_ratios_of_the_primary_task_the_smallest_is_bold(tmp_path):
         for seed, ratio in enumerate(values):
             make_run(tmp_path / f"{method}_{seed}", method, seed, measures={"ratio_primary_theta0": ratio})
     (group,) = settings(collect([tmp_path]))
-    assert {setting.method for setting in _strong(group, "ratio_primary_theta0")} == {"clamp"}
+    assert {setting.method for setting in _strong(group, RATIO_PRIMARY._replace(stage="start"))} == {"clamp"}
 
 
 def test_what_only_spreads_is_not_bold_behind_one_that_is_worse_than_the_best(tmp_path):
@@ -434,7 +437,7 @@ def test_settings_are_compared_with_the_best_one_run_by_run(tmp_path):
             make_run(tmp_path / f"{method}{i}", method=method, seed=i, rir=common * rir, measures=measures)
     logs = [math.log(2.0 * (1 + 0.1 * (i % 2)) / 8) for i in range(4)]
     low, high = np.exp(stats.t.interval(0.95, 3, np.mean(logs), stats.sem(logs)))
-    a, b = ({(i, 0): 10**i * rir(i) for i in range(4)} for rir in (lambda i: 2.0 * (1 + 0.1 * (i % 2)), lambda i: 8.0))
+    a, b = (by_seed([10**i * rir for i, rir in enumerate(own)]) for own in ((2.0, 2.2, 2.0, 2.2), (8.0,) * 4))
     found = paired_ratio(a, b)
     assert (found.mean, found.low, found.high) == pytest.approx((np.exp(np.mean(logs)), low, high))
     (group,) = settings(collect([tmp_path]))
@@ -442,8 +445,8 @@ def test_settings_are_compared_with_the_best_one_run_by_run(tmp_path):
     assert (
         "RIR relative to ★, paired by run, geometric mean and 95 % interval: opt_kappa 0.262 (0.24 to 0.286)." in notes
     )
-    assert paired_ratio({(i, 0): -1.0 for i in range(4)}, b) is None
-    assert paired_ratio(dict(list(a.items())[:2]), b) is None
+    assert paired_ratio(-a, b) is None
+    assert paired_ratio(a[:2], b) is None
 
 
 def test_successes_are_counted_by_run(tmp_path):

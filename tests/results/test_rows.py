@@ -53,7 +53,7 @@ def test_the_leaderboard_is_the_same_from_runs_and_from_their_rows(tmp_path):
         track_run(tmp_path / "runs" / str(seed), seed=seed, about=about, measures=measures, flags=["capped_harmful"])
     rows = collect(write([tmp_path / "runs"], tmp_path / "rows"))
     (made,), (kept,) = tracks(collect([tmp_path / "runs"])), tracks(rows)
-    cells = [[column.cell(some[0], column.measure) for column in board_columns([])] for some in (made, kept)]
+    cells = [[column.cell(some[0], column.of) for column in board_columns([])] for some in (made, kept)]
     assert cells[0] == cells[1]
     metrics = rows.runs[0].result.metrics
     assert {"mine/measure", "attack/probe/cost", "worth/theta_0_low"} <= metrics.keys()

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from helpers.made_runs import made_result
 from rich.console import Console
 
 from immunization.errors import DataError
@@ -55,7 +56,7 @@ def result(**changes) -> Result:
         "seconds": {"immunize": 1.25, "evaluate": 0.5},
         "about": {"protocol": "one_vs_rest", "rows": 300},
     }
-    return Result(**values | changes)
+    return made_result(**values | changes)
 
 
 def printed(shown, width=80, objective="rir") -> str:

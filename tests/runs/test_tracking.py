@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import wandb
+from helpers.made_runs import made_result
 from helpers.repository import ROOT
 from helpers.versions import asks_once
 from helpers.wandb_offline import WITHOUT_ACCOUNT, kept, summary, values
@@ -140,8 +141,8 @@ def test_history_reads_curves_and_leaves_out_a_cut_off_line(tmp_path):
 
 def test_wandb_keeps_config_history_summary_and_figures(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    result = Result(3, "digits", "linear", "identity", status="completed", flags=["capped_harmful"])
-    result.metrics = {"rir": 4.5, "ceiling/rir": None, "test/rir": math.inf}
+    metrics = {"rir": 4.5, "ceiling/rir": None, "test/rir": math.inf}
+    result = made_result(3, "digits", "linear", "identity", "completed", metrics=metrics, flags=["capped_harmful"])
     result.seconds = {"immunize": 1.5}
     picture = tmp_path / "norm_ratio.png"
     Image.new("RGB", (8, 8)).save(picture)

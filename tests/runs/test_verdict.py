@@ -1,26 +1,46 @@
 """The verdict on attacks: words, table and intervals say the same of the same number."""
 
 import itertools
+from dataclasses import dataclass, field
 
 import pytest
 from scipy.stats import binomtest
 
 from immunization.runs.interpretation import at_least, capped, rows_tested, successes, undecided, weakest
-from immunization.runs.result import Result
+from immunization.runs.records import Record, Records, from_flat
 from immunization.runs.verdict import verdict
 from immunization.theory.statistics import interval
+
+
+@dataclass
+class Made:
+    """What a verdict is made of, from flat metrics that a test can change."""
+
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    flags: list[str] = field(default_factory=list)
+    curves: dict[str, dict] = field(default_factory=dict)
+    about: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def records(self) -> Records:
+        return from_flat(self.metrics, self.reasons)
+
+    def record(self, name: str) -> Record:
+        return self.records.by_name[name][0]
+
 
 CURVE = {"x": [1], "y": [0.9]}
 
 
-def audited(bar: float = 0.87, rows: int | None = 68, kind: str = "accuracy", **finals: float | None) -> Result:
+def audited(bar: float = 0.87, rows: int | None = 68, kind: str = "accuracy", **finals: float | None) -> Made:
     """A run of before, in which every attack came to the bar at some step, and ends at `finals`."""
     metrics = {"attack/worst/bar": bar, "attack/worst/test_rows": rows}
     for i, (name, final) in enumerate(finals.items(), 2):
         metrics |= {f"attack/{name}/final": final, f"attack/{name}/cost": 1e6 * i, f"attack/{name}/flops": 1.0}
         metrics |= {f"attack/{name}/final_baseline": 0.95, f"attack/{name}/cost_baseline": 1e6}
     curves = {f"attack/{name}/{kind}": CURVE for name in finals}
-    return Result(0, "d", "m", "learning_curve", "completed", metrics, curves=curves)
+    return Made(metrics, curves=curves)
 
 
 def test_the_number_in_the_table_decides():
@@ -147,7 +167,7 @@ def test_several_runs():
     ]
 
 
-def easier(result: Result) -> Result:
+def easier(result: Made) -> Made:
     result.flags, result.reasons = ["harmful_faster"], {"harmful_faster": "a fresh probe learns it in 0.1"}
     return result
 
@@ -156,7 +176,7 @@ def test_harm_that_became_easier_comes_first():
     first, second, *_ = verdict([easier(audited(learned=0.9))])
     assert first == "Worse than before: a fresh probe learns it in 0.1."
     assert second.startswith("It does not hold")
-    unattacked = [Result(0, "d", "m", "learning_curve", "completed") for _ in range(3)]
+    unattacked = [Made() for _ in range(3)]
     assert verdict(unattacked) == []
     assert verdict([easier(unattacked[0])]) == [first]
     assert verdict(unattacked) == ["Worse than before in 1 of 3 runs; in the first: a fresh probe learns it in 0.1."]
@@ -187,9 +207,9 @@ ATTACKS = {
 }
 
 
-def combined(definition, harmful, further, primary, attacks, worth, doubt) -> Result:
+def combined(definition, harmful, further, primary, attacks, worth, doubt) -> Made:
     """A run of the linear model in which all that was found is as the arguments say; `further`: role and speed."""
-    result = Result(0, "d", "m", "x", "completed")
+    result = Made()
     if ATTACKS[attacks]:
         result = audited(rows=1000 if attacks != "perhaps" else 68, **ATTACKS[attacks])
         result.metrics["attack/probe/final_baseline"] = 0.95
@@ -348,7 +368,7 @@ def test_of_several_harmful_tasks_the_worst_counts():
     metrics = {"ratio_harmful": 2.4, "ratio_harmful_8": 0.8, "worst/ratio_harmful": 0.8, "ratio_primary": 0.5}
     metrics |= {"steps_ratio/harmful": 9.0, "steps_ratio/harmful_8": 3.0}
     metrics |= {"definition/immunized": 0.0, "definition/a": 0.0, "definition/b": 1.0, "definition/c": None}
-    first, second = verdict([Result(0, "d", "m", "imma", "completed", metrics, flags=["capped_harmful_8"])])
+    first, second = verdict([Made(metrics, flags=["capped_harmful_8"])])
     assert first == (
         "Gradient descent on a fresh probe takes > 3 times the baseline's steps for the task harmful_8, 9 times for "
         "the harmful task; nobody attacked it otherwise."
@@ -357,7 +377,7 @@ def test_of_several_harmful_tasks_the_worst_counts():
         "does not call it immunized: it fails in (a); (i) 0.8 for the task harmful_8, (ii) 0.5 for the primary task."
     )
     metrics |= {f"steps_ratio/harmful_{i}": 5.0 for i in range(3)}
-    first, _ = verdict([Result(0, "d", "m", "imma", "completed", metrics)])
+    first, _ = verdict([Made(metrics)])
     assert "3 times the baseline's steps for the task harmful_8, the fewest of 5 such tasks; nobody" in first
 
 
@@ -371,15 +391,15 @@ def test_an_interval_contains_its_share(rows):
 def test_ratios_that_are_withheld_are_not_in_the_verdict():
     metrics = {"ratio_harmful": None, "ratio_primary": 0.5, "definition/immunized": 1.0}
     expected = "Definition 3.1, which asks no attacker, calls it immunized; nobody attacked it."
-    assert verdict([Result(0, "d", "m", "imma", "completed", metrics)]) == [expected]
-    result = Result(0, "d", "m", "imma", "completed", metrics | {"definition/immunized": None})
+    assert verdict([Made(metrics)]) == [expected]
+    result = Made(metrics | {"definition/immunized": None})
     result.reasons["definition/immunized"] = "part (c) is unknown: no test rows"
     unknown = "Whether Definition 3.1 calls it immunized is unknown: part (c) is unknown: no test rows"
     assert verdict([result]) == [f"{unknown}; nobody attacked it."]
 
 
 def test_nothing_is_said_where_nothing_was_measured():
-    assert verdict([Result(0, "d", "m", "imma", "completed", {"rir": 2.0})]) == []
+    assert verdict([Made({"rir": 2.0})]) == []
 
 
 def test_the_ceiling_of_a_defense_that_begins_at_a_block():
@@ -408,21 +428,21 @@ def test_steps_are_lower_bounds_where_nothing_came_to_the_end():
         "attack/slow/steps_baseline": 1,
         "attack/fast/steps": 1,
     }
-    result = Result(0, "digits", "linear", "identity", metrics=metrics, flags=["capped_harmful"])
+    result = Made(metrics, flags=["capped_harmful"])
     result.about["attacks_capped"] = ["slow"]
-    assert at_least(result, "steps_ratio/harmful")
-    assert not at_least(result, "worst/steps_ratio")
-    assert not at_least(result, "steps_ratio/primary")
+    assert at_least(result, result.record("steps_ratio/harmful"))
+    assert not at_least(result, result.record("worst/steps_ratio"))
+    assert not at_least(result, result.record("steps_ratio/primary"))
     result.flags.append("capped_harmful_2")
-    assert at_least(result, "worst/steps_ratio")
-    assert at_least(result, "attack/slow/steps")
-    assert not at_least(result, "attack/slow/steps_baseline")
-    assert not at_least(result, "attack/fast/steps")
+    assert at_least(result, result.record("worst/steps_ratio"))
+    assert at_least(result, result.record("attack/slow/steps"))
+    assert not at_least(result, result.record("attack/slow/steps_baseline"))
+    assert not at_least(result, result.record("attack/fast/steps"))
 
 
 def test_attacks_that_all_diverge_leave_a_sentence():
     metrics = {"attack/worst/bar": 0.9, "attack/probe/final": None, "attack/probe/final_baseline": 0.95}
-    result = Result(0, "digits", "linear", "identity", metrics=metrics)
+    result = Made(metrics)
     result.reasons["attacks_diverged"] = "probe with theta_I"
     said = " ".join(verdict([result]))
     assert "No attack on the harmful task came to an end." in said

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers.made_runs import made_result
 from helpers.wandb_offline import kept, summary, values
 
 from immunization import run
@@ -85,7 +86,7 @@ def test_the_attacks_are_a_table_of_numbers(audited):
 
 
 def test_an_attack_that_diverged_neither_learns_nor_does_not():
-    result = Result(0, "d", "m", "imma", metrics={"attack/full/final": None, "attack/full/steps": 3.0})
+    result = made_result(0, "d", "m", "imma", metrics={"attack/full/final": None, "attack/full/steps": 3.0})
     assert attack_table(result) == (["attack", "learns", "final", "steps"], [["full", None, None, 3.0]])
 
 
