@@ -17,7 +17,6 @@ from immunization.evaluation import (
     Measures,
     RelativeRatio,
 )
-from immunization.theory import regularizers
 
 pytestmark = pytest.mark.trains
 
@@ -30,17 +29,6 @@ def definite_pairs(draw, deficient: bool = False) -> tuple[TaskPair, int]:
     rank = draw(st.integers(2, dim - 1)) if deficient else dim
     other = draw(spectra(rank, rank, decades=1.5))
     return pair_of(with_spectrum(sigma, dim + 2, dim, seed), with_spectrum(other, dim + 2, dim, seed + 7)), seed
-
-
-def closed_form(pair: TaskPair, primary_ratio: float = 1.0) -> Tensor:
-    """theta = K_P^-1/2 Q Delta with kappa(Delta^2) = primary_ratio kappa(K_P), Delta spread over the rank of K_H."""
-    root_p, root_h = pair.primary.root, pair.harmful.root
-    sigma = root_p.norm(dim=1)
-    whiten = (root_p / sigma[:, None]).T / sigma
-    q = torch.linalg.svd(root_h @ whiten).Vh.T
-    span, k = primary_ratio**0.5 * sigma[0] / sigma[-1], len(root_h)
-    delta = span ** -torch.linspace(0, 1, k, dtype=torch.float64)
-    return whiten @ q * torch.cat([delta, delta[-1:].expand(len(sigma) - k)])
 
 
 def ceiling_of(pair: TaskPair, theta: Tensor) -> dict[str, float | None]:
@@ -57,33 +45,6 @@ def test_no_theta_exceeds_the_ceiling(drawn):
         theta = gaussian(pair.dim, pair.dim, seed=seed + 100 + draw)
         metrics = ceiling_of(pair, theta)
         assert metrics["rir"] <= metrics["ceiling/rir"] * (1 + 1e-6)
-
-
-@given(definite_pairs() | definite_pairs(deficient=True), st.floats(0, 1))
-def test_the_closed_form_attains_the_ceiling_and_its_primary_ratio(drawn, share):
-    pair, seed = drawn
-    lowest = (pair.primary.root.norm(dim=1)[-1] / pair.primary.root.norm(dim=1)[0]).item() ** 2
-    ratio = lowest ** (1 - share)
-    metrics = ceiling_of(pair, closed_form(pair, ratio) @ orthonormal(pair.dim, pair.dim, seed=seed + 5))
-    assert metrics["rir"] == pytest.approx(metrics["ceiling/rir"], rel=1e-6)
-    assert metrics["ratio_primary"] == pytest.approx(ratio, rel=1e-6)
-    if metrics["ceiling/attained"] is not None and metrics["ceiling/rir"] > 1.01:
-        assert metrics["ceiling/attained"] == pytest.approx(1, abs=1e-3)
-
-
-def test_an_optimizer_comes_close_to_the_ceiling_and_not_above():
-    pair = pair_of(
-        with_spectrum(f64([4.0, 2, 1]), 6, 3, 0),
-        with_spectrum(f64([3.0, 2, 1]), 6, 3, 9),
-    )
-    theta = eye(3).requires_grad_()
-    optimizer = torch.optim.Adam([theta], lr=0.01)
-    for _ in range(400):
-        optimizer.zero_grad()
-        logs = [regularizers.log_condition_number(t.root @ theta, 3) for t in (pair.primary, pair.harmful)]
-        (logs[0] - logs[1]).backward()
-        optimizer.step()
-    assert 0.9 < ceiling_of(pair, theta.detach())["ceiling/attained"] <= 1 + 1e-9
 
 
 def test_the_ceiling_is_unbounded_outside_of_the_common_range():

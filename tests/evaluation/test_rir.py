@@ -7,13 +7,16 @@ import pytest
 import torch
 from helpers.comparisons import compare, eye, f64, regression, task
 from helpers.matrices import gaussian, orthonormal, seeds, with_spectrum
+from helpers.methods import make_pair
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch.func import functional_call
 
 from immunization.data.task import Split, TaskPair
 from immunization.evaluation import (
     Comparison,
     RelativeRatio,
+    StartRatio,
 )
 from immunization.models import Linear
 from immunization.theory import spectrum
@@ -158,3 +161,22 @@ def test_a_bias_is_part_of_the_features():
     )
     best = torch.linalg.lstsq(features, pair.primary.train.y[:, None]).solution
     torch.testing.assert_close(comparison.probe("primary", "immunized").optimum(), best)
+
+
+def test_the_score_against_theta_0():
+    pair = make_pair()
+    torch.manual_seed(0)
+    model = Linear(pair, "random")
+    start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
+    model.extractor.theta.data.copy_(gaussian(4, 4, seed=7))
+    metrics = StartRatio()(Comparison(pair, model, start)).metrics
+    kappa = {}
+    for role, own in (("harmful", pair.harmful), ("primary", pair.primary)):
+        before = functional_call(model.extractor, start, (own.train.x,))
+        after = model.features(own.train.x)
+        kappa[role] = spectrum.condition_number(after) / spectrum.condition_number(before)
+        assert metrics[f"ratio_{role}_theta0"] == pytest.approx(kappa[role], rel=1e-9)
+        authors = spectrum.authors_condition_number(after) / spectrum.authors_condition_number(before)
+        assert metrics[f"authors/ratio_{role}_theta0"] == pytest.approx(authors, rel=1e-9)
+    assert metrics["rir_theta0"] == pytest.approx(kappa["harmful"] / kappa["primary"], rel=1e-9)
+    assert StartRatio()(Comparison(pair, model)).metrics == {}

@@ -45,13 +45,6 @@ def stepped(method, model, tasks, batch_size=16):
 # --- The terms --------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_distilled_before_the_first_step(net):
-    terms, _ = stepped(Forget(epochs=1, batch_size=16), *opened(net))
-    assert terms["distill"].item() == pytest.approx(0, abs=1e-12)
-    weighted = terms["task_loss"] + 0.6 * terms["collapse"] + terms["path"]
-    assert terms["loss"].item() == pytest.approx(weighted.item())
-
-
 def test_without_a_head_to_train_there_is_no_loss_of_labels(net):
     """It would turn the trained layers into those of a net for the classes of D_P."""
     terms, _ = stepped(Forget(epochs=1, batch_size=16, train_head=False), *opened(net))
@@ -60,25 +53,8 @@ def test_without_a_head_to_train_there_is_no_loss_of_labels(net):
     assert_close(terms["loss"], weighted)
 
 
-def test_distillation_by_hand(net):
-    """Features, relative to the spread of theta_0's over all of D_P, and the divergence of the logits."""
-    model, tasks = opened(net)
-    method = Forget(epochs=1, batch_size=16)
-    _, (primary, _) = stepped(method, model, tasks)
-    before, whole = model.features(primary.x), model.features(tasks.primary.train.x)
-    p_0 = model.head(before).softmax(1)
-    with torch.no_grad():
-        for p in (*model.trained().values(), model.head.weight):
-            p.mul_(1.1)
-    after = model.features(primary.x)
-    p = model.head(after).softmax(1)
-    spread = (whole - whole.mean(0)).square().sum(1).mean()
-    by_hand = (after - before).square().sum(1).mean() / spread + (p_0 * (p_0 / p).log()).sum(1).mean()
-    assert_close(method.step(model, primary, primary)["distill"], by_hand)
-
-
 def test_images_without_labels_are_kept_as_they_are(net, tmp_path):
-    """Those of class folders and those that stand in none; what a net makes of them is distilled beside D_P."""
+    """Those of class folders and those that stand in none."""
     flat = tmp_path / "flat"
     draw_folder(tmp_path / "folder", 3, 5, 2, seed=2)
     (tmp_path / "folder" / "train" / "class0").rename(flat)
@@ -87,20 +63,8 @@ def test_images_without_labels_are_kept_as_they_are(net, tmp_path):
     model, tasks = opened(pair)
     assert pair.about["keep"] == {str(flat): 5, str(tmp_path / "folder"): 16}
     method = Forget(epochs=1, batch_size=16)
-    _, (primary, _) = stepped(method, model, tasks)
+    method.setup(model, tasks)
     assert len(method.distillation.kept) == 21
-    method.distillation.kept = method.distillation.kept[:1]
-    rows = torch.cat([primary.x, method.distillation.kept.repeat(len(primary.x), 1, 1, 1)])
-    before, whole = model.features(rows), model.features(tasks.primary.train.x)
-    p_0 = model.head(before).softmax(1)
-    with torch.no_grad():
-        for p in model.trained().values():
-            p.mul_(1.1)
-    after = model.features(rows)
-    p = model.head(after).softmax(1)
-    spread = (whole - whole.mean(0)).square().sum(1).mean()
-    by_hand = (after - before).square().sum(1).mean() / spread + (p_0 * (p_0 / p).log()).sum(1).mean()
-    assert_close(method.step(model, primary, primary)["distill"], by_hand)
 
 
 def test_classes_are_chosen_of_each_folder_to_keep(net, tmp_path):
@@ -180,14 +144,6 @@ def test_without_inner_blocks_it_says_so(net, caplog):
     terms, _ = stepped(Forget(epochs=1, batch_size=16, inner=1.0), *opened(net))
     assert "inner" not in terms
     assert "method.inner has nothing to collapse" in caplog.text
-
-
-def test_collapse_alone_needs_no_labels(net):
-    """Alg. 1 has inputs of D_H alone."""
-    model, tasks = opened(net)
-    method = Forget(epochs=1, batch_size=16, path=0)
-    terms, (primary, harmful) = stepped(method, model, tasks)
-    assert_close(method.step(model, primary, replace(harmful, y=harmful.y.flip(0))), terms)
 
 
 def test_the_path_is_that_of_the_batch_and_the_rows_that_this_pass_has_shown():
@@ -283,9 +239,6 @@ def test_augmented_images_of_both_tasks(tmp_path):
     assert banks == 2 * [min(16 * step, rows) for step in range(1, len(banks) // 2 + 1)]
 
 
-# --- Early stopping ---------------------------------------------------------------------------------------------------
-
-
 def test_the_score_is_of_validation_rows_of_both_tasks(net):
     model, tasks = opened(net)
     method = Forget(epochs=1, batch_size=16)
@@ -295,24 +248,6 @@ def test_the_score_is_of_validation_rows_of_both_tasks(net):
     with torch.no_grad():
         model.trained()[next(iter(model.trained()))].zero_()
     assert math.isfinite(method.score(model))
-
-
-def test_patience_goes_back_to_the_best_score(net):
-    model, tasks = opened(net)
-    method = Forget(epochs=6, batch_size=16, patience=2)
-    method.setup(model, tasks)
-    scores = iter([0.5, 0.9, 0.3, 0.2, 0.1])
-    method.score = lambda _: next(scores)
-    kept = []
-    for epoch in range(6):
-        with torch.no_grad():
-            model.head.bias.add_(1.0)
-        kept.append(model.head.bias.clone())
-        if method.callbacks[0].epoch_end(model, epoch):
-            break
-    method.finish(model)
-    assert epoch == 3
-    assert_close(model.head.bias, kept[1])
 
 
 # --- Runs, and what is refused ----------------------------------------------------------------------------------------

@@ -85,30 +85,6 @@ def test_opt_kappa_in_logarithms_is_held_and_its_other_forms_are_not():
         OptKappa(hold_primary=0.5)
 
 
-def test_what_was_interrupted_goes_on_to_the_same_theta():
-    pair = small_table()
-    whole, _ = trained(ConditionNumber(lambda_P=1.0, lambda_H=30.0, epochs=40), pair)
-    first = ConditionNumber(lambda_P=1.0, lambda_H=30.0, epochs=40)
-    model, optimizer = trained(first, pair, steps=20)
-    first.bound.epoch_end(model, 19)  # `most` ends the training before it
-    kept = model.state_dict(), optimizer.state_dict(), first.state_dict()
-    second = ConditionNumber(lambda_P=1.0, lambda_H=30.0, epochs=40)
-    resumed = Linear(pair)
-    second.setup(resumed, pair)
-    resumed.load_state_dict(kept[0])
-    second.load_state_dict(kept[2])
-    again = torch.optim.Adam(resumed.groups(), lr=3e-3)
-    again.load_state_dict(kept[1])
-    for epoch in range(20, 40):
-        for batch in PairedBatches(pair, None, torch.Generator()).epoch():
-            again.zero_grad()
-            second.step(resumed, *batch)["loss"].backward()
-            again.step()
-        second.bound.epoch_end(resumed, epoch)
-    second.finish(resumed)
-    assert torch.equal(resumed.extractor.theta, whole.extractor.theta)
-
-
 @pytest.mark.parametrize(
     "method",
     [

@@ -24,15 +24,6 @@ from immunization.training.loop import train
 pytestmark = pytest.mark.trains
 
 
-def test_paired_batches_cycle_the_primary_task(folders):
-    pair = open_pair(folders)
-    _, tasks = build(pair).read(pair, False)
-    batches = PairedBatches(tasks, 16, torch.Generator().manual_seed(0))
-    assert [len(list(batches.epoch())) for _ in range(2)] == [4, 4]
-    with pytest.raises(ConfigError, match=r"method\.batch_size must be set"):
-        next(iter(PairedBatches(tasks, None, torch.Generator()).epoch()))
-
-
 @pytest.mark.parametrize(
     "method",
     [

@@ -1,16 +1,18 @@
-"""Options for the set-ups that the paper may have run: each against a direct computation."""
+"""Options for the set-ups that the paper may have run, each against a direct computation, and those set-ups."""
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from helpers.images import write_idx
 from helpers.matrices import gaussian
 from helpers.methods import full_batches, make_pair
 from torch.autograd import gradcheck
-from torch.func import functional_call
 
+from immunization import run
+from immunization.config import compose
 from immunization.errors import ConfigError
-from immunization.evaluation import Comparison, StartRatio
 from immunization.methods import IMMA, ConditionNumber, OptKappa, RIllOnly
 from immunization.models import Linear
 from immunization.theory import spectrum
@@ -139,20 +141,36 @@ def test_heads_of_imma():
         shared.setup(model, other)
 
 
-def test_the_score_against_theta_0():
-    pair = make_pair()
-    torch.manual_seed(0)
-    model = Linear(pair, "random")
-    start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
-    model.extractor.theta.data.copy_(gaussian(4, 4, seed=7))
-    metrics = StartRatio()(Comparison(pair, model, start)).metrics
-    kappa = {}
-    for role, task in (("harmful", pair.harmful), ("primary", pair.primary)):
-        before = functional_call(model.extractor, start, (task.train.x,))
-        after = model.features(task.train.x)
-        kappa[role] = spectrum.condition_number(after) / spectrum.condition_number(before)
-        assert metrics[f"ratio_{role}_theta0"] == pytest.approx(kappa[role], rel=1e-9)
-        authors = spectrum.authors_condition_number(after) / spectrum.authors_condition_number(before)
-        assert metrics[f"authors/ratio_{role}_theta0"] == pytest.approx(authors, rel=1e-9)
-    assert metrics["rir_theta0"] == pytest.approx(kappa["harmful"] / kappa["primary"], rel=1e-9)
-    assert StartRatio()(Comparison(pair, model)).metrics == {}
+EXPERIMENT = "experiment=paper/table2_closest"
+
+
+@pytest.mark.parametrize(
+    ("method", "chosen"),
+    [
+        ("r_ill_only", {"lr": 5e4, "init": "identity", "epochs": 1, "batch_size": 64, "normalize": False}),
+        ("imma", {"lr": 1e-3, "init": "random", "epochs": 4, "heads": "shared"}),
+        ("opt_kappa", {"lr": 3e-3, "init": "random", "epochs": 1, "form": "reciprocal_log", "task_weight": 0}),
+        ("released_condition_number", {"lr": 5e-3, "bias": True, "lambda_P": 1, "lambda_H": 5e7, "epochs": 1}),
+    ],
+)
+def test_every_method_has_its_set_up(method, chosen):
+    cfg = compose([EXPERIMENT, f"method={method}"])
+    assert (cfg.dataset.protocol, list(cfg.evaluation)) == ("authors_pixels", ["rir", "theta0"])
+    assert {**cfg.optimizer, **cfg.model, **cfg.method}.items() >= chosen.items()
+
+
+@pytest.mark.parametrize("method", ["r_ill_only", "imma", "opt_kappa", "released_condition_number"])
+def test_a_pair_of_digits(method, tmp_path):
+    """The images are noise: MNIST itself need not be there."""
+    raw, draw = tmp_path / "MNIST" / "raw", np.random.default_rng(0)
+    raw.mkdir(parents=True)
+    for part, count in (("train", 1500), ("t10k", 50)):
+        write_idx(raw / f"{part}-images-idx3-ubyte", draw.integers(0, 256, (count, 28, 28)))
+        write_idx(raw / f"{part}-labels-idx1-ubyte", np.arange(count) % 10)
+    options = [f"method={method}", f"dataset.root={tmp_path}", "dataset.download=false", "tracker=none"]
+    result = run([EXPERIMENT, *options, "dataset.val_fraction=0", "figures=false"], folder=tmp_path / "run")
+    assert result.status == "completed"
+    for name in ("rir", "ratio_harmful", "ratio_primary", "rir_theta0"):
+        assert result.metrics[f"authors/{name}"] > 0
+    assert result.metrics["authors/rir_theta0"] != 1
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) <= 3

@@ -348,11 +348,22 @@ def test_the_objective_falls(method: Method, term: str, falls: bool):
     assert (harm[-10:].mean() < harm[:10].mean()) == falls
 
 
-@pytest.mark.parametrize("method", [*RIVALS, "forget"])
-def test_interrupted_runs_go_on(method, tmp_path, monkeypatch, cut):
-    options = [f"method={method}", "method.epochs=4", "method.batch_size=20", "dataset.val_fraction=0.2"]
-    options.append("method.patience=3" if method == "forget" else "method.max_accuracy_drop=0.5")
-    whole, again = resumed([*QUICK, *options], tmp_path, monkeypatch, cut)
+HELD = ["method.epochs=40", "method.lambda_P=1", "method.lambda_H=30"]  # the bound on ratio (ii) acts
+LITTLE = ["method.epochs=4", "method.batch_size=20", "method.max_accuracy_drop=0.5"]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "at"),
+    [
+        *((method, LITTLE, 5) for method in RIVALS),
+        ("ntl", [*LITTLE, "dataset.harmful=[3,5]"], 5),
+        ("forget", [*LITTLE[:2], "method.patience=3"], 5),
+        ("condition_number", HELD, 20),
+    ],
+)
+def test_interrupted_runs_go_on(method, options, at, tmp_path, monkeypatch, cut):
+    options = [f"method={method}", "dataset.val_fraction=0.2", *options]
+    whole, again = resumed([*QUICK, *options], tmp_path, monkeypatch, cut, at)
     assert whole == again
 
 

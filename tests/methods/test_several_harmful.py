@@ -2,7 +2,6 @@
 
 import copy
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -133,24 +132,3 @@ def test_two_copies_of_one_task_are_that_task(method, rate):
         maps.append(model.extractor.theta.detach())
     assert (maps[0] - torch.eye(64)).abs().max() > 1e-4
     torch.testing.assert_close(maps[0], maps[1])
-
-
-def test_a_run_with_several_tasks_goes_on_from_its_checkpoint(tmp_path):
-    overrides = [*QUICK, "method=ntl", "method.epochs=6", "method.batch_size=16", "dataset.harmful=[3,5]"]
-    whole = run(overrides, folder=tmp_path / "whole", quiet=True)
-    folder = Path(tmp_path / "cut")
-    with pytest.MonkeyPatch.context() as patch:
-        from immunization.methods import NTL
-
-        step, taken = NTL.step, []
-
-        def interrupted(self, *batches):
-            taken.append(1)
-            if len(taken) == 25:
-                raise KeyboardInterrupt
-            return step(self, *batches)
-
-        patch.setattr(NTL, "step", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run([*overrides, "checkpoint.every=3"], folder=folder, quiet=True)
-    assert run([*overrides, "resume=true"], folder=folder, quiet=True).metrics == whole.metrics
