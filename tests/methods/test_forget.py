@@ -79,10 +79,10 @@ def test_classes_are_chosen_of_each_folder_to_keep(net, tmp_path):
 def test_images_of_a_task_are_not_kept(net):
     harmful = net.tasks["harmful"].folders[0]
     roots = [str(Path(task.folders[0]).parents[1]) for task in net.tasks.values()]
-    with pytest.raises(ConfigError, match=f"dataset.keep_root: folder {harmful} belongs to the harmful task"):
+    with pytest.raises(ConfigError, match=f"{harmful} belongs to dataset.keep_root and to the harmful task"):
         image_folders(*roots, keep_root=str(harmful.parent))
     for root in roots:
-        with pytest.raises(ConfigError, match=f"dataset.keep_root: folder {root}/val/class0 belongs to the"):
+        with pytest.raises(ConfigError, match=f"{root}/val/class0 belongs to dataset.keep_root and to the"):
             image_folders(*roots, keep_root=f"{root}/val")  # held out
     with pytest.raises(DataError, match=r"keep_root: folder .*nowhere not found"):
         image_folders(*roots, keep_root="nowhere")
