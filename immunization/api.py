@@ -186,9 +186,8 @@ def audit(
         immunization.audit(model, harmful_loader=loader, reference=model_before, budget="standard").verdict
 
     With the harmful task's loader alone only attacks are measured, with both the measures of experiment=audit, too.
-    Each is a loader, of which a fifth of the rows is for
-    test and a fifth for validation, or a dict of loaders for `train`, `test` and, if there are such rows, `val`. They
-    are read once into memory.
+    Each is a loader, of which a fifth of the rows is for test and a fifth for validation, or a dict of loaders for
+    `train`, `test` and, if there are such rows, `val`. They are read once into memory.
 
     `model` is a classifier as for `immunize`. It is compared with `reference`, the classifier before immunization
     (None: without the map that `immunize` folded in). Or `model` is what `load` returns for a linear map, which is

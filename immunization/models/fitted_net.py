@@ -5,7 +5,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
@@ -55,17 +54,19 @@ class FittedNet(Timm):
             machine=environment.arithmetic(torch.device("cpu")),
         )
         path = Path(cache).expanduser() / f"{known[:16]}.safetensors"
+        with files.locked(files.lock_of(path), wait=True):  # jobs side by side fit it once
+            try:
+                weights, _ = files.read_tensors(path)
+            except DataError as error:
+                if os.path.exists(path):
+                    log.warning("%s; the net is fitted again", error)
+                weights = _fit(pair, name, arguments, fit_epochs, shift, path)
+        net = create(name, None, False, arguments)
+        net.load_state_dict(weights)
         own = tuple(range(arguments["num_classes"]))  # its head was fitted to these very labels
-        with TemporaryDirectory() as aside:
-            with files.locked(files.lock_of(path), wait=True):  # jobs side by side fit it once
-                try:
-                    files.read_tensors(path)
-                except DataError as error:
-                    if os.path.exists(path):
-                        log.warning("%s; the net is fitted again", error)
-                    path = _fit(pair, name, arguments, fit_epochs, shift, Path(aside), path)
-            pair = replace(pair, tasks=pair.tasks | {"primary": replace(pair.tasks["primary"], outputs=own)})
-            super().__init__(pair, name, trainable, str(path), False, head_decay, arguments)
+        pair = replace(pair, tasks=pair.tasks | {"primary": replace(pair.tasks["primary"], outputs=own)})
+        super().__init__(pair, name, trainable, None, False, head_decay, arguments, net=net)
+        self.weights = path.name
 
 
 class DigitsNet(FittedNet):
@@ -82,22 +83,10 @@ class DigitsNet(FittedNet):
         super().__init__(pair, "test_resnet", trainable, fit_epochs, 0, 1, head_decay, cache)
 
 
-def _kept(tensors: dict[str, Tensor], path: Path, aside: Path) -> Path:
-    """Where they were written: to `path`, or to a file of its name `aside` where this account may not write there."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_tensors(path, tensors)
-    except OSError as error:
-        log.warning("the fitted net is not kept, model.cache=<folder> keeps it: %s: %s", path, error.strerror)
-        path = aside / path.name
-        files.write_tensors(path, tensors)
-    return path
-
-
 def _fit(
-    pair: ImagePair, name: str, arguments: dict[str, int], epochs: int, shift: int, aside: Path, path: Path
-) -> Path:
-    """Where the fitted net is kept."""
+    pair: ImagePair, name: str, arguments: dict[str, int], epochs: int, shift: int, path: Path
+) -> dict[str, Tensor]:
+    """The weights of the fitted net, kept at `path` where this account may write there."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = create(name, None, False, arguments).train()
@@ -115,7 +104,12 @@ def _fit(
                 nn.utils.clip_grad_norm_(net.parameters(), 1.0)
                 optimizer.step()
                 schedule.step()
-    return _kept(net.state_dict(), path, aside)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_tensors(path, net.state_dict())
+    except OSError as error:
+        log.warning("the fitted net is not kept, model.cache=<folder> keeps it: %s: %s", path, error.strerror)
+    return net.state_dict()
 
 
 def _moved(images: Tensor, shift: int) -> Tensor:

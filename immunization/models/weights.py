@@ -1,8 +1,7 @@
 """Weights on disk: written once, in the dtype the net came in, with facts in the header, and read as tensors only.
 
 The facts of a net: `architecture` and `arguments` for timm.create_model (`timm` false: a class of the caller's own),
-`data_config`, `weights` and their `license`; `dtype` of the tensors and `computed_in`, which files of the first version
-lack: these were not rounded. A net with a folded map also has `fold` (the module it stands behind), its `layer`,
+`data_config`, `weights` and their `license`; `dtype` of the tensors and `computed_in`. A net with a folded map also has `fold` (the module it stands behind), its `layer`,
 `stripped_by` and `rounding`; `immunized_by` is the recipe of a net that was saved from Python. A linear map has none.
 """
 
@@ -230,8 +229,7 @@ def restored(pair: TaskPair | ImagePair, model: Callable[..., Model], checkpoint
 
 def restore(net: nn.Module, tensors: Mapping[str, Tensor], facts: Facts) -> nn.Module:
     """Put exported `tensors` into `net`, one of the same architecture, and fold the map in if there is one."""
-    if "computed_in" in facts:  # else what a version wrote that rounded nothing
-        net = net.to(_dtype(facts["dtype"]))
+    net = net.to(_dtype(facts.get("dtype")))
     _fold(net, tensors, facts)
     net.load_state_dict(dict(tensors))
     return net.eval().requires_grad_(True)
@@ -260,31 +258,28 @@ def misfits(net: nn.Module, state: Mapping[str, Tensor]) -> str:
 
 def exported(model: Model, task: Task) -> tuple[dict[str, Tensor], Facts]:
     """Tensors and facts of immunized.safetensors, nets in the original's dtype; `task` is for `rounding_error`."""
-    tensors, facts = model.export(), model.facts()
-    if not facts:
-        return tensors, facts
-    facts["computed_in"], facts["dtype"] = facts["dtype"], facts.pop("original_dtype", facts["dtype"])
-    dtype = getattr(torch, facts["dtype"])
-    facts |= fold_of(tensors)
-    if model.linear_map() is not None:
-        facts["rounding"] = rounding_error(model, task.train.x[:ROWS], dtype)
-    return _rounded(tensors, facts), facts
-
-
-def _rounded(tensors: Mapping[str, Tensor], facts: Facts) -> dict[str, Tensor]:
-    dtype = getattr(torch, facts["dtype"])
-    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    tensors, facts = _in_own_dtype(model.export(), model.facts())
+    if facts and model.linear_map() is not None:
+        facts["rounding"] = rounding_error(model, task.train.x[:ROWS], getattr(torch, facts["dtype"]))
+    return tensors, facts
 
 
 def original(model: Model) -> tuple[dict[str, Tensor], Facts]:
     """Tensors and facts of original.safetensors, of an untrained net in its original's dtype; both {} for none."""
-    tensors = model.original()
-    if not tensors:
+    if not (tensors := model.original()):
         return {}, {}
-    facts = model.facts()
+    tensors, facts = _in_own_dtype(tensors, model.facts())
+    return tensors, facts | {"partial": tensors.keys() < model.export().keys()}
+
+
+def _in_own_dtype(tensors: dict[str, Tensor], facts: Facts) -> tuple[dict[str, Tensor], Facts]:
+    """Tensors of a net in the dtype it came in, with facts that say so; those of a linear map as they are."""
+    if not facts:
+        return tensors, facts
     facts["computed_in"], facts["dtype"] = facts["dtype"], facts.pop("original_dtype", facts["dtype"])
-    facts["partial"] = tensors.keys() < model.export().keys()
-    return _rounded(tensors, facts), facts
+    dtype = getattr(torch, facts["dtype"])
+    rounded = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    return rounded, facts | fold_of(tensors)
 
 
 @torch.no_grad()

@@ -162,30 +162,27 @@ class PairedBatches(Batches):
         )
 
 
-def _kept(pair: TaskPair) -> TaskPair:
-    """`pair` with the training rows of the tasks that methods are shown on the GPU that wants them, where they fit."""
-    apart = {role: t for role, t in pair.shown.items() if t.train.y.is_cuda and not t.train.x.is_cuda}
-    size = sum(task.train.x.nbytes for task in apart.values())
-    if not apart or size > room(pair.primary.train.y.device):
-        return pair
-    log.info("%.3g GiB of training inputs are kept on the GPU", size / 2**30)
-    moved = {role: replace(t, train=replace(t.train, x=t.train.x.to(t.train.y.device))) for role, t in apart.items()}
-    return pair.with_tasks(moved)
-
-
 def batches_of(
     model: Model, pair: TaskPair, batch_size: int | None, generator: torch.Generator, shots: int = 1
 ) -> Batches:
-    """Batches of rows where they are stored, of images where they are not, which come in the order of their loaders."""
-    if batch_size is None:
-        return PairedBatches(pair, batch_size, generator)
-    if model.loaders is None:
-        return PairedBatches(_kept(pair), batch_size, generator, shots)
-    if shots > 1:
-        log.warning(
-            "method.shots=%d does nothing: images that are augmented, or too many to keep, come in the order of their "
-            "loaders; use fewer images and dataset.augment=false",
-            shots,
+    """Batches of rows where they are stored, else those of loaders, in their order."""
+    if batch_size is not None and model.loaders is not None:
+        if shots > 1:
+            log.warning(
+                "method.shots=%d does nothing: images that are augmented, or too many to keep, come in the order of "
+                "their loaders; use fewer images and dataset.augment=false",
+                shots,
+            )
+        loaders = model.loaders(batch_size).items()
+        return Batches({role: LoaderPasses(loader, role, model.entering, pair.dim) for role, loader in loaders})
+    apart = {role: task for role, task in pair.shown.items() if task.train.y.is_cuda and not task.train.x.is_cuda}
+    size = sum(task.train.x.nbytes for task in apart.values())
+    if batch_size is not None and apart and size <= room(pair.primary.train.y.device):
+        log.info("%.3g GiB of training inputs are kept on the GPU", size / 2**30)
+        pair = pair.with_tasks(
+            {
+                role: replace(task, train=replace(task.train, x=task.train.x.to(task.train.y.device)))
+                for role, task in apart.items()
+            }
         )
-    loaders = model.loaders(batch_size).items()
-    return Batches({role: LoaderPasses(loader, role, model.entering, pair.dim) for role, loader in loaders})
+    return PairedBatches(pair, batch_size, generator, shots if batch_size is not None else 1)

@@ -1,7 +1,5 @@
 """Activations of the frozen part: kept, verified, streamed and read once."""
 
-import errno
-import io
 import os
 import resource
 import signal
@@ -19,7 +17,7 @@ from torch import nn
 from immunization.data.task import SPLITS
 from immunization.errors import DataError
 from immunization.methods import ConditionNumber
-from immunization.models.activations import Stream, _Rows, collect, fingerprint, load, take
+from immunization.models.activations import Stream, collect, fingerprint, load, take
 from immunization.models.timm import Timm
 from immunization.terminal import where
 from immunization.training.batches import Batches, LoaderPasses, PairedBatches, batches_of
@@ -57,36 +55,11 @@ def test_reading_says_how_many_images_are_done():
     assert said == [f"{of} 5 images, {done} done" for of in ("train:", "activations of") for done in (0, 3)]
 
 
-def test_of_two_who_need_the_same_one_computes_and_what_a_killed_one_left_goes(tmp_path):
-    left, others = tmp_path / ".key.part", tmp_path / ".other.part"
-    left.touch()
-    others.touch()
-    begun, computed = threading.Event(), []
-
-    def loader():
-        begun.set()
-        time.sleep(0.3)
-        yield torch.ones(2, 3), torch.zeros(2, dtype=torch.long), []
-
-    def compute(images):
-        computed.append(threading.current_thread())
-        return {"features": images}
-
-    def both():
-        return collect(loader(), compute, {"features": "key"}, tmp_path, "two images")
-
-    first = threading.Thread(target=both)
-    first.start()
-    assert begun.wait(60)
-    assert len(both()["features"].x) == 2
-    first.join(60)
-    assert computed == [first]
-    assert {path.name for path in tmp_path.iterdir()} == {"key.safetensors", others.name, ".locks"}
-
-
 def test_entries_that_two_nets_share_are_computed_once(tmp_path):
-    """Two nets of one trunk have different features, and the same inputs."""
-    seen, begun = [], threading.Event()
+    """Two nets of one trunk have different features, and the same inputs. What a killed run left of them goes."""
+    seen, begun, other = [], threading.Event(), tmp_path / ".other.part"
+    for left in (tmp_path / ".shared.part", other):
+        left.touch()
 
     def loader(own):
         for _ in range(2):
@@ -106,20 +79,8 @@ def test_entries_that_two_nets_share_are_computed_once(tmp_path):
     first.join(60)
     assert len(load(tmp_path, "b").x) == len(load(tmp_path, "a").x) == 4
     assert seen == ["b", "b", "a", "a"]
-    assert {path.name for path in tmp_path.glob("[!.]*")} == {f"{key}.safetensors" for key in ("a", "b", "shared")}
-
-
-def test_a_full_disk_of_activations_is_named(tmp_path, monkeypatch):
-    class Full(io.BytesIO):
-        def write(self, data):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    rows = _Rows(tmp_path)
-    rows.file.close()
-    monkeypatch.setattr(rows, "file", Full())
-    with pytest.raises(OSError, match="No space") as error:
-        rows.add(torch.ones(2, 3))
-    assert error.value.filename == str(tmp_path)
+    names = {f"{key}.safetensors" for key in ("a", "b", "shared")}
+    assert {path.name for path in tmp_path.iterdir()} == {*names, other.name, ".locks"}
 
 
 def test_tasks_hold_what_the_extractor_reads(folders):

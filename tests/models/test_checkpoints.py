@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+import inspect
 import json
 import logging
 import socket
@@ -14,6 +15,7 @@ import torch
 from helpers.data_files import Trap
 from helpers.images import draw_folder
 from helpers.nets import open_pair
+from omegaconf import OmegaConf
 from timm.data import resolve_model_data_config
 from timm.utils import CheckpointSaver, ModelEmaV3
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import immunization
 from immunization import ConfigError, DataError, run
+from immunization.config import compose
 from immunization.models.timm import Timm
 from immunization.models.weights import read_checkpoint
 from immunization.runs import files
@@ -174,8 +177,9 @@ def scripted(path: Path) -> None:
         (lambda path: path.write_bytes(b"no weights"), "it is damaged, cut off, or no file of torch.save"),
         (lambda path: torch.save({"epoch": 3, "lr": 0.1}, path), "no state dict with names and tensors .*epoch, lr"),
         (lambda path: torch.save(torch.zeros(2), path), "it holds a Tensor, no state dict"),
+        (lambda path: torch.save({1: torch.ones(2)}, path), "no state dict with names and tensors"),
     ],
-    ids=["whole net", "own class", "TorchScript", "damaged", "no weights", "tensor"],
+    ids=["whole net", "own class", "TorchScript", "damaged", "no weights", "tensor", "numbers"],
 )
 def test_what_is_refused_is_told_with_the_true_reason(write, reason, tmp_path):
     write(tmp_path / "net.pt")
@@ -298,8 +302,6 @@ def test_a_header_that_is_no_object_is_refused(header, tmp_path):
 
 
 def test_arguments_that_a_file_may_set_are_not_timms_own():
-    import inspect
-
     own = set(inspect.signature(timm.create_model).parameters)
     assert not ARGUMENTS & (own | {"features_only", "out_indices", "pruned", "kwargs", "device", "dtype"})
     assert not [name for name in ARGUMENTS if name.startswith(("pretrained", "cache", "hf"))]
@@ -350,10 +352,6 @@ def test_the_configuration_beside_a_checkpoint_may_not_choose_more_either(key, t
     immunization.save(net(), folder)
     (folder / "model_card.md").unlink()
     files.write_tensors(folder / WEIGHTS, net().state_dict())
-    from omegaconf import OmegaConf
-
-    from immunization.config import compose
-
     config = compose([*ELSEWHERE, *roots, *made])
     choice = {"name": "hf-hub:nobody/nothing", "arguments": {"checkpoint_path": str(untouched)}}[key]
     OmegaConf.update(config, f"model.{key}", choice, force_add=True)

@@ -37,15 +37,6 @@ def test_a_run_in_float64_exports_the_dtype_of_the_net(folded):
     assert {t.dtype for t in tensors.values() if t.is_floating_point()} == {torch.float32}
 
 
-def test_folders_of_before_are_loaded_in_float32(folded, tmp_path):
-    model, _ = folded
-    facts = model.facts()
-    del facts["original_dtype"]
-    write_weights(tmp_path / WEIGHTS, model.export(), facts)
-    loaded = immunization.load(tmp_path)
-    assert loaded(torch.randn(2, 3, 32, 32)).dtype == torch.float32
-
-
 def test_an_exported_net_is_audited_without_its_map(folded, folders, tmp_path):
     model, tasks = folded
     write_weights(tmp_path / WEIGHTS, *exported(model, tasks.primary))

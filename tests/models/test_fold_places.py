@@ -9,9 +9,8 @@ from helpers.nets import open_pair
 from helpers.versions import since
 from timm.models._features import FeatureListNet
 
-from immunization.models.fold import FOLD, fold_into, fold_place, folded_map, unfold, weight_of
+from immunization.models.fold import fold_into, fold_place, folded_map, unfold, weight_of
 from immunization.models.timm import Timm
-from immunization.models.weights import create, restore
 
 FAMILIES = (
     "test_byobnet",
@@ -93,18 +92,6 @@ def test_unfold_gives_the_net_back(name):
         torch.testing.assert_close(logits, net(images))
         torch.testing.assert_close(immunized(images), net(images))
     assert immunized.state_dict().keys() == net.state_dict().keys()
-
-
-def test_exports_with_the_map_in_the_pooling_still_load():
-    """As exports of version 0.1.0 had it: behind the pooling of a ResNet, as a linear layer."""
-    net = create_net("test_resnet")
-    images, size = torch.randn(2, *SIZE, dtype=torch.float64), net.num_features
-    theta = torch.randn(size, size, dtype=torch.float64)
-    tensors = net.state_dict() | {f"global_pool.flatten.{FOLD}.weight": theta.T.contiguous()}
-    facts = {"fold": "global_pool.flatten", "dtype": "float64"}
-    loaded = restore(create("test_resnet", None, False, {"num_classes": 4}), tensors, facts)
-    found = features_of(loaded.double(), images)  # exports of now are in the dtype of the original net, here float32
-    torch.testing.assert_close(found, features_of(net, images) @ theta, rtol=1e-4, atol=1e-4)
 
 
 def test_what_reset_classifier_strips_is_said(folders):
