@@ -1,8 +1,9 @@
 """Weights on disk: written once, in the dtype the net came in, with facts in the header, and read as tensors only.
 
 The facts of a net: `architecture` and `arguments` for timm.create_model (`timm` false: a class of the caller's own),
-`data_config`, `weights` and their `license`; `dtype` of the tensors and `computed_in`. A net with a folded map also has `fold` (the module it stands behind), its `layer`,
-`stripped_by` and `rounding`; `immunized_by` is the recipe of a net that was saved from Python. A linear map has none.
+`data_config`, `weights` and their `license`; `dtype` of the tensors and `computed_in`. A net with a folded map also has
+`fold` (the module it stands behind), its `layer`, `stripped_by` and `rounding`; `immunized_by` is the recipe of a net
+that was saved from Python. A linear map has none.
 """
 
 from __future__ import annotations
