@@ -229,8 +229,10 @@ class Tables:
         tables = {key: table.fillna(dict.fromkeys(words, GAP)) for key, table in self.inputs.items()}
         rows = {role: tables[key].iloc[own.numpy()] for role, (key, own) in training.items()}
         shown = pd.concat([own for role, own in rows.items() if is_shown(role)])
-        levels = {name: sorted(shown[name].unique()) for name in words}
-        kinds = {name: pd.CategoricalDtype(own) for name, own in levels.items()}
+        levels = {name: pd.CategoricalDtype(sorted(shown[name].unique())) for name in words}
+        for key, table in tables.items():
+            known = {name: table[name].where(table[name].isin(kind.categories)) for name, kind in levels.items()}
+            tables[key] = table.assign(**known).astype(levels)
         encoded: dict[str, Tensor] = {}
         for role, (key, _) in training.items():
             own = rows[role] if normalize == "each" else shown
@@ -238,34 +240,28 @@ class Tables:
                 whose = f"the training rows of {role}" if normalize == "each" else "any training row"
                 raise DataError(f"the column {empty[0]} has no value in {whose}; {_remedy(empty[0])}")
             filling = own[plain].agg("median" if self.missing == "median" else "mean")
-            for name in (key, f"{key}_val", f"{key}_test"):
-                if name in tables:
-                    known = {word: tables[name][word].where(tables[name][word].isin(levels[word])) for word in words}
-                    filled = tables[name].fillna(filling).assign(**known).astype(kinds)
-                    matrix = pd.get_dummies(filled, columns=words, dtype=float)
-                    encoded[name] = torch.from_numpy(matrix.to_numpy(float, copy=True))
+            for name in {key, f"{key}_val", f"{key}_test"} & tables.keys():
+                matrix = pd.get_dummies(tables[name].fillna(filling), columns=words, dtype=float)
+                encoded[name] = torch.from_numpy(matrix.to_numpy(float, copy=True))
         self.about["columns"] = matrix.columns.tolist()
-        self._count(tables, levels)
+        self._count(len(matrix.columns) - len(plain), sum(table[words].isna().sum() for table in tables.values()))
         return encoded
 
-    def _count(self, tables: Mapping[str, pd.DataFrame], levels: Mapping[str, Sequence[str]]) -> None:
-        """Say what became of the columns and of their gaps."""
-        taken = {"categories": f"{sum(map(len, levels.values()))} of 0 and 1"} | TAKEN
+    def _count(self, indicators: int, unknown: pd.Series) -> None:
+        """Say what became of the columns and of their gaps; `unknown` counts categories of no training row."""
         kinds = Counter(self.kinds.values())
+        taken = {"categories": f"{indicators} of 0 and 1"} | TAKEN
         if parts := [f"{kinds[kind]} of {kind}, as {what}" for kind, what in taken.items() if kinds[kind]]:
             self._say("columns encoded", f"{'; '.join(parts)}; beside {kinds['numbers']} of numbers")
-        gaps = sum(table.isna().sum() for table in self.inputs.values()).to_dict()
-        if total := sum(gaps.values()):
-            text = sum(gaps[name] for name in levels)
-            ways = (total - text, f"by the {self.missing} of the training rows"), (text, f"as the category {GAP}")
+        gaps = sum(table.isna().sum() for table in self.inputs.values())
+        if gaps.any():
+            text = gaps[unknown.index].sum()
+            ways = (gaps.sum() - text, f"by the {self.missing} of the training rows"), (text, f"as the category {GAP}")
             how = " and ".join(f"{count} {way}" for count, way in ways if count)
-            self._say("values filled", f"{how}, in {_counted(gaps)}")
-        new = {
-            name: sum(int((~table[name].isin(known)).sum()) for table in tables.values())
-            for name, known in levels.items()
-        }
-        if total := sum(new.values()):
-            self._say("categories of no training row", f"{total} values, all 0, in {_counted(new)}")
+            self._say("values filled", f"{how}, in {_counted(gaps.to_dict())}")
+        if unknown.any():
+            new = f"{unknown.sum()} values, all 0, in {_counted(unknown.to_dict())}"
+            self._say("categories of no training row", new)
 
 
 def _input_columns(

@@ -14,6 +14,7 @@ from torch import Tensor
 from immunization.checks import Fraction, Seed, checked
 from immunization.data.preparation import (
     check_training_rows,
+    fetched,
     finish,
     map_inputs,
     moments,
@@ -45,6 +46,7 @@ CATEGORICAL = """
 """.split()  # noqa: SIM905
 # "None" is a level of MasVnrType, but pandas from 2.0 on reads it as missing, and so do the published figures.
 MISSING = ("", "NA", "None")
+KAGGLE = "https://www.kaggle.com/c/house-prices-advanced-regression-techniques/data"
 AUTHORS = {"train": slice(0, 200), "val": slice(200, 250), "test": slice(250, 300)}
 PROTOCOLS = {
     "full": "full: all rows; splits drawn at random, by seed, within each task",
@@ -72,7 +74,11 @@ def house_prices(
 ) -> TaskPair:
     """The regressions of the paper's Sec. 5.1, by conf/dataset/house_prices.yaml; raises ConfigError, DataError."""
     check_training_rows(val_fraction, test_fraction)
-    path, authors = _find(Path(root).expanduser(), download), protocol == "authors"
+    path, authors = Path(root).expanduser() / "train.csv", protocol == "authors"
+    if not path.is_file():
+        fetched(
+            lambda: _download(path), path, f"get train.csv from {KAGGLE} and set dataset.root to its folder", download
+        )
     table = read_table(path, na_filter=False)
     require_columns(table, [*NUMERIC, *CATEGORICAL, *TARGETS.values()], path)
     harmful = table["MSZoning"] == "RL"
@@ -142,26 +148,13 @@ def _finite(table: pd.DataFrame, path: Path) -> Tensor:
     return torch.tensor(numbers)
 
 
-def _find(root: Path, download: bool) -> Path:
-    """`root`/train.csv; where it is absent and `download` is true, OpenML's copy of the table is written there."""
-    path = root / "train.csv"
-    if path.is_file():
-        return path
-    remedy = (
-        "get train.csv from https://www.kaggle.com/c/house-prices-advanced-regression-techniques/data "
-        "and set dataset.root to the folder that holds it"
-    )
-    if not download:
-        raise DataError(f"{path} does not exist: {remedy}, or set dataset.download=true (OpenML)")
+def _download(path: Path) -> None:
+    """Write OpenML's copy of the table."""
     from sklearn.datasets import fetch_openml
 
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of every further try
-            table = fetch_openml(name="house_prices", version=1, as_frame=True).frame
-        root.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        table.to_csv(partial, index=False, na_rep="NA")
-        partial.replace(path)
-    except (OSError, ValueError) as error:  # URLError is an OSError, scikit-learn's OpenMLError a ValueError
-        raise DataError(f"{path} does not exist and could not be had from OpenML ({error}): {remedy}") from error
-    return path
+    with warnings.catch_warnings(action="ignore"):  # of every further try
+        table = fetch_openml(name="house_prices", version=1, as_frame=True).frame
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    table.to_csv(partial, index=False, na_rep="NA")
+    partial.replace(path)

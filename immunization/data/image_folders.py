@@ -66,8 +66,7 @@ def image_folders(
         check_options(open_task, options or {}, f"dataset.{kind}")
         for role, root in zip(roles_of(kind, [Path(root or "").name for root in roots]), roots, strict=True):
             tasks[role] = open_task(kind, root, val_fraction, test_fraction, split_seed, **(options or {}))
-    kept_roots = [keep_root] if isinstance(keep_root, str) else keep_root or []
-    kept = tuple(_open_unlabeled(*own) for own in zip(kept_roots, _of_each(keep, kept_roots), strict=True))
+    kept = _kept(keep_root, keep or {})
     held = {role: task.folders or [task.splits["train"].identity] for role, task in tasks.items()}
     if shared := first_shared({"keep": [folder for images in kept for folder in images.folders], **held}):
         first, second, what = shared
@@ -82,20 +81,19 @@ def image_folders(
     return ImagePair(name, tasks, *reading, about=description(tasks) | about, keep=kept)
 
 
-def _of_each(keep: Mapping[str, Any] | None, roots: Sequence[str]) -> list[dict[str, Any]]:
-    """Options of dataset.keep for each of its folders: of several, a list of `classes` has an entry for each."""
-    own = dict(keep or {})
-    classes = own.get("classes")
-    if len(roots) < 2 or classes is None or isinstance(classes, str):
-        return [own] * len(roots)
-    if len(classes) != len(roots):
-        raise ConfigError(f"dataset.keep.classes={list(classes)}: give an entry for each of {len(roots)} folders")
-    return [own | {"classes": some} for some in classes]
-
-
-def _open_unlabeled(root: str, options: Mapping[str, Any]) -> ImageTask:
-    check_options(open_unlabeled, options, "dataset.keep")
-    return open_unlabeled(root, **options)
+def _kept(roots: str | Sequence[str] | None, options: Mapping[str, Any]) -> tuple[ImageTask, ...]:
+    """The images of dataset.keep_root. Of several folders, a list of `classes` has an entry for each."""
+    roots, classes = [roots] if isinstance(roots, str) else roots or [], options.get("classes")
+    each = [classes] * len(roots)
+    if len(roots) > 1 and not (classes is None or isinstance(classes, str)):
+        if len(classes) != len(roots):
+            raise ConfigError(f"dataset.keep.classes={list(classes)}: give an entry for each of {len(roots)} folders")
+        each = classes
+    kept = []
+    for root, own in zip(roots, each, strict=True):
+        check_options(open_unlabeled, options := {**options, "classes": own}, "dataset.keep")
+        kept.append(open_unlabeled(root, **options))
+    return tuple(kept)
 
 
 def open_unlabeled(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from immunization.checks import AtLeastOne, Digit, Fraction, Seed, checked
-from immunization.data.preparation import check_training_rows, classes_of_roles, finish, split_rows
+from immunization.data.preparation import check_training_rows, classes_of_roles, fetched, finish, split_rows
 from immunization.data.task import Origin, Split, Task, TaskPair, is_shown, kind_of
 from immunization.errors import ConfigError, DataError
 
@@ -218,7 +218,11 @@ def _choose(
 def _torchvision_images(family: str, root: str, download: bool, val_fraction: float, seed: int) -> Images:
     """The files of torchvision's class `family`: its test file is the test split, the rest is train and val."""
     folder = Path(root).expanduser() / family / "raw"
-    _provide(family, folder, download)
+    if missing := [name for part in PARTS for kind in KINDS if not _stored(folder, name := f"{part}-{kind}")]:
+        remedy = (
+            f"put torchvision's four files of {family} into {folder} (dataset.root is the folder above {family}/raw)"
+        )
+        fetched(lambda: _download(family, folder), f"{folder / missing[0]}[.gz]", remedy, download)
     parts = {part: [_read_idx(_stored(folder, f"{part}-{kind}")) for kind in KINDS] for part in PARTS}
     for part, (images, labels) in parts.items():
         fits = (
@@ -244,26 +248,14 @@ def _stored(folder: Path, name: str) -> Path | None:
     return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
 
 
-def _provide(family: str, folder: Path, download: bool) -> None:
-    """Download what is absent, if that may be. Raises DataError."""
-    names = [f"{part}-{kind}" for part in PARTS for kind in KINDS]
-    missing = next((folder / name for name in names if _stored(folder, name) is None), None)
-    if missing is None:
-        return
-    remedy = f"put torchvision's four files of {family} into {folder} (dataset.root is the folder above {family}/raw)"
-    if not download:
-        raise DataError(f"{missing}[.gz] does not exist: {remedy}, or set dataset.download=true")
+def _download(family: str, folder: Path) -> None:
     from torchvision import datasets
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=folder) as new:  # torchvision writes in place, and takes what a kill left for whole
-            getattr(datasets, family)(new, download=True)
-            for path in Path(new, family, "raw").iterdir():
-                path.replace(folder / path.name)
-    except (RuntimeError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"{missing} does not exist and the download failed ({reason}): {remedy}") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder) as new:  # torchvision writes in place, and takes what a kill left for whole
+        getattr(datasets, family)(new, download=True)
+        for path in Path(new, family, "raw").iterdir():
+            path.replace(folder / path.name)
 
 
 def _read_idx(path: Path) -> Tensor:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from immunization.theory import spectrum
 log = logging.getLogger(__name__)
 
 Normalize = Literal["shared", "each", "none"]
+T = TypeVar("T")
 
 
 def check_training_rows(val_fraction: float, test_fraction: float) -> None:
@@ -24,6 +25,21 @@ def check_training_rows(val_fraction: float, test_fraction: float) -> None:
             f"dataset.val_fraction={val_fraction} and dataset.test_fraction={test_fraction} leave no training rows: "
             "their sum must be under 1"
         )
+
+
+def fetched(fetch: Callable[[], T], missing: object, remedy: str, download: bool) -> T:
+    """What `fetch` downloads of files that are `missing`; DataError where that fails or may not be."""
+    if not download:
+        raise DataError(f"{missing} does not exist: {remedy}, or set dataset.download=true")
+    try:
+        return fetch()
+    except (
+        RuntimeError,
+        OSError,
+        ValueError,
+    ) as error:  # URLError is an OSError, scikit-learn's OpenMLError a ValueError
+        reason = " ".join(str(error).split())
+        raise DataError(f"{missing} does not exist and the download failed ({reason}): {remedy}") from error
 
 
 def classes_of_roles(least: int, **given: int | Sequence[int] | Sequence[Sequence[int]] | None) -> dict[str, list[int]]:

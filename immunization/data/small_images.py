@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from immunization.data.class_folders import images_below
 from immunization.data.image_files import read_image
 from immunization.data.images import ImagePair, ImageSplit, ImageTask, Pictures, description
 from immunization.data.pixels import sklearn_digits
-from immunization.data.preparation import check_training_rows, classes_of_roles, split_rows
+from immunization.data.preparation import check_training_rows, classes_of_roles, fetched, split_rows
 from immunization.errors import DataError
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -90,16 +91,14 @@ def _read(root: Path, download: bool) -> dict[str, tuple[np.ndarray, Tensor, str
         return {part: _folder(root / part) for part in PARTS}
     from torchvision.datasets import CIFAR10
 
+    remedy = f"put a folder per class into train/ and val/ of {root}, or torchvision's cifar-10-batches-py"
     read = {}
     for part, kind in (("train", "training"), ("val", "test")):
         try:
-            data = CIFAR10(root, train=part == "train", download=download)
-        except (RuntimeError, OSError) as error:
-            fetch = "" if download else ", or set dataset.download=true"
-            raise DataError(
-                f"dataset.root={root} has no CIFAR-10 ({' '.join(str(error).split())}): put a folder per class into "
-                f"train/ and val/ of it, or torchvision's cifar-10-batches-py{fetch}"
-            ) from error
+            data = CIFAR10(root, train=part == "train")
+        except RuntimeError:  # there is none
+            again = partial(CIFAR10, root, train=part == "train", download=True)
+            data = fetched(again, f"a sound CIFAR-10 in dataset.root={root}", remedy, download)
         read[part] = data.data, torch.tensor(data.targets), f"torchvision's CIFAR10, {kind} images"
     return read
 

@@ -69,7 +69,9 @@ def test_classes_that_cannot_be(root, changes, message):
 
 
 def test_files_that_are_absent_or_damaged(root, tmp_path):
-    with pytest.raises(DataError, match=r"has no CIFAR-10 .*dataset\.download=true"):
+    with pytest.raises(
+        DataError, match=r"CIFAR-10 in dataset\.root=.*: put a folder per class .*dataset\.download=true"
+    ):
         cifar10(str(tmp_path), download=False)
     (tmp_path / "train" / "airplane").mkdir(parents=True)
     with pytest.raises(DataError, match=r"train.airplane: the class folder is empty"):

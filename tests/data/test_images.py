@@ -70,13 +70,6 @@ def test_only_the_primary_task_has_outputs(roots, tmp_path):
         open_pair(roots, None, harmful={"outputs": "names.csv"})
 
 
-def test_empty_class_folder(roots, tmp_path):
-    for path in (roots[1] / "train/class1").iterdir():
-        path.unlink()
-    with pytest.raises(DataError, match=r"train/class1: the class folder is empty"):
-        open_pair(roots, None)
-
-
 def test_a_link_back_into_the_images_is_refused(roots, tmp_path):
     (roots[1] / "train/class1/back").symlink_to(roots[1] / "train")
     with pytest.raises(

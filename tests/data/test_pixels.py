@@ -123,18 +123,9 @@ def test_impossible_image_options(name):
     for wrong in (-0.1, 1.0, "half"):
         message = "dataset.val_fraction must be a number", f"not {wrong!r}"
         fails(ConfigError, *message, call=call, val_fraction=wrong, **base)
-
-
-def test_fractions_that_leave_nothing():
-    fails(
-        ConfigError,
-        "val_fraction=0.5",
-        "test_fraction=0.5",
-        call=data.digits,
-        seed=0,
-        val_fraction=0.5,
-        test_fraction=0.5,
-    )
+    if name == "digits":
+        told = "val_fraction=0.5", "test_fraction=0.5"
+        fails(ConfigError, *told, call=call, val_fraction=0.5, test_fraction=0.5, **base)
 
 
 def test_mnist_absent(tmp_path, monkeypatch):

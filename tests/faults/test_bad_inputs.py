@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.data_files import CSV, IMAGES, NPZ, csv, image_pair
+from helpers.data_files import IMAGES, NPZ, image_pair
 from hydra.core.global_hydra import GlobalHydra
 from safetensors.torch import save_file
 
@@ -98,8 +98,6 @@ OPTIONS = [
 DATA = [
     (None, NPZ, "pair.npz"),
     (lambda tmp: (tmp / "pair.npz").mkdir(), NPZ, "pair.npz"),
-    (lambda tmp: csv(tmp, ""), CSV, "harmful.csv"),
-    (lambda tmp: csv(tmp, b"\xff\xfe\x00bad"), CSV, "harmful.csv"),
     (None, IMAGES, r"dataset\.primary_root: folder .*/p not found"),
     (image_pair, (*IMAGES, "model.checkpoint={tmp}/w.safetensors"), r"model\.checkpoint: .* not found"),
     (lambda tmp: weights(tmp, "text"), (*IMAGES, "model.checkpoint={tmp}/w.safetensors"), "w.safetensors"),

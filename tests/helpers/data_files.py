@@ -11,7 +11,6 @@ from helpers.images import draw_folder, idx
 
 ARRAYS = ("dataset=arrays", "method.epochs=1")
 NPZ = (*ARRAYS, "dataset.path={tmp}/pair.npz")
-CSV = (*ARRAYS, "dataset.primary_csv={tmp}/primary.csv", "dataset.harmful_csv={tmp}/harmful.csv")
 MNIST = ("dataset=mnist", "dataset.root={tmp}", "dataset.download=false", "method.epochs=1")
 IMAGES = (
     *("dataset=image_folders", "model=timm", "model.name=test_resnet", "model.pretrained=false", "dataset.size=32"),
