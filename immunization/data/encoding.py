@@ -226,7 +226,8 @@ class Tables:
 
         words = [name for name, kind in self.kinds.items() if kind == "categories"]
         plain = [name for name in self.kinds if name not in words]
-        tables = {key: table.fillna(dict.fromkeys(words, GAP)) for key, table in self.inputs.items()}
+        text, gap = dict.fromkeys(words, object), dict.fromkeys(words, GAP)
+        tables = {key: table.astype(text).fillna(gap) for key, table in self.inputs.items()}
         rows = {role: tables[key].iloc[own.numpy()] for role, (key, own) in training.items()}
         shown = pd.concat([own for role, own in rows.items() if is_shown(role)])
         levels = {name: pd.CategoricalDtype(sorted(shown[name].unique())) for name in words}
