@@ -19,6 +19,7 @@ from immunization import run
 from immunization.attacks import (
     LBFGS,
     Adam,
+    AdamW,
     ClosedFormProbe,
     ConjugateGradients,
     LinearProbe,
@@ -28,7 +29,6 @@ from immunization.attacks import (
 )
 from immunization.attacks.base import step_grid
 from immunization.attacks.least_squares import ProbeAttack, ProbeCurves
-from immunization.attacks.probes import RATES
 from immunization.config import build, compose
 from immunization.data.task import Split, Task, TaskPair
 from immunization.evaluation import Comparison
@@ -79,7 +79,7 @@ def house_prices(root: str) -> Iterator[Sequence[str]]:
     }
     attacks: dict[str, ProbeAttack] = {
         "gradient descent, exact line search": LinearProbe(steps=20000),
-        "Adam, best of 11 rates": Adam(rates=RATES, steps=5000),
+        "Adam, best of 11 rates": Adam(rates=AdamW().rates, steps=5000),
         "column scaling, then gradient descent": LinearProbe(steps=20000, scaling="columns"),
         "conjugate gradients": ConjugateGradients(steps=10000),
         "L-BFGS": LBFGS(steps=10000),

@@ -8,7 +8,7 @@ from torch import Tensor
 from immunization.attacks import Attack, AttackCurve, Stage, Victim, require_held_out
 
 
-class KernelSmoother(Attack, without=["steps"]):
+class KernelSmoother(Attack):
     """Nadaraya-Watson regression: a weighted mean of the training targets, in which near features count more.
 
     A row at distance d weighs exp(-d^2 / 2h^2). `bandwidths` h are relative to the standard deviation of the features;

@@ -15,7 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from immunization import __version__
-from immunization.config import CHOOSE, CONF, read_yaml
+from immunization.checks import CONF, read_yaml
+from immunization.config import CHOOSE
 from immunization.errors import UserError
 from immunization.multirun.callback import SweepSummary
 from immunization.terminal import importing, robust_streams

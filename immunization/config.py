@@ -19,13 +19,9 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from immunization.checks import CONF as CONF
+from immunization.checks import SWEEPS, check_arguments, read_yaml, takes
 from immunization.errors import ConfigError
-
-_PACKAGE = Path(__file__).parent
-CONF = next(path for path in (_PACKAGE.parent / "conf", _PACKAGE / "conf") if path.is_dir())
-"""The YAML groups: at the top of the repository, or inside the package once it is installed as a wheel."""
-SWEEPS = next(path for path in (CONF.parent / "sweeps", CONF / "sweeps") if path.is_dir())
-"""The group of named multiruns, which stands beside the others in the repository."""
 
 
 class Kind(NamedTuple):
@@ -104,11 +100,6 @@ def job_folder(multirun: str, number: int, name: str, resume: bool) -> str:
     return next((other for other in known if other.partition("_")[2] == name), folder)
 
 
-def snake_case(name: str) -> str:
-    """The name of a class, or the last of a `_target_`, as its YAML is called: ConditionNumber -> condition_number."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name.rpartition(".")[2]).lower()
-
-
 def class_of(pair: str, place: int) -> int:
     """The primary (place 0) or harmful (1) class of a pair that is written `3-5`."""
     classes = pair.split("-")
@@ -125,11 +116,6 @@ OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
 
 if not (CONF / "local.yaml").is_file():  # which is optional
     ConfigStore.instance().store("local", {})
-
-
-def read_yaml(name: str) -> dict[str, Any]:
-    """The content of conf/<name>.yaml as it stands there."""
-    return yaml.load((CONF / f"{name}.yaml").read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 for _path in SWEEPS.glob("*.yaml") if SWEEPS.parent != CONF else ():
@@ -365,14 +351,11 @@ def check_trust(cfg: DictConfig, overrides: Iterable[str]) -> None:
 
 def _check_signature(target: Callable[..., object], node: Mapping[str, Any], key: str) -> dict[str, Any]:
     """The arguments in `node`, once they fit."""
-    from immunization.checks import check_arguments
-
     values = {str(name): node[name] for name in node if name not in _OURS}
-    try:
-        inspect.signature(target).bind_partial(**values)
-    except TypeError as error:
+    if unknown := [name for name in values if not takes(target, name)]:
         more = "arguments" in inspect.signature(target).parameters
         also = f"; one of timm.create_model goes to +{key}.arguments.<name>=<value>" if more else ""
-        raise ConfigError(f"{key}: {error}; {node['_target_']} does not take that key{also}") from error
+        told = f"got an unexpected keyword argument '{unknown[0]}'; {node['_target_']} does not take that key"
+        raise ConfigError(f"{key}: {told}{also}")
     check_arguments(target, values, key)
     return values

@@ -12,8 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
+from immunization.checks import snake_case
 from immunization.compute import distributed, machine, randomness
-from immunization.config import check_trust, compose, run_folder, slug, snake_case, target_name
+from immunization.config import check_trust, compose, run_folder, slug, target_name
 from immunization.errors import BusyError, ConfigError, OtherEnded, UserError
 from immunization.evaluation import Comparison, Measures, evaluate
 from immunization.experiment import Experiment, assemble, read_data, resolve

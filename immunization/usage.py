@@ -12,7 +12,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf, errors
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
-from immunization.config import CONF, SWEEPS, read_yaml
+from immunization.checks import CONF, SWEEPS, read_yaml
 from immunization.errors import ConfigError
 
 WIDTH, COLUMN = 118, 26

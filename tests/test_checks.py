@@ -2,13 +2,16 @@
 
 import inspect
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, fields
 from typing import Literal
 
 import pytest
+from helpers.options import nodes
+from hydra.utils import get_object
 from omegaconf import OmegaConf
 
+from immunization.attacks import RandomNet
 from immunization.checks import (
     AtLeastOne,
     Component,
@@ -21,8 +24,11 @@ from immunization.checks import (
     Share,
     check_arguments,
     checked,
+    takes,
+    values_of,
 )
 from immunization.errors import ConfigError
+from immunization.methods import Forget, Identity, ReleasedConditionNumber
 
 
 @checked("method")
@@ -85,7 +91,6 @@ def test_what_is_not_is_named_with_its_key_and_range(arguments, message):
 
 class Trained(Component, group="method"):
     epochs: Count = 0
-    _: KW_ONLY
     patience: AtLeastOne | None = None
 
     def __post_init__(self) -> None:
@@ -96,56 +101,72 @@ class Weighted(Trained):
     """With a default and an option of its own."""
 
     epochs = 40
-    weight: NonNegative = 1.0
+    weight: NonNegative
 
 
-class Fixed(Weighted, group="method.fixed", without=["patience", "weight"]):
-    weight = 2.0
+class Own(Weighted):
+    """With a constructor of its own."""
 
-
-def values(component: Component) -> dict[str, object]:
-    return {option.name: getattr(component, option.name) for option in fields(component)}
+    def __init__(self, rate: float) -> None:
+        super().__init__(epochs=2, weight=rate)
 
 
 def test_a_component_inherits_options_and_names_only_its_own():
-    assert values(Trained()) == {"epochs": 0, "patience": None}
-    assert values(Weighted(3, 0.5, patience=2)) == {"epochs": 3, "patience": 2, "weight": 0.5}
-    assert values(Weighted()) == {"epochs": 40, "patience": None, "weight": 1.0}
-    assert values(Fixed(1)) == {"epochs": 1, "patience": None, "weight": 2.0}
-    assert Weighted().prepared
-    assert list(inspect.signature(Fixed).parameters) == ["epochs"]
+    assert Trained().options == {"epochs": 0, "patience": None}
+    assert Weighted(weight=0.5, patience=2).options == {"epochs": 40, "patience": 2, "weight": 0.5}
+    assert Weighted(weight=0.5).prepared
+    assert Own(0.5).options == {"epochs": 2, "patience": None, "weight": 0.5}
+    assert [takes(kind, "epochs") for kind in (Trained, Weighted, Own)] == [True, True, False]
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Weighted(-1), "method.epochs must be an integer of at least 0, not -1"),
-        (lambda: Weighted(patience=0), "method.patience must be an integer of at least 1, or null, not 0"),
-        (lambda: Weighted(weight=-1), "method.weight must be a finite number of at least 0, not -1"),
-        (lambda: Fixed(-1), "method.fixed.epochs must be an integer of at least 0, not -1"),
-        (lambda: check_arguments(Fixed, {"epochs": -1}, "key"), "key.epochs must be an integer of at least 0, not -1"),
+        (lambda: Weighted(epochs=-1), "method.epochs must be an integer of at least 0, not -1"),
+        (lambda: Weighted(weight=1, patience=0), "method.patience must be an integer of at least 1, or null, not 0"),
+        (lambda: Own(-1.0), "method.weight must be a finite number of at least 0, not -1.0"),
+        (lambda: check_arguments(Weighted, {"epochs": -1}, "key"), "key.epochs must be an integer of at least 0"),
     ],
 )
 def test_an_inherited_option_keeps_its_range(make, message):
-    with pytest.raises(ConfigError) as caught:
-        make()
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize("make", [lambda: Fixed(patience=2), lambda: Fixed(weight=1.0), lambda: Trained(1, 2)])
-def test_a_component_takes_no_other_argument(make):
-    with pytest.raises(TypeError):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         make()
 
 
-def test_a_constructor_of_ones_own_stays():
-    class Own(Weighted):
-        def __init__(self, rate: float) -> None:
-            super().__init__(2, weight=rate)
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (Weighted, "weight"),
+        (lambda: Trained(weight=1.0), "weight"),
+        (lambda: RandomNet(scope="layer4"), "scope"),
+        (lambda: Identity(patience=2), "patience"),
+    ],
+)
+def test_a_component_takes_what_it_needs_and_what_its_yaml_offers(make, name):
+    with pytest.raises(TypeError, match=name):
+        make()
 
-    assert values(Own(0.5)) == {"epochs": 2, "patience": None, "weight": 0.5}
-    with pytest.raises(ConfigError, match=r"method\.weight must be"):
-        Own(-1.0)
+
+def test_the_yaml_has_the_defaults(monkeypatch):
+    monkeypatch.setenv("IMMUNIZATION_CACHE", "/elsewhere")
+    assert values_of("attack/adam_scaled", ["scaling", "steps"]) == {"scaling": "standard", "steps": 2048}
+    assert values_of("dataset/mnist", ["root", "primary"]) == {"root": "/elsewhere/mnist", "primary": 0}
+    assert values_of("model/timm", ["name"]) == {}  # it has to be given
+    assert (ReleasedConditionNumber().power, ReleasedConditionNumber().task_weight) == (math.inf, 1.0)
+    first, second = Forget(), Forget()
+    first.ridges.append(7.0)
+    assert 7.0 not in second.ridges
+
+
+def test_no_component_takes_a_seed_that_repeats_another():
+    """Torch reads 32 bits of it: 2^32 would be 0 once more."""
+    built = {get_object(node._target_) for node in nodes().values() if node and "immunization" in node._target_}
+    seeds = [(target, key) for target in built for key in ("seed", "split_seed") if takes(target, key)]
+    assert len({target.__module__.split(".")[1] for target, _ in seeds}) == 3  # data, attacks, evaluations
+    for target, key in seeds:
+        check_arguments(target, {key: 2**32 - 1}, "group")
+        with pytest.raises(ConfigError, match=rf"group\.{key} must be an integer of at least 0 and below 2\^32"):
+            check_arguments(target, {key: 2**32}, "group")
 
 
 def test_the_signature_stays():

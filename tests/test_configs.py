@@ -18,6 +18,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from immunization import run
+from immunization.checks import Component, takes
 from immunization.config import CONF, build, compose, factory, hparams, slug
 from immunization.errors import ConfigError, DataError
 from immunization.experiment import resolve
@@ -75,13 +76,11 @@ def test_every_option_composes_and_its_keys_are_its_constructors(group, option):
         return
     target = get_object(node._target_)
     keys = {str(key) for key in node if not str(key).startswith("_")}
-    parameters = inspect.signature(target).parameters.values()
-    assert all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
-    names = {p.name for p in parameters} - GIVEN.get(group, set())
-    if node._target_.startswith("immunization."):
-        assert keys == names
-    else:
-        assert not keys - names  # torch's classes have more than are worth a line
+    assert all(takes(target, key) for key in keys)
+    if isinstance(target, type) and issubclass(target, Component):
+        assert keys <= target().options.keys()
+    elif node._target_.startswith("immunization."):  # torch's classes have more than are worth a line
+        assert keys == {*inspect.signature(target).parameters} - GIVEN.get(group, set())
 
 
 def unexplained(path: Path) -> list[str]:
@@ -304,9 +303,9 @@ def test_rules_across_groups(config, override, message):
         resolve(config)
 
 
-def test_a_net_needs_images_and_is_told_so_first():
-    with pytest.raises(ConfigError, match=r"model=resnet18 needs images, .*; dataset=digits has none"):
-        resolve(compose(["model=resnet18", "tracker=none"]))
+def test_a_net_needs_images(tmp_path):
+    with pytest.raises(ConfigError, match=r"model=resnet18 needs images, .*; 'digits' has none"):
+        run(["model=resnet18", "method=identity", "tracker=none"], folder=tmp_path)
 
 
 def test_a_preconditioner_needs_a_linear_model():

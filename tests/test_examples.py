@@ -129,7 +129,7 @@ def test_the_attack_is_not_slowed(tmp_path):
 def test_the_attack_with_a_narrow_kernel_is_the_nearest_neighbour():
     task = noisy_classes()
     victim = victim_of(task, torch.diag(torch.logspace(0, -1, task.dim, dtype=torch.float64)))
-    attack = import_module("kernel_smoother").KernelSmoother([1e-3])
+    attack = import_module("kernel_smoother").KernelSmoother(bandwidths=[1e-3])
     split = {name: victim.features("immunized", name).numpy() for name in ("train", "test")}
     nearest = KNeighborsClassifier(1).fit(split["train"], task.train.y)
     assert attack.run(victim, "immunized").final == nearest.score(split["test"], task.test.y)

@@ -1,7 +1,7 @@
 """The interface of an attack, and the curve that it reports."""
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -74,6 +74,8 @@ class Attack(Component, group="attack.*"):
     rounded before the attack. Every stage of a `Victim` meets the same rows and settings. Raises ConfigError.
     """
 
+    option = "attack/common/attacker"
+
     setting_name = "learning rate"
     tries = "rates"
     """Where the settings stand: an option, or an attribute of the class."""
@@ -88,11 +90,10 @@ class Attack(Component, group="attack.*"):
     trains = False
     """Whether it trains the net, which takes long."""
 
-    _: KW_ONLY
     steps: AtLeastOne
-    samples: AtLeastOne | None = None
-    precision: Precision | None = None
-    seed: Seed = 0
+    samples: AtLeastOne | None
+    precision: Precision | None
+    seed: Seed
 
     def __post_init__(self) -> None:
         self.settings = sorted(getattr(self, self.tries))

@@ -7,7 +7,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial, reduce
 
 import torch
@@ -121,7 +121,7 @@ class Blend:
         ]
 
 
-class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
+class BlockProbe(Attack, group="attack.block_probe"):
     """Ridge regression or discriminant analysis on any blocks of the net side by side, pooled in several ways.
 
     What is read of an image is averaged over the image and its mirror image.
@@ -146,12 +146,11 @@ class BlockProbe(Attack, group="attack.block_probe", without=["steps"]):
     tiles = False  # whether tiles of the image are passed alone, too
 
     steps = 1
-    _: KW_ONLY
-    ridges: Sequence[Positive] = (1e-5, 1e-4, 1e-3, 0.01, 0.1, 1.0)
-    mirrored: bool = True
-    renewed: bool = False
-    enlarged: bool = True
-    images: bool = False
+    ridges: Sequence[Positive]
+    mirrored: bool
+    renewed: bool
+    enlarged: bool
+    images: bool
 
     def untouched(self, victim: Victim) -> bool:
         return victim.same_blocks()
@@ -360,7 +359,7 @@ def blended(task: Task, outputs: Outputs, rows: Tensor, fits: Sequence[Fit]) -> 
     return Blend.of(rows, chosen, error, task.measure(total / len(chosen), task.val.y.cpu()).item(), outputs)
 
 
-class LayerProbe(BlockProbe, group="attack.layer_probe", without=["steps"]):
+class LayerProbe(BlockProbe, group="attack.layer_probe"):
     """`BlockProbe` that also reads what the layers inside of each block give, side by side, as one more block.
 
     A defense that watches the outputs of blocks may leave inside of them what it takes from these.
@@ -369,7 +368,7 @@ class LayerProbe(BlockProbe, group="attack.layer_probe", without=["steps"]):
     inside = True
 
 
-class TileProbe(BlockProbe, group="attack.tile_probe", without=["steps"]):
+class TileProbe(BlockProbe, group="attack.tile_probe"):
     """`BlockProbe` that also reads tiles of the image, each passed alone.
 
     A defense that switches features off where it recognizes what is harmful may leave them in tiles, which show only
@@ -379,13 +378,13 @@ class TileProbe(BlockProbe, group="attack.tile_probe", without=["steps"]):
     tiles = True
 
 
-class FrozenBlocks(BlockProbe, group="attack.frozen_blocks", without=["steps"]):
+class FrozenBlocks(BlockProbe, group="attack.frozen_blocks"):
     """`BlockProbe` on the blocks before a part of the net: no defense of this part can stop it.
 
     `scope` is where that part begins: at `trained`, what was immunized, or at a block or stage, by its name.
     """
 
-    scope: str = "trained"
+    scope: str
 
     def check(self, model: Model) -> None:
         if model.deep and self.scope != "trained":

@@ -13,11 +13,8 @@ from immunization.attacks.victim import Inapplicable, Stage, Victim
 from immunization.checks import Positive
 from immunization.theory.probe import ridge_weights
 
-RIDGES = (0, *(float(f"1e{e}") for e in (*range(-20, -12, 2), *range(-12, 1))))
-"""Relative to lambda_1: every decade where float64 resolves them, every other one below."""
 
-
-class ClosedFormProbe(ProbeAttack, without=["steps", "scaling"]):
+class ClosedFormProbe(ProbeAttack):
     """Ridge regression by one SVD, w = V S / (S^2 + ridge) c, for `ridges` relative to lambda_1, as one step."""
 
     setting_name, tries = "ridge", "ridges"
@@ -25,7 +22,7 @@ class ClosedFormProbe(ProbeAttack, without=["steps", "scaling"]):
     natural_ends = True
 
     steps = 1
-    ridges: Sequence[float] = RIDGES
+    ridges: Sequence[float]
 
     def problem(self, victim: Victim, stage: Stage, features: Mapping[str, Tensor]) -> LeastSquares:
         problem = super().problem(victim, stage, features)
@@ -42,8 +39,7 @@ class LogisticProbe(Attack):
 
     setting_name, tries = "C", "strengths"
 
-    strengths: Sequence[Positive] = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0)
-    steps = 200
+    strengths: Sequence[Positive]
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
         from sklearn.exceptions import ConvergenceWarning

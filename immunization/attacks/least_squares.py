@@ -1,7 +1,7 @@
 """Attacks that fit a linear head to frozen features: the least-squares problem, its curves, and the loop they share."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -143,12 +143,13 @@ class ProbeAttack(Attack):
     over the training rows (`standard`).
     """
 
+    option = "attack/common/probe"
+
     order = 1.0
 
     rates = (1.0,)
-    _: KW_ONLY
-    steps: AtLeastOne = 2048
-    scaling: Scaling = "none"
+    steps: AtLeastOne
+    scaling: Scaling
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
         return self.probe(victim, stage, self.features(victim, stage))

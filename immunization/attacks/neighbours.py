@@ -14,7 +14,7 @@ from immunization.data.task import SPLITS
 from immunization.theory.spectrum import power_of_two
 
 
-class Neighbours(Attack, group="attack.neighbours", without=["steps"]):
+class Neighbours(Attack, group="attack.neighbours"):
     """A vote of the k nearest training rows, of centered features of length 1; k = 0 is the nearest mean of a class.
 
     The best k on the validation split is used. Classes only.
@@ -24,7 +24,7 @@ class Neighbours(Attack, group="attack.neighbours", without=["steps"]):
     natural_ends = True
 
     steps = 1
-    neighbours: Sequence[Count] = (0, 1, 3, 5, 10)
+    neighbours: Sequence[Count]
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
         task, rows = victim.task, self.rows(victim.task)

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import ClassVar
 
@@ -44,26 +44,27 @@ class FineTune(Attack):
     the place of `steps`. A mini-batch counts as `batch_size` images there, also where the attacker has fewer.
     """
 
+    option = "attack/full_finetune"
+
     trains = True
     fixed_rates: ClassVar[Rates] = {"sgd": (0.003, 0.03, 0.3), "adamw": (1e-4, 1e-3, 0.01)}
     """The rates in conf/attack, for every optimizer."""
 
-    scope: str = "full"
-    optimizer: Optimizer = "sgd"
-    rates: Sequence[float] = (0.003, 0.03, 0.3)
-    _: KW_ONLY
-    steps: AtLeastOne = 64
-    epochs: Sequence[AtLeastOne] | None = None
-    batch_size: AtLeastTwo = 32
-    schedule: Schedule = "constant"
-    head_first: bool = False
-    decay: Share = 1.0
-    average: bool = False
-    mirror: bool = False
-    smoothing: Fraction = 0.0
-    search: AtLeastOne | None = None
-    replay: str | None = None
-    seeds: AtLeastOne = 3
+    scope: str
+    optimizer: Optimizer
+    rates: Sequence[float]
+    steps: AtLeastOne
+    epochs: Sequence[AtLeastOne] | None
+    batch_size: AtLeastTwo
+    schedule: Schedule
+    head_first: bool
+    decay: Share
+    average: bool
+    mirror: bool
+    smoothing: Fraction
+    search: AtLeastOne | None
+    replay: str | None
+    seeds: AtLeastOne
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -203,13 +204,7 @@ class Pruned(FineTune, group="attack.pruned"):
     `pruned` is the share of them, in each layer.
     """
 
-    scope = "trained"
-    optimizer = "adamw"
-    rates = (3e-4, 1e-3, 3e-3)
-    epochs = (8,)
-    schedule = "linear"
-    head_first = True
-    pruned: Fraction = 0.3
+    pruned: Fraction
 
     def network(self, victim: Victim, stage: Stage, part: str) -> Network:
         network = super().network(victim, stage, part)
@@ -223,14 +218,12 @@ class Pruned(FineTune, group="attack.pruned"):
         return network
 
 
-class LoRA(FineTune, group="attack.lora", without=["scope"]):
+class LoRA(FineTune, group="attack.lora"):
     """Low-rank adapters of peft on every convolution and linear layer, and a fresh head; the net stays in eval mode."""
 
     fixed_rates: ClassVar[Rates] = {"adamw": (0.001, 0.01, 0.1), "sgd": (0.03, 0.3, 3.0)}
 
-    optimizer = "adamw"
-    rates = (0.001, 0.01, 0.1)
-    rank: AtLeastOne = 8
+    rank: AtLeastOne
 
     @property
     def kind(self) -> str:

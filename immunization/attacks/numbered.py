@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import fields
 
 from immunization.attacks.base import Attack
 
@@ -37,6 +36,5 @@ def changes(attacks: Mapping[str, Attack], version: str, most: int | None = None
 
 def fingerprint(attack: Attack) -> str:
     """Of its class and options."""
-    options = {option.name: getattr(attack, option.name) for option in fields(attack)}
-    text = json.dumps([type(attack).__name__, options], sort_keys=True, default=list)
+    text = json.dumps([type(attack).__name__, attack.options], sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:8]

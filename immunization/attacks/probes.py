@@ -12,26 +12,21 @@ from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeC
 from immunization.attacks.victim import Stage, Victim
 from immunization.checks import AtLeastOne
 
-RATES = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-
 
 class LinearProbe(ProbeAttack):
     """Steepest descent with exact line search, one step size for all outputs (the paper's probe, Eq. 2 and 16)."""
-
-    steps = 8192
 
     def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
         steepest_descent(problem, curves, np.ones((1, len(problem.sigma))), self.steps)
 
 
-class WhitenedProbe(ProbeAttack, without=["scaling"]):
+class WhitenedProbe(ProbeAttack):
     """`LinearProbe` on features whitened by (H + ridge I)^-1/2 for `ridges` relative to lambda_1; 0 takes one step."""
 
     setting_name, tries = "ridge", "ridges"
     natural_ends = True
 
-    steps = 256
-    ridges: Sequence[float] = (0, 1e-14, 1e-12, 1e-10, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
+    ridges: Sequence[float]
 
     def problem(self, victim: Victim, stage: Stage, features: Mapping[str, Tensor]) -> LeastSquares:
         problem = super().problem(victim, stage, features)
@@ -52,7 +47,7 @@ class WhitenedProbe(ProbeAttack, without=["scaling"]):
 class TorchProbe(ProbeAttack):
     """A head trained by an optimizer of torch, every learning rate in a parameter group of its own."""
 
-    rates: Sequence[float] = RATES
+    rates: Sequence[float]
 
     def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """The optimizer of parameter groups, which have the learning rates."""
@@ -82,9 +77,7 @@ class Momentum(TorchProbe):
 
     natural_ends = True
 
-    momentum: float = 0.9
-    rates = (0.1, 0.3, 1.0, 3.0)
-    steps = 4096
+    momentum: float
 
     def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, momentum=self.momentum)
@@ -100,8 +93,6 @@ class Adam(TorchProbe):
 
     order = None
 
-    rates = (*RATES, 1000.0)
-
     def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.Adam(groups)
 
@@ -109,9 +100,11 @@ class Adam(TorchProbe):
 class AdamW(TorchProbe):
     """Adam with decoupled weight decay."""
 
+    option = "attack/adamw"
+
     order = None
 
-    weight_decay: float = 0.01
+    weight_decay: float
 
     def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, weight_decay=self.weight_decay)
@@ -122,7 +115,7 @@ class LBFGS(ProbeAttack, group="attack.lbfgs"):
 
     order = None
 
-    memory: AtLeastOne = 10
+    memory: AtLeastOne
 
     def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
         from scipy.optimize import minimize
@@ -172,7 +165,7 @@ class ConjugateGradients(ProbeAttack):
             cg(hessian, (factor.T @ target).ravel(), rtol=1e-15, atol=0, maxiter=self.steps, callback=callback)
 
 
-class Undo(LinearProbe, group="attack.undo", without=["scaling"]):
+class Undo(LinearProbe, group="attack.undo"):
     """The attacker takes the map back before they probe.
 
     `how=relearn`: by the least-squares map from the features of theta_I to those of theta_0, on all training inputs of
@@ -180,7 +173,7 @@ class Undo(LinearProbe, group="attack.undo", without=["scaling"]):
     `how=strip`: by the pseudo-inverse of the linear map itself, found in the weights.
     """
 
-    how: Literal["relearn", "strip"] = "relearn"
+    how: Literal["relearn", "strip"]
 
     def needs_theta_0(self, victim: Victim) -> bool:
         if self.how != "relearn" or not victim.model.trains_layers:

@@ -22,12 +22,6 @@ WEIGHTS = 0
 class FreshPart(FineTune, group="attack.fresh_part"):
     """A part of the net drawn anew, and then trained, behind what stands before it: nothing of the part is used."""
 
-    scope = "trained"
-    optimizer = "adamw"
-    rates = (3e-4, 1e-3, 3e-3)
-    steps = 256
-    schedule = "linear"
-
     def trains_all(self, victim: Victim) -> bool:
         return False
 
@@ -48,8 +42,6 @@ class Distilled(FreshPart, group="attack.distilled"):
     So it takes over what the part can still do, and none of the weights that make it hard to train.
     """
 
-    epochs = (8,)
-
     def untouched(self, victim: Victim) -> bool:
         return False
 
@@ -57,18 +49,15 @@ class Distilled(FreshPart, group="attack.distilled"):
         return victim.network(stage, self.precision)
 
 
-class Scratch(FreshPart, group="attack.scratch", without=["scope", "precision"]):
+class Scratch(FreshPart, group="attack.scratch"):
     """The net's architecture from random weights, trained as `FineTune` trains the whole net."""
 
     reference = True
 
     scope = "full"
-    rates = (1e-4, 1e-3, 0.01)
-    steps = 1024
-    schedule = "constant"
 
 
-class FreshFrom(BlockProbe, group="attack.fresh_from", without=["precision", "renewed", "images"]):
+class FreshFrom(BlockProbe, group="attack.fresh_from"):
     """`BlockProbe` on theta_0 with a part drawn anew, and the statistics of the attacker's images.
 
     `scope` is where that part begins: at `trained`, what was immunized, or at a block or stage, by its name. What is
@@ -78,7 +67,7 @@ class FreshFrom(BlockProbe, group="attack.fresh_from", without=["precision", "re
 
     reference = True
 
-    scope: str = "trained"
+    scope: str
 
     @property
     def partial(self) -> str | None:
@@ -106,7 +95,7 @@ class FreshFrom(BlockProbe, group="attack.fresh_from", without=["precision", "re
         return self.outputs(victim, stage, drawn, bool(norms_of(victim.network(stage))))
 
 
-class RandomNet(FreshFrom, group="attack.random_net", without=["scope"]):
+class RandomNet(FreshFrom, group="attack.random_net"):
     """`BlockProbe` on the net's architecture with random weights and the statistics of the attacker's images."""
 
     partial = None
@@ -114,7 +103,7 @@ class RandomNet(FreshFrom, group="attack.random_net", without=["scope"]):
     scope = "full"
 
 
-class RawInputs(BlockProbe, group="attack.raw_inputs", without=["precision", "renewed", "enlarged", "images"]):
+class RawInputs(BlockProbe, group="attack.raw_inputs"):
     """`BlockProbe` on the images themselves, without any net.
 
     Filters and whitening come from all training images, which need no labels: also with `samples`.

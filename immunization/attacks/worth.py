@@ -61,12 +61,14 @@ class Suite(Component, group="suite"):
     each class that attackers train on; None: all there are. Raises ConfigError.
     """
 
+    option = "attack/common/suite"
+
     version: str
-    images: Sequence[AtLeastOne] = ()
-    draws: AtLeastOne = 1
-    theta_0: Literal["secret", "public"] = "secret"
-    benign: Sequence[str] = ()
-    most: AtLeastOne | None = None
+    images: Sequence[AtLeastOne]
+    draws: AtLeastOne
+    theta_0: Literal["secret", "public"]
+    benign: Sequence[str]
+    most: AtLeastOne | None
 
 
 @dataclass(frozen=True)

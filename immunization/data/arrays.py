@@ -51,26 +51,26 @@ NORMALIZED = {
 Targets = Literal["auto", "regression", "classes"]
 
 
-@checked("dataset")
+@checked("dataset/arrays")
 def arrays(
     seed: Seed,
-    path: str | None = None,
-    primary_csv: str | None = None,
-    harmful_csv: str | Sequence[str] | None = None,
-    benign_csv: str | Sequence[str] | None = None,
-    unseen_csv: str | Sequence[str] | None = None,
-    tables: Mapping[str, Any] | None = None,
-    target: str | Mapping[str, Any] = "target",
-    drop: Sequence[str] = (),
-    categorical: Sequence[str] = (),
-    missing: Missing = "refuse",
-    csv: Mapping[str, Any] | None = None,
-    targets: Targets = "auto",
-    normalize: Normalize = "shared",
-    val_fraction: Fraction = 0.1,
-    test_fraction: Fraction = 0.2,
-    common_range: bool = False,
-    name: str = "arrays",
+    path: str | None,
+    primary_csv: str | None,
+    harmful_csv: str | Sequence[str] | None,
+    benign_csv: str | Sequence[str] | None,
+    unseen_csv: str | Sequence[str] | None,
+    tables: Mapping[str, Any] | None,
+    target: str | Mapping[str, Any],
+    drop: Sequence[str],
+    categorical: Sequence[str],
+    missing: Missing,
+    csv: Mapping[str, Any] | None,
+    targets: Targets,
+    normalize: Normalize,
+    val_fraction: Fraction,
+    test_fraction: Fraction,
+    common_range: bool,
+    name: str,
 ) -> TaskPair:
     """A pair of the user's matrices, by conf/dataset/arrays.yaml; raises ConfigError, DataError for a file or array.
 

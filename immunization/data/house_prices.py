@@ -59,18 +59,18 @@ NORMALIZED = {
 }
 
 
-@checked("dataset")
+@checked("dataset/house_prices")
 def house_prices(
     seed: Seed,
-    root: str = "~/.cache/immunization/house_prices",
-    download: bool = True,
-    protocol: Literal["full", "authors"] = "full",
-    normalize: Literal["shared", "each"] = "shared",
-    keep_id: bool = False,
-    val_fraction: Fraction = 0.1,
-    test_fraction: Fraction = 0.2,
-    common_range: bool = False,
-    name: str = "house_prices",
+    root: str,
+    download: bool,
+    protocol: Literal["full", "authors"],
+    normalize: Literal["shared", "each"],
+    keep_id: bool,
+    val_fraction: Fraction,
+    test_fraction: Fraction,
+    common_range: bool,
+    name: str,
 ) -> TaskPair:
     """The regressions of the paper's Sec. 5.1, by conf/dataset/house_prices.yaml; raises ConfigError, DataError."""
     check_training_rows(val_fraction, test_fraction)

@@ -28,30 +28,30 @@ SYNONYMS = {"val": ("val", "validation", "valid", "test"), "train": ("train", "t
 USUAL_SPLITS = {name for names in SYNONYMS.values() for name in names} | {"testing", "dev", "eval"}
 
 
-@checked("dataset")
+@checked("dataset/image_folders")
 def image_folders(
-    primary_root: str | None = None,
-    harmful_root: str | Sequence[str] | None = None,
-    benign_root: str | Sequence[str] | None = None,
-    unseen_root: str | Sequence[str] | None = None,
-    keep_root: str | Sequence[str] | None = None,
-    primary: Mapping[str, Any] | None = None,
-    harmful: Mapping[str, Any] | None = None,
-    benign: Mapping[str, Any] | None = None,
-    unseen: Mapping[str, Any] | None = None,
-    keep: Mapping[str, Any] | None = None,
-    val_fraction: Fraction = 0.1,
-    test_fraction: Fraction = 0.2,
-    split_seed: Seed = 0,
-    on_bad_image: Literal["error", "skip"] = "error",
-    augment: bool = False,
-    size: AtLeastOne | None = None,
-    crop_pct: Share | None = None,
-    batch_size: AtLeastOne = 64,
-    workers: Count | None = None,
-    cache: str | None = "~/.cache/immunization/activations",
-    cache_limit: NonNegative = 20.0,
-    name: str = "image_folders",
+    primary_root: str | None,
+    harmful_root: str | Sequence[str] | None,
+    benign_root: str | Sequence[str] | None,
+    unseen_root: str | Sequence[str] | None,
+    keep_root: str | Sequence[str] | None,
+    primary: Mapping[str, Any] | None,
+    harmful: Mapping[str, Any] | None,
+    benign: Mapping[str, Any] | None,
+    unseen: Mapping[str, Any] | None,
+    keep: Mapping[str, Any] | None,
+    val_fraction: Fraction,
+    test_fraction: Fraction,
+    split_seed: Seed,
+    on_bad_image: Literal["error", "skip"],
+    augment: bool,
+    size: AtLeastOne | None,
+    crop_pct: Share | None,
+    batch_size: AtLeastOne,
+    workers: Count | None,
+    cache: str | None,
+    cache_limit: NonNegative,
+    name: str,
 ) -> ImagePair:
     """Images of folders or timm's sources, by conf/dataset/image_folders.yaml; raises ConfigError, DataError."""
     check_training_rows(val_fraction, test_fraction)

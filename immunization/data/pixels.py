@@ -66,19 +66,19 @@ def sklearn_digits() -> tuple[Tensor, Tensor]:
     return torch.from_numpy(pixels), torch.from_numpy(labels)
 
 
-@checked("dataset")
+@checked("dataset/digits")
 def digits(
     seed: Seed,
-    primary: Digit = 0,
-    harmful: Digits = 1,
-    benign: Digits | None = None,
-    unseen: Digits | None = None,
-    protocol: Protocol = "one_vs_rest",
-    max_samples: AtLeastOne | None = None,
-    val_fraction: Fraction = 0.2,
-    test_fraction: Fraction = 0.2,
-    common_range: bool = False,
-    name: str = "digits",
+    primary: Digit,
+    harmful: Digits,
+    benign: Digits | None,
+    unseen: Digits | None,
+    protocol: Protocol,
+    max_samples: AtLeastOne | None,
+    val_fraction: Fraction,
+    test_fraction: Fraction,
+    common_range: bool,
+    name: str,
 ) -> TaskPair:
     """scikit-learn's 1797 digits of 8 x 8 pixels (D = 64), by conf/dataset/digits.yaml; raises ConfigError."""
     roles = _roles(primary=primary, harmful=harmful, benign=benign, unseen=unseen)
@@ -91,20 +91,20 @@ def digits(
     return _pair(name, images, roles, protocol, max_samples, seed, common_range)
 
 
-@checked("dataset")
+@checked("dataset/mnist")
 def mnist(
     seed: Seed,
-    primary: Digit = 0,
-    harmful: Digits = 1,
-    benign: Digits | None = None,
-    unseen: Digits | None = None,
-    protocol: Literal["one_vs_rest", "authors", "authors_pixels"] = "one_vs_rest",
-    max_samples: AtLeastOne | None = None,
-    val_fraction: Fraction = 0.1,
-    root: str = "~/.cache/immunization/mnist",
-    download: bool = True,
-    common_range: bool = False,
-    name: str = "mnist",
+    primary: Digit,
+    harmful: Digits,
+    benign: Digits | None,
+    unseen: Digits | None,
+    protocol: Literal["one_vs_rest", "authors", "authors_pixels"],
+    max_samples: AtLeastOne | None,
+    val_fraction: Fraction,
+    root: str,
+    download: bool,
+    common_range: bool,
+    name: str,
 ) -> TaskPair:
     """MNIST (D = 784), by conf/dataset/mnist.yaml; raises ConfigError, DataError for absent or damaged files."""
     roles = _roles(primary=primary, harmful=harmful, benign=benign, unseen=unseen)
@@ -114,20 +114,20 @@ def mnist(
     return _pair(name, images, roles, choice, max_samples, seed, common_range, moments)
 
 
-@checked("dataset")
+@checked("dataset/fashion_mnist")
 def fashion_mnist(
     seed: Seed,
-    primary: Digit = 0,
-    harmful: Digits = 1,
-    benign: Digits | None = None,
-    unseen: Digits | None = None,
-    protocol: Protocol = "one_vs_rest",
-    max_samples: AtLeastOne | None = None,
-    val_fraction: Fraction = 0.1,
-    root: str = "~/.cache/immunization/fashion_mnist",
-    download: bool = True,
-    common_range: bool = False,
-    name: str = "fashion_mnist",
+    primary: Digit,
+    harmful: Digits,
+    benign: Digits | None,
+    unseen: Digits | None,
+    protocol: Protocol,
+    max_samples: AtLeastOne | None,
+    val_fraction: Fraction,
+    root: str,
+    download: bool,
+    common_range: bool,
+    name: str,
 ) -> TaskPair:
     """FashionMNIST (D = 784), by conf/dataset/fashion_mnist.yaml; raises what `mnist` does."""
     roles = _roles(primary=primary, harmful=harmful, benign=benign, unseen=unseen)

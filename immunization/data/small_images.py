@@ -24,18 +24,18 @@ SIDE = 32
 PARTS = ("train", "val")
 
 
-@checked("dataset")
+@checked("dataset/cifar10")
 def cifar10(
-    root: str = "~/.cache/immunization/cifar10",
-    download: bool = True,
-    primary: Sequence[int] = (0, 1, 2, 3, 4),
-    harmful: Sequence[int] = (5, 6, 7, 8),
-    benign: int | None = 9,
-    max_samples: AtLeastOne | None = None,
-    val_fraction: Fraction = 0.1,
-    split_seed: Seed = 0,
-    augment: bool = False,
-    name: str = "cifar10",
+    root: str,
+    download: bool,
+    primary: Sequence[int],
+    harmful: Sequence[int],
+    benign: int | None,
+    max_samples: AtLeastOne | None,
+    val_fraction: Fraction,
+    split_seed: Seed,
+    augment: bool,
+    name: str,
 ) -> ImagePair:
     """CIFAR-10 of folders or of torchvision's file, by conf/dataset/cifar10.yaml; raises ConfigError, DataError."""
     roles = classes_of_roles(2, primary=primary, harmful=harmful, benign=benign)
@@ -119,17 +119,17 @@ def _folder(folder: Path) -> tuple[np.ndarray, Tensor, str]:
     return np.stack(pixels), torch.tensor(classes), f"images below dataset.root/{folder.name}, by class and name"
 
 
-@checked("dataset")
+@checked("dataset/digits_deep")
 def digits_deep(
-    primary: Sequence[int] = (0, 1, 2, 3),
-    harmful: Sequence[int] | Sequence[Sequence[int]] = (4, 5, 6),
-    benign: Sequence[int] | Sequence[Sequence[int]] | None = (7, 8, 9),
-    unseen: Sequence[int] | Sequence[Sequence[int]] | None = None,
-    val_fraction: Fraction = 0.1,
-    test_fraction: Fraction = 0.25,
-    split_seed: Seed = 0,
-    size: AtLeastOne = 32,
-    name: str = "digits_deep",
+    primary: Sequence[int],
+    harmful: Sequence[int] | Sequence[Sequence[int]],
+    benign: Sequence[int] | Sequence[Sequence[int]] | None,
+    unseen: Sequence[int] | Sequence[Sequence[int]] | None,
+    val_fraction: Fraction,
+    test_fraction: Fraction,
+    split_seed: Seed,
+    size: AtLeastOne,
+    name: str,
 ) -> ImagePair:
     """scikit-learn's digits as images for a small net; conf/dataset/digits_deep.yaml describes the options."""
     check_training_rows(val_fraction, test_fraction)

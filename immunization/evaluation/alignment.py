@@ -85,7 +85,7 @@ class Alignment(Component, group="evaluation.alignment"):
 
     names = ("alignment/*",)
 
-    energy: Share = 0.95
+    energy: Share
 
     def __call__(self, comparison: Comparison) -> Measures:
         measures = Measures()

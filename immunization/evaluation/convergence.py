@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from immunization.checks import AtLeastOne, Component, Octaves, Share
-from immunization.data.task import CONSTANT, LEARNED, MARGIN, Task
+from immunization.data.task import CONSTANT, MARGIN, Task
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import Measures
 from immunization.runs.interpretation import SLOWER, shown, speed
@@ -26,7 +26,7 @@ class NormRatio(Component, group="evaluation.norm_ratio"):
 
     names = ()
 
-    steps: AtLeastOne = 300
+    steps: AtLeastOne
 
     def __call__(self, comparison: Comparison) -> Measures:
         measures = Measures()
@@ -63,8 +63,8 @@ class LearningCurves(Component, group="evaluation.learning_curves"):
         "interval/rfd/*",
     )
 
-    octaves: Octaves = 20
-    share: Share = LEARNED
+    octaves: Octaves
+    share: Share
 
     def __post_init__(self) -> None:
         self.grid = torch.tensor([round(2 ** (j / 4)) for j in range(4 * self.octaves + 1)])

@@ -121,8 +121,8 @@ class Deployment(Component, group="evaluation.deployment"):
 
     names = ("deployment/*",)
 
-    images: AtLeastOne = 256
-    tolerance: NonNegative = 0.03
+    images: AtLeastOne
+    tolerance: NonNegative
 
     @torch.no_grad()
     def __call__(self, comparison: Comparison) -> Measures:
@@ -205,12 +205,12 @@ class OtherClasses(Component, group="evaluation.other_classes"):
 
     names = ("other_classes/*",)
 
-    root: str | None = None
-    classes: str | Sequence[str | int] | None = None
-    crop: Crop | None = None
-    outputs: str | None = None
-    order: Order | None = None
-    enlarged: bool = False
+    root: str | None
+    classes: str | Sequence[str | int] | None
+    crop: Crop | None
+    outputs: str | None
+    order: Order | None
+    enlarged: bool
 
     @torch.no_grad()
     def __call__(self, comparison: Comparison) -> Measures:

@@ -88,7 +88,7 @@ class Definition(Component, group="evaluation.definition"):
 
     names = ("definition/*", "ratio_harmful", "ratio_primary")
 
-    tolerance: NonNegative = 0.01
+    tolerance: NonNegative
 
     def __call__(self, comparison: Comparison) -> Measures:
         measures = Measures()

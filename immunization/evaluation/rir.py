@@ -154,9 +154,9 @@ class SampledRatio(Component, group="evaluation.sampled"):
 
     names = AUTHORS
 
-    groups: AtLeastOne = 20
-    samples: AtLeastTwo = 100
-    seed: Seed = 0
+    groups: AtLeastOne
+    samples: AtLeastTwo
+    seed: Seed
 
     @torch.no_grad()
     def __call__(self, comparison: Comparison) -> Measures:

@@ -49,8 +49,8 @@ class Selectivity(Component, group="evaluation.selectivity"):
 
     names = ("selectivity/*",)
 
-    images: AtLeastTwo = 2000
-    places: AtLeastOne = 8
+    images: AtLeastTwo
+    places: AtLeastOne
 
     @torch.no_grad()
     def __call__(self, comparison: Comparison) -> Measures:

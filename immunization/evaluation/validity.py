@@ -31,7 +31,7 @@ class Validity(Component, group="evaluation.validity"):
 
     names = ()
 
-    tolerance: NonNegative = 0.01
+    tolerance: NonNegative
 
     @torch.no_grad()
     def __call__(self, comparison: Comparison) -> Measures:

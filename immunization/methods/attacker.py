@@ -1,7 +1,7 @@
 """Attackers as methods simulate them, with a head on features of one scale."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -37,7 +37,7 @@ def drawn(task: Task, batch: Batch) -> Batch:
     return replace(batch, x=take(task.train.x, rows).to(batch.x), y=task.train.y[rows].to(batch.y))
 
 
-class AgainstAttacker(Method, without=["patience"]):
+class AgainstAttacker(Method):
     """A method that simulates an attacker; with `max_accuracy_drop` it goes back to the last epoch within that drop."""
 
     alone = True
@@ -78,12 +78,11 @@ class AgainstFineTuning(AgainstAttacker):
 
     draws = True
 
-    _: KW_ONLY
-    inner_steps: AtLeastOne = 5
-    inner_lr: NonNegative = 0.01
-    held_out: Fraction = 0.1
-    head_steps: Count = 20
-    head_lr: NonNegative = 1.0
+    inner_steps: AtLeastOne
+    inner_lr: NonNegative
+    held_out: Fraction
+    head_steps: Count
+    head_lr: NonNegative
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)

@@ -3,15 +3,13 @@
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from immunization.checks import AtLeastOne, AtLeastTwo, Component, Count, NonNegative
+from immunization.checks import AtLeastOne, AtLeastTwo, Component, Count, NonNegative, snake_case
 from immunization.compute.machine import moved
-from immunization.config import snake_case
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.distillation import Distillation
@@ -25,9 +23,6 @@ Terms = dict[str, Tensor]
 
 Combine = Literal["sum", "worst"]
 """How the losses against several harmful tasks make one: their mean, or the largest."""
-
-ITERATIVE = ("batch_size", "patience", "max_accuracy_drop", "combine", "keep")
-"""Options that mean nothing to a method that does its work in `setup`."""
 
 
 CHECKS = 10
@@ -127,6 +122,8 @@ class Method(Component, group="method"):
     result of this method on these data.
     """
 
+    option = "method/common/trained"
+
     folds = False
     """Whether theta is a linear map behind the features of a deep net, which stay as they are."""
     alone = False
@@ -143,12 +140,11 @@ class Method(Component, group="method"):
     """Attributes that training changes, for checkpoints."""
 
     epochs: Count = 0
-    batch_size: AtLeastTwo | None = None
-    _: KW_ONLY
+    batch_size: AtLeastTwo | None
     patience: AtLeastOne | None = None
-    max_accuracy_drop: NonNegative | None = None
-    combine: Combine = "sum"
-    keep: NonNegative = 0.0
+    max_accuracy_drop: NonNegative | None
+    combine: Combine
+    keep: NonNegative
 
     def __post_init__(self) -> None:
         self.flags: dict[str, str] = {}

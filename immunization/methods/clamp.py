@@ -29,20 +29,18 @@ class CLAMP(AgainstAttacker):
     normal; the smoothness L, the largest curvature on the way; v along the last step; c of at most 0.99 in B.
     """
 
-    epochs = 40
-    batch_size = 64
-    lambda_P: NonNegative = 1.0
-    long: NonNegative = 1.0
-    contraction: NonNegative = 0.1
-    curvature: NonNegative = 0.1
-    invert: NonNegative = 1.0
-    attack_steps: AtLeastOne = 5
-    attack_lr: Positive = 1.0
-    margin: NonNegative = 0.0
-    cap: NonNegative = 5.0
-    c_max: Fraction = 0.9
-    kappa_min: NonNegative = 0.1
-    eps: Positive = 0.1
+    lambda_P: NonNegative
+    long: NonNegative
+    contraction: NonNegative
+    curvature: NonNegative
+    invert: NonNegative
+    attack_steps: AtLeastOne
+    attack_lr: Positive
+    margin: NonNegative
+    cap: NonNegative
+    c_max: Fraction
+    kappa_min: NonNegative
+    eps: Positive
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         logits, _ = model.outputs(primary)

@@ -7,14 +7,14 @@ import torch
 from immunization.checks import AboveOne, NonNegative
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import ITERATIVE, Method
+from immunization.methods.base import Method
 from immunization.methods.linear_map import bound_for, fit_head, probe_of_inputs, rescale, sum_root, theta_of
 from immunization.models.base import Model
 from immunization.theory import spectrum
 from immunization.theory.optimal_map import Spread, bounded_map, optimal_map
 
 
-class ClosedForm(Method, without=ITERATIVE):
+class ClosedForm(Method):
     """theta = K_P^-1/2 Q Delta R, which attains the ceiling of RIR; see `optimal_map` for the options.
 
     `max_condition` bounds the condition number of theta by the least ridge that does (`bounded_map`), so that number
@@ -27,11 +27,11 @@ class ClosedForm(Method, without=ITERATIVE):
     folds = True
     several = True
 
-    primary_ratio: NonNegative = 1.0
-    ridge: NonNegative = 0.0
-    spread: Spread = "geometric"
-    rotate: bool = True
-    max_condition: AboveOne | Literal["auto"] | None = None
+    primary_ratio: NonNegative
+    ridge: NonNegative
+    spread: Spread
+    rotate: bool
+    max_condition: AboveOne | Literal["auto"] | None
 
     def __post_init__(self) -> None:
         super().__post_init__()

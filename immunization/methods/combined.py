@@ -2,12 +2,13 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from immunization.checks import annotated
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.base import Method, Stopping, Terms, over_tasks
@@ -23,7 +24,7 @@ class Combined(Method):
     """
 
     def __init__(self, method: Method) -> None:
-        super().__init__(**{option.name: getattr(method, option.name) for option in fields(Method)})
+        super().__init__(**{name: getattr(method, name) for name in annotated(Method)})
         self.whole = method
         self.folds, self.alone, self.shots, self.latest = method.folds, method.alone, method.shots, method.latest
 

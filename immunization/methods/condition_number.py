@@ -1,14 +1,13 @@
 """The paper's method ("Ours", Alg. 1), as its authors released it, and its ablation to R_ill only."""
 
 import math
-from dataclasses import KW_ONLY
 from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from immunization.checks import AtLeastTwo, Count, EvenPower, Fraction, NonNegative
+from immunization.checks import EvenPower, Fraction, NonNegative
 from immunization.compute import distributed
 from immunization.data.task import TaskPair
 from immunization.methods.base import Method, preconditioner
@@ -32,15 +31,12 @@ class ConditionNumber(HoldsPrimary):
 
     lambda_P: NonNegative
     lambda_H: NonNegative
-    _: KW_ONLY
-    epochs: Count = 300
-    batch_size: AtLeastTwo | None = None
-    power: EvenPower = 10
-    precondition: Precondition = "cancelled"
-    ridge: NonNegative = 1.0
-    balance: bool = True
-    smoothing: Fraction = 0.0
-    task_weight: NonNegative = 1.0
+    power: EvenPower
+    precondition: Precondition
+    ridge: NonNegative
+    balance: bool
+    smoothing: Fraction
+    task_weight: NonNegative
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,13 +98,9 @@ class ReleasedConditionNumber(ConditionNumber):
     None: `ridge`. The released linear layer also has a bias (`model.bias=true`).
     """
 
-    batch_size = 64
-    power = math.inf
-    precondition = "ridge"
-    balance = False
-    ridge_harmful: NonNegative | None = None
-    side: Literal["input", "output"] = "output"
-    rank: Literal["data", "full"] = "full"
+    ridge_harmful: NonNegative | None
+    side: Literal["input", "output"]
+    rank: Literal["data", "full"]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,7 +112,7 @@ class ReleasedConditionNumber(ConditionNumber):
         return self.pair.dim if self.rank == "full" else harmful.rank
 
 
-class RIllOnly(Method, without=["patience"]):
+class RIllOnly(Method):
     """Minimize only R_ill(H_H), by plain gradient descent (the paper's ablation).
 
     `normalize=True` divides it by its first value, which for large Hessians is so small (1e-12 on MNIST) that Adam's
@@ -129,12 +121,11 @@ class RIllOnly(Method, without=["patience"]):
 
     remembers = ("scale",)
 
-    epochs = 300
-    normalize: bool = False
-    precondition: Precondition = "none"
-    ridge: NonNegative = 1.0
-    side: Literal["input", "output"] = "input"
-    rank: Literal["data", "full"] = "data"
+    normalize: bool
+    precondition: Precondition
+    ridge: NonNegative
+    side: Literal["input", "output"]
+    rank: Literal["data", "full"]
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -35,14 +35,12 @@ class Encoderlock(AgainstHead):
     draws = True
     remembers = (*AgainstHead.remembers, "masks", "taken")
 
-    epochs = 80
-    batch_size = 64
-    alpha: NonNegative = 1000.0
-    weights: AtLeastOne = 100
-    score_batches: AtLeastOne = 10
-    round_steps: AtLeastOne = 40
-    head_steps: AtLeastOne = 100
-    head_lr: NonNegative = 1.0
+    alpha: NonNegative
+    weights: AtLeastOne
+    score_batches: AtLeastOne
+    round_steps: AtLeastOne
+    head_steps: AtLeastOne
+    head_lr: NonNegative
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)

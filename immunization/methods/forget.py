@@ -26,7 +26,7 @@ CHOSEN = tuple(10.0**e for e in range(-12, 1))
 """Ridges, relative to sigma_1^2, of the attacker whom early stopping looks at."""
 
 
-class Forget(Method, without=["combine", "keep"]):
+class Forget(Method):
     """Minimize L(D_P) + distill L_distill + collapse L_collapse + path L_path + inner L_inner.
 
     With f, f_0 the features of theta and theta_0, and c the point of `target` (0, or the mean of f_0 over D_P),
@@ -55,19 +55,17 @@ class Forget(Method, without=["combine", "keep"]):
     remembers = ("bank", "labels")
     enlarged = 0.0  # share of steps that read images at twice the size
 
-    epochs = 20
-    batch_size = 64
-    distill: NonNegative = 2.0
-    collapse: NonNegative = 0.6
-    path: NonNegative = 1.0
-    inner: NonNegative = 0.0
-    own_statistics: NonNegative = 0.0
-    damping: NonNegative = 0.0
-    target: Literal["zero", "mean"] = "zero"
-    floor: Positive = 0.02
-    train_head: bool = True
-    interpolate: Share = 1.0
-    ridges: Sequence[Positive] = (1e-6, 1e-4, 1e-2, 0.1)
+    distill: NonNegative
+    collapse: NonNegative
+    path: NonNegative
+    inner: NonNegative
+    own_statistics: NonNegative
+    damping: NonNegative
+    target: Literal["zero", "mean"]
+    floor: Positive
+    train_head: bool
+    interpolate: Share
+    ridges: Sequence[Positive]
 
     def __post_init__(self) -> None:
         super().__post_init__()

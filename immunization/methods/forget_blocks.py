@@ -15,7 +15,7 @@ SMOOTH = 0.01
 """Size, relative to the root mean square, below which the square roots are smoothed: 0 has a gradient."""
 
 
-class ForgetBlocks(Forget, without=["inner"]):
+class ForgetBlocks(Forget):
     """Minimize distill L_distill + hold L_hold + path L_path + silence L_silence + collapse L_collapse.
 
     The terms of `Forget`, and with m, m_0 what a trained block of theta and theta_0 gives, at every place, and K as in
@@ -35,21 +35,11 @@ class ForgetBlocks(Forget, without=["inner"]):
     harmful batch, as attackers renew them. With `train_head`, + L(D_P).
     """
 
-    epochs = 24
-    batch_size = 48
-    shots: AtLeastOne = 6
-    enlarged: Fraction = 0.0
-    distill = 0.3
-    collapse = 0.0
-    path = 3.0
-    silence: NonNegative = 0.0
-    hold: NonNegative = 0.3
-    own_statistics = 1.0
-    damping = 10.0
-    train_head: bool = False
-    ridges = (1e-4, 1e-2, 0.1)
-
-    inner = 0.0
+    shots: AtLeastOne
+    enlarged: Fraction
+    silence: NonNegative
+    hold: NonNegative
+    train_head: bool
 
     @property
     def keeps(self) -> bool:

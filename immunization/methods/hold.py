@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY
 from typing import Any, Literal
 
 import torch
@@ -119,8 +118,7 @@ class HoldsPrimary(Method):
     `hold_primary` is the largest ratio (ii) that the training may end with; "auto": `BOUND` where `holds`, else none.
     """
 
-    _: KW_ONLY
-    hold_primary: Share | Literal["auto"] | None = "auto"
+    hold_primary: Share | Literal["auto"] | None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -17,7 +17,7 @@ from immunization.methods.base import Method, Terms, over_tasks
 from immunization.models.base import Batch, Model
 
 
-class IMMA(Method, without=["patience"]):
+class IMMA(Method):
     """Bi-level: the attacker adapts theta to D_H for a few steps, the defender makes the adapted theta bad at it.
 
     In a step, the weights of omega take `head_steps` gradient steps on L(D_P) and the attacker's head w as many on
@@ -31,16 +31,15 @@ class IMMA(Method, without=["patience"]):
     alone = True
     several = True
 
-    epochs = 300
-    inner_steps: Count = 1
-    inner_lr: NonNegative = 0.1
-    head_steps: Count = 1
-    head_lr: NonNegative = 0.5
-    weight: NonNegative = 1.0
-    cap: NonNegative | None = None
-    mode: Literal["unroll", "first_order"] = "unroll"
-    heads: Literal["trained", "fixed", "shared"] = "trained"
-    head_start: Literal["zero", "random"] = "zero"
+    inner_steps: Count
+    inner_lr: NonNegative
+    head_steps: Count
+    head_lr: NonNegative
+    weight: NonNegative
+    cap: NonNegative | None
+    mode: Literal["unroll", "first_order"]
+    heads: Literal["trained", "fixed", "shared"]
+    head_start: Literal["zero", "random"]
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)

@@ -54,7 +54,7 @@ def horizons(horizon: int | Sequence[int]) -> Tensor:
     return torch.tensor(list(horizon), dtype=torch.float64)
 
 
-class LearningCurve(Method, without=["batch_size", "max_accuracy_drop", "keep"]):
+class LearningCurve(Method):
     """Minimize lambda_P mean_t excess_P(t) / excess_P(0) - lambda_H mean_t excess_H(t) / excess_H(0) over theta.
 
     t runs over `horizon` (T for 1, 2, 4, ..., 2^T, or a list). `benign_weight` adds mean_t mean_i (1 - lambda_i(H_P) /
@@ -94,17 +94,16 @@ class LearningCurve(Method, without=["batch_size", "max_accuracy_drop", "keep"])
     folds = True
     several = True
 
-    epochs = 300
-    horizon: Horizon = 17
-    lambda_P: NonNegative = 1.0
-    lambda_H: NonNegative = 1.0
-    benign_weight: NonNegative = 0.3
-    targets: Literal["labels", "baseline", "auto"] = "labels"
-    centered: bool = False
-    patience: AtLeastOne | None = 100
-    rotate: bool = True
-    max_condition: AboveOne | Literal["auto"] | None = "auto"
-    start: Literal["model", "auto"] = "model"
+    horizon: Horizon
+    lambda_P: NonNegative
+    lambda_H: NonNegative
+    benign_weight: NonNegative
+    targets: Literal["labels", "baseline", "auto"]
+    centered: bool
+    patience: AtLeastOne | None
+    rotate: bool
+    max_condition: AboveOne | Literal["auto"] | None
+    start: Literal["model", "auto"]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -228,21 +227,19 @@ class LearningCurve(Method, without=["batch_size", "max_accuracy_drop", "keep"])
         fit_head(model, self.primary)
 
 
-class LearningCurveNet(Method, without=["patience"]):
+class LearningCurveNet(Method):
     """Minimize L(D_P) + weight (lambda_P mean_t excess_P(t) - lambda_H mean_t excess_H(t) + benign_weight random(t)).
 
     The curves are those of `LearningCurve`, of a probe on the features of one batch. L(D_P) is cross-entropy with label
     smoothing on the model's own head.
     """
 
-    epochs = 3
-    batch_size = 64
-    horizon: Horizon = 11
-    weight: NonNegative = 1.0
-    lambda_P: NonNegative = 1.0
-    lambda_H: NonNegative = 1.0
-    benign_weight: NonNegative = 0.3
-    smoothing: Fraction = 0.1
+    horizon: Horizon
+    weight: NonNegative
+    lambda_P: NonNegative
+    lambda_H: NonNegative
+    benign_weight: NonNegative
+    smoothing: Fraction
 
     def __post_init__(self) -> None:
         super().__post_init__()

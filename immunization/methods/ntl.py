@@ -28,13 +28,11 @@ class NTL(AgainstHead):
     share one head. The paper claims nothing against an attacker who trains a new head on D_H.
     """
 
-    epochs = 40
-    batch_size = 64
-    alpha: NonNegative = 0.1
-    beta: NonNegative = 0.1
-    head_steps: Count = 1
-    head_lr: NonNegative = 0.5
-    block: str | None = None
+    alpha: NonNegative
+    beta: NonNegative
+    head_steps: Count
+    head_lr: NonNegative
+    block: str | None
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)

@@ -51,15 +51,14 @@ class OptKappa(HoldsPrimary):
 
     several = True
 
-    epochs = 300
-    form: Literal["raw", "log", "reciprocal_log", "reciprocal_loglog"] = "raw"
-    conditioning: Literal["rank", "authors"] = "rank"
-    power: EvenPower | None = None
-    rate: Fraction | None = 0.1
-    task_weight: NonNegative | None = None
-    precondition: Precondition = "none"
-    ridge: NonNegative = 1.0
-    side: Literal["input", "output"] = "input"
+    form: Literal["raw", "log", "reciprocal_log", "reciprocal_loglog"]
+    conditioning: Literal["rank", "authors"]
+    power: EvenPower | None
+    rate: Fraction | None
+    task_weight: NonNegative | None
+    precondition: Precondition
+    ridge: NonNegative
+    side: Literal["input", "output"]
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,7 +16,7 @@ CLIP = 0.5
 """Longest gradient of the suppression that is not clipped."""
 
 
-class Sophon(AgainstFineTuning, without=["combine"]):
+class Sophon(AgainstFineTuning):
     """Alternate a step against the attacker who fine-tunes (suppression) with `primary_steps` steps down L(D_P).
 
     The mean gradient of the suppression loss of held-out rows after each of the attacker's steps, clipped to 0.5, is
@@ -32,11 +32,9 @@ class Sophon(AgainstFineTuning, without=["combine"]):
     several = True
     remembers = ("taken", "suppressed")
 
-    epochs = 60
-    batch_size = 64
-    suppression: Literal["inverse", "uniform"] = "inverse"
-    suppress_lr: Positive = 3e-4
-    primary_steps: AtLeastOne | None = None
+    suppression: Literal["inverse", "uniform"]
+    suppress_lr: Positive
+    primary_steps: AtLeastOne | None
 
     def __post_init__(self) -> None:
         super().__post_init__()

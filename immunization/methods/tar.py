@@ -13,7 +13,7 @@ from immunization.methods.distillation import Distillation
 from immunization.models.base import Batch, Model
 
 
-class TAR(AgainstFineTuning, without=["inner_lr"]):
+class TAR(AgainstFineTuning):
     """Minimize L(D_P) + mean_P ||f - f_0|| / size + tamper sum_k w_k L_TR(theta_k), f_0 the features of theta_0.
 
     theta_k is the attacker's copy of theta after k of K = `inner_steps` steps, at one of `inner_lrs`, drawn anew for
@@ -27,12 +27,9 @@ class TAR(AgainstFineTuning, without=["inner_lr"]):
     `size`, the root of their mean squared norm; there is no safeguard before.
     """
 
-    epochs = 40
-    batch_size = 64
-    inner_steps = 8
-    tamper: NonNegative = 4.0
-    late: NonNegative = 0.0625
-    inner_lrs: Sequence[Positive] = (0.01, 0.1, 0.2)
+    tamper: NonNegative
+    late: NonNegative
+    inner_lrs: Sequence[Positive]
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,9 +1,9 @@
 """Methods that do nothing: the baseline, and models that are immunized already."""
 
-from immunization.methods.base import ITERATIVE, Method
+from immunization.methods.base import Method
 
 
-class Identity(Method, without=ITERATIVE):
+class Identity(Method):
     """theta_I = theta_0; `epochs` is accepted so that sweeps can mix methods, and ignored."""
 
     several = True

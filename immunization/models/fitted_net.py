@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from immunization.checks import AtLeastOne, Count
+from immunization.checks import AtLeastOne, Count, checked
 from immunization.compute import keys
 from immunization.data.images import ImagePair, create_loader
 from immunization.errors import ConfigError, DataError
@@ -27,16 +27,17 @@ BATCH, BEFORE, PEAK = 64, 3e-3, 1e-2
 class FittedNet(Timm):
     """A net of timm fitted to the training images of D_P by Adam, deterministically, by conf/model/cifar_net.yaml."""
 
+    @checked("model/cifar_net")
     def __init__(
         self,
         pair: ImagePair,
-        name: str = "test_resnet",
-        trainable: str | Sequence[str] = "layer4",
-        fit_epochs: AtLeastOne = 70,
-        shift: Count = 4,
-        channels: AtLeastOne = 3,
-        head_decay: float = 2e-5,
-        cache: str = "~/.cache/immunization/fitted",
+        name: str,
+        trainable: str | Sequence[str],
+        fit_epochs: AtLeastOne,
+        shift: Count,
+        channels: AtLeastOne,
+        head_decay: float,
+        cache: str,
     ) -> None:
         if not isinstance(pair, ImagePair) or pair.size is None:
             raise ConfigError(f"model.name={name} is fitted to small images: dataset=cifar10 or digits_deep")
@@ -65,20 +66,22 @@ class FittedNet(Timm):
         net.load_state_dict(weights)
         own = tuple(range(arguments["num_classes"]))  # its head was fitted to these very labels
         pair = replace(pair, tasks=pair.tasks | {"primary": replace(pair.tasks["primary"], outputs=own)})
-        super().__init__(pair, name, trainable, None, False, head_decay, arguments, net=net)
+        options = {"pretrained": False, "head_decay": head_decay, "arguments": arguments}
+        super().__init__(pair, name, trainable=trainable, net=net, **options)
         self.weights = path.name
 
 
 class DigitsNet(FittedNet):
     """timm's `test_resnet` with one input channel, fitted to the digits of D_P as they are."""
 
+    @checked("model/digits_net")
     def __init__(
         self,
         pair: ImagePair,
-        trainable: str | Sequence[str] = "layer4",
-        fit_epochs: AtLeastOne = 15,
-        head_decay: float = 2e-5,
-        cache: str = "~/.cache/immunization/digits_deep",
+        trainable: str | Sequence[str],
+        fit_epochs: AtLeastOne,
+        head_decay: float,
+        cache: str,
     ) -> None:
         super().__init__(pair, "test_resnet", trainable, fit_epochs, 0, 1, head_decay, cache)
 

@@ -5,6 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from immunization.checks import checked
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.models.base import Batch, Model, Regularizer
@@ -42,12 +43,13 @@ class Linear(Model):
 
     preconditioned = True
 
+    @checked("model/linear")
     def __init__(
         self,
         pair: TaskPair,
-        init: Literal["identity", "orthogonal", "random"] = "identity",
-        bias: bool = False,
-        checkpoint: str | None = None,
+        init: Literal["identity", "orthogonal", "random"],
+        bias: bool,
+        checkpoint: str | None,
     ) -> None:
         super().__init__()
         if not isinstance(pair, TaskPair):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from immunization.checks import checked
 from immunization.compute import distributed, machine
 from immunization.compute.machine import onto
 from immunization.data.images import ImagePair
@@ -40,18 +41,20 @@ class Timm(Reader):
 
     deep = True
 
+    @checked("model/timm")
     def __init__(
         self,
         pair: ImagePair,
         name: str | None = None,
-        trainable: str | Sequence[str] = "last",
-        checkpoint: str | None = None,
-        pretrained: bool = True,
-        head_decay: float = 2e-5,
-        arguments: dict[str, Any] | None = None,
-        reference: str | None = None,
-        channels_last: bool = False,
-        amp: Literal["bfloat16", "auto"] | None = None,
+        *,
+        trainable: str | Sequence[str],
+        checkpoint: str | None,
+        pretrained: bool,
+        head_decay: float,
+        arguments: dict[str, Any] | None,
+        reference: str | None,
+        channels_last: bool,
+        amp: Literal["bfloat16", "auto"] | None,
         net: nn.Module | None = None,
     ) -> None:
         super().__init__()

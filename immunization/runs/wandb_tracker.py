@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 from uuid import uuid4
 
-from immunization.checks import Positive, check_value, checked
-from immunization.config import snake_case
+from immunization.checks import Positive, check_value, checked, snake_case
 from immunization.runs import files
 from immunization.runs.filenames import CONFIG, MODEL_CARD, WEIGHTS
 from immunization.runs.interpretation import attack_names, successes
@@ -41,15 +40,15 @@ class Wandb(Tracker):
 
     said: ClassVar[set[str]] = set()  # why runs of this process are offline; the jobs of a multirun say it once
 
-    @checked("tracker")
+    @checked("tracker/wandb")
     def __init__(
         self,
-        project: str = "immunization",
-        entity: str | None = None,
-        mode: Literal["auto", "online", "offline", "disabled"] = "auto",
-        timeout: Positive = 30.0,
-        model: bool | None = None,
-        link: str | None = None,
+        project: str,
+        entity: str | None,
+        mode: Literal["auto", "online", "offline", "disabled"],
+        timeout: Positive,
+        model: bool | None,
+        link: str | None,
     ) -> None:
         modes = Literal["online", "offline", "disabled", "shared", "dryrun", "run"]  # two old names of offline, online
         check_value("WANDB_MODE", os.environ.get("WANDB_MODE") or "online", modes)

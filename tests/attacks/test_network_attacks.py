@@ -59,7 +59,7 @@ def test_the_net_under_attack_is_the_net(net):
 def test_a_trained_net_starts_again_from_its_own_weights(net):
     images = net.model.base.images
     torch.manual_seed(0)
-    base = Timm(images, "test_resnet", "layer4", pretrained=False, arguments={"num_classes": 4})
+    base = Timm(images, "test_resnet", trainable="layer4", pretrained=False, arguments={"num_classes": 4})
     model, tasks = base.read(images, False)
     start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
     for parameter in model.groups()[0]["params"]:

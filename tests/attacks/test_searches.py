@@ -79,13 +79,13 @@ class Few(FineTune):
 
 
 def test_a_search_is_the_same_again_and_its_settings_give_its_curve(net, tmp_path):
-    attacks = {"it": Few("last", search=2, seeds=2, **SMALL)}
+    attacks = {"it": Few(scope="last", search=2, seeds=2, **SMALL)}
     first, again = (run_attacks(attacks, net) for _ in range(2))
     assert vars(first) == vars(again)
     settings = first.about["attackers"]["it"]
     file = tmp_path / "attack_it.json"
     file.write_text(json.dumps(settings))
-    replayed = run_attacks({"it": Few("last", replay=str(file), seeds=2, **SMALL)}, net)
+    replayed = run_attacks({"it": Few(scope="last", replay=str(file), seeds=2, **SMALL)}, net)
     assert replayed.metrics == first.metrics
     assert replayed.curves == first.curves
     for stage in net.stages:

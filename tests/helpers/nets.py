@@ -18,4 +18,4 @@ def open_pair(folders, cache: str | Path | None = "beside", **options) -> ImageP
 def build(pair, name="test_resnet", trainable="last", **options) -> Timm:
     torch.manual_seed(0)
     arguments = {"num_classes": 4} | ({"img_size": 32} if "vit" in name else {})
-    return Timm(pair, name, trainable, pretrained=False, arguments=arguments, **options)
+    return Timm(pair, name, trainable=trainable, pretrained=False, arguments=arguments, **options)

@@ -58,7 +58,7 @@ def colors_behind_a_map(root: Path, val_fraction: float = 0.25, size: int = 32) 
     folders = [draw_folder(root / "primary", 4, 12, 4, 0), draw_folder(root / "harmful", 3, 24, 12, 2)]
     pair = image_folders(*map(str, folders), cache=None, size=size, val_fraction=val_fraction).to("cpu", torch.float32)
     torch.manual_seed(0)
-    base = Timm(pair, "test_resnet", "fold", pretrained=False, arguments={"num_classes": 4})
+    base = Timm(pair, "test_resnet", trainable="fold", pretrained=False, arguments={"num_classes": 4})
     model, tasks = base.read(pair, True)
     start = {name: tensor.clone() for name, tensor in model.extractor.state_dict().items()}
     sigma = torch.logspace(0, -4, tasks.dim, dtype=torch.float64)
@@ -75,7 +75,7 @@ def colored_pair(root: Path, val_fraction: float = 0.25) -> ImagePair:
 def net_victim(pair: ImagePair, immunize: Callable[[Model], None], name: str, trainable: str, **arguments) -> Victim:
     """A net of timm with random weights, which `immunize` changes in place; `trainable="fold"`: a map behind it."""
     torch.manual_seed(0)
-    base = Timm(pair, name, trainable, pretrained=False, arguments={"num_classes": 3} | arguments)
+    base = Timm(pair, name, trainable=trainable, pretrained=False, arguments={"num_classes": 3} | arguments)
     model, tasks = base.read(pair, trainable == "fold")
     start = {key: tensor.clone() for key, tensor in model.extractor.state_dict().items()}
     with torch.no_grad():

@@ -79,7 +79,7 @@ class Toy(Method):
 @pytest.mark.parametrize(("how", "factor"), [("sum", (80 + 40) / 2), ("worst", 80)])
 def test_the_loss_is_the_mean_or_the_worst_of_those_against_each_task(how, factor):
     pair = digits(seed=0, harmful=[3, 5], max_samples=40)
-    method = Toy(1)
+    method = Toy(epochs=1)
     method.combine = how
     both, model = combined(method, pair), Linear(pair)
     assert isinstance(both, Combined)
@@ -105,7 +105,7 @@ class Moving(Toy):
 
 def test_a_step_that_moves_parameters_itself_is_refused_for_several_tasks():
     pair = digits(seed=0, harmful=[3, 5], max_samples=40)
-    method, model = combined(Moving(1), pair), Linear(pair)
+    method, model = combined(Moving(epochs=1), pair), Linear(pair)
     method.setup(model, pair)
     with pytest.raises(ConfigError, match=r"Moving.step changes parameters itself, and there are 2 harmful tasks"):
         method.step(model, *next(PairedBatches(pair, None, torch.Generator()).epoch()))

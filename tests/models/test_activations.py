@@ -224,6 +224,6 @@ def test_activations_are_those_of_one_net_and_of_the_images_as_they_are_now(fold
         pair = open_pair(folders, tmp_path / "kept")
         torch.manual_seed(0)
         arguments = {"num_classes": 4, "img_size": 32, "global_pool": pool}
-        _, tasks = Timm(pair, "test_vit", "fold", pretrained=False, arguments=arguments).read(pair, True)
+        _, tasks = Timm(pair, "test_vit", trainable="fold", pretrained=False, arguments=arguments).read(pair, True)
         features[pool] = tasks.harmful.train.x
     assert not torch.allclose(features["avg"], features["max"])

@@ -98,7 +98,7 @@ def test_what_reset_classifier_strips_is_said(folders):
     """Behind the maximum over positions a map of the channels commutes with nothing, and the pooling is thrown away."""
     arguments = {"num_classes": 4, "global_pool": "max"}
     pair = replace(open_pair(folders), size=64).to("cpu", torch.float64)
-    base = Timm(pair, "test_resnet", "fold", pretrained=False, arguments=arguments)
+    base = Timm(pair, "test_resnet", trainable="fold", pretrained=False, arguments=arguments)
     net, _ = base.read(base.images, True)
     facts = net.facts()
     assert facts["stripped_by"] == "reset_classifier"
