@@ -82,12 +82,12 @@ def worth_removed(rows: Sequence[Setting], worths: Sequence[Query], name: str, t
         figure, (worth, loss) = panel_axes(2, share=True, legend_rows=1, **options)
         lowest = -0.2
         for i, (of, (color, marker)) in enumerate(zip(worths, IMAGES, strict=True)):
-            found = [(y + 0.22 * (i - 1), *own) for y, row in enumerate(rows) if (own := row.removed(of))]
-            for y, _, *ends in found:
+            bars = [(y + 0.22 * (i - 1), *own) for y, row in enumerate(rows) if (own := row.removed(of))]
+            for y, _, *ends in bars:
                 worth.plot(ends, [y, y], color=color, linewidth=1.2)
-            if not found:
+            if not bars:
                 continue
-            places, shares, lows, _ = zip(*found, strict=True)
+            places, shares, lows, _ = zip(*bars, strict=True)
             label = f"{of.images or 'all'} images per class"
             worth.plot(shares, places, marker, color=color, markersize=5, label=label)
             lowest = min(lowest, *lows)

@@ -66,10 +66,10 @@ def fill(page: Path, runs: Path, figures: Path) -> dict[str, bool]:
 def _groups(folder: Path) -> list[list[Setting]]:
     """The settings with completed runs in or below a folder, in groups that can be compared."""
     try:
-        found = settings(collect([folder]))
+        groups = settings(collect([folder]))
     except DataError:  # there is no run
         return []
-    return [group for group in found if any(setting.runs for setting in group)]
+    return [group for group in groups if any(setting.runs for setting in group)]
 
 
 def _parts(

@@ -39,13 +39,13 @@ BELOW = "More than two points lost, or not measured"
 
 def rows_below(paths: Iterable[Path]) -> list[Path]:
     """The files of rows at or below `paths`; raises DataError where there is none, or a run in their place."""
-    found = [row for path in paths for row in ([path] if path.is_file() else sorted(path.rglob("*.json")))]
+    files_of_rows = [row for path in paths for row in ([path] if path.is_file() else sorted(path.rglob("*.json")))]
     made = "python -m immunization.results rows PATH... makes them from runs"
-    if not found:
+    if not files_of_rows:
         raise DataError(f"no row in or below {', '.join(map(str, paths))}: {made}")
-    if run := next((row.parent for row in found if row.name in (Result.file, ENVIRONMENT)), None):
+    if run := next((row.parent for row in files_of_rows if row.name in (Result.file, ENVIRONMENT)), None):
         raise DataError(f"{run} is a run, and no row of the leaderboard: {made} of its tracks")
-    return found
+    return files_of_rows
 
 
 def tracks(collection: Runs) -> list[list[Setting]]:
@@ -72,11 +72,11 @@ def ranked(rows: Sequence[Setting]) -> list[Setting]:
     These have a rank if they remove something, by their intervals, and enough seeds completed.
     """
     worth = measure(rows)
-    found = {row: row.removed(worth) or (-math.inf,) * 3 for row in rows}
-    rows = sorted(rows, key=lambda row: (not keeps(row), -found[row][0]))
+    shares = {row: row.removed(worth) or (-math.inf,) * 3 for row in rows}
+    rows = sorted(rows, key=lambda row: (not keeps(row), -shares[row][0]))
     placed: list[float] = []
     for row in rows:
-        share, low, _ = found[row]
+        share, low, _ = shares[row]
         if keeps(row) and not row.apart and low > ROUNDING:
             seeds = len({result.seed for result in row.results})
             enough = seeds >= SEEDS and not row.failed
@@ -169,10 +169,10 @@ def _named(heading: str) -> str:
 
 def between_marks(path: Path, parts: Sequence[Section], pictures: Mapping[str, str], command: str) -> str:
     """The page at `path` with the tables, without flags, between its marks; raises DataError if it has no marks."""
-    found = re.split(
+    pieces = re.split(
         f"^(?:{'|'.join(MARKS)})$", path.read_text(encoding="utf-8") if path.is_file() else "", flags=re.MULTILINE
     )
-    if len(found) != 3:
+    if len(pieces) != 3:
         raise DataError(f"{path} has no place for the leaderboard: put {MARKS[0]} and {MARKS[1]} on lines of their own")
     lines = [f"Written by `{command}`. Do not edit by hand."]
     notes: dict[str, None] = {}
@@ -185,7 +185,7 @@ def between_marks(path: Path, parts: Sequence[Section], pictures: Mapping[str, s
         lines += [f"### {markdown(table.title)}", shown.pipes(), *map(markdown, _own_notes(table))]
         lines += [plot.markdown(pictures[plot.name]).strip() for plot in part.plots if plot.name in pictures]
     text = "\n\n".join([*lines, "\n".join(f"- {note}" for note in notes)])
-    return f"{found[0]}{MARKS[0]}\n{text}\n{MARKS[1]}{found[2]}"
+    return f"{pieces[0]}{MARKS[0]}\n{text}\n{MARKS[1]}{pieces[2]}"
 
 
 def _own_notes(table: Table) -> list[str]:

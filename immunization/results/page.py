@@ -86,14 +86,14 @@ class Audit:
     @cached_property
     def flags(self) -> dict[str, str]:
         """Every flag of the runs with the reason of the first, and how many runs have it."""
-        results, found = self.setting.results, {}
+        results, reasons = self.setting.results, {}
         for flag, count in Counter(flag for result in results for flag in result.flags).items():
             first = next(result for result in results if flag in result.flags)
             where = f"in {count} of {len(results)} runs: " if len(results) > 1 else ""
-            found[flag] = where + first.reasons.get(flag, "no reason given")
+            reasons[flag] = where + first.reasons.get(flag, "no reason given")
         if len({result.seed for result in results}) < 3:
-            found["few_seeds"] = "fewer than 3 seeds: nothing is known of the spread of these figures"
-        return found
+            reasons["few_seeds"] = "fewer than 3 seeds: nothing is known of the spread of these figures"
+        return reasons
 
 
 @dataclass
@@ -135,9 +135,9 @@ def sections(collection: Collection, objective: str, figures: bool = True) -> li
         legend = [*meanings(by_authors(group)), *(note for table in tables[1:] for note in table.notes)]
         audits = []
         for j, setting in enumerate(group, 1):
-            if found := audit_of(setting, f"{name}_attacks_{j}", heading):
-                audits.append(found)
-                legend += found.notes
+            if attacks := audit_of(setting, f"{name}_attacks_{j}", heading):
+                audits.append(attacks)
+                legend += attacks.notes
         part = Section(group, tables, draw(group, name, objective) if figures else [], legend, audits)
         of = in_convention(group, objective)
         if len(group) > 1 and (winner := best(group, objective)):
@@ -152,7 +152,7 @@ def audit_of(setting: Setting, name: str, heading: str) -> Audit | None:
     """One row an attack, medians over the runs of the setting; None where nothing was attacked."""
     costs = [successes(result) for result in setting.results]
     cheapest = {
-        attack: min((found[attack] for found in costs if attack in found), default=math.inf)
+        attack: min((own[attack] for own in costs if attack in own), default=math.inf)
         for result in setting.results
         for attack in attack_names(result)
     }

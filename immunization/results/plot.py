@@ -118,12 +118,12 @@ def looks(group: Sequence[Setting]) -> dict[Setting, Look]:
     """
     methods = [setting.method for setting in group]
     placed = [(setting, methods[:i].count(setting.method)) for i, setting in enumerate(group)]
-    found: dict[Setting, Look] = {}
+    chosen: dict[Setting, Look] = {}
     for setting, place in sorted(placed, key=lambda item: item[1]):  # first those that look the same in every figure
         choices = [_look(setting.method, place, methods.count(setting.method), more) for more in range(len(LINES))]
-        distinct = (look for look in choices if not any(look.like(other) for other in found.values()))
-        found[setting] = next(distinct, choices[0])
-    return {setting: found[setting] for setting in group}
+        distinct = (look for look in choices if not any(look.like(other) for other in chosen.values()))
+        chosen[setting] = next(distinct, choices[0])
+    return {setting: chosen[setting] for setting in group}
 
 
 def _look(method: str, place: int, count: int, more: int) -> Look:

@@ -88,7 +88,7 @@ def spectra(curves: Mapping[str, Curve]) -> Figure | None:
     figure, panels = _panels_of(relative, "index i", "eigenvalue λᵢ / λ₁ of the Hessian", log=True)
     for role, ax in panels.items():
         ends = (curve for stage in ("baseline", "immunized") if (curve := relative[role].get(stage)))
-        kappa = " → ".join(number(1 / curve["y"][-1]) for curve in ends)
+        kappa = " → ".join(number(1 / (curve["y"][-1] or math.nan)) for curve in ends)
         ax.set(title=f"{role} task: κ {kappa}")
     return figure
 

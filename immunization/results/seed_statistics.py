@@ -101,8 +101,8 @@ def paired_ratio(a: pd.Series, b: pd.Series) -> Summary | None:
     logs = np.log(both.a / both.b).groupby(level=0).mean()
     if len(logs) < 3:
         return None
-    found = summarize(logs)
-    return replace(found, mean=math.exp(found.mean), low=math.exp(found.low), high=math.exp(found.high))
+    summary = summarize(logs)
+    return replace(summary, mean=math.exp(summary.mean), low=math.exp(summary.low), high=math.exp(summary.high))
 
 
 def rank_correlation(x: pd.Series, y: pd.Series) -> tuple[float, float]:

@@ -286,15 +286,15 @@ def lacking(setting: Setting, objective: Query = RIR) -> list[str]:
         ("harmful steps", " ≤ 1", (HARMFUL_STEPS._replace(task=WORST), HARMFUL_STEPS), above_1),
         ("primary steps", " > 1", (PRIMARY_STEPS,), at_most_1),
     ]
-    runs, found = [result.records for result in setting.results], []
+    runs, reasons = [result.records for result in setting.results], []
     for name, fails, queries, good in criteria:
         records = [next(filter(None, (own.get(*of) for of in queries)), None) for own in runs]
         own = [record.value if record else None for record in records]
         unknown, failed = own.count(None), sum(value is not None and not good(value) for value in own)
-        found += [f"{name}{fails}: {failed}/{len(runs)}"] if failed else []
-        found += [f"{name} unknown: {unknown}/{len(runs)}"] * (unknown > 0 and (name == "(i)" or unknown < len(runs)))
+        reasons += [f"{name}{fails}: {failed}/{len(runs)}"] if failed else []
+        reasons += [f"{name} unknown: {unknown}/{len(runs)}"] * (unknown > 0 and (name == "(i)" or unknown < len(runs)))
     doubted = sum(NOT_SLOWER in result.flags for result in setting.results)
-    return found + [f"{NOT_SLOWER}: {doubted}/{len(runs)}"] * bool(doubted)
+    return reasons + [f"{NOT_SLOWER}: {doubted}/{len(runs)}"] * bool(doubted)
 
 
 def above_1(value: float) -> bool:

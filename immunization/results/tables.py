@@ -299,9 +299,9 @@ def _other_pairs(group: Sequence[Setting]) -> Iterator[str]:
     counted = Counter(tuple(sorted({run.pair for run in setting.runs})) for setting in group if setting.runs)
     if len(counted) > 1:
         named = (", ".join(pairs) if len(pairs) <= 3 else f"{len(pairs)} pairs" for pairs in counted)
-        found = (f"{pairs} in {n} of {counted.total()}" for pairs, n in zip(named, counted.values(), strict=True))
+        told = (f"{pairs} in {n} of {counted.total()}" for pairs, n in zip(named, counted.values(), strict=True))
         yield (
-            f"Settings have different pairs of classes: {'; '.join(found)}. Their averages are of other data; one that "
+            f"Settings have different pairs of classes: {'; '.join(told)}. Their averages are of other data; one that "
             "shares no seed and pair with another is neither ★ nor bold beside it."
         )
 

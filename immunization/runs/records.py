@@ -146,23 +146,23 @@ class Records(dict[Query, Record]):
     @cached_property
     def by_name(self) -> dict[str, tuple[Record, str]]:
         """The record of every flat name, and which of its fields has the number."""
-        found = {}
+        numbers = {}
         for record in self.values():
             name, *ends = names(record)
-            found[name] = record, "value"
+            numbers[name] = record, "value"
             for end, part in zip(ends, ("low", "high"), strict=True):
                 if getattr(record, part) is not None:
-                    found[end] = record, part
+                    numbers[end] = record, part
             if record.undetermined is not None:
-                found[f"undetermined/{name}"] = record, "undetermined"
-        return found
+                numbers[f"undetermined/{name}"] = record, "undetermined"
+        return numbers
 
 
 def in_order(roles: Iterable[Role | None], first: Iterable[Role] = ("harmful", "primary", "benign")) -> list[Role]:
     """Each of some tasks once: those of `first`, then the others by name."""
-    found = {role for role in roles if role}
-    usual = [role for role in first if role in found]
-    return usual + sorted(found - set(usual))
+    known = {role for role in roles if role}
+    usual = [role for role in first if role in known]
+    return usual + sorted(known - set(usual))
 
 
 def kind_of(role: Role) -> str:

@@ -118,10 +118,10 @@ def completed(
 def recorded_inputs(folder: Path) -> dict[str, Any]:
     """What the run in a folder was made of; {} where it does not say so."""
     try:
-        found = json.loads((folder / ENVIRONMENT).read_text())[INPUTS]
+        inputs = json.loads((folder / ENVIRONMENT).read_text())[INPUTS]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return inputs if isinstance(inputs, dict) else {}
 
 
 def check_inputs(folder: Path, now: Mapping[str, Any]) -> None:
@@ -149,11 +149,11 @@ def _same(before: object, now: object) -> bool:
 
 def different(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
     """`key: before -> now` of everything in which two plain configurations differ."""
-    found = []
+    changes = []
     for key in dict.fromkeys([*before, *now]):
         a, b, name = before.get(key), now.get(key), f"{prefix}{key}"
         if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found += different(a, b, f"{name}.")
+            changes += different(a, b, f"{name}.")
         elif a != b:
-            found.append(f"{name}: {a} -> {b}")
-    return found
+            changes.append(f"{name}: {a} -> {b}")
+    return changes

@@ -223,8 +223,8 @@ def _worth(result: Measured) -> list[str]:
     """
     records, tasks = result.records, {}
     for task in attacked_harmful(result):
-        reached = [records.value(f"worth/{key}", task=task) for key in ("before", "after", "without")]
-        if None not in reached:
+        reached = [records.number(f"worth/{key}", task=task) for key in ("before", "after", "without")]
+        if not any(map(math.isnan, reached)):
             share = records.value("worth/removed", task=task)
             tasks[task] = math.inf if share is None else share, reached
     if not tasks:
