@@ -317,7 +317,7 @@ def _curves(
             if before := next((b for s in some if (b := _band(s, family, role, "baseline"))), None):
                 label = None if "baseline" in ax.get_legend_handles_labels()[1] else "baseline"
                 ax.plot(*before[:2], color=color, linestyle=(0, (5, 3)), linewidth=1.0, label=label)
-            if bars := [middle for s in some if bar and (middle := s.median(Query(bar, role))) is not None]:
+            if bars := [level for s in some if bar and (level := s.median(Query(bar, role))) is not None]:
                 ax.axhline(np.median(bars), color=color, linewidth=1.2, linestyle=":")
         ax.set(title=f"{role} task", xscale=xscale)
     plot.legend_below(figure, axes[0])

@@ -174,15 +174,6 @@ def test_the_exit_code_is_that_of_the_jobs_of_the_command(tmp_path):
     assert launched("-m", *options, "optimizer.lr=-1", cwd=tmp_path).returncode == 1
 
 
-def test_resume_of_a_single_run(tmp_path, capsys):
-    first = run([*QUICK], folder=tmp_path)
-    written = (tmp_path / "result.json").stat().st_mtime_ns
-    again = run([*QUICK, "resume=true", "tags=[other]"], folder=tmp_path)
-    assert again.metrics == pytest.approx(first.metrics)
-    assert "nothing to do" in capsys.readouterr().out
-    assert (tmp_path / "result.json").stat().st_mtime_ns == written
-
-
 @pytest.fixture(scope="module")
 def single(tmp_path_factory) -> tuple[Path, Result]:
     """The folder of a completed run, which no test changes, and its result."""

@@ -252,15 +252,6 @@ def test_one_seed_cannot_carry_off_the_primary_measure_of_a_regression(tmp_path)
     assert row.price == pytest.approx(0.2)
 
 
-def test_runs_that_differ_in_the_unseen_class_alone_are_all_counted(tmp_path):
-    for unseen, rir in {8: 10.0, 9: 30.0}.items():
-        made = board_run(tmp_path / str(unseen), "closed_form", {"probe": 400.0}, rir=rir)
-        config = yaml.safe_load((made / "config.yaml").read_text())
-        config["dataset"]["unseen"] = unseen
-        (made / "config.yaml").write_text(yaml.safe_dump(config))
-    assert texts(rows_of(tmp_path)["closed_form"])["RIR"] == "20"
-
-
 def test_rows_of_one_method_say_in_what_they_differ(tmp_path):
     for lambdas in ((1.0, 1.0), (1.0, 2.0)):
         board_run(tmp_path / str(lambdas), "condition_number", {"probe": 300.0}, lambdas=lambdas)

@@ -74,13 +74,6 @@ def test_behind_a_row_stand_the_settings_that_broke_it_and_the_command(page):
     assert "closed_form-2.json · code abc" in details
 
 
-def test_a_row_more_is_one_file_more(page, tmp_path):
-    (tmp_path / "rows" / "cifar" / "closed_form-2.json").unlink()
-    runs = worth_run(tmp_path / "new" / "run", "mine", {"5": 0.9, "all": None})
-    cifar, _ = cells(page_of(tmp_path, [runs]))
-    assert [row[:3] for row in cifar[:2]] == [["mine", "1 seed", "1"], ["closed_form", "2 seeds", "2"]]
-
-
 def test_what_runs_say_is_escaped(tmp_path):
     about = SUITE | {"attackers": {"probe": {EVIL: EVIL}}}
     worth_run(tmp_path / "a", EVIL.replace("/", ""), {"all": 0.5}, flags=[EVIL], about=about, dataset=EVIL, model=EVIL)

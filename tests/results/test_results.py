@@ -423,12 +423,6 @@ def test_what_only_spreads_is_not_bold_behind_one_that_is_worse_than_the_best(tm
     assert bold(tmp_path, {"clamp": BEST, "ntl": worse, "sophon": spread}) == ["clamp"]
 
 
-def test_no_interval_is_the_range_of_three_values(tmp_path):
-    for seed, rir in enumerate((2.0, 3.0, 4.0)):
-        make_run(tmp_path / str(seed), seed=seed, rir=rir)
-    assert column(table(tmp_path), "RIR, 95 % interval") == ["0.516 to 5.48"]  # 3 ± 4.30 / √3
-
-
 def test_settings_are_compared_with_the_best_one_run_by_run(tmp_path):
     """What all methods have in common, here a factor per seed, is no part of the interval."""
     for i, common in enumerate((1.0, 10.0, 100.0, 1000.0)):

@@ -9,7 +9,6 @@ import pytest
 from markdown_it import MarkdownIt
 from rich.console import Console
 
-from immunization.results.formatting import NONE, number
 from immunization.results.tables import Cell, Table
 
 HEADER = ["method", "RIR ± κ", "primary ≤ 1", "before → after"]
@@ -127,12 +126,6 @@ def test_long_tables_are_whole(table):
     assert table.html().count("<td") == 4 * len(table.rows)
     table.rows = [[Cell("x" * 500)] * 4]
     assert all("x" * 500 in text for text in (table.latex(), table.csv(), table.html(), table.pipes()))
-
-
-def test_cells_of_numbers():
-    assert Cell.of(0.01234) == Cell("0.0123", 0.01234)
-    assert Cell.of(None) == Cell(NONE)
-    assert number(3.108e12) == "3.11e12"
 
 
 @pytest.mark.parametrize("width", [40, 60, 200])

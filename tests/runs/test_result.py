@@ -152,10 +152,6 @@ def test_a_failed_run_keeps_its_measures(error, message):
     assert failed.metrics == METRICS
 
 
-def test_a_run_counts_as_failed_until_it_completes():
-    assert Result(seed=0, dataset="digits", model="linear", method="identity").status == "failed"
-
-
 def test_plain_takes_tensors_arrays_and_paths_apart(tmp_path):
     value = {"t": torch.tensor([[1.0, math.inf]]), "n": torch.arange(2).numpy(), "p": tmp_path, 3: (True, None)}
     assert files.plain(value) == {"t": [[1.0, None]], "n": [0, 1], "p": str(tmp_path), "3": [True, None]}

@@ -190,16 +190,6 @@ def test_wandb_leaves_a_run_of_the_caller_alone(tmp_path):
         own.log({"still": 1.0})
 
 
-def test_runs_in_one_process_are_separate(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        tracker = Wandb(mode="offline")
-        start(tracker, tmp_path / name)
-        tracker.log(0, {"loss": 1.0})
-        tracker.close(failed=False)
-        assert len(kept(tmp_path / name, "history")) == 1
-
-
 def test_wandb_is_quiet(tmp_path, capfd):
     tracker = Wandb(mode="offline")
     start(tracker, tmp_path)
