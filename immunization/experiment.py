@@ -25,9 +25,8 @@ from immunization.runs.resume import BOOKKEEPING
 from immunization.runs.tracker import Tracker
 from immunization.terminal import importing
 from immunization.training import assembly
-from immunization.training.assembly import Parts
+from immunization.training.assembly import Debug, Parts
 from immunization.training.checkpoint import Checkpointer
-from immunization.training.debugging import Debug
 from immunization.training.optimization import scheduler_of
 
 

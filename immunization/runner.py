@@ -32,8 +32,7 @@ from immunization.terminal import doing, heartbeat, importing, waiting
 from immunization.training import checkpoint
 from immunization.training.assembly import Parts
 from immunization.training.checkpoint import Checkpointer
-from immunization.training.monitor import Monitor
-from immunization.training.session import TrainingSession
+from immunization.training.session import Monitor, TrainingSession
 from immunization.training.signals import Stop
 from immunization.usage import explaining
 

@@ -2,6 +2,5 @@
 
 from immunization.models.base import Batch, Model
 from immunization.models.fitted_net import DigitsNet, FittedNet
-from immunization.models.folded import Folded
-from immunization.models.linear import Linear
+from immunization.models.linear import Folded, Linear
 from immunization.models.timm import Timm

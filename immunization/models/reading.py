@@ -21,7 +21,7 @@ from immunization.errors import ConfigError, DataError
 from immunization.models.activations import Activations, Stream, collect, free_space
 from immunization.models.base import Model
 from immunization.models.chain import reads, twice
-from immunization.models.folded import Folded
+from immunization.models.linear import Folded
 from immunization.runs import environment
 from immunization.terminal import counted
 

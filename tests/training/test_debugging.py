@@ -9,7 +9,7 @@ from helpers.nets import open_pair
 
 from immunization import run
 from immunization.runs.tracker import history
-from immunization.training.debugging import Debug
+from immunization.training.assembly import Debug
 
 pytestmark = pytest.mark.trains
 

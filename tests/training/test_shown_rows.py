@@ -10,7 +10,7 @@ from immunization.config import compose
 from immunization.errors import ConfigError
 from immunization.experiment import assemble, resolve
 from immunization.runs.result import Result
-from immunization.training.monitor import Monitor
+from immunization.training.session import Monitor
 
 pytestmark = pytest.mark.trains
 
