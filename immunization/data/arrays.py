@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import zipfile
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -248,12 +246,10 @@ def _matrices(stored: Mapping[str, Tensor], source: str) -> tuple[dict[str, Tens
         for key, shape in ((f"{name}_x", "[rows, columns]"), (f"{name}_y", "[rows]")):
             if (array := stored.get(key)) is None:
                 raise DataError(f"{source} lacks the array '{key}'; it holds {', '.join(stored)}")
-            fits = array.ndim == 2 if key.endswith("_x") else array.ndim == 1 or array.shape[1:] == (1,)
-            if not fits or not array.numel() or array.is_complex():
-                raise DataError(
-                    f"'{key}' in {source} is {array.dtype} {list(array.shape)}; expected real numbers {shape}, not "
-                    "empty"
-                )
+            wrong = array.ndim != 2 if key.endswith("_x") else array.ndim != 1 and array.shape[1:] != (1,)
+            if wrong or not array.numel() or array.is_complex():
+                held = f"{array.dtype} {list(array.shape)}"
+                raise DataError(f"'{key}' in {source} is {held}; expected real numbers {shape}, not empty")
             if len(bad := (~torch.isfinite(array)).nonzero()):
                 raise DataError(
                     f"'{key}' in {source} holds {len(bad)} NaN or infinite values, the first at {bad[0].tolist()}; "
@@ -276,40 +272,32 @@ def _matrices(stored: Mapping[str, Tensor], source: str) -> tuple[dict[str, Tens
 
 def _read_arrays(path: Path) -> dict[str, Tensor]:
     """The arrays of an npz or safetensors file whose names are known; nothing is ever unpickled."""
-    if path.suffix == ".npz":
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                names = _known(file, path)
-                check_room(sum(file.zip.getinfo(f"{name}.npy").file_size for name in names))
-                return {key: _tensor(file[key], key, path) for key in names}
-        except (
-            OSError,
-            EOFError,
-            ValueError,
-            TypeError,
-            AttributeError,
-            MemoryError,
-            zipfile.BadZipFile,
-            zlib.error,
-        ) as error:
-            said = "it is none; write one by numpy.savez" if "unsafely" in str(error) else error  # numpy's bad advice
-            said = f"it holds Python objects; {CODED}" if "Object arrays" in str(said) else said
-            raise DataError(f"{path} cannot be read as an npz file of numbers: {said}") from error
-    if path.suffix == ".safetensors":
-        from safetensors import SafetensorError, safe_open
+    if path.suffix not in (".npz", ".safetensors"):
+        raise ConfigError(
+            f"dataset.path={path}: must end in .npz or .safetensors (for tables set dataset.primary_csv ...)"
+        )
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors import safe_open
 
-        try:
             with safe_open(path, framework="pt") as file:
                 return {key: file.get_tensor(key) for key in _known(file.keys(), path)}
-        except (OSError, SafetensorError) as error:
-            raise DataError(f"{path} cannot be read as a safetensors file: {error}") from error
-    raise ConfigError(f"dataset.path={path}: must end in .npz or .safetensors (for tables set dataset.primary_csv ...)")
+        with np.load(path, allow_pickle=False) as file:
+            names = _known(file, path)
+            check_room(sum(file.zip.getinfo(f"{name}.npy").file_size for name in names))
+            return {key: _tensor(file[key], key) for key in names}
+    except DataError:
+        raise
+    except Exception as error:  # numpy, zipfile and safetensors raise a dozen kinds
+        said = "it is none; write one by numpy.savez" if "unsafely" in str(error) else error  # numpy's bad advice
+        said = f"it holds Python objects; {CODED}" if "Object arrays" in str(said) else said
+        kind = "an npz file of numbers" if path.suffix == ".npz" else "a safetensors file"
+        raise DataError(f"{path} cannot be read as {kind}: {said}") from error
 
 
-def _tensor(array: np.ndarray, key: str, path: Path) -> torch.Tensor:
+def _tensor(array: np.ndarray, key: str) -> Tensor:
     if array.dtype.kind not in "biuf":
-        remedy = CODED if key.endswith("_y") else "give real numbers"
-        raise TypeError(f"'{key}' holds {array.dtype}; {remedy}")
+        raise TypeError(f"'{key}' holds {array.dtype}; {CODED if key.endswith('_y') else 'give real numbers'}")
     if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
         raise TypeError(f"'{key}' holds integers above 2^63; {CODED}")
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))

@@ -82,18 +82,14 @@ def _text(known: pd.Series, path: str) -> tuple[Kind, pd.Series]:
     mixed = "is no {}, and {} other values are: correct it, or empty the field"
     if is_number.all():
         wrong = is_number
-        why = (
-            "is text of a number, or an integer above 2^64: convert the column by astype(float), classes by astype(int)"
-        )
+        why = "is text of a number, or an integer above 2^64: convert it by astype(float), classes by astype(int)"
     elif is_date.all() and dates.notna().all():
         return "dates", _days(dates)
     elif is_date.all():
         wrong, why = dates.isna(), "is no date as in 2024-12-31: the order of day and month is not known"
     elif (has_comma | is_number).all():
         wrong = has_comma
-        why = (
-            "has a comma: 'dataset.csv.decimal=\",\"' takes it as a decimal one, 'dataset.csv.thousands=\",\"' as none"
-        )
+        why = "has a comma: of decimals, 'dataset.csv.decimal=\",\"', or of thousands, 'dataset.csv.thousands=\",\"'"
     elif is_date.any():
         wrong, why = ~is_date, mixed.format("date", is_date.sum())
     elif is_number.any():

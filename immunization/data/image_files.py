@@ -101,7 +101,7 @@ def _converted(image: Image, mode: str) -> tuple[Image, list[str]]:
 
 def _orientation(image: Image) -> int:
     try:
-        found = image.getexif().get(ORIENTATION, 1)
+        tag = image.getexif().get(ORIENTATION, 1)
     except Exception:  # a damaged tag says nothing, and the pixels are sound
         return 1
-    return found if isinstance(found, int) else 1
+    return tag if isinstance(tag, int) else 1

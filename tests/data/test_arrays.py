@@ -217,7 +217,7 @@ def test_other_separators_and_decimal_commas_are_named_with_the_remedy(tables):
     fails(DataError, r"separated by '\t'", r"""'dataset.csv.sep="\t"'""", csv={"encoding": "utf-16"}, **own)
     assert same(pair, read(own, csv={"encoding": "utf-16", "sep": r"\t"}))
     own = tables(decimal=",")  # between quotes
-    fails(DataError, "data row 1, column a: ", "has a comma: 'dataset.csv.decimal", **own)
+    fails(DataError, "data row 1, column a: ", "has a comma: of decimals, 'dataset.csv.decimal", **own)
     assert same(pair, read(own, csv={"decimal": ","}))
     for role in ("primary", "harmful"):
         Path(own[f"{role}_csv"]).write_text(Path(own[f"{role}_csv"]).read_text().replace('"', ""))
