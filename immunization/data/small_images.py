@@ -54,8 +54,11 @@ def cifar10(
         for role, codes in labels.items():
             own = torch.nonzero(codes >= 0)[:, 0]
             images = ImageSplit(Pictures(pixels, codes), own, f"cifar10 {content} {codes[own].tolist()}", source)
-            rows = {"test": None} if part == "val" else split_rows(codes[own], val_fraction, 0.0, generator)
-            splits[role] |= {split: images.take(rows[split]) for split in (("test",) if part == "val" else PARTS)}
+            if part == "val":
+                splits[role]["test"] = images
+            else:
+                rows = split_rows(codes[own], val_fraction, 0.0, generator)
+                splits[role] |= {split: images.take(rows[split]) for split in PARTS}
     tasks = {role: ImageTask(f"CIFAR-10 {', '.join(names[role])}", names[role], own) for role, own in splits.items()}
     return ImagePair(name, tasks, augment=augment, size=SIDE, crop_pct=1.0, cache=None, about=description(tasks))
 
@@ -96,7 +99,7 @@ def _read(root: Path, download: bool) -> dict[str, tuple[np.ndarray, Tensor, str
     for part, kind in (("train", "training"), ("val", "test")):
         try:
             data = CIFAR10(root, train=part == "train")
-        except RuntimeError:  # there is none
+        except (RuntimeError, OSError):  # there is none
             again = partial(CIFAR10, root, train=part == "train", download=True)
             data = fetched(again, f"a sound CIFAR-10 in dataset.root={root}", remedy, download)
         read[part] = data.data, torch.tensor(data.targets), f"torchvision's CIFAR10, {kind} images"
