@@ -26,8 +26,9 @@ from immunization.data.preparation import (
     standardize_targets,
 )
 from immunization.data.tables import dialect_of, read_table
-from immunization.data.task import SPLITS, USUAL, Origin, Split, Task, TaskPair, first_shared, kind_of, roles_of
+from immunization.data.task import SPLITS, USUAL, Origin, Split, Task, TaskPair, first_shared
 from immunization.errors import ConfigError, DataError
+from immunization.roles import kind_of, roles_of
 from immunization.theory.spectrum import EPS32, eps_of
 
 if TYPE_CHECKING:

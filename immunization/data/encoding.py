@@ -13,8 +13,8 @@ from torch import Tensor
 
 from immunization.data.preparation import Normalize
 from immunization.data.tables import require_columns
-from immunization.data.task import is_shown
 from immunization.errors import ConfigError, DataError
+from immunization.roles import is_shown
 from immunization.theory.spectrum import EPS, EPS32, are_integers
 
 if TYPE_CHECKING:

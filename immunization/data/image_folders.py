@@ -18,8 +18,9 @@ from immunization.data.class_folders import Classes, Order, chosen, class_folder
 from immunization.data.image_files import READ_AS
 from immunization.data.images import Files, ImagePair, ImageSplit, ImageTask, description
 from immunization.data.preparation import check_training_rows, split_rows
-from immunization.data.task import SPLITS, USUAL, first_shared, kind_of, roles_of
+from immunization.data.task import SPLITS, USUAL, first_shared
 from immunization.errors import ConfigError, DataError
+from immunization.roles import kind_of, roles_of
 
 Crop = Literal["center", "squash", "border"]
 SOURCES = ("torch/", "hfds/")

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from immunization.checks import AtLeastOne, Digit, Fraction, Seed, checked
 from immunization.data.preparation import check_training_rows, classes_of_roles, fetched, finish, split_rows
-from immunization.data.task import Origin, Split, Task, TaskPair, is_shown, kind_of
+from immunization.data.task import Origin, Split, Task, TaskPair
 from immunization.errors import ConfigError, DataError
+from immunization.roles import is_shown, kind_of
 
 LARGEST = 2**28
 """Bytes of an unpacked IDX file; the official ones have 47 million at most."""

@@ -8,8 +8,9 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from immunization.data.task import SPLITS, Task, TaskPair, roles_of
+from immunization.data.task import SPLITS, Task, TaskPair
 from immunization.errors import ConfigError, DataError
+from immunization.roles import roles_of
 from immunization.theory import spectrum
 
 log = logging.getLogger(__name__)

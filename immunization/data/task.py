@@ -7,8 +7,7 @@ A task's role is its kind (`primary`, `harmful`, `benign`, `unseen`), and from t
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from immunization.errors import DataError
+from immunization.roles import kind_of
 from immunization.theory import spectrum
 
 SPLITS = ("train", "val", "test")
@@ -27,24 +27,6 @@ nothing is."""
 CONSTANT = "all labels of the {} task are equal (dataset.protocol=authors): there is nothing to learn"
 """Why a role's task is not attacked or probed."""
 USUAL = ("primary", "harmful", "benign")  # roles of the tasks that a pair usually has
-
-
-def kind_of(role: str) -> str:
-    """`harmful` for `harmful_5`."""
-    return role.partition("_")[0]
-
-
-def is_shown(role: str) -> bool:
-    """Whether methods see the tasks of a role, and the preparation of the data is made from them."""
-    return kind_of(role) in ("primary", "harmful")
-
-
-def roles_of(kind: str, names: Sequence[object]) -> list[str]:
-    """The roles of the tasks of one kind, the first of which has the plain one. Names are made safe and distinct."""
-    texts = [re.sub(r"[^A-Za-z0-9.-]+", "-", str(name)).strip("-") or str(i) for i, name in enumerate(names, 1)]
-    if len(set(texts)) < len(texts) or {"val", "test"} & set(texts):  # `harmful_val_x` is a split of `harmful`
-        texts = [f"{text}-{i}" for i, text in enumerate(texts, 1)]
-    return [kind, *(f"{kind}_{text}" for text in texts[1:])]
 
 
 def log_probabilities(logits: Tensor) -> Tensor:

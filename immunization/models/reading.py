@@ -16,12 +16,13 @@ from immunization.compute.machine import gpu_memory, memory, onto
 from immunization.data.class_folders import in_doubt
 from immunization.data.images import WHOLE, ImagePair, ImageSplit, ImageTask, Unreadable, is_own, unreadable
 from immunization.data.preparation import check_learnable
-from immunization.data.task import Split, Task, TaskPair, is_shown
+from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError, DataError
 from immunization.models.activations import Activations, Stream, collect, free_space
 from immunization.models.base import Model
 from immunization.models.chain import reads, twice
 from immunization.models.linear import Folded
+from immunization.roles import is_shown
 from immunization.runs import environment
 from immunization.terminal import counted
 

@@ -17,10 +17,11 @@ from immunization.results.page import Section
 from immunization.results.seed_statistics import ROUNDING
 from immunization.results.settings import Setting, grouped, named, title
 from immunization.results.tables import Table
+from immunization.roles import kind_of
 from immunization.runs import files
 from immunization.runs.filenames import ENVIRONMENT
 from immunization.runs.interpretation import newer, version
-from immunization.runs.records import Query, kind_of
+from immunization.runs.records import Query
 from immunization.runs.result import Result
 
 REPORT = "leaderboard.html"

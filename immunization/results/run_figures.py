@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from immunization.results.plot import INK, LINE, fit_log, panel_axes, plain_text
+from immunization.roles import kind_of
 from immunization.runs import tracker
 from immunization.runs.interpretation import shown
 from immunization.runs.numbers import number
-from immunization.runs.records import Role, Stage, in_order, kind_of
+from immunization.runs.records import Role, Stage, in_order
 from immunization.runs.result import Curve, Result, by_task
 
 if TYPE_CHECKING:

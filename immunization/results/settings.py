@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from immunization.results.collect import ATTACK, AUDITED, MEASURING, PAIR, TRAINING, Collection, Run, varying
 from immunization.results.formatting import PRIMARY
 from immunization.results.seed_statistics import ROUNDING, Summary, summarize
+from immunization.roles import kind_of
 from immunization.runs.interpretation import HELD, UNNUMBERED, UNTRAINED, at_least, attacked, successes, unbroken
 from immunization.runs.numbers import number
-from immunization.runs.records import STAGES, WORST, Query, kind_of, names, query_of
+from immunization.runs.records import STAGES, WORST, Query, names, query_of
 from immunization.runs.result import Result
 from immunization.runs.verdict import NOT_SLOWER
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, Protocol
 
+from immunization.roles import kind_of
 from immunization.runs.numbers import number
-from immunization.runs.records import STAGES, WORST, Record, Records, Role, Stage, kind_of, names, of_role
+from immunization.runs.records import STAGES, WORST, Record, Records, Role, Stage, names, of_role
 from immunization.theory.statistics import ROUNDING, interval
 
 HELD, UNTRAINED, UNNUMBERED = "held", "not attacked by training", "not attacked by standard"

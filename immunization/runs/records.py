@@ -165,11 +165,6 @@ def in_order(roles: Iterable[Role | None], first: Iterable[Role] = ("harmful", "
     return usual + sorted(known - set(usual))
 
 
-def kind_of(role: Role) -> str:
-    """`harmful` for `harmful_5`."""
-    return role.partition("_")[0]
-
-
 def of_role(name: str, role: Role) -> str:
     """A name of something that tasks have in turn, such as a flag; plain for the first harmful task."""
     return name if role == "harmful" else f"{name}_{role}"

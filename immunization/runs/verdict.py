@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 
+from immunization.roles import kind_of
 from immunization.runs.interpretation import (
     SLOWER,
     UNNUMBERED,
@@ -28,7 +29,7 @@ from immunization.runs.interpretation import (
     undecided,
     weakest,
 )
-from immunization.runs.records import WORST, Record, Role, kind_of, of_role
+from immunization.runs.records import WORST, Record, Role, of_role
 
 EASIER = "harmful_faster"  # the flag that comes before every figure: what was immunized is attacked faster than before
 NOT_SLOWER = "harmful_not_slower"  # a harmful probe is learned as fast as before, as far as the test rows show

@@ -9,8 +9,9 @@ from helpers.images import draw_folder
 from immunization import run
 from immunization.config import build, compose
 from immunization.data import arrays, digits, digits_deep, image_folders
-from immunization.data.task import SPLITS, roles_of
+from immunization.data.task import SPLITS
 from immunization.errors import ConfigError, DataError
+from immunization.roles import roles_of
 
 QUICK = ("tracker=none", "figures=false", "dataset.max_samples=40")
 
