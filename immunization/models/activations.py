@@ -66,12 +66,12 @@ def take(x: Tensor | Stream, rows: Tensor) -> Tensor:
     """Rows of a tensor, or of a stream by one pass over it."""
     if isinstance(x, Tensor):
         return x[rows.to(x.device)]
-    wanted, found, start = rows.cpu(), {}, 0
+    wanted, taken, start = rows.cpu(), {}, 0
     for part in x.split(256):
         for row in wanted[(wanted >= start) & (wanted < start + len(part))].tolist():
-            found[row] = part[row - start]
+            taken[row] = part[row - start]
         start += len(part)
-    return torch.stack([found[row] for row in wanted.tolist()])
+    return torch.stack([taken[row] for row in wanted.tolist()])
 
 
 class _Rows:
@@ -151,12 +151,12 @@ def load(root: Path | None, key: str) -> Activations | None:
     try:
         with safe_open(path, framework="pt") as file:
             skipped, checksums = json.loads(file.metadata()["entry"])
-            found = Activations(
+            entry = Activations(
                 file.get_tensor("x"), file.get_tensor("labels"), tuple(Unreadable(*image) for image in skipped)
             )
-        if checksums != _checksums(found):
+        if checksums != _checksums(entry):
             raise ValueError("wrong checksum")
-        return found
+        return entry
     except PermissionError as error:
         log.warning("activations in %s cannot be read (%s) and are computed again", path, error.strerror)
     except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
@@ -180,14 +180,14 @@ def collect(
     `loader` gives images, labels, unreadable ones and perhaps kinds; `keys` has the key of each name. One of several
     processes computes, the others wait. Raises DataError for unreadable images, unless `skip`.
     """
-    found = {name: load(root, key) for name, key in keys.items()}
-    if all(found.values()):
-        return found
+    entries = {name: load(root, key) for name, key in keys.items()}
+    if all(entries.values()):
+        return entries
     with _alone(root, list(keys.values())), ExitStack() as opened:
-        found = {name: entry or load(root, keys[name]) for name, entry in found.items()}
-        missing = [name for name, entry in found.items() if entry is None]
+        entries = {name: own or load(root, keys[name]) for name, own in entries.items()}
+        missing = [name for name, own in entries.items() if own is None]
         if not missing:
-            return found
+            return entries
         rows = {name: opened.enter_context(_Rows(root)) for name in missing}
         labels, bad, kinds = [], [], Counter()
         with randomness.isolated_rng():  # or a run that finds the entries would go on with other random numbers
@@ -197,8 +197,8 @@ def collect(
                 if len(images) and not (bad and not skip):
                     outputs = compute(images)
                     labels.append(targets)
-                    for name, one in rows.items():
-                        one.add(outputs[name])
+                    for name, kept in rows.items():
+                        kept.add(outputs[name])
         if bad and not skip:
             raise unreadable(title, bad)
         if not labels:
@@ -207,13 +207,13 @@ def collect(
             among = ", ".join(f"{kind}: {count}" for kind, count in kinds.most_common())
             log.info("%s, all read as RGB with 8 bits; among them %s", title, among)
         y = torch.cat(labels)
-        for name, one in rows.items():
-            done = Activations(one.all(len(y)), y, tuple(bad))
-            if one.file is not None:
+        for name, kept in rows.items():
+            done = Activations(kept.all(len(y)), y, tuple(bad))
+            if kept.file is not None:
                 _keep(root, keys[name], done)
                 done = load(root, keys[name]) or done
-            found[name] = done
-        return found
+            entries[name] = done
+        return entries
 
 
 @contextmanager

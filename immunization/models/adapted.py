@@ -90,10 +90,10 @@ def is_of_timm(net: nn.Module) -> bool:
     return all(hasattr(net, name) for name in ("forward_features", "forward_head", "get_classifier"))
 
 
-def agree(found: Tensor, expected: Tensor) -> bool:
+def agree(outputs: Tensor, expected: Tensor) -> bool:
     """Whether outputs are the same to a thousandth of the largest, which a GPU's sums may differ by."""
     largest = expected.abs().nan_to_num(posinf=0).max().item()
-    return found.dtype == expected.dtype and torch.allclose(found, expected, 0, 1e-3 * largest, equal_nan=True)
+    return outputs.dtype == expected.dtype and torch.allclose(outputs, expected, 0, 1e-3 * largest, equal_nan=True)
 
 
 @torch.no_grad()
@@ -108,8 +108,8 @@ def last_linear(net: nn.Module, images: Tensor) -> str:
     linear = [(name, module) for name, module in net.named_modules() if isinstance(module, nn.Linear)]
     kind, training = type(net).__name__, net.training
     try:
-        with recorded(linear) as outputs:
-            found = _of_two(net, images)
+        with recorded(linear) as ran:
+            logits = _of_two(net, images)
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
         shape = tuple(images.shape[1:])
         raise ConfigError(
@@ -117,10 +117,10 @@ def last_linear(net: nn.Module, images: Tensor) -> str:
         ) from error
     finally:
         net.train(training)
-    if not isinstance(found, Tensor) or found.ndim != 2:
-        shown = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        raise ConfigError(f"{kind} gives {shown}; wrap it in a module whose forward returns logits [n, classes]")
-    path = next((name for name, output in dict(outputs).items() if torch.equal(output, found)), None)
+    if not isinstance(logits, Tensor) or logits.ndim != 2:
+        given = f"tensor of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise ConfigError(f"{kind} gives a {given}; wrap it in a module whose forward returns logits [n, classes]")
+    path = next((name for name, output in dict(ran).items() if torch.equal(output, logits)), None)
     if path is None:
         raise ConfigError(f"{kind} has no linear classifier: its output is not that of an nn.Linear inside of it")
     return path

@@ -45,8 +45,8 @@ class NetParts:
         if len(blocks) == 1:  # a net that is one unit
             name, whole = blocks[0]
             blocks = [(f"{name}.{child}", part) for child, part in whole.named_children()] or blocks
-        if found := [name for name, part in blocks if any(p.ndim > 1 for p in parameters(part))]:
-            return found[-1]
+        if weighted := [name for name, part in blocks if any(p.ndim > 1 for p in parameters(part))]:
+            return weighted[-1]
         raise ConfigError("the net has no submodule with weights before its classifier: there is no block to train")
 
 

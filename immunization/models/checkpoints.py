@@ -78,10 +78,10 @@ def state_in(path: Path, unwrap: bool = True) -> tuple[dict[str, Tensor], str]:
     `unwrap`: with names as the net itself has them, without those of what it was wrapped in.
     """
     content = _content(path)
-    found = _state_in(content)
-    if found is None:
+    inside = _state_in(content)
+    if inside is None:
         raise DataError(f"{path} cannot be read as weights alone: {_instead(content)}; {REMEDY}")
-    (state, key, others, nameless), notes = found, []
+    (state, key, others, nameless), notes = inside, []
     if others:
         notes.append(f"its weights are taken from {key}, not from {' or '.join(others)}")
     if nameless:
@@ -178,11 +178,11 @@ def _state_in(content: object, depth: int = DEPTH) -> Found | None:
     """The state dict in what was read, its key, other keys that hold one, and averaged ones without names; or None."""
     if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
         return None
-    found = {
+    states = {
         key: _state_in(content.get(key), depth - 1) for key in (*AVERAGED, *AS_TRAINED) if depth and key in content
     }
-    nameless = [key for key in AVERAGED if isinstance(content.get(key), Mapping) and not found[key]]
-    usable = {key: inner for key, inner in found.items() if inner}
+    nameless = [key for key in AVERAGED if isinstance(content.get(key), Mapping) and not states[key]]
+    usable = {key: inner for key, inner in states.items() if inner}
     if usable:
         key, (state, inner, others, more) = next(iter(usable.items()))
         key = f"{key}.{inner}" if inner else key

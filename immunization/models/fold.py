@@ -113,10 +113,10 @@ def _candidates(net: nn.Module, images: Tensor) -> tuple[list[Place], Tensor]:
 def _gives(net: nn.Module, images: Tensor, expected: Tensor) -> bool:
     """Whether the features of `net` are `expected` up to rounding."""
     try:
-        found = net.forward_head(net.forward_features(images), pre_logits=True)
+        features = net.forward_head(net.forward_features(images), pre_logits=True)
     except TypeError:  # the net calls this module with more than a tensor
         return False
-    return found.shape == expected.shape and bool((found - expected).norm() <= 1e-9 * expected.norm())
+    return features.shape == expected.shape and bool((features - expected).norm() <= 1e-9 * expected.norm())
 
 
 def weight_of(theta: Tensor, place: Place) -> Tensor:

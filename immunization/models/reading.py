@@ -277,8 +277,8 @@ class Reader(Model):
 
     def _stored(self, batches: Iterable[Tensor], count: int, size: Sequence[int], key: str, remedy: str) -> Tensor:
         """What enters the extractor of `count` images of a size, for the option `key`; it has to fit into memory."""
-        one = self.trunk(torch.zeros(1, *size))
-        if 2 * (needed := count * one.numel() * one.itemsize) > (most := memory(torch.device("cpu"))):
+        sample = self.trunk(torch.zeros(1, *size))
+        if 2 * (needed := count * sample.numel() * sample.itemsize) > (most := memory(torch.device("cpu"))):
             raise ConfigError(
                 f"{key}: {count:,} images take {needed / GIB:.3g} GiB before {self.point}, and half of "
                 f"{most / GIB:.3g} is free for them; {remedy}"

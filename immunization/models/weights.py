@@ -158,9 +158,9 @@ def create(name: str, checkpoint: Checkpoint | None, pretrained: bool, arguments
     prepared_as(net, images_of(path, facts))
     if place := fold_of(tensors).get("fold"):  # in the dtype in which map and inverse were stored: they need the digits
         _fold(net.to(tensors[f"{place}.{FOLD}.weight"].dtype), tensors, facts)
-    if found := misfits(net, tensors):
+    if problems := misfits(net, tensors):
         raise ConfigError(
-            f"model.checkpoint={path} does not fit the model in {found}. Choose the model.name, and "
+            f"model.checkpoint={path} does not fit the model in {problems}. Choose the model.name, and "
             "+model.arguments.<argument>=<value> of timm.create_model, that it was made with"
         )
     net.load_state_dict(tensors, strict=False)
@@ -203,15 +203,15 @@ def read_checkpoint(checkpoint: str, unwrap: bool = True) -> Checkpoint:
             "for those of the Hugging Face hub (docs/install.md)"
         )
     try:
-        found = read(path, unwrap)
+        weights = read(path, unwrap)
     except DataError as error:
         remedy = f"; give a run folder that holds a sound {WEIGHTS}" if path.suffix == ".safetensors" else ""
         raise ConfigError(f"model.checkpoint={error}{remedy}") from error
-    for name, tensor in found.tensors.items():
+    for name, tensor in weights.tensors.items():
         dense = tensor.dtype in FLOATS and tensor.layout == torch.strided
         if dense and not torch.isfinite(tensor).all():
             raise ConfigError(f"model.checkpoint={path}: {name} holds NaN or infinite values; give sound weights")
-    return found
+    return weights
 
 
 def restored(pair: TaskPair | ImagePair, model: Callable[..., Model], checkpoint: str) -> Model:
@@ -328,7 +328,7 @@ def facts_of(net: nn.Module, arguments: Mapping[str, Any]) -> Facts:
         again = restore(create(facts["architecture"], None, False, facts["arguments"]), tensors, facts)
         image = torch.randn(1, *facts["data_config"]["input_size"], generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
-            outputs = (one(image.to(next(one.parameters()))) for one in (again, copy.deepcopy(net).cpu().eval()))
+            outputs = (made(image.to(next(made.parameters()))) for made in (again, copy.deepcopy(net).cpu().eval()))
             if not torch.allclose(*outputs, equal_nan=True):
                 raise ConfigError("its outputs differ")
     except (ConfigError, RuntimeError, AttributeError, AssertionError) as error:

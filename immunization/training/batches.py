@@ -26,7 +26,7 @@ class Batches:
 
     def __init__(self, passes: Mapping[str, Any]) -> None:
         self.passes = passes
-        self.others = [chain.from_iterable(iter(one.rest, None)) for role, one in passes.items() if role != "harmful"]
+        self.others = [chain.from_iterable(iter(own.rest, None)) for role, own in passes.items() if role != "harmful"]
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -39,16 +39,16 @@ class Batches:
     def epoch(self) -> Iterator[tuple[Batch, ...]]:
         """Batches (primary, harmful, further harmful ones) of one epoch, or what `load_state_dict` leaves of it."""
         for harmful in self.passes["harmful"].rest():
-            primary, *further = (next(one) for one in self.others)
+            primary, *further = (next(own) for own in self.others)
             yield primary, harmful, *further
 
     def state_dict(self) -> dict[str, Any]:
-        return {role: one.state_dict() for role, one in self.passes.items()}
+        return {role: own.state_dict() for role, own in self.passes.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to where `state_dict` was taken; before the first batch only."""
-        for role, one in self.passes.items():
-            one.load_state_dict(state[role])
+        for role, own in self.passes.items():
+            own.load_state_dict(state[role])
 
 
 class RowPasses:

@@ -94,7 +94,7 @@ def _steps(value: object, steps: int, key: str, most: int | None = None) -> Any:
     """A length, or a list of them, as numbers of steps, the largest being `most`."""
     most = steps if most is None else most
     if isinstance(value, list):
-        fitted = [_steps(one, steps, f"{key}[{place}]", steps - 1) for place, one in enumerate(value)]
+        fitted = [_steps(length, steps, f"{key}[{place}]", steps - 1) for place, length in enumerate(value)]
         if any(a >= b for a, b in pairwise(value)) or fitted != sorted(fitted):
             raise ConfigError(f"{key}={value}: each must be above the one before")
         return fitted
