@@ -95,10 +95,12 @@ CASES = [
     ("drawn", ("method=learning_curve", "method.start=model")),
     ("drawn", ("method=identity", "dataset.common_range=true", "model.init=random")),
     ("tables", ("dataset.normalize=none", "method=closed_form")),
+    ("fashion", ("dataset.benign=4", "dataset.max_samples=20")),
+]
+LARGE = [
     ("mnist", ("method=opt_kappa", "seed=2")),
     ("mnist", ("dataset.protocol=authors",)),
     ("mnist", ("dataset.protocol=authors_pixels", "model.init=random")),
-    ("fashion", ("dataset.benign=4", "dataset.max_samples=20")),
 ]
 HOUSE = [
     ("method=closed_form", "dataset.common_range=true", "dataset.val_fraction=0", "dataset.test_fraction=0"),
@@ -120,7 +122,14 @@ def everything_agrees(folder: Path, metrics: dict[str, float | None]) -> None:
     assert loose == []
 
 
-@pytest.mark.parametrize(("name", "overrides"), CASES, ids=[f"{name}-{'-'.join(o)}" for name, o in CASES])
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        pytest.param(name, overrides, marks=[pytest.mark.slow] * (case in LARGE), id="-".join((name, *overrides)))
+        for case in CASES + LARGE
+        for name, overrides in [case]
+    ],
+)
 def test_every_figure_of_a_run_is_found_again(name, overrides, tmp_path):
     result = run([*SETS[name](tmp_path), *FEW, *overrides], tmp_path / "run")
     everything_agrees(tmp_path / "run", result.metrics)

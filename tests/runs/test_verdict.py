@@ -1,6 +1,7 @@
 """The verdict on attacks: words, table and intervals say the same of the same number."""
 
 import itertools
+import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -242,20 +243,23 @@ def combined(definition, harmful, further, primary, attacks, worth, doubt) -> Ma
     return result
 
 
-COMBINATIONS = itertools.product(
-    (None, True, False),
-    ("slower", "capped", "open", "alike", "faster", "unknown", None),
-    (None, ("harmful_8", "slower"), ("unseen", "alike"), ("unseen", "faster"), ("benign", "slower")),
-    (None, "alike", "slower"),
-    ATTACKS,
-    (None, 0.0, 0.25),
-    (False, True),
-)
+COMBINATIONS = [
+    *itertools.product(
+        (None, True, False),
+        ("slower", "capped", "open", "alike", "faster", "unknown", None),
+        (None, ("harmful_8", "slower"), ("unseen", "alike"), ("unseen", "faster"), ("benign", "slower")),
+        (None, "alike", "slower"),
+        ATTACKS,
+        (None, 0.0, 0.25),
+        (False, True),
+    )
+]
 
 
-def test_no_sentence_claims_what_a_later_one_takes_back():
-    """Over all that can be found of a run."""
-    for definition, harmful, further, primary, attacks, worth, doubt in COMBINATIONS:
+@pytest.mark.parametrize("drawn", [500, pytest.param(len(COMBINATIONS), marks=pytest.mark.slow)])
+def test_no_sentence_claims_what_a_later_one_takes_back(drawn):
+    """Over what can come together in a run, of which some hundreds are drawn."""
+    for definition, harmful, further, primary, attacks, worth, doubt in random.Random(0).sample(COMBINATIONS, drawn):
         found = definition, harmful, further, primary, attacks, worth, doubt
         result = combined(*found)
         lines = verdict([result])
