@@ -1,18 +1,12 @@
 """Immunization methods: one short class each beside the shared loop in training/loop.py."""
 
-from immunization.methods.attacker import AgainstAttacker, AgainstHead
-from immunization.methods.base import Callback, Combine, Method
-from immunization.methods.clamp import CLAMP
-from immunization.methods.closed_form import ClosedForm
+from immunization.methods.base import Callback, Combine, Identity, Method, Unmodified
 from immunization.methods.combined import Combined, combined
 from immunization.methods.condition_number import ConditionNumber, ReleasedConditionNumber, RIllOnly
-from immunization.methods.encoderlock import Encoderlock
-from immunization.methods.forget import Forget
-from immunization.methods.forget_blocks import ForgetBlocks
+from immunization.methods.fine_tuning import TAR, Sophon
+from immunization.methods.forget import Forget, ForgetBlocks
 from immunization.methods.imma import IMMA
 from immunization.methods.learning_curve import LearningCurve, LearningCurveNet
-from immunization.methods.ntl import NTL
+from immunization.methods.linear_map import ClosedForm
 from immunization.methods.opt_kappa import OptKappa
-from immunization.methods.sophon import Sophon
-from immunization.methods.tar import TAR
-from immunization.methods.unchanged import Identity, Unmodified
+from immunization.methods.probing import CLAMP, NTL, AgainstAttacker, AgainstHead, Encoderlock

@@ -14,7 +14,6 @@ from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.distillation import Distillation
 from immunization.models.base import Batch, Model, kept_of, load_into
-from immunization.theory.regularizers import Precondition
 
 log = logging.getLogger(__name__)
 
@@ -96,16 +95,6 @@ class Keep(Callback):
         return {**terms, "loss": terms["loss"] + self.weight * kept, "kept": kept}
 
 
-def preconditioner(mode: Precondition, ridge: float, side: str = "input") -> dict[str, Any]:
-    """The options `precondition`, `ridge` and `side` of a method, as `Model.hessian_term` takes them."""
-    if side == "output" and mode != "ridge":
-        raise ConfigError(
-            f"method.side=output needs method.precondition=ridge, not {mode}; a net, which has no matrix K, takes "
-            "method.side=input (side='input' from Python)"
-        )
-    return {"mode": mode, "ridge": ridge, "side": side}
-
-
 class Method(Component, group="method"):
     """One immunization method: `setup` once, then `step` on every pair of batches.
 
@@ -176,6 +165,16 @@ class Method(Component, group="method"):
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> Terms:
         raise NotImplementedError
+
+    def primary_loss(self, model: Model, primary: Batch) -> Tensor:
+        """L(D_P) of the model's own head on a batch."""
+        return self.pair.primary.loss(model.outputs(primary)[0], primary.y)
+
+    def loss_and_features(self, model: Model, primary: Batch, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+        """L(D_P) of the model's own head on a batch, and the features [N, D]."""
+        logits, features = model.outputs(primary)
+        features = model.training_features(primary.x) if features is None else features
+        return self.pair.primary.loss(logits, primary.y, smoothing), features
 
     def within(self, model: Model, loss: Tensor) -> Tensor:
         """A loss beside the method's own, with gradients only in what this method trains."""
@@ -313,3 +312,19 @@ def over_tasks(terms: Mapping[str, Terms], combine: Combine) -> Terms:
     counting = [terms[role] for role in counted(terms, combine)]
     mean = {name: torch.stack([own[name] for own in counting]).mean() for name in counting[0]}
     return mean | {f"loss_{role}": own["loss"].detach() for role, own in terms.items()}
+
+
+class Identity(Method):
+    """theta_I = theta_0; `epochs` is accepted so that sweeps can mix methods, and ignored."""
+
+    several = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.epochs = 0
+
+
+class Unmodified(Method):
+    """The model as it stands, for `immunize=false`: an audit of weights that were immunized before."""
+
+    several = True

@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -10,10 +10,21 @@ from torch import Tensor
 from immunization.checks import EvenPower, Fraction, NonNegative
 from immunization.compute import distributed
 from immunization.data.task import TaskPair
-from immunization.methods.base import Method, preconditioner
+from immunization.errors import ConfigError
+from immunization.methods.base import Method
 from immunization.methods.hold import HoldsPrimary
 from immunization.models.base import Batch, Model
 from immunization.theory.regularizers import Precondition, r_ill_of_features, r_well_of_features
+
+
+def preconditioner(mode: Precondition, ridge: float, side: str = "input") -> dict[str, Any]:
+    """The options `precondition`, `ridge` and `side` of a method, as `Model.hessian_term` takes them."""
+    if side == "output" and mode != "ridge":
+        raise ConfigError(
+            f"method.side=output needs method.precondition=ridge, not {mode}; a net, which has no matrix K, takes "
+            "method.side=input (side='input' from Python)"
+        )
+    return {"mode": mode, "ridge": ridge, "side": side}
 
 
 class ConditionNumber(HoldsPrimary):

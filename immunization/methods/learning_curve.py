@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from immunization.checks import AboveOne, AtLeastOne, Fraction, NonNegative
 from immunization.data.task import LEARNED, Task, TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import MIN_GAIN, Method
+from immunization.methods.base import MIN_GAIN, Method, Terms
 from immunization.methods.linear_map import (
     SLACK,
     bound_for,
@@ -54,7 +54,24 @@ def horizons(horizon: int | Sequence[int]) -> Tensor:
     return torch.tensor(list(horizon), dtype=torch.float64)
 
 
-class LearningCurve(Method):
+class OfCurves(Method):
+    """A method whose loss is lambda_P mean_t excess_P(t) - lambda_H mean_t excess_H(t) + benign_weight random(t)."""
+
+    horizon: Horizon
+    lambda_P: NonNegative
+    lambda_H: NonNegative
+    benign_weight: NonNegative
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.grid = horizons(self.horizon)
+
+    def weighted(self, excess_p: Tensor, excess_h: Tensor, random: Tensor) -> Terms:
+        loss = self.lambda_P * excess_p - self.lambda_H * excess_h + self.benign_weight * random
+        return {"loss": loss, "excess_primary": excess_p, "excess_harmful": excess_h, "excess_random": random}
+
+
+class LearningCurve(OfCurves):
     """Minimize lambda_P mean_t excess_P(t) / excess_P(0) - lambda_H mean_t excess_H(t) / excess_H(0) over theta.
 
     t runs over `horizon` (T for 1, 2, 4, ..., 2^T, or a list). `benign_weight` adds mean_t mean_i (1 - lambda_i(H_P) /
@@ -94,20 +111,12 @@ class LearningCurve(Method):
     folds = True
     several = True
 
-    horizon: Horizon
-    lambda_P: NonNegative
-    lambda_H: NonNegative
-    benign_weight: NonNegative
     targets: Literal["labels", "baseline", "auto"]
     centered: bool
     patience: AtLeastOne | None
     rotate: bool
     max_condition: AboveOne | Literal["auto"] | None
     start: Literal["model", "auto"]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.grid = horizons(self.horizon)
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         if self.patience and not all(len(task.val) for task in pair.shown.values()):
@@ -165,8 +174,7 @@ class LearningCurve(Method):
             excess_h = excesses.view(len(self.pair.harmful_tasks), -1).mean(1).min()
         else:
             excess_h = excesses.mean()
-        loss = self.lambda_P * excess_p - self.lambda_H * excess_h + self.benign_weight * expected
-        return {"loss": loss, "excess_primary": excess_p, "excess_harmful": excess_h, "excess_random": expected}
+        return self.weighted(excess_p, excess_h, expected)
 
     @torch.no_grad()
     def epoch_end(self, model: Model, epoch: int) -> bool:
@@ -227,32 +235,22 @@ class LearningCurve(Method):
         fit_head(model, self.primary)
 
 
-class LearningCurveNet(Method):
+class LearningCurveNet(OfCurves):
     """Minimize L(D_P) + weight (lambda_P mean_t excess_P(t) - lambda_H mean_t excess_H(t) + benign_weight random(t)).
 
     The curves are those of `LearningCurve`, of a probe on the features of one batch. L(D_P) is cross-entropy with label
     smoothing on the model's own head.
     """
 
-    horizon: Horizon
     weight: NonNegative
-    lambda_P: NonNegative
-    lambda_H: NonNegative
-    benign_weight: NonNegative
     smoothing: Fraction
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.grid = horizons(self.horizon)
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
         self.grid = self.grid.to(model.head.weight.device)
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
-        logits, features = model.outputs(primary)
-        loss = self.pair.primary.loss(logits, primary.y, self.smoothing)
-        features = model.training_features(primary.x) if features is None else features
+        loss, features = self.loss_and_features(model, primary, self.smoothing)
         probes = [
             (features.double(), self.pair.primary.targets(primary.y)),
             (model.training_features(harmful.x).double(), self.pair.harmful.targets(harmful.y)),
@@ -262,7 +260,5 @@ class LearningCurveNet(Method):
             excess(left).mean() / targets.square().sum()
             for left, (_, targets) in zip((left_p, left_h), probes, strict=True)
         )
-        random = random.mean()
-        curves = self.lambda_P * excess_p - self.lambda_H * excess_h + self.benign_weight * random
-        terms = {"excess_primary": excess_p, "excess_harmful": excess_h, "excess_random": random}
-        return {"loss": loss + self.weight * curves, "task_loss": loss, **terms}
+        terms = self.weighted(excess_p, excess_h, random.mean())
+        return {**terms, "loss": loss + self.weight * terms["loss"], "task_loss": loss}

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from immunization.checks import EvenPower, Fraction, NonNegative
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import Terms, counted, over_tasks, preconditioner
+from immunization.methods.base import Terms, counted, over_tasks
+from immunization.methods.condition_number import preconditioner
 from immunization.methods.hold import HoldsPrimary
 from immunization.methods.linear_map import fit_head, probe_of_inputs
 from immunization.models.base import Batch, Model, Regularizer

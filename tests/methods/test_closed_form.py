@@ -14,7 +14,7 @@ from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError, DataError, DegenerateSpectrum
 from immunization.evaluation import Alignment, Ceiling, Comparison, PrimaryPerformance, RelativeRatio
 from immunization.methods import ClosedForm
-from immunization.methods.closed_form import optimal_map
+from immunization.methods.linear_map import optimal_map
 from immunization.models import Linear
 from immunization.theory import spectrum
 

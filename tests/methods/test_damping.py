@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from immunization.methods import Encoderlock, Forget, ForgetBlocks, Method, combined, distillation
 from immunization.methods.base import checked_step
-from immunization.methods.damping import damp, release
+from immunization.methods.distillation import damp, release
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
 

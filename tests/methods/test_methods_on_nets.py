@@ -17,7 +17,7 @@ from immunization.methods import (
     RIllOnly,
     Sophon,
 )
-from immunization.methods.ntl import mmd
+from immunization.methods.probing import mmd
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
 

@@ -12,12 +12,8 @@ from torch.testing import assert_close
 from immunization import run
 from immunization.errors import ConfigError
 from immunization.methods import CLAMP, NTL, TAR, Encoderlock, Method, Sophon
-from immunization.methods.attacker import fitted_head, scaled
-from immunization.methods.clamp import attack_terms
-from immunization.methods.encoderlock import grow
-from immunization.methods.ntl import mmd
-from immunization.methods.sophon import divergence_from_uniform, inverse_cross_entropy
-from immunization.methods.tar import negative_entropy
+from immunization.methods.fine_tuning import divergence_from_uniform, inverse_cross_entropy, negative_entropy
+from immunization.methods.probing import attack_terms, fitted_head, grow, mmd, scaled
 from immunization.models import Linear
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
@@ -253,7 +249,7 @@ def test_encoderlock_scores_weights_by_ten_pairs_of_batches(monkeypatch):
     """Mean gradients, of the step's own batches and of nine more that are drawn; one pair has those of the step."""
     pair = make_pair((40, 40), classes=2)
     found = {}
-    monkeypatch.setattr("immunization.methods.encoderlock.grow", lambda _masks, *slopes: found.update(now=slopes))
+    monkeypatch.setattr("immunization.methods.probing.grow", lambda _masks, *slopes: found.update(now=slopes))
     primary, harmful = (replace(batch, x=batch.x[:8], y=batch.y[:8]) for batch in full_batches(pair))
     for pairs in (1, 10, 1000):
         torch.manual_seed(0)

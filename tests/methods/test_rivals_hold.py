@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from immunization.config import compose
 from immunization.data.task import Task
 from immunization.experiment import assemble, resolve
-from immunization.methods.attacker import fitted_head
+from immunization.methods.probing import fitted_head
 from immunization.models import Model
 from immunization.training.assembly import Parts
 from immunization.training.batches import PairedBatches
