@@ -25,7 +25,7 @@ from immunization.models.chain import reads, twice
 from immunization.models.reading import outputs_of
 from immunization.runs.records import STAGES, Record, Stage
 
-NOT_KEPT = "the net as it was before training is not kept; runs with attackers and audits keep it"
+NOT_KEPT = "the net as it was before training is not kept"
 
 
 def nets_of(comparison: Comparison) -> dict[Stage, nn.Module | None]:
@@ -254,7 +254,8 @@ class OtherClasses(Component, group="evaluation.other_classes"):
         for (stage, size), parts in predictions.items():
             names = [f"other_classes/{name}{size}" for name in NAMES]
             if not parts:
-                reason = NOT_KEPT if nets[stage] is None else "the net reads images of one size"
+                not_kept = f"{NOT_KEPT}; runs with attackers and audits keep it"
+                reason = not_kept if nets[stage] is None else "the net reads images of one size"
                 measures.miss(reason, *names, stage=stage)
                 continue
             called = torch.cat(parts)
