@@ -150,10 +150,10 @@ def _store_hparams() -> None:
         store(kind, {}, "kind", "_global_")
         for method, section in hparams(kind).items():
             values = {k: v for k, v in section.items() if k in ("defaults", "method", "model", "optimizer")}
-            store(method, values, f"hparams/kind/{kind}", "_global_")
+            store(method, values, f"hparams/{kind}", "_global_")
             if name := section.get("scheduler"):
                 chosen = {"defaults": [f"/scheduler/{name}@scheduler"]}
-                store(method, chosen, f"hparams/scheduler/kind/{kind}", "_global_")
+                store(method, chosen, f"hparams/scheduler/{kind}", "_global_")
 
 
 _store_hparams()

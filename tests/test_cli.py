@@ -134,9 +134,8 @@ def test_numbers_in_the_place_of_options_are_refused(tmp_path, capsys):
     for words in ("method=closed_form", ["evaluation=[5]"], ["attack=[5]"], ["evaluation=5"], [5]):
         with pytest.raises(ConfigError, match=r"takes the name of an option|must be a list of words"):
             run(words)
-    for group, name in {"method": "imma", "dataset": "mnist"}.items():
-        with pytest.raises(ConfigError, match=f"^{group} takes the name of one option, {group}=<option>, and no list"):
-            run([f"{group}=[{name}]"])
+    with pytest.raises(ConfigError, match=r"^method takes the name of one option, method=<option>, and no list"):
+        run(["method=[imma]"])
     ended = launched("evaluation=[5]", cwd=tmp_path)
     assert ended.returncode == 1
     assert ended.stderr.startswith("error: every group=... takes the name of an option")

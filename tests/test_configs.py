@@ -139,8 +139,10 @@ def test_a_kind_says_what_differs_from_one_that_it_is_like():
 
 def test_a_data_set_of_ones_own_names_its_kind_and_its_exceptions(tmp_path):
     files = {
-        "dataset/mine": (CONF / "dataset" / "digits.yaml").read_text().replace(": digits", ": linear", 1),
-        "hparams/mine/learning_curve": "# @package _global_\nmethod: {epochs: 7}\n",
+        "dataset/mine": (CONF / "dataset" / "digits.yaml").read_text().replace(": digits", ": mine", 1),
+        "kind/mine": "",
+        "hparams/scheduler/mine/learning_curve": "defaults: [/hparams/scheduler/linear/learning_curve]\n",
+        "hparams/mine/learning_curve": "defaults: [/hparams/linear/learning_curve]\nmethod: {epochs: 7}\n",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -150,7 +152,7 @@ def test_a_data_set_of_ones_own_names_its_kind_and_its_exceptions(tmp_path):
     assert (cfg.method.epochs, cfg.method.targets, cfg.optimizer.lr) == (7, "baseline", 1e-3)
     assert cfg.scheduler._target_.endswith(".CosineAnnealingLR")
     assert compose([*places, "method=learning_curve", "method.epochs=8"]).method.epochs == 8
-    (tmp_path / "dataset" / "mine.yaml").write_text(files["dataset/mine"].replace(": linear", ": liner"))
+    (tmp_path / "dataset" / "mine.yaml").write_text(files["dataset/mine"].replace(": mine", ": liner", 1))
     with pytest.raises(HydraException, match="Could not find 'kind/liner'"):
         compose(places)
 
