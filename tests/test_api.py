@@ -507,3 +507,11 @@ def test_a_run_leaves_random_numbers_and_threads_as_they_were(tmp_path):
         immunization.run(["tracker=none", "figures=false", "method.epochs=1", "threads=2"], folder=tmp_path, quiet=True)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert torch.get_num_threads() == threads
+
+
+def test_labels_of_few_bits_are_numbers_of_classes():
+    """uint8 would be taken for a mask where labels choose rows."""
+    short = [(x, y.to(torch.uint8)) for x, y in loader(3, 1)]
+    options = {"method": "condition_number", "epochs": 1, "augmented": True}
+    trained = [immunization.immunize(rows_net(), loader(4, 0), given, **options) for given in (loader(3, 1), short)]
+    assert all(torch.equal(a, b) for a, b in zip(*(net.parameters() for net in trained), strict=True))

@@ -196,7 +196,7 @@ def collect(
                 kinds.update(*more[1:])
                 if len(images) and not (bad and not skip):
                     outputs = compute(images)
-                    labels.append(targets)
+                    labels.append(targets.cpu().long())
                     for name, kept in rows.items():
                         kept.add(outputs[name])
         if bad and not skip:

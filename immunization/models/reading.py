@@ -103,7 +103,7 @@ class Reader(Model):
 
     def _own(self, role: str, labels: Tensor) -> Tensor:
         """The task's own labels of a loader's, on the device of the net."""
-        order, labels = self.order[role], labels.cpu()
+        order, labels = self.order[role], labels.cpu().long()
         own = order[labels.clamp(0, len(order) - 1)]
         if len(new := labels[(labels < 0) | (labels >= len(order)) | (own < 0)]):
             raise DataError(f"{role}_loader gives label {int(new[0])}, which it did not give when it was first read")
