@@ -101,7 +101,7 @@ def house_prices(root: str) -> Iterator[Sequence[str]]:
 
 def steps(attack: ProbeAttack, victim: Victim) -> str:
     """First step of the grid at which any setting has come to 1e-2 / 1e-4 of the excess loss of w = 0."""
-    problem = attack.problem(victim, "immunized", attack.features(victim, "immunized"))
+    problem = attack.problem(victim, "immunized")
     curves = ProbeCurves(problem, step_grid(attack.steps), len(attack.settings))
     attack.descend(problem, curves)
     curves.finish()

@@ -1,4 +1,4 @@
-"""The errors a user can cause: each message names the key or file and the remedy, and is shown without a traceback."""
+"""The errors a user can cause, whose messages name the key or file and the remedy, shown without a traceback."""
 
 
 class UserError(Exception):
@@ -31,3 +31,7 @@ class OtherEnded(UserError):
 
 class Preempted(SystemExit):
     """The process was told to end by a signal; its exit code is 128 + the signal's number, as shells have it."""
+
+
+class Inapplicable(Exception):
+    """An attack that does not exist for this model or these data; the message is the reason."""

@@ -7,11 +7,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from immunization.attacks.victim import Precision, Stage, Victim
+from immunization.attacks.altered import Precision
+from immunization.attacks.victim import Victim, require_held_out
 from immunization.checks import AtLeastOne, Component, Seed
-from immunization.data.task import Task
+from immunization.data.task import SPLITS, Task
 from immunization.errors import ConfigError
-from immunization.models import Model
+from immunization.models.base import Model
+from immunization.runs.records import Stage
 
 
 @dataclass
@@ -33,7 +35,7 @@ class AttackCurve:
     val: Tensor
     test: Tensor
     excess: Tensor | None = None
-    kappa: float | None = None
+    kappa: float | Tensor | None = None
     setting: float | None = None
     diverged: tuple[float, ...] = ()
     at_edge: bool = False
@@ -67,6 +69,20 @@ class AttackCurve:
         return cls(nothing.long(), nothing, chance, chance)
 
 
+@dataclass
+class Rows:
+    """What an attacker on frozen features has: features [N, D] by split, labels [N] of training rows, and their cost.
+
+    `flops` are the operations of the features of training rows.
+    """
+
+    train: Tensor
+    y: Tensor
+    val: Tensor
+    test: Tensor
+    flops: float
+
+
 class Attack(Component, group="attack.*"):
     """An attacker with a budget of `steps`, who tries all of their `settings` and keeps the best on validation data.
 
@@ -85,8 +101,6 @@ class Attack(Component, group="attack.*"):
     """Whether nothing is to be expected beyond the ends of the settings: 0, or where the method is unstable."""
     reference = False
     """Whether it does not use theta_I: no attack, but one way to do without the model, or with a part of theta_0."""
-    partial: ClassVar[str | None] = None
-    """The block or stage before which a reference has theta_0; None where it has nothing of it."""
     trains = False
     """Whether it trains the net, which takes long."""
 
@@ -106,6 +120,11 @@ class Attack(Component, group="attack.*"):
     def kind(self) -> str:
         """The kind of attack that settings of this one fit."""
         return type(self).__name__
+
+    @property
+    def partial(self) -> str | None:
+        """The block or stage before which a reference has theta_0; None where it has nothing of it."""
+        return None
 
     def check(self, model: Model) -> None:
         """Raise ConfigError where the model lacks what the attack was asked to use."""
@@ -135,37 +154,97 @@ class Attack(Component, group="attack.*"):
         """The training rows that the attacker has; None for all."""
         return None if self.samples is None else task.few(self.samples, self.seed)
 
+    def features(self, victim: Victim, stage: Stage) -> Rows:
+        """The features of a stage, with weights of the attacker's precision. Raises Inapplicable."""
+        task = victim.task
+        require_held_out(task)
+        train, val, test = (victim.features(stage, split, self.precision) for split in SPLITS)
+        rows, y = self.rows(task), task.train.y
+        if rows is not None:
+            train, y = train[rows.to(train.device)], y[rows.to(y.device)]
+        return Rows(train, y, val, test, victim.flops_per_row(stage) * len(train))
+
     def choose(
         self,
-        grid: Sequence[int],
+        steps: Sequence[int] | Tensor,
         flops: Tensor,
         val: Tensor,
         test: Tensor,
         floor: float,
         shared: float = 0.0,
-        **facts: object,
+        *,
+        scores: Tensor | None = None,
+        excess: Tensor | None = None,
+        kappa: Tensor | float | None = None,
     ) -> AttackCurve:
         """The curve of the setting whose validation curve has the largest mean over the (geometric) grid.
 
-        `val` and `test` are [settings, T]; a row with NaN has diverged. A measure below `floor`, that of guessing,
-        counts as guessing. Where every setting diverged, the curve is NaN throughout. `shared` operations are spent
-        once for all settings.
+        `val`, `test` and `excess` are [settings, T], `scores` [settings, T, N]; `steps` and `flops` [T] are those of
+        all settings, or [settings, T]. A row with NaN has diverged. A measure below `floor`, that of guessing, counts
+        as guessing. Where every setting diverged, the curve is NaN throughout. `shared` operations are spent once for
+        all settings.
         """
         area = areas(val, floor)
-        diverged = area == -torch.inf
         best = int(area.argmax())
+        steps, flops = (torch.as_tensor(x).broadcast_to(val.shape) for x in (steps, flops))
+        spent = flops[:, -1] - shared
         inside = self.natural_ends or 0 < best < len(self.settings) - 1
         return AttackCurve(
-            torch.tensor(list(grid)),
-            flops,
+            steps[best],
+            flops[best],
             val[best],
             test[best],
+            excess=None if excess is None else excess[best],
+            kappa=kappa[best] if isinstance(kappa, Tensor) else kappa,
             setting=self.settings[best],
-            diverged=tuple(s for s, bad in zip(self.settings, diverged.tolist(), strict=True) if bad),
+            diverged=tuple(s for s, mean in zip(self.settings, area.tolist(), strict=True) if mean == -torch.inf),
             at_edge=not inside and bool(area[best] > area.min()),
-            others=(len(self.settings) - 1) * (flops[-1].item() - shared),
-            **{name: value[best] if isinstance(value, Tensor) else value for name, value in facts.items()},
+            scores=None if scores is None else scores[best],
+            others=(spent.sum() - spent[best]).item(),
         )
+
+
+class Predictor(Attack):
+    """An attacker who predicts held-out rows from the features of training rows, once for each setting.
+
+    A subclass has `predict`. It counts as one step.
+    """
+
+    option = "attack/common/attacker"
+
+    natural_ends = True
+
+    def run(self, victim: Victim, stage: Stage) -> AttackCurve:
+        rows = self.features(victim, stage)
+        predictions, flops = self.predict(victim.task, rows)
+        return self.curve(victim.task, predictions, torch.tensor([[rows.flops + flops]]).double(), rows.flops + flops)
+
+    def predict(self, task: Task, rows: Rows) -> tuple[Tensor, float]:
+        """Predictions [settings, V + T, outputs] for validation and test rows, one below the other, and operations.
+
+        What `Task.measure` reads, or votes for each class. Raises Inapplicable.
+        """
+        raise NotImplementedError
+
+    def curve(
+        self, task: Task, predictions: Tensor, flops: Tensor, shared: float = 0.0, steps: Tensor | None = None
+    ) -> AttackCurve:
+        """The curve of the best predictions; `flops` and `steps` are [settings, 1] or [1, 1]."""
+        val, test = as_outputs(task, predictions).split([len(task.val), len(task.test)], 1)
+        return self.choose(
+            torch.ones(1, 1, dtype=torch.long) if steps is None else steps,
+            flops,
+            task.measure(val, task.val.y)[:, None].cpu(),
+            task.measure(test, task.test.y)[:, None].cpu(),
+            task.chance,
+            shared,
+            scores=task.scores(test, task.test.y)[:, None].cpu(),
+        )
+
+
+def as_outputs(task: Task, votes: Tensor) -> Tensor:
+    """Votes [..., classes] as `Task.measure` reads them: of two classes one column."""
+    return votes.diff(dim=-1) if votes.shape[-1] > task.outputs else votes
 
 
 def areas(val: Tensor, floor: float) -> Tensor:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from immunization.attacks.base import Attack, AttackCurve
-from immunization.attacks.victim import Inapplicable, Stage, Victim
+from immunization.attacks.victim import Victim
 from immunization.compute import keys
 from immunization.data.task import SPLITS
-from immunization.errors import ConfigError, DataError, DegenerateSpectrum
+from immunization.errors import ConfigError, DataError, DegenerateSpectrum, Inapplicable
 from immunization.models.activations import fingerprint
 from immunization.runs import environment, files
-from immunization.runs.records import STAGES
+from immunization.runs.records import STAGES, Stage
 
 log = logging.getLogger(__name__)
 
@@ -30,17 +30,23 @@ DECIDE = ("attacks", "compute", "data", "evaluation", "models", "theory")
 DIGITS = 12
 """Hexadecimal digits of a hash in the name of a curve."""
 
-Curves = dict[Stage, AttackCurve]
 Kept = dict[str, tuple[AttackCurve, str | None]]
 """By name, a curve and who made it, where that is known."""
 
 
 class KeptCurves:
-    """The curves of attacks that are done, in one file, which is replaced in one step after each attack.
+    """Curves that were measured before: of this run in the file `path`, and those of the baseline in shared files.
 
-    A curve is taken from there only for the same configuration of its attack (`settings`, by name), weights, data, code
-    in `DECIDE` or of one's own, and libraries. Damaged curves are measured again. Curves of the baseline are shared by
-    all runs with one folder `baselines`, and those of the suite called `version` by all machines in a file `published`.
+    A curve is taken only for the same configuration of its attack (`settings`, by name), code of one's own, and
+
+    - from `path`: for the same weights, data, code in `DECIDE` and libraries. The file is replaced in one step.
+    - from the folder `baselines`, with a file for each key of all that decides the curves beside the attack: the
+      baseline's net, features and labels, the code in `DECIDE` and the machine's arithmetic.
+    - from the file `published`, of nets only, with those of one track for every machine: the suite's `version` takes
+      the place of code and arithmetic, and stands before the data, the task, the net (with hashes of images and labels,
+      and of weights), the attack and its options.
+
+    Damaged files are as good as none. `makers`: who made the curves of the baseline.
     """
 
     def __init__(
@@ -52,60 +58,15 @@ class KeptCurves:
         published: str | Path | None = None,
         version: str = "",
     ) -> None:
-        self.path, self.settings, self.role = path, settings, victim.role
-        places = [Path(place).expanduser() if place else None for place in (baselines, published)]
-        self.baselines = KeptBaselines(*places, settings, victim, version) if any(places) else None
-        self.key = keys.key(
+        self.path, self.settings, self.victim = path, settings, victim
+        self.makers: set[str] = set()
+        self.device = victim.task.train.y.device
+        self.own = keys.key(
             victim=_identity(victim), net=_net(victim, "immunized"), code=keys.source(*DECIDE), versions=keys.versions()
         )
         self.kept = _sound(path)
-
-    def get(self, name: str, code: tuple[str, ...] = ()) -> Curves | None:
-        """The curves of an attack, whose own `code` this is, on every stage; None where it has to be run."""
-        place = self._place(name, code)
-        curves = {key.removeprefix(place): kept for key, kept in self.kept.items() if key.startswith(place)}
-        if not curves:
-            return None
-        log.info("attack %s: done before", name)
-        for _, by in curves.values():
-            if self.baselines and by:
-                self.baselines.made_by[name] = by
-        return {stage: curve for stage, (curve, _) in curves.items()}
-
-    def _place(self, name: str, code: tuple[str, ...]) -> str:
-        return f"{self.role}/{name}/{keys.key(settings=_settings(self.settings, name), code=code, key=self.key)}/"
-
-    def put(self, name: str, curves: Curves, code: tuple[str, ...] = ()) -> None:
-        """Keep the curves of an attack that is done."""
-        by = self.baselines.made_by.get(name) if self.baselines else None
-        self.kept |= {self._place(name, code) + stage: (curve, by) for stage, curve in curves.items()}
-        write_curves(self.path, self.kept)
-
-
-class KeptBaselines:
-    """Curves of attacks on the baseline, or of a reference, which all runs share.
-
-    The folder `root` has a file for each key of all that decides the curves beside the attack: the baseline's net,
-    features and labels, the code in `DECIDE` and the machine's arithmetic. The file `published`, of nets only, has
-    those of one track for every machine: the suite's `version` takes the place of code and arithmetic, and stands
-    before the data, the task, the net (with hashes of images and labels, and of weights), the attack and its options.
-
-    If several processes need a curve, one computes it, and the others attack theta_I before they wait. `made_by` says
-    who made a curve, by the name of its attack.
-    """
-
-    def __init__(
-        self,
-        root: Path | None,
-        published: Path | None,
-        settings: Mapping[str, object],
-        victim: Victim,
-        version: str = "",
-    ) -> None:
-        self.settings, self.device = settings, victim.task.train.y.device
-        self.made_by: dict[str, str] = {}
-        self.places: list[tuple[Path, str]] = []  # a file, and what the names in it begin with
-        if root:
+        self.shared: list[tuple[Path, str]] = []  # a file, and what the names in it begin with
+        if baselines:
             known = keys.key(
                 machine=environment.arithmetic(self.device),
                 code=keys.source(*DECIDE),
@@ -113,42 +74,61 @@ class KeptBaselines:
                 baseline=_baseline(victim),
                 net=_net(victim, "baseline"),
             )
-            self.places.append((root / f"{known}.safetensors", ""))
+            self.shared.append((Path(baselines).expanduser() / f"{known}.safetensors", ""))
         if published and victim.model.deep:
             with suppress(Inapplicable):  # too many images to have at once
                 data = f"{victim.comparison.pair.name}.{keys.key(shown=_shown(victim))[:DIGITS]}"
                 net = f"{victim.model.name}.{fingerprint([victim.network('baseline')])[:DIGITS]}"
-                self.places.append((published, f"{version}/{data}/{victim.role}/{net}/"))
+                begin = f"{version}/{data}/{victim.role}/{net}/"
+                self.shared.append((Path(published).expanduser(), begin))
 
     def __call__(
         self,
         name: str,
-        beside: tuple[object, ...],
-        attack: Callable[[], AttackCurve],
+        attack: Attack,
+        stage: Stage,
+        run: Callable[[], AttackCurve],
         meanwhile: Callable[[], object] = lambda: None,
     ) -> AttackCurve:
-        """The curve of the attack `name`, which `attack` runs where no run has done so.
+        """The curve of an attack on a stage, which `run` gives where it is not kept.
 
-        `beside` is what it depends on beside the baseline; `meanwhile` is done where another process is at it.
+        `meanwhile` is done where another process is at work on the baseline.
         """
-        if not self.places:
-            return attack()
+        curve = self._name(name, attack)
+        own = f"{self.victim.role}/{self.own}/{stage}/{curve}"
+        if own in self.kept:
+            log.info("attack %s: done before", name)
+            measured = self.kept[own]
+        else:
+            shared = stage == "baseline" and self.shared
+            measured = self._shared(name, curve, run, meanwhile) if shared else (run(), None)
+            self.kept[own] = measured
+            write_curves(self.path, self.kept)
+        if measured[1]:
+            self.makers.add(measured[1])
+        return measured[0]
+
+    def _name(self, name: str, attack: Attack) -> str:
+        """Of a curve on the baseline, with a hash of its attack's configuration and of what else it depends on."""
         settings = json.dumps(_settings(self.settings, name), sort_keys=True)
-        own = f"{name}/{hashlib.sha256(f'{settings} {beside}'.encode()).hexdigest()[:DIGITS]}"
-        first, begin = self.places[0]
-        lock = files.lock_of(first.with_name(keys.key(file=first.name, curve=begin + own)))
+        beside = (*attack.beside(self.victim), *_code_of(attack))
+        return f"{name}/{hashlib.sha256(f'{settings} {beside}'.encode()).hexdigest()[:DIGITS]}"
+
+    def _shared(
+        self, name: str, curve: str, run: Callable[[], AttackCurve], meanwhile: Callable[[], object]
+    ) -> tuple[AttackCurve, str | None]:
+        """A curve of the baseline and its maker: if several processes need it, one computes it, and the others wait."""
+        first, begin = self.shared[0]
+        lock = files.lock_of(first.with_name(keys.key(file=first.name, curve=begin + curve)))
         with files.locked(lock, wait=True, meanwhile=meanwhile):
-            known = {path: kept for path, begin in self.places if (kept := _sound(path).get(begin + own))}
+            known = {path: kept for path, begin in self.shared if (kept := _sound(path).get(begin + curve))}
             if known:
-                curve, by = next(iter(known.values()))
                 log.info("attack %s: the baseline was attacked before, %s", name, next(iter(known)))
-            else:
-                curve, by = attack(), environment.maker(self.device)
-            for path, begin in self.places:
+            measured = next(iter(known.values())) if known else (run(), environment.maker(self.device))
+            for path, begin in self.shared:
                 if path not in known:
-                    _add(path, begin + own, curve, by)
-            self.made_by[name] = by
-            return curve
+                    _add(path, begin + curve, measured)
+        return measured
 
 
 def read_curves(path: Path) -> Kept:
@@ -157,31 +137,32 @@ def read_curves(path: Path) -> Kept:
     try:
         content: dict[str, dict[str, Any]] = {name: json.loads(text) for name, text in facts.items()}
         for name, tensor in tensors.items():
-            place, _, key = name.rpartition("/")
-            content[place][key] = tensor
-        return {name: _unpacked(**own) for name, own in content.items()}
+            curve, _, field = name.rpartition("/")
+            content[curve][field] = tensor
+        return {name: _unpacked(**fields) for name, fields in content.items()}
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} holds no curves of attacks ({type(error).__name__}: {error})") from error
 
 
-def _unpacked(by: str | None, rows: int | None = None, **own: Any) -> tuple[AttackCurve, str | None]:
+def _unpacked(by: str | None, rows: int | None = None, **fields: Any) -> tuple[AttackCurve, str | None]:
     if rows is not None:
-        own["scores"] = torch.from_numpy(np.unpackbits(own["scores"].numpy(), axis=1, count=rows)).bool()
-    own |= {key: tuple(own[key]) for key in ("diverged", "finals")}
-    own["epochs"] = own["epochs"] and {int(epoch): point for epoch, point in own["epochs"].items()}
-    return AttackCurve(**own), by
+        fields["scores"] = torch.from_numpy(np.unpackbits(fields["scores"].numpy(), axis=1, count=rows)).bool()
+    fields |= {key: tuple(fields[key]) for key in ("diverged", "finals")}
+    fields["epochs"] = fields["epochs"] and {int(epoch): point for epoch, point in fields["epochs"].items()}
+    return AttackCurve(**fields), by
 
 
 def write_curves(path: Path, kept: Kept) -> None:
     """Write a safetensors file in one step: tensors `<name>/<field>`, hits as bits, the rest as JSON in its header."""
-    tensors, facts = {}, {}
+    tensors: dict[str, Tensor] = {}
+    facts = {}
     for name, (curve, by) in kept.items():
-        own = dict(vars(curve), by=by)
+        fields = dict(vars(curve), by=by)
         if curve.scores is not None and curve.scores.dtype == torch.bool:
-            own["rows"], bits = curve.scores.shape[1], np.packbits(curve.scores.cpu().numpy(), axis=1)
-            own["scores"] = torch.from_numpy(bits)
-        tensors |= {f"{name}/{key}": value for key, value in own.items() if isinstance(value, Tensor)}
-        facts[name] = json.dumps({key: value for key, value in own.items() if not isinstance(value, Tensor)})
+            fields["rows"], bits = curve.scores.shape[1], np.packbits(curve.scores.cpu().numpy(), axis=1)
+            fields["scores"] = torch.from_numpy(bits)
+        tensors |= {f"{name}/{key}": value for key, value in fields.items() if isinstance(value, Tensor)}
+        facts[name] = json.dumps({key: value for key, value in fields.items() if not isinstance(value, Tensor)})
     files.write_tensors(path, tensors, facts)
 
 
@@ -192,12 +173,12 @@ def _sound(path: Path) -> Kept:
     return {}
 
 
-def _add(path: Path, name: str, curve: AttackCurve, by: str) -> None:
+def _add(path: Path, name: str, measured: tuple[AttackCurve, str | None]) -> None:
     """Add a curve to a file that runs share; what cannot be kept is measured all the same."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.locked(files.lock_of(path), wait=True):
-            write_curves(path, _sound(path) | {name: (curve, by)})
+            write_curves(path, _sound(path) | {name: measured})
     except OSError as error:
         log.warning("the baseline's curve of attack %s is not kept: %s: %s", name, path, error.strerror)
 
@@ -226,14 +207,14 @@ def check_places(baselines: str | None, published: str | None) -> None:
 
 def _settings(settings: Mapping[str, object], name: str) -> object:
     """Those of an attack, with the content of a file that it replays; one on few images is <attack>@<images>.<draw>."""
-    own, at, images = name.partition("@")
-    found = settings[own]
-    if isinstance(found, Mapping) and (replay := found.get("replay")):
-        found = {**found, "replay": hashlib.sha256(Path(replay).expanduser().read_bytes()).hexdigest()}
-    return [found, images] if at else found
+    attack, at, images = name.partition("@")
+    options = settings[attack]
+    if isinstance(options, Mapping) and (replay := options.get("replay")):
+        options = {**options, "replay": hashlib.sha256(Path(replay).expanduser().read_bytes()).hexdigest()}
+    return [options, images] if at else options
 
 
-def code_of(attack: Attack) -> tuple[str, ...]:
+def _code_of(attack: Attack) -> tuple[object, ...]:
     """The code of an attack of one's own, and the content of files that it was given; nothing for those of `DECIDE`."""
     own = keys.code(type(attack))
     return (*own, *keys.named(vars(attack)).items()) if own else ()

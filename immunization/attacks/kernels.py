@@ -60,8 +60,7 @@ class Kernel:
             mean, deviation = _moments(train)
         train, others = (x.sub_(mean).div_(deviation) for x in (train, others))
         squares = torch.linalg.vector_norm(others, dim=1).square()
-        products = (x.cpu() for x in (train @ train.T, others @ train.T, squares))
-        return cls(*products, int(alive.sum()))
+        return cls((train @ train.T).cpu(), (others @ train.T).cpu(), squares.cpu(), int(alive.sum()))
 
     def gaussian(self) -> Kernel:
         """exp(-d^2 / 2) of distances, in units in which the mean of d^2 over training rows is 1, of mean 0 there."""

@@ -1,17 +1,18 @@
 """Attacks that fit a linear head to frozen features: the least-squares problem, its curves, and the loop they share."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from immunization.attacks.base import Attack, AttackCurve, step_grid
-from immunization.attacks.victim import Inapplicable, Stage, Victim, require_held_out
+from immunization.attacks.base import Attack, AttackCurve, Rows, step_grid
+from immunization.attacks.victim import Victim
 from immunization.checks import AtLeastOne
-from immunization.data.task import SPLITS, Task
-from immunization.errors import DegenerateSpectrum
+from immunization.data.task import Task
+from immunization.errors import DegenerateSpectrum, Inapplicable
+from immunization.runs.records import Stage
 from immunization.theory import spectrum
 from immunization.theory.probe import Probe
 
@@ -49,26 +50,25 @@ class LeastSquares:
         self.factor = self.sigma[:, None] * self.vectors.T
 
     @classmethod
-    def of(cls, task: Task, train: Tensor, y: Tensor, val: Tensor, test: Tensor, flops: float) -> "LeastSquares":
-        """From features [N, D] and labels [N]; raises Inapplicable for features that nothing can be learned from."""
-        targets = task.targets(y)
+    def of(cls, task: Task, rows: Rows) -> "LeastSquares":
+        """Raises Inapplicable for features that nothing can be learned from."""
+        targets = task.targets(rows.y)
         try:
-            probe = Probe.of(train, targets)
+            probe = Probe.of(rows.train, targets)
         except DegenerateSpectrum as error:
             raise Inapplicable(str(error)) from error
-        n = len(train)
+        n = len(rows.train)
         scale = n**0.5 / probe.sigma[0]
-        passes = 4.0 * train.numel() * targets.shape[1]  # F W and F^T (F W - Y)
         return cls(
             task,
             probe.sigma / probe.sigma[0],
             probe.vectors,
             probe.coefficients / n**0.5,
-            val * scale,
-            test * scale,
+            rows.val * scale,
+            rows.test * scale,
             scale,
-            flops,
-            passes,
+            rows.flops,
+            per_pass=4.0 * rows.train.numel() * targets.shape[1],  # F W and F^T (F W - Y)
         )
 
     @property
@@ -96,12 +96,10 @@ class ProbeCurves:
     """
 
     def __init__(self, problem: LeastSquares, grid: Sequence[int], settings: int) -> None:
-        self.problem, self.grid = problem, list(grid)
-        self.val, self.test, self.excess = (
-            torch.full((settings, len(self.grid)), torch.nan, dtype=torch.float64) for _ in range(3)
-        )
-        shape = (*self.test.shape, len(problem.task.test))
-        self.scores = torch.zeros(shape, dtype=torch.bool if problem.task.classes else torch.float64)
+        self.problem, self.grid, task = problem, list(grid), problem.task
+        shape = settings, len(self.grid)
+        self.val, self.test, self.excess = (torch.full(shape, torch.nan, dtype=torch.float64) for _ in range(3))
+        self.scores = torch.zeros(*shape, len(task.test), dtype=torch.bool if task.classes else torch.float64)
         self.flops = torch.zeros(len(self.grid), dtype=torch.float64)
         self.done = 0
 
@@ -145,49 +143,43 @@ class ProbeAttack(Attack):
 
     option = "attack/common/probe"
 
-    order = 1.0
+    order: ClassVar[float | None] = 1.0
 
-    rates = (1.0,)
+    tries = "once"
+    once = (1.0,)
     steps: AtLeastOne
     scaling: Scaling
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
-        return self.probe(victim, stage, self.features(victim, stage))
-
-    def features(self, victim: Victim, stage: Stage) -> dict[str, Tensor]:
-        """Features [N, D] by split as the attacker extracts them. Raises Inapplicable."""
-        require_held_out(victim.task)
-        return {split: victim.features(stage, split, self.precision) for split in SPLITS}
-
-    def probe(self, victim: Victim, stage: Stage, features: Mapping[str, Tensor]) -> AttackCurve:
-        """The curve of a head on these features."""
-        problem = self.problem(victim, stage, features)
-        grid = step_grid(self.steps)
-        curves = ProbeCurves(problem, grid, len(self.settings))
+        problem = self.problem(victim, stage)
+        curves = ProbeCurves(problem, step_grid(self.steps), len(self.settings))
         self.descend(problem, curves)
         curves.finish()
-        facts = {"excess": curves.excess, "kappa": self.condition_number(problem), "scores": curves.scores}
-        measured = (curves.flops, curves.val, curves.test, problem.task.chance)
-        return self.choose(grid, *measured, shared=problem.flops, **facts)
+        return self.choose(
+            curves.grid,
+            curves.flops,
+            curves.val,
+            curves.test,
+            problem.task.chance,
+            problem.flops,
+            scores=curves.scores,
+            excess=curves.excess,
+            kappa=self.condition_number(problem),
+        )
 
-    def problem(self, victim: Victim, stage: Stage, features: Mapping[str, Tensor]) -> "LeastSquares":
+    def problem(self, victim: Victim, stage: Stage) -> LeastSquares:
         """The data that this attacker learns from: features as they prepare them, and what these cost."""
-        task = victim.task
-        rows = self.rows(task)
-        (train, val, test), y = (features[split] for split in SPLITS), task.train.y
-        if rows is not None:
-            train, y = train[rows.to(train.device)], y[rows.to(y.device)]
-        flops = victim.flops_per_row(stage) * len(train)
+        rows = self.features(victim, stage)
         if self.scaling != "none":
-            mean = train.mean(0) if self.scaling == "standard" else torch.zeros_like(train[0])
-            size = (train - mean).square().mean(0).sqrt()
+            mean = rows.train.mean(0) if self.scaling == "standard" else torch.zeros_like(rows.train[0])
+            size = (rows.train - mean).square().mean(0).sqrt()
             size = size.where(size > 0, 1.0)
-            train, val, test = ((part - mean) / size for part in (train, val, test))
-            flops += 4.0 * train.numel()
-        return LeastSquares.of(task, train, y, val, test, flops)
+            train, val, test = ((x - mean) / size for x in (rows.train, rows.val, rows.test))
+            rows = replace(rows, train=train, val=val, test=test, flops=rows.flops + 4.0 * train.numel())
+        return LeastSquares.of(victim.task, rows)
 
-    def condition_number(self, problem: LeastSquares) -> float:
-        """kappa of the Hessian that is descended."""
+    def condition_number(self, problem: LeastSquares) -> Tensor | float:
+        """kappa of the Hessian that is descended, or [settings]."""
         return problem.kappa
 
     def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:

@@ -1,5 +1,6 @@
-"""One attack on every stage of a victim, and where it stands between chance and the baseline."""
+"""One attack on every stage of a victim: where it stands between chance and the baseline, and its records."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,11 @@ from torch import Tensor
 from immunization.attacks.base import Attack, AttackCurve
 from immunization.data.task import LEARNED, MARGIN
 from immunization.evaluation.measures import Measures
-from immunization.runs.records import Stage
+from immunization.runs.records import Role, Stage, of_role
 from immunization.theory.statistics import ROUNDING
+
+EXCESSES = {"1e-2": 1e-2, "1e-4": 1e-4}
+"""Relative excess training losses to which steps are counted."""
 
 
 @dataclass
@@ -20,7 +24,7 @@ class Outcome:
     name: str
     attack: Attack
     chance: float
-    curves: dict[Stage, AttackCurve]
+    curves: Mapping[Stage, AttackCurve]
 
     def __post_init__(self) -> None:
         self.after, self.before = self.curves["immunized"], self.curves["baseline"]
@@ -85,6 +89,70 @@ def cost(curve: AttackCurve, bar: float) -> float | None:
     return curve.flops[place - 1].item() ** (1 - share) * spent**share
 
 
+def put(outcome: Outcome, role: Role, measure_name: str, measures: Measures) -> None:
+    """Record the curves of an attack, what it reached on every stage of the task `role`, and theta_I's share in it."""
+    of: dict[str, Any] = {"task": role, "attack": outcome.name}
+    prefix = f"{of_role('attack', role)}/{outcome.name}"
+    for stage, curve in outcome.curves.items():
+        steps = curve.steps.tolist()
+        measures.curve(f"{prefix}/{measure_name}", steps, curve.test, stage)
+        measures.curve(f"{prefix}/compute", curve.flops.tolist(), curve.test, stage)
+        if curve.excess is not None:
+            measures.curve(f"{prefix}/excess", steps, curve.excess, stage)
+    for stage in outcome.curves:
+        _put_stage(outcome, measures, stage, **of)
+    if outcome.failed:
+        return
+    before, after = outcome.before, outcome.after
+    measures.put("gap", before.final - after.final, **of)
+    if outcome.at_chance or outcome.blind:
+        reason = "the attack stays at chance on the baseline too: it says nothing"
+        if not outcome.at_chance:
+            reason = "the attack finds nothing to learn from with theta_I: it guesses"
+        measures.miss(reason, "steps", "flops", "steps_ratio", **of)
+        return
+    spent = {}
+    for stage, curve in outcome.curves.items():
+        place = reached(curve, outcome.bar)
+        place = -1 if place is None else place  # an attack that never gets there counts with all its steps
+        spent[stage] = curve.steps[place].item()
+        measures.put("steps", spent[stage], stage=stage, **of)
+        measures.put("flops", curve.flops[place].item(), stage=stage, **of)
+    measures.put("steps_ratio", spent["immunized"] / spent["baseline"], **of)
+    for epochs, place in (before.epochs or {}).items():
+        # SGRC: the share of the baseline's test measure that immunization takes, after so many epochs of the attack
+        whole = before.test[place].item()
+        if whole > 0:
+            measures.put(f"sgrc_{epochs}", (whole - after.test[place].item()) / whole, **of)
+        else:
+            measures.miss("the attack gets nothing right with the baseline", f"sgrc_{epochs}", **of)
+    if outcome.attack.order is not None and before.kappa is not None and after.kappa is not None:
+        measures.put("steps_ratio_predicted", float(after.kappa / before.kappa) ** outcome.attack.order, **of)
+
+
+def _put_stage(outcome: Outcome, measures: Measures, stage: Stage, **of: Any) -> None:
+    """What one attack reached on one stage, whatever it reached on the others."""
+    curve, of = outcome.curves[stage], of | {"stage": stage}
+    if curve.setting is not None:
+        measures.put("setting", curve.setting, **of)
+    measures.put("diverged", bool(curve.diverged), **of)
+    if curve.kappa is not None:
+        measures.put("kappa", float(curve.kappa), **of)
+    if never_finite(curve):
+        reason = f"diverged at every {outcome.attack.setting_name} tried: {listed(curve.diverged)}"
+        measures.miss(reason, "final", "area", "steps", "flops", **of)
+        return
+    put_final(curve, measures, **of)
+    measures.put("area", curve.test.clamp(min=outcome.chance).mean().item(), **of)
+    for label, excess in EXCESSES.items():
+        if curve.excess is None:
+            continue
+        if (place := first(curve.excess <= excess)) is None:
+            measures.miss(f"not within {curve.steps[-1]} steps", f"steps_to_{label}", **of)
+        else:
+            measures.put(f"steps_to_{label}", curve.steps[place].item(), **of)
+
+
 def put_final(curve: AttackCurve, measures: Measures, **of: Any) -> None:
     """`final` of a task, a stage and an attack, and the range over the attacker's seeds where there are several."""
     measures.put("final", curve.final, **of)
@@ -93,9 +161,9 @@ def put_final(curve: AttackCurve, measures: Measures, **of: Any) -> None:
         measures.put("final_highest", max(curve.finals), **of)
 
 
-def first(found: Tensor) -> int | None:
+def first(holds: Tensor) -> int | None:
     """Index of the first True of [T] booleans; None where there is none."""
-    return int(found.nonzero()[0, 0]) if found.any() else None
+    return int(holds.nonzero()[0, 0]) if holds.any() else None
 
 
 def listed(settings: tuple[float, ...]) -> str:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from immunization.attacks.altered import BATCH
 from immunization.attacks.pooling import Outputs, gathered, poolings
-from immunization.attacks.victim import BATCH
 
 SIDE = 64
 """Larger images are averaged to this many pixels, half as many for single pixels."""
@@ -82,7 +82,8 @@ def outputs_of_images(images: Mapping[str, Tensor], mirrored: bool) -> Outputs:
 
 
 def _averaged(images: Tensor, side: int) -> Tensor:
-    return F.adaptive_avg_pool2d(images, [min(side, length) for length in images.shape[2:]])
+    height, width = images.shape[2:]
+    return F.adaptive_avg_pool2d(images, (min(side, height), min(side, width)))
 
 
 @torch.no_grad()

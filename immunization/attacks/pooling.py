@@ -10,9 +10,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
-from immunization.attacks.victim import BATCH
+from immunization.attacks.altered import BATCH
+from immunization.attacks.blocks import block_outputs, prefix_flops
 from immunization.compute.machine import room
 from immunization.data.task import SPLITS
 from immunization.evaluation.comparison import Once
@@ -117,19 +117,18 @@ def outputs_of(
     """
     network.to(memory_format=torch.channels_last)  # two thirds of the time of convolutions
     of_block = partial(poolings, side=side)
-    with network.whole.watched(of_block, partial(of_block, covariance=False) if inside else None) as seen:
+    of_layer = partial(of_block, covariance=False) if inside else None
 
-        def read(batch: Tensor) -> dict[tuple[str, str], Tensor]:
-            seen.clear()
-            network(batch.contiguous(memory_format=torch.channels_last) if batch.ndim == 4 else batch)
-            found: dict[tuple[str, str], list[Tensor]] = {}
-            for name, pools in seen.items():
-                block, within, _ = name.partition("/")
-                for pooling in [pooling for pooling in pools if not within or pooling in INNER]:
-                    found.setdefault((block + INSIDE if within else block, pooling), []).append(pools[pooling])
-            return {part: torch.cat(x, 1) for part, x in found.items()}
+    def read(batch: Tensor) -> dict[tuple[str, str], Tensor]:
+        batch = batch.contiguous(memory_format=torch.channels_last) if batch.ndim == 4 else batch
+        columns: dict[tuple[str, str], list[Tensor]] = {}
+        for name, pools in block_outputs(network, batch, of_block, of_layer).items():
+            block, layer, _ = name.partition("/")
+            for pooling in [pooling for pooling in pools if not layer or pooling in INNER]:
+                columns.setdefault((block + INSIDE if layer else block, pooling), []).append(pools[pooling])
+        return {part: torch.cat(x, 1) for part, x in columns.items()}
 
-        parts = gathered(read, images, mirrored)
+    parts = gathered(read, images, mirrored)
     flops = prefix_flops(network, images["train"].shape[1:])
     if inside:
         flops |= {block + INSIDE: cost for block, cost in flops.items()}
@@ -254,13 +253,3 @@ def _combined(x: Tensor, channels: int) -> Tensor:
     generator = torch.Generator().manual_seed(channels)
     mixing = torch.linalg.qr(torch.randn(x.shape[1], channels, generator=generator, dtype=torch.float64)).Q
     return torch.einsum("cd,nc...->nd...", mixing.to(x), x)
-
-
-@torch.no_grad()
-def prefix_flops(network: Network, size: Sequence[int]) -> dict[str, float]:
-    """Operations of one image [C, H, W] from the input up to and with each block, by name."""
-    image = torch.zeros(1, *size).to(next(network.parameters()))
-    with FlopCounterMode(display=False) as counter:
-        with network.whole.watched(lambda *_: float(counter.get_total_flops())) as seen:
-            network(image)
-        return dict(seen)

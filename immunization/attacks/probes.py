@@ -1,16 +1,20 @@
-"""Attacks on frozen features by first-order, quasi-Newton and preconditioned methods."""
+"""Linear probes of frozen features: by gradients, quasi-Newton methods, whitening, in closed form, behind a map."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from immunization.attacks.base import Rows
 from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeCurves
-from immunization.attacks.victim import Stage, Victim
-from immunization.checks import AtLeastOne
+from immunization.attacks.victim import Victim
+from immunization.checks import AtLeastOne, NonNegative
+from immunization.runs.records import Stage
+from immunization.theory.probe import ridge_weights
 
 
 class LinearProbe(ProbeAttack):
@@ -28,10 +32,8 @@ class WhitenedProbe(ProbeAttack):
 
     ridges: Sequence[float]
 
-    def problem(self, victim: Victim, stage: Stage, features: Mapping[str, Tensor]) -> LeastSquares:
-        problem = super().problem(victim, stage, features)
-        problem.flops += decomposition_flops(problem)
-        return problem
+    def problem(self, victim: Victim, stage: Stage) -> LeastSquares:
+        return decomposed(super().problem(victim, stage))
 
     def condition_number(self, problem: LeastSquares) -> Tensor:
         ridges = torch.tensor(self.settings, dtype=torch.float64)
@@ -44,8 +46,28 @@ class WhitenedProbe(ProbeAttack):
         steepest_descent(problem, curves, gains * squares.min(), self.steps)
 
 
+class ClosedFormProbe(ProbeAttack):
+    """Ridge regression by one SVD, w = V S / (S^2 + ridge) c, for `ridges` relative to lambda_1, as one step."""
+
+    setting_name, tries = "ridge", "ridges"
+    order = None
+    natural_ends = True
+
+    steps = 1
+    ridges: Sequence[float]
+
+    def problem(self, victim: Victim, stage: Stage) -> LeastSquares:
+        return decomposed(super().problem(victim, stage))
+
+    def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
+        ridges = torch.tensor(self.settings, dtype=torch.float64).to(problem.sigma)
+        curves.record(1, ridge_weights(problem.sigma, problem.vectors, problem.target, ridges), passes=0)
+
+
 class TorchProbe(ProbeAttack):
     """A head trained by an optimizer of torch, every learning rate in a parameter group of its own."""
+
+    tries = "rates"
 
     rates: Sequence[float]
 
@@ -89,22 +111,11 @@ class Momentum(TorchProbe):
 
 
 class Adam(TorchProbe):
-    """Adam on features scaled to lambda_1 = 1."""
+    """Adam on features scaled to lambda_1 = 1, with decoupled weight decay (AdamW)."""
 
     order = None
 
-    def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.Adam(groups)
-
-
-class AdamW(TorchProbe):
-    """Adam with decoupled weight decay."""
-
-    option = "attack/adamw"
-
-    order = None
-
-    weight_decay: float
+    weight_decay: NonNegative
 
     def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, weight_decay=self.weight_decay)
@@ -180,8 +191,8 @@ class Undo(LinearProbe, group="attack.undo"):
             return False
         return victim.model.last_map(victim.model.extractor) is None  # whose inputs are theta_0's features
 
-    def problem(self, victim: Victim, stage: Stage, features: Mapping[str, Tensor]) -> LeastSquares:
-        problem, d = super().problem(victim, stage, features), victim.task.dim
+    def problem(self, victim: Victim, stage: Stage) -> LeastSquares:
+        problem, d = super().problem(victim, stage), victim.task.dim
         if self.how == "strip":
             problem.flops += svd_flops(d, d)
             return problem
@@ -190,9 +201,10 @@ class Undo(LinearProbe, group="attack.undo"):
         problem.flops += svd_flops(primary + own, d) + victim.flops_per_row(stage) * passed
         return problem
 
-    def features(self, victim: Victim, stage: Stage) -> dict[str, Tensor]:
-        features, inverse = super().features(victim, stage), self._inverse(victim, stage)
-        return {split: x @ inverse for split, x in features.items()}
+    def features(self, victim: Victim, stage: Stage) -> Rows:
+        rows, inverse = super().features(victim, stage), self._inverse(victim, stage)
+        train, val, test = (x @ inverse for x in (rows.train, rows.val, rows.test))
+        return replace(rows, train=train, val=val, test=test)
 
     def _inverse(self, victim: Victim, stage: Stage) -> Tensor:
         if self.how == "strip":
@@ -230,10 +242,11 @@ def as_weights(w: np.ndarray, problem: LeastSquares) -> Tensor:
     return torch.from_numpy(w.reshape(1, *problem.shape)).to(problem.vectors)
 
 
-def decomposition_flops(problem: LeastSquares) -> float:
-    """Operations of one thin SVD of the training features."""
+def decomposed(problem: LeastSquares) -> LeastSquares:
+    """`problem`, of which the operations have one thin SVD of the training features more, for all settings."""
     d, c = problem.shape
-    return svd_flops(problem.per_pass / (4 * d * c), d)
+    problem.flops += svd_flops(problem.per_pass / (4 * d * c), d)
+    return problem
 
 
 def svd_flops(rows: float, d: int) -> float:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, cast, get_args
 
 import torch
 
 from immunization.attacks.base import areas
-from immunization.attacks.recipe import OPTIMIZERS, Budget, Norms, Recipe, Schedule
+from immunization.attacks.recipes import OPTIMIZERS, Budget, Norms, Optimizer, Recipe, Schedule
 from immunization.attacks.tuning import Course, ShouldStop, Tuner
 from immunization.errors import ConfigError
 
@@ -66,13 +66,12 @@ def search(
     study = optuna.create_study(sampler=sampler, pruner=pruner, direction="maximize")
     for recipe in known:
         study.enqueue_trial(asdict(recipe))
-    best: tuple[float, Recipe, Course] | None = None
-    stopped, spent = 0, 0.0
+    tried: list[tuple[float, Recipe, Course]] = []
+    stopped = 0
     for number in range(len(known) + trials):
         trial = study.ask()
         recipe = draw(trial, known, parts, tuner.rows)
         course = tuner.train(recipe, budget, seed, _should_stop(trial, tuner.task.chance, number >= len(known)))
-        spent += course.spent
         whole = len(course.val) == len(budget.grid)
         value = _area(course.val, tuner.task.chance) if whole else -torch.inf
         if value == -torch.inf:
@@ -80,9 +79,9 @@ def search(
             stopped += not whole
         else:
             study.tell(trial, value)
-        if best is None or value > best[0]:
-            best = (value, recipe, course)
-    return Found(best[1], best[2], len(known) + trials, stopped, spent)
+        tried.append((value, recipe, course))
+    _, recipe, course = max(tried, key=lambda each: each[0])
+    return Found(recipe, course, len(tried), stopped, sum(each[2].spent for each in tried))
 
 
 def draw(trial: Trial, known: Sequence[Recipe], parts: Sequence[str], rows: int) -> Recipe:
@@ -93,7 +92,7 @@ def draw(trial: Trial, known: Sequence[Recipe], parts: Sequence[str], rows: int)
     )
     return Recipe(
         rate=trial.suggest_float("rate", min(*RATES, *rates), max(*RATES, *rates), log=True),
-        optimizer=trial.suggest_categorical("optimizer", list(OPTIMIZERS)),
+        optimizer=cast(Optimizer, trial.suggest_categorical("optimizer", list(OPTIMIZERS))),
         batch_size=trial.suggest_categorical("batch_size", sorted(sizes | {n for n in BATCH_SIZES if n <= rows})),
         part=trial.suggest_categorical("part", list(parts)),
         weight_decay=trial.suggest_categorical("weight_decay", WEIGHT_DECAYS),

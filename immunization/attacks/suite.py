@@ -1,37 +1,92 @@
-"""Attacks on theta_I and on what it is compared with, turned into measures; the cheapest one that succeeds."""
+"""Numbered lists of attackers, run on theta_I and on what it is compared with, and measured."""
+
+from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import logging
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Literal
 
 import torch
 from tqdm import tqdm
 
-from immunization.attacks import prices, reference, worth
+from immunization.attacks import outcome, prices, worth
 from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.flags import PLACES, flags_of
-from immunization.attacks.kept import KeptCurves, code_of
-from immunization.attacks.numbered import changes
-from immunization.attacks.outcome import Outcome, first, listed, never_finite, put_final, reached
-from immunization.attacks.replay import found_settings
-from immunization.attacks.victim import Inapplicable, Victim
-from immunization.attacks.worth import Draw, Suite
-from immunization.data.task import CONSTANT, Task
+from immunization.attacks.kept import KeptCurves
+from immunization.attacks.outcome import Outcome
+from immunization.attacks.recipes import found_settings
+from immunization.attacks.victim import Victim
+from immunization.attacks.worth import Curves, Draw
+from immunization.checks import AtLeastOne, Component
+from immunization.data.task import CONSTANT
+from immunization.errors import Inapplicable
 from immunization.evaluation.measures import Measures
-from immunization.runs.records import Role, Stage, of_role
+from immunization.runs.records import Stage, of_role
 from immunization.terminal import doing, progress_bar
 
 log = logging.getLogger(__name__)
 
-Found = dict[str, Mapping[Stage, AttackCurve]]
-"""Curves by attack and stage; those of a reference are of the baseline only."""
+NUMBERED: dict[str, dict[str, str]] = {
+    "standard-4": {
+        "block_probe": "501fe470",
+        "frozen_blocks": "c33a2359",
+        "block_probe_renewed": "cdbdb3a6",
+        "frozen_blocks_renewed": "faf9c269",
+        "closed_form_probe": "258d0fd3",
+        "whitened_probe": "95fa503b",
+        "logistic_probe": "38207f26",
+        "neighbours": "145c36ad",
+        "finetune_trained": "78cfbab0",
+        "fresh_part": "a6d29471",
+        "random_net": "d765c98f",
+        "raw_inputs": "aeaef797",
+    }
+}
+"""The suite that results are stated with, by version: each attack's `fingerprint`, so that no other passes for it."""
 
-EXCESSES = {"1e-2": 1e-2, "1e-4": 1e-4}
-"""Relative excess training losses to which steps are counted."""
+TRANSFERRED = {f"worth/{key}": f"transfer/{key}" for key in ("before", "after", "without", "lost")}
+"""What of the worth of a model is measured of a benign task, and its name there."""
+
+
+class Suite(Component, group="suite"):
+    """A numbered list of attackers, in result.json and on every page; rows of different versions are never compared.
+
+    Beside all of the attacker's images, worth is measured at each number of `images` of each class, with `draws` sets
+    of them; attackers who train a net have the first of these, which stands for all. `theta_0`: whether the attacker
+    can have the net as it was before immunization, too; where it is public no defense takes anything away. `benign`:
+    names of those who also learn the benign tasks, which shows what immunization costs honest users. `most`: images of
+    each class that attackers train on; None: all there are. Raises ConfigError.
+    """
+
+    option = "attack/common/suite"
+
+    version: str
+    images: Sequence[AtLeastOne]
+    draws: AtLeastOne
+    theta_0: Literal["secret", "public"]
+    benign: Sequence[str]
+    most: AtLeastOne | None
+
+
+def changes(attacks: Mapping[str, Attack], version: str, most: int | None = None) -> list[str]:
+    """How attacks, on at most `most` images of each class, differ from a suite in `NUMBERED`; more of them do not."""
+    known = NUMBERED.get(version, {})
+    few = [f"with at most {most} images of each class"] if known and most else []
+    missing = [f"without {name}" for name in known if name not in attacks]
+    other = [name for name in known if name in attacks and fingerprint(attacks[name]) != known[name]]
+    return few + missing + [f"another {name}" for name in other]
+
+
+def fingerprint(attack: Attack) -> str:
+    """Of its class and options."""
+    text = json.dumps([type(attack).__name__, attack.options], sort_keys=True, default=list)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def run_attacks(
@@ -44,12 +99,13 @@ def run_attacks(
     flags and curves, and keys of `about`, carry the task's role, unless it is `harmful`.
     """
     role, measures = victim.role, Measures()
-    ran = _run_all(attacks, victim, kept, suite)
+    run = _Run(attacks, victim, kept, suite)
+    run.run_all()
     outcomes, references = [], {}
-    for name, curves in ran.curves.items():
+    for name, curves in run.curves.items():
         attack = attacks[name]
         if isinstance(curves, Inapplicable):
-            stage = "reference" if attack.reference else "immunized"
+            stage: Stage = "reference" if attack.reference else "immunized"
             measures.miss(str(curves), "final", task=role, stage=stage, attack=name)
             continue
         if settings := found_settings(attack.kind, curves):
@@ -58,243 +114,154 @@ def run_attacks(
             references[name] = curves["baseline"]
         else:
             outcomes.append(Outcome(name, attack, victim.task.chance, curves))
-            _curves(outcomes[-1], victim, measures)
-            _measure(outcomes[-1], role, measures)
+            outcome.put(outcomes[-1], role, victim.task.measure_name, measures)
     for flag, reason in flags_of(outcomes).items():
         measures.flag(of_role(flag, role), reason)
-    about = {"attacks_capped": [outcome.name for outcome in outcomes if outcome.capped]}
-    without = {name: curve for name, curve in references.items() if not attacks[name].partial}
-    threshold = prices.measure(outcomes, without, victim, measures)
-    reference.measure(references, without, threshold, role, victim.task.measure_name, measures)
+    partial = {name: part for name in references if (part := attacks[name].partial)}
+    without_model = {name: curve for name, curve in references.items() if name not in partial}
+    bar = prices.measure(outcomes, without_model, victim, measures)
+    prices.measure_references(references, without_model, bar, victim, measures)
+    measures.about[of_role("attacks_capped", role)] = [each.name for each in outcomes if each.capped]
     if suite is not None:
-        about["suite"] = {"version": suite.version, "theta_0": suite.theta_0}
-        if changed := changes(attacks, suite.version, suite.most):
-            about["suite"]["changed"] = changed
-        if kept and kept.baselines:
-            about["baselines_by"] = sorted(set(kept.baselines.made_by.values()))
-    if partly := {name: attacks[name].partial for name in references if name not in without}:
-        about["drawn_anew"] = partly
-    measures.about |= {of_role(key, role): value for key, value in about.items()}
-    if ran.measures_worth:
-        _worth(attacks, victim, suite or Suite(version=""), ran, measures)
+        changed = changes(attacks, suite.version, suite.most)
+        measures.about[of_role("suite", role)] = {
+            "version": suite.version,
+            "theta_0": suite.theta_0,
+            **({"changed": changed} if changed else {}),
+        }
+        if kept and kept.shared:
+            measures.about[of_role("baselines_by", role)] = sorted(kept.makers)
+    if partial:
+        measures.about[of_role("drawn_anew", role)] = partial
+    if run.measures_worth:
+        run.put_worth(measures)
+    return measures
+
+
+def run_transfer(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves | None, suite: Suite) -> Measures:
+    """What immunization costs honest users: those of `attacks` that `suite.benign` names learn a benign task.
+
+    `transfer_<role>/before`, `/after` and `/without` are the best accuracies with theta_0, with theta_I and without the
+    model, `/lost` is before less after, with its interval; `_<n>` stands for n images of each class. Who has a model
+    may do without it, but nobody has theta_0 in place of theta_I. None, with the reason, where nothing is measured.
+    """
+    suite = copy.copy(suite)
+    suite.theta_0 = "secret"
+    own = {n: attack for n, attack in attacks.items() if n in suite.benign or (attack.reference and not attack.partial)}
+    measured, measures = run_attacks(own, victim, kept, suite), Measures()
+    for record in measured.records.where(task=victim.role):
+        if (measure := TRANSFERRED.get(record.measure)) is not None:
+            measures.add(replace(record, measure=measure))
+    if not measures.records:
+        measures.miss("nobody learns the task without the model", "transfer/lost", task=victim.role)
     return measures
 
 
 @dataclass
-class _Ran:
-    """The curves of every attack, or why it does not apply, and those with few images by number of images and draw.
+class _Run:
+    """The curves of every attack, or why it does not apply, and those with few images by number of images and draw."""
 
-    Attacks that are `untouched` use nothing that immunization changed. Worth can be measured once there is the curve of
-    an attacker without the model, which says what each test row adds.
-    """
+    attacks: Mapping[str, Attack]
+    victim: Victim
+    kept: KeptCurves | None
+    suite: Suite | None
+    curves: dict[str, Curves | Inapplicable] = field(default_factory=dict)
+    few: dict[int, dict[int, dict[str, Curves]]] = field(default_factory=dict)
 
-    untouched: set[str]
-    curves: dict[str, Mapping[Stage, AttackCurve] | Inapplicable]
-    few: dict[int, dict[int, Found]]
-    measures_worth: bool = False
+    def __post_init__(self) -> None:
+        self.untouched = {name for name, attack in self.attacks.items() if attack.untouched(self.victim)}
+        suite, task = self.suite, self.victim.task
+        if suite is not None and task.classes:
+            for images in suite.images:
+                enough = len(task.few(images, 0)) < len(task.train)
+                self.few[images] = {draw: {} for draw in range(suite.draws) if enough}
 
     @property
-    def whole(self) -> Found:
+    def whole(self) -> dict[str, Curves]:
+        """The curves with all of the attacker's images."""
         return {name: curves for name, curves in self.curves.items() if not isinstance(curves, Inapplicable)}
 
+    @property
+    def measures_worth(self) -> bool:
+        """Whether there is the curve of an attacker without the model that says what each test row adds."""
+        curves = (c["baseline"] for n, c in self.whole.items() if (a := self.attacks[n]).reference and not a.partial)
+        return any(curve.scores is not None for curve in curves)
 
-def _run_all(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves | None, suite: Suite | None) -> _Ran:
-    """Run attackers without the model first: where none applies, few images do not say what the model is worth."""
-    untouched = {name for name, attack in attacks.items() if attack.untouched(victim)}
-    ran = _Ran(untouched, {}, _few(victim.task, suite))
-    ordered = sorted(attacks.items(), key=lambda item: (not item[1].reference, item[1].partial is not None))
-    progress = progress_bar(ordered, bar_format="{desc} |{bar}|", leave=False)
-    for number, (name, attack) in enumerate(progress, 1):
-        place = f"attack {number} of {len(attacks)}, {name}"
-        try:
-            if suite is not None and suite.theta_0 == "secret" and attack.needs_theta_0(victim):
-                raise Inapplicable("it needs theta_0 itself, which attackers do not have: suite.theta_0=secret")
-            curves = _run(name, attack, victim, kept, partial(_at, progress, place), name in untouched)
-            without_model = attack.reference and not attack.partial
-            ran.measures_worth |= without_model and curves["baseline"].scores is not None
-            ran.curves[name] = curves
-        except Inapplicable as error:
-            ran.curves[name] = error
-        if not ran.measures_worth:
-            continue
-        for images, draws in ran.few.items():  # now, as what it reads of the net is not kept for long
-            for seed, curves_with in draws.items():
-                if seed and attack.trains:
-                    continue
-                own, where = copy.copy(attack), f"{place}, {images} images a class, draw {seed + 1}"
-                own.samples, own.seed, at = images, attack.seed + seed, partial(_at, progress, where)
-                with suppress(Inapplicable):
-                    curves_with[name] = _run(f"{name}@{images}.{seed}", own, victim, kept, at, name in untouched)
-    return ran
+    def run_all(self) -> None:
+        """Run all attacks, those without the model first: where none applies, few images tell nothing of its worth."""
+        ordered = sorted(self.attacks.items(), key=lambda item: (not item[1].reference, item[1].partial is not None))
+        progress = progress_bar(ordered, bar_format="{desc} |{bar}|", leave=False)
+        for number, (name, attack) in enumerate(progress, 1):
+            where = f"attack {number} of {len(ordered)}, {name}"
+            try:
+                self.curves[name] = self.stages(name, attack, progress, where)
+            except Inapplicable as error:
+                self.curves[name] = error
+            if not self.measures_worth:
+                continue
+            for images, draws in self.few.items():  # now, as what it reads of the net is not kept for long
+                for draw, curves in draws.items():
+                    if draw and attack.trains:
+                        continue
+                    own, of_draw = copy.copy(attack), f"{where}, {images} images a class, draw {draw + 1}"
+                    own.samples, own.seed = images, attack.seed + draw
+                    with suppress(Inapplicable):
+                        curves[name] = self.stages(name, own, progress, of_draw, f"@{images}.{draw}")
 
+    def stages(self, name: str, attack: Attack, progress: tqdm, where: str, draw: str = "") -> Curves:
+        """The curves of an attack on every stage; of a reference, which is the same for all, on the baseline's net.
 
-def _few(task: Task, suite: Suite | None) -> dict[int, dict[int, Found]]:
-    """For each number of images of each class at which the suite measures worth, the seeds of draws, without curves."""
-    if suite is None or not task.classes:
-        return {}
-    enough = {images: len(task.few(images, 0)) < len(task.train) for images in suite.images}
-    return {images: {seed: {} for seed in range(suite.draws) if enough[images]} for images in suite.images}
+        One that is untouched by immunization has the same curve on every stage, and so has any where theta_I is the
+        baseline. Raises Inapplicable.
+        """
+        victim, task = self.victim, self.victim.task
+        if self.suite is not None and self.suite.theta_0 == "secret" and attack.needs_theta_0(victim):
+            raise Inapplicable("it needs theta_0 itself, which attackers do not have: suite.theta_0=secret")
+        if reason := victim.comparison.no_test(victim.role):
+            raise Inapplicable(reason)
+        if task.constant:
+            raise Inapplicable(CONSTANT.format(victim.role))
 
+        def measured(stage: Stage, meanwhile: Callable[[], object] = lambda: None) -> AttackCurve:
+            def run() -> AttackCurve:
+                try:
+                    return attack.run(victim, stage)
+                except Inapplicable as error:
+                    if stage == "baseline":
+                        raise
+                    # it applies to the baseline: there is nothing left to learn from
+                    log.info("attack %s guesses on %s: %s", name + draw, PLACES[stage], error)
+                    return AttackCurve.of_guessing(task)
 
-def _worth(attacks: Mapping[str, Attack], victim: Victim, suite: Suite, ran: _Ran, measures: Measures) -> None:
-    """What the model is worth with all of the attacker's images, and with as few as the suite says."""
-    task, role, public = victim.task, victim.role, suite.theta_0 == "public"
-    guess = torch.full((len(task.test),), task.chance, dtype=torch.float64)
-    draw = _draw(attacks, ran.whole, ran.untouched)
-    if draw.before:
-        worth.measure([draw], guess, None, role, measures, public)
-    else:
-        reason = "no attacker with the model ran"
-        measures.miss(reason, "worth/theta_0", "worth/lost", "worth/removed", task=role)
-    for images, by_seed in ran.few.items():
-        first, reason = by_seed.get(0, {}), ""  # who trains a net has this draw alone
-        draws = [_draw(attacks, {**first, **curves}, ran.untouched) for curves in by_seed.values()]
-        if not draws:
-            reason = f"no class of the harmful task has more than {images} training images"
-        elif not any(draw.before for draw in draws):
-            reason = "no attacker takes so few images"
-        if reason:
-            measures.miss(reason, "worth/theta_0", "worth/removed", task=role, images=images)
-        else:
+            with _shown(progress, f"{where} on {PLACES[stage]}"):
+                return self.kept(name + draw, attack, stage, run, meanwhile) if self.kept else run()
+
+        others: list[Stage] = [] if attack.reference or name in self.untouched else list(victim.stages)
+        others = [s for s in others if s != "baseline" and not (s == "immunized" and victim.unchanged())]
+
+        @cache
+        def other_curves() -> dict[Stage, AttackCurve]:
+            return {stage: measured(stage) for stage in others}
+
+        baseline = measured("baseline", other_curves)
+        stages: list[Stage] = ["baseline", *([] if attack.reference else victim.stages)]
+        return dict.fromkeys(stages, baseline) | other_curves()
+
+    def put_worth(self, measures: Measures) -> None:
+        """What the model is worth with all of the attacker's images, and with as few as the suite says."""
+        task, role, public = self.victim.task, self.victim.role, bool(self.suite and self.suite.theta_0 == "public")
+        guess = torch.full((len(task.test),), task.chance, dtype=torch.float64)
+        whole = Draw.of(self.attacks, self.whole, self.untouched)
+        worth.measure([whole], guess, None, role, measures, public)
+        for images, of_draws in self.few.items():
+            first = of_draws.get(0, {})  # who trains a net has this draw alone
+            draws = [Draw.of(self.attacks, {**first, **curves}, self.untouched) for curves in of_draws.values()]
             worth.measure(draws, guess, images, role, measures, public)
 
 
-def _draw(attacks: Mapping[str, Attack], curves: Found, untouched: Container[str]) -> Draw:
-    """Those curves that say what each test row adds."""
-
-    def some(stage: Stage, wanted: Callable[[str], bool]) -> dict[str, AttackCurve]:
-        chosen = {name: own[stage] for name, own in curves.items() if wanted(name)}
-        return {name: curve for name, curve in chosen.items() if curve.scores is not None}
-
-    before, after = (some(stage, lambda name: not attacks[name].reference) for stage in ("baseline", "immunized"))
-    without = some("baseline", lambda name: attacks[name].reference and not attacks[name].partial)
-    part = some("baseline", lambda name: attacks[name].partial)
-    left = [curve for name, curve in (before | part).items() if name in untouched]
-    groups = (list(group.values()) for group in (before, after, without))
-    return Draw(*groups, left, {name: [curve] for name, curve in part.items()})
-
-
 @contextmanager
-def _at(progress: tqdm, attack: str, stage: Stage) -> Iterator[None]:
+def _shown(progress: tqdm, what: str) -> Iterator[None]:
     """Inside, the progress bar and `where` say which attack is run on which stage."""
-    what = f"{attack} on {PLACES[stage]}"
     progress.set_description_str(what)
     with doing(lambda: what):
         yield
-
-
-def _run(
-    name: str,
-    attack: Attack,
-    victim: Victim,
-    kept: KeptCurves | None,
-    at: Callable[[Stage], AbstractContextManager[None]],
-    untouched: bool,
-) -> dict[Stage, AttackCurve]:
-    """The curves of an attack on every stage; of a reference, which is the same for all, on the baseline's net.
-
-    One that is `untouched` by immunization has the same curve on every stage, and so has any where theta_I is the
-    baseline.
-    """
-    if reason := victim.comparison.no_test(victim.role):
-        raise Inapplicable(reason)
-    if victim.task.constant:
-        raise Inapplicable(CONSTANT.format(victim.role))
-    code = code_of(attack)
-    if kept and (curves := kept.get(name, code)) is not None:
-        return curves
-    run, shared = partial(attack.run, victim), kept.baselines if kept else None
-    stages = ("baseline",) if attack.reference else victim.stages
-
-    @cache
-    def of_other_stages() -> dict[Stage, AttackCurve]:
-        """Curves of stages that are not the baseline; run first where another process is at work on the baseline."""
-        found = {}
-        for stage in stages:
-            if stage == "baseline" or untouched or (stage == "immunized" and victim.unchanged()):
-                continue
-            with at(stage):
-                try:
-                    found[stage] = run(stage)
-                except Inapplicable as error:  # applies to the baseline: there is nothing left to learn from
-                    log.info("attack %s guesses on %s: %s", name, PLACES[stage], error)
-                    found[stage] = AttackCurve.of_guessing(victim.task)
-        return found
-
-    attack_baseline = partial(run, "baseline")
-    with at("baseline"):
-        baseline = (
-            shared(name, attack.beside(victim) + code, attack_baseline, of_other_stages)
-            if shared
-            else attack_baseline()
-        )
-    curves = dict.fromkeys(("baseline", *stages), baseline) | of_other_stages()
-    if kept:
-        kept.put(name, curves, code)
-    return curves
-
-
-def _curves(outcome: Outcome, victim: Victim, measures: Measures) -> None:
-    """The test measure against steps and against compute, and the excess training loss."""
-    for stage, curve in outcome.curves.items():
-        prefix = f"{of_role('attack', victim.role)}/{outcome.name}"
-        steps = curve.steps.tolist()
-        measures.curve(f"{prefix}/{victim.task.measure_name}", steps, curve.test, stage)
-        measures.curve(f"{prefix}/compute", curve.flops.tolist(), curve.test, stage)
-        if curve.excess is not None:
-            measures.curve(f"{prefix}/excess", steps, curve.excess, stage)
-
-
-def _measure(outcome: Outcome, role: Role, measures: Measures) -> None:
-    """What one attack reached on every stage, and theta_I against the baseline."""
-    of = {"task": role, "attack": outcome.name}
-    for stage in outcome.curves:
-        _measure_stage(outcome, measures, stage=stage, **of)
-    if outcome.failed:
-        return
-    measures.put("gap", outcome.before.final - outcome.after.final, **of)
-    if outcome.at_chance or outcome.blind:
-        reason = "the attack stays at chance on the baseline too: it says nothing"
-        if not outcome.at_chance:
-            reason = "the attack finds nothing to learn from with theta_I: it guesses"
-        measures.miss(reason, "steps", "flops", "steps_ratio", **of)
-        return
-    steps = {}
-    for stage, curve in outcome.curves.items():
-        place = reached(curve, outcome.bar)
-        place = -1 if place is None else place  # an attack that never gets there counts with all its steps
-        steps[stage] = curve.steps[place].item()
-        measures.put("steps", steps[stage], stage=stage, **of)
-        measures.put("flops", curve.flops[place].item(), stage=stage, **of)
-    measures.put("steps_ratio", steps["immunized"] / steps["baseline"], **of)
-    for epochs, place in (outcome.before.epochs or {}).items():
-        # SGRC: the share of the baseline's test measure that immunization takes, after so many epochs of the attack
-        without, immunized = (curve.test[place].item() for curve in (outcome.before, outcome.after))
-        if without > 0:
-            measures.put(f"sgrc_{epochs}", (without - immunized) / without, **of)
-        else:
-            measures.miss("the attack gets nothing right with the baseline", f"sgrc_{epochs}", **of)
-    if outcome.attack.order is not None:
-        predicted = (outcome.after.kappa / outcome.before.kappa) ** outcome.attack.order
-        measures.put("steps_ratio_predicted", predicted, **of)
-
-
-def _measure_stage(outcome: Outcome, measures: Measures, stage: Stage, **of: Any) -> None:
-    """What one attack reached on one stage, whatever it reached on the others."""
-    curve, of = outcome.curves[stage], of | {"stage": stage}
-    if curve.setting is not None:
-        measures.put("setting", curve.setting, **of)
-    measures.put("diverged", bool(curve.diverged), **of)
-    if curve.kappa is not None:
-        measures.put("kappa", curve.kappa, **of)
-    if never_finite(curve):
-        reason = f"diverged at every {outcome.attack.setting_name} tried: {listed(curve.diverged)}"
-        measures.miss(reason, "final", "area", "steps", "flops", **of)
-        return
-    put_final(curve, measures, **of)
-    measures.put("area", curve.test.clamp(min=outcome.chance).mean().item(), **of)
-    for label, excess in EXCESSES.items() if curve.excess is not None else ():
-        if (place := first(curve.excess <= excess)) is None:
-            measures.miss(f"not within {curve.steps[-1]} steps", f"steps_to_{label}", **of)
-        else:
-            measures.put(f"steps_to_{label}", curve.steps[place].item(), **of)

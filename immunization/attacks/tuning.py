@@ -4,16 +4,16 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.flop_counter import FlopCounterMode
 
+from immunization.attacks.altered import BATCH, renew
 from immunization.attacks.probes import svd_flops
-from immunization.attacks.recipe import OPTIMIZERS, WHOLE, Budget, Recipe
-from immunization.attacks.renewed import renew
-from immunization.attacks.victim import BATCH
+from immunization.attacks.recipes import OPTIMIZERS, WHOLE, Budget, Recipe
 from immunization.data.task import Task
 from immunization.errors import DegenerateSpectrum
 from immunization.models.chain import Network, norms_of
@@ -43,17 +43,23 @@ ShouldStop = Callable[[list[float]], bool]
 
 @dataclass
 class Course:
-    """Measures of a training: `val` and `test` [T], the task's measure, after `steps` [T] mini-batches.
+    """Measures of a training at the T points of its budget, or up to where it was stopped.
 
-    Both are NaN from where it did not stay finite on, and end early where it was stopped. `spent`: operations.
-    `scores` [T, N] is what each test row adds to `test`.
+    `val` and `test` are the task's measure after `steps` [T] mini-batches, NaN from where it did not stay finite on.
+    `scores` [T, N] is what each test row adds to `test`. `spent`: operations.
     """
 
-    val: list[float]
-    test: list[float]
     steps: list[int]
     spent: float
+    val: list[float] = field(default_factory=list)
+    test: list[float] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
+
+    def extend(self, points: int, val: float, test: float, scores: Tensor) -> None:
+        """Add the same measures for so many points."""
+        self.val += [val] * points
+        self.test += [test] * points
+        self.scores += [scores] * points
 
 
 @dataclass
@@ -129,11 +135,24 @@ class Tuner:
         """Train a copy within the budget; `seed` draws batches, masks, the head's bias and what `adapt` adds."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            return self._train(recipe, budget, seed, should_stop)
+            cost, opened = self.step_cost(recipe, seed), self.open(recipe, seed)
+            due = budget.steps(opened.flops, cost)
+            course = Course(due, opened.flops if due[-1] >= 0 else 0.0)
+            training, taken, trained = self._steps(opened, recipe, due[-1], seed), 0, opened
+            for step in dict.fromkeys(due):
+                while taken < step:
+                    trained, taken = next(training), taken + 1
+                    course.spent += cost
+                knows = step > 0 or (step == 0 and opened.solved)
+                val, test, scores = self._measures(trained, recipe) if knows else self._guessing()
+                lost = math.isnan(val)  # for good
+                course.extend(len(due) - len(course.val) if lost else due.count(step), val, test, scores)
+                if should_stop(course.val) or lost:
+                    break
+        return course
 
-    def _train(self, recipe: Recipe, budget: Budget, seed: int, should_stop: ShouldStop) -> Course:
-        cost = self.step_cost(recipe, seed)
-        opened = self.open(recipe, seed)
+    def _steps(self, opened: Opened, recipe: Recipe, steps: int, seed: int) -> Iterator[Opened]:
+        """What is measured after each step: the copy as it is trained, or with the mean of its weights."""
         depths = opened.network.depths() if recipe.decay < 1 else {}
         groups: dict[int, list[nn.Parameter]] = {}
         for parameter in opened.parameters:
@@ -143,28 +162,23 @@ class Tuner:
             lr=recipe.rate,
             weight_decay=recipe.weight_decay,
         )
-        due = budget.steps(opened.flops, cost)
-        course, average = Course([], [], due, opened.flops if due[-1] >= 0 else 0.0), None
-        stopped = any(self._measured(course, step, opened, recipe) and should_stop(course.val) for step in (-1, 0))
-        for step, (x, y) in enumerate(self._batches(opened, recipe, due[-1], seed), 1):
-            if stopped or len(course.val) == len(due):
-                break
+        trained = nn.ModuleList([opened.network, opened.head])
+        average = None
+        for step, (x, y) in enumerate(self._batches(opened, recipe, steps, seed), 1):
             loss = self.loss(opened, recipe, x, y)
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(opened.parameters, NORM)
             for group in optimizer.param_groups:
-                group["lr"] = recipe.rate_at(step, due[-1]) * group["share"]
+                group["lr"] = recipe.rate_at(step, steps) * group["share"]
             optimizer.step()
-            course.spent += cost
-            measured = opened
-            if recipe.average and step > due[-1] // 2:
-                own = nn.ModuleList([opened.network, opened.head])
-                average = average or AveragedModel(own, use_buffers=True)  # of BatchNorm's, no pass is to be paid for
-                average.update_parameters(own)
-                measured = replace(opened, network=average.module[0], head=average.module[1])
-            stopped = self._measured(course, step, measured, recipe) and should_stop(course.val)
-        return course
+            if recipe.average and step > steps // 2:
+                average = average or AveragedModel(trained, use_buffers=True)  # of BatchNorm's, no pass is paid for
+                average.update_parameters(trained)
+                network, head = cast(tuple[Network, nn.Linear], average.module)
+                yield replace(opened, network=network, head=head)
+            else:
+                yield opened
 
     def step_cost(self, recipe: Recipe, seed: int = 0) -> float:
         """Operations of one mini-batch, forward and backward."""
@@ -193,7 +207,9 @@ class Tuner:
             nn.init.zeros_(head.weight)
             parameters, moving = self.adapt(network, recipe.part)
         network.requires_grad_(False)
-        parameters = [parameter.requires_grad_(True) for parameter in [*parameters, *head.parameters()]]
+        parameters = [*parameters, *head.parameters()]
+        for parameter in parameters:
+            parameter.requires_grad_(True)
         start = self._start(network, recipe)
         kept = self.activations(start, recipe.mirror) if start else None
         inputs = (kept, start) if kept else ([images], 0)
@@ -260,23 +276,23 @@ class Tuner:
         """
         sides = range(1 + recipe.mirror)
         train = torch.cat([opened.whole(opened.read, "train", bool(side)) for side in sides]).double()
-        val = opened.whole(opened.read, "val").double()
+        val, labels = opened.whole(opened.read, "val").double(), self.splits["val"][1]
         targets = self.task.targets(self.splits["train"][1]).repeat(len(sides), 1)
-        mean, middle = train.mean(0), targets.mean(0)
+        mean, mean_target = train.mean(0), targets.mean(0)
         with suppress(DegenerateSpectrum):
-            probe = Probe.of(train - mean, targets - middle)
+            probe = Probe.of(train - mean, targets - mean_target)
             ridges = torch.tensor(RIDGES).to(train) * probe.sigma[0] ** 2
-            weights = ridge_weights(probe.sigma, probe.vectors, probe.coefficients, ridges)
-            found = [(factor * w, factor * (middle - mean @ w)) for w in weights for factor in SHARPNESS]
-            labels = self.splits["val"][1]
-            losses = torch.stack([self.task.loss(val @ weight + bias, labels) for weight, bias in found])
-            weight, bias = found[int(losses.argmin())]
+            solved = ridge_weights(probe.sigma, probe.vectors, probe.coefficients, ridges)
+            heads = [(factor * w, factor * (mean_target - mean @ w)) for w in solved for factor in SHARPNESS]
+            losses = torch.stack([self.task.loss(val @ weight + bias, labels) for weight, bias in heads])
+            weight, bias = heads[int(losses.argmin())]
             opened.head.weight.copy_(weight.T)
             opened.head.bias.copy_(bias)
             opened.solved = True
 
     def _batches(self, opened: Opened, recipe: Recipe, steps: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        size, order, labels = recipe.batch_size, [], self.splits["train"][1]
+        size, labels = recipe.batch_size, self.splits["train"][1]
+        order: list[int] = []
         generator = torch.Generator().manual_seed(seed)
         for _ in range(steps):
             if len(order) < size:
@@ -302,30 +318,26 @@ class Tuner:
             taught = self.teacher(x, opened.start)
         return loss + (_unit(features) * features - _unit(taught) * taught).square().mean()
 
-    def _measured(self, course: Course, step: int, opened: Opened, recipe: Recipe) -> bool:
-        """Add the measures at every point of the course that is at `step`, if any; an untrained head guesses."""
-        place, due = len(course.val), course.steps
-        if place == len(due) or due[place] != step:
-            return False
-        val = test = self.task.chance
-        scores = torch.full((len(self.splits["test"][1]),), test, dtype=torch.float64)
-        if step > 0 or (step == 0 and opened.solved):
-            (val, _), (test, scores) = (self._held_out(opened, split, recipe) for split in ("val", "test"))
-        points = len(due) - place if math.isnan(val) else due.count(step)  # NaN is for good
-        course.val += [val] * points
-        course.test += [test if not math.isnan(val) else torch.nan] * points
-        course.scores += [scores] * points
-        return True
+    def _guessing(self) -> tuple[float, float, Tensor]:
+        """`_measures` of a head that is not trained."""
+        chance = self.task.chance
+        return chance, chance, torch.full((len(self.splits["test"][1]),), chance, dtype=torch.float64)
 
-    def _held_out(self, opened: Opened, split: str, recipe: Recipe) -> tuple[float, Tensor]:
-        """The task's measure, and what each row adds to it."""
-        labels = self.splits[split][1]
+    def _measures(self, opened: Opened, recipe: Recipe) -> tuple[float, float, Tensor]:
+        """The task's measure on validation and on test rows, and what each test row adds; NaN where it diverged."""
         opened.network.eval()
-        sides = [opened.whole(opened.logits, split, bool(side)) for side in range(1 + recipe.mirror)]
-        logits = torch.stack(sides).mean(0)
-        if not torch.isfinite(logits).all():
-            return torch.nan, torch.full((len(labels),), torch.nan, dtype=torch.float64)
-        return self.task.measure(logits, labels).item(), self.task.scores(logits, labels).cpu()
+        logits = {}
+        for split in ("val", "test"):
+            sides = [opened.whole(opened.logits, split, bool(side)) for side in range(1 + recipe.mirror)]
+            logits[split] = torch.stack(sides).mean(0)
+        val, test = (
+            self.task.measure(x, self.splits[split][1]).item() if torch.isfinite(x).all() else torch.nan
+            for split, x in logits.items()
+        )
+        scores = self.task.scores(logits["test"], self.splits["test"][1]).cpu()
+        if math.isnan(test):
+            scores.fill_(torch.nan)
+        return val, torch.nan if math.isnan(val) else test, scores
 
 
 def _unit(features: Tensor) -> Tensor:

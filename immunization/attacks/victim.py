@@ -3,25 +3,20 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from immunization.attacks.altered import BATCH, Precision, rounded
 from immunization.compute.machine import room
 from immunization.data.task import SPLITS, Split, Task
+from immunization.errors import Inapplicable
 from immunization.evaluation.comparison import Comparison, Once
-from immunization.models import Model
 from immunization.models.activations import take
+from immunization.models.base import Model
 from immunization.models.chain import Network
 from immunization.runs.records import Role, Stage
-
-Precision = Literal["float32", "bfloat16", "int8"]
-
-BATCH = 64
-"""Images of a batch."""
 
 INNER = 5
 """Of so many training rows of a class one takes the place of a validation row, where there are none."""
@@ -29,10 +24,6 @@ INNER = 5
 GIB = 2**30
 KEPT_IMAGES = 4
 """GiB of images that an attack on a net keeps in memory; on a GPU at most a quarter of what it has free."""
-
-
-class Inapplicable(Exception):
-    """An attack that does not exist for this model or these data; the message is the reason."""
 
 
 class Victim:
@@ -59,6 +50,7 @@ class Victim:
         if most is not None:
             self._take(self.task.few(most, seed=0))
         self.once = Once()  # also for what attacks keep of it
+        self.kept: dict[tuple[object, ...], dict[str, Tensor]] = {}
         self.stages: list[Stage] = ["immunized", "baseline"]
         if self._starts_elsewhere():
             self.stages.append("start")
@@ -69,8 +61,8 @@ class Victim:
         """Features [N, D] of one split of a task, the attacked one by default."""
         role = role or self.role
         if role == self.role and split in self._inner:
-            found = self._features(stage, "train", precision, role)
-            return found[self._inner[split].to(found.device)]
+            train = self._features(stage, "train", precision, role)
+            return train[self._inner[split].to(train.device)]
         return self._features(stage, split, precision, role)
 
     def _features(self, stage: Stage, split: str, precision: Precision | None, role: Role) -> Tensor:
@@ -91,8 +83,7 @@ class Victim:
         rest = torch.ones(len(train), dtype=torch.bool)
         rest[held] = False
         self._inner = {"train": rest.nonzero()[:, 0], "val": held}
-        parts = {split: _some(train, own) for split, own in self._inner.items()}
-        self.task = replace(self.task, **parts)
+        self.task = replace(self.task, train=_some(train, self._inner["train"]), val=_some(train, self._inner["val"]))
 
     def _take(self, rows: Tensor) -> None:
         """Leave only some training rows to the attacker."""
@@ -145,7 +136,8 @@ class Victim:
         else:
             network = self.model.network(self.start)
         if self.model.before is not None:
-            network.trained = self.once("changed", self._changed)
+            before = self.model.before
+            network.trained = self.once("changed", lambda: self._changed(before))
         return rounded(network, precision).to(next(network.parameters())).eval().requires_grad_(True)
 
     def same_outside(self, part: str) -> bool:
@@ -172,9 +164,9 @@ class Victim:
         """Whether theta_I is a net with the weights of the baseline, so that attacks need not be repeated."""
         return self.once("unchanged", lambda: self.same_outside("head"))
 
-    def _changed(self) -> list[str]:
+    def _changed(self, reference: Model) -> list[str]:
         """Modules of the net whose weights or statistics are not those of the net it is compared with, by name."""
-        after, before = (model.network().state_dict() for model in (self.model, self.model.before))
+        after, before = (model.network().state_dict() for model in (self.model, reference))
         own = [n for n, x in after.items() if n not in before or not torch.equal(x, before[n].to(x))]
         return list(dict.fromkeys(name.rpartition(".")[0] for name in own))
 
@@ -188,20 +180,22 @@ class Victim:
         """
         place = ("activations", stage, precision, start, rows)
         keys = [(*place, flipped) for flipped in range(1 + mirrored)]
-        if all(key in self.once for key in keys):
-            return [self.once[key] for key in keys]
-        images = {split: self.images(split, rows if split == "train" else None)[0] for split in SPLITS}
-        network = self.network(stage, precision)
-        with torch.no_grad():
-            one = network.before(images["train"][:1], start)
-        size = len(keys) * sum(map(len, images.values())) * one.numel() * one.itemsize
-        if size > (most := room(one.device, KEPT_IMAGES * GIB)):
-            return None
-        others = [key for key in self.once if key[0] == "activations" and key[:-1] != place]
-        if size + sum(x.nbytes for key in others for x in self.once[key].values()) > most:
-            for key in others:
-                del self.once[key]
-        return [self.once(key, partial(_before, network, start, images, bool(key[-1]))) for key in keys]
+        if not all(key in self.kept for key in keys):
+            images = {split: self.images(split, rows if split == "train" else None)[0] for split in SPLITS}
+            network = self.network(stage, precision)
+            with torch.no_grad():
+                one = network.before(images["train"][:1], start)
+            size = len(keys) * sum(map(len, images.values())) * one.numel() * one.itemsize
+            if size > (most := room(one.device, KEPT_IMAGES * GIB)):
+                return None
+            others = [key for key in self.kept if key[:-1] != place]
+            if size + sum(x.nbytes for key in others for x in self.kept[key].values()) > most:
+                for key in others:
+                    del self.kept[key]
+            for key in keys:
+                if key not in self.kept:
+                    self.kept[key] = _before(network, start, images, bool(key[-1]))
+        return [self.kept[key] for key in keys]
 
     def images(self, split: str, rows: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
         """Images [N, C, H, W], preprocessed for the net, and labels [N]: some rows of a split of the attacked task."""
@@ -258,22 +252,6 @@ def forward_flops(network: nn.Module, input_size: tuple[int, ...]) -> float:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         network(torch.zeros(1, *input_size).to(next(network.parameters())))
     return float(counter.get_total_flops())
-
-
-@torch.no_grad()
-def rounded(module: nn.Module, precision: Precision | None) -> nn.Module:
-    """`module` with its parameters rounded in place; int8 has one scale per tensor and leaves vectors as they are."""
-    for parameter in module.parameters() if precision else ():
-        parameter.copy_(round_to(parameter, precision))
-    return module
-
-
-def round_to(x: Tensor, precision: Precision) -> Tensor:
-    """The nearest values that `precision` holds, in the dtype of `x`."""
-    if precision != "int8":
-        return x.to(getattr(torch, precision)).to(x.dtype)
-    scale = x.abs().max() / 127
-    return x if x.ndim < 2 or not scale > 0 else (x / scale).round() * scale
 
 
 def require_held_out(task: Task) -> None:

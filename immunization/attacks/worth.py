@@ -17,18 +17,21 @@ The same holds of any part from a block to the end, with A_left for who has thet
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from immunization.attacks.base import AttackCurve
-from immunization.checks import AtLeastOne, Component
+from immunization.attacks.base import Attack, AttackCurve
 from immunization.evaluation.measures import Measures
-from immunization.runs.records import Role, of_role
+from immunization.runs.records import Role, Stage, of_role
+from immunization.runs.result import Curve
+
+Curves = Mapping[Stage, AttackCurve]
+"""Of one attacker by stage; those of a reference are of the baseline only."""
 
 LEVEL = 0.95
 """Of all intervals."""
@@ -50,25 +53,23 @@ class Draw:
     untouched: list[AttackCurve] = field(default_factory=list)
     partial: dict[str, list[AttackCurve]] = field(default_factory=dict)
 
-
-class Suite(Component, group="suite"):
-    """A numbered list of attackers, in result.json and on every page; rows of different versions are never compared.
-
-    Beside all of the attacker's images, worth is measured at each number of `images` of each class, with `draws` sets
-    of them; attackers who train a net have the first of these, which stands for all. `theta_0`: whether the attacker
-    can have the net as it was before immunization, too; where it is public no defense takes anything away. `benign`:
-    names of those who also learn the benign tasks, which shows what immunization costs honest users. `most`: images of
-    each class that attackers train on; None: all there are. Raises ConfigError.
-    """
-
-    option = "attack/common/suite"
-
-    version: str
-    images: Sequence[AtLeastOne]
-    draws: AtLeastOne
-    theta_0: Literal["secret", "public"]
-    benign: Sequence[str]
-    most: AtLeastOne | None
+    @classmethod
+    def of(cls, attacks: Mapping[str, Attack], curves: Mapping[str, Curves], untouched: Container[str]) -> Draw:
+        """Of those curves that say what each test row adds."""
+        draw = cls()
+        for name in sorted(curves, key=lambda name: attacks[name].reference):  # of equals, an attacker counts
+            attack, known = attacks[name], {s: curve for s, curve in curves[name].items() if curve.scores is not None}
+            before, after = ([known[stage]] if stage in known else [] for stage in ("baseline", "immunized"))
+            if not attack.reference:
+                draw.before += before
+                draw.after += after
+            elif not attack.partial:
+                draw.without += before
+            elif before:
+                draw.partial[name] = before
+            if name in untouched and (attack.partial or not attack.reference):
+                draw.untouched += before
+        return draw
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,16 @@ def worth(
     def share(other: Tensor | None) -> Estimate | None:
         return None if other is None or not value.low > 0 else _share(before - other, gain)
 
-    parts = {name: (scores.mean().item(), share(scores)) for name, scores in (partial or {}).items()}
-    means = (scores.mean().item() for scores in (before, after, without))
-    return Worth(*means, value, estimate(before - after), share(after), share(left), parts)
+    return Worth(
+        before.mean().item(),
+        after.mean().item(),
+        without.mean().item(),
+        value,
+        estimate(before - after),
+        share(after),
+        share(left),
+        {name: (scores.mean().item(), share(scores)) for name, scores in (partial or {}).items()},
+    )
 
 
 def _share(loss: Tensor, gain: Tensor) -> Estimate:
@@ -155,13 +163,13 @@ def estimate(scores: Tensor) -> Estimate:
 
 def best(curves: Iterable[AttackCurve], guess: Tensor, budget: float = math.inf) -> Tensor:
     """Scores [N] of test rows by the attacker who is best on validation rows within a budget; `guess` without one."""
-    top, found = -math.inf, guess
+    top, scores = -math.inf, guess
     for curve in curves:
         val = curve.val.where((curve.flops <= budget) & torch.isfinite(curve.val), -torch.inf)
         place = len(val) - 1 - int(val.flip(0).argmax())  # of equals, the one who has learned from most
-        if val[place] > top:
-            top, found = val[place].item(), curve.scores[place].to(guess)
-    return found
+        if val[place] > top and curve.scores is not None:
+            top, scores = val[place].item(), curve.scores[place].to(guess)
+    return scores
 
 
 def at(draws: Sequence[Draw], guess: Tensor, public: bool, budget: float = math.inf) -> Worth:
@@ -192,26 +200,40 @@ def budgets(draws: Sequence[Draw]) -> list[float]:
 def measure(
     draws: Sequence[Draw], guess: Tensor, images: int | None, role: Role, measures: Measures, public: bool = False
 ) -> None:
-    """Put what `Worth` holds of the task `role`, with `images` of each class (None: all), and its curves."""
+    """Put what `Worth` holds of the task `role`, with `images` of each class (None: all), and its curves.
+
+    `draws` without an attacker who has the model, or without any, are a reason for it to be missing.
+    """
+    if not any(draw.before for draw in draws):
+        reason, lost = "no attacker with the model ran", ("worth/lost",) if images is None else ()
+        if images is not None:
+            reason = f"no class of the harmful task has more than {images} training images"
+            reason = "no attacker takes so few images" if draws else reason
+        measures.miss(reason, "worth/theta_0", *lost, "worth/removed", task=role, images=images)
+        return
     put(at(draws, guess, public), measures, role, images)
     grid, group, few = budgets(draws), of_role("worth", role), "" if images is None else f"_{images}"
     steps = [at(draws, guess, public, budget) for budget in grid]
     for name in ("before", "after", "without"):
         measures.curves[f"{group}/{name}{few}"] = {"x": grid, "y": [getattr(step, name) for step in steps]}
-    known = [(budget, step.removed.value) for budget, step in zip(grid, steps, strict=True) if step.removed]
-    if known:
-        measures.curves[f"{group}/removed{few}"] = dict(zip("xy", map(list, zip(*known, strict=True)), strict=True))
+    removed: Curve = {"x": [], "y": []}
+    for budget, step in zip(grid, steps, strict=True):
+        if step.removed:
+            removed["x"].append(budget)
+            removed["y"].append(step.removed.value)
+    if removed["x"]:
+        measures.curves[f"{group}/removed{few}"] = removed
 
 
-def put(found: Worth, measures: Measures, role: Role, images: int | None = None) -> None:
+def put(worth: Worth, measures: Measures, role: Role, images: int | None = None) -> None:
     """Put best accuracies and shares; those that are unknown have a reason."""
-    of = {"task": role, "images": images}
+    of: dict[str, Any] = {"task": role, "images": images}
     for name in ("before", "after", "without"):
-        measures.put(f"worth/{name}", getattr(found, name), **of)
-    for name, (accuracy, _) in found.partial.items():
+        measures.put(f"worth/{name}", getattr(worth, name), **of)
+    for name, (accuracy, _) in worth.partial.items():
         measures.put(f"worth/partial_{name}", accuracy, **of)
-    shares = {"worth/theta_0": found.worth, "worth/lost": found.lost, "worth/removed": found.removed}
-    ceilings = {"worth": found.ceiling} | {f"partial_{name}": share for name, (_, share) in found.partial.items()}
+    shares = {"worth/theta_0": worth.worth, "worth/lost": worth.lost, "worth/removed": worth.removed}
+    ceilings = {"worth": worth.ceiling} | {f"partial_{name}": share for name, (_, share) in worth.partial.items()}
     # of one that is None nobody leaves a part aside, or `removed` has the reason
     shares |= {f"ceiling/{name}": share for name, share in ceilings.items() if share is not None}
     for name, share in shares.items():
@@ -219,14 +241,14 @@ def put(found: Worth, measures: Measures, role: Role, images: int | None = None)
             measures.put(name, share.value, low=share.low, high=share.high, **of)
             continue
         reason = (
-            f"with theta_0 the best attacker has {found.before:.3f}, without the model {found.without:.3f}: what "
+            f"with theta_0 the best attacker has {worth.before:.3f}, without the model {worth.without:.3f}: what "
             "the model is worth cannot be told from 0, and no defense of it can be measured"
         )
         measures.miss(reason, name, low=math.nan, high=math.nan, **of)
         if images is None:
             measures.flag(of_role("worth_undetermined", role), reason)
-    if found.ceiling and found.ceiling.low > 0:
-        measures.put("ceiling/worth_attained", found.removed.value / found.ceiling.value, **of)
-    elif found.ceiling:
+    if worth.ceiling and worth.removed and worth.ceiling.low > 0:
+        measures.put("ceiling/worth_attained", worth.removed.value / worth.ceiling.value, **of)
+    elif worth.ceiling:
         reason = "what stands before the immunized part serves as well as the whole net"
         measures.miss(reason, "ceiling/worth_attained", **of)

@@ -6,7 +6,7 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
-from immunization.attacks.numbered import changes
+from immunization.attacks.suite import changes
 from immunization.config import CONF, build, compose
 from immunization.errors import ConfigError
 from immunization.runs.interpretation import SUITES as NUMBERS

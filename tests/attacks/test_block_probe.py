@@ -31,10 +31,11 @@ from immunization.attacks import (
     RandomNet,
     RawInputs,
     TileProbe,
-    block_probe,
+    readings,
     run_attacks,
 )
-from immunization.attacks.block_probe import Fit, Reading, fewer, nested
+from immunization.attacks.altered import renew
+from immunization.attacks.blocks import block_outputs, prefix_flops
 from immunization.attacks.kernels import Kernel, Rule, probabilities
 from immunization.attacks.pooling import (
     INSIDE,
@@ -49,9 +50,8 @@ from immunization.attacks.pooling import (
     cut,
     outputs_of,
     poolings,
-    prefix_flops,
 )
-from immunization.attacks.renewed import renew
+from immunization.attacks.readings import Fit, Fitter, Reading, fewer, nested
 from immunization.attacks.victim import images_of
 from immunization.data.task import SPLITS, Split, Task
 from immunization.errors import ConfigError
@@ -122,7 +122,7 @@ def test_discriminants_are_those_of_the_scatter_within_classes(sizes, dim):
 
 @pytest.mark.parametrize("images", [1, 0])
 def test_a_class_of_one_training_image_or_none_is_no_obstacle(images, monkeypatch):
-    monkeypatch.setattr(block_probe, "SEARCHED", 8)
+    monkeypatch.setattr(readings, "SEARCHED", 8)
     counts = {"train": [6, images, 6, 6], "val": [4] * 4, "test": [4] * 4}
     labels = {split: torch.arange(4).repeat_interleave(torch.tensor(n)) for split, n in counts.items()}
     read = {split: gaussian(len(y), 9, seed=1) + 4 * torch.eye(4, 9)[y] for split, y in labels.items()}
@@ -233,8 +233,8 @@ def test_second_order_pooling_is_the_root_of_the_covariance(shape):
 
 
 def test_what_was_found_with_few_images_is_not_searched_again(colors, monkeypatch):
-    victim, seen, real = untouched(colors), [], BlockProbe._search
-    monkeypatch.setattr(BlockProbe, "_search", lambda self, *args: seen.append(len(args[2])) or real(self, *args))
+    victim, seen, real = untouched(colors), [], readings.compared
+    monkeypatch.setattr(readings, "compared", lambda fitter: seen.append(len(fitter.rows)) or real(fitter))
     few = quick()
     alone = few.run(untouched(colors), "baseline")
     quick(samples=None).run(victim, "baseline")
@@ -319,7 +319,7 @@ def test_who_has_a_part_of_theta_0_is_no_attacker_without_the_model(colors):
 def test_a_search_pays_for_what_it_tried_on_fewer_images(colors, monkeypatch):
     attack, victim = quick(samples=None), untouched(colors)
     whole = attack.run(untouched(colors), "baseline").others
-    monkeypatch.setattr(block_probe, "SEARCHED", 15)
+    monkeypatch.setattr(readings, "SEARCHED", 15)
     curve = attack.run(victim, "baseline")
     assert 0 < curve.others < whole
     assert curve.flops[-1] + curve.others > victim.flops_per_row("baseline") * len(victim.task.train)
@@ -328,12 +328,12 @@ def test_a_search_pays_for_what_it_tried_on_fewer_images(colors, monkeypatch):
 def test_with_many_images_the_readings_that_were_best_on_fewer_are_compared_again(colors, monkeypatch):
     attack, victim = quick(samples=None, mirrored=True), untouched(colors)
     outputs, rows = attack.read(victim, "baseline"), torch.arange(len(victim.task.train))
-    monkeypatch.setattr(block_probe, "SEARCHED", 15)
-    found, _ = attack._search(victim.task, outputs, rows, ())
-    best = block_probe.best_readings(found)
-    assert len(best) == block_probe.CANDIDATES
+    monkeypatch.setattr(readings, "SEARCHED", 15)
+    found, _ = readings.searched(victim.task, outputs, rows, RIDGES, ())
+    best = readings.best_readings(found)
+    assert len(best) == readings.CANDIDATES
     assert {fit.reading.views for fit in found} == {1, 2}
-    again, cost = attack._search(victim.task, outputs, rows, best)
+    again, cost = readings.searched(victim.task, outputs, rows, RIDGES, best)
     assert Counter(fit.reading for fit in again) == Counter(fit.reading for fit in found)
     assert cost == sum(fit.flops for fit in again)
 
@@ -348,10 +348,10 @@ def test_predictions_that_complement_each_other_are_averaged(colors):
         for name, x in zip("ab", halves, strict=True)
     ]
     outputs = Outputs({}, [{"a": 1.0, "b": 3.0}])
-    blend = block_probe.blended(task, outputs, torch.arange(6), fits)
+    blend = readings.blended(task, outputs, torch.arange(6), fits)
     assert [fit.val for fit in fits] == [0.5, 0.5]
     assert blend.val == 1.0
-    assert [reading["weight"] for reading in blend.found] == [0.5, 0.5]
+    assert [reading["weight"] for reading in blend.described] == [0.5, 0.5]
     assert blend.flops == 6 * 3 + 20
 
 
@@ -466,9 +466,7 @@ def test_blocks_come_as_they_run_and_those_without_a_tensor_are_left_out():
     outputs = outputs_of(network, {"train": x, "val": x, "test": x}, mirrored=False)
     assert outputs.blocks == ["first", "second"]
     assert_close(outputs.columns("second", "average", "test")[0], network(x))
-    with network.whole.watched() as seen:
-        network(x)
-    assert list(seen) == ["first", "second"]
+    assert list(block_outputs(network, x, lambda *_: None)) == ["first", "second"]
     assert not any(module._forward_hooks for module in network.modules())
 
 
@@ -553,8 +551,8 @@ def test_without_validation_images_the_attacker_holds_back_training_images(tmp_p
 
 def test_readings_are_tried_in_one_order(colors, monkeypatch):
     """Of equals the first is chosen: an order that changes from process to process would change the figures."""
-    real, seen = BlockProbe._fit, []
-    monkeypatch.setattr(BlockProbe, "_fit", lambda self, *args: seen.append(args[2]) or real(self, *args))
+    real, seen = Fitter.fit, []
+    monkeypatch.setattr(Fitter, "fit", lambda self, *args: seen.append(args[0]) or real(self, *args))
     quick().run(untouched(colors), "baseline")
     varied = [reading for reading in seen if reading.root or reading.radial]
     ways = [(True, False), (False, True), (True, True)]
@@ -579,12 +577,11 @@ def test_layers_inside_of_blocks_are_read_side_by_side(colors):
     assert [block for block in more.blocks if not block.endswith(INSIDE)] == plain.blocks
     for part, found in plain.parts.items():
         assert_close(more.parts[part], found)
-    with network.whole.watched(None, lambda x, *_: x.mean((2, 3))) as seen, torch.no_grad():
-        network(x)
+    seen = block_outputs(network, x, lambda *_: None, lambda x, *_: x.mean((2, 3)))
     layers = [mean for name, mean in seen.items() if name.startswith("layer2.0/")]
     assert len(layers) > 2
     assert_close(more.parts["layer2.0" + INSIDE, "average"]["test"][0], torch.cat(layers, 1).float())
-    assert not any("bn" in name for name in seen)
+    assert not any("bn" in name.partition("/")[2] for name in seen)
 
 
 def test_the_layer_probe_reads_them(colors):

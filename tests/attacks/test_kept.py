@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ from immunization.attacks import (
     WhitenedProbe,
     run_attacks,
 )
-from immunization.attacks.kept import KeptBaselines, read_curves
+from immunization.attacks.kept import read_curves
 from immunization.compute.keys import PACKAGE
 from immunization.config import compose
 from immunization.errors import ConfigError
@@ -99,7 +100,7 @@ def test_a_killed_audit_goes_on_with_the_next_attack(tmp_path, ran):
         run(AUDIT, folder=folder)
 
     child = in_a_child(hangs_in_the_third)
-    wait_for(lambda: kept.exists() and b"whitened_probe" in kept.read_bytes())
+    wait_for(lambda: kept.exists() and b"immunized/whitened_probe" in kept.read_bytes())
     os.kill(child, signal.SIGKILL)
     assert ended(child) == -signal.SIGKILL
     assert not (folder / "result.json").exists()
@@ -159,14 +160,19 @@ def test_a_curve_comes_back_as_it_was(tmp_path):
         **{"epochs": {1: 0, 3: 1}, "finals": (0.25, 0.5), "scores": gaussian(2, 11, seed=0) > 0},
     )
     victim = victim_of(torch.eye(4, dtype=torch.float64))
-    KeptCurves(tmp_path / ATTACKS, {"it": {}}, victim).put("it", {"immunized": curve})
-    back = KeptCurves(tmp_path / ATTACKS, {"it": {}}, victim).get("it")["immunized"]
+    attack, other = LinearProbe(), AttackCurve.of_guessing(victim.task)
+
+    def kept(name, run):
+        return KeptCurves(tmp_path / ATTACKS, {"it": {}, "other": {}}, victim)(name, attack, "immunized", run)
+
+    kept("it", lambda: curve)
+    back = kept("it", lambda: pytest.fail("it is kept"))
     for name, value in vars(curve).items():
         if isinstance(value, Tensor):
             torch.testing.assert_close(getattr(back, name), value, rtol=0, atol=0, equal_nan=True)
         else:
             assert getattr(back, name) == value
-    assert KeptCurves(tmp_path / ATTACKS, {"it": {}, "other": {}}, victim).get("other") is None
+    assert kept("other", lambda: other) is other
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[:-9], lambda content: b"", lambda content: content[::-1]])
@@ -261,13 +267,18 @@ def test_a_resumed_audit_takes_nothing_that_other_code_measured(tmp_path, monkey
         assert bool(stages) is attacked_again
 
 
+def shared(root: Path, victim: Victim) -> list[tuple[Path, str]]:
+    """Where curves of its baseline are kept for other runs and machines."""
+    return KeptCurves(root / ATTACKS, {}, victim, root / "kept", root / "published.safetensors").shared
+
+
 def test_a_kept_baseline_is_of_one_trained_part(tmp_path):
     """An attack on what was trained is another one where another part was, also behind the same weights."""
     images = victims.colored_pair(tmp_path)
     some = [
         victims.net_victim(images, lambda model: None, "test_resnet", part) for part in ("layer4", "layer4", "layer3")
     ]
-    keys = [KeptBaselines(tmp_path / "kept", tmp_path / "published.safetensors", {}, victim).places for victim in some]
+    keys = [shared(tmp_path, victim) for victim in some]
     assert keys[0] == keys[1] == keys[2]
     for attack in (FineTune(scope="trained"), FrozenBlocks()):
         beside = [attack.beside(victim) for victim in some]
@@ -278,9 +289,7 @@ def test_a_kept_baseline_is_of_one_trained_part(tmp_path):
 def test_a_map_behind_the_features_is_none_of_the_baseline(tmp_path):
     images = victims.colored_pair(tmp_path)
     some = [victims.net_victim(images, lambda model: None, "test_resnet", part) for part in ("fold", "layer4")]
-    fold, layer4 = (
-        KeptBaselines(tmp_path / "kept", tmp_path / "published.safetensors", {}, victim).places for victim in some
-    )
+    fold, layer4 = (shared(tmp_path, victim) for victim in some)
     assert fold == layer4
     for attack in (BlockProbe(), ClosedFormProbe(), FineTune(scope="trained")):
         fold, layer4 = (attack.beside(victim) for victim in some)
@@ -298,9 +307,10 @@ def test_published_curves_hold_for_every_machine_and_one_suite_net_and_set_of_im
             attacked.append(True)
             return attack.run(victim, "baseline")
 
-        baselines = KeptBaselines(None, root, {"it": {}}, victim, version)
-        baselines("it", (), run)
-        assert baselines.made_by == {"it": "here"}
+        path = tmp_path / f"{len(list(tmp_path.glob('*.own')))}.own"
+        kept = KeptCurves(path, {"it": {}}, victim, published=root, version=version)
+        kept("it", attack, "baseline", run)
+        assert kept.makers == {"here"}
         return bool(attacked)
 
     monkeypatch.setattr("immunization.runs.environment.maker", lambda device: "here")
@@ -330,12 +340,14 @@ def test_published_curves_are_what_this_code_measures(path, data_dir, tmp_path):
     parts = assemble(experiment)
     model = parts.model.for_measurement()
     victim = Victim(model, Comparison(parts.pair, model, parts.start), parts.start)
-    published = KeptBaselines(None, path, experiment.settings["attack"], victim, experiment.suite.version)
+    version = experiment.suite.version
+    published = KeptCurves(tmp_path / "own", experiment.settings["attack"], victim, published=path, version=version)
     for name, samples, draw in (("closed_form_probe", 10, 0), ("whitened_probe", 20, 4), ("neighbours", 5, 1)):
         attack = experiment.attack[name]
         attack.samples, attack.seed = samples, draw
         curve = attack.run(victim, "baseline")
-        kept = published(f"{name}@{samples}.{draw}", attack.beside(victim), lambda: pytest.fail("it is not published"))
+        missing = partial(pytest.fail, "it is not published")
+        kept = published(f"{name}@{samples}.{draw}", attack, "baseline", missing)
         torch.testing.assert_close(kept.flops, curve.flops)
         torch.testing.assert_close(kept.test, curve.test, rtol=0, atol=0.01)
         assert (kept.scores != curve.scores).double().mean() < 0.01

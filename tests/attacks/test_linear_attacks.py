@@ -21,7 +21,7 @@ from immunization.attacks import (
     WhitenedProbe,
     run_attacks,
 )
-from immunization.attacks.victim import round_to
+from immunization.attacks.altered import round_to
 from immunization.config import build, compose
 from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError

@@ -9,7 +9,7 @@ from immunization.attacks import (
     LoRA,
     Undo,
     Victim,
-    network,
+    finetune,
     run_attacks,
 )
 from immunization.evaluation import Comparison
@@ -112,7 +112,7 @@ def test_a_rate_that_cannot_win_any_more_is_stopped(net, monkeypatch):
     attack = FineTune(scope="last", optimizer="adamw", rates=[1e-8, 1e-2, 1e-7], steps=16, batch_size=24)
     attack.settings = [1e-8, 1e-2, 1e-7]
     stopped = attack.run(net, "baseline")
-    monkeypatch.setattr(network, "_hopeless", lambda *_: lambda val: False)
+    monkeypatch.setattr(finetune, "_hopeless", lambda *_: lambda val: False)
     whole = attack.run(net, "baseline")
     assert whole.setting == stopped.setting == 1e-2
     assert torch.equal(whole.val, stopped.val)

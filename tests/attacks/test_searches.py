@@ -12,12 +12,11 @@ from torch import nn
 
 from immunization import run
 from immunization.attacks import FineTune, KeptCurves, LoRA, Scratch, run_attacks
+from immunization.attacks.altered import redrawn
 from immunization.attacks.base import areas
-from immunization.attacks.recipe import Budget, Recipe
+from immunization.attacks.recipes import Budget, Recipe
 from immunization.attacks.tuning import Tuner
-from immunization.attacks.victim import Inapplicable
-from immunization.attacks.without import redrawn
-from immunization.errors import ConfigError
+from immunization.errors import ConfigError, Inapplicable
 from immunization.models.chain import Network
 from immunization.runs.interpretation import attack_names
 

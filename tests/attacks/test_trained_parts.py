@@ -23,13 +23,13 @@ from immunization.attacks import (
     Pruned,
     Scratch,
     Victim,
-    recipe,
+    recipes,
     tuning,
     victim,
 )
-from immunization.attacks.recipe import Budget, Recipe
+from immunization.attacks.altered import redrawn
+from immunization.attacks.recipes import Budget, Recipe
 from immunization.attacks.tuning import Tuner
-from immunization.attacks.without import redrawn
 from immunization.errors import ConfigError
 
 pytestmark = pytest.mark.trains
@@ -120,8 +120,7 @@ def test_what_does_not_fit_is_passed_again_and_paid_for_once(resnet, monkeypatch
     attack = FineTune(scope="layer4", rates=[0.01], steps=2, batch_size=12)
     kept = attack.run(resnet, "immunized")
     assert tuner_of(resnet).open(PLAIN, 0).start > 0
-    for key in [key for key in resnet.once if key[0] == "activations"]:
-        del resnet.once[key]
+    resnet.kept.clear()
     monkeypatch.setattr(victim, "KEPT_IMAGES", 1e-6)
     assert tuner_of(resnet).open(PLAIN, 0).start == 0
     assert torch.equal(attack.run(resnet, "immunized").flops, kept.flops)
@@ -172,15 +171,13 @@ def test_a_layer_scaled_against_one_recipe_is_found_by_another(colors):
 @pytest.fixture
 def heads(monkeypatch) -> list:
     """Weights of the head at every step that is measured."""
-    seen, measured = [], Tuner._measured
+    seen, measures = [], Tuner._measures
 
-    def spied(self, course, step, opened, recipe):
-        if measured(self, course, step, opened, recipe):
-            seen.append(opened.head.weight.detach().clone())
-            return True
-        return False
+    def spied(self, opened, recipe):
+        seen.append(opened.head.weight.detach().clone())
+        return measures(self, opened, recipe)
 
-    monkeypatch.setattr(Tuner, "_measured", spied)
+    monkeypatch.setattr(Tuner, "_measures", spied)
     return seen
 
 
@@ -234,7 +231,7 @@ def test_earlier_blocks_have_smaller_rates(resnet, monkeypatch):
         made.append(torch.optim.SGD(groups, **options))
         return made[-1]
 
-    monkeypatch.setitem(recipe.OPTIMIZERS, "sgd", optimizer)
+    monkeypatch.setitem(recipes.OPTIMIZERS, "sgd", optimizer)
     own = tuner_of(resnet)
     own.train(replace(PLAIN, part="full", decay=0.5), Budget([1], own.step_cost(replace(PLAIN, part="full"))), 0)
     shares = [group["share"] for group in made[0].param_groups]

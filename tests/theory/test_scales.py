@@ -5,9 +5,10 @@ import torch
 from helpers.matrices import gaussian, with_spectrum
 from torch.testing import assert_close
 
+from immunization.attacks.base import Rows
 from immunization.attacks.kernels import Kernel, Rule
 from immunization.attacks.least_squares import LeastSquares
-from immunization.attacks.neighbours import _unit
+from immunization.attacks.predictors import unit_rows
 from immunization.data.task import Split, Task
 from immunization.evaluation import selectivity
 from immunization.theory import optimal_map, regularizers, spectrum
@@ -27,7 +28,7 @@ def probe(x):
 
 def least_squares(x):
     half = Split(torch.zeros(20, 4), LABELS)
-    return LeastSquares.of(Task("t", half, half, half, classes=3), x, LABELS, x, x, 0.0)
+    return LeastSquares.of(Task("t", half, half, half, classes=3), Rows(x, LABELS, x, x, 0.0))
 
 
 def kernel(x):
@@ -78,7 +79,7 @@ INVARIANT = {
     "selectivity": forgotten,
     "attackers' least squares": lambda x: least_squares(x).val,
     "attackers' kernels": kernel,
-    "attackers' neighbours": _unit,
+    "attackers' neighbours": unit_rows,
 }
 
 

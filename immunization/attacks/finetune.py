@@ -1,4 +1,4 @@
-"""Attacks that train the net itself on harmful images, beside a fresh head: fine-tuning and LoRA."""
+"""Attacks that train the net itself beside a fresh head: fine-tuning, LoRA, of a pruned part, or of one drawn anew."""
 
 import math
 import re
@@ -9,19 +9,19 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune
 
+from immunization.attacks.altered import pruned, redrawn
 from immunization.attacks.base import Attack, AttackCurve, areas, step_grid
-from immunization.attacks.recipe import WEIGHT_DECAY, WHOLE, Budget, Optimizer, Recipe, Schedule
-from immunization.attacks.replay import read_recipes
+from immunization.attacks.recipes import WEIGHT_DECAY, WHOLE, Budget, Optimizer, Recipe, Schedule, read_recipes
 from immunization.attacks.search import require_optuna, search
 from immunization.attacks.tuning import Course, ShouldStop, Tuner
-from immunization.attacks.victim import Inapplicable, Stage, Victim
+from immunization.attacks.victim import Victim
 from immunization.checks import AtLeastOne, AtLeastTwo, Fraction, Share
 from immunization.data.task import MARGIN
-from immunization.errors import ConfigError
-from immunization.models import Model
+from immunization.errors import ConfigError, Inapplicable
+from immunization.models.base import Model
 from immunization.models.chain import Network
+from immunization.runs.records import Stage
 
 OWN = ("schedule", "head_first", "decay", "average", "mirror", "smoothing")
 """Settings of a recipe that are options of an attack."""
@@ -132,7 +132,7 @@ class FineTune(Attack):
         activations = partial(victim.activations, stage, self.precision, rows)
         network, teacher = partial(self.network, victim, stage), self.teacher(victim, stage)
         tuner = Tuner(victim.task, splits, network, self.adapt, activations, teacher)
-        marks = {epochs: math.ceil(epochs * tuner.rows / self.batch_size) for epochs in self.epochs}
+        marks = {epochs: math.ceil(epochs * tuner.rows / self.batch_size) for epochs in self.epochs or ()}
         steps = max(marks.values(), default=self.steps)
         grid = sorted({*step_grid(steps, per_octave=1), *marks.values()})
         recipe = self.recipe(self.settings[0])
@@ -152,50 +152,43 @@ class FineTune(Attack):
         A rate that cannot become the best any more is stopped, and keeps its last measures.
         """
         made: dict[float, Course] = {}
-        middle = self.settings[len(self.settings) // 2]
+        middle, points = self.settings[len(self.settings) // 2], len(budget.grid)
         for rate in (middle, *(rate for rate in self.settings if rate != middle)):
-            hopeless = _hopeless(made.values(), len(budget.grid), tuner.task.chance)
+            hopeless = _hopeless(made.values(), points, tuner.task.chance)
             course = made[rate] = tuner.train(self.recipe(rate), budget, self.seed, hopeless)
-            for measures in (course.val, course.test, course.scores):
-                measures += [measures[-1]] * (len(budget.grid) - len(measures))
+            course.extend(points - len(course.val), course.val[-1], course.test[-1], course.scores[-1])
         courses = [made[rate] for rate in self.settings]
-        val, test = (_stacked([getattr(course, split) for course in courses]) for split in ("val", "test"))
-        scores = torch.stack([torch.stack(course.scores) for course in courses])
+        val, test, scores = _stacked(courses)
         curve = self.choose(budget.grid, budget.flops, val, test, tuner.task.chance, scores=scores)
-        spent = [course.spent - budget.start for course in courses]
-        curve.others = sum(spent) - spent[self.settings.index(curve.setting)]
+        spent = {rate: course.spent - budget.start for rate, course in made.items()}
+        curve.others = sum(cost for rate, cost in spent.items() if rate != curve.setting)
         return curve
 
     def _searched(self, tuner: Tuner, budget: Budget, stage: Stage) -> AttackCurve:
         """The recipe that was found or replayed, with the seed that is best on the validation split."""
-        if self.replayed:
-            if stage not in self.replayed:
-                raise ConfigError(f"{self.group}.replay={self.replay} holds no settings for the stage {stage}")
+        if self.search:
+            best = search(tuner, budget, self.known_recipes(), self.parts, self.search, self.seed)
+            recipe, facts, courses = best.recipe, best.facts, [best.course]
+            others = best.spent - best.course.spent
+        elif stage in self.replayed:
             recipe, facts, others = self.replayed[stage], {}, 0.0
             courses = [tuner.train(recipe, budget, self.seed)]
         else:
-            found = search(tuner, budget, self.known_recipes(), self.parts, self.search, self.seed)
-            recipe, facts, courses = found.recipe, found.facts, [found.course]
-            others = found.spent - found.course.spent
+            raise ConfigError(f"{self.group}.replay={self.replay} holds no settings for the stage {stage}")
         courses += [tuner.train(recipe, budget, self.seed + i) for i in range(1, self.seeds)]
-        val, test = (_stacked([getattr(course, split) for course in courses]) for split in ("val", "test"))
+        val, test, scores = _stacked(courses)
         area = areas(val, tuner.task.chance)
-        curves = [
-            AttackCurve(
-                torch.tensor(budget.grid),
-                budget.flops,
-                *measures,
-                setting=recipe.rate,
-                diverged=() if torch.isfinite(area).any() else (recipe.rate,),
-                found={"recipe": asdict(recipe), "steps": courses[0].steps[-1]} | facts,
-                scores=torch.stack(course.scores),
-                others=others + sum(each.spent for each in courses if each is not course),
-            )
-            for course, *measures in zip(courses, val, test, strict=True)
-        ]
-        best = curves[int(area.argmax())]
-        best.finals = tuple(curve.final for curve, finite in zip(curves, torch.isfinite(area), strict=True) if finite)
-        return best
+        curves = [AttackCurve(torch.tensor(budget.grid), budget.flops, *own) for own in zip(val, test, strict=True)]
+        best_seed, finite = int(area.argmax()), torch.isfinite(area)
+        return replace(
+            curves[best_seed],
+            setting=recipe.rate,
+            diverged=() if finite.any() else (recipe.rate,),
+            found={"recipe": asdict(recipe), "steps": courses[0].steps[-1]} | facts,
+            finals=tuple(curve.final for curve, sound in zip(curves, finite, strict=True) if sound),
+            scores=scores[best_seed],
+            others=others + sum(course.spent for course in courses if course is not courses[best_seed]),
+        )
 
 
 class Pruned(FineTune, group="attack.pruned"):
@@ -207,15 +200,45 @@ class Pruned(FineTune, group="attack.pruned"):
     pruned: Fraction
 
     def network(self, victim: Victim, stage: Stage, part: str) -> Network:
-        network = super().network(victim, stage, part)
-        layers = (layer for module in network.part(part) for layer in module.modules())
-        for layer in layers:
-            for name in [name for name, weight in layer.named_parameters(recurse=False) if weight.ndim > 1]:
-                weight = getattr(layer, name)
-                weight.data = weight.data.contiguous()  # a folded map's is not, and prune reads a view
-                prune.l1_unstructured(layer, name, self.pruned)
-                prune.remove(layer, name)
-        return network
+        return pruned(super().network(victim, stage, part), part, self.pruned)
+
+
+class FreshPart(FineTune, group="attack.fresh_part"):
+    """A part of the net drawn anew, and then trained, behind what stands before it: nothing of the part is used."""
+
+    def trains_all(self, victim: Victim) -> bool:
+        return False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (self.scope,)
+
+    def untouched(self, victim: Victim) -> bool:
+        return victim.same_outside(self.scope)
+
+    def network(self, victim: Victim, stage: Stage, part: str) -> Network:
+        return redrawn(super().network(victim, stage, part), part)
+
+
+class Distilled(FreshPart, group="attack.distilled"):
+    """`FreshPart`, which learns the features of the net as it was, beside the labels.
+
+    So it takes over what the part can still do, and none of the weights that make it hard to train.
+    """
+
+    def untouched(self, victim: Victim) -> bool:
+        return False
+
+    def teacher(self, victim: Victim, stage: Stage) -> Network:
+        return victim.network(stage, self.precision)
+
+
+class Scratch(FreshPart, group="attack.scratch"):
+    """The net's architecture from random weights, trained as `FineTune` trains the whole net."""
+
+    reference = True
+
+    scope = "full"
 
 
 class LoRA(FineTune, group="attack.lora"):
@@ -256,7 +279,7 @@ def _hopeless(courses: Collection[Course], points: int, floor: float) -> ShouldS
     """Whether a course that was MARGIN above the best one, from here on and at its best, would still be behind it."""
     if not courses:
         return lambda val: False
-    val = _stacked([course.val for course in courses])
+    val = torch.tensor([course.val for course in courses], dtype=torch.float64)
     best = areas(val, floor)
     most, top = val[best.argmax()].max().item() + MARGIN, best.max().item()
 
@@ -266,5 +289,7 @@ def _hopeless(courses: Collection[Course], points: int, floor: float) -> ShouldS
     return should_stop
 
 
-def _stacked(rows: list[list[float]]) -> Tensor:
-    return torch.tensor(rows, dtype=torch.float64)
+def _stacked(courses: Sequence[Course]) -> tuple[Tensor, Tensor, Tensor]:
+    """`val` and `test` [courses, T] and `scores` [courses, T, N]."""
+    val, test = (torch.tensor([getattr(c, split) for c in courses], dtype=torch.float64) for split in ("val", "test"))
+    return val, test, torch.stack([torch.stack(course.scores) for course in courses])

@@ -1,15 +1,20 @@
-"""The settings of one fine-tuning, whether they are fixed, searched or read from a file, and what it may spend."""
+"""The settings of one fine-tuning, whether they are fixed, searched for or read from a file, and what it may spend."""
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from immunization.checks import AtLeastTwo, Fraction, NonNegative, Share
+from immunization.attacks.base import AttackCurve
+from immunization.checks import AtLeastTwo, Fraction, NonNegative, Share, check_arguments
+from immunization.errors import ConfigError
+from immunization.runs.records import Stage
 
 Optimizer = Literal["sgd", "adamw"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -18,7 +23,10 @@ Norms = Literal["train", "eval"]
 WHOLE = ("head", "last", "full")
 """Parts with which every step passes the whole net; with others, what stands before them is passed once."""
 
-OPTIMIZERS = {"sgd": partial(torch.optim.SGD, momentum=0.9), "adamw": torch.optim.AdamW}
+OPTIMIZERS: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+    "adamw": torch.optim.AdamW,
+}
 
 WEIGHT_DECAY: dict[Optimizer, float] = {"sgd": 0.0, "adamw": 0.01}
 """The fixed grids': torch's defaults."""
@@ -82,3 +90,38 @@ class Budget:
     def steps(self, start: float, cost: float) -> list[int]:
         """Steps [T] of `cost` operations that they pay for, when `start` are spent before; -1: not even these."""
         return [max(-1, math.floor((self.start + step * self.unit - start) / cost + 1e-9)) for step in self.grid]
+
+
+def found_settings(kind: str, curves: Mapping[Stage, AttackCurve]) -> dict[str, Any] | None:
+    """The settings found for each stage, and what they reach with each seed; None where nothing was searched for."""
+    settings = {
+        str(stage): curve.found | {"validation": curve.val.max().item(), "finals": list(curve.finals)}
+        for stage, curve in curves.items()
+        if curve.found is not None
+    }
+    return {"attack": kind, **settings} if settings else None
+
+
+def read_recipes(path: str, kind: str, parts: Sequence[str]) -> dict[str, Recipe]:
+    """Recipes by stage from a file that an attack of class `kind` wrote; raises ConfigError for any other."""
+    try:
+        content = json.loads(Path(path).expanduser().read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"attack.*.replay={path} cannot be read: {error}") from error
+    if not isinstance(content, dict) or "attack" not in content or len(content) < 2:
+        raise ConfigError(f"attack.*.replay={path} holds no settings; give the attack_<name>.json of a search")
+    if content["attack"] != kind:
+        raise ConfigError(f"attack.*.replay={path} holds settings of {content['attack']}, and not of {kind}")
+    return {stage: _recipe(settings, path, parts) for stage, settings in content.items() if stage != "attack"}
+
+
+def _recipe(settings: object, path: str, parts: Sequence[str]) -> Recipe:
+    options = settings.get("recipe") if isinstance(settings, dict) else None
+    try:
+        check_arguments(Recipe, options or {}, f"attack.*.replay={path}: recipe")
+        recipe = Recipe(**(options or {}))
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"attack.*.replay={path}: {error}; it was edited, or written by another version") from error
+    if recipe.part not in parts:
+        raise ConfigError(f"attack.*.replay={path} trains {recipe.part}; this attack trains {' or '.join(parts)}")
+    return recipe

@@ -1,0 +1,100 @@
+"""Nets as attackers alter them before they use them: rounded, pruned, drawn anew, with statistics of their images."""
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from typing import Literal, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from immunization.errors import Inapplicable
+from immunization.models.chain import Network, norms_of
+
+Precision = Literal["float32", "bfloat16", "int8"]
+Module = TypeVar("Module", bound=nn.Module)
+
+BATCH = 64
+"""Images of a batch."""
+
+
+@torch.no_grad()
+def rounded(module: Module, precision: Precision | None) -> Module:
+    """`module` with its parameters rounded in place; int8 has one scale per tensor and leaves vectors as they are."""
+    if precision is not None:
+        for parameter in module.parameters():
+            parameter.copy_(round_to(parameter, precision))
+    return module
+
+
+def round_to(x: Tensor, precision: Precision) -> Tensor:
+    """The nearest values that `precision` holds, in the dtype of `x`."""
+    if precision != "int8":
+        return x.to(getattr(torch, precision)).to(x.dtype)
+    scale = x.abs().max() / 127
+    return x if x.ndim < 2 or not scale > 0 else (x / scale).round() * scale
+
+
+def pruned(network: Network, part: str, share: float) -> Network:
+    """`network` with this share of the weights of each layer of a part, the smallest ones, set to 0 in place."""
+    for layer in (layer for module in network.part(part) for layer in module.modules()):
+        for name in [name for name, weight in layer.named_parameters(recurse=False) if weight.ndim > 1]:
+            weight = getattr(layer, name)
+            weight.data = weight.data.contiguous()  # a folded map's is not, and prune reads a view
+            prune.l1_unstructured(layer, name, share)
+            prune.remove(layer, name)
+    return network
+
+
+@torch.no_grad()
+def redrawn(network: Network, part: str = "full") -> Network:
+    """`network` with every weight of a part drawn anew, in place, as its layers and then the net itself draw them.
+
+    Raises Inapplicable for a part with weights that neither draws.
+    """
+    drawn = copy.deepcopy(network)
+    for parameter in drawn.parameters():
+        parameter.fill_(torch.nan)
+    for module in drawn.modules():
+        if callable(draw := getattr(module, "reset_parameters", None)):
+            draw()
+    if callable(draw := getattr(drawn.whole.net, "init_weights", None)):  # of timm
+        draw()
+    left = {parameter: name for name, parameter in drawn.named_parameters() if not torch.isfinite(parameter).all()}
+    for old, new in zip(network.part(part), drawn.part(part), strict=True):
+        if names := [left[parameter] for parameter in new.parameters() if parameter in left]:
+            raise Inapplicable(f"nobody knows how to draw the weights {', '.join(names)} anew")
+        old.load_state_dict(new.state_dict())
+    return network
+
+
+def renew_from(network: nn.Module, images: Tensor) -> int:
+    """Give each BatchNorm the statistics of images, and say of how many.
+
+    Raises Inapplicable for a net without BatchNorm.
+    """
+    if not norms_of(network):
+        raise Inapplicable("the net has no BatchNorm whose statistics could be renewed")
+    batches = images.tensor_split(math.ceil(len(images) / BATCH))  # none of one image, which may have no variance
+    renew(network, batches)
+    return len(images)
+
+
+@torch.no_grad()
+def renew(network: nn.Module, batches: Iterable[Tensor], forward: Callable[[Tensor], Tensor] | None = None) -> None:
+    """Give each BatchNorm the mean, over batches, of their statistics; the rest, dropout too, stays in eval mode.
+
+    `forward` passes a batch, where `network` is only a part of what does so.
+    """
+    norms = cast(list[nn.BatchNorm2d], norms_of(network))
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None
+        norm.train()
+    for batch in batches:
+        (forward or network)(batch)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
+        norm.eval()

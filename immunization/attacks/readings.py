@@ -1,0 +1,271 @@
+"""Readings of the outputs of blocks: which are fitted, compared on validation rows, and averaged."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, reduce
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from immunization.attacks.base import as_outputs
+from immunization.attacks.kernels import Kernel, Rule, probabilities
+from immunization.attacks.pooling import POOLINGS, Outputs
+from immunization.data.task import SPLITS, Task
+from immunization.errors import Inapplicable
+
+FEWEST = 5
+"""Training images of each class at which the curve begins; every further point has twice as many."""
+
+MOST = 3500
+"""Most training images that are read."""
+
+SEARCHED = 400
+"""Most training images on which all readings are compared; with more, the best `CANDIDATES` on fewer are."""
+
+CANDIDATES = 16
+"""Readings that are also fitted without mirror images, and on many training images."""
+
+KEPT = 1e9
+"""Bytes of kernels that are kept at a time while several readings of the same parts are fitted."""
+
+LARGEST = 4
+"""Most blocks that are read side by side, apart from all of them."""
+
+MEMBERS = 16
+"""Most readings whose predictions are averaged."""
+
+BY_ERROR = operator.attrgetter("error")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The part of the net that is read, averaged over so many `views`: the image and, as the second, its mirror image.
+
+    `root`: signed square roots of the columns, which evens out the large ones. `radial`: a Gaussian kernel of them.
+    """
+
+    blocks: tuple[str, ...]
+    poolings: str
+    views: int = 1
+    root: bool = False
+    radial: bool = False
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What is read, by which rule, and the operations.
+
+    `on_val` [V, outputs] are predictions for validation rows, for classes their probabilities, with their squared
+    `error` and their measure `val`. `predicted` [N, outputs] are those for test rows, empty where these are not read.
+    """
+
+    reading: Reading
+    rule: Rule
+    error: float
+    val: float
+    flops: float
+    on_val: Tensor
+    predicted: Tensor
+
+
+@dataclass(frozen=True)
+class Blend:
+    """The mean prediction of fits on the same training rows, of which one may be there several times.
+
+    `error` and `val` are those of `Fit`. `flops`: of one pass of the net for all fits, and of their regressions.
+    """
+
+    rows: Tensor
+    fits: Sequence[Fit]
+    error: float
+    val: float
+    flops: float
+
+    @classmethod
+    def of(cls, rows: Tensor, fits: Sequence[Fit], error: float, val: float, outputs: Outputs) -> Blend:
+        readings = {fit.reading: fit for fit in fits}
+        blocks = {block for reading in readings for block in reading.blocks}
+        passes = outputs.cost(blocks, len(rows) * max(reading.views for reading in readings))
+        return cls(rows, fits, error, val, passes + sum(fit.flops for fit in readings.values()))
+
+    @property
+    def described(self) -> list[dict[str, object]]:
+        """What is read, with its weight in the mean."""
+        weights = Counter((fit.reading, fit.rule) for fit in self.fits)
+        return [
+            {
+                "blocks": list(reading.blocks),
+                "poolings": reading.poolings,
+                "mirrored": reading.views > 1,
+                "root": reading.root,
+                "kernel": "gaussian" if reading.radial else "linear",
+                "rule": "discriminant" if rule.discriminant else "regression",
+                "ridge": rule.ridge,
+                "weight": count / len(self.fits),
+            }
+            for (reading, rule), count in weights.items()
+        ]
+
+
+@dataclass
+class Fitter:
+    """Fits readings of `outputs` on some training rows, by every ridge; predicts rows of the other `splits`."""
+
+    task: Task
+    outputs: Outputs
+    rows: Tensor
+    ridges: Sequence[float]
+    splits: Sequence[str] = SPLITS
+    rules: list[Rule] = field(init=False)
+
+    def __post_init__(self) -> None:
+        kinds = (False, True) if self.task.classes else (False,)
+        self.rules = [Rule(ridge, discriminant) for discriminant in kinds for ridge in self.ridges]
+        others = sum(self.outputs.columns("", "", split).shape[1] for split in self.splits[1:])
+        size = 8 * len(self.rows) * (len(self.rows) + others)
+        self.kernel = lru_cache(max(1, int(KEPT / size)))(self._kernel)
+
+    def _kernel(self, block: str, pooling: str, views: int, root: bool) -> Kernel:
+        """That of one pooling of a block, averaged over views, of training rows and of the rows of other splits."""
+        train, *others = (self.outputs.columns(block, pooling, split)[:views] for split in self.splits)
+        train, *others = (_mean(x) for x in (train[:, self.rows.to(train.device)], *others))
+        return Kernel.of(train, torch.cat(others), root)
+
+    def fit(self, reading: Reading, rules: Sequence[Rule] = ()) -> Fit:
+        """By the best of `rules` on validation rows, or of all; where no column varies it guesses."""
+        task, rules = self.task, rules or self.rules
+        y, labels = task.train.y.cpu()[self.rows], task.val.y.cpu()
+        asked = list(itertools.product(reading.blocks, POOLINGS[reading.poolings]))
+        parts = [part for part in asked if part in self.outputs.parts] or asked[:1]
+        kernel = reduce(operator.add, (self.kernel(*part, reading.views, reading.root) for part in parts))
+        kernel = kernel.gaussian() if reading.radial else kernel
+        predicted = kernel.predictions(targets_of(task, y), rules)
+        predicted = probabilities(predicted, labels) if task.classes else predicted
+        errors = errors_of(task, predicted[:, : len(labels)])
+        best, n = int(errors.argmin()), len(y)
+        flops = 2.0 * n**2 * kernel.columns + n**3 / 3
+        on_val, on_test = predicted[best].clone().tensor_split([len(labels)])  # fits are kept, other rules are not
+        val = task.measure(as_outputs(task, on_val), labels).item()
+        return Fit(reading, rules[best], errors[best].item(), val, flops, on_val, on_test)
+
+    def all(self, *readings: Reading) -> list[Fit]:
+        """Fits of readings with as many views as there are."""
+        return [self.fit(replace(reading, views=self.outputs.views)) for reading in readings]
+
+
+def searched(
+    task: Task, outputs: Outputs, rows: Tensor, ridges: Sequence[float], known: Sequence[Reading]
+) -> tuple[list[Fit], float]:
+    """Fits on some training rows: of every block, of blocks side by side, and of variations of the best of them.
+
+    Only of the readings `known`, if there are any. And the operations of all regressions, also of those on fewer rows,
+    which only say what to read. Raises Inapplicable where the blocks tell nothing apart.
+    """
+    tried = [] if known else compared(Fitter(task, outputs, fewer(task, rows), ridges, SPLITS[:2]))
+    kept = tried if len(rows) <= SEARCHED else []
+    views = {1, outputs.views} - {fit.reading.views for fit in kept}
+    fitter = Fitter(task, outputs, rows, ridges)
+    readings = [replace(reading, views=n) for n in sorted(views) for reading in known or best_readings(tried)]
+    made = [fitter.fit(reading) for reading in readings]
+    return kept + made, sum(fit.flops for fit in tried + made)
+
+
+def compared(fitter: Fitter) -> list[Fit]:
+    """Fits of all readings that are compared, with mirror images. Raises Inapplicable."""
+    outputs, net = fitter.outputs, tuple(fitter.outputs.blocks)
+    if not any(fitter.kernel(block, pooling, outputs.views, False).columns for block, pooling in outputs.parts):
+        raise Inapplicable("no block of the net tells the images of the harmful task apart")
+    fits = fitter.all(*(Reading((block,), "average") for block in net), Reading(net, "rich"))
+    fits += grown(fitter, "rich") + grown(fitter, "covariance")
+    best = min(fits, key=BY_ERROR).reading
+    fits += fitter.all(*(Reading(best.blocks, name) for name in POOLINGS if name != best.poolings))
+    several = dict.fromkeys([min(fits, key=BY_ERROR).reading, Reading(net, "fine")])
+    ways = ((True, False), (False, True), (True, True))
+    return fits + fitter.all(*(replace(reading, root=r, radial=g) for reading in several for r, g in ways))
+
+
+def grown(fitter: Fitter, poolings: str) -> list[Fit]:
+    """Fits of every block, and of the best one with one block more at a time as long as that gains."""
+    net = fitter.outputs.blocks
+    fits = fitter.all(*(Reading((block,), poolings) for block in net))
+    best = min(fits, key=BY_ERROR)
+    while len(own := best.reading.blocks) < min(LARGEST, len(net)):
+        larger = fitter.all(*(Reading((*own, block), poolings) for block in net if block not in own))
+        fits += larger
+        if (found := min(larger, key=BY_ERROR)).error >= best.error:
+            break
+        best = found
+    return fits
+
+
+def best_readings(fits: Sequence[Fit]) -> tuple[Reading, ...]:
+    """The `CANDIDATES` that do best on validation rows, each once, whatever its views."""
+    ranked = sorted(fits, key=BY_ERROR)
+    return tuple(dict.fromkeys(replace(fit.reading, views=1) for fit in ranked))[:CANDIDATES]
+
+
+def blended(task: Task, outputs: Outputs, rows: Tensor, fits: Sequence[Fit]) -> Blend:
+    """Fits added one at a time, the one with which the mean has the least error, as long as that gains."""
+    predicted = torch.stack([fit.on_val for fit in fits])
+    total, error = torch.zeros_like(predicted[0]), math.inf
+    chosen: list[Fit] = []
+    while len(chosen) < MEMBERS:
+        errors = errors_of(task, (total + predicted) / (len(chosen) + 1))
+        best = int(errors.argmin())
+        if not errors[best] < error:
+            break
+        chosen.append(fits[best])
+        total, error = total + predicted[best], errors[best].item()
+    val = task.measure(as_outputs(task, total / len(chosen)), task.val.y.cpu()).item()
+    return Blend.of(rows, chosen, error, val, outputs)
+
+
+def on_test(task: Task, outputs: Outputs, ridges: Sequence[float], blend: Blend) -> Tensor:
+    """The predictions [N, outputs] of a blend for test rows."""
+    fitter = Fitter(task, outputs, blend.rows, ridges)
+    missing = dict.fromkeys((fit.reading, fit.rule) for fit in blend.fits if not len(fit.predicted))
+    made = {key: fitter.fit(key[0], [key[1]]).predicted for key in missing}
+    return torch.stack([made.get((fit.reading, fit.rule), fit.predicted) for fit in blend.fits]).mean(0)
+
+
+def errors_of(task: Task, on_val: Tensor) -> Tensor:
+    """Mean squared errors [...] of predictions [..., V, outputs] for validation rows (of probabilities: Brier's)."""
+    return (on_val - targets_of(task, task.val.y.cpu())).square().mean((-2, -1))
+
+
+def targets_of(task: Task, y: Tensor) -> Tensor:
+    """What readings learn, [N, outputs] in float64: one-hot classes, or y itself."""
+    return F.one_hot(y, task.classes).double() if task.classes else task.targets(y)
+
+
+def fewer(task: Task, rows: Tensor) -> Tensor:
+    """Every n-th of the rows, about `SEARCHED`, and one of each class that these lack."""
+    few, y = rows[:: math.ceil(len(rows) / SEARCHED)], task.train.y.cpu()
+    of_class = dict(zip(y[rows].tolist(), rows.tolist(), strict=True)) if task.classes else {}
+    lacking = [of_class[label] for label in sorted(of_class.keys() - set(y[few].tolist()))]
+    return torch.cat([few, torch.tensor(lacking, dtype=few.dtype)])
+
+
+def nested(task: Task, rows: Tensor, seed: int) -> Iterator[Tensor]:
+    """Growing parts of training rows: `FEWEST` of each class, twice as many, and so on to all, but at most `MOST`."""
+    chosen, count = set(rows.tolist()), FEWEST
+    while True:
+        own = torch.tensor([row for row in task.few(count, seed).tolist() if row in chosen])
+        if len(own) >= min(len(rows), MOST):
+            break
+        yield own
+        count *= 2
+    yield own if len(own) <= MOST else own[torch.linspace(0, len(own) - 1, MOST).long()]
+
+
+def _mean(views: Tensor) -> Tensor:
+    """That of one or two views [views, N, D], in float64."""
+    first = views[0].to(torch.float64, copy=True)  # which the kernel overwrites
+    return first if len(views) == 1 else first.add_(views[1]).mul_(0.5)
