@@ -19,7 +19,6 @@ from immunization import run
 from immunization.attacks import (
     LBFGS,
     Adam,
-    AdamW,
     ClosedFormProbe,
     ConjugateGradients,
     LinearProbe,
@@ -79,7 +78,7 @@ def house_prices(root: str) -> Iterator[Sequence[str]]:
     }
     attacks: dict[str, ProbeAttack] = {
         "gradient descent, exact line search": LinearProbe(steps=20000),
-        "Adam, best of 11 rates": Adam(rates=AdamW().rates, steps=5000),
+        "Adam, best of 11 rates": Adam(rates=Adam().rates[:-1], steps=5000),
         "column scaling, then gradient descent": LinearProbe(steps=20000, scaling="columns"),
         "conjugate gradients": ConjugateGradients(steps=10000),
         "L-BFGS": LBFGS(steps=10000),
