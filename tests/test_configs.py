@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,11 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from immunization import run
-from immunization.checks import Component, takes
-from immunization.config import CONF, build, compose, factory, hparams, slug
+from immunization.attacks import FineTune, LoRA
+from immunization.checks import CONF, Component, read_yaml, takes
+from immunization.config import build, compose, factory, hparams, slug
+from immunization.data.image_folders import open_task
+from immunization.data.tables import dialect_of
 from immunization.errors import ConfigError, DataError
 from immunization.experiment import resolve
 from immunization.methods import Method
@@ -488,3 +492,16 @@ def test_an_error_in_a_module_of_the_user_is_told_once_with_its_place(
     assert said.endswith(message.format(file=file, module=file.stem))
     assert "\n" not in said
     assert capfd.readouterr() == ("", "")
+
+
+def test_what_stands_in_a_yaml_and_in_code_says_the_same():
+    """Keys inside of an option, which are defaults of what reads them, and the rates that a search begins with."""
+    parts, rates = inspect.signature(open_task).parameters, defaultdict(dict)
+    for role in ("primary", "harmful", "benign", "unseen", "keep"):
+        written = read_yaml("dataset/image_folders")[role]
+        assert written == {name: parts[name].default for name in written}
+    assert dialect_of(read_yaml("dataset/arrays")["csv"]) == dialect_of(None)
+    for name in ("full_finetune", "full_finetune_adamw", "lora", "lora_sgd"):
+        attack = build(compose([f"attack=[{name}]"]), f"attack.{name}")
+        rates[type(attack)][attack.optimizer] = tuple(attack.rates)
+    assert rates == {kind: kind.fixed_rates for kind in (FineTune, LoRA)}
