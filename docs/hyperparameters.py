@@ -4,7 +4,8 @@ from pathlib import Path
 
 import yaml
 
-from immunization.config import CONF, hparams
+from immunization.checks import CONF
+from immunization.config import hparams
 
 HEAD = """# Default hyper-parameters
 

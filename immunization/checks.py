@@ -108,7 +108,7 @@ class Component:
         for base in reversed(cls.__mro__):
             if issubclass(base, Component):
                 vars(self).update({name: value for name, value in vars(base).items() if name in hints})
-                vars(self).update(values_of(base.option, hints))
+                vars(self).update(values_of(base.option, hints.keys() - options.keys()))
         vars(self).update(options)
         if missing := [name for name in known if name not in vars(self)]:
             raise TypeError(f"{cls.__name__} needs the keyword argument '{missing[0]}'")

@@ -19,8 +19,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from immunization.checks import CONF as CONF
-from immunization.checks import SWEEPS, check_arguments, read_yaml, takes
+from immunization.checks import CONF, SWEEPS, check_arguments, read_yaml, takes
 from immunization.errors import ConfigError
 
 

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from immunization.checks import AtLeastOne, Positive, Seed, check_arguments, check_value
+from immunization.checks import CONF, AtLeastOne, Positive, Seed, check_arguments, check_value
 from immunization.compute import keys, machine, randomness
-from immunization.config import CONF, build, check_components, factory, target_of
+from immunization.config import build, check_components, factory, target_of
 from immunization.data.images import ImagePair
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError

@@ -10,7 +10,7 @@ import yaml
 from helpers.commands import launched
 
 from immunization import __version__, cli, run
-from immunization.config import CONF
+from immunization.checks import CONF
 from immunization.errors import ConfigError
 from immunization.models import weights
 from immunization.runs.environment import command_of

@@ -14,7 +14,8 @@ from torch.testing import assert_close
 
 import immunization
 from immunization import Result, data, run
-from immunization.config import CONF, compose
+from immunization.checks import CONF
+from immunization.config import compose
 from immunization.errors import ConfigError, DataError
 from immunization.experiment import assemble
 from immunization.runs.tracker import history

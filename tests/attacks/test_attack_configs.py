@@ -7,7 +7,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from immunization.attacks.suite import changes
-from immunization.config import CONF, build, compose
+from immunization.checks import CONF
+from immunization.config import build, compose
 from immunization.errors import ConfigError
 from immunization.runs.interpretation import SUITES as NUMBERS
 from immunization.runs.interpretation import newer

@@ -41,7 +41,7 @@ from threadpoolctl import threadpool_info
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from immunization.attacks import patches
-from immunization.config import CONF
+from immunization.checks import CONF
 from immunization.data.images import ImagePair
 from immunization.results import run_figures
 

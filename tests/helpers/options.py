@@ -5,7 +5,8 @@ from itertools import zip_longest
 
 from omegaconf import DictConfig
 
-from immunization.config import CONF, compose
+from immunization.checks import CONF
+from immunization.config import compose
 
 SETUPS = ("experiment", "hparams", "hydra", "debug", "launcher", "sweeps")
 """Groups of values for other groups, without objects of their own."""

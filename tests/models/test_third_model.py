@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 import immunization
 from immunization import run
-from immunization.config import CONF, compose
+from immunization.checks import CONF
+from immunization.config import compose
 from immunization.errors import ConfigError, DataError
 from immunization.models import Model
 from immunization.training import checkpoint

@@ -9,7 +9,8 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from immunization.__main__ import start
-from immunization.config import CONF, compose, slug
+from immunization.checks import CONF
+from immunization.config import compose, slug
 from immunization.errors import ConfigError
 from immunization.methods import Method
 from immunization.runner import run

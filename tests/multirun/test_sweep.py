@@ -14,7 +14,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from immunization import run
-from immunization.config import CONF, class_of, compose
+from immunization.checks import CONF
+from immunization.config import class_of, compose
 from immunization.errors import ConfigError
 from immunization.experiment import resolve
 from immunization.multirun.callback import SweepSummary

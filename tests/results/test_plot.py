@@ -7,7 +7,7 @@ import pytest
 from helpers.made_runs import make_run
 from matplotlib.colors import to_rgb
 
-from immunization.config import CONF
+from immunization.checks import CONF
 from immunization.results.collect import collect
 from immunization.results.plot import INK, Look, legend_below, looks, panel_axes
 from immunization.results.settings import METHODS, settings

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import immunization
 from immunization import Result, run
-from immunization.config import CONF
+from immunization.checks import CONF
 from immunization.errors import ConfigError, DataError
 from immunization.results.collect import collect
 from immunization.results.settings import settings

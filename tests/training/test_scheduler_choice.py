@@ -11,7 +11,8 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 
 from immunization.__main__ import start
-from immunization.config import CONF, compose
+from immunization.checks import CONF
+from immunization.config import compose
 from immunization.runs.tracker import history
 
 pytestmark = pytest.mark.trains
