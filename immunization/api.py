@@ -31,6 +31,7 @@ from immunization.models import Linear, Model, Timm
 from immunization.models.activations import take
 from immunization.models.adapted import BODY, Adapted, agree, check_net, is_of_timm
 from immunization.models.fold import LinearMap, folded_map, unfold
+from immunization.models.named import NET, Named, own
 from immunization.models.weights import TOLERANCE, exported, facts_of, load, restore, rounding_flag
 from immunization.results import model_card
 from immunization.runner import attacked
@@ -100,13 +101,14 @@ def immunize(
             "immunize: patience and max_accuracy_drop need images that training does not see; with augmented=True it "
             "sees all"
         )
-    loaders = _loaders(primary_loader, harmful_loader, val=10, test=None)
+    loaders = _loaders(model, primary_loader, harmful_loader, val=10, test=None)
     net, inputs = _copy(model, loaders), loaders["primary"].first()
     if folded_map(net) is not None:
         raise ConfigError("immunize: a map is folded into the model already; give the model as it was before that")
     outputs, layers = _outputs(net, inputs), "fold" if solver.folds else trainable
     if isinstance(net, Adapted) and layers not in ("fold", "last"):
-        layers = [f"{BODY}{name}" for name in ([trainable] if isinstance(trainable, str) else trainable)]
+        inside = BODY + (NET if isinstance(net.body, Named) else "")
+        layers = [f"{inside}{name}" for name in ([trainable] if isinstance(trainable, str) else trainable)]
     data, like = _source(net, loaders, augmented and not solver.folds)
     parts = assemble(
         solver,
@@ -137,6 +139,7 @@ def immunize(
     immunized = net.released() if isinstance(net, Adapted) else net
     if solver.folds:
         _check_outputs(outputs, _outputs(immunized, inputs), facts["rounding"])
+    immunized = own(immunized)
     wanted = {name: p.requires_grad for name, p in model.named_parameters()}
     for name, p in immunized.named_parameters():
         p.requires_grad_(wanted.get(name.replace(".original.", "."), wanted.get(name, True)))
@@ -228,7 +231,7 @@ def audit(
             raise ConfigError(f"audit: the map reads rows of {len(model.theta)} columns, the loaders give {data.dim}")
         like, make = model.theta.double(), partial(_linear, model)
     else:
-        loaders = _loaders(primary_loader, harmful_loader)
+        loaders = _loaders(model, primary_loader, harmful_loader)
         net = _copy(model, loaders)
         before = _before(net) if reference is None else _copy(reference, loaders)
         data, like = _source(net, loaders)
@@ -293,7 +296,9 @@ def _easier(model: Model, pair: TaskPair) -> str | None:
     return None
 
 
-def _loaders(primary: Loaders | None, harmful: Loaders, **held_out: int | None) -> dict[str, LabeledBatches]:
+def _loaders(
+    model: object, primary: Loaders | None, harmful: Loaders, **held_out: int | None
+) -> dict[str, LabeledBatches]:
     if primary is harmful:
         raise ConfigError("primary_loader and harmful_loader are the same; give every task data of its own")
     given = {"primary": primary, "harmful": harmful}
@@ -302,9 +307,17 @@ def _loaders(primary: Loaders | None, harmful: Loaders, **held_out: int | None) 
             raise ConfigError(
                 f"{role}_loader: {', '.join(parts)} are the same loader; give every split rows of its own"
             )
+    held_out["pad"] = getattr(getattr(model, "config", None), "pad_token_id", None) or 0
     checked = {role: LabeledBatches(role, loader, **held_out) for role, loader in given.items() if loader is not None}
     for loader in checked.values():
         loader.first()  # or DataError for one that gives nothing
+    if len({loader.fields for loader in checked.values()}) > 1:
+        told = "; ".join(f"{loader.name}: {', '.join(loader.fields) or 'one tensor'}" for loader in checked.values())
+        raise ConfigError(
+            f"the loaders give different fields ({told}); give those that the model reads, in all of them"
+        )
+    for loader in checked.values():
+        loader.widen(max(other.length for other in checked.values()))
     return checked
 
 
@@ -330,11 +343,14 @@ def _copy(model: nn.Module, loaders: dict[str, LabeledBatches]) -> nn.Module:
             f"the model cannot be copied ({' '.join(str(error).split())[:120]}): make its weights plain parameters, "
             "by torch.nn.utils.remove_weight_norm or torch.nn.utils.prune.remove"
         ) from error
-    inputs = next(iter(loaders.values())).first()
+    loader = next(iter(loaders.values()))
+    inputs = loader.first()
+    if loader.fields:
+        model = Named(model, loader.fields)
     if not is_of_timm(model):
         return Adapted(model, inputs)
     with torch.no_grad(), suppress(RuntimeError, AssertionError):  # which reading the loaders explains
-        x = inputs[:2].to(next(model.eval().parameters()))
+        x = onto(inputs[:2], next(model.eval().parameters()))
         if not agree(model(x), model.forward_head(model.forward_features(x))):
             raise ConfigError(
                 f"the forward of this {type(model).__name__} is not timm's forward_head(forward_features(x)): wrap the "
@@ -355,7 +371,7 @@ def _check_graph(model: Model, pair: TaskPair) -> None:
 
 @torch.no_grad()
 def _outputs(net: nn.Module, inputs: Tensor) -> Tensor:
-    return net.eval()(inputs.to(next(net.parameters())))
+    return net.eval()(onto(inputs, next(net.parameters())))
 
 
 def _check_outputs(before: Tensor, after: Tensor, rounding: float) -> None:

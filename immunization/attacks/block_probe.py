@@ -87,7 +87,7 @@ class BlockProbe(Attack, group="attack.block_probe"):
     def read(self, victim: Victim, stage: Stage) -> Outputs:
         """The outputs of all blocks. Raises Inapplicable."""
         outputs = self.outputs(victim, stage, lambda: victim.network(stage, self.precision), self.renewed)
-        return outputs | self.raw(victim) if self.images else outputs
+        return outputs | self.raw(victim) if self.images and images_of(victim)["train"].ndim == 4 else outputs
 
     def raw(self, victim: Victim) -> Outputs:
         """What the images show without the net."""

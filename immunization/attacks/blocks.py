@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from immunization.compute.machine import onto
 from immunization.models.chain import Network, Reduce
 
 
@@ -34,8 +35,8 @@ def blocks_behind(network: Network, part: str, blocks: Sequence[str]) -> set[str
     return set(itertools.dropwhile(lambda block: parameters.isdisjoint(modules[block].parameters()), own))
 
 
-def prefix_flops(network: Network, size: Sequence[int]) -> dict[str, float]:
-    """Operations of one image [C, H, W] from the input up to and with each block, by name."""
-    image = torch.zeros(1, *size).to(next(network.parameters()))
+def prefix_flops(network: Network, sample: Tensor) -> dict[str, float]:
+    """Operations of the inputs in `sample` from there up to and with each block, by name."""
+    sample = onto(sample, next(network.parameters()))
     with FlopCounterMode(display=False) as counter:
-        return block_outputs(network, image, lambda *_: float(counter.get_total_flops()))
+        return block_outputs(network, sample, lambda *_: float(counter.get_total_flops()))

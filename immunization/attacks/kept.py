@@ -17,6 +17,7 @@ from torch import Tensor
 from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.victim import Victim
 from immunization.compute import keys
+from immunization.compute.machine import onto
 from immunization.data.task import SPLITS
 from immunization.errors import ConfigError, DataError, DegenerateSpectrum, Inapplicable
 from immunization.models.activations import fingerprint
@@ -224,7 +225,7 @@ def _net(victim: Victim, stage: Stage) -> str:
     if not victim.model.deep:
         return ""
     network = victim.network(stage)
-    return keys.net([network], lambda images: network(images.to(next(network.parameters()))), network.input_size)
+    return keys.net([network], lambda inputs: network(onto(inputs, next(network.parameters()))), network.sample)
 
 
 def _baseline(victim: Victim) -> Iterator[Tensor]:

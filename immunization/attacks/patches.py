@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from immunization.attacks.altered import BATCH
 from immunization.attacks.pooling import Outputs, gathered, poolings
+from immunization.errors import Inapplicable
 
 SIDE = 64
 """Larger images are averaged to this many pixels, half as many for single pixels."""
@@ -72,7 +73,9 @@ class Patches(nn.Module):
 
 
 def outputs_of_images(images: Mapping[str, Tensor], mirrored: bool) -> Outputs:
-    """What is read of images [N, C, H, W] by split without a net, and of their mirror images."""
+    """What is read of images [N, C, H, W] by split without a net, and of their mirror images. Raises Inapplicable."""
+    if images["train"].ndim != 4:
+        raise Inapplicable("the net reads no images: there are no pixels")
     images = {split: _averaged(x, SIDE) for split, x in images.items()}
     filters = {f"patches{side}": Patches(images["train"], side) for side in SIDES}
     parts = gathered(partial(_read, filters), images, mirrored, BATCH // 4)  # the maps of patches are large

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from immunization.attacks.altered import BATCH, Precision, rounded
-from immunization.compute.machine import room
+from immunization.compute.machine import onto, room
 from immunization.data.task import SPLITS, Split, Task
 from immunization.errors import Inapplicable
 from immunization.evaluation.comparison import Comparison, Once
@@ -123,7 +123,7 @@ class Victim:
     @torch.no_grad()
     def _extract(self, extractor: nn.Module, role: str, split: str) -> Tensor:
         inputs, like = getattr(self.comparison.tasks[role], split).x, next(extractor.parameters())
-        return torch.cat([extractor(part.to(like)).double() for part in inputs.split(256)])
+        return torch.cat([extractor(onto(part, like)).double() for part in inputs.split(256)])
 
     def network(self, stage: Stage, precision: Precision | None = None) -> Network:
         """A copy of the whole net, images -> features [N, D], all of it trainable and in eval mode."""
@@ -208,7 +208,7 @@ class Victim:
         part: Split = getattr(self.comparison.tasks[self.role], split)
         chosen = torch.arange(len(part)) if rows is None else torch.tensor(rows)
         if not len(chosen):
-            return take(part.x, chosen).to(self.model.head.weight), part.y[:0]
+            return onto(take(part.x, chosen), self.model.head.weight), part.y[:0]
         batches, most = [], room(part.y.device, KEPT_IMAGES * GIB) / GIB
         for images, labels in self.model.image_batches(self.role, split, None if rows is None else chosen):
             size = len(chosen) * images[0].numel() * images.itemsize / GIB
@@ -226,9 +226,9 @@ class Victim:
 
     def _flops(self, stage: Stage) -> float:
         if not self.model.deep:
-            return forward_flops(self.extractor("immunized"), (self.task.dim,))
+            return forward_flops(self.extractor("immunized"), torch.zeros(1, self.task.dim))
         network = self.network(stage)
-        return forward_flops(network, network.input_size)
+        return forward_flops(network, network.sample[:1])
 
 
 def _some(split: Split, rows: Tensor) -> Split:
@@ -247,10 +247,10 @@ def _before(network: Network, start: int, images: Mapping[str, Tensor], flipped:
     }
 
 
-def forward_flops(network: nn.Module, input_size: tuple[int, ...]) -> float:
-    """Floating-point operations of one input, a multiplication and an addition counting as two."""
+def forward_flops(network: nn.Module, sample: Tensor) -> float:
+    """Floating-point operations of the inputs in `sample`, a multiplication and an addition counting as two."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        network(torch.zeros(1, *input_size).to(next(network.parameters())))
+        network(onto(sample, next(network.parameters())))
     return float(counter.get_total_flops())
 
 

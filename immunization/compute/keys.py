@@ -66,15 +66,14 @@ def _add(digest: Any, part: object) -> None:
         raise TypeError(f"no key is made of a {type(part).__name__}")
 
 
-def net(modules: Iterable[Callable[[Tensor], Tensor]], forward: Callable[[Tensor], Tensor], size: Sequence[int]) -> str:
-    """The key of modules (and of nets behind bound methods) that `forward` passes images of `size` (C, H, W) through.
+def net(modules: Iterable[Callable[[Tensor], Tensor]], forward: Callable[[Tensor], Tensor], sample: Tensor) -> str:
+    """The key of modules (and of nets behind bound methods) that `forward` passes inputs like the `sample` through.
 
-    Of its classes, tensors and options, and of what it makes of two fixed images, in the bits of this machine.
+    Of its classes, tensors and options, and of what it makes of the sample, in the bits of this machine.
     """
     parts = [part if isinstance(part, nn.Module) else part.__self__ for part in modules]
-    images = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
     with randomness.isolated_rng(), torch.no_grad():
-        output = forward(images)
+        output = forward(sample)
     return key(
         printed=[str(part) for part in parts],
         code=code(*{type(module) for part in parts for module in part.modules()}),

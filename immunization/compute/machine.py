@@ -165,8 +165,8 @@ def room(device: torch.device, most: float = math.inf) -> float:
 
 
 def onto(x: Tensor, like: Tensor) -> Tensor:
-    """`x` in the dtype and on the device of `like`; the copy onto a GPU makes the program wait for nothing."""
-    return x.to(like, non_blocking=like.is_cuda)
+    """`x` on the device of `like` and, but for integers, in its dtype; a copy onto a GPU is not waited for."""
+    return x.to(like.device, like.dtype if x.is_floating_point() else None, non_blocking=like.is_cuda)
 
 
 def moved(content: Any, device: torch.device) -> Any:

@@ -7,13 +7,17 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from immunization.data.fields import MASK, POSITIONAL, is_field, names_of, pack, padded
 from immunization.data.task import SPLITS, Split, Task
 from immunization.errors import ConfigError, DataError
 from immunization.theory.spectrum import eps_of
 
 Item = tuple[Tensor, ...] | Mapping[str, Tensor]
 Loader = Iterable[Item]
-"""Tuples that begin with, or dicts of, preprocessed images [n, C, H, W] or rows [n, D], and labels [n] from 0 on."""
+"""Tuples that begin with, or dicts of, preprocessed images [n, C, H, W] or rows [n, D], and labels [n] from 0 on.
+
+Of texts, dicts of what a tokenizer gives, integers [n, T] each, or tuples of these, or of the ids alone, and labels.
+"""
 Loaders = Loader | Mapping[str, Loader]
 """A loader, or one each for `train`, `test` and, if there are such rows, `val`."""
 INPUTS = ("image", "images", "pixel_values", "x")
@@ -21,11 +25,19 @@ LABELS = ("label", "labels", "y", "target")
 
 
 class LabeledBatches:
-    """(inputs, labels) of all loaders, empty batches left out, others checked: raises ConfigError and DataError."""
+    """(inputs, labels) of all loaders, empty batches left out, others checked: raises ConfigError and DataError.
 
-    def __init__(self, role: str, loaders: Loaders, classes: bool = True, val: int = 5, test: int | None = 5) -> None:
+    Named `fields` of texts are packed, int64 [n, K, T], and padded to the `length` of the longest batch, for which all
+    are read once: ids by `pad`.
+    """
+
+    def __init__(
+        self, role: str, loaders: Loaders, classes: bool = True, val: int = 5, test: int | None = 5, pad: int = 0
+    ) -> None:
         """`val` and `test`: each row of so many of a single loader is for that split, as `shuffled_parts` has it."""
-        self.name, self.classes, self.held_out = f"{role}_loader", classes, (val, test)
+        self.name, self.classes, self.held_out, self.pad = f"{role}_loader", classes, (val, test), pad
+        self.fields: tuple[str, ...] | None = None  # () for one tensor of floats; None: not known yet
+        self.length = 0
         self.loaders = dict(loaders) if isinstance(loaders, Mapping) else {"": loaders}
         if isinstance(loaders, Mapping) and not {"train", "test"} <= self.loaders.keys() <= set(SPLITS):
             given = ", ".join(map(str, loaders))
@@ -50,7 +62,9 @@ class LabeledBatches:
         """Itself; `is_training`: only those for training, if there are loaders of several splits."""
         if "" in self.loaders or not is_training:
             return self
-        return LabeledBatches(self.name.removesuffix("_loader"), self.loaders["train"], self.classes)
+        made = LabeledBatches(self.name.removesuffix("_loader"), self.loaders["train"], self.classes, pad=self.pad)
+        made.fields, made.length = self.fields, self.length
+        return made
 
     def parts(self, y: Tensor) -> dict[str, Tensor]:
         """Rows of each split, once all were read: those of its loader, or else as `shuffled_parts` has it of labels."""
@@ -72,22 +86,58 @@ class LabeledBatches:
         self._begun = chain([batch], batches)
         return batch[0]
 
+    def widen(self, length: int) -> None:
+        """Pad texts to `length` tokens from now on, also those of a pass that has begun."""
+        self.length, begun = max(length, self.length), self._begun
+        if begun is not None:
+            self._begun = ((self._padded(x), y) for x, y in begun)
+
+    def _padded(self, x: Tensor) -> Tensor:
+        return padded(x, self.fields, self.length, self.pad) if self.fields else x
+
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        batches = self._checked()
+        if (first := next(batches, None)) is None:
+            return
+        batches = chain([first], batches)
+        if self.fields and not self.length:
+            batches = list(batches)
+            lengths = {x.shape[2] for x, _ in batches}
+            if len(lengths) > 1 and MASK not in self.fields:
+                raise DataError(
+                    f"{self.name} gives texts of {min(lengths)} to {max(lengths)} tokens without {MASK}, so that what "
+                    f"is padded would be read: give {MASK}, or all of one length"
+                )
+            self.length = max(lengths)
+        for x, y in batches:
+            if self.fields and x.shape[2] > self.length:
+                raise DataError(
+                    f"{self.name} gives {x.shape[2]} tokens, and when it was first read at most {self.length}"
+                )
+            yield self._padded(x), y
+
+    def _checked(self) -> Iterator[tuple[Tensor, Tensor]]:
         shape, self._rows = None, dict.fromkeys(self.loaders, 0)
         for split, item in ((split, item) for split, loader in self.loaders.items() for item in loader):
-            x, y = self._pair(item)
+            x, y, fields = self._pair(item)
+            if self.fields not in (None, fields):
+                before, now = (" and ".join(map(_called, names)) or "one tensor" for names in (self.fields, fields))
+                raise DataError(
+                    f"{self.name} gives {before}, and then {now}; the same fields are needed in all batches"
+                )
+            self.fields = fields
             if x.ndim < 2 or y.shape != x.shape[:1]:
                 raise DataError(
                     f"{self.name} gives inputs of shape {tuple(x.shape)} and labels of shape {tuple(y.shape)}; "
                     "expected [n, ...] and [n]"
                 )
-            if not x.is_floating_point():
+            if not fields and not x.is_floating_point():
                 raise DataError(f"{self.name} gives inputs of {x.dtype}; preprocess them to floats as the model wants")
             if not x.isfinite().all():
                 raise DataError(f"{self.name} gives inputs that hold NaN or infinity")
             if self.classes and (y.is_floating_point() or y.is_complex()):
                 raise DataError(f"{self.name} gives labels of {y.dtype}; class labels must be integers")
-            if shape not in (None, x.shape[1:]):
+            if not fields and shape not in (None, x.shape[1:]):
                 raise DataError(
                     f"{self.name} gives inputs of shapes {tuple(shape)} and {tuple(x.shape[1:])}; one is needed"
                 )
@@ -97,22 +147,47 @@ class LabeledBatches:
                 self.smallest = min(self.smallest, len(x) if split in ("", "train") else math.inf)
                 yield x, y
 
-    def _pair(self, item: Item) -> tuple[Tensor, Tensor]:
+    def _pair(self, item: Item) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+        """Inputs, labels, and the names of the fields that are packed; () for inputs of floats."""
         if isinstance(item, Mapping):
-            pair = [next((item[key] for key in keys if key in item), None) for keys in (INPUTS, LABELS)]
+            labels = next((item[key] for key in LABELS if key in item), None)
+            pair = [{key: value for key, value in item.items() if key not in LABELS}, labels]
         else:
             pair = list(item[:2]) if isinstance(item, tuple | list) else [item]
+        if len(pair) == 2 and isinstance(pair[0], Mapping):
+            pair[0] = self._inputs(pair[0])
         if len(pair) != 2 or any(part is None for part in pair):
             content = f" of {', '.join(map(str, item))}" if isinstance(item, Mapping) else ""
             raise DataError(
                 f"{self.name} gives one {type(item).__name__}{content} a batch; expected (inputs, labels), or a dict "
-                f"with one of {', '.join(INPUTS)} and one of {', '.join(LABELS)}"
+                f"with one of {', '.join(INPUTS)} or integers [n, T] such as input_ids, and one of {', '.join(LABELS)}"
             )
         try:
-            x, y = (torch.as_tensor(part) for part in pair)
+            x, y = (part if isinstance(part, dict) else torch.as_tensor(part) for part in pair)
+            if isinstance(x, Tensor) and self.classes and is_field(x):
+                x = {POSITIONAL: x}
+            return (pack(x), y, names_of(x)) if isinstance(x, dict) else (x, y, ())
         except (TypeError, ValueError, RuntimeError) as error:
             raise DataError(f"{self.name} gives no tensors: {' '.join(str(error).split())}") from error
-        return x, y
+
+    def _inputs(self, named: Mapping[str, object]) -> object:
+        """What a net reads of a dict: named integers [n, T], or else the images or rows; None where there are none."""
+        tensors = {key: torch.as_tensor(x) for key, x in named.items() if hasattr(x, "ndim") and x.ndim > 1}
+        fields = {key: x for key, x in tensors.items() if is_field(x)}
+        floats = [key for key, x in tensors.items() if x.is_floating_point()]
+        if fields and floats:
+            raise DataError(
+                f"{self.name} gives integers ({', '.join(fields)}) and floats ({', '.join(floats)}) side by side, and "
+                "a net is read with the one or the other: leave one out, or wrap the net with what computes it"
+            )
+        if fields and self.classes and not fields.keys() & set(INPUTS):
+            return fields
+        alone = named[floats[0]] if len(floats) == 1 else None
+        return next((named[key] for key in INPUTS if key in named), alone)
+
+
+def _called(name: str) -> str:
+    return name or "token ids"
 
 
 def rows_of_loader(role: str, loaders: Loaders) -> Task:

@@ -289,6 +289,10 @@ def _sketch(values: Tensor) -> tuple[float, float, float]:
     return float(len(values)), norm, (values @ direction).item() / (norm or 1.0)
 
 
+def _floats(x: Tensor) -> Tensor:
+    return x if x.is_floating_point() else x.double()  # of token ids
+
+
 @dataclass(frozen=True)
 class TaskPair:
     """Primary, harmful and (optionally) benign task over the same D input features, and any `more` by role.
@@ -364,7 +368,7 @@ class TaskPair:
         """
         splits = {f"{role}/{name}": split for role, task in self.tasks.items() for name, split in task.splits.items()}
         return {
-            name: [*_sketch(torch.linalg.vector_norm(split.x.flatten(1), dim=1)), *_sketch(split.y)]
+            name: [*_sketch(torch.linalg.vector_norm(_floats(split.x).flatten(1), dim=1)), *_sketch(split.y)]
             for name, split in splits.items()
             if isinstance(split.x, Tensor)
         }

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from immunization.checks import AtLeastOne, Component, NonNegative
+from immunization.compute.machine import onto
 from immunization.data.class_folders import Order
 from immunization.data.image_folders import Crop, open_task
 from immunization.data.images import ImagePair, ImageTask
@@ -182,10 +183,12 @@ def logits_in(net: nn.Module, form: str, batches: list[tuple[Tensor, Tensor]]) -
     if form == "int8":
         device = torch.device("cpu")
     if form != "float16" or device.type != "cpu":
-        return torch.cat([converted(images.to(device, dtype)).cpu() for images, _ in batches])
+        like = torch.empty(0, device=device, dtype=dtype)
+        return torch.cat([converted(onto(images, like)).cpu() for images, _ in batches])
     converted.float()  # weights stay rounded
     with _Half():
-        return torch.cat([converted(images.half().float()) for images, _ in batches])
+        rounded = (images.half().float() if images.is_floating_point() else images for images, _ in batches)
+        return torch.cat([converted(images) for images in rounded])
 
 
 NAMES = ("accuracy", "called_primary")
@@ -243,7 +246,7 @@ class OtherClasses(Component, group="evaluation.other_classes"):
             for (stage, size), predicted in predictions.items():
                 if (net := nets[stage]) is None:
                     continue
-                x = images.to(next(net.parameters()))
+                x = onto(images, next(net.parameters()))
                 x = twice(x) if size else x
                 if not size or predicted or reads(net, x):
                     predicted.append(net(x).argmax(1).cpu())

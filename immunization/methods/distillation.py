@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
+from immunization.compute.machine import onto
 from immunization.data.task import TaskPair, log_probabilities
 from immunization.models.activations import Stream, take
 from immunization.models.base import Batch, Model
@@ -128,7 +129,7 @@ class Distillation:
         """What the weights are damped by, in batches: rows of D_P and images to keep, where there are any."""
         for rows, count in zip(parts, (most // 5, most)[-len(parts) :], strict=False):
             few = torch.linspace(0, len(rows) - 1, min(len(rows), count)).long()  # of all classes
-            yield from (batch.to(self.omega_0[0]) for batch in take(rows, few).split(50))
+            yield from (onto(batch, self.omega_0[0]) for batch in take(rows, few).split(50))
 
     def release(self) -> None:
         """Make damped weights plain ones again."""

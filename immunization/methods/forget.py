@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from immunization.checks import AtLeastOne, Fraction, NonNegative, Positive, Share
-from immunization.compute.machine import memory
+from immunization.compute.machine import memory, onto
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError, DataError
 from immunization.methods.base import Method
@@ -248,7 +248,7 @@ class ForgetBlocks(Forget):
         super().setup(model, pair)
         trained = model.chain.trained_blocks()
         with model.chain.watched(_by_channel) as outputs:
-            few = next(iter(pair.primary.train.x.split(2))).to(self.distillation.omega_0[0])
+            few = onto(next(iter(pair.primary.train.x.split(2))), self.distillation.omega_0[0])
             self.distillation.before(model, few)
         self.blocks = [name for name in outputs if name in trained]
         self.renewed = bool(norms_of(model.extractor))

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from immunization.compute.machine import onto
 from immunization.errors import ConfigError
 from immunization.models.fold import FOLD, READ, Place, fold_into, recorded
+from immunization.models.named import name_of
 
 BODY = "body."
 """Begins the names of an adapted net's modules."""
@@ -30,7 +32,8 @@ class Adapted(nn.Module):
             path, self.features = parent, nn.Sequential(OrderedDict(layers))
         net.set_submodule(path, Passed(self.classifier))
         self.body, self.path = net, path
-        self.pretrained_cfg = {"architecture": type(net).__name__, "input_size": tuple(images.shape[1:])}
+        self.pretrained_cfg = {"architecture": name_of(net), "input_size": tuple(images.shape[1:])}
+        self.sample = None if images.is_floating_point() else images[:2].cpu()  # ids that the net knows
         with suppress(RuntimeError):
             if agree(_of_two(self, images), expected):
                 return
@@ -99,7 +102,7 @@ def agree(outputs: Tensor, expected: Tensor) -> bool:
 @torch.no_grad()
 def _of_two(net: nn.Module, images: Tensor) -> Tensor:
     """Outputs of the first two images in eval mode, in which the net stays."""
-    return net.eval()(images[:2].clone().to(next(net.parameters())))
+    return net.eval()(onto(images[:2].clone(), next(net.parameters())))
 
 
 @torch.no_grad()

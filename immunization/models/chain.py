@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from immunization.compute.machine import onto
 from immunization.errors import ConfigError
 from immunization.models.adapted import Adapted
 from immunization.models.fold import recorded
@@ -30,7 +31,7 @@ PASSED = (nn.Identity, nn.modules.dropout._DropoutNd)
 class NetParts:
     """`net` without its classifier, which is `head` and was called `classifier`; `config` says how it wants its images.
 
-    `units` are what its `forward_features` applies one after another, by name.
+    `units` are what its `forward_features` applies one after another, by name. `sample` are two inputs, [2, ...].
     """
 
     net: nn.Module
@@ -38,6 +39,7 @@ class NetParts:
     classifier: str
     config: dict[str, Any]
     units: list[tuple[str, Unit]]
+    sample: Tensor
 
     def last_block(self) -> str:
         """Name of the last part of the net that has weights."""
@@ -64,7 +66,14 @@ def take_apart(net: nn.Module, size: int | None = None) -> NetParts:
             "head: create the model with its classes"
         )
     net.set_submodule(classifier, nn.Identity())
-    return NetParts(net, head.requires_grad_(True), classifier, config, units_of(net, config["input_size"]))
+    sample = sample_of(net, config["input_size"])
+    return NetParts(net, head.requires_grad_(True), classifier, config, units_of(net, sample), sample)
+
+
+def sample_of(net: nn.Module, input_size: Sequence[int]) -> Tensor:
+    """Two inputs [2, ...] that the net reads: those that it was adapted with, or noise of the size of its images."""
+    own = getattr(net, "sample", None)
+    return torch.randn(2, *input_size, generator=torch.Generator().manual_seed(0)) if own is None else own
 
 
 class Chain(nn.Module):
@@ -153,7 +162,7 @@ class Network(nn.Module):
 
     def __init__(self, parts: NetParts, trained: Sequence[str] = ()) -> None:
         super().__init__()
-        self.whole, self.last_block, self.input_size = Whole(parts.net), parts.last_block(), parts.config["input_size"]
+        self.whole, self.last_block, self.sample = Whole(parts.net), parts.last_block(), parts.sample
         self.units, self.trained = parts.units, [f"whole.net.{name}" for name in trained]
         self.map: nn.Linear | None = None
 
@@ -261,8 +270,8 @@ def first_with(units: Sequence[tuple[str, Unit]], trained: set[nn.Parameter]) ->
 
 
 @torch.no_grad()
-def units_of(net: nn.Module, input_size: Sequence[int]) -> list[tuple[str, Unit]]:
-    """The parts that `forward_features` applies one after another, checked on an image.
+def units_of(net: nn.Module, sample: Tensor) -> list[tuple[str, Unit]]:
+    """The parts that `forward_features` applies one after another, checked on a `sample` of inputs.
 
     Children in the order in which they run (a ViT's `pos_drop` for `_pos_embed`), Sequential ones apart; else one unit,
     as where one writes into images or, with weights, into activations, which may be kept.
@@ -270,7 +279,7 @@ def units_of(net: nn.Module, input_size: Sequence[int]) -> list[tuple[str, Unit]
     like = next(net.parameters(), None)
     if like is None:
         raise ConfigError("nothing with weights stands before the classifier, so there is nothing to immunize")
-    image = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(0)).to(like)
+    image = onto(sample[:1], like)
     with recorded(net.named_children()) as ran:
         expected = net.forward_features(image)
     units: list[tuple[str, Unit]] = []

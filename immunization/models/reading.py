@@ -82,10 +82,10 @@ class Reader(Model):
     @cached_property
     def _keys(self) -> dict[str, str]:
         """Keys of what makes the features and what enters the extractor."""
-        size = self.config["input_size"]
+        sample = self.parts.sample
         with room_for(self.images):
-            features = keys.net([self.net], lambda images: self.extractor(self.trunk(images)), size)
-            return {"features": features, "inputs": keys.net(self._trunk, self.trunk, size)}
+            features = keys.net([self.net], lambda inputs: self.extractor(self.trunk(inputs)), sample)
+            return {"features": features, "inputs": keys.net(self._trunk, self.trunk, sample)}
 
     def _key(self, name: str, part: ImageSplit, config: Mapping[str, Any]) -> str:
         pair = self.images
@@ -181,8 +181,8 @@ class Reader(Model):
         if own and not self.fold:
             wanted.append("inputs")
         elif not self.fold:
-            shape = self.trunk(torch.zeros(1, *self.config["input_size"])).shape[1:]
-            size = len(part) * shape.numel() * pair.dtype.itemsize / GIB
+            sample = self.trunk(self.parts.sample[:1])
+            shape, size = sample.shape[1:], len(part) * sample.nbytes / GIB
             free = not pair.augment and size < pair.cache_limit and (root is None or free_space(root) > 2.2 * size)
             place = f"kept in {root or 'memory'}" if free else "computed from the images every time"
             log.info("%s, %.3g GiB of activations, %s", title, size, place)
@@ -264,20 +264,21 @@ class Reader(Model):
         if enlarged:
             return self._enlarged(read, count)
         return self._stored(
-            read, count, self.config["input_size"], "dataset.keep_root", "choose fewer with dataset.keep.classes"
+            read, count, self.parts.sample, "dataset.keep_root", "choose fewer with dataset.keep.classes"
         )
 
     def _enlarged(self, batches: Iterable[Tensor], count: int) -> Tensor:
         """What enters the extractor of `count` images at twice the size."""
-        channels, height, width = self.config["input_size"]
-        size = channels, 2 * height, 2 * width
-        if not reads(lambda images: self.extractor(self.trunk(images)), torch.zeros(1, *size)):
+        if self.parts.sample.ndim != 4:
+            raise ConfigError(f"{self.name} reads no images, which alone can be enlarged: set method.enlarged=0")
+        sample = twice(self.parts.sample)
+        if not reads(lambda images: self.extractor(self.trunk(images)), sample):
             raise ConfigError(f"{self.name} reads images of one size: set method.enlarged=0")
-        return self._stored(map(twice, batches), count, size, "method.enlarged", "set it to 0")
+        return self._stored(map(twice, batches), count, sample, "method.enlarged", "set it to 0")
 
-    def _stored(self, batches: Iterable[Tensor], count: int, size: Sequence[int], key: str, remedy: str) -> Tensor:
-        """What enters the extractor of `count` images of a size, for the option `key`; it has to fit into memory."""
-        sample = self.trunk(torch.zeros(1, *size))
+    def _stored(self, batches: Iterable[Tensor], count: int, sample: Tensor, key: str, remedy: str) -> Tensor:
+        """What enters the extractor of `count` inputs like the `sample`, for option `key`; has to fit into memory."""
+        sample = self.trunk(sample[:1])
         if 2 * (needed := count * sample.numel() * sample.itemsize) > (most := memory(torch.device("cpu"))):
             raise ConfigError(
                 f"{key}: {count:,} images take {needed / GIB:.3g} GiB before {self.point}, and half of "

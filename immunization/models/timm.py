@@ -167,7 +167,7 @@ class Timm(Reader):
         if self.channels_last and x.ndim == 4:
             x = x.contiguous(memory_format=torch.channels_last)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.amp):
-            return super().training_features(x, theta).to(x.dtype)
+            return super().training_features(x, theta).to(x.dtype if x.is_floating_point() else self.dtype)
 
     def groups(self) -> list[dict[str, Any]]:
         theta = [p for p in self.extractor.parameters() if p.requires_grad]

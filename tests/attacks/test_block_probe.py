@@ -201,7 +201,7 @@ def test_what_layer4_has_lost_is_read_before_it(colors, wipe):
 def test_the_cost_is_that_of_the_part_that_is_passed(colors):
     victim = untouched(colors)
     network = victim.network("baseline")
-    flops = prefix_flops(network, network.input_size)
+    flops = prefix_flops(network, network.sample[:1])
     assert list(flops) == [name for name, _ in network.whole.blocks()]
     assert list(flops.values()) == sorted(flops.values())
     assert flops[list(flops)[-1]] == victim.flops_per_row("baseline")
@@ -462,7 +462,7 @@ class Odd(nn.Module):
 
 
 def test_blocks_come_as_they_run_and_those_without_a_tensor_are_left_out():
-    network, x = Network(NetParts(Odd(), nn.Identity(), "", {"input_size": (3,)}, [])), torch.rand(20, 3)
+    network, x = Network(NetParts(Odd(), nn.Identity(), "", {}, [], torch.rand(2, 3))), torch.rand(20, 3)
     outputs = outputs_of(network, {"train": x, "val": x, "test": x}, mirrored=False)
     assert outputs.blocks == ["first", "second"]
     assert_close(outputs.columns("second", "average", "test")[0], network(x))

@@ -59,7 +59,8 @@ def test_of_a_large_file_blocks_are_read_from_its_first_to_its_last(tmp_path, mo
 
 
 def net_key(net: nn.Module) -> str:
-    return keys.net([net], lambda x: net.forward_head(net.forward_features(x), pre_logits=True), (3, 32, 32))
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    return keys.net([net], lambda x: net.forward_head(net.forward_features(x), pre_logits=True), images)
 
 
 def test_a_net_that_is_printed_as_another_one_has_a_key_of_its_own():
