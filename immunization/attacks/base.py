@@ -103,6 +103,8 @@ class Attack(Component, group="attack.*"):
     """Whether it does not use theta_I: no attack, but one way to do without the model, or with a part of theta_0."""
     trains = False
     """Whether it trains the net, which takes long."""
+    reads_blocks = False
+    """Whether it reads the net at any of its blocks."""
 
     steps: AtLeastOne
     samples: AtLeastOne | None

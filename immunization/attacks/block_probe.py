@@ -49,6 +49,7 @@ class BlockProbe(Attack, group="attack.block_probe"):
     scope = ""
     setting_name, tries = "ridge", "ridges"
     natural_ends = True
+    reads_blocks = True
     inside = False  # whether what layers inside of blocks give is read, too
     tiles = False  # whether tiles of the image are passed alone, too
 
@@ -187,9 +188,7 @@ class FrozenBlocks(BlockProbe, group="attack.frozen_blocks"):
         return super().untouched(victim) or victim.same_outside(self.scope)
 
     def readable(self, victim: Victim, outputs: Outputs) -> Outputs:
-        behind = victim.once(
-            ("behind", self.scope), lambda: blocks_behind(victim.network("baseline"), self.scope, outputs.blocks)
-        )
+        behind = victim.once(("behind", self.scope), lambda: blocks_behind(victim.network("baseline"), self.scope))
         own = tuple(block for block in outputs.blocks if block.removesuffix(TWICE) not in behind)
         if not own:
             raise Inapplicable(f"attack.*.scope={self.scope}: no block of the net stands before it")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from immunization.compute.machine import onto
+from immunization.models.blocks import Operations
 from immunization.models.chain import Network, Reduce
 
 
@@ -27,16 +26,25 @@ def block_outputs(network: Network, images: Tensor, reduce: Reduce, inside: Redu
         return dict(seen)
 
 
-def blocks_behind(network: Network, part: str, blocks: Sequence[str]) -> set[str]:
-    """Those of the net's own `blocks`, in the order in which they run, from the part called so on."""
-    parameters = {parameter for module in network.part(part) for parameter in module.parameters()}
-    modules = dict(network.whole.blocks())
-    own = [block for block in blocks if block in modules]
-    return set(itertools.dropwhile(lambda block: parameters.isdisjoint(modules[block].parameters()), own))
+def blocks_behind(network: Network, part: str) -> set[str]:
+    """The net's own blocks that have not ended before a part of it begins."""
+    return set(network.found.blocks) - set(network.found.before(network.begins(part)))
 
 
+def what_is_read(network: Network) -> dict[str, Any]:
+    """`depth`: each block's, as the share of the operations that are done at its end. `changed`: where what was begins.
+
+    `before` are the blocks that have ended by then.
+    """
+    found, changed = network.found, network.begins("trained")
+    begin = min((found.begin(name).share for name in changed), default=1.0)
+    depth = {name: found.outputs[name].end.share for name in found.blocks}
+    return {"depth": depth, "changed": begin, "before": found.before(changed)}
+
+
+@torch.no_grad()
 def prefix_flops(network: Network, sample: Tensor) -> dict[str, float]:
     """Operations of the inputs in `sample` from there up to and with each block, by name."""
     sample = onto(sample, next(network.parameters()))
-    with FlopCounterMode(display=False) as counter:
-        return block_outputs(network, sample, lambda *_: float(counter.get_total_flops()))
+    with Operations() as counted:
+        return block_outputs(network, sample, lambda *_: counted.total)

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tqdm import tqdm
 
 from immunization.attacks import outcome, prices, worth
 from immunization.attacks.base import Attack, AttackCurve
+from immunization.attacks.blocks import what_is_read
 from immunization.attacks.flags import PLACES, flags_of
 from immunization.attacks.kept import KeptCurves
 from immunization.attacks.outcome import Outcome
@@ -49,6 +50,12 @@ NUMBERED: dict[str, dict[str, str]] = {
     }
 }
 """The suite that results are stated with, by version: each attack's `fingerprint`, so that no other passes for it."""
+
+UNREAD = (
+    "{:.0%} of the net's operations are done before what was changed begins, and attackers can read no block there: "
+    "what they find without it says too little"
+)
+"""Why nothing is said of the worth of a model whose first part nobody could read."""
 
 TRANSFERRED = {f"worth/{key}": f"transfer/{key}" for key in ("before", "after", "without", "lost")}
 """What of the worth of a model is measured of a benign task, and its name there."""
@@ -133,6 +140,12 @@ def run_attacks(
             measures.about[of_role("baselines_by", role)] = sorted(kept.makers)
     if partial:
         measures.about[of_role("drawn_anew", role)] = partial
+    if read := run.read:
+        measures.about["blocks"] = read
+        if run.measures_worth and read["changed"] and not read["before"]:
+            measures.flag(of_role("blocks_unread", role), UNREAD.format(read["changed"]))
+            measures.miss(UNREAD.format(read["changed"]), "worth/theta_0", "worth/lost", "worth/removed", task=role)
+            return measures
     if run.measures_worth:
         run.put_worth(measures)
     return measures
@@ -180,6 +193,12 @@ class _Run:
     def whole(self) -> dict[str, Curves]:
         """The curves with all of the attacker's images."""
         return {name: curves for name, curves in self.curves.items() if not isinstance(curves, Inapplicable)}
+
+    @property
+    def read(self) -> dict[str, Any]:
+        """What those read who read blocks of the net; {} where nobody does."""
+        readers = [attack for attack in self.attacks.values() if attack.reads_blocks and not attack.reference]
+        return what_is_read(self.victim.network("immunized")) if readers and self.victim.model.deep else {}
 
     @property
     def measures_worth(self) -> bool:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from immunization.attacks.altered import BATCH, Precision, rounded
 from immunization.compute.machine import onto, room
@@ -15,6 +14,7 @@ from immunization.errors import Inapplicable
 from immunization.evaluation.comparison import Comparison, Once
 from immunization.models.activations import take
 from immunization.models.base import Model
+from immunization.models.blocks import Operations
 from immunization.models.chain import Network
 from immunization.runs.records import Role, Stage
 
@@ -249,9 +249,9 @@ def _before(network: Network, start: int, images: Mapping[str, Tensor], flipped:
 
 def forward_flops(network: nn.Module, sample: Tensor) -> float:
     """Floating-point operations of the inputs in `sample`, a multiplication and an addition counting as two."""
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), Operations() as counted:
         network(onto(sample, next(network.parameters())))
-    return float(counter.get_total_flops())
+    return counted.total
 
 
 def require_held_out(task: Task) -> None:

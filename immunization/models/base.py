@@ -60,6 +60,8 @@ class Model(nn.Module):
     """A copy of the net as people run it: images -> primary logits."""
     deployed_before: Callable[..., nn.Module | None]
     """(start=None): `deployed` before immunization, with `start` as the extractor's weights where no net is kept."""
+    doubt: str = ""
+    """What is to be said before any of its layers are trained."""
     stripped_by: str | None = None
     """The function of timm that throws a folded map away; None where none does, or there is no map."""
 

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from immunization.compute.machine import onto
 from immunization.errors import ConfigError
-from immunization.models.adapted import Adapted
+from immunization.models.adapted import BODY, Adapted
+from immunization.models.blocks import Block, Found, find, tensor_of
 from immunization.models.fold import recorded
 from immunization.runs.net_facts import IMAGES
 
@@ -23,6 +24,8 @@ Reduce = Callable[[Tensor, bool, int], Any]
 Unit = Callable[[Tensor], Tensor]  # a module or, for what a net does between its modules, a bound method of it
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Layers with statistics of batches, which are no weights; those of timm inherit from them."""
+NET = "whole.net."
+"""Begins the names of the modules of a `Network`'s net."""
 PASSED = (nn.Identity, nn.modules.dropout._DropoutNd)
 """Layers that give what they read, once trained."""
 
@@ -31,7 +34,7 @@ PASSED = (nn.Identity, nn.modules.dropout._DropoutNd)
 class NetParts:
     """`net` without its classifier, which is `head` and was called `classifier`; `config` says how it wants its images.
 
-    `units` are what its `forward_features` applies one after another, by name. `sample` are two inputs, [2, ...].
+    `units` are what its `forward_features` applies one after another, by name, `found` its blocks, `sample` two inputs.
     """
 
     net: nn.Module
@@ -40,15 +43,12 @@ class NetParts:
     config: dict[str, Any]
     units: list[tuple[str, Unit]]
     sample: Tensor
+    found: Found
 
     def last_block(self) -> str:
-        """Name of the last part of the net that has weights."""
-        blocks = [unit for unit in self.units if parameters(unit[1])] or list(self.net.named_children())
-        if len(blocks) == 1:  # a net that is one unit
-            name, whole = blocks[0]
-            blocks = [(f"{name}.{child}", part) for child, part in whole.named_children()] or blocks
-        if weighted := [name for name, part in blocks if any(p.ndim > 1 for p in parameters(part))]:
-            return weighted[-1]
+        """Name of the last block before the classifier, the innermost one."""
+        if blocks := self.found.innermost:
+            return blocks[-1]
         raise ConfigError("the net has no submodule with weights before its classifier: there is no block to train")
 
 
@@ -67,7 +67,8 @@ def take_apart(net: nn.Module, size: int | None = None) -> NetParts:
         )
     net.set_submodule(classifier, nn.Identity())
     sample = sample_of(net, config["input_size"])
-    return NetParts(net, head.requires_grad_(True), classifier, config, units_of(net, sample), sample)
+    found = find(net, partial(features_of, net), onto(sample, head.weight))
+    return NetParts(net, head.requires_grad_(True), classifier, config, units_of(net, sample), sample, found)
 
 
 def sample_of(net: nn.Module, input_size: Sequence[int]) -> Tensor:
@@ -76,69 +77,71 @@ def sample_of(net: nn.Module, input_size: Sequence[int]) -> Tensor:
     return torch.randn(2, *input_size, generator=torch.Generator().manual_seed(0)) if own is None else own
 
 
+def features_of(net: nn.Module, inputs: Tensor) -> Tensor:
+    """Features [N, D] of inputs of a net in timm's form."""
+    return net.forward_head(net.forward_features(inputs), pre_logits=True)
+
+
 class Chain(nn.Module):
     """Blocks of `net` and its pooling, with features [N, D] at their end."""
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net: nn.Module, found: Found) -> None:
         super().__init__()
         self._net = (net,)  # in a tuple: its parameters are not among this module's
+        self.found = found
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
-        """Its parts that have weights, Sequential ones taken apart, by name: where it could be cut."""
-        parts = [unit for name, child in self._units() for unit in _chain(name, child)]
-        return [(name, part) for name, part in parts if any(p.ndim > 1 for p in part.parameters())]
+        """Those of the net that run here, by name, in the order in which they end."""
+        own, blocks = set(self.modules()), [(name, self._net[0].get_submodule(name)) for name in self.found.blocks]
+        return [(name, part) for name, part in blocks if part in own]
 
     def trained_blocks(self) -> list[str]:
         """Names of the blocks with trained weights."""
         return [name for name, part in self.blocks() if any(p.requires_grad for p in part.parameters())]
 
-    def _units(self) -> Iterable[tuple[str, nn.Module]]:
-        return getattr(self, "net", self).named_children()
-
     @contextmanager
     def watched(self, reduce: Reduce | None = None, inside: Reduce | None = None) -> Iterator[dict[str, Any]]:
         """Inside, the dict has what each block gave when it last ran, averaged over places or tokens: [N, channels].
 
-        Blocks come by name, in the order in which they ran first, if they give a tensor with a row per image. `reduce`,
-        in place of the average, takes it, whether channels come last in a map, and the number of prefix tokens.
-        `inside` does so with what layers inside of blocks give, `<block>/<layer>`; BatchNorm, which only scales and
-        shifts channels and may be overwritten in place, is left out.
+        Blocks come by name, in the order in which they ran first; of several tensors that one gives, the first counts.
+        `reduce`, in place of the average, takes it, whether channels come last in a map, and the number of prefix
+        tokens. `inside` does so with what layers inside of blocks give, `<block>/<layer>`; BatchNorm, which only scales
+        and shifts channels and may be overwritten in place, is left out.
         """
         seen: dict[str, Any] = {}
-        net = self._net[0]
-        last, prefix = getattr(net, "output_fmt", "NCHW") == "NHWC", getattr(net, "num_prefix_tokens", 0)
 
-        def keep(name: str, take: Reduce, _module: nn.Module, _inputs: object, x: object) -> None:
-            if isinstance(x, Tensor) and x.ndim in (2, 3, 4):
-                seen[name] = take(x, last, prefix)
+        def keep(name: str, block: Block, take: Reduce, _module: nn.Module, _inputs: object, output: object) -> None:
+            if (x := tensor_of(output)) is not None:
+                tokens_last = x.ndim == 3 and not block.last
+                seen[name] = take(x.mT if tokens_last else x, block.last, block.prefix)
 
         reduce = reduce or (lambda x, last, _: pooled(x, last))
-        layers = [] if inside is None else self._layers()
-        places = [*((*block, reduce) for block in self.blocks()), *((*layer, inside) for layer in layers)]
+        known = self.found.outputs
+        places = [(name, known[name], part, reduce) for name, part in self.blocks()]
+        places += [] if inside is None else [(*layer, inside) for layer in self._layers()]
         with ExitStack() as hooks:
-            for name, module, take in places:
-                hooks.enter_context(module.register_forward_hook(partial(keep, name, take)))
+            for name, block, module, take in places:
+                hooks.enter_context(module.register_forward_hook(partial(keep, name, block, take)))
             yield seen
 
-    def _layers(self) -> Iterator[tuple[str, nn.Module]]:
-        """The layers inside of blocks that do more than scale channels, as `<block>/<layer>`."""
-        for block, part in self.blocks():
+    def _layers(self) -> Iterator[tuple[str, Block, nn.Module]]:
+        """The layers inside of blocks that do more than scale channels, as `<innermost block>/<layer>`."""
+        done: set[nn.Module] = set()
+        for block, part in self.blocks():  # inner ones end first
             for name, layer in part.named_modules():
-                if name and not list(layer.children()) and not isinstance(layer, (*BATCH_NORMS, *PASSED)):
-                    yield f"{block}/{name}", layer
+                leaf = name and not list(layer.children()) and not isinstance(layer, (*BATCH_NORMS, *PASSED))
+                if leaf and layer not in done and (own := self.found.outputs.get(f"{block}.{name}")):
+                    done.add(layer)
+                    yield f"{block}/{name}", own, layer
 
 
 class Tail(Chain):
     """The last units of a net and its pooling: activations -> features [N, D]. Holds the units alone, not the net."""
 
-    def __init__(self, net: nn.Module, units: list[tuple[str, nn.Module]]) -> None:
-        super().__init__(net)
-        self._names = [name for name, _ in units]
+    def __init__(self, net: nn.Module, found: Found, units: list[tuple[str, nn.Module]]) -> None:
+        super().__init__(net, found)
         for name, unit in units:
             self.add_module(name.replace(".", "_"), unit)
-
-    def _units(self) -> Iterable[tuple[str, nn.Module]]:
-        return zip(self._names, self.children(), strict=True)
 
     def forward(self, x: Tensor) -> Tensor:
         for unit in self.children():
@@ -149,12 +152,12 @@ class Tail(Chain):
 class Whole(Chain):
     """A whole net without its classifier: images -> features [N, D]."""
 
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__(net)
+    def __init__(self, net: nn.Module, found: Found) -> None:
+        super().__init__(net, found)
         self.net = net
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.net.forward_head(self.net.forward_features(x), pre_logits=True)
+        return features_of(self.net, x)
 
 
 class Network(nn.Module):
@@ -162,8 +165,9 @@ class Network(nn.Module):
 
     def __init__(self, parts: NetParts, trained: Sequence[str] = ()) -> None:
         super().__init__()
-        self.whole, self.last_block, self.sample = Whole(parts.net), parts.last_block(), parts.sample
-        self.units, self.trained = parts.units, [f"whole.net.{name}" for name in trained]
+        self.whole, self.sample, self.found = Whole(parts.net, parts.found), parts.sample, parts.found
+        self.last_block, self.units = parts.last_block(), parts.units
+        self.trained = [f"{NET}{name}" for name in trained]
         self.map: nn.Linear | None = None
 
     def fold(self, theta: Tensor) -> None:
@@ -189,22 +193,45 @@ class Network(nn.Module):
         parts = {"head": [], "last": last, "full": [self]}
         return parts[name] if name in parts else self._suffix(name)
 
-    def _suffix(self, name: str) -> list[nn.Module]:
-        known = [unit for unit, f in self.units if parameters(f)]
+    def begins(self, part: str) -> list[str]:
+        """Names of modules of the net that `part` begins with: none behind all blocks, and "" for all of it."""
+        if part == "trained":
+            return [name.removeprefix(NET) for name in self.trained if name != "map"]
+        known = {"head": [], "last": [self.last_block], "full": [""]}
+        return known[part] if part in known else [self._named(part)]
+
+    def _named(self, name: str) -> str:
+        """The name of a block or a stage that is called so, whether or not what the net was adapted by is written."""
+        ran = [f"{module}." for module in self.found.begins]
+        names = [own for own in (name, f"{BODY}{name}") if any(module.startswith(f"{own}.") for module in ran)]
+        if names:
+            return names[0]
+        known = [block.removeprefix(BODY) for block in self.found.blocks]
         if not known:
             raise ConfigError(
                 f"attack.*.scope={name}: the net has no blocks to begin at; use head, last, trained or full"
             )
-        begin = next((unit for unit in known if f"{unit}.".startswith(f"{name}.")), None)
-        if begin is None:
-            raise ConfigError(
-                f"attack.*.scope={name}: no block of the net is called so; use trained or one of {', '.join(known)} "
-                "(to fine-tune also head, last or full)"
-            )
-        if begin == known[0]:
+        raise ConfigError(
+            f"attack.*.scope={name}: no block of the net is called so; use trained or one of {', '.join(known)} "
+            "(to fine-tune also head, last or full)"
+        )
+
+    def _suffix(self, name: str) -> list[nn.Module]:
+        """The largest modules that run from a block or a stage on, and the map."""
+        own = self._named(name)
+        if not self.found.before([own]):
             return [self]
-        first = [unit for unit, _ in self.units].index(begin)
-        return [f for _, f in self.units[first:] if isinstance(f, nn.Module)] + self._ends()
+        first = self.found.begin(own)
+
+        def later(module: nn.Module, path: str) -> Iterator[nn.Module]:
+            for child, part in module.named_children():
+                begin = self.found.begins.get(f"{path}{child}")
+                if begin is not None and begin.begun >= first.begun:
+                    yield part
+                else:
+                    yield from later(part, f"{path}{child}.")
+
+        return [*later(self.whole.net, ""), *filter(None, [self.map])]
 
     def _ends(self) -> list[nn.Module]:
         """What stands behind all units: modules of the net that are in none, and the map."""
@@ -220,10 +247,16 @@ class Network(nn.Module):
         return first_with(self.units, set(trained) - ends)
 
     def depths(self) -> dict[nn.Parameter, int]:
-        """The block of each parameter, counted from the end from 1 on; 0 behind all blocks."""
-        blocks = [parameters(f) for _, f in reversed(self.units) if parameters(f)]
-        depths = dict.fromkeys(self.whole.net.parameters(recurse=False), len(blocks))
-        return depths | {parameter: depth for depth, block in enumerate(blocks, 1) for parameter in block}
+        """The unit of each parameter, counted from the end from 1 on, or blocks that end behind it; 0 behind all."""
+        net, units = self.whole.net, [parameters(f) for _, f in reversed(self.units) if parameters(f)]
+        if not units:  # the net is no chain
+            blocks = self.found.innermost
+            behind = {
+                name: len(blocks) - len({*blocks} & {*self.found.before([name])}) for name, _ in net.named_modules()
+            }
+            return {p: behind[name] for name, module in net.named_modules() for p in module.parameters(recurse=False)}
+        depths = dict.fromkeys(net.parameters(recurse=False), len(units))
+        return depths | {parameter: depth for depth, unit in enumerate(units, 1) for parameter in unit}
 
     def before(self, images: Tensor, start: int) -> Tensor:
         """Outputs of the units before the one with index `start` for images: [N, ...]."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
@@ -29,6 +30,9 @@ from immunization.models.weights import create, head_size, known_arguments, name
 from immunization.theory.spectrum import triangular_factor
 
 log = logging.getLogger(__name__)
+
+MOST_IN_LAST = 0.4
+"""Share of a net's weights above which its last block is said to be large."""
 
 
 class Timm(Reader):
@@ -119,11 +123,13 @@ class Timm(Reader):
         return self._before[0] if self._before else None
 
     def compare_with(self, before: Timm) -> None:
-        """Take another net as the baseline; both then read images."""
+        """Take another net as the baseline; both then read images, at the blocks that the baseline has."""
         self._before = (before,)  # in a tuple: it is no part of this net
+        if {name for name, _ in self.net.named_modules()}.issuperset(before.parts.found.outputs):
+            self.parts = replace(self.parts, found=before.parts.found)  # what is dead gives nothing to find it by
         self.reference, self._original_head = before.reference, before._original_head
         for model in (self, before):  # no trunk
-            model._trunk, model.point, model.extractor = [], "images", Whole(model.net)
+            model._trunk, model.point, model.extractor = [], "images", Whole(model.net, model.parts.found)
 
     @property
     def name(self) -> str:
@@ -131,7 +137,7 @@ class Timm(Reader):
 
     def _match(self, patterns: Sequence[str]) -> list[str]:
         if list(patterns) == ["last"]:
-            patterns = [self.parts.last_block()]
+            patterns = [self._last_block()]
         matched = []
         for pattern in patterns:
             names = [n for n, m in self.net.named_modules() if n and fnmatchcase(n, pattern) and parameters(m)]
@@ -147,6 +153,17 @@ class Timm(Reader):
         log.info("%s: trainable are %s", self.architecture, ", ".join(matched))
         return matched
 
+    def _last_block(self) -> str:
+        """The name of the last block; `doubt` says if that is much of the net."""
+        name = self.parts.last_block()
+        inside, everything = (sum(p.numel() for p in m.parameters()) for m in (self.net.get_submodule(name), self.net))
+        if inside > MOST_IN_LAST * everything:
+            self.doubt = (
+                f"trainable=last is {name.removeprefix(BODY)}, which has {inside / everything:.0%} of the weights of "
+                f"{self.architecture}: name a smaller part to change less"
+            )
+        return name
+
     def _split_net(self) -> None:
         """Trunk: everything before the first trainable unit, in the order of execution."""
         units = self.parts.units
@@ -154,7 +171,8 @@ class Timm(Reader):
         first = first_with(units, theta)
         self.point = units[first][0] if first < len(units) else "pooling"
         self._trunk = [f for _, f in units[:first]]
-        self.extractor = Tail(self.net, units[first:]) if first else Whole(self.net)
+        net, found = self.net, self.parts.found
+        self.extractor = Tail(net, found, units[first:]) if first else Whole(net, found)
 
     def train(self, mode: bool = True) -> Timm:
         super().train(False)

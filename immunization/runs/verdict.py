@@ -57,7 +57,7 @@ def verdict(results: Sequence[Measured]) -> list[str]:
     measured = [*_costs(result), *probes, *_definition(result)]
     if measured and not attacked(result):
         measured[0] = f"{measured[0].removesuffix('.')}; nobody attacked it{' otherwise' if probes else ''}."
-    return worse + doubts + _attacks(result) + measured
+    return worse + doubts + _attacks(result) + _blocks(result) + measured
 
 
 def _costs(result: Measured) -> list[str]:
@@ -229,7 +229,8 @@ def _worth(result: Measured) -> list[str]:
             share = records.value("worth/removed", task=task)
             tasks[task] = math.inf if share is None else share, reached
     if not tasks:
-        return []
+        unread = [flag for task in attacked_harmful(result) if (flag := of_role("blocks_unread", task)) in result.flags]
+        return [f"What theta_0 is worth is not said: {result.reasons[flag]}." for flag in unread[:1]]
     role, (_, reached) = min(tasks.items(), key=lambda item: item[1][0])
     measure = "accuracy" if classified(result, role) else "R²"
     line = f"Held-out {measure} on {task_of(role)} of the best attacker by validation rows: "
@@ -266,6 +267,19 @@ def _worth(result: Measured) -> list[str]:
         older = f", an earlier suite: do not compare with runs of {now}" if now else ""
         lines.append(f"Attackers are those of {suite['version']}{changed}{older}{secret}.")
     return lines
+
+
+def _blocks(result: Measured) -> list[str]:
+    """Which blocks of a net attackers could read, and how many of them lie before what was changed."""
+    read = result.about.get("blocks")
+    if not read or not read["depth"]:
+        return []
+    depth = list(read["depth"].items())
+    ends = [f"{name} ({100 * share:.0f} % of its operations)" for name, share in dict([depth[0], depth[-1]]).items()]
+    count = (
+        f"{len(depth)} blocks of the net, from {ends[0]} to {ends[-1]}" if len(depth) > 1 else f"the block {ends[0]}"
+    )
+    return [f"Attackers read {count}; {len(read['before']) or 'none'} of them before what was changed."]
 
 
 def _several(results: Sequence[Measured]) -> list[str]:

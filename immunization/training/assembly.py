@@ -16,7 +16,7 @@ from immunization.compute import distributed
 from immunization.data.images import ImagePair, ImageTask
 from immunization.data.task import TaskPair
 from immunization.errors import ConfigError
-from immunization.methods import Method, combined
+from immunization.methods import Identity, Method, Unmodified, combined
 from immunization.models import Model
 
 log = logging.getLogger(__name__)
@@ -108,6 +108,8 @@ def assemble(
             f"method={method.name} on {model.name} is not trained by several processes: nets whose layers are trained "
             "are, by methods that simulate no attacker and without method.keep; start it without torchrun"
         )
+    if model.doubt and model.trains_layers and not isinstance(method, Identity | Unmodified):
+        log.warning(model.doubt)
     if pair.about.get("keep") and not method.keeps:
         told = "method=%s does nothing with the images of dataset.keep_root; most methods can, by method.keep"
         log.warning(told, method.name)

@@ -55,6 +55,7 @@ from immunization.attacks.readings import Fit, Fitter, Reading, fewer, nested
 from immunization.attacks.victim import images_of
 from immunization.data.task import SPLITS, Split, Task
 from immunization.errors import ConfigError
+from immunization.models.blocks import find
 from immunization.models.chain import NetParts, Network, pooled
 
 pytestmark = pytest.mark.usefixtures("few_patches")
@@ -461,12 +462,15 @@ class Odd(nn.Module):
         return x
 
 
-def test_blocks_come_as_they_run_and_those_without_a_tensor_are_left_out():
-    network, x = Network(NetParts(Odd(), nn.Identity(), "", {}, [], torch.rand(2, 3))), torch.rand(20, 3)
+def test_blocks_come_as_they_run_and_of_a_tuple_the_first_tensor_is_read():
+    net, x = Odd(), torch.rand(20, 3)
+    found = find(net, net.forward_features, x[:2])
+    network = Network(NetParts(net, nn.Identity(), "", {}, [], x[:2], found))
     outputs = outputs_of(network, {"train": x, "val": x, "test": x}, mirrored=False)
-    assert outputs.blocks == ["first", "second"]
+    assert outputs.blocks == ["first", "pair", "second"]
+    assert_close(outputs.columns("pair", "average", "test")[0], net.pair(net.first(x))[0])
     assert_close(outputs.columns("second", "average", "test")[0], network(x))
-    assert list(block_outputs(network, x, lambda *_: None)) == ["first", "second"]
+    assert list(block_outputs(network, x, lambda *_: None)) == ["first", "pair", "second"]
     assert not any(module._forward_hooks for module in network.modules())
 
 

@@ -1,0 +1,243 @@
+"""The blocks of a net, found by what it computes: where attackers read it, and where training can begin."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+LEAST = 8
+"""Of a net with fewer blocks, its classifier counted as one, the costliest are taken apart as far as they can be."""
+
+PREFIX = 8
+"""Most tokens that are looked for before those of an image's patches, where a net does not say how many there are."""
+
+SAMPLED = 64
+"""Values of an output by which another one is told to be the same."""
+
+
+class Operations(TorchDispatchMode):
+    """Inside, `total` counts floating-point operations as torch's FlopCounterMode does, but of nets that break it, too.
+
+    That one follows modules by gradients, which views of weights may lack, and takes up to three times as long.
+    """
+
+    total = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output, count = func(*args, **(kwargs or {})), flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.total += count(*args, **(kwargs or {}), out_val=output)
+        return output
+
+
+class Moment(NamedTuple):
+    """A point of a pass: how many modules had begun before it, and which share of all operations was done."""
+
+    begun: int
+    share: float
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a module gives: a tensor with a row for each input, unlike rows for unlike inputs, at the moment `end`.
+
+    `last`: channels come last, in maps [N, H, W, C] and tokens [N, T, C]. `prefix`: tokens before those of patches.
+    """
+
+    end: Moment
+    last: bool
+    prefix: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one pass shows of a net, by names of modules.
+
+    `blocks` stand in the order in which they end. `outputs` has these and all other modules that give such a tensor,
+    `begins` the moment at which each module that ran began first.
+    """
+
+    blocks: tuple[str, ...]
+    outputs: Mapping[str, Block]
+    begins: Mapping[str, Moment]
+
+    @property
+    def innermost(self) -> list[str]:
+        """Blocks without another one inside."""
+        return [name for name in self.blocks if not any(other.startswith(f"{name}.") for other in self.blocks)]
+
+    def begin(self, name: str) -> Moment:
+        """When a module first begins, or what is inside of one that is never called; else what it stands in does."""
+        inside = [moment for other, moment in self.begins.items() if f"{other}.".startswith(f"{name}.")]
+        if inside or not name:
+            return min(inside, default=Moment(0, 0.0))
+        return self.begin(name.rpartition(".")[0])
+
+    def before(self, names: Iterable[str]) -> list[str]:
+        """Blocks that have ended before any of some modules begins."""
+        first = min(map(self.begin, names), default=Moment(len(self.begins), 1.0))
+        return [name for name in self.blocks if self.outputs[name].end.begun <= first.begun]
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of a module; `trace` are some values of what it gives, None where that cannot be read."""
+
+    name: str
+    module: nn.Module
+    begin: Moment
+    end: Moment
+    shape: tuple[int, ...] = ()
+    trace: list[float] | None = None
+    calls: list[_Call] = field(default_factory=list)
+
+    @property
+    def block(self) -> bool:
+        """Whether it can be one: what it gives can be read, and its module has weights."""
+        return self.trace is not None and any(p.ndim > 1 for p in self.module.parameters())
+
+    def inside(self) -> Iterator[_Call]:
+        for call in self.calls:
+            yield call
+            yield from call.inside()
+
+    def parts(self) -> list[_Call]:
+        """The largest calls inside that can be blocks; of several calls of a module the last."""
+        last: dict[str, _Call] = {}
+        for call in self.calls:
+            for part in [call] if call.block else call.parts():
+                last.pop(part.name, None)
+                last[part.name] = part
+        return list(last.values())
+
+    def apart(self) -> list[_Call]:
+        """Its parts and, where none of them gives what it gives (a residual sum), itself, which has no more parts."""
+        parts = self.parts()
+        same = any((part.shape, part.trace) == (self.shape, self.trace) for part in parts)
+        return parts if same else [*parts, replace(self, calls=[])]
+
+
+@torch.no_grad()
+def find(net: nn.Module, forward: Callable[[Tensor], Any], inputs: Tensor, least: int = LEAST - 1) -> Found:
+    """The blocks of a net, from one pass of two unlike `inputs` [2, ...]; its classifier is none of its modules."""
+    root = _traced(net, forward, inputs)
+    if not root.parts():  # nothing of it tells inputs apart: it is dead
+        root = _traced(net, forward, inputs, unlike=False)
+    everything = list(root.inside())
+    calls = [call for call in everything if call.trace is not None]
+    last = _channels_last(calls, inputs)
+    said = (getattr(module, "num_prefix_tokens", None) for module in net.modules())  # as timm's transformers do
+    prefix = next((tokens for tokens in said if isinstance(tokens, int)), 0)
+    outputs = {  # of several calls of a module the last
+        call.name: Block(call.end, last[call.name], _prefix(call.shape, prefix, inputs)) for call in calls
+    }
+    begins = {call.name: call.begin for call in reversed(everything)}
+    return Found(tuple(call.name for call in _blocks(root, least)), outputs, begins)
+
+
+def _traced(net: nn.Module, forward: Callable[[Tensor], Any], inputs: Tensor, unlike: bool = True) -> _Call:
+    """The calls of one pass, below a root that stands for it; `unlike`: only unlike rows can be read."""
+    root = _Call("", net, Moment(0, 0.0), Moment(0, 0.0))
+    stack, calls = [root], [root]
+
+    with Operations() as counted, ExitStack() as hooks:
+
+        def now() -> Moment:
+            return Moment(len(calls) - 1, counted.total)
+
+        def enter(name: str, module: nn.Module, _inputs: object) -> None:
+            calls.append(_Call(name, module, now(), now()))
+            stack[-1].calls.append(calls[-1])
+            stack.append(calls[-1])
+
+        def leave(module: nn.Module, _inputs: object, output: object) -> None:
+            while (call := stack.pop()).module is not module:
+                pass  # it was left by an error that the net has caught
+            call.end, x = now(), tensor_of(output)
+            if x is not None and len(x) == len(inputs) and not (unlike and torch.equal(x[0], x[1])):
+                flat = x.reshape(-1)
+                call.shape, call.trace = tuple(x.shape), flat[:: max(1, len(flat) // SAMPLED)].tolist()
+
+        for name, module in net.named_modules():
+            if name:
+                hooks.enter_context(module.register_forward_pre_hook(partial(enter, name)))
+                hooks.enter_context(module.register_forward_hook(leave))
+        forward(inputs)
+    total = counted.total or 1.0
+    for call in calls:
+        call.begin, call.end = (Moment(begun, done / total) for begun, done in (call.begin, call.end))
+    return root
+
+
+def _blocks(root: _Call, least: int) -> list[_Call]:
+    """The parts of a net, Sequential ones taken apart, and while they are too few all of the costliest one's class."""
+    blocks = root.parts()
+    while whole := [call for call in blocks if call.parts()]:
+        cut = [call for call in whole if type(call.module).forward is nn.Sequential.forward]
+        if not cut:
+            if len(blocks) >= least:
+                break
+            largest = max(whole, key=lambda call: call.end.share - call.begin.share)
+            cut = [call for call in whole if type(call.module) is type(largest.module)]
+        blocks = [part for call in blocks for part in (call.apart() if call in cut else [call])]
+    return sorted(blocks, key=lambda call: call.end)
+
+
+def _channels_last(calls: Sequence[_Call], inputs: Tensor) -> dict[str, bool]:
+    """Whether channels come last in what calls give, by name.
+
+    The sides of a map are to each other as those of the images. Where channels are as many, the maps of other modules
+    of this class tell; else, as of tokens, whether a module ends in a convolution.
+    """
+    image = inputs.shape[2] / inputs.shape[3] if inputs.ndim == 4 else 1.0
+    found: dict[str, bool] = {}
+    votes: dict[type, Counter[bool]] = {}
+    for call in calls:
+        if len(call.shape) == 4:
+            first, last = (abs(math.log(a / b / image)) for a, b in (call.shape[2:], call.shape[1:3]))
+            if first != last:
+                found[call.name] = last < first
+                votes.setdefault(type(call.module), Counter())[last < first] += 1
+    for call in calls:
+        if call.name not in found:
+            convolution = nn.Conv1d if len(call.shape) == 3 else nn.Conv2d
+            layers = [m for m in call.module.modules() if isinstance(m, (nn.Linear, convolution))]
+            ends = isinstance(layers[-1], convolution) if layers else len(call.shape) == 4
+            own = votes.get(type(call.module), Counter({not ends: 1})) if len(call.shape) == 4 else Counter([not ends])
+            found[call.name] = own.most_common(1)[0][0]
+    return found
+
+
+def _prefix(shape: Sequence[int], said: int, inputs: Tensor) -> int:
+    """Tokens [N, T, C] before those of an image's patches, which fill a grid; of text, the first one stands for it."""
+    if len(shape) != 3:
+        return 0
+    if inputs.ndim != 4:
+        return int(not inputs.is_floating_point() and shape[1] > 1)
+    image = inputs.shape[2] / inputs.shape[3]
+
+    def fill(patches: int) -> bool:
+        high = round(math.sqrt(max(patches, 0) * image))
+        return patches > 0 and high * round(high / image) == patches
+
+    return next((prefix for prefix in (said, *range(PREFIX + 1)) if fill(shape[1] - prefix)), 0)
+
+
+def tensor_of(output: object) -> Tensor | None:
+    """The first tensor of rows, tokens or maps that a module gives, also in a tuple, a list or a dict."""
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    if isinstance(output, (tuple, list)):
+        return next((x for part in output if (x := tensor_of(part)) is not None), None)
+    readable = isinstance(output, Tensor) and output.is_floating_point() and output.ndim in (2, 3, 4)
+    return output if readable else None
