@@ -31,7 +31,9 @@ class Operations(TorchDispatchMode):
     That one follows modules by gradients, which views of weights may lack, and takes up to three times as long.
     """
 
-    total = 0.0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output, count = func(*args, **(kwargs or {})), flop_registry.get(func._overloadpacket)
