@@ -67,7 +67,7 @@ def take_apart(net: nn.Module, size: int | None = None) -> NetParts:
         )
     net.set_submodule(classifier, nn.Identity())
     sample = sample_of(net, config["input_size"])
-    found = find(net, partial(features_of, net), onto(sample, head.weight))
+    found = find(net, partial(features_of, net), onto(sample, head.weight).clone())
     return NetParts(net, head.requires_grad_(True), classifier, config, units_of(net, sample), sample, found)
 
 
@@ -312,7 +312,7 @@ def units_of(net: nn.Module, sample: Tensor) -> list[tuple[str, Unit]]:
     like = next(net.parameters(), None)
     if like is None:
         raise ConfigError("nothing with weights stands before the classifier, so there is nothing to immunize")
-    image = onto(sample[:1], like)
+    image = onto(sample[:1], like).clone()  # which a module may write into
     with recorded(net.named_children()) as ran:
         expected = net.forward_features(image)
     units: list[tuple[str, Unit]] = []
