@@ -196,9 +196,12 @@ class _Run:
 
     @property
     def read(self) -> dict[str, Any]:
-        """What those read who read blocks of the net; {} where nobody does."""
-        readers = [attack for attack in self.attacks.values() if attack.reads_blocks and not attack.reference]
-        return what_is_read(self.victim.network("immunized")) if readers and self.victim.model.deep else {}
+        """What those can read who read blocks of the net, nothing where they do not apply; {} without them."""
+        readers = {name for name, attack in self.attacks.items() if attack.reads_blocks and not attack.reference}
+        if not readers or not self.victim.model.deep:
+            return {}
+        read = what_is_read(self.victim.network("immunized"))
+        return read if readers & self.whole.keys() else read | {"depth": {}, "before": []}
 
     @property
     def measures_worth(self) -> bool:

@@ -9,13 +9,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.flop_counter import FlopCounterMode
 
 from immunization.attacks.altered import BATCH, renew
 from immunization.attacks.probes import svd_flops
 from immunization.attacks.recipes import OPTIMIZERS, WHOLE, Budget, Recipe
 from immunization.data.task import Task
 from immunization.errors import DegenerateSpectrum
+from immunization.models.blocks import Operations
 from immunization.models.chain import Network, norms_of
 from immunization.theory.probe import Probe, ridge_weights
 
@@ -190,9 +190,9 @@ class Tuner:
                 opened.start = self._start(opened.network, recipe)
                 with torch.no_grad():
                     x = opened.network.before(x, opened.start)
-                with FlopCounterMode(display=False) as counter:
+                with Operations() as counted:
                     self.loss(opened, recipe, x, y).backward()
-            self._costs[key] = float(counter.get_total_flops())
+            self._costs[key] = counted.total
         return self._costs[key]
 
     def open(self, recipe: Recipe, seed: int) -> Opened:
@@ -241,11 +241,11 @@ class Tuner:
     def _passes(self, network: Network, start: int) -> tuple[float, float]:
         """Operations of one image up to a unit, and from there on."""
         image = self.splits["train"][0][:1]
-        with FlopCounterMode(display=False) as before:
+        with Operations() as before:
             x = network.before(image, start)
-        with FlopCounterMode(display=False) as behind:
+        with Operations() as behind:
             network(x, start)
-        return float(before.get_total_flops()), float(behind.get_total_flops())
+        return before.total, behind.total
 
     @torch.no_grad()
     def _renew(self, opened: Opened) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -198,25 +197,26 @@ def _blocks(root: _Call, least: int) -> list[_Call]:
 def _channels_last(calls: Sequence[_Call], inputs: Tensor) -> dict[str, bool]:
     """Whether channels come last in what calls give, by name.
 
-    The sides of a map are to each other as those of the images. Where channels are as many, the maps of other modules
-    of this class tell; else, as of tokens, whether a module ends in a convolution.
+    The sides of a map are to each other as those of the images. Where that does not tell, other maps of this class of
+    modules do; else, as of tokens, whether a module ends in a convolution.
     """
     image = inputs.shape[2] / inputs.shape[3] if inputs.ndim == 4 else 1.0
-    found: dict[str, bool] = {}
-    votes: dict[type, Counter[bool]] = {}
+
+    def seen(shape: tuple[int, ...]) -> bool | None:
+        first, last = (abs(high - wide * image) < max(1, image) for high, wide in (shape[2:], shape[1:3]))
+        return last if first != last else None
+
+    def guessed(call: _Call) -> bool:
+        convolution = nn.Conv1d if len(call.shape) == 3 else nn.Conv2d
+        layers = [m for m in call.module.modules() if isinstance(m, (nn.Linear, convolution))]
+        return isinstance(layers[-1], nn.Linear) if layers else len(call.shape) != 4
+
+    maps = [(call, last) for call in calls if len(call.shape) == 4 and (last := seen(call.shape)) is not None]
+    known: dict[object, bool] = {type(call.module): last for call, last in maps} | {c.name: last for c, last in maps}
+    found = {}
     for call in calls:
-        if len(call.shape) == 4:
-            first, last = (abs(math.log(a / b / image)) for a, b in (call.shape[2:], call.shape[1:3]))
-            if first != last:
-                found[call.name] = last < first
-                votes.setdefault(type(call.module), Counter())[last < first] += 1
-    for call in calls:
-        if call.name not in found:
-            convolution = nn.Conv1d if len(call.shape) == 3 else nn.Conv2d
-            layers = [m for m in call.module.modules() if isinstance(m, (nn.Linear, convolution))]
-            ends = isinstance(layers[-1], convolution) if layers else len(call.shape) == 4
-            own = votes.get(type(call.module), Counter({not ends: 1})) if len(call.shape) == 4 else Counter([not ends])
-            found[call.name] = own.most_common(1)[0][0]
+        own = known.get(call.name, known.get(type(call.module)))
+        found[call.name] = own if own is not None and len(call.shape) == 4 else guessed(call)
     return found
 
 

@@ -26,6 +26,8 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Layers with statistics of batches, which are no weights; those of timm inherit from them."""
 NET = "whole.net."
 """Begins the names of the modules of a `Network`'s net."""
+LEAST_IN_LAST = 0.005
+"""Share of the weights of all blocks below which one is not trained as the last."""
 PASSED = (nn.Identity, nn.modules.dropout._DropoutNd)
 """Layers that give what they read, once trained."""
 
@@ -46,9 +48,12 @@ class NetParts:
     found: Found
 
     def last_block(self) -> str:
-        """Name of the last block before the classifier, the innermost one."""
-        if blocks := self.found.innermost:
-            return blocks[-1]
+        """Name of the last block before the classifier with a share of the weights that is worth training."""
+        sizes = {
+            name: sum(map(Tensor.numel, parameters(self.net.get_submodule(name)))) for name in self.found.innermost
+        }
+        if large := [name for name, size in sizes.items() if size >= LEAST_IN_LAST * sum(sizes.values())]:
+            return large[-1]
         raise ConfigError("the net has no submodule with weights before its classifier: there is no block to train")
 
 
@@ -206,14 +211,10 @@ class Network(nn.Module):
         names = [own for own in (name, f"{BODY}{name}") if any(module.startswith(f"{own}.") for module in ran)]
         if names:
             return names[0]
-        known = [block.removeprefix(BODY) for block in self.found.blocks]
-        if not known:
-            raise ConfigError(
-                f"attack.*.scope={name}: the net has no blocks to begin at; use head, last, trained or full"
-            )
+        known = ", ".join(block.removeprefix(BODY) for block in self.found.blocks)
         raise ConfigError(
-            f"attack.*.scope={name}: no block of the net is called so; use trained or one of {', '.join(known)} "
-            "(to fine-tune also head, last or full)"
+            f"attack.*.scope={name}: no block of the net is called so; use trained or one of {known} (to fine-tune "
+            "also head, last or full)"
         )
 
     def _suffix(self, name: str) -> list[nn.Module]:
