@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from immunization.attacks.altered import redrawn, renew_from
 from immunization.attacks.base import Attack, AttackCurve, as_outputs
@@ -26,6 +27,27 @@ OUTPUTS = "outputs"
 
 WEIGHTS = 0
 """Seed of a random net."""
+
+
+def curve_of(task: Task, blends: Sequence[Blend], on_test: Callable[[Blend], Tensor], spent: float) -> AttackCurve:
+    """The curve through those of `blends` that do better on validation rows than all that cost less."""
+    best: list[Blend] = []
+    for blend in sorted(blends, key=lambda blend: blend.flops):
+        if not best or blend.error < best[-1].error:
+            best.append(blend)
+    predicted = as_outputs(task, torch.stack([on_test(blend) for blend in best]))
+    val, last = torch.tensor([blend.val for blend in best], dtype=torch.float64), best[-1]
+    return AttackCurve(
+        steps=torch.tensor([len(blend.rows) for blend in best]),
+        flops=torch.tensor([blend.flops for blend in best], dtype=torch.float64),
+        val=val.flip(0).cummin(0).values.flip(0),  # more hits with a larger error are chance
+        test=task.measure(predicted, task.test.y.cpu()),
+        scores=task.scores(predicted, task.test.y.cpu()),
+        setting=last.fits[0].rule.ridge,
+        others=max(0.0, spent - last.flops),
+        path=False,
+        found={"readings": last.described},
+    )
 
 
 class BlockProbe(Attack, group="attack.block_probe"):
@@ -134,23 +156,7 @@ class BlockProbe(Attack, group="attack.block_probe"):
         most = max(len(blend.rows) for blend in blends)
         mirrored = max(len(blend.rows) * (fit.reading.views - 1) for blend in blends for fit in blend.fits)
         spent += outputs.cost(outputs.blocks, most + mirrored)  # one pass for all readings
-        best: list[Blend] = []
-        for blend in sorted(blends, key=lambda blend: blend.flops):
-            if not best or blend.error < best[-1].error:
-                best.append(blend)
-        predicted = as_outputs(task, torch.stack([on_test(task, outputs, ridges, blend) for blend in best]))
-        val, last = torch.tensor([blend.val for blend in best], dtype=torch.float64), best[-1]
-        return AttackCurve(
-            steps=torch.tensor([len(blend.rows) for blend in best]),
-            flops=torch.tensor([blend.flops for blend in best], dtype=torch.float64),
-            val=val.flip(0).cummin(0).values.flip(0),  # more hits with a larger error are chance
-            test=task.measure(predicted, task.test.y.cpu()),
-            scores=task.scores(predicted, task.test.y.cpu()),
-            setting=last.fits[0].rule.ridge,
-            others=max(0.0, spent - last.flops),
-            path=False,
-            found={"readings": last.described},
-        )
+        return curve_of(task, blends, lambda blend: on_test(task, outputs, ridges, blend), spent)
 
 
 class LayerProbe(BlockProbe, group="attack.layer_probe"):

@@ -62,6 +62,14 @@ class Kernel:
         squares = torch.linalg.vector_norm(others, dim=1).square()
         return cls((train @ train.T).cpu(), (others @ train.T).cpu(), squares.cpu(), int(alive.sum()))
 
+    @classmethod
+    def centered(cls, own: Tensor, others: Tensor, squares: Tensor, columns: int) -> Kernel:
+        """From any inner products, of what then has mean 0 over training rows."""
+        mean, all_mean, others_mean = own.mean(0), own.mean(), others.mean(1, keepdim=True)
+        own = own - mean - mean[:, None] + all_mean
+        squares = squares - 2 * others_mean[:, 0] + all_mean
+        return cls(own, others - others_mean - mean + all_mean, squares, columns)
+
     def gaussian(self) -> Kernel:
         """exp(-d^2 / 2) of distances, in units in which the mean of d^2 over training rows is 1, of mean 0 there."""
         if not self.columns:
@@ -71,11 +79,7 @@ class Kernel:
         others = self.squares[:, None] + square - 2 * self.others
         scale = -2 * own.mean()
         own, others = torch.exp(own / scale), torch.exp(others / scale)
-        mean, all_mean = own.mean(0), own.mean()
-        own = own - mean - mean[:, None] + all_mean
-        others_mean = others.mean(1, keepdim=True)
-        squares = 1 - 2 * others_mean[:, 0] + all_mean
-        return Kernel(own, others - others_mean - mean + all_mean, squares, self.columns)
+        return Kernel.centered(own, others, torch.ones_like(self.squares), self.columns)
 
     def predictions(self, targets: Tensor, rules: Sequence[Rule]) -> Tensor:
         """Predictions [rules, M, C] by each rule, with an intercept, for targets [n, C], one-hot for a discriminant.

@@ -141,23 +141,31 @@ class Fitter:
     def fit(self, reading: Reading, rules: Sequence[Rule] = ()) -> Fit:
         """By the best of `rules` on validation rows, or of all; where no column varies it guesses."""
         task, rules = self.task, rules or self.rules
-        y, labels = task.train.y.cpu()[self.rows], task.val.y.cpu()
         asked = list(itertools.product(reading.blocks, POOLINGS[reading.poolings]))
         parts = [part for part in asked if part in self.outputs.parts] or asked[:1]
         kernel = reduce(operator.add, (self.kernel(*part, reading.views, reading.root) for part in parts))
-        kernel = kernel.gaussian() if reading.radial else kernel
-        predicted = kernel.predictions(targets_of(task, y), rules)
-        predicted = probabilities(predicted, labels) if task.classes else predicted
-        errors = errors_of(task, predicted[:, : len(labels)])
-        best, n = int(errors.argmin()), len(y)
-        flops = 2.0 * n**2 * kernel.columns + n**3 / 3
-        on_val, on_test = predicted[best].clone().tensor_split([len(labels)])  # fits are kept, other rules are not
-        val = task.measure(as_outputs(task, on_val), labels).item()
-        return Fit(reading, rules[best], errors[best].item(), val, flops, on_val, on_test)
+        return best_fit(task, self.rows, reading, kernel.gaussian() if reading.radial else kernel, rules)
 
     def all(self, *readings: Reading) -> list[Fit]:
         """Fits of readings with as many views as there are."""
         return [self.fit(replace(reading, views=self.outputs.views)) for reading in readings]
+
+
+def best_fit(task: Task, rows: Tensor, reading: Reading, kernel: Kernel, rules: Sequence[Rule]) -> Fit:
+    """By the best of `rules` on validation rows."""
+    y, labels = task.train.y.cpu()[rows], task.val.y.cpu()
+    predicted = kernel.predictions(targets_of(task, y), rules)
+    predicted = probabilities(predicted, labels) if task.classes else predicted
+    best, n = int(errors_of(task, predicted[:, : len(labels)]).argmin()), len(y)
+    # fits are kept, other rules are not
+    return fit_of(task, reading, rules[best], predicted[best].clone(), 2.0 * n**2 * kernel.columns + n**3 / 3)
+
+
+def fit_of(task: Task, reading: Reading, rule: Rule, predicted: Tensor, flops: float) -> Fit:
+    """With predictions [V + T, outputs] for validation and test rows."""
+    on_val, on_test = predicted.tensor_split([len(task.val)])
+    val = task.measure(as_outputs(task, on_val), task.val.y.cpu()).item()
+    return Fit(reading, rule, errors_of(task, on_val).item(), val, flops, on_val, on_test)
 
 
 def searched(
@@ -253,16 +261,16 @@ def fewer(task: Task, rows: Tensor) -> Tensor:
     return torch.cat([few, torch.tensor(lacking, dtype=few.dtype)])
 
 
-def nested(task: Task, rows: Tensor, seed: int) -> Iterator[Tensor]:
-    """Growing parts of training rows: `FEWEST` of each class, twice as many, and so on to all, but at most `MOST`."""
+def nested(task: Task, rows: Tensor, seed: int, most: int = MOST) -> Iterator[Tensor]:
+    """Growing parts of training rows: `FEWEST` of each class, twice as many, and so on to all, but at most `most`."""
     chosen, count = set(rows.tolist()), FEWEST
     while True:
         own = torch.tensor([row for row in task.few(count, seed).tolist() if row in chosen])
-        if len(own) >= min(len(rows), MOST):
+        if len(own) >= min(len(rows), most):
             break
         yield own
         count *= 2
-    yield own if len(own) <= MOST else own[torch.linspace(0, len(own) - 1, MOST).long()]
+    yield own if len(own) <= most else own[torch.linspace(0, len(own) - 1, most).long()]
 
 
 def _mean(views: Tensor) -> Tensor:

@@ -11,3 +11,4 @@ from immunization.data.pixels import digits, fashion_mnist, mnist
 from immunization.data.preparation import finish, split_rows, standardize, standardize_targets
 from immunization.data.small_images import cifar10, digits_deep
 from immunization.data.task import Origin, Split, Task, TaskPair
+from immunization.data.text import text

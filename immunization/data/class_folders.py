@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
@@ -108,12 +108,18 @@ def chosen(
     return in_order(names, order)
 
 
-def images_below(what: str, folder: Path, classes: tuple[str, ...] | None) -> Contents:
+def images_below(
+    what: str,
+    folder: Path,
+    classes: tuple[str, ...] | None,
+    suffixes: Collection[str] = SUFFIXES,
+    noun: str = "image",
+) -> Contents:
     """The images below the folders `classes` of `folder`, labels in their order, or all of `folder`, without classes.
 
     The label is that of the topmost folder. Images are in the natural order of their paths. What is left out of `what`
     is told. Raises DataError for a class or a folder without images, a folder that cannot be read, and one that
-    symbolic links lead to twice.
+    symbolic links lead to twice. `suffixes` and `noun`: of files of another kind than images.
     """
     samples: list[tuple[str, int]] = []
     left: dict[str, list[str]] = defaultdict(list)
@@ -123,7 +129,7 @@ def images_below(what: str, folder: Path, classes: tuple[str, ...] | None) -> Co
         before, own = len(samples), defaultdict[str, list[str]](list)
         for place, below, files in os.walk(top := os.path.join(folder, name), followlinks=True, onerror=_unreadable):
             if (first := seen.setdefault(os.path.realpath(place), place)) != place:
-                raise DataError(f"{place} is {first} once more: remove the symbolic link, or images are read twice")
+                raise DataError(f"{place} is {first} once more: remove the symbolic link, or {noun}s are read twice")
             subfolders = {*below}
             for file in (*below, *files):
                 path, suffix = os.path.join(place, file), os.path.splitext(file)[1].lower()
@@ -131,7 +137,7 @@ def images_below(what: str, folder: Path, classes: tuple[str, ...] | None) -> Co
                     own[SYSTEM].append(path)
                 elif file in subfolders:
                     continue
-                elif suffix in SUFFIXES:
+                elif suffix in suffixes:
                     samples.append((path, label))
                     parents.add(Path(place))
                 elif name or place != top:  # what lies at the top of all is no class's
@@ -141,12 +147,12 @@ def images_below(what: str, folder: Path, classes: tuple[str, ...] | None) -> Co
             held = ", ".join(f"{kind}: {len(paths)}" for kind, paths in _by_number(own))
             which = f"{top}: the class folder" if classes else f"{folder}: the folder"
             raise DataError(
-                f"{which} is empty, it holds no image{f' ({held})' if held else ''}; add images or remove it"
+                f"{which} is empty, it holds no {noun}{f' ({held})' if held else ''}; add {noun}s or remove it"
             )
         for kind, paths in own.items():
             left[kind] += paths
     for path in _entries(folder) if classes else ():
-        if not os.path.isdir(path) and (path.is_symlink() or path.suffix.lower() in SUFFIXES):
+        if not os.path.isdir(path) and (path.is_symlink() or path.suffix.lower() in suffixes):
             left["beside the class folders"].append(str(path))
     samples.sort(key=lambda sample: (natural_key(sample[0]), sample[0]))
     above = {parent for place in parents for parent in place.parents if folder in parent.parents}

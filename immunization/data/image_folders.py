@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -57,33 +57,62 @@ def image_folders(
     """Images of folders or timm's sources, by conf/dataset/image_folders.yaml; raises ConfigError, DataError."""
     check_training_rows(val_fraction, test_fraction)
     given = (primary_root, primary), (harmful_root, harmful), (benign_root, benign), (unseen_root, unseen)
+    tasks = tasks_of(
+        given, open_task, (val_fraction, test_fraction, split_seed), "the folder of the images, a folder per class"
+    )
+    kept = kept_of(keep_root, keep or {}, open_unlabeled)
+    refuse_shared(tasks, kept, "class folder")
+    reading = on_bad_image, augment, size, crop_pct, batch_size, workers, cache, cache_limit
+    about = {"keep": {images.name: len(images.splits["train"]) for images in kept}} if kept else {}
+    return ImagePair(name, tasks, *reading, about=description(tasks) | about, keep=kept)
+
+
+def tasks_of(
+    given: Sequence[tuple[str | Sequence[str] | None, Mapping[str, Any] | None]],
+    open_one: Callable[..., ImageTask],
+    how: Sequence[Any],
+    wanted: str,
+) -> dict[str, ImageTask]:
+    """Tasks by role, from the roots and options of every kind: `open_one(kind, root, *how, **options)` opens each.
+
+    Raises ConfigError for primary and harmful tasks without `wanted`, a root, and for options that `open_one` lacks.
+    """
     tasks: dict[str, ImageTask] = {}
     for kind, (root, options) in zip((*USUAL, "unseen"), given, strict=True):
         roots = [root] if root is None or isinstance(root, str) else list(root) or [None]
         if not any(roots) and not (options or {}).get("source"):
             if kind in ("benign", "unseen"):
                 continue
-            raise ConfigError(f"dataset.{kind}_root is not set: give the folder of the images, a folder per class")
-        check_options(open_task, options or {}, f"dataset.{kind}")
+            raise ConfigError(f"dataset.{kind}_root is not set: give {wanted}")
+        check_options(open_one, options or {}, f"dataset.{kind}")
         for role, root in zip(roles_of(kind, [Path(root or "").name for root in roots]), roots, strict=True):
-            tasks[role] = open_task(kind, root, val_fraction, test_fraction, split_seed, **(options or {}))
-    kept = _kept(keep_root, keep or {})
+            tasks[role] = open_one(kind, root, *how, **(options or {}))
+    return tasks
+
+
+def refuse_shared(tasks: Mapping[str, ImageTask], kept: Sequence[ImageTask], noun: str) -> None:
+    """Raise ConfigError for a class, called `noun`, that two tasks have, or a task and what is kept."""
     held = {role: task.folders or [task.splits["train"].identity] for role, task in tasks.items()}
-    if shared := first_shared({"keep": [folder for images in kept for folder in images.folders], **held}):
+    if shared := first_shared({"keep": [folder for own in kept for folder in own.folders], **held}):
         first, second, what = shared
         owner = "dataset.keep_root" if first == "keep" else f"the {first} task"
-        what = f"class folder {what}" if tasks[second].folders else tasks[second].name
+        what = f"{noun} {what}" if tasks[second].folders else tasks[second].name
         raise ConfigError(
             f"dataset: {what} belongs to {owner} and to the {second} task; give every task classes of its own, "
             f"dataset.{'keep' if first == 'keep' else kind_of(second)}.classes chooses them"
         )
-    reading = on_bad_image, augment, size, crop_pct, batch_size, workers, cache, cache_limit
-    about = {"keep": {images.name: len(images.splits["train"]) for images in kept}} if kept else {}
-    return ImagePair(name, tasks, *reading, about=description(tasks) | about, keep=kept)
 
 
-def _kept(roots: str | Sequence[str] | None, options: Mapping[str, Any]) -> tuple[ImageTask, ...]:
-    """The images of dataset.keep_root. Of several folders, a list of `classes` has an entry for each."""
+def kept_of(
+    roots: str | Sequence[str] | None,
+    options: Mapping[str, Any],
+    open_one: Callable[..., ImageTask],
+    how: Sequence[Any] = (),
+) -> tuple[ImageTask, ...]:
+    """What dataset.keep_root names, each opened by `open_one(root, *how, **options)`.
+
+    Of several roots, a list of `classes` has an entry for each.
+    """
     roots, classes = [roots] if isinstance(roots, str) else roots or [], options.get("classes")
     each = [classes] * len(roots)
     if len(roots) > 1 and not (classes is None or isinstance(classes, str)):
@@ -92,8 +121,8 @@ def _kept(roots: str | Sequence[str] | None, options: Mapping[str, Any]) -> tupl
         each = classes
     kept = []
     for root, own in zip(roots, each, strict=True):
-        check_options(open_unlabeled, options := {**options, "classes": own}, "dataset.keep")
-        kept.append(open_unlabeled(root, **options))
+        check_options(open_one, options := {**options, "classes": own}, "dataset.keep")
+        kept.append(open_one(root, *how, **options))
     return tuple(kept)
 
 

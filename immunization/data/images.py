@@ -179,14 +179,14 @@ class Pictures(Dataset):
         return Image.fromarray(self.pixels[i]), int(self.labels[i])
 
 
-def description(tasks: Mapping[str, ImageTask]) -> dict[str, object]:
-    """What a pair is `about`: the name of every task, with their images and classes."""
+def description(tasks: Mapping[str, ImageTask], inputs: str = "images") -> dict[str, object]:
+    """What a pair is `about`: the name of every task, with how many `inputs` and classes they have."""
     names = {role: task.name for role, task in tasks.items()}
     left_out = {role: task.left_out for role, task in tasks.items() if task.left_out}
     more = ({} if tasks.keys() <= set(USUAL) else {"tasks": names}) | ({"left_out": left_out} if left_out else {})
     return more | {
         "data": names,
-        "images": {role: {s: len(split) for s, split in task.splits.items()} for role, task in tasks.items()},
+        inputs: {role: {s: len(split) for s, split in task.splits.items()} for role, task in tasks.items()},
         "classes": {role: len(task.classes) for role, task in tasks.items()},
     }
 
