@@ -6,15 +6,25 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from immunization.attacks.altered import redrawn, renew_from
-from immunization.attacks.base import Attack, AttackCurve, as_outputs
+from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.blocks import blocks_behind
 from immunization.attacks.patches import outputs_of_images
 from immunization.attacks.pooling import SIDE, TILES, TWICE, Outputs, at_twice_the_size, in_tiles, outputs_of
-from immunization.attacks.readings import SEARCHED, Blend, Fit, best_readings, blended, nested, on_test, searched
+from immunization.attacks.readings import (
+    SEARCHED,
+    Blend,
+    Fit,
+    best_readings,
+    blended,
+    curve_of,
+    nested,
+    on_test,
+    searched,
+)
 from immunization.attacks.victim import Victim, images_of
+from immunization.attacks.words import probe_words, reads_texts
 from immunization.checks import Positive
 from immunization.data.task import Task
 from immunization.errors import ConfigError, Inapplicable
@@ -27,27 +37,6 @@ OUTPUTS = "outputs"
 
 WEIGHTS = 0
 """Seed of a random net."""
-
-
-def curve_of(task: Task, blends: Sequence[Blend], on_test: Callable[[Blend], Tensor], spent: float) -> AttackCurve:
-    """The curve through those of `blends` that do better on validation rows than all that cost less."""
-    best: list[Blend] = []
-    for blend in sorted(blends, key=lambda blend: blend.flops):
-        if not best or blend.error < best[-1].error:
-            best.append(blend)
-    predicted = as_outputs(task, torch.stack([on_test(blend) for blend in best]))
-    val, last = torch.tensor([blend.val for blend in best], dtype=torch.float64), best[-1]
-    return AttackCurve(
-        steps=torch.tensor([len(blend.rows) for blend in best]),
-        flops=torch.tensor([blend.flops for blend in best], dtype=torch.float64),
-        val=val.flip(0).cummin(0).values.flip(0),  # more hits with a larger error are chance
-        test=task.measure(predicted, task.test.y.cpu()),
-        scores=task.scores(predicted, task.test.y.cpu()),
-        setting=last.fits[0].rule.ridge,
-        others=max(0.0, spent - last.flops),
-        path=False,
-        found={"readings": last.described},
-    )
 
 
 class BlockProbe(Attack, group="attack.block_probe"):
@@ -65,7 +54,8 @@ class BlockProbe(Attack, group="attack.block_probe"):
 
     `renewed`: BatchNorm first gets the statistics of all training images, also with `samples`. `enlarged`: images of at
     most 128 x 128 pixels are read at twice their size, too. `images`: what they show without the net, their pixels and
-    `Patches`, is read beside its blocks. Deep nets only.
+    `Patches`, is read beside its blocks. Texts have no mirror images and one size, and are not read beside blocks. Deep
+    nets only.
     """
 
     scope = ""
@@ -122,11 +112,12 @@ class BlockProbe(Attack, group="attack.block_probe"):
         Raises Inapplicable where BatchNorm is to be `renewed` and the net has none.
         """
         images, place = images_of(victim), (OUTPUTS, self.net, self.renewed)
+        are_images = images["train"].is_floating_point()
 
         def passed(net: Network, end: str = "", side: int = 1) -> Outputs:
             def read() -> Outputs:
                 rows = renew_from(net, images["train"]) if renewed else 0
-                return outputs_of(net, images, self.mirrored, rows, self.inside, side).named(end)
+                return outputs_of(net, images, self.mirrored and are_images, rows, self.inside, side).named(end)
 
             return victim.once((*place, end, stage), read)
 
@@ -250,12 +241,20 @@ class RandomNet(FreshFrom, group="attack.random_net"):
 
 
 class RawInputs(BlockProbe, group="attack.raw_inputs"):
-    """`BlockProbe` on the images themselves, without any net.
+    """`BlockProbe` on the images themselves, without any net; of texts, `probe_words`.
 
     Filters and whitening come from all training images, which need no labels: also with `samples`.
     """
 
     reference = True
+
+    def run(self, victim: Victim, stage: Stage) -> AttackCurve:
+        if reads_texts(victim):
+            few = self.rows(victim.task)
+            return probe_words(
+                victim, torch.arange(len(victim.task.train)) if few is None else few, self.settings, self.seed
+            )
+        return super().run(victim, stage)
 
     def read(self, victim: Victim, stage: Stage) -> Outputs:
         return self.raw(victim)

@@ -14,9 +14,11 @@ from torch import Tensor
 from immunization.attacks.altered import BATCH
 from immunization.attacks.blocks import block_outputs, prefix_flops
 from immunization.compute.machine import room
+from immunization.data.fields import mirrored as mirror
 from immunization.data.task import SPLITS
 from immunization.evaluation.comparison import Once
 from immunization.models.chain import Network, reads, twice
+from immunization.models.named import mask_of
 
 CHANNELS = 512
 """Of more channels, poolings other than the average read this many orthonormal combinations, drawn at random."""
@@ -120,9 +122,13 @@ def outputs_of(
     of_layer = partial(of_block, covariance=False) if inside else None
 
     def read(batch: Tensor) -> dict[tuple[str, str], Tensor]:
+        mask = mask_of(network, batch)
+        ways = (
+            (of_block, of_layer) if mask is None else (partial(of_tokens, mask), of_layer and partial(of_tokens, mask))
+        )
         batch = batch.contiguous(memory_format=torch.channels_last) if batch.ndim == 4 else batch
         columns: dict[tuple[str, str], list[Tensor]] = {}
-        for name, pools in block_outputs(network, batch, of_block, of_layer).items():
+        for name, pools in block_outputs(network, batch, *ways).items():
             block, layer, _ = name.partition("/")
             for pooling in [pooling for pooling in pools if not layer or pooling in INNER]:
                 columns.setdefault((block + INSIDE if layer else block, pooling), []).append(pools[pooling])
@@ -147,7 +153,7 @@ def gathered(
     """
     parts: dict[tuple[str, str], dict[str, Tensor]] = {}
     for split in SPLITS:
-        for view, own in enumerate([images[split], images[split].flip(-1)][: 1 + mirrored]):
+        for view, own in enumerate([images[split], mirror(images[split])][: 1 + mirrored]):
             for begin in range(0, len(own), batch):
                 some = own[begin : begin + batch]
                 for part, x in read(some).items():
@@ -166,7 +172,7 @@ def at_twice_the_size(network: Network, images: Tensor) -> Network | None:
 
     What is small in an image fills more places of the early blocks, and pooling cuts it into finer cells.
     """
-    return None if max(images.shape[2:]) > SMALL else _reading(twice, network, images)
+    return None if images.ndim != 4 or max(images.shape[2:]) > SMALL else _reading(twice, network, images)
 
 
 def in_tiles(network: Network, images: Tensor) -> Network | None:
@@ -174,7 +180,7 @@ def in_tiles(network: Network, images: Tensor) -> Network | None:
 
     No tile shows the whole of what a defense recognizes.
     """
-    return _reading(cut, network, images)
+    return None if images.ndim != 4 else _reading(cut, network, images)
 
 
 def _reading(change: Callable[[Tensor], Tensor], network: Network, images: Tensor) -> Network | None:
@@ -227,6 +233,23 @@ def poolings(x: Tensor, last: bool, prefix: int, covariance: bool = True, side: 
     i, j = torch.triu_indices(*root.shape[1:])
     found["covariance"] = root[:, i, j]
     return found
+
+
+def of_tokens(mask: Tensor, x: Tensor, last: bool, prefix: int) -> dict[str, Tensor]:
+    """[N, d] by pooling of the output [N, T, C] of a block for texts, over the tokens that `mask` [N, M] leaves.
+
+    `class` is the first of these. The last tokens, from T on, only pad. Other outputs are read as they are, [N, d].
+    """
+    if x.ndim != 3 or x.shape[1] > mask.shape[1]:
+        return {"average": x.flatten(1)} if x.ndim == 2 else {}
+    mask = mask[:, : x.shape[1]]
+    share = (mask / mask.sum(1, keepdim=True).clamp(min=1)).to(x)[..., None]
+    found = {"average": (x * share).sum(1), "class": x[torch.arange(len(x)), mask.int().argmax(1)]}
+    if x.shape[2] > CHANNELS:
+        x = _combined(x.mT, CHANNELS).mT
+    mean = (x * share).sum(1, keepdim=True)
+    found["maximum"] = x.masked_fill(~mask[..., None], -torch.inf).amax(1)
+    return found | {"deviation": ((x - mean).square() * share).sum(1).sqrt()}
 
 
 def _averaged(x: Tensor, side: int) -> Tensor:

@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from immunization.attacks.base import as_outputs
+from immunization.attacks.base import AttackCurve, as_outputs
 from immunization.attacks.kernels import Kernel, Rule, probabilities
 from immunization.attacks.pooling import POOLINGS, Outputs
 from immunization.data.task import SPLITS, Task
@@ -156,16 +156,18 @@ def best_fit(task: Task, rows: Tensor, reading: Reading, kernel: Kernel, rules: 
     y, labels = task.train.y.cpu()[rows], task.val.y.cpu()
     predicted = kernel.predictions(targets_of(task, y), rules)
     predicted = probabilities(predicted, labels) if task.classes else predicted
-    best, n = int(errors_of(task, predicted[:, : len(labels)]).argmin()), len(y)
+    errors = errors_of(task, predicted[:, : len(labels)])
+    best, n = int(errors.argmin()), len(y)
+    flops = 2.0 * n**2 * kernel.columns + n**3 / 3
     # fits are kept, other rules are not
-    return fit_of(task, reading, rules[best], predicted[best].clone(), 2.0 * n**2 * kernel.columns + n**3 / 3)
+    return fit_of(task, reading, rules[best], predicted[best].clone(), errors[best].item(), flops)
 
 
-def fit_of(task: Task, reading: Reading, rule: Rule, predicted: Tensor, flops: float) -> Fit:
+def fit_of(task: Task, reading: Reading, rule: Rule, predicted: Tensor, error: float, flops: float) -> Fit:
     """With predictions [V + T, outputs] for validation and test rows."""
     on_val, on_test = predicted.tensor_split([len(task.val)])
     val = task.measure(as_outputs(task, on_val), task.val.y.cpu()).item()
-    return Fit(reading, rule, errors_of(task, on_val).item(), val, flops, on_val, on_test)
+    return Fit(reading, rule, error, val, flops, on_val, on_test)
 
 
 def searched(
@@ -241,6 +243,27 @@ def on_test(task: Task, outputs: Outputs, ridges: Sequence[float], blend: Blend)
     missing = dict.fromkeys((fit.reading, fit.rule) for fit in blend.fits if not len(fit.predicted))
     made = {key: fitter.fit(key[0], [key[1]]).predicted for key in missing}
     return torch.stack([made.get((fit.reading, fit.rule), fit.predicted) for fit in blend.fits]).mean(0)
+
+
+def curve_of(task: Task, blends: Sequence[Blend], on_test: Callable[[Blend], Tensor], spent: float) -> AttackCurve:
+    """The curve through those of `blends` that do better on validation rows than all that cost less."""
+    best: list[Blend] = []
+    for blend in sorted(blends, key=lambda blend: blend.flops):
+        if not best or blend.error < best[-1].error:
+            best.append(blend)
+    predicted = as_outputs(task, torch.stack([on_test(blend) for blend in best]))
+    val, last = torch.tensor([blend.val for blend in best], dtype=torch.float64), best[-1]
+    return AttackCurve(
+        steps=torch.tensor([len(blend.rows) for blend in best]),
+        flops=torch.tensor([blend.flops for blend in best], dtype=torch.float64),
+        val=val.flip(0).cummin(0).values.flip(0),  # more hits with a larger error are chance
+        test=task.measure(predicted, task.test.y.cpu()),
+        scores=task.scores(predicted, task.test.y.cpu()),
+        setting=last.fits[0].rule.ridge,
+        others=max(0.0, spent - last.flops),
+        path=False,
+        found={"readings": last.described},
+    )
 
 
 def errors_of(task: Task, on_val: Tensor) -> Tensor:

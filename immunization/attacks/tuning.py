@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from immunization.attacks.altered import BATCH, renew
 from immunization.attacks.probes import svd_flops
 from immunization.attacks.recipes import OPTIMIZERS, WHOLE, Budget, Recipe
+from immunization.data.fields import mirrored as mirror
 from immunization.data.task import Task
 from immunization.errors import DegenerateSpectrum
 from immunization.models.blocks import Operations
@@ -93,7 +94,7 @@ class Opened:
     def rows(self, split: str, rows: Sequence[int] | Tensor | slice, mirrored: bool = False) -> Tensor:
         """Rows of a split as the net reads them, of the images or of mirror images."""
         if mirrored and len(self.inputs) == 1:
-            return self.inputs[0][split][rows].flip(-1)
+            return mirror(self.inputs[0][split][rows])
         return self.inputs[mirrored][split][rows]
 
     @torch.no_grad()

@@ -3,13 +3,17 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from immunization.attacks.altered import BATCH, Precision, rounded
 from immunization.compute.machine import onto, room
+from immunization.data.fields import mirrored
+from immunization.data.images import ImagePair
 from immunization.data.task import SPLITS, Split, Task
+from immunization.data.text import TextSplit
 from immunization.errors import Inapplicable
 from immunization.evaluation.comparison import Comparison, Once
 from immunization.models.activations import take
@@ -202,9 +206,7 @@ class Victim:
         return self.once(("images", split, rows), lambda: self._images(split, rows))
 
     def _images(self, split: str, rows: tuple[int, ...] | None) -> tuple[Tensor, Tensor]:
-        if split in self._inner:
-            own = self._inner[split]
-            split, rows = "train", tuple((own if rows is None else own[list(rows)]).tolist())
+        split, rows = self._place(split, rows)
         part: Split = getattr(self.comparison.tasks[self.role], split)
         chosen = torch.arange(len(part)) if rows is None else torch.tensor(rows)
         if not len(chosen):
@@ -219,6 +221,23 @@ class Victim:
             batches.append((images, labels))
         images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
         return images, labels
+
+    def _place(self, split: str, rows: tuple[int, ...] | None) -> tuple[str, tuple[int, ...] | None]:
+        """The split of the task, and the rows of it, that some rows of the attacker's split are."""
+        if split not in self._inner:
+            return split, rows
+        own = self._inner[split]
+        return "train", tuple((own if rows is None else own[list(rows)]).tolist())
+
+    def texts(self) -> dict[str, list[str]] | None:
+        """The texts of the attacked task by split, in the order of `images`; None where only tokens are known."""
+        splits, found = cast(ImagePair, self.model.images).tasks[self.role].splits, {}
+        for split in SPLITS:
+            name, rows = self._place(split, None)
+            if not isinstance(own := splits.get(name), TextSplit):
+                return None
+            found[split] = own.take(None if rows is None else torch.tensor(rows)).texts
+        return found
 
     def flops_per_row(self, stage: Stage) -> float:
         """Floating-point operations of one forward pass of one input through the net of a stage, or a linear model."""
@@ -242,7 +261,7 @@ def _some(split: Split, rows: Tensor) -> Split:
 @torch.no_grad()
 def _before(network: Network, start: int, images: Mapping[str, Tensor], flipped: bool) -> dict[str, Tensor]:
     return {
-        split: torch.cat([network.before(part.flip(-1) if flipped else part, start) for part in x.split(BATCH)])
+        split: torch.cat([network.before(mirrored(part) if flipped else part, start) for part in x.split(BATCH)])
         for split, x in images.items()
     }
 

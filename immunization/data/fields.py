@@ -43,3 +43,8 @@ def padded(x: Tensor, names: Sequence[str], length: int, pad: int = 0) -> Tensor
     if IDS in names:
         x[:, tuple(names).index(IDS), before:] = pad
     return x
+
+
+def mirrored(x: Tensor) -> Tensor:
+    """Mirror images [N, C, H, W]; texts, which have none, as they are."""
+    return x.flip(-1) if x.is_floating_point() else x

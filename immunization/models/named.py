@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from immunization.data.fields import POSITIONAL, unpack
+from immunization.data.fields import MASK, POSITIONAL, unpack
 
 NET = "net."
 """Begins the names of the modules of a net whose fields are named."""
@@ -20,9 +21,23 @@ class Named(nn.Module):
         self.train(net.training)
 
     def forward(self, x: Tensor) -> Any:
+        read = self.mask(x).any(0).nonzero()
+        x = x[..., : int(read.max()) + 1 if len(read) else None]  # what pads all texts alike costs nothing
         if self.fields == (POSITIONAL,):
             return self.net(x[:, 0])
         return self.net(**unpack(x, self.fields))
+
+    def mask(self, x: Tensor) -> Tensor:
+        """Which tokens [n, T] of packed ones are read (bool); all, where there is no mask."""
+        if MASK in self.fields:
+            return x[:, self.fields.index(MASK)] > 0
+        return torch.ones(len(x), x.shape[2], dtype=torch.bool, device=x.device)
+
+
+def mask_of(net: nn.Module, x: Tensor) -> Tensor | None:
+    """Which tokens [n, T] of its inputs a net, in which one may be `Named`, reads (bool); None for images."""
+    named = next((module for module in net.modules() if isinstance(module, Named)), None)
+    return None if named is None or x.is_floating_point() else named.mask(x)
 
 
 def own(net: nn.Module) -> nn.Module:
