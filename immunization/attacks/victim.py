@@ -236,7 +236,8 @@ class Victim:
             name, rows = self._place(split, None)
             if not isinstance(own := splits.get(name), TextSplit):
                 return None
-            found[split] = own.take(None if rows is None else torch.tensor(rows)).texts
+            texts = own.texts
+            found[split] = texts if rows is None else [texts[row] for row in rows]
         return found
 
     def flops_per_row(self, stage: Stage) -> float:
