@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,12 +79,13 @@ class TextPair(ImagePair):
 
     tokens: int | None = None
 
-    def check_channels(self, net: str, channels: int) -> NoReturn:
-        """Raise ConfigError: the net reads images."""
-        raise ConfigError(
-            f"{net} reads images, and dataset={self.name} holds texts: choose model=transformers "
-            "model.name=<folder of a text model>, or dataset=image_folders"
-        )
+    def check_channels(self, net: str, channels: int) -> None:
+        """Raise ConfigError for texts that no tokenizer has read: those of a net that reads images."""
+        if self.tasks["harmful"].splits["train"].dataset.encode is None:
+            raise ConfigError(
+                f"{net} reads images, and dataset={self.name} holds texts: choose model=transformers "
+                "model.name=<folder of a text model>, or dataset=image_folders"
+            )
 
 
 @checked("dataset/text")
