@@ -26,7 +26,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Layers with statistics of batches, which are no weights; those of timm inherit from them."""
 NET = "whole.net."
 """Begins the names of the modules of a `Network`'s net."""
-LEAST_IN_LAST = 0.005
+LEAST_IN_LAST = 0.01
 """Share of the weights of all blocks below which one is not trained as the last."""
 PASSED = (nn.Identity, nn.modules.dropout._DropoutNd)
 """Layers that give what they read, once trained."""

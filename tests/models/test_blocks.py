@@ -162,6 +162,13 @@ def test_few_blocks_are_taken_apart_and_what_is_added_up_is_one_more():
     assert found.innermost[-1] == "body.blocks.1.conv"
 
 
+def test_what_hardly_has_weights_is_not_trained_as_the_last():
+    body = nn.Conv2d(3, 64, 3, 2), nn.Conv2d(64, 64, 3), nn.Conv2d(64, 2, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    parts = apart(nn.Sequential(*body, nn.Linear(2, 4)))
+    assert parts.found.innermost == ["body.0", "body.1", "body.2"]
+    assert parts.last_block() == "body.1"
+
+
 def test_a_part_that_is_trained_ends_what_stands_before_it():
     parts = apart(timm.create_model("test_resnet", num_classes=4))
     before = {
