@@ -1,9 +1,12 @@
 """Attacks that train the net."""
 
 import pytest
+import timm
 import torch
+from helpers.images import loader
 from helpers.victims import classes, colors_behind_a_map, victim_of
 
+import immunization
 from immunization.attacks import (
     FineTune,
     LoRA,
@@ -118,3 +121,11 @@ def test_a_rate_that_cannot_win_any_more_is_stopped(net, monkeypatch):
     assert torch.equal(whole.val, stopped.val)
     assert torch.equal(whole.scores, stopped.scores)
     assert 0 < stopped.others < whole.others
+
+
+def test_a_net_that_gives_a_token_to_its_blocks_can_be_fine_tuned():
+    """A view of a trained parameter enters a module of cait without a graph, at which torch's own counter ends."""
+    net = timm.create_model("cait_xxs24_224", depth=1, img_size=16, patch_size=8, num_classes=4)
+    options = {"attacks": ["full_finetune"], "full_finetune__steps": 1, "full_finetune__rates": [1e-3]}
+    result = immunization.audit(net, harmful_loader=loader(3, 1, 30), reference=net, **options)
+    assert result.metrics["attack/full_finetune/final"] == result.metrics["attack/full_finetune/final_baseline"]
