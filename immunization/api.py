@@ -25,13 +25,14 @@ from immunization.errors import ConfigError, DegenerateSpectrum
 from immunization.evaluation import Comparison, LearningCurves, evaluate
 from immunization.evaluation.convergence import faster
 from immunization.evaluation.own_head import head_at_chance
+from immunization.evaluation.validity import few_rows
 from immunization.experiment import Experiment, resolve
 from immunization.methods import Unmodified
 from immunization.models import Linear, Model, Timm
 from immunization.models.activations import take
-from immunization.models.adapted import BODY, Adapted, agree, check_net, is_of_timm
+from immunization.models.adapted import Adapted, adapted, check_net, logits_of, released
 from immunization.models.fold import LinearMap, folded_map, unfold
-from immunization.models.named import NET, Named, own
+from immunization.models.named import Named, own
 from immunization.models.weights import TOLERANCE, exported, facts_of, load, restore, rounding_flag
 from immunization.results import model_card
 from immunization.runner import attacked
@@ -106,9 +107,6 @@ def immunize(
     if folded_map(net) is not None:
         raise ConfigError("immunize: a map is folded into the model already; give the model as it was before that")
     outputs, layers = _outputs(net, inputs), "fold" if solver.folds else trainable
-    if isinstance(net, Adapted) and layers not in ("fold", "last"):
-        inside = BODY + (NET if isinstance(net.body, Named) else "")
-        layers = [f"{inside}{name}" for name in ([trainable] if isinstance(trainable, str) else trainable)]
     data, like = _source(net, loaders, augmented and not solver.folds)
     parts = assemble(
         solver,
@@ -133,10 +131,14 @@ def immunize(
         session.fit()
     tensors, facts = exported(trained, pair.primary)
     doubts = [reason for reason in (_easier(trained, pair), untrained) if reason]
-    for reason in filter(None, (*doubts, rounding_flag(facts))):
+    few = [
+        f"the {role} task has {few_rows(len(task.train), width)}; give more rows"
+        for role, task in pair.shown.items()
+        if solver.folds and len(task.train) < (width := trained.head.in_features)
+    ]
+    for reason in filter(None, (*doubts, *few, rounding_flag(facts))):
         warnings.warn(f"immunize: {reason}", stacklevel=7)  # that of the caller, above five decorators
-    net = restore(net, tensors, facts)
-    immunized = net.released() if isinstance(net, Adapted) else net
+    immunized = restore(released(net), tensors, facts)
     if solver.folds:
         _check_outputs(outputs, _outputs(immunized, inputs), facts["rounding"])
     immunized = own(immunized)
@@ -344,19 +346,7 @@ def _copy(model: nn.Module, loaders: dict[str, LabeledBatches]) -> nn.Module:
             "by torch.nn.utils.remove_weight_norm or torch.nn.utils.prune.remove"
         ) from error
     loader = next(iter(loaders.values()))
-    inputs = loader.first()
-    if loader.fields:
-        model = Named(model, loader.fields)
-    if not is_of_timm(model):
-        return Adapted(model, inputs)
-    with torch.no_grad(), suppress(RuntimeError, AssertionError):  # which reading the loaders explains
-        x = onto(inputs[:2], next(model.eval().parameters()))
-        if not agree(model(x), model.forward_head(model.forward_features(x))):
-            raise ConfigError(
-                f"the forward of this {type(model).__name__} is not timm's forward_head(forward_features(x)): wrap the "
-                "model in torch.nn.Sequential, so that it is taken as a whole"
-            )
-    return model
+    return adapted(Named(model, loader.fields) if loader.fields else model, loader.first())
 
 
 def _check_graph(model: Model, pair: TaskPair) -> None:
@@ -371,7 +361,7 @@ def _check_graph(model: Model, pair: TaskPair) -> None:
 
 @torch.no_grad()
 def _outputs(net: nn.Module, inputs: Tensor) -> Tensor:
-    return net.eval()(onto(inputs, next(net.parameters())))
+    return logits_of(net.eval()(onto(inputs.clone(), next(net.parameters()))))
 
 
 def _check_outputs(before: Tensor, after: Tensor, rounding: float) -> None:

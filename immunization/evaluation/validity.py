@@ -94,16 +94,17 @@ class Validity(Component, group="evaluation.validity"):
         task, probe = comparison.tasks[role], comparison.probe(role, "immunized")
         rows, width = len(task.train), probe.vectors.shape[0]
         if rows < width:
-            measures.flag(
-                f"few_samples_{role}",
-                f"{rows} training rows for {width} features: the rank, and with it kappa, is that of the sample",
-            )
+            measures.flag(f"few_samples_{role}", few_rows(rows, width))
         if len(probe.sigma) == width and probe.sigma[-1].square() < 10 * AUTHORS_RIDGE:
             measures.flag(
                 f"ridge_limited_{role}",
                 f"the smallest eigenvalue of H, {probe.sigma[-1].square().item():.1e}, is below or near the 1e-6 of "
                 "the released code's kappa, which cannot see it; read the rank-aware figures",
             )
+
+
+def few_rows(rows: int, width: int) -> str:
+    return f"{rows} training rows for {width} features: the rank, and with it kappa, is that of the sample"
 
 
 def in_train_mode(module: nn.Module) -> list[str]:

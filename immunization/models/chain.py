@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from immunization.compute.machine import onto
 from immunization.errors import ConfigError
-from immunization.models.adapted import BODY, Adapted
+from immunization.models.adapted import BODY, Adapted, Passed, adapted
 from immunization.models.blocks import Block, Found, find, tensor_of
 from immunization.models.fold import recorded
 from immunization.runs.net_facts import IMAGES
@@ -28,8 +28,10 @@ NET = "whole.net."
 """Begins the names of the modules of a `Network`'s net."""
 LEAST_IN_LAST = 0.01
 """Share of the weights of all blocks below which one is not trained as the last."""
-PASSED = (nn.Identity, nn.modules.dropout._DropoutNd)
+PASSED = (nn.Identity, Passed, nn.modules.dropout._DropoutNd)
 """Layers that give what they read, once trained."""
+MOST_CHANNELS = 17
+"""Fewer than this many channels of images are tried, where the first convolution does not say it."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +61,10 @@ class NetParts:
 
 def take_apart(net: nn.Module, size: int | None = None) -> NetParts:
     """Freeze `net`, in place, for images of `size` or its own, and take its classifier out; raises ConfigError."""
-    config = data_config(net)
-    if size is not None:
-        config["input_size"] = (config["input_size"][0], size, size)
-    net.eval().requires_grad_(False)
-    head = net.get_classifier() if hasattr(net, "get_classifier") else None
-    classifier = next((name for name, module in net.named_modules() if module is head), None)
-    if classifier is None or not isinstance(head, nn.Linear):
-        raise ConfigError(
-            f"{type(net).__name__} has no linear classifier (it has {type(head).__name__}); methods need the primary "
-            "head: create the model with its classes"
-        )
+    config = data_config(net, size)
+    net = in_form(net, size).eval().requires_grad_(False)
+    head = net.get_classifier()
+    classifier = next(name for name, module in net.named_modules() if module is head)
     net.set_submodule(classifier, nn.Identity())
     sample = sample_of(net, config["input_size"])
     found = find(net, partial(features_of, net), onto(sample, head.weight).clone())
@@ -85,6 +80,12 @@ def sample_of(net: nn.Module, input_size: Sequence[int]) -> Tensor:
 def features_of(net: nn.Module, inputs: Tensor) -> Tensor:
     """Features [N, D] of inputs of a net in timm's form."""
     return net.forward_head(net.forward_features(inputs), pre_logits=True)
+
+
+def in_form(net: nn.Module, size: int | None = None) -> nn.Module:
+    """`net`, or an `Adapted` of it, tried on noise of `size` or its own: its classifier(pre_logits) is its output."""
+    shape = data_config(net, size)["input_size"]
+    return adapted(net, torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)))
 
 
 class Chain(nn.Module):
@@ -276,19 +277,39 @@ class Network(nn.Module):
         return features if self.map is None else self.map(features)
 
 
-def data_config(net: nn.Module) -> dict[str, Any]:
-    """How the net wants its images: size, interpolation, mean, std and crop, for as many channels as it reads."""
-    if isinstance(net, Adapted):
-        return {"input_size": net.pretrained_cfg["input_size"]}
+def data_config(net: nn.Module, size: int | None = None) -> dict[str, Any]:
+    """How the net wants its images: size (or this one), interpolation, mean, std and crop, for the channels it reads."""
+    own = net.pretrained_cfg.get("input_size") if isinstance(net, Adapted) else None
+    net = net.body if isinstance(net, Adapted) else net
+    if own is not None and not getattr(net, "pretrained_cfg", None):
+        return {"input_size": own if size is None else (own[0], size, size)}
     from timm.data import resolve_model_data_config
 
     config = {key: value for key, value in resolve_model_data_config(net).items() if key in IMAGES}
-    convolutions = (part for part in net.modules() if isinstance(part, nn.Conv2d) and part.kernel_size[-1] > 1)
-    channels = next((part.in_channels for part in convolutions), len(config["mean"]))
+    config["input_size"] = own or config["input_size"]
+    if size is not None:
+        config["input_size"] = (config["input_size"][0], size, size)
+    channels = channels_of(net, config["input_size"])
     if channels != len(config["mean"]):  # another number than the pretrained weights had
         config["input_size"] = (channels, *config["input_size"][1:])
         config |= {key: (sum(config[key]) / len(config[key]),) * channels for key in ("mean", "std")}
     return config
+
+
+@torch.no_grad()
+def channels_of(net: nn.Module, size: Sequence[int]) -> int:
+    """How many channels a net reads: those of its first convolution, unless it takes `size` [C, H, W] otherwise."""
+    convolutions = (part for part in net.modules() if isinstance(part, nn.Conv2d) and part.kernel_size[-1] > 1)
+    first = next((part.in_channels for part in convolutions), size[0])
+    if first == size[0]:
+        return first
+    like = next(net.parameters())
+    tried = (channels for channels in (size[0], first, *range(1, MOST_CHANNELS)) if channels)
+    was, _ = net.training, net.eval()
+    try:  # some rearrange pixels or take frequencies first
+        return next((c for c in tried if reads(net, torch.zeros(2, c, *size[1:]).to(like))), first)
+    finally:
+        net.train(was)
 
 
 def parameters(unit: Unit) -> list[nn.Parameter]:
@@ -314,26 +335,33 @@ def units_of(net: nn.Module, sample: Tensor) -> list[tuple[str, Unit]]:
     if like is None:
         raise ConfigError("nothing with weights stands before the classifier, so there is nothing to immunize")
     image = onto(sample[:1], like).clone()  # which a module may write into
-    with recorded(net.named_children()) as ran:
+    whole, prefix = (net.body, BODY) if isinstance(net, Adapted) else (net, "")
+    with recorded(whole.named_children()) as ran:
         expected = net.forward_features(image)
     units: list[tuple[str, Unit]] = []
     for name, _ in ran:
-        if name == "pos_drop" and hasattr(net, "_pos_embed"):
-            units.append(("_pos_embed", net._pos_embed))
+        if name == "pos_drop" and hasattr(whole, "_pos_embed"):
+            units.append((f"{prefix}_pos_embed", whole._pos_embed))
         else:
-            units += _chain(name, net.get_submodule(name))
+            units += _chain(f"{prefix}{name}", whole.get_submodule(name))
+    for tried in (units, [(prefix[:-1], whole)] if prefix else []):
+        if tried and _is_chain(tried, image.clone(), expected):
+            return tried
+    log.info("%s is no chain of modules: it runs as a whole, without a cache of activations", type(net).__name__)
+    return [("images", net.forward_features)]
+
+
+def _is_chain(units: Sequence[tuple[str, Unit]], image: Tensor, expected: Tensor) -> bool:
+    """Whether units one after another make the features of an image, and write into none that may be kept."""
     try:
         x, kept = image, True
         for _, unit in units:
             before, written = x, x._version
             x = unit(x)
             kept &= before._version == written or (before is not image and not parameters(unit))
-        if kept and torch.equal(x, expected):
-            return units
+        return kept and torch.equal(x, expected)
     except (RuntimeError, TypeError, ValueError, AttributeError):
-        pass
-    log.info("%s is no chain of modules: it runs as a whole, without a cache of activations", type(net).__name__)
-    return [("images", net.forward_features)]
+        return False
 
 
 def pooled(x: Tensor, channels_last: bool = False) -> Tensor:

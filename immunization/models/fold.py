@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from immunization.errors import ConfigError
 
-FOLD = "immunization"  # how the map's layer is called in the net
+FOLD, ORIGINAL = "immunization", "original"  # how the map's layer is called in the net, and the module it stands at
 READ = ("weight", "bias", "in_features", "out_features")  # attributes of a classifier, for its dtype or sizes
 
 
@@ -46,11 +46,13 @@ class Place:
     """Where a map stands: behind the module `name`, over channels [N, D, H, W] (`convolution`) or the last axis.
 
     `stripped_by`: the function of timm that throws this module away, and the map with it; None where none does.
+    `before`: it stands in front of the module, which is a classifier.
     """
 
     name: str
     convolution: bool
     stripped_by: str | None = None
+    before: bool = False
 
 
 @torch.no_grad()
@@ -128,7 +130,7 @@ class Folded(nn.Sequential):
     """A layer and the map folded into it; what a forward may `READ` of the layer is there, too."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(super().__getattr__("original"), name) if name in READ else super().__getattr__(name)
+        return getattr(super().__getattr__(ORIGINAL), name) if name in READ else super().__getattr__(name)
 
 
 def fold_into(net: nn.Module, name: str, weight: Tensor, before: bool = False) -> None:
@@ -136,7 +138,7 @@ def fold_into(net: nn.Module, name: str, weight: Tensor, before: bool = False) -
     size, like = len(weight), {"bias": False, "dtype": weight.dtype, "device": weight.device}
     layer = nn.Conv2d(size, size, 1, **like) if weight.ndim == 4 else nn.Linear(size, size, **like)
     layer.weight.data.copy_(weight)
-    parts = [("original", net.get_submodule(name)), (FOLD, layer)]
+    parts = [(ORIGINAL, net.get_submodule(name)), (FOLD, layer)]
     chain = Folded(OrderedDict(reversed(parts) if before else parts))
     chain.training = layer.training = net.training
     net.set_submodule(name, chain)
@@ -148,7 +150,7 @@ def unfold(net: nn.Module) -> None:
     name = next(name for name, _ in net.named_modules() if name.endswith(f".{FOLD}")).removesuffix(f".{FOLD}")
     classifier = net.get_classifier()
     classifier.weight.copy_(classifier.weight @ folded_map(net).T)
-    net.set_submodule(name, net.get_submodule(f"{name}.original"))
+    net.set_submodule(name, net.get_submodule(f"{name}.{ORIGINAL}"))
 
 
 def folded_map(net: nn.Module) -> Tensor | None:

@@ -12,6 +12,7 @@ from immunization.checks import checked
 from immunization.data.images import ImagePair, ImageSplit, ImageTask
 from immunization.data.task import Task, TaskPair
 from immunization.errors import ConfigError
+from immunization.models.adapted import released
 from immunization.models.base import Batch, Model, Regularizer
 from immunization.models.chain import NetParts, Network
 from immunization.models.fold import LinearMap, Place, fold_into, fold_place, weight_of
@@ -180,22 +181,22 @@ class Folded(Linear):
         net = self.base.deployed().double()
         classifier = net.get_submodule(self._parts.classifier)
         classifier.weight.copy_(self.head.weight)
-        fold_into(net, self.place.name, weight_of(self.extractor.theta.detach(), self.place))
+        fold_into(net, self.place.name, weight_of(self.extractor.theta.detach(), self.place), self.place.before)
         return net
 
     def deployed_before(self, start: Mapping[str, Tensor] | None = None) -> nn.Module:
         return (self.base.before or self.base).deployed()
 
     def export(self) -> dict[str, Tensor]:
-        """The state dict of the timm model with the map at `place` (see `fold_into`), all in float64."""
-        return self.deployed().state_dict()
+        """The state dict of the net, of its own class, with the map at `place` (see `fold_into`), all in float64."""
+        return released(self.deployed()).state_dict()
 
     def original(self) -> dict[str, Tensor]:
         return {} if self.base.before is None else self.base.original()
 
     def facts(self) -> dict[str, Any]:
         own = {"fold": self.place.name, "stripped_by": self.place.stripped_by, "dtype": "float64"}
-        return self.base.facts() | own
+        return self.base.facts() | own | ({"before": True} if self.place.before else {})
 
     @cached_property
     def place(self) -> Place:

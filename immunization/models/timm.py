@@ -22,8 +22,8 @@ from immunization.data.images import ImagePair
 from immunization.data.task import Split, Task
 from immunization.errors import ConfigError
 from immunization.models.activations import Stream
-from immunization.models.adapted import BODY
-from immunization.models.chain import Network, Tail, Whole, first_with, parameters, take_apart
+from immunization.models.adapted import BODY, Adapted, released
+from immunization.models.chain import Network, Tail, Whole, first_with, in_form, parameters, take_apart
 from immunization.models.fold import folded_map, unfold
 from immunization.models.reading import Reader, room_for
 from immunization.models.weights import create, head_size, known_arguments, name_of, read_checkpoint
@@ -36,7 +36,7 @@ MOST_IN_LAST = 0.4
 
 
 class Timm(Reader):
-    """A net of timm: images -> trunk (frozen) -> extractor (features [N, D]) -> head (its own classifier).
+    """A net of timm, or in its form: images -> trunk (frozen) -> extractor (features [N, D]) -> head (its classifier).
 
     Its options are those of conf/model/timm.yaml; in Python, `net` is a timm model of the caller's own, which is taken
     apart: give a copy. The frozen part is in eval mode, also under `train()`. The baseline is the net before
@@ -88,7 +88,7 @@ class Timm(Reader):
                 self.weights = f"{source}:{Path(place).name if source == 'local-dir' else place}"
                 name, self.arguments = net.pretrained_cfg["architecture"], known_arguments(net) | self.arguments
             if reference is None and folded_map(net) is not None:
-                stripped = copy.deepcopy(net).double()  # taking the map out costs digits
+                stripped = in_form(copy.deepcopy(net).double(), pair.size)  # taking the map out costs digits
         own = getattr(net, "pretrained_cfg", None) or {}
         self.architecture = name or own.get("architecture") or type(net).__name__
         self.original_dtype = next(net.parameters()).dtype
@@ -136,15 +136,16 @@ class Timm(Reader):
         return self.architecture
 
     def _match(self, patterns: Sequence[str]) -> list[str]:
-        if list(patterns) == ["last"]:
-            patterns = [self._last_block()]
+        inside = self.net.inside if isinstance(self.net, Adapted) else ""
+        last = list(patterns) == ["last"]
+        patterns = [self._last_block()] if last else [f"{inside}{pattern}" for pattern in patterns]
         matched = []
         for pattern in patterns:
             names = [n for n, m in self.net.named_modules() if n and fnmatchcase(n, pattern) and parameters(m)]
             if not names:
-                known = ", ".join(name.removeprefix(BODY) for name, f in self.parts.units if parameters(f))
+                known = ", ".join(name.removeprefix(inside) for name, f in self.parts.units if parameters(f))
                 raise ConfigError(
-                    f"model.trainable={pattern.removeprefix(BODY)}: no module of {self.architecture} with parameters "
+                    f"model.trainable={pattern.removeprefix(inside)}: no module of {self.architecture} with parameters "
                     f"is called so; there are {known} and the modules inside of them"
                 )
             matched += names
@@ -253,16 +254,19 @@ class Timm(Reader):
         return net
 
     def export(self) -> dict[str, Tensor]:
-        """The state dict of the timm model, its own classifier included."""
-        return self.deployed().state_dict()
+        """The state dict of the net, of its own class and with its own classifier."""
+        return released(self.deployed()).state_dict()
 
     def original(self) -> dict[str, Tensor]:
         if self.before is not None:
             return {} if self._stripped else self.before.export()
-        changed = tuple(f"{name}." for name in (*self.trainable, self.parts.classifier))
+        heads = self.net.paths if isinstance(self.net, Adapted) else [self.parts.classifier]
+        changed = tuple(f"{name.removeprefix(BODY)}." for name in (*self.trainable, *heads))
         return {} if self.fold else {n: tensor for n, tensor in self.export().items() if n.startswith(changed)}
 
     def facts(self) -> dict[str, Any]:
         facts = {"architecture": self.architecture, "arguments": self.arguments, "data_config": self.config}
         facts |= {"weights": self.weights, "license": self.license, "original_dtype": name_of(self.original_dtype)}
+        if self.head.bias is None:
+            facts["head_bias"] = False
         return facts | {"classes": self.head.out_features, "dtype": name_of(self.head.weight.dtype)}

@@ -1,9 +1,10 @@
 """Weights on disk: written once, in the dtype the net came in, with facts in the header, and read as tensors only.
 
 The facts of a net: `architecture` and `arguments` for timm.create_model (`timm` false: a class of the caller's own),
-`data_config`, `weights` and their `license`; `dtype` of the tensors and `computed_in`. A net with a folded map also has
-`fold` (the module it stands behind), its `layer`, `stripped_by` and `rounding`; `immunized_by` is the recipe of a net
-that was saved from Python. A linear map has none.
+`data_config`, `weights` and their `license`; `dtype` of the tensors and `computed_in`; `head_bias`, false where the
+classifier has none. A net with a folded map also has `fold`, the module it stands behind, or `before` true (a list of
+them for several classifiers), its `layer`, `stripped_by` and `rounding`; `immunized_by` is the recipe of a net that was
+saved from Python. A linear map has none.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from immunization.errors import ConfigError, DataError
-from immunization.models.adapted import check_net, is_of_timm
+from immunization.models.adapted import check_net, is_of_timm, logits_of
 from immunization.models.chain import data_config
 from immunization.models.checkpoints import config_beside, state_in, unwrapped
-from immunization.models.fold import FOLD, LinearMap, fold_into
+from immunization.models.fold import FOLD, ORIGINAL, LinearMap, fold_into
 from immunization.runs import files
 from immunization.runs.filenames import CONFIG_OF_NET, OF_HUB, WEIGHTS, weights_of
 from immunization.runs.net_facts import images_of, net_of
@@ -156,8 +157,9 @@ def create(name: str, checkpoint: Checkpoint | None, pretrained: bool, arguments
     if said.partition(".")[0] != name.partition(".")[0]:
         log.warning("%s says that it is a %s; its tensors are put into a %s, as model.name says", path, said, name)
     prepared_as(net, images_of(path, facts))
-    if place := fold_of(tensors).get("fold"):  # in the dtype in which map and inverse were stored: they need the digits
-        _fold(net.to(tensors[f"{place}.{FOLD}.weight"].dtype), tensors, facts)
+    _without_bias(net, tensors)
+    if places := places_of(tensors):  # in the dtype in which map and inverse were stored: they need the digits
+        _fold(net.to(tensors[f"{places[0]}.{FOLD}.weight"].dtype), tensors, facts)
     if problems := misfits(net, tensors):
         raise ConfigError(
             f"model.checkpoint={path} does not fit the model in {problems}. Choose the model.name, and "
@@ -231,16 +233,30 @@ def restored(pair: TaskPair | ImagePair, model: Callable[..., Model], checkpoint
 def restore(net: nn.Module, tensors: Mapping[str, Tensor], facts: Facts) -> nn.Module:
     """Put exported `tensors` into `net`, one of the same architecture, and fold the map in if there is one."""
     net = net.to(_dtype(facts.get("dtype")))
+    _without_bias(net, tensors)
     _fold(net, tensors, facts)
     net.load_state_dict(dict(tensors))
     return net.eval().requires_grad_(True)
 
 
 def _fold(net: nn.Module, tensors: Mapping[str, Tensor], facts: Facts) -> None:
-    """Put the layer of the map in, if there is one: behind a module of timm, else before the classifier."""
-    if place := fold_of(tensors).get("fold"):
+    """Put the layer of the map in, if there is one: before the classifiers, or behind another module of timm."""
+    for place in places_of(tensors):
         weight = tensors[f"{place}.{FOLD}.weight"].to(next(net.parameters()))
-        fold_into(net, place, weight, before=not facts.get("timm", True))
+        layer = tensors.get(f"{place}.{ORIGINAL}.weight", weight)  # files of timm itself do not say it
+        before = facts.get("before", not facts.get("timm", True) or len(layer) != len(weight))
+        fold_into(net, place, weight, before)
+
+
+def _without_bias(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Take the bias away from a timm net's classifiers that have none among `tensors`."""
+    heads = net.get_classifier() if is_of_timm(net) else ()
+    heads = {id(part) for head in (heads if isinstance(heads, tuple | list) else [heads]) for part in head.modules()}
+    for name, part in net.named_modules():
+        of = "" if f"{name}.weight" in tensors else f"{ORIGINAL}."
+        lacks = f"{name}.{of}weight" in tensors and f"{name}.{of}bias" not in tensors
+        if id(part) in heads and isinstance(part, nn.Linear | nn.Conv2d) and lacks:
+            part.bias = None
 
 
 def misfits(net: nn.Module, state: Mapping[str, Tensor]) -> str:
@@ -315,9 +331,13 @@ def facts_of(net: nn.Module, arguments: Mapping[str, Any]) -> Facts:
     facts |= {"weights": "the caller's own", "license": None, "computed_in": "float64"}
     facts["dtype"] = name_of(next(net.parameters()).dtype)
     facts |= fold_of(tensors) | {"immunized_by": getattr(net, "immunized_by", None)}
+    if any(list(dict(net.get_submodule(place).named_children()))[0] == FOLD for place in places_of(tensors)):
+        facts |= {"before": True, "stripped_by": "replacing the classifier"}
     if not is_of_timm(net) or "architecture" not in (getattr(net, "pretrained_cfg", None) or {}):
-        return facts | {"stripped_by": "replacing the classifier"} if "fold" in facts else facts
+        return facts
     facts |= {"architecture": net.pretrained_cfg["architecture"], "data_config": data_config(net), "timm": True}
+    if getattr(net.get_classifier(), "bias", True) is None:
+        facts["head_bias"] = False
     facts["arguments"] = known_arguments(net) | dict(arguments)
     if size := facts["arguments"].get("img_size"):  # which timm leaves out of a net's own data config
         facts["data_config"]["input_size"] = (
@@ -328,7 +348,8 @@ def facts_of(net: nn.Module, arguments: Mapping[str, Any]) -> Facts:
         again = restore(create(facts["architecture"], None, False, facts["arguments"]), tensors, facts)
         image = torch.randn(1, *facts["data_config"]["input_size"], generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
-            outputs = (made(image.to(next(made.parameters()))) for made in (again, copy.deepcopy(net).cpu().eval()))
+            nets = (again, copy.deepcopy(net).cpu().eval())
+            outputs = (logits_of(made(image.to(next(made.parameters())))) for made in nets)
             if not torch.allclose(*outputs, equal_nan=True):
                 raise ConfigError("its outputs differ")
     except (ConfigError, RuntimeError, AttributeError, AssertionError) as error:
@@ -342,13 +363,18 @@ def facts_of(net: nn.Module, arguments: Mapping[str, Any]) -> Facts:
 
 def fold_of(tensors: Mapping[str, Tensor]) -> Facts:
     """Where the map hangs and its layer, in the words of who would put it into a Sequential by hand; {} without one."""
-    end = f".{FOLD}.weight"
-    place = next((name.removesuffix(end) for name in tensors if name.endswith(end)), None)
-    if place is None:
+    if not (places := places_of(tensors)):
         return {}
-    weight = tensors[f"{place}{end}"]
+    weight = tensors[f"{places[0]}.{FOLD}.weight"]
     kind, kernel = ("Linear", "") if weight.ndim == 2 else ("Conv2d", ", 1")
-    return {"fold": place, "layer": f"{FOLD}=nn.{kind}({weight.shape[1]}, {weight.shape[0]}{kernel}, bias=False)"}
+    layer = f"{FOLD}=nn.{kind}({weight.shape[1]}, {weight.shape[0]}{kernel}, bias=False)"
+    return {"fold": places if len(places) > 1 else places[0], "layer": layer}
+
+
+def places_of(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The modules at which a map was folded in: one, or each of several classifiers."""
+    end = f".{FOLD}.weight"
+    return [name.removesuffix(end) for name in tensors if name.endswith(end)]
 
 
 def prepared_as(net: nn.Module, images: Mapping[str, Any]) -> nn.Module:
