@@ -71,9 +71,9 @@ class Counted(Passed):
 class Adapted(nn.Module):
     """A net in timm's form: `body` gives the features [N, D], a folded map in `features` follows, then `classifier`.
 
-    The net's `heads` are the linear layers of which its output is a weighted sum, also where it picks tokens or averages
-    over them afterwards. `body` has them no more. Where they read the same tensor, so does `classifier`; else its
-    features are theirs side by side.
+    The net's `heads` are the linear layers of which its output is a weighted sum, also where it picks tokens or
+    averages over them afterwards. `body` has them no more. Where they read the same tensor, so does `classifier`; else
+    its features are theirs side by side.
     """
 
     def __init__(self, net: nn.Module, images: Tensor) -> None:
@@ -134,7 +134,7 @@ class Adapted(nn.Module):
 
     @torch.no_grad()
     def released(self) -> nn.Module:
-        """The net itself again, of its own class, with the weights of `classifier`; this one is of no use afterwards."""
+        """The net itself, of its own class, with the weights of `classifier`; this one is of no use afterwards."""
         layers = [self.body.get_submodule(path).of for path in self.paths]
         theta = folded_map(self.features)
         if self._plain:
@@ -227,11 +227,14 @@ def logits_of(output: Any) -> Any:
 
 
 @torch.no_grad()
-def outputs_of_two(net: nn.Module, images: Tensor) -> Tensor:
-    """Logits [n, classes] of the first two images in eval mode, in which the net stays; raises ConfigError."""
+def outputs_of_two(net: nn.Module, images: Tensor, like: Tensor | None = None) -> Tensor:
+    """Logits [n, classes] of the first two images in eval mode, in which the net stays; raises ConfigError.
+
+    The images come in the dtype and on the device of `like`, or of the net.
+    """
     kind, given = name_of(net), images[:2].clone()
     try:
-        output = net.eval()(onto(given, next(net.parameters())))
+        output = net.eval()(onto(given, next(net.parameters()) if like is None else like))
     except Exception as error:  # of any kind: the code of the net
         raise ConfigError(
             f"{kind} cannot read inputs of shape {tuple(images.shape[1:])}: {' '.join(str(error).split())[:200]}"
@@ -296,16 +299,16 @@ def _taken_out(
     counted = [Counted(layer, i, len(paths)) for i, layer in enumerate(layers)]
     try:
         with _replaced(net, paths, counted):
-            shares = outputs_of_two(net, images)
-        if used := [path for path, share in zip(paths, shares[0], strict=True) if share]:
-            if len(used) < len(paths):  # others give what is not among the logits
-                return _taken_out(net, used, images, expected)
+            shares = outputs_of_two(net, images, layers[0].weight)
+        used = [path for path, share in zip(paths, shares[0], strict=True) if share]
+        if 0 < len(used) < len(paths):  # others give what is not among the logits
+            return _taken_out(net, used, images, expected)
         heads = _heads(paths, shares[0].tolist(), counted)
         width = max(head.start + head.width for head in heads)
         with _replaced(
             net, paths, [Passed(layer, head.start, width) for head, layer in zip(heads, layers, strict=True)]
         ):
-            features = outputs_of_two(net, images)
+            features = outputs_of_two(net, images, layers[0].weight)
         plain = len(layers) == 1 and isinstance(layers[0], nn.Linear) and abs(heads[0].share - 1) < 1e-5
         head, theta = layers[0] if plain else joined(layers, heads), maps[0]
         read = features if theta is None else features @ theta

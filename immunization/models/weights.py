@@ -331,7 +331,7 @@ def facts_of(net: nn.Module, arguments: Mapping[str, Any]) -> Facts:
     facts |= {"weights": "the caller's own", "license": None, "computed_in": "float64"}
     facts["dtype"] = name_of(next(net.parameters()).dtype)
     facts |= fold_of(tensors) | {"immunized_by": getattr(net, "immunized_by", None)}
-    if any(list(dict(net.get_submodule(place).named_children()))[0] == FOLD for place in places_of(tensors)):
+    if any(next(net.get_submodule(place).named_children())[0] == FOLD for place in places_of(tensors)):
         facts |= {"before": True, "stripped_by": "replacing the classifier"}
     if not is_of_timm(net) or "architecture" not in (getattr(net, "pretrained_cfg", None) or {}):
         return facts

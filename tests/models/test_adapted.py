@@ -157,7 +157,7 @@ class Cast(Small):
 
 
 def test_a_net_that_changes_what_its_classifier_gives_is_refused(images):
-    with pytest.raises(ConfigError, match="its output is not what top.1 gives, .* another dtype"):
+    with pytest.raises(ConfigError, match=r"its output is not what top\.1 gives, .* another dtype"):
         Adapted(Cast(), images)
 
 
