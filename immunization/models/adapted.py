@@ -161,7 +161,7 @@ class Adapted(nn.Module):
             columns = slice(head.start, head.start + head.width)
             weight = self.classifier.weight[:, columns]
             if not alone:
-                weight = layer.weight.flatten(1) + weight - before.weight[:, columns]
+                weight = layer.weight.flatten(1) + (weight - before.weight[:, columns])
             layer.weight.copy_(weight.reshape(layer.weight.shape))
             if layer.bias is not None:
                 shares = sum(other.share for other, has in zip(self.heads, biased, strict=True) if has)

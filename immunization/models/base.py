@@ -74,6 +74,9 @@ class Model(nn.Module):
         """The model to train and the tasks as its extractor reads them; `folded`: with a map behind features only."""
         return self, data
 
+    def check_fold(self) -> None:
+        """Raise ConfigError where no linear map can stand behind the features."""
+
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.extractor(x))
 

@@ -165,6 +165,10 @@ class Timm(Reader):
             )
         return name
 
+    def check_fold(self) -> None:
+        if isinstance(self.net, Adapted):
+            _ = self.net.fold_place
+
     def _split_net(self) -> None:
         """Trunk: everything before the first trainable unit, in the order of execution."""
         units = self.parts.units

@@ -102,7 +102,10 @@ def assemble(
     """
     data = data.to(device, torch.float64)
     with distributed.main_process_first():
-        model, pair = make(pair=data.to(device, dtype)).read(data, method.folds)
+        made = make(pair=data.to(device, dtype))
+        if method.folds:
+            made.check_fold()
+        model, pair = made.read(data, method.folds)
     if distributed.size() > 1 and (method.alone or method.keep or not model.trains_layers):
         raise ConfigError(
             f"method={method.name} on {model.name} is not trained by several processes: nets whose layers are trained "
