@@ -14,9 +14,9 @@ _SHAPING = """
     output_stride embed_dim embed_dims depth depths dim dims width widths layers channels num_heads heads head_dim
     mlp_ratio mlp_ratios patch_size window_size window_sizes kernel_size kernel_sizes num_features stem_size
     stem_type stem_width base_width cardinality groups avg_down aa_layer act_layer norm_layer pad_type qkv_bias
-    qk_norm partial_dim img_scale init_values ls_init_value layer_scale_init_value class_token reg_tokens num_reg_tokens pos_embed
+    qk_norm init_values ls_init_value layer_scale_init_value class_token reg_tokens num_reg_tokens pos_embed
     no_embed_class pre_norm final_norm fc_norm use_fc_norm distilled head_hidden_size head_init_scale
-    stem_chs head_norm_first zero_init_last weight_init fix_init norm_eps bn_eps bn_momentum
+    partial_dim img_scale stem_chs head_norm_first zero_init_last weight_init fix_init norm_eps bn_eps bn_momentum
 """
 ARGUMENTS = frozenset(_SHAPING.split())
 """Arguments of timm.create_model that shape a net, and neither read a file nor ask the network."""
