@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from immunization.compute.machine import onto
+from immunization.models.adapted import BODY
 from immunization.models.blocks import Operations
 from immunization.models.chain import Network, Reduce
 
@@ -37,8 +38,8 @@ def what_is_read(network: Network) -> dict[str, Any]:
     """
     found, changed = network.found, network.begins("trained")
     begin = min((found.begin(name).share for name in changed), default=1.0)
-    depth = {name: found.outputs[name].end.share for name in found.blocks}
-    return {"depth": depth, "changed": begin, "before": found.before(changed)}
+    depth = {name.removeprefix(BODY): found.outputs[name].end.share for name in found.blocks}
+    return {"depth": depth, "changed": begin, "before": [name.removeprefix(BODY) for name in found.before(changed)]}
 
 
 @torch.no_grad()

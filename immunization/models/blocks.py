@@ -75,7 +75,7 @@ class Found:
     @property
     def innermost(self) -> list[str]:
         """Blocks without another one inside."""
-        return [name for name in self.blocks if not any(other.startswith(f"{name}.") for other in self.blocks)]
+        return _innermost(self.blocks)
 
     def begin(self, name: str) -> Moment:
         """When a module first begins, or what is inside of one that is never called; else what it stands in does."""
@@ -186,12 +186,16 @@ def _blocks(root: _Call, least: int) -> list[_Call]:
     while whole := [call for call in blocks if call.parts()]:
         cut = [call for call in whole if type(call.module).forward is nn.Sequential.forward]
         if not cut:
-            if len(blocks) >= least:
+            if len(_innermost([call.name for call in blocks])) >= least:
                 break
             largest = max(whole, key=lambda call: call.end.share - call.begin.share)
             cut = [call for call in whole if type(call.module) is type(largest.module)]
         blocks = [part for call in blocks for part in (call.apart() if call in cut else [call])]
     return sorted(blocks, key=lambda call: call.end)
+
+
+def _innermost(names: Sequence[str]) -> list[str]:
+    return [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
 
 
 def _channels_last(calls: Sequence[_Call], inputs: Tensor) -> dict[str, bool]:

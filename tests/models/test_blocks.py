@@ -222,9 +222,7 @@ def test_a_dead_last_block_is_found_out_alike_wrapped_or_not(kind):
         assert after > 0.9
         assert abs(after - baseline) < 0.05
         read = result.about["blocks"]
-        assert [name.rpartition("body.")[2].removeprefix("0.") for name in read["before"]][-1].startswith(
-            ("layer3", "blocks.6")
-        )
+        assert read["before"][-1].removeprefix("0.").startswith(("layer3", "blocks.6"))
         assert len(read["before"]) == before
         assert (
             0.5 < read["changed"] <= min(share for name, share in read["depth"].items() if name not in read["before"])
