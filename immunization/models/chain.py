@@ -360,7 +360,7 @@ def _is_chain(units: Sequence[tuple[str, Unit]], image: Tensor, expected: Tensor
             x = unit(x)
             kept &= before._version == written or (before is not image and not parameters(unit))
         return kept and torch.equal(x, expected)
-    except (RuntimeError, TypeError, ValueError, AttributeError):
+    except Exception:  # of any kind: the code of the net
         return False
 
 
