@@ -32,12 +32,13 @@ from immunization.models import Linear, Model, Timm
 from immunization.models.activations import take
 from immunization.models.adapted import Adapted, adapted, check_net, logits_of, released
 from immunization.models.fold import LinearMap, folded_map, unfold
-from immunization.models.named import Named, own
+from immunization.models.libraries import is_pretrained, save_config, save_pretrained
+from immunization.models.named import Named
 from immunization.models.weights import TOLERANCE, exported, facts_of, load, restore, rounding_flag
 from immunization.results import model_card
 from immunization.runner import attacked
 from immunization.runs import files
-from immunization.runs.filenames import CONFIG_OF_NET, WEIGHTS
+from immunization.runs.filenames import CONFIG_OF_NET, OF_HUB, WEIGHTS
 from immunization.runs.result import Result
 from immunization.terminal import doing, reporting, waiting
 from immunization.training.assembly import assemble
@@ -140,8 +141,7 @@ def immunize(
         warnings.warn(f"immunize: {reason}", stacklevel=7)  # that of the caller, above five decorators
     immunized = restore(released(net), tensors, facts)
     if solver.folds:
-        _check_outputs(outputs, _outputs(immunized, inputs), facts["rounding"])
-    immunized = own(immunized)
+        _check_outputs(outputs, _outputs(_named(immunized, loaders), inputs), facts["rounding"])
     wanted = {name: p.requires_grad for name, p in model.named_parameters()}
     for name, p in immunized.named_parameters():
         p.requires_grad_(wanted.get(name.replace(".original.", "."), wanted.get(name, True)))
@@ -153,9 +153,10 @@ def immunize(
 def save(model: nn.Module, folder: str | Path, result: Result | None = None, **arguments: Any) -> Path:
     """Write a net of `immunize` as immunized.safetensors, config.json and model_card.md, and return the folder.
 
-    `load` reads the folder; where the net is none of timm's, load(folder, net). The measures of `result`, which `audit`
-    returns, go into the card. `arguments` are those of timm.create_model that timm itself does not remember of the net.
-    Raises ConfigError for a net that could not be loaded again.
+    `load` reads the folder; where the net is none of timm, torchvision or transformers, load(folder, net). A classifier
+    of transformers without a folded map is written as model.safetensors, for its from_pretrained; the card says which.
+    The measures of `result`, which `audit` returns, go into it. `arguments` are those of timm.create_model that timm
+    itself does not remember of the net. Raises ConfigError for a net that could not be loaded again.
     """
     check_net("save: the model", model)
     facts, folder = facts_of(model, arguments), Path(folder)
@@ -163,9 +164,17 @@ def save(model: nn.Module, folder: str | Path, result: Result | None = None, **a
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise ConfigError(f"save: {folder} is a file; give a folder") from None
-    files.write_weights(folder / WEIGHTS, model.state_dict(), facts)
-    files.write(folder / CONFIG_OF_NET, json.dumps(facts, indent=2) + "\n")
-    model_card.write(folder, facts, facts["immunized_by"], result)
+    for name in (WEIGHTS, OF_HUB[0]):
+        (folder / name).unlink(missing_ok=True)  # what was saved here before
+    if is_pretrained(facts):
+        path = save_pretrained(model, folder, facts)
+    else:
+        files.write_weights(path := folder / WEIGHTS, model.state_dict(), facts)
+        if facts.get("library") == "transformers":
+            save_config(model, folder)
+        else:
+            files.write(folder / CONFIG_OF_NET, json.dumps(facts, indent=2) + "\n")
+    model_card.write(folder, facts, facts["immunized_by"], result, path.name)
     return folder
 
 
@@ -345,8 +354,13 @@ def _copy(model: nn.Module, loaders: dict[str, LabeledBatches]) -> nn.Module:
             f"the model cannot be copied ({' '.join(str(error).split())[:120]}): make its weights plain parameters, "
             "by torch.nn.utils.remove_weight_norm or torch.nn.utils.prune.remove"
         ) from error
-    loader = next(iter(loaders.values()))
-    return adapted(Named(model, loader.fields) if loader.fields else model, loader.first())
+    return adapted(_named(model, loaders), next(iter(loaders.values())).first())
+
+
+def _named(net: nn.Module, loaders: Mapping[str, LabeledBatches]) -> nn.Module:
+    """The net as one that reads what the loaders give: of texts, the fields in one tensor."""
+    fields = next(iter(loaders.values())).fields
+    return Named(net, fields) if fields else net
 
 
 def _check_graph(model: Model, pair: TaskPair) -> None:

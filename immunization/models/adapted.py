@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from immunization.compute.machine import onto
 from immunization.errors import ConfigError
 from immunization.models.fold import FOLD, ORIGINAL, READ, Place, fold_into, folded_map, recorded
-from immunization.models.named import NET, Named, name_of
+from immunization.models.named import NET, Named, name_of, own
 
 BODY = "body."
 """Begins the names of an adapted net's modules."""
@@ -94,9 +94,10 @@ class Adapted(nn.Module):
         if theta is not None:
             fold_into(self, "features", theta.T, before=True)
         self.body, self._plain, self._theta = net, plain, theta
+        self.data_config: dict[str, Any] = {}  # how it wants its inputs, if that is known
         self.sample = None if images.is_floating_point() else images[:2].cpu()  # ids that the net knows
-        own = getattr(net, "pretrained_cfg", None) or {}
-        self.pretrained_cfg = {"architecture": kind, **own, "input_size": tuple(images.shape[1:])}
+        known = getattr(net, "pretrained_cfg", None) or {}
+        self.pretrained_cfg = {"architecture": kind, **known, "input_size": tuple(images.shape[1:])}
 
     @property
     def inside(self) -> str:
@@ -178,7 +179,7 @@ def adapted(net: nn.Module, images: Tensor) -> nn.Module:
 
 def released(net: nn.Module) -> nn.Module:
     """The net that `adapted` was given, of its own class."""
-    return net.released() if isinstance(net, Adapted) else net
+    return own(net.released()) if isinstance(net, Adapted) else net
 
 
 @torch.no_grad()

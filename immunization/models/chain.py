@@ -279,6 +279,8 @@ class Network(nn.Module):
 
 def data_config(net: nn.Module, size: int | None = None) -> dict[str, Any]:
     """How the net wants its images: size (or this one), interpolation, mean, std, crop, for the channels it reads."""
+    if known := getattr(net, "data_config", None):
+        return dict(known) if size is None else known | {"input_size": (known["input_size"][0], size, size)}
     own = net.pretrained_cfg.get("input_size") if isinstance(net, Adapted) else None
     net = net.body if isinstance(net, Adapted) else net
     if own is not None and not getattr(net, "pretrained_cfg", None):

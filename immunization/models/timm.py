@@ -98,7 +98,8 @@ class Timm(Reader):
         )
         self.parts = take_apart(net, pair.size)
         self.head, self.net, self.config = self.parts.head, self.parts.net, self.parts.config
-        pair.check_channels(self.architecture, self.config["input_size"][0])
+        if "fields" not in self.config:  # of texts
+            pair.check_channels(self.architecture, self.config["input_size"][0])
         self.fold = trainable == "fold"
         self.trainable = [] if self.fold else self._match([trainable] if isinstance(trainable, str) else trainable)
         self._split_net()
@@ -264,8 +265,10 @@ class Timm(Reader):
     def original(self) -> dict[str, Tensor]:
         if self.before is not None:
             return {} if self._stripped else self.before.export()
-        heads = self.net.paths if isinstance(self.net, Adapted) else [self.parts.classifier]
-        changed = tuple(f"{name.removeprefix(BODY)}." for name in (*self.trainable, *heads))
+        adapted = isinstance(self.net, Adapted)
+        heads = [BODY + path for path in self.net.paths] if adapted else [self.parts.classifier]
+        inside = self.net.inside if adapted else ""
+        changed = tuple(f"{name.removeprefix(inside)}." for name in (*self.trainable, *heads))
         return {} if self.fold else {n: tensor for n, tensor in self.export().items() if n.startswith(changed)}
 
     def facts(self) -> dict[str, Any]:

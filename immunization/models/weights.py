@@ -1,10 +1,10 @@
 """Weights on disk: written once, in the dtype the net came in, with facts in the header, and read as tensors only.
 
-The facts of a net: `architecture` and `arguments` for timm.create_model (`timm` false: a class of the caller's own),
-`data_config`, `weights` and their `license`; `dtype` of the tensors and `computed_in`; `head_bias`, false where the
-classifier has none. A net with a folded map also has `fold`, the module it stands behind, or `before` true (a list of
-them for several classifiers), its `layer`, `stripped_by` and `rounding`; `immunized_by` is the recipe of a net that was
-saved from Python. A linear map has none.
+The facts of a net: `architecture` and `arguments` for timm.create_model (`timm` false: of another library, see
+models/libraries.py, or a class of the caller's own), `data_config`, `weights` and their `license`; `dtype` of the
+tensors and `computed_in`; `head_bias`, false where the classifier has none. A net with a folded map also has `fold`,
+the module it stands behind, or `before` true (a list of them for several classifiers), its `layer`, `stripped_by` and
+`rounding`; `immunized_by` is the recipe of a net that was saved from Python. A linear map has none.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from immunization.models.adapted import check_net, is_of_timm, logits_of
 from immunization.models.chain import data_config
 from immunization.models.checkpoints import config_beside, state_in, unwrapped
 from immunization.models.fold import FOLD, ORIGINAL, LinearMap, fold_into
+from immunization.models.libraries import described, from_saved, made
 from immunization.runs import files
 from immunization.runs.filenames import CONFIG_OF_NET, OF_HUB, WEIGHTS, weights_of
 from immunization.runs.net_facts import images_of, net_of
@@ -51,9 +52,10 @@ def load(path: str | Path, net: nn.Module | None = None) -> nn.Module:
 
     `path` is the folder or its immunized.safetensors. A timm model, in the dtype it was immunized in, for deep nets:
     `forward_features`, `forward_head(..., pre_logits=True)` (the immunized features) and the classifier work as ever. A
-    net of another library is put into a copy of `net`, the one that was immunized; so is any where `net` is given. For
-    linear models the map theta, which takes prepared inputs [N, D_in] to features. Raises DataError for a file that is
-    not there, was not written by this project, or was altered since; ConfigError for a net that does not fit.
+    net of torchvision or transformers is of its own class. Any other is put into a copy of `net`, the one that was
+    immunized; so is any where `net` is given. For linear models the map theta, which takes prepared inputs [N, D_in] to
+    features. Raises DataError for a file that is not there, was not written by this project, or was altered since;
+    ConfigError for a net that does not fit.
     """
     path = weights_of(Path(path))
     if path.is_file() and path.suffix != ".safetensors" and path.name not in OF_HUB:
@@ -70,6 +72,10 @@ def load(path: str | Path, net: nn.Module | None = None) -> nn.Module:
     if net is not None:
         check_net("load: the net", net)
         net = copy.deepcopy(net)
+    elif facts.get("library"):
+        if path.name in OF_HUB:
+            return _immunized(from_saved(path, tensors, facts), facts)
+        net = made(path, facts)
     elif facts.get("timm", True):
         name, arguments = net_of(path, facts)
         net = prepared_as(create(name, None, False, arguments), images_of(path, facts))
@@ -84,9 +90,14 @@ def load(path: str | Path, net: nn.Module | None = None) -> nn.Module:
             f"load: the weights are of a {facts.get('architecture')} and do not fit the {type(net).__name__} in "
             f"{misfits(net, tensors)}. Give the net as it was before immunization, with the same head"
         ) from error
+    return _immunized(model, facts)
+
+
+def _immunized(net: nn.Module, facts: Facts) -> nn.Module:
+    """`net`, which then says how it was immunized, if that is known."""
     if recipe := facts.get("immunized_by"):
-        model.immunized_by = recipe
-    return model
+        net.immunized_by = recipe
+    return net
 
 
 @contextmanager
@@ -334,7 +345,7 @@ def facts_of(net: nn.Module, arguments: Mapping[str, Any]) -> Facts:
     if any(next(net.get_submodule(place).named_children())[0] == FOLD for place in places_of(tensors)):
         facts |= {"before": True, "stripped_by": "replacing the classifier"}
     if not is_of_timm(net) or "architecture" not in (getattr(net, "pretrained_cfg", None) or {}):
-        return facts
+        return facts | described(net)
     facts |= {"architecture": net.pretrained_cfg["architecture"], "data_config": data_config(net), "timm": True}
     if getattr(net.get_classifier(), "bias", True) is None:
         facts["head_bias"] = False

@@ -38,7 +38,13 @@ def recipe(method: str, settings: Mapping[str, Any], seed: int) -> dict[str, Any
     return {"method": method, "settings": {k: v for k, v in settings.items() if not k.startswith("_")}, "seed": seed}
 
 
-def write(folder: str | Path, facts: dict[str, Any], made: dict[str, Any] | None, result: Result | None) -> Path:
+def write(
+    folder: str | Path,
+    facts: dict[str, Any],
+    made: dict[str, Any] | None,
+    result: Result | None,
+    file: str = WEIGHTS,
+) -> Path:
     """Write model_card.md, ready to be the README.md of a repository on the Hugging Face Hub.
 
     `facts` are stored with the weights (`exported`, `facts_of`), `made` is the `recipe`, `result` holds the measures;
@@ -54,7 +60,8 @@ def write(folder: str | Path, facts: dict[str, Any], made: dict[str, Any] | None
     text = template("model_card.jinja", json=json.dumps).render(
         facts=facts,
         made=made,
-        file=WEIGHTS,
+        file=file,
+        task="text-classification" if "Sequence" in facts["architecture"] else "image-classification",
         license=facts.get("license"),
         hub_licenses=HUB_LICENSES,
         timm=facts.get("timm", True),

@@ -148,9 +148,11 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, metadata
 
 
-def write_weights(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Write tensors with `facts` of a net, plain values, in the header, if there are any."""
-    write_tensors(path, tensors, {_FACTS: json.dumps(facts)} if facts else {})
+def write_weights(
+    path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write tensors with `facts` of a net, plain values, in the header, if there are any, beside other `metadata`."""
+    write_tensors(path, tensors, {**(metadata or {}), **({_FACTS: json.dumps(facts)} if facts else {})})
 
 
 def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
