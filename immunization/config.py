@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from functools import cache, partial, reduce
 from hashlib import sha256
 from importlib import import_module
+from importlib.util import find_spec
 from operator import getitem
 from pathlib import Path
 from traceback import extract_tb
@@ -107,8 +108,16 @@ def class_of(pair: str, place: int) -> int:
     return int(classes[place])
 
 
+def folder_of(package: str) -> str:
+    """The folder of an installed package, which is not imported; one that is not installed says so in its place."""
+    spec = find_spec(package)
+    name = package.replace("_", "-")
+    return str(Path(spec.origin).parent) if spec and spec.origin else f"<pip install {name}, or 'immunization[text]'>"
+
+
 OmegaConf.register_new_resolver("absent", lambda value: value is None, replace=True)
 OmegaConf.register_new_resolver("slug", slug, replace=True)
+OmegaConf.register_new_resolver("folder_of", folder_of, replace=True)
 OmegaConf.register_new_resolver("class_of", class_of, replace=True)
 OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
 

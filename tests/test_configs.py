@@ -22,8 +22,9 @@ from immunization import run
 from immunization.attacks import FineTune, LoRA
 from immunization.checks import CONF, Component, read_yaml, takes
 from immunization.config import build, compose, factory, hparams, slug
-from immunization.data.image_folders import open_task
+from immunization.data.image_folders import open_task, open_unlabeled
 from immunization.data.tables import dialect_of
+from immunization.data.text import open_kept, open_text
 from immunization.errors import ConfigError, DataError
 from immunization.experiment import resolve
 from immunization.methods import Method
@@ -256,7 +257,8 @@ def test_every_experiment_composes_and_says_in_one_line_which_data_are_absent(na
     with pytest.raises((ConfigError, DataError)) as caught:
         build(cfg, "dataset")
     said = str(caught.value)
-    place = cfg.dataset.get("root") or cfg.dataset.primary.source or tmp_path / "data" / "imagenette224"
+    given = cfg.dataset.get("root") or cfg.dataset.primary.get("source")
+    place = given or tmp_path / "data" / Path(cfg.dataset.primary_root).name
     assert str(place) in said
     assert re.search(r"dataset\.(primary_)?root", said)
     assert re.search(r"docs/install\.md|dataset\.download=true", said)
@@ -496,10 +498,15 @@ def test_an_error_in_a_module_of_the_user_is_told_once_with_its_place(
 
 def test_what_stands_in_a_yaml_and_in_code_says_the_same():
     """Keys inside of an option, which are defaults of what reads them, and the rates that a search begins with."""
-    parts, rates = inspect.signature(open_task).parameters, defaultdict(dict)
-    for role in ("primary", "harmful", "benign", "unseen", "keep"):
-        written = read_yaml("dataset/image_folders")[role]
-        assert written == {name: parts[name].default for name in written}
+    rates = defaultdict(dict)
+    for source, opens, keeps in (("image_folders", open_task, open_unlabeled), ("text", open_text, open_kept)):
+        for role in ("primary", "harmful", "benign", "unseen", "keep"):
+            parts, written = (
+                inspect.signature(keeps if role == "keep" else opens).parameters,
+                read_yaml(f"dataset/{source}")[role],
+            )
+            assert written == {name: parts[name].default for name in written}
+    assert read_yaml("dataset/text")["csv"] == read_yaml("dataset/arrays")["csv"]
     assert dialect_of(read_yaml("dataset/arrays")["csv"]) == dialect_of(None)
     for name in ("full_finetune", "full_finetune_adamw", "lora", "lora_sgd"):
         attack = build(compose([f"attack=[{name}]"]), f"attack.{name}")

@@ -185,7 +185,10 @@ class Tuner:
         """Operations of one mini-batch, forward and backward."""
         key = (recipe.batch_size, recipe.part)
         if key not in self._costs:
-            x, y = (part[: recipe.batch_size] for part in self.splits["train"])
+            some = torch.linspace(
+                0, self.rows - 1, min(self.rows, recipe.batch_size)
+            ).long()  # of texts, some of each length
+            x, y = (part[some.to(part.device)] for part in self.splits["train"])
             with torch.random.fork_rng():
                 opened = self.open(replace(recipe, standardize=False, head_first=False), seed)
                 opened.start = self._start(opened.network, recipe)
@@ -241,7 +244,7 @@ class Tuner:
     @torch.no_grad()
     def _passes(self, network: Network, start: int) -> tuple[float, float]:
         """Operations of one image up to a unit, and from there on."""
-        image = self.splits["train"][0][:1]
+        image = self.splits["train"][0][self.rows // 2 :][:1]  # texts stand by their length
         with Operations() as before:
             x = network.before(image, start)
         with Operations() as behind:
