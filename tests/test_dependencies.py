@@ -8,7 +8,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-OPTIONAL = ("launchers", "lora", "parquet", "search")
+OPTIONAL = ("launchers", "lora", "parquet", "search", "text")
 """Extras that the package imports where they are there."""
 
 LOWEST = ROOT / ".ci" / "lowest.txt"

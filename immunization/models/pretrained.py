@@ -234,9 +234,10 @@ def transforms_of(weights: Any, arguments: dict[str, int]) -> dict[str, Any]:
 
 
 def first_texts(pair: ImagePair, config: dict[str, Any]) -> Tensor:
-    """The first two training texts of a task, packed: [2, fields, tokens]."""
+    """Two training texts of a task of middle length, packed: [2, fields, tokens]."""
     split = next(iter(pair.tasks.values())).splits["train"]
-    return next(iter(split.take(torch.arange(2)).loader(pair, config, batch_size=2)))[0]
+    middle = torch.arange(len(split))[len(split) // 2 :][:2]  # texts stand by their length
+    return next(iter(split.take(middle).loader(pair, config, batch_size=2)))[0]
 
 
 @torch.no_grad()
