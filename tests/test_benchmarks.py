@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import timm
 from helpers.repository import ROOT
 
 SMALL = {
@@ -21,6 +22,8 @@ SMALL = {
     ],
     "portability.py": ["--small"],
 }
+TOLD = ("has no linear classifier", "read different features", "cannot read inputs")
+"""How nets are refused that cannot be taken."""
 EXPECTED = {"portability.py": "the same table"}
 
 
@@ -49,3 +52,14 @@ def test_bounds_are_compared_and_drawn(tmp_path):
     assert [line.split("|")[1].strip() for line in run.stdout.split("\n")[5:8]] == ["before", "4", "null"]
     assert run.stderr.count("completed before") == 2
     assert (tmp_path / "bounds.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", timm.list_modules())
+def test_a_net_of_each_module_of_timm_works_or_is_refused(module):
+    zoo = runpy.run_path(str(ROOT / "benchmarks/zoo.py"))
+    if not timm.list_models(module=module):
+        pytest.skip(f"timm has no model in {module}")
+    line = zoo["tried"](zoo["pick"](module), 600)
+    refused = {line[step] for step in ("made", *zoo["METHODS"], "audit") if line.get(step, "works") != "works"}
+    assert all(any(told in reason for told in TOLD) for reason in refused), line

@@ -167,7 +167,7 @@ class Deployment(Component, group="evaluation.deployment"):
                 try:
                     logits = logits_in(net, form, batches).to(labels.device, comparison.model.dtype)
                     accuracy[stage] = task.measure(logits, labels).item()
-                except (RuntimeError, NotImplementedError) as error:  # this machine lacks an operation in the format
+                except Exception as error:  # the machine lacks an operation in the format, or the net's code does
                     reason = f"the net does not run in {form}: {' '.join(str(error).split())[:100]}"
             value = accuracy.get(stage)
             measures.add(Record(f"deployment/accuracy_{form}", value, stage=stage, reason=reason))

@@ -200,8 +200,11 @@ class Folded(Linear):
 
     @cached_property
     def place(self) -> Place:
-        """Where the exported net has the map."""
-        return fold_place(self._parts.net, self._parts.config["input_size"])
+        """Where the exported net has the map: inside of its last block where it can be, else before the classifier."""
+        try:
+            return fold_place(self._parts.net, self._parts.config["input_size"])
+        except ConfigError:
+            return Place(self._parts.classifier, False, "replacing the classifier", before=True)
 
 
 class InverseHead(nn.Module):

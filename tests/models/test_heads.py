@@ -2,11 +2,13 @@
 
 import copy
 import warnings
+from dataclasses import replace
 
 import pytest
 import timm
 import torch
 from helpers.images import loader
+from helpers.nets import open_pair
 from timm.models.metaformer import MetaFormer
 from timm.models.volo import VOLO
 from torch import nn
@@ -16,6 +18,7 @@ from immunization import ConfigError
 from immunization.models.adapted import Adapted, adapted
 from immunization.models.chain import data_config
 from immunization.models.fold import folded_map
+from immunization.models.timm import Timm
 
 pytestmark = pytest.mark.trains
 
@@ -277,3 +280,26 @@ def test_fewer_rows_than_features_are_said():
         immunization.immunize(
             timm.create_model("test_resnet", num_classes=4), loader(4, 0, 60, 32), loader(3, 1, 60, 32), "closed_form"
         )
+
+
+@pytest.mark.parametrize("kind", ["convolutional head", "two heads on the same features"])
+def test_a_run_is_loaded_and_read_as_a_checkpoint(kind, folders, tmp_path):
+    name, arguments = KINDS[kind]
+    overrides = ["dataset=image_folders", f"dataset.primary_root={folders[0]}", f"dataset.harmful_root={folders[1]}"]
+    overrides += ["dataset.cache=null", "dataset.size=32", "model=timm", f"model.name={name}", "tracker=none"]
+    told = ", ".join(f"{key}: {list(value) if isinstance(value, tuple) else value}" for key, value in arguments.items())
+    overrides += ["model.pretrained=false", f"model.arguments={{num_classes: 4, {told}}}", "figures=false"]
+    immunization.run([*overrides, "evaluation=[]", "method=closed_form", "method.ridge=1e-2"], tmp_path / "run")
+    loaded = immunization.load(tmp_path / "run")
+    assert folded_map(loaded) is not None
+    pair = replace(open_pair(folders), size=32)
+    options = {"trainable": "fold", "pretrained": False, "checkpoint": str(tmp_path / "run"), "arguments": None}
+    model = Timm(pair, name, **options)
+    state = model.export()
+    assert all(torch.equal(state[key].float(), tensor) for key, tensor in loaded.state_dict().items())
+    images = next(iter(loader(4, 7, 8, 32)))[0].double()
+    with torch.no_grad():
+        logits = [made.deployed()(images) for made in (model, model.before)]
+        torch.testing.assert_close(*logits, rtol=0, atol=1e-3)
+        torch.testing.assert_close(logits[0].float(), loaded(images.float()), rtol=0, atol=1e-4)
+    assert folded_map(model.before.net) is None
