@@ -93,7 +93,7 @@ class Adapted(nn.Module):
             net.set_submodule(head.path, Passed(layer, head.start, width))
         if theta is not None:
             fold_into(self, "features", theta.T, before=True)
-        self.body, self._plain, self._theta = net, plain, theta
+        self.body, self._plain, self._theta, self._dtype = net, plain, theta, expected.dtype
         self.data_config: dict[str, Any] = {}  # how it wants its inputs, if that is known
         self.sample = None if images.is_floating_point() else images[:2].cpu()  # ids that the net knows
         known = getattr(net, "pretrained_cfg", None) or {}
@@ -151,13 +151,14 @@ class Adapted(nn.Module):
 
     def _write_back(self, layers: Sequence[nn.Module], theta: Tensor | None) -> None:
         """Give the net's own heads the weights of `classifier`: the same change to those that share features."""
-        alone = len(layers) == len({head.start for head in self.heads})
+        alone, dtype = len(layers) == len({head.start for head in self.heads}), self._dtype  # in which it was made
         if not alone and (theta is None) != (self._theta is None):  # each undoes the map, not only their sum
             turn = torch.linalg.inv(theta.double().T) if self._theta is None else self._theta.double().T
+            dtype = torch.float64
             for layer in layers:
                 turned = layer.weight.flatten(1).double() @ turn.to(layer.weight.device)
                 layer.weight.copy_(turned.view_as(layer.weight))
-        before, biased = joined(layers, self.heads), [layer.bias is not None for layer in layers]
+        before, biased = joined(layers, self.heads, dtype), [layer.bias is not None for layer in layers]
         for head, layer in zip(self.heads, layers, strict=True):
             columns = slice(head.start, head.start + head.width)
             weight = self.classifier.weight[:, columns]
@@ -342,17 +343,17 @@ def _heads(paths: Sequence[str], shares: Sequence[float], counted: Sequence[Coun
 
 
 @torch.no_grad()
-def joined(layers: Sequence[nn.Module], heads: Sequence[Head]) -> nn.Linear:
-    """One layer that gives the sum of `heads`, of which features have the shares already."""
+def joined(layers: Sequence[nn.Module], heads: Sequence[Head], dtype: torch.dtype | None = None) -> nn.Linear:
+    """One layer that gives the sum of `heads`, of which features have the shares already; added up in `dtype`."""
     width = max(head.start + head.width for head in heads)
     like, bias = layers[0].weight, any(layer.bias is not None for layer in layers)
-    sum_ = nn.Linear(width, len(like), bias=bias, dtype=like.dtype, device=like.device)
+    sum_ = nn.Linear(width, len(like), bias=bias, dtype=dtype or like.dtype, device=like.device)
     for parameter in sum_.parameters():
         parameter.zero_()
     for head, layer in zip(heads, layers, strict=True):
         share = sum(other.share for other in heads if other.start == head.start)
         columns = slice(head.start, head.start + head.width)
-        sum_.weight[:, columns] += head.share / share * layer.weight.flatten(1)
+        sum_.weight[:, columns] += head.share / share * layer.weight.flatten(1).to(sum_.weight)
         if layer.bias is not None:
-            sum_.bias += head.share * layer.bias
-    return sum_
+            sum_.bias += head.share * layer.bias.to(sum_.weight)
+    return sum_.to(like)
