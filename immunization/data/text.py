@@ -330,7 +330,7 @@ def tokenizer_in(folder: str) -> Any:
     except ImportError as error:
         raise ConfigError("texts need transformers: pip install 'immunization[text]'") from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of a folder without one
             raise ValueError("it has no words")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:

@@ -320,7 +320,11 @@ def rounding_error(model: Model, features: Tensor, dtype: torch.dtype) -> float:
     exact, bias = model.logits(features), model.head.bias
     theta, weight = model.linear_map().to(dtype), model.head.weight.to(dtype)
     rounded = F.linear(features.to(dtype) @ theta, weight, None if bias is None else bias.to(dtype))
-    return ((rounded.to(exact) - exact).abs().max() / exact.abs().max()).nan_to_num(torch.inf).item()
+    return (
+        ((rounded.to(exact) - exact).abs().max() / exact.abs().max().clamp(min=torch.finfo(exact.dtype).tiny))
+        .nan_to_num(torch.inf)
+        .item()
+    )
 
 
 def rounding_flag(facts: Facts) -> str | None:

@@ -26,6 +26,8 @@ def net(name: str) -> nn.Module:
         with torch.no_grad():
             for _ in range(30 if name == "efficientnet_b0" else 0):  # or its features are all but 0
                 made.train()(torch.randn(16, 3, 32, 32))
+            if name == "vit_b_16":  # whose head begins at 0
+                made.heads.head.weight.normal_()
         return made.eval()
     kinds = {
         "bert": ("Bert", {**SMALL, **WORDS, "max_position_embeddings": 32}),

@@ -76,10 +76,12 @@ def test_a_trained_net_is_what_its_library_reads(name, tmp_path):
 @pytest.mark.parametrize("name", [*hub.TEXTS, *hub.IMAGES, *hub.TORCHVISION])
 def test_audits_read_blocks_before_the_last(name):
     net = hub.net(name)
+    model = immunized(name, "condition_number", net)
     data = hub.batches(name, 4, 0), hub.batches(name, 3, 1)
-    result = immunization.audit(net, *data, net, budget="quick")
-    assert result.records.value("best", task="harmful", stage="baseline") > 0.5
-    assert len(result.about["blocks"]) >= 3
+    result = immunization.audit(model, *data, net, budget="quick")
+    assert result.metrics["attack/block_probe/final_baseline"] > 0.5  # of three classes
+    assert len(result.about["blocks"]["depth"]) >= 3
+    assert result.about["blocks"]["before"]
 
 
 def test_a_folder_that_was_saved_into_before_holds_the_last_net_alone(tmp_path):
@@ -181,7 +183,9 @@ def test_image_models_from_the_command_line(name, tmp_path):
             config = transformers.CLIPConfig(vision_config=vision, text_config=text, projection_dim=16)
             transformers.CLIPModel(config).save_pretrained(tmp_path / name)
         run += ["model=transformers", f"model.name={tmp_path / name}"]
-    result = immunization.run([*run, *RUN, "method=condition_number", "method.epochs=1"], tmp_path / "run")
+    result = immunization.run(
+        [*run, *RUN, "method=condition_number", "method.epochs=1", "method.batch_size=32"], tmp_path / "run"
+    )
     if name != "resnet18":
         config = files.read_weights(tmp_path / "run/immunized.safetensors")[1]["data_config"]
         assert (config["input_size"], config["mean"]) == ([3, 32, 32], [0.2] * 3)
