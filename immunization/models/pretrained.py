@@ -254,10 +254,12 @@ def fitted_head(net: Encoder, pair: ImagePair, config: dict[str, Any]) -> nn.Lin
     x, y = (torch.cat(parts) for parts in zip(*rows, strict=True))
     mean, std = x.mean(0), x.std(0).clamp(min=1e-6)
     fit = LogisticRegression(max_iter=1000).fit(((x - mean) / std).numpy(), y.numpy())
-    weight = torch.from_numpy(fit.coef_) / std
+    weight, bias = torch.from_numpy(fit.coef_) / std, torch.from_numpy(fit.intercept_)
+    if len(weight) == 1:  # of two classes sklearn has the difference of their logits
+        weight, bias = (torch.cat([-part, part]) / 2 for part in (weight, bias))
     head = nn.Linear(*reversed(weight.shape)).to(like)
     head.weight.copy_(weight)
-    head.bias.copy_(torch.from_numpy(fit.intercept_) - weight @ mean)
+    head.bias.copy_(bias - weight @ mean)
     log.info("a head of %d outputs was fitted to %d training rows of the primary task", len(weight), len(x))
     return head
 

@@ -143,6 +143,14 @@ RUN = ["dataset.cache=null", "tracker=none", "figures=false", "evaluation=[own_h
 OWN = "primary/head_accuracy"
 
 
+def test_an_encoder_gets_a_head_for_two_classes(texts, tmp_path):
+    hub.net("bert").bert.save_pretrained(tmp_path / "encoder")
+    tokenizer(tmp_path / "encoder")
+    model = ["model=transformers", f"model.name={tmp_path / 'encoder'}", "dataset.primary.classes=[p0,p1]"]
+    result = immunization.run([*texts, *model, *RUN, "method=identity"], tmp_path / "run")
+    assert result.metrics[OWN] > 0.8
+
+
 def test_a_sentence_encoder_from_a_folder_gets_a_head_and_a_run_of_it_is_audited(texts, tmp_path):
     net = hub.net("bert")
     net.bert.save_pretrained(tmp_path / "encoder")
