@@ -13,15 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from immunization.checks import checked
+from immunization.compute import keys
 from immunization.compute.machine import onto
 from immunization.data.images import ImagePair
 from immunization.data.text import TextPair, tokenized, tokenizer_in
 from immunization.errors import ConfigError
+from immunization.models.activations import collect
 from immunization.models.adapted import Adapted
 from immunization.models.fold import folded_map, unfold
 from immunization.models.libraries import CLASSIFIERS, Encoder, check_options, described, explained, made, transformers
 from immunization.models.named import Named
-from immunization.models.reading import preprocessing
+from immunization.models.reading import key_of, preprocessing
 from immunization.models.timm import Timm
 from immunization.models.weights import Checkpoint, misfits, one_try, read_checkpoint, restore
 
@@ -53,11 +55,7 @@ class OfLibrary(Timm):
             except (AttributeError, RuntimeError) as error:
                 told = f"does not fit {name} in {misfits(net, stored.tensors)}: give the model.name it was made with"
                 raise ConfigError(f"model.checkpoint={stored.path} {told}") from error
-        sample = (
-            first_texts(pair, config)
-            if "fields" in config
-            else torch.randn(2, *config["input_size"], generator=torch.Generator().manual_seed(0))
-        )
+        sample = sample_of(pair, config)
         taken = Adapted(Named(net, config["fields"]) if "fields" in config else net, sample)
         taken.data_config = config
         before = copy.deepcopy(taken).double() if reference is None and folded_map(taken) is not None else None
@@ -233,8 +231,10 @@ def transforms_of(weights: Any, arguments: dict[str, int]) -> dict[str, Any]:
     return found | {"mean": tuple(said.mean), "std": tuple(said.std)}
 
 
-def first_texts(pair: ImagePair, config: dict[str, Any]) -> Tensor:
-    """Two training texts of a task of middle length, packed: [2, fields, tokens]."""
+def sample_of(pair: ImagePair, config: dict[str, Any]) -> Tensor:
+    """Two images of noise, or two training texts of a task of middle length, packed: [2, fields, tokens]."""
+    if "fields" not in config:
+        return torch.randn(2, *config["input_size"], generator=torch.Generator().manual_seed(0))
     split = next(iter(pair.tasks.values())).splits["train"]
     middle = torch.arange(len(split))[len(split) // 2 :][:2]  # texts stand by their length
     return next(iter(split.take(middle).loader(pair, config, batch_size=2)))[0]
@@ -249,9 +249,22 @@ def fitted_head(net: Encoder, pair: ImagePair, config: dict[str, Any]) -> nn.Lin
         raise ConfigError("the model has no classifier: give a primary task to fit one to, or a checkpoint that has it")
     read = Named(net, config["fields"]) if "fields" in config else net
     read, like = read.to(pair.device).eval(), next(net.parameters())
-    loader = task.splits["train"].loader(pair, preprocessing(config, pair, task), batch_size=pair.batch_size)
-    rows = [(read(onto(x, like)).double().cpu(), labels) for x, labels, *_ in loader if len(x)]
-    x, y = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    split, prepared = task.splits["train"], preprocessing(config, pair, task)
+
+    def features(inputs: Tensor) -> Tensor:
+        return read(onto(inputs, like))
+
+    root = None if pair.cache is None else Path(pair.cache).expanduser()
+    key = key_of([keys.net([read], features, sample_of(pair, config))], split, prepared, pair, Encoder) if root else ""
+    done = collect(
+        split.loader(pair, prepared, batch_size=pair.batch_size),
+        lambda inputs: {"features": features(inputs)},
+        {"features": key},
+        root,
+        f"features of {len(split)} training rows, for a head",
+        pair.on_bad_image == "skip",
+    )["features"]
+    x, y = done.x.double(), done.labels
     mean, std = x.mean(0), x.std(0).clamp(min=1e-6)
     fit = LogisticRegression(max_iter=1000).fit(((x - mean) / std).numpy(), y.numpy())
     weight, bias = torch.from_numpy(fit.coef_) / std, torch.from_numpy(fit.intercept_)

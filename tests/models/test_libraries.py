@@ -147,7 +147,7 @@ def test_an_encoder_gets_a_head_for_two_classes(texts, tmp_path):
     hub.net("bert").bert.save_pretrained(tmp_path / "encoder")
     tokenizer(tmp_path / "encoder")
     model = ["model=transformers", f"model.name={tmp_path / 'encoder'}", "dataset.primary.classes=[p0,p1]"]
-    result = immunization.run([*texts, *model, *RUN, "method=identity"], tmp_path / "run")
+    result = immunization.run([*texts, *model, *RUN, "method=identity", f"dataset.cache={tmp_path}"], tmp_path / "run")
     assert result.metrics[OWN] > 0.8
 
 
