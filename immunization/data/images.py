@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ class ImageSplit:
     rows: Tensor | None
     identity: str
     source: str
+    kind: ClassVar[str] = "images"
 
     def __len__(self) -> int:
         return len(self.dataset) if self.rows is None else len(self.rows)

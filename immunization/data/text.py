@@ -51,6 +51,7 @@ class TextSplit(ImageSplit):
 
     dataset: Texts
     rows: Tensor
+    kind = "texts"
 
     def loader(
         self, pair: ImagePair, config: Mapping[str, Any], loaders: int = 1, is_training: bool = False, **options: Any

@@ -57,7 +57,7 @@ class Stream:
 
     def split(self, size: int) -> Iterator[Tensor]:
         """Batches of `size` rows, in order."""
-        for images, *_ in counted(self.loader(size), f"activations of {len(self)} images"):
+        for images, *_ in counted(self.loader(size), f"activations of {len(self)} inputs"):
             if len(images):
                 yield self.compute(images)
 

@@ -170,7 +170,7 @@ class Reader(Model):
             return part.loader(pair, config, batch_size=size)
 
         root = None if pair.cache is None else Path(pair.cache).expanduser()
-        title = f"inputs of {part.name}" if own else f"{role}/{split}: {len(part)} images"
+        title = f"inputs of {part.name}" if own else f"{role}/{split}: {len(part)} {part.kind}"
         wanted = ["features"]
         if own and not self.fold:
             wanted.append("inputs")
@@ -234,12 +234,12 @@ class Reader(Model):
             return
         task = self.images.tasks[role]
         images = task.splits[split].take(rows)
-        for x, labels in self._read(self.images, task, images, f"{role}/{split}: {len(images)} images"):
+        for x, labels in self._read(self.images, task, images, f"{role}/{split}: {len(images)} {images.kind}"):
             yield x, self._own(role, labels)
 
     def images_of(self, task: ImageTask, split: ImageSplit) -> Iterator[tuple[Tensor, Tensor]]:
         images = replace(self.images, crop_pct=None)  # that of the pair's own images
-        return self._read(images, task, split, f"{task.name}: {len(split)} images")
+        return self._read(images, task, split, f"{task.name}: {len(split)} {split.kind}")
 
     def enlarged(self, role: str, split: Split) -> Tensor:
         task = self.images.tasks.get(role)
@@ -326,7 +326,7 @@ def preprocessing(config: dict[str, Any], pair: ImagePair, task: ImageTask, trai
 
 def room_for(pair: ImagePair) -> AbstractContextManager[None]:
     """Inside, a GPU that is too small for a batch without gradients is said to be so."""
-    return gpu_memory(f"dataset.batch_size={pair.batch_size} images", "lower it")
+    return gpu_memory(f"dataset.batch_size={pair.batch_size} inputs", "lower it")
 
 
 def outputs_of(task: ImageTask, size: int, net: str, classes: int | None = None) -> Tensor:

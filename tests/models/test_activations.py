@@ -52,7 +52,7 @@ def test_reading_says_how_many_images_are_done():
     collect(batches, lambda images: said.append(where()) or {"x": images}, {"x": "key"}, None, "train: 5 images")
     streamed = Stream(lambda size: batches, lambda images: said.append(where()) or images, (5, 3))
     assert len(torch.cat(list(streamed.split(3)))) == 5
-    assert said == [f"{of} 5 images, {done} done" for of in ("train:", "activations of") for done in (0, 3)]
+    assert said == [f"{of}, {done} done" for of in ("train: 5 images", "activations of 5 inputs") for done in (0, 3)]
 
 
 def test_entries_that_two_nets_share_are_computed_once(tmp_path):

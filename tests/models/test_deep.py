@@ -118,5 +118,5 @@ def test_a_gpu_that_is_full_of_images_is_a_message(tmp_path, digits, monkeypatch
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(Tail, "forward", full)  # while features are collected
-    with pytest.raises(ConfigError, match=r"no memory for dataset\.batch_size=64 images; lower it"):
+    with pytest.raises(ConfigError, match=r"no memory for dataset\.batch_size=64 inputs; lower it"):
         run([*digits, "method=closed_form"], tmp_path / "features")
