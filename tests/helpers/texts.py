@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pandas as pd
+import pytest
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -17,10 +18,9 @@ def write(path: Path, rows: list[tuple[str | list[str], str]]) -> None:
 
 def tokenizer(folder: Path, **options: str | None) -> None:
     """Save a BERT tokenizer of `WORDS` and letters in a folder."""
-    from transformers import BertTokenizerFast
-
+    transformers = pytest.importorskip("transformers", "4.50")
     folder.mkdir(parents=True, exist_ok=True)
     words = [*SPECIAL, *WORDS, *"abcdefghijklmnopqrstuvwxyz0123456789"]
     (folder / "vocab.txt").write_text("\n".join(words) + "\n")
     known = {word: i for i, word in enumerate(words)}
-    BertTokenizerFast(vocab=known, **options).save_pretrained(folder)
+    transformers.BertTokenizerFast(vocab=known, **options).save_pretrained(folder)

@@ -15,7 +15,7 @@ from immunization.models import libraries
 from immunization.models.libraries import described, made
 from immunization.runs import files
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", "4.50")
 pytestmark = [pytest.mark.trains, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 FAST = ("bert", "gpt2", "vit")
