@@ -170,7 +170,7 @@ One small net of each of timm's {modules} modules, {versions}; {tried} were trie
 `load` (the same outputs) and `audit`. Weights and images are random, so these figures say nothing about immunization.
 
 ```sh
-python benchmarks/zoo.py --runs zoo.jsonl --page docs/results/zoo.md
+python benchmarks/zoo.py --runs docs/results/zoo.jsonl --page docs/results/zoo.md
 ```
 
 *map*: `closed_form` folds a map in; *layers*: `condition_number` trains the last block and the head. *Blocks* are those
@@ -202,7 +202,7 @@ def page(lines: list[dict[str, Any]], modules: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=Path("zoo.jsonl"))
+    parser.add_argument("--runs", type=Path, default=Path("docs/results/zoo.jsonl"))
     parser.add_argument("--modules", nargs="+", default=timm.list_modules(), help="those of timm that are tried")
     parser.add_argument("--seconds", type=int, default=300, help="most time that a step may take")
     parser.add_argument("--page", type=Path, help="write the table of all lines here")
