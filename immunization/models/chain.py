@@ -74,7 +74,12 @@ def take_apart(net: nn.Module, size: int | None = None) -> NetParts:
 def sample_of(net: nn.Module, input_size: Sequence[int]) -> Tensor:
     """Two inputs [2, ...] that the net reads: those that it was adapted with, or noise of the size of its images."""
     own = getattr(net, "sample", None)
-    return torch.randn(2, *input_size, generator=torch.Generator().manual_seed(0)) if own is None else own
+    return noise(input_size) if own is None else own
+
+
+def noise(input_size: Sequence[int], count: int = 2) -> Tensor:
+    """The same random images [count, C, H, W] at every call, on which nets are tried."""
+    return torch.randn(count, *input_size, generator=torch.Generator().manual_seed(0))
 
 
 def features_of(net: nn.Module, inputs: Tensor) -> Tensor:
@@ -84,8 +89,7 @@ def features_of(net: nn.Module, inputs: Tensor) -> Tensor:
 
 def in_form(net: nn.Module, size: int | None = None) -> nn.Module:
     """`net`, or an `Adapted` of it, tried on noise of `size` or its own: its classifier(pre_logits) is its output."""
-    shape = data_config(net, size)["input_size"]
-    return adapted(net, torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)))
+    return adapted(net, noise(data_config(net, size)["input_size"]))
 
 
 class Chain(nn.Module):

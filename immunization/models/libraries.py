@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from immunization.data.fields import MASK
 from immunization.errors import ConfigError, DataError
 from immunization.models.adapted import logits_of
+from immunization.models.chain import noise
 from immunization.models.fold import FOLD, ORIGINAL
 from immunization.runs import files
 from immunization.runs.filenames import CONFIG_OF_NET, OF_HUB
@@ -176,7 +177,7 @@ def _same_outputs(net: nn.Module, facts: Facts) -> bool:
         bare.set_submodule(name, bare.get_submodule(f"{name}.{ORIGINAL}"))
     again.load_state_dict(bare.state_dict())
     side = facts["arguments"].get("image_size", 224)
-    images = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0))
+    images = noise((3, side, side), 1)
     return torch.allclose(logits_of(bare(images)), logits_of(again(images)), atol=1e-5)
 
 

@@ -20,6 +20,7 @@ from immunization.data.text import TextPair, tokenized, tokenizer_in
 from immunization.errors import ConfigError
 from immunization.models.activations import collect
 from immunization.models.adapted import Adapted
+from immunization.models.chain import noise
 from immunization.models.fold import folded_map, unfold
 from immunization.models.libraries import CLASSIFIERS, Encoder, check_options, described, explained, made, transformers
 from immunization.models.named import Named
@@ -234,7 +235,7 @@ def transforms_of(weights: Any, arguments: dict[str, int]) -> dict[str, Any]:
 def sample_of(pair: ImagePair, config: dict[str, Any]) -> Tensor:
     """Two images of noise, or two training texts of a task of middle length, packed: [2, fields, tokens]."""
     if "fields" not in config:
-        return torch.randn(2, *config["input_size"], generator=torch.Generator().manual_seed(0))
+        return noise(config["input_size"])
     split = next(iter(pair.tasks.values())).splits["train"]
     middle = torch.arange(len(split))[len(split) // 2 :][:2]  # texts stand by their length
     return next(iter(split.take(middle).loader(pair, config, batch_size=2)))[0]

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from immunization.errors import ConfigError, DataError
 from immunization.models.adapted import check_net, is_of_timm, logits_of
-from immunization.models.chain import data_config
+from immunization.models.chain import data_config, noise
 from immunization.models.checkpoints import config_beside, state_in, unwrapped
 from immunization.models.fold import FOLD, ORIGINAL, LinearMap, fold_into
 from immunization.models.libraries import described, from_saved, made
@@ -361,7 +361,7 @@ def facts_of(net: nn.Module, arguments: Mapping[str, Any]) -> Facts:
         )
     try:
         again = restore(create(facts["architecture"], None, False, facts["arguments"]), tensors, facts)
-        image = torch.randn(1, *facts["data_config"]["input_size"], generator=torch.Generator().manual_seed(0))
+        image = noise(facts["data_config"]["input_size"], 1)
         with torch.no_grad():
             nets = (again, copy.deepcopy(net).cpu().eval())
             outputs = (logits_of(made(image.to(next(made.parameters())))) for made in nets)
