@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,9 +55,6 @@ class LogisticProbe(Predictor):
     strengths: Sequence[Positive]
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
-        from sklearn.exceptions import ConvergenceWarning
-        from sklearn.linear_model import LogisticRegression
-
         task = victim.task
         if not task.classes:
             raise Inapplicable("a regression has no classes: logistic regression does not apply")
@@ -66,16 +64,23 @@ class LogisticProbe(Predictor):
         train, held_out = (rows.train * problem.scale) @ basis, torch.cat([problem.val, problem.test]) @ basis
         predicted, steps = [], []
         for strength in self.settings:
-            model = LogisticRegression(C=strength, max_iter=self.steps)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ConvergenceWarning)
-                warnings.filterwarnings("ignore", message="The number of unique classes")  # few images of many
-                model.fit(train.cpu().numpy(), rows.y.cpu().numpy())
+            model = logistic_regression(train.cpu().numpy(), rows.y.cpu().numpy(), strength, self.steps)
             predicted.append(torch.from_numpy(model.predict(held_out.cpu().numpy())))
             steps.append([int(model.n_iter_.max())])
         votes, taken = F.one_hot(torch.stack(predicted), task.classes).to(rows.y.device), torch.tensor(steps)
         flops = problem.flops + problem.per_pass * taken.double()
         return self.curve(task, votes, flops, problem.flops, taken)
+
+
+def logistic_regression(train: Any, labels: Any, strength: float, steps: int) -> Any:
+    """sklearn's model of C = `strength` after at most `steps` iterations, fitted to rows [N, D] with labels [N]."""
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        warnings.filterwarnings("ignore", message="The number of unique classes")  # few rows of many
+        return LogisticRegression(C=strength, max_iter=steps).fit(train, labels)
 
 
 def unit_rows(x: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from immunization.attacks.base import AttackCurve
 from immunization.attacks.kernels import Kernel, Rule
 from immunization.attacks.pooling import Outputs
+from immunization.attacks.predictors import logistic_regression
 from immunization.attacks.readings import (
     MOST,
     Blend,
@@ -117,14 +117,7 @@ def _coordinates(kernel: Kernel) -> tuple[Any, Any]:
 
 def _logistic(train: Any, others: Any, labels: Tensor, classes: int, strength: float) -> tuple[Tensor, int]:
     """Probabilities [M, classes] of other rows, and iterations."""
-    from sklearn.exceptions import ConvergenceWarning
-    from sklearn.linear_model import LogisticRegression
-
-    model = LogisticRegression(C=strength, max_iter=STEPS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        warnings.filterwarnings("ignore", message="The number of unique classes")  # few texts of many
-        model.fit(train, labels.numpy())
+    model = logistic_regression(train, labels.numpy(), strength, STEPS)
     found = torch.zeros(others.shape[0], classes, dtype=torch.float64)
     found[:, model.classes_] = torch.from_numpy(model.predict_proba(others))
     return found, int(model.n_iter_.max())
