@@ -13,18 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from immunization.checks import checked
-from immunization.compute import keys
-from immunization.compute.machine import onto
 from immunization.data.images import ImagePair
+from immunization.data.task import Task
 from immunization.data.text import TextPair, tokenized, tokenizer_in
 from immunization.errors import ConfigError
-from immunization.models.activations import collect
 from immunization.models.adapted import Adapted
 from immunization.models.chain import noise
 from immunization.models.fold import folded_map, unfold
 from immunization.models.libraries import CLASSIFIERS, Encoder, check_options, described, explained, made, transformers
 from immunization.models.named import Named
-from immunization.models.reading import key_of, preprocessing
 from immunization.models.timm import Timm
 from immunization.models.weights import Checkpoint, misfits, one_try, read_checkpoint, restore
 
@@ -97,15 +94,40 @@ class Transformers(OfLibrary):
                 pair, config = tokenized(pair, place, takes(net), longest(net))
                 if net.config.pad_token_id is None:
                     net.config.pad_token_id = tokenizer_in(place).pad_token_id
+        head = stored and stored.facts.get("head")
         if isinstance(net, Encoder):
-            head = stored and stored.facts.get("head")
-            net.head = nn.Linear(*head) if head else fitted_head(net, pair, config)
+            net.head = nn.Linear(*(head or head_for(net, pair, config)))
         pair = with_outputs(pair, net)
         options = {"trainable": trainable, "head_decay": head_decay, "channels_last": channels_last, "amp": amp}
         self._take(pair, name, net, config, stored, reference, **options)
+        self.unfitted = isinstance(net, Encoder) and not head
         if reference is not None:
             weights = None if reference == "hub" else reference
             self.compare_with(Transformers(pair, name, checkpoint=weights, reference=None, **options))
+
+    def _task(self, role: str) -> Task:
+        task = super()._task(role)
+        if role == "primary" and self.unfitted:
+            self._fit_head(self.reference[role, "train"], task.train.y)
+        return task
+
+    @torch.no_grad()
+    def _fit_head(self, x: Tensor, y: Tensor) -> None:
+        """Logistic regression on standardized features x [N, D] and labels y [N], with sklearn's penalty of C = 1."""
+        from sklearn.linear_model import LogisticRegression
+
+        x = x.double().cpu()
+        mean, std = x.mean(0), x.std(0).clamp(min=1e-6)
+        fit = LogisticRegression(max_iter=1000).fit(((x - mean) / std).numpy(), y.cpu().numpy())
+        weight, bias = torch.from_numpy(fit.coef_) / std, torch.from_numpy(fit.intercept_)
+        if len(weight) == 1:  # of two classes sklearn has the difference of their logits
+            weight, bias = (torch.cat([-part, part]) / 2 for part in (weight, bias))
+        self.head.weight.copy_(weight)
+        self.head.bias.copy_(bias - weight @ mean)
+        for before, parameter in zip(self._original_head, self.head.parameters(), strict=True):
+            before.copy_(parameter)
+        self.unfitted = False
+        log.info("a head of %d outputs was fitted to %d training rows of the primary task", len(weight), len(x))
 
 
 class Torchvision(OfLibrary):
@@ -242,40 +264,12 @@ def sample_of(pair: ImagePair, config: dict[str, Any]) -> Tensor:
 
 
 @torch.no_grad()
-def fitted_head(net: Encoder, pair: ImagePair, config: dict[str, Any]) -> nn.Linear:
-    """Logistic regression on standardized features of the training rows of D_P, with sklearn's penalty of C = 1."""
-    from sklearn.linear_model import LogisticRegression
-
+def head_for(net: Encoder, pair: ImagePair, config: dict[str, Any]) -> tuple[int, int]:
+    """Features of an encoder, and classes of D_P, to which a head is fitted once its features are read."""
     if (task := pair.tasks.get("primary")) is None:
         raise ConfigError("the model has no classifier: give a primary task to fit one to, or a checkpoint that has it")
     read = Named(net, config["fields"]) if "fields" in config else net
-    read, like = read.to(pair.device).eval(), next(net.parameters())
-    split, prepared = task.splits["train"], preprocessing(config, pair, task)
-
-    def features(inputs: Tensor) -> Tensor:
-        return read(onto(inputs, like))
-
-    root = None if pair.cache is None else Path(pair.cache).expanduser()
-    key = key_of([keys.net([read], features, sample_of(pair, config))], split, prepared, pair, Encoder) if root else ""
-    done = collect(
-        split.loader(pair, prepared, batch_size=pair.batch_size),
-        lambda inputs: {"features": features(inputs)},
-        {"features": key},
-        root,
-        f"features of {len(split)} training rows, for a head",
-        pair.on_bad_image == "skip",
-    )["features"]
-    x, y = done.x.double(), done.labels
-    mean, std = x.mean(0), x.std(0).clamp(min=1e-6)
-    fit = LogisticRegression(max_iter=1000).fit(((x - mean) / std).numpy(), y.numpy())
-    weight, bias = torch.from_numpy(fit.coef_) / std, torch.from_numpy(fit.intercept_)
-    if len(weight) == 1:  # of two classes sklearn has the difference of their logits
-        weight, bias = (torch.cat([-part, part]) / 2 for part in (weight, bias))
-    head = nn.Linear(*reversed(weight.shape)).to(like)
-    head.weight.copy_(weight)
-    head.bias.copy_(bias - weight @ mean)
-    log.info("a head of %d outputs was fitted to %d training rows of the primary task", len(weight), len(x))
-    return head
+    return read(sample_of(pair, config)).shape[1], len(task.classes)
 
 
 def with_outputs(pair: ImagePair, net: nn.Module) -> ImagePair:

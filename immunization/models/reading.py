@@ -88,8 +88,14 @@ class Reader(Model):
             return {"features": features, "inputs": keys.net(self._trunk, self.trunk, sample)}
 
     def _key(self, name: str, part: ImageSplit, config: Mapping[str, Any]) -> str:
-        net = [self._keys[name], "" if name == "features" else self.point]
-        return key_of(net, part, config, self.images, type(self))
+        pair = self.images
+        return keys.key(
+            net=[self._keys[name], "" if name == "features" else self.point],
+            images=[config, part.identity, part.rows, keys.code(type(part.dataset))],
+            how=[pair.dtype, pair.device, pair.on_bad_image, pair.batch_size],
+            code=[keys.source("compute", "data", "models"), keys.code(type(self))],
+            machine=environment.arithmetic(pair.device),
+        )
 
     def entering(self, role: str, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """What enters the extractor of a batch of a loader, and the task's own labels."""
@@ -295,17 +301,6 @@ class Reader(Model):
                 _warn(what, lost)
             if len(x):
                 yield onto(x, self.head.weight), labels
-
-
-def key_of(net: Sequence[str], part: ImageSplit, config: Mapping[str, Any], pair: ImagePair, model: type) -> str:
-    """The key of what a net, which has the keys `net`, makes of a split of `pair` prepared by `config`."""
-    return keys.key(
-        net=net,
-        images=[config, part.identity, part.rows, keys.code(type(part.dataset))],
-        how=[pair.dtype, pair.device, pair.on_bad_image, pair.batch_size],
-        code=[keys.source("compute", "data", "models"), keys.code(model)],
-        machine=environment.arithmetic(pair.device),
-    )
 
 
 def _warn(title: str, images: Sequence[Unreadable]) -> None:
