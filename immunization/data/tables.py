@@ -67,7 +67,7 @@ def read_table(path: Path, dialect: Dialect | None = None, **options: Any) -> pd
         marks = {"sep": sep, "decimal": dialect.decimal, "thousands": dialect.thousands}
         return pd.read_csv(io.StringIO(text), low_memory=False, **marks, **options)
     except UnicodeDecodeError as error:
-        remedy = "save it as UTF-8, or for dataset=arrays name its encoding, such as dataset.csv.encoding=cp1252"
+        remedy = "save it as UTF-8, or name its encoding (dataset=arrays, text), such as dataset.csv.encoding=cp1252"
         raise DataError(f"{path} is no text in {error.encoding.upper()}: {error.reason}; {remedy}") from error
     except (OSError, EOFError, ValueError, zlib.error, csv.Error, MemoryError) as error:
         said = f"{error.strerror}" if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())

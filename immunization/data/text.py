@@ -271,6 +271,8 @@ def _read(key: str, place: Path, text: str, label: str | None, reading: Reading)
         left = {**left, "without a text or a label": len(empty)}
     whole = torch.ones(len(texts), dtype=torch.bool)
     whole[empty] = False
+    if not whole.any():
+        raise DataError(f"{place}: no row has a text and a label, so that none is left")
     return Part(texts, labels, whole.nonzero()[:, 0], left)
 
 
@@ -281,23 +283,30 @@ def _content(path: str) -> str:
         raise DataError(f"{path} is no text in UTF-8 ({error}): save it so, or remove it") from error
 
 
-def tokenized(pair: TextPair, folder: str, takes: Collection[str], most: int) -> tuple[TextPair, dict[str, Any]]:
+def tokenized(
+    pair: TextPair, folder: str, takes: Collection[str], most: int, words: int
+) -> tuple[TextPair, dict[str, Any]]:
     """`pair` as a net reads it that has its tokenizer in `folder`, and takes the fields `takes` of `most` tokens.
 
     Texts are padded to the longest one of all tasks, or cut off at `dataset.tokens` or `most`; how many are is said.
     The second is the net's data config: the size of an input, and the names of its fields in their order. Raises
-    ConfigError for a folder without a tokenizer, and for more tokens than the net takes.
+    ConfigError for a folder without a tokenizer or with one of more than the net's `words`, and for more tokens than
+    the net takes, or so few that no word is read.
     """
     tokenizer = tokenizer_in(folder)
     most = min(most, tokenizer.model_max_length)
     if pair.tokens and pair.tokens > most:
         raise ConfigError(f"dataset.tokens={pair.tokens}: the model in {folder} reads at most {most} of a text")
+    if pair.tokens and pair.tokens <= (added := tokenizer.num_special_tokens_to_add()):
+        raise ConfigError(f"dataset.tokens={pair.tokens}: {added} of each text mark its ends, so that no word is read")
     tasks = {**pair.tasks, **{f"keep {i}": task for i, task in enumerate(pair.keep)}}
     ids = {
         (role, split): tokenizer(own.texts)["input_ids"] if len(own) else []
         for role, task in tasks.items()
         for split, own in task.splits.items()
     }
+    if (largest := max(max(own, default=0) for texts in ids.values() for own in texts)) >= words:
+        raise ConfigError(f"model.name={folder}: its tokenizer gives a text token {largest}, the model knows {words}")
     longest = max(len(own) for texts in ids.values() for own in texts)
     length = min(longest, pair.tokens or most)
     cut = {f"{role}/{split}": sum(len(own) > length for own in texts) for (role, split), texts in ids.items()}
@@ -319,8 +328,8 @@ def tokenized(pair: TextPair, folder: str, takes: Collection[str], most: int) ->
 
 
 def _packed(tokenizer: Any, names: Sequence[str], length: int, texts: Sequence[str]) -> Tensor:
-    how = {"padding": "max_length", "truncation": True, "max_length": length, "return_tensors": "pt"}
-    found = tokenizer(list(texts), **how)
+    how = {"padding": "max_length", "padding_side": "right", "truncation": True, "max_length": length}
+    found = tokenizer(list(texts), **how, return_tensors="pt")
     return pack({name: found[name] for name in names})
 
 
@@ -339,6 +348,8 @@ def tokenizer_in(folder: str) -> Any:
         raise ConfigError(
             f"model.name={folder} has no tokenizer ({said}): save the model's there, tokenizer.save_pretrained(folder)"
         ) from error
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        raise ConfigError(f"model.name={folder}: its tokenizer has no token to pad with: set its pad_token and save it")
     if tokenizer.pad_token is None:
         log.info("the tokenizer in %s pads with nothing of its own, and here with %s", folder, tokenizer.eos_token)
         tokenizer.pad_token = tokenizer.eos_token

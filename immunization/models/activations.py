@@ -169,13 +169,13 @@ def load(root: Path | None, key: str) -> Activations | None:
 @torch.no_grad()
 def collect(
     loader: Iterable[tuple[Any, ...]],
-    compute: Callable[[Tensor], dict[str, Tensor]],
+    compute: Callable[[Tensor, Sequence[str]], dict[str, Tensor]],
     keys: dict[str, str],
     root: Path | None,
     title: str,
     skip: bool = False,
 ) -> dict[str, Activations]:
-    """One pass over `loader`: what `compute` makes of the images, by name; entries that exist are not computed.
+    """One pass over `loader`: what `compute` makes of the images, by name; it is told the names that are missing.
 
     `loader` gives images, labels, unreadable ones and perhaps kinds; `keys` has the key of each name. One of several
     processes computes, the others wait. Raises DataError for unreadable images, unless `skip`.
@@ -195,7 +195,7 @@ def collect(
                 bad += more[0] if more else ()
                 kinds.update(*more[1:])
                 if len(images) and not (bad and not skip):
-                    outputs = compute(images)
+                    outputs = compute(images, missing)
                     labels.append(targets.cpu().long())
                     for name, kept in rows.items():
                         kept.add(outputs[name])

@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from immunization.data.fields import MASK
@@ -222,7 +223,7 @@ def explained(name: str, answers: bool = True) -> Iterator[None]:
     """Inside, that a model cannot be had is a ConfigError of one sentence."""
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         why = " ".join(str(error).split())[:200] if answers else "the Hugging Face hub does not answer"
         raise ConfigError(
             f"model.name={name}: the model cannot be had ({why}); give a folder with config.json and weights in "

@@ -17,7 +17,7 @@ from immunization.data.images import ImagePair
 from immunization.data.task import Task
 from immunization.data.text import TextPair, tokenized, tokenizer_in
 from immunization.errors import ConfigError
-from immunization.models.adapted import Adapted
+from immunization.models.adapted import Adapted, outputs_of_two
 from immunization.models.chain import noise
 from immunization.models.fold import folded_map, unfold
 from immunization.models.libraries import CLASSIFIERS, Encoder, check_options, described, explained, made, transformers
@@ -91,7 +91,7 @@ class Transformers(OfLibrary):
         with nullcontext(True) if local.is_dir() else one_try() as answers, explained(name, answers):
             net, config = opened(name, place, texts)
             if texts:
-                pair, config = tokenized(pair, place, takes(net), longest(net))
+                pair, config = tokenized(pair, place, takes(net), longest(net), words_of(net))
                 if net.config.pad_token_id is None:
                     net.config.pad_token_id = tokenizer_in(place).pad_token_id
         head = stored and stored.facts.get("head")
@@ -212,6 +212,11 @@ def takes(net: nn.Module) -> set[str]:
     return set(inspect.signature((net.encoder if isinstance(net, Encoder) else net).forward).parameters)
 
 
+def words_of(net: nn.Module) -> int:
+    """How many tokens a net of texts knows."""
+    return (net.encoder if isinstance(net, Encoder) else net).get_input_embeddings().num_embeddings
+
+
 def longest(net: nn.Module) -> int:
     """Most tokens that a net reads: as many as have a position, of which some nets begin behind that of the padding."""
     config = getattr(net.config, "text_config", net.config)
@@ -269,7 +274,7 @@ def head_for(net: Encoder, pair: ImagePair, config: dict[str, Any]) -> tuple[int
     if (task := pair.tasks.get("primary")) is None:
         raise ConfigError("the model has no classifier: give a primary task to fit one to, or a checkpoint that has it")
     read = Named(net, config["fields"]) if "fields" in config else net
-    return read(sample_of(pair, config)).shape[1], len(task.classes)
+    return outputs_of_two(read, sample_of(pair, config)).shape[1], len(task.classes)
 
 
 def with_outputs(pair: ImagePair, net: nn.Module) -> ImagePair:

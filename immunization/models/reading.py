@@ -189,7 +189,7 @@ class Reader(Model):
             wanted += ["inputs"] if free else []
         before: Reader = self.before if own and self.before and not self.fold else self
 
-        def compute(inputs: Tensor) -> dict[str, Tensor]:
+        def compute(inputs: Tensor, missing: Sequence[str]) -> dict[str, Tensor]:
             try:
                 x = self.trunk(inputs)
             except RuntimeError as error:
@@ -199,6 +199,8 @@ class Reader(Model):
                     f"{self.name} cannot read inputs of shape {tuple(inputs.shape[1:])} from {part.name}: "
                     f"{' '.join(str(error).split())[:200]}"
                 ) from error
+            if "features" not in missing:
+                return {"inputs": x}
             return {"inputs": x, "features": before.extractor(x if before is self else before.trunk(inputs))}
 
         named = {name: self._key(name, part, config) if root else name for name in wanted}

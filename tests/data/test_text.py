@@ -134,6 +134,9 @@ def test_bad_rows_are_left_out_where_asked_and_labels_without_test_texts_are_sai
     assert pair.about["left_out"] == {"harmful": {"train": {"without a text or a label": 2}}}
     assert "2 rows without a text or a label are left out, the first is row 0" in caplog.text
     assert "test.csv has no text of 1 labels, such as h0" in caplog.text
+    write(roots[1] / "train.csv", [(" ", "h0"), ("one", "")])
+    with pytest.raises(DataError, match=r"train\.csv: no row has a text and a label"):
+        opened(roots, on_bad_text="skip")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +163,7 @@ def test_what_cannot_be_read_is_said_in_a_line(roots, options, message):
 def test_tokens_are_packed_padded_and_cut_off_and_that_is_said(roots, tmp_path, caplog):
     tokenizer(tmp_path / "net")
     write(roots[1] / "test.csv", [(" ".join(WORDS * 3), "h0"), ("one two", "h1")])
-    pair, config = tokenized(opened(roots), str(tmp_path / "net"), TAKES, 16)
+    pair, config = tokenized(opened(roots), str(tmp_path / "net"), TAKES, 16, 64)
     assert config == {"input_size": (3, 16), "fields": TAKES}
     assert pair.about["tokens"] == {"read": 16, "longest": 3 * len(WORDS) + 2, "cut_off": {"harmful/test": 1}}
     assert "are cut off behind 16: 1 of harmful/test; dataset.tokens" in caplog.text
@@ -170,7 +173,7 @@ def test_tokens_are_packed_padded_and_cut_off_and_that_is_said(roots, tmp_path, 
     assert x[:, TAKES.index(MASK)].sum(1).tolist() == [4, 16]  # [CLS] one two [SEP], and all of it
     batches = list(pair.tasks["primary"].splits["train"].loader(pair, config, batch_size=8, is_training=True))
     assert [len(x) for x, *_ in batches] == [8, 8, 8]
-    shorter, config = tokenized(opened(roots, tokens=6), str(tmp_path / "net"), ("input_ids",), 16)
+    shorter, config = tokenized(opened(roots, tokens=6), str(tmp_path / "net"), ("input_ids",), 16, 64)
     assert config["input_size"] == (1, 6)
     identities = {own.tasks["harmful"].splits["test"].identity for own in (pair, shorter, opened(roots))}
     assert len(identities) == 3
@@ -181,14 +184,31 @@ def test_a_folder_without_a_tokenizer_and_too_many_tokens_are_refused(roots, tmp
     (tmp_path / "bare" / "config.json").write_text('{"model_type": "bert"}')
     for folder in ("bare", "nowhere"):
         with pytest.raises(ConfigError, match=rf"model\.name=.*{folder} has no tokenizer .*save_pretrained\(folder\)"):
-            tokenized(opened(roots), str(tmp_path / folder), TAKES, 16)
+            tokenized(opened(roots), str(tmp_path / folder), TAKES, 16, 64)
     tokenizer(tmp_path / "net")
+    with pytest.raises(ConfigError, match=r"dataset\.tokens=2: 2 of each text mark its ends, so that no word is read"):
+        tokenized(opened(roots, tokens=2), str(tmp_path / "net"), TAKES, 16, 64)
+    with pytest.raises(ConfigError, match=r"its tokenizer gives a text token \d+, the model knows 8"):
+        tokenized(opened(roots), str(tmp_path / "net"), TAKES, 16, 8)
+    tokenizer(tmp_path / "mute", pad_token=None)
+    with pytest.raises(ConfigError, match=r"its tokenizer has no token to pad with: set its pad_token and save it"):
+        tokenized(opened(roots), str(tmp_path / "mute"), TAKES, 16, 64)
     with pytest.raises(ConfigError, match=r"dataset\.tokens=99: the model in .*net reads at most 16"):
-        tokenized(opened(roots, tokens=99), str(tmp_path / "net"), TAKES, 16)
+        tokenized(opened(roots, tokens=99), str(tmp_path / "net"), TAKES, 16, 64)
     caplog.set_level(logging.INFO)
     tokenizer(tmp_path / "gpt", pad_token=None, eos_token="[SEP]")
-    tokenized(opened(roots), str(tmp_path / "gpt"), TAKES, 16)
+    tokenized(opened(roots), str(tmp_path / "gpt"), TAKES, 16, 64)
     assert "pads with nothing of its own, and here with [SEP]" in caplog.text
+
+
+def test_padding_stands_behind_the_text_whatever_the_tokenizer_says(roots, tmp_path):
+    """A net counts positions from the first token on, which is to be the text's own."""
+    tokenizer(tmp_path / "net", padding_side="left")
+    pair, config = tokenized(opened(roots), str(tmp_path / "net"), TAKES, 16, 64)
+    for x, *_ in pair.tasks["harmful"].splits["train"].loader(pair, config):
+        mask = x[:, TAKES.index(MASK)]
+        assert mask[:, 0].all()
+        assert torch.equal(mask, mask.sort(1, descending=True).values)
 
 
 def test_a_net_of_images_refuses_texts(roots):

@@ -49,7 +49,7 @@ def test_activations_are_kept_verified_and_keyed(folders, tmp_path, caplog):
 def test_reading_says_how_many_images_are_done():
     batches = [(torch.ones(n, 3), torch.zeros(n, dtype=torch.long), []) for n in (3, 2)]
     said = []
-    collect(batches, lambda images: said.append(where()) or {"x": images}, {"x": "key"}, None, "train: 5 images")
+    collect(batches, lambda images, _: said.append(where()) or {"x": images}, {"x": "key"}, None, "train: 5 images")
     streamed = Stream(lambda size: batches, lambda images: said.append(where()) or images, (5, 3))
     assert len(torch.cat(list(streamed.split(3)))) == 5
     assert said == [f"{of}, {done} done" for of in ("train: 5 images", "activations of 5 inputs") for done in (0, 3)]
@@ -70,7 +70,7 @@ def test_entries_that_two_nets_share_are_computed_once(tmp_path):
 
     def one(own):
         keys = {"features": own, "inputs": "shared"}
-        return collect(loader(own), lambda x: dict.fromkeys(keys, x), keys, tmp_path, "four images")
+        return collect(loader(own), lambda x, missing: dict.fromkeys(missing, x), keys, tmp_path, "four images")
 
     first = threading.Thread(target=one, args=["b"])
     first.start()
@@ -176,10 +176,10 @@ def as_another_account(work) -> int:
 
 def test_another_account_reads_what_this_one_keeps(shared):
     batches, keys = unlabeled(3)
-    collect(batches, lambda images: {"x": images}, keys, shared, "three")
+    collect(batches, lambda images, _: {"x": images}, keys, shared, "three")
 
     def work() -> None:
-        found = collect(batches, lambda images: pytest.fail("computed again"), keys, shared, "three")
+        found = collect(batches, lambda images, _: pytest.fail("computed again"), keys, shared, "three")
         assert len(found["x"].x) == 3
 
     assert as_another_account(work) == 0
@@ -190,12 +190,12 @@ def test_another_account_reads_what_this_one_keeps(shared):
 @pytest.mark.parametrize("writable", [False, True])
 def test_what_another_account_keeps_for_itself_ends_no_run_and_stays(writable, shared):
     batches, keys = unlabeled(3)
-    collect(batches, lambda images: {"x": images}, keys, shared, "three")
+    collect(batches, lambda images, _: {"x": images}, keys, shared, "three")
     (shared / "key.safetensors").chmod(0o600)
     shared.chmod(0o1777 if writable else 0o755)
 
     def work() -> None:
-        found = collect(batches, lambda images: {"x": images}, keys, shared, "three")
+        found = collect(batches, lambda images, _: {"x": images}, keys, shared, "three")
         assert torch.equal(found["x"].x, torch.ones(3, 1))
 
     assert as_another_account(work) == 0
@@ -210,7 +210,7 @@ def test_a_disk_that_fills_up_at_the_end_leaves_nothing_unfinished(tmp_path):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))  # 4 bytes of each image, then 8 more of each label
         with pytest.raises(OSError, match="File too large") as error:
-            collect(batches, lambda images: {"x": images}, keys, tmp_path, "many")
+            collect(batches, lambda images, _: {"x": images}, keys, tmp_path, "many")
         assert error.value.filename == str(tmp_path)
 
     assert ended(in_a_child(work)) == 0

@@ -41,6 +41,7 @@ KINDS = {
     "MLP head": (MetaFormer, {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16)}),
     "norm before the head": ("shvit_s1", {"depth": (1, 1, 1), "embed_dim": (16, 16, 32), "partial_dim": (4, 4, 8)}),
     "tokens without a class token": ("test_vit", {"img_size": 32, "class_token": False, "global_pool": "avg"}),
+    "wrapped": (lambda num_classes: nn.Sequential(timm.create_model("test_resnet", num_classes=num_classes)), {}),
 }
 TWO = ("two heads on two tokens", "list of heads")
 HEADS = {
@@ -50,6 +51,7 @@ HEADS = {
     "list of heads": ["head.0", "head.1"],
     "MLP head": ["head.fc.fc2"],
     "norm before the head": ["head.l"],
+    "wrapped": ["0.fc"],
 }
 
 
@@ -130,6 +132,25 @@ def test_a_map_keeps_the_outputs_and_is_saved(kind, tmp_path):
     code = next(block for block in card.split("```python\n")[1:] if "timm.create_model" in block).split("```")[0]
     exec(code.replace("immunized.safetensors", str(tmp_path / "immunized.safetensors")), names)
     assert torch.equal(outputs(names["model"], kind), outputs(model, kind))
+
+
+class Bounded(timm.models.ResNet):
+    """What is not linear stands behind all of its modules but the classifier."""
+
+    def forward_head(self, x, pre_logits=False):
+        x = self.global_pool(x).tanh()
+        return x if pre_logits else self.fc(x)
+
+
+def test_a_map_without_a_place_in_the_last_block_stands_before_the_classifier(tmp_path):
+    torch.manual_seed(0)
+    net = Bounded(timm.models.resnet.BasicBlock, (1, 1, 1, 1), num_classes=4, channels=(8, 8, 16, 16)).eval()
+    model = immunize(net, "convolutional", "closed_form", ridge=1e-2)
+    assert [name for name, _ in model.named_modules() if name.endswith("immunization")] == ["fc.immunization"]
+    torch.testing.assert_close(outputs(model, "convolutional"), outputs(net, "convolutional"), rtol=0, atol=1e-3)
+    immunization.save(model, tmp_path)
+    assert "Stripped by replacing the classifier" in (tmp_path / "model_card.md").read_text()
+    assert torch.equal(outputs(immunization.load(tmp_path, net), "convolutional"), outputs(model, "convolutional"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
