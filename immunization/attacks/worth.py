@@ -29,12 +29,10 @@ from immunization.attacks.base import Attack, AttackCurve
 from immunization.evaluation.measures import Measures
 from immunization.runs.records import Role, Stage, of_role
 from immunization.runs.result import Curve
+from immunization.theory.statistics import Estimate, estimate
 
 Curves = Mapping[Stage, AttackCurve]
 """Of one attacker by stage; those of a reference are of the baseline only."""
-
-LEVEL = 0.95
-"""Of all intervals."""
 
 PER_DECADE = 2
 """Budgets of operations in a decade at which worth is measured."""
@@ -70,15 +68,6 @@ class Draw:
             if name in untouched and (attack.partial or not attack.reference):
                 draw.untouched += before
         return draw
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A value and the ends of its interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -133,32 +122,6 @@ def _share(loss: Tensor, gain: Tensor) -> Estimate:
     ratio = (loss.mean() / gain.mean()).item()
     around = estimate((loss - ratio * gain) / gain.mean())  # of mean 0: what a row moves the ratio by
     return Estimate(ratio, ratio + around.low, ratio + around.high)
-
-
-def estimate(scores: Tensor) -> Estimate:
-    """Mean of [draws, N] with an interval for rows and draws that are both samples, the draws of the images at hand.
-
-    Its variance is that of a layout of two crossed random factors without replication, with Satterthwaite's degrees of
-    freedom for Student's t: a bootstrap of two or three draws would be too narrow. One row alone says nothing; of rows
-    that all agree on something else than 0, as if one more did not.
-    """
-    from scipy.special import stdtrit
-
-    draws, rows = scores.shape
-    if rows < 2:
-        return Estimate(scores.mean().item(), -math.inf, math.inf)
-    mean, by_row, by_draw = scores.mean(), scores.mean(0), scores.mean(1, keepdim=True)
-    terms, twice = [(by_row.var().item() / rows or (mean.item() / (rows + 1)) ** 2, rows - 1)], 0.0
-    if draws > 1:
-        terms.append((by_draw.var().item() / draws, draws - 1))
-        rest = (scores - by_row - by_draw + mean).square().sum().item() / ((draws - 1) * (rows - 1))
-        twice = rest / (draws * rows)  # is in both terms
-    variance = max(sum(part for part, _ in terms) - twice, terms[0][0])
-    half = 0.0
-    if variance > 0:
-        freedom = variance**2 / sum(part**2 / df for part, df in terms)
-        half = stdtrit(freedom, (1 + LEVEL) / 2) * math.sqrt(variance)
-    return Estimate(mean.item(), mean.item() - half, mean.item() + half)
 
 
 def best(curves: Iterable[AttackCurve], guess: Tensor, budget: float = math.inf) -> Tensor:

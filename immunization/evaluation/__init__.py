@@ -3,6 +3,7 @@
 from immunization.evaluation.alignment import Alignment, Ceiling
 from immunization.evaluation.comparison import Comparison, evaluate
 from immunization.evaluation.convergence import LearningCurves, NormRatio
+from immunization.evaluation.leak import Leak
 from immunization.evaluation.measures import Measures
 from immunization.evaluation.own_head import Deployment, OtherClasses, OwnHead
 from immunization.evaluation.primary import Definition, PrimaryPerformance

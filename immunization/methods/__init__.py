@@ -3,6 +3,7 @@
 from immunization.methods.base import Callback, Combine, Identity, Method, Unmodified
 from immunization.methods.combined import Combined, combined
 from immunization.methods.condition_number import ConditionNumber, ReleasedConditionNumber, RIllOnly
+from immunization.methods.decoys import Decoys
 from immunization.methods.fine_tuning import TAR, Sophon
 from immunization.methods.forget import Forget, ForgetBlocks
 from immunization.methods.imma import IMMA

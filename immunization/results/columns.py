@@ -351,7 +351,10 @@ def board_flags(setting: Setting, _: Query) -> Cell:
 
 ACCURACY, R2 = (Query(measure, "primary") for measure in ("accuracy", "r2"))
 REMOVED, CEILING = Query("worth/removed", "harmful"), Query("ceiling/worth", "harmful")
-MEASURES = [Column(REMOVED, "worth removed", middle)]
+MEASURES = [
+    Column(REMOVED, "worth removed", middle),
+    Column(Query("leak/worth", "harmful", images=1), "told by the weights, 1 label", middle),
+]
 """Measures that stand in every table and list, on the screen and in the model card."""
 
 OVERVIEW = [

@@ -21,7 +21,7 @@ WORST = "worst"
 SUFFIX: Mapping[Stage, str] = {"immunized": "", "baseline": "_baseline", "start": "_start", "reference": ""}
 SPECTRA = ("rir", "ratio", "kappa", "rank", "authors/rir", "authors/ratio")
 PROBES = ("steps_ratio", "steps_bar", "rfd")
-OWN_INTERVALS = ("worth/", "ceiling/", "transfer/")
+OWN_INTERVALS = ("worth/", "ceiling/", "transfer/", "leak/")
 """Families of measures whose intervals have names beside theirs, not below `interval/`."""
 
 
@@ -211,8 +211,8 @@ def flat(records: Records) -> tuple[dict[str, float | None], dict[str, str]]:
 _ROLE = r"(?:primary|harmful|benign|unseen)(?:_[A-Za-z0-9.-]+?)??"
 _FORMS = (
     rf"(?P<group>attack|reference)(?:_(?P<task>{_ROLE}))?/(?P<attack>[^/]+)/(?P<measure>.+?)(?P<stage>_baseline|_start)?",
-    rf"(?P<group>worth|ceiling|transfer)(?:_(?P<task>{_ROLE}))?/"
-    r"(?P<measure>before|after|without|theta_0|lost|removed|worth|worth_attained|partial_.+?)(?:_(?P<images>\d+))?",
+    rf"(?P<group>worth|ceiling|transfer|leak)(?:_(?P<task>{_ROLE}))?/"
+    r"(?P<measure>auc|auc_random|with|before|after|without|theta_0|lost|removed|worth|worth_attained|partial_.+?)(?:_(?P<images>\d+))?",
     rf"(?P<split>test/)?(?P<measure>(?:authors/)?(?:rir|ratio|kappa|rank))(?:_(?P<task>{_ROLE}))?"
     r"(?P<stage>_baseline|_theta0)?",
     rf"(?P<measure>{'|'.join(PROBES)})/(?P<task>{_ROLE})",
@@ -234,7 +234,7 @@ def query_of(name: str) -> Query:
         group, task, images = part.get("group"), part.get("task"), part.get("images")
         stage, split = _STAGES.get(part.get("stage") or "", "immunized"), None
         measure = part["measure"]
-        if group in ("worth", "ceiling", "transfer"):
+        if group in ("worth", "ceiling", "transfer", "leak"):
             measure = f"{group}/{measure}"
         if group or measure.endswith("rir"):
             task = task or "harmful"

@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+LEVEL = 0.95
+"""Of all intervals."""
 ROUNDING = 1e-12
 """What a measure may fall short of a bar by."""
 Z = 1.959964
@@ -59,3 +62,38 @@ def ends(values: Tensor) -> tuple[float, float]:
     """Ends of the 95 % interval of resampled values [B]; each is one of the values."""
     ordered, outside = values.sort().values, int(TAIL * len(values))
     return ordered[outside].item(), ordered[-1 - outside].item()
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value and the ends of its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def estimate(scores: Tensor) -> Estimate:
+    """Mean of [draws, N] with an interval for rows and draws that are both samples, the draws of the images at hand.
+
+    Its variance is that of a layout of two crossed random factors without replication, with Satterthwaite's degrees of
+    freedom for Student's t: a bootstrap of two or three draws would be too narrow. One row alone says nothing; of rows
+    that all agree on something else than 0, as if one more did not.
+    """
+    from scipy.special import stdtrit
+
+    draws, rows = scores.shape
+    if rows < 2:
+        return Estimate(scores.mean().item(), -math.inf, math.inf)
+    mean, by_row, by_draw = scores.mean(), scores.mean(0), scores.mean(1, keepdim=True)
+    terms, twice = [(by_row.var().item() / rows or (mean.item() / (rows + 1)) ** 2, rows - 1)], 0.0
+    if draws > 1:
+        terms.append((by_draw.var().item() / draws, draws - 1))
+        rest = (scores - by_row - by_draw + mean).square().sum().item() / ((draws - 1) * (rows - 1))
+        twice = rest / (draws * rows)  # is in both terms
+    variance = max(sum(part for part, _ in terms) - twice, terms[0][0])
+    half = 0.0
+    if variance > 0:
+        freedom = variance**2 / sum(part**2 / df for part, df in terms)
+        half = stdtrit(freedom, (1 + LEVEL) / 2) * math.sqrt(variance)
+    return Estimate(mean.item(), mean.item() - half, mean.item() + half)

@@ -1,0 +1,168 @@
+"""What the weights of an immunized map tell of the harmful task: to who has no label of it, and to who has a few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from immunization.checks import AtLeastOne, Component, Positive
+from immunization.data.task import SPLITS, Task
+from immunization.evaluation.comparison import Comparison
+from immunization.evaluation.measures import Measures
+from immunization.runs.records import Role, of_role
+from immunization.theory.singled_out import (
+    auc,
+    ends,
+    principal,
+    random_directions,
+    random_rotation,
+    read_directions,
+    singled_out,
+)
+from immunization.theory.statistics import Estimate, estimate
+
+MORE = 4
+"""Directions more than the task has classes, up to which the smallest and the largest ones of a map are read."""
+TELLING = 0.1
+"""AUC above that of random directions from which a direction read from the weights is said to tell the task."""
+WORTH = 0.02
+"""Accuracy that the map adds, with few labels, from which it is said to tell the task."""
+
+
+def bases(theta: Tensor | None, rows: Tensor, most: int) -> list[Tensor | None]:
+    """What an attacker reads of features: all of them (None), principal directions, and what theta singles out.
+
+    `theta` [D, E] is a map of features, None for an attacker without it; `rows` [N, D] are features before the map,
+    without labels. Bases [D, k], and of the subspace at the widest gap the directions along which rows vary most, too.
+    """
+    every: list[Tensor | None] = [None, *principal(rows, torch.eye(rows.shape[1]).to(rows), most)]
+    subspaces = [] if theta is None else singled_out(theta, most)
+    inside = [basis for side in subspaces[:2] if side.shape[1] > 1 for basis in principal(rows, side, most)]
+    return [*every, *subspaces, *inside]
+
+
+def readings(
+    task: Task, train: Tensor, y: Tensor, held_out: Tensor, read: Iterable[Tensor | None], ridges: Sequence[float]
+) -> Tensor:
+    """Predictions [R, V + T, outputs] for each ridge, of that basis of `read` which is best on the V validation rows.
+
+    `train` [N, D] and `y` [N] are labelled rows, `held_out` [V + T, D] those of validation and test.
+    """
+    targets, best, found = task.targets(y), torch.full((len(ridges),), -torch.inf, dtype=torch.float64), None
+    for basis in read:
+        predicted = read_directions(train, targets, held_out, basis, ridges)
+        score = task.measure(predicted[:, : len(task.val)], task.val.y).cpu()
+        better = score > best
+        best = torch.where(better, score, best)
+        found = (
+            predicted if found is None else torch.where(better.to(predicted.device)[:, None, None], predicted, found)
+        )
+    assert found is not None  # `read` holds at least all features
+    return found
+
+
+class Leak(Component, group="evaluation.leak"):
+    """What the weights of a map theta tell of each harmful task, for linear models and maps folded behind a net.
+
+    An attacker reads features before the map: they project these on the directions with the smallest and the largest
+    singular values of theta (`singled_out`), and on those inside along which rows without labels vary most.
+
+    `leak/auc`: the mean AUC of directions drawn from the subspace with the smallest or the largest singular value,
+    whichever tells more, without any label; `leak/auc_random`: that of directions drawn from all features.
+    `leak/worth_<n>`, with `n` labelled rows of each class: test accuracy (or R^2) of the best ridge regression with the
+    map's directions (`leak/with_<n>`) less that with a map of the same singular values along random directions
+    (`leak/without_<n>`), mean over `draws`, with its interval. Either attacker may also take all features or their
+    principal directions; validation rows choose ridge and subspace. Flag `weights_tell_the_task`: AUC or worth is
+    clearly above that of random directions.
+    """
+
+    names = ("leak/*",)
+
+    labels: Sequence[AtLeastOne]
+    draws: AtLeastOne
+    ridges: Sequence[Positive]
+
+    @torch.no_grad()
+    def __call__(self, comparison: Comparison) -> Measures:
+        measures, model = Measures(), comparison.model
+        theta = model.last_map(model.extractor)
+        for role in comparison.pair.attacked:
+            if theta is None:
+                measures.miss("the model ends in no linear map whose weights could be read", "leak/auc", task=role)
+            elif reason := self._nothing(comparison, role):
+                measures.miss(reason, "leak/auc", task=role)
+            else:
+                self._measure(comparison, role, theta.detach(), measures)
+        return measures
+
+    @staticmethod
+    def _nothing(comparison: Comparison, role: Role) -> str | None:
+        """Why a task cannot be measured; None where it can."""
+        task = comparison.tasks[role]
+        if task.constant or not len(task.val):
+            return "there is nothing to learn, or no validation row to choose on"
+        return comparison.no_test(role)
+
+    def _measure(self, comparison: Comparison, role: Role, theta: Tensor, measures: Measures) -> None:
+        task = comparison.tasks[role]
+        train, val, test = (comparison.features(role, split, "baseline") for split in SPLITS)
+        told, most = [], task.outputs + MORE
+        if task.classes:
+            own, chance = self._aucs(task, theta.to(train.device), test)
+            measures.put("leak/auc", own, task=role)
+            measures.put("leak/auc_random", chance, task=role)
+            if own > chance + TELLING:
+                told.append(
+                    "without a label, a direction that they single out separates test rows with an AUC of "
+                    f"{own:.2f} (a random one: {chance:.2f})"
+                )
+        else:
+            measures.miss("a regression has no classes to separate", "leak/auc", task=role)
+        held_out, elsewhere = torch.cat([val, test]), random_rotation(len(theta)).to(theta) @ theta
+        read = [bases(t.to(train.device), train, most) for t in (theta, elsewhere)]
+        for labels in self.labels:
+            after, before = (self._scores(task, train, held_out, own, labels) for own in read)
+            worth = estimate(after - before)
+            of = {"task": role, "images": labels}
+            measures.put("leak/with", after.mean().item(), **of)
+            measures.put("leak/without", before.mean().item(), **of)
+            measures.put("leak/worth", worth.value, low=worth.low, high=worth.high, **of)
+            if worth.value > WORTH and worth.low > 0:
+                told.append(_told(task, labels, after, before, worth))
+        if told:
+            measures.flag(of_role("weights_tell_the_task", role), "; ".join(told))
+
+    @staticmethod
+    def _aucs(task: Task, theta: Tensor, test: Tensor) -> tuple[float, float]:
+        """AUC of what theta singles out at either end, and of random directions."""
+        everything = torch.eye(test.shape[1]).to(test)
+        own = max(_auc(task, test, basis) for basis in ends(theta) or [everything])
+        return own, _auc(task, test, everything)
+
+    def _scores(
+        self, task: Task, train: Tensor, held_out: Tensor, read: Sequence[Tensor | None], labels: int
+    ) -> Tensor:
+        """What each test row adds to the measure in each draw, [draws, N], by the ridge that is best on validation."""
+        scores = []
+        for draw in range(self.draws):
+            rows = task.few(labels, draw).to(train.device)
+            predicted = readings(task, train[rows], task.train.y[rows], held_out, read, self.ridges)
+            val, test = predicted.split([len(task.val), len(task.test)], 1)
+            best = int(task.measure(val, task.val.y).argmax())
+            scores.append(task.scores(test[best], task.test.y))
+        return torch.stack(scores).cpu()
+
+
+def _auc(task: Task, rows: Tensor, basis: Tensor) -> float:
+    return auc(rows @ random_directions(basis), task.test.y, task.classes).mean().item()
+
+
+def _told(task: Task, labels: int, after: Tensor, before: Tensor, worth: Estimate) -> str:
+    """A sentence's part: what few labels reach with the weights and without."""
+    return (
+        f"with {labels} labelled {'row' if labels == 1 else 'rows'}{' of each class' * bool(task.classes)} an attacker "
+        f"has {task.measure_name} {after.mean().item():.2f} with the map's weights and {before.mean().item():.2f} "
+        f"without ({worth.low:+.2f} to {worth.high:+.2f})"
+    )

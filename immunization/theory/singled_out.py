@@ -1,0 +1,102 @@
+"""What a linear map singles out: subspaces that its singular values set apart, and what they tell of a task."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from immunization.theory import spectrum
+from immunization.theory.probe import ridge_weights
+
+ALIKE = 1e-6
+"""Relative difference of singular values up to which they are alike: rounding says which directions they belong to."""
+
+DIRECTIONS = 20
+"""Random directions of a subspace that its AUC is the mean of."""
+
+
+def singled_out(theta: Tensor, most: int) -> list[Tensor]:
+    """Orthonormal bases [D, k] of the subspaces of features that a map theta [D, E] sets apart, widest gap first.
+
+    Features are X theta. A subspace has the left singular vectors before or behind a cut of the spectrum, as many
+    as `counts` has up to `most`, and any number at its widest gap. No cut is made between singular values
+    that are alike, up to `ALIKE` and the rounding of theta's dtype. [] where all of them are: the map tells nothing.
+    """
+    u, sigma, apart = _spectrum(theta)
+    count = len(sigma)
+    gaps = (sigma[:-1] / sigma[1:]).log().where(apart, 0.0)
+    places = {p for k in counts(most) for p in (k, count - k)} | {int(gaps.argmax()) + 1 if count > 1 else 0}
+    cuts = sorted((p for p in places if 0 < p < count and apart[p - 1]), key=lambda p: -gaps[p - 1].item())
+    sides = [(side, not rank) for rank, p in enumerate(cuts) for side in (u[:, p:], u[:, :p])]
+    return [side for side, widest in sides if widest or side.shape[1] <= most]
+
+
+def ends(theta: Tensor) -> list[Tensor]:
+    """Bases [D, k] of the left singular directions with the largest singular value of theta, and with the smallest.
+
+    All directions whose singular values are alike belong together; [] where all of them are.
+    """
+    u, _, apart = _spectrum(theta)
+    cuts = (apart.nonzero()[:, 0] + 1).tolist()
+    return [u[:, : cuts[0]], u[:, cuts[-1] :]] if cuts else []
+
+
+def _spectrum(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Left singular vectors [D, k], singular values [k], and [k - 1] whether each is clearly above the next."""
+    u, sigma, _ = spectrum.svd(theta.double())
+    noise = len(sigma) * torch.finfo(theta.dtype).eps * sigma[0]
+    return u, sigma, sigma[:-1] - sigma[1:] > ALIKE * sigma[:-1] + noise
+
+
+def principal(rows: Tensor, basis: Tensor, most: int) -> list[Tensor]:
+    """Bases [D, k] of the k directions inside of `basis` along which rows [N, D] vary most, k as in `singled_out`."""
+    inside = rows @ basis
+    vectors = spectrum.svd(inside - inside.mean(0))[2].T
+    return [basis @ vectors[:, :k] for k in counts(most) if k < vectors.shape[1]]
+
+
+def counts(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, ... below `most`, and `most`."""
+    doubled = (k for j in range(most.bit_length()) for k in (2**j, 3 * 2**j // 2) if k < most)
+    return sorted({*doubled, most})
+
+
+def read_directions(
+    train: Tensor, targets: Tensor, held_out: Tensor, basis: Tensor | None, ridges: Sequence[float]
+) -> Tensor:
+    """Predictions [R, M, C] of rows `held_out` [M, D] by ridge regression on `train` [N, D] inside of `basis` [D, k].
+
+    Features and `targets` [N, C] are centered by the training rows; `ridges` [R] are relative to lambda_1. A `basis` of
+    None are all features. Where the rows do not differ, their mean target is predicted.
+    """
+    if basis is not None:
+        train, held_out = train @ basis, held_out @ basis
+    mean, level = train.mean(0), targets.mean(0)
+    u, sigma, vh = spectrum.svd(train - mean)
+    relative = torch.tensor(ridges).to(sigma) * sigma[0] ** 2
+    return level + (held_out - mean) @ ridge_weights(sigma, vh.T, u.T @ (targets - level), relative)
+
+
+def auc(scores: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """How well each of `scores` [N, K] separates a class from the others, whatever its sign, mean over classes: [K].
+
+    The area under the ROC curve, or 1 less that: .5 for scores that tell nothing.
+    """
+    ranks = scores.argsort(0).argsort(0).double() + 1
+    own = torch.nn.functional.one_hot(labels, classes).double()
+    n = own.sum(0)[:, None]
+    above = (own.T @ ranks - n * (n + 1) / 2) / (n * (len(labels) - n)).clamp(min=1)
+    return torch.maximum(above, 1 - above)[n[:, 0] > 0].mean(0)
+
+
+def random_directions(basis: Tensor) -> Tensor:
+    """`DIRECTIONS` directions [D, K] drawn from the span of `basis` [D, k], always the same of the same span."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(len(basis), DIRECTIONS, generator=generator, dtype=torch.float64)
+    return basis @ (basis.T @ drawn.to(basis))
+
+
+def random_rotation(dim: int) -> Tensor:
+    """A random orthogonal matrix [D, D] in float64, always the same."""
+    drawn = torch.randn(dim, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return torch.linalg.qr(drawn).Q
