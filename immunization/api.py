@@ -69,7 +69,7 @@ def immunize(
     """An immunized copy of a classifier, in eval mode and of the same class and dtype; `model` stays as it is.
 
     `model` is one of timm, or any other module whose output is that of a linear layer inside of it. `method` is any of
-    conf/method. `closed_form` and `learning_curve` put a linear map behind the features and its inverse into the
+    conf/method. `closed_form`, `learning_curve` and `decoys` put a linear map behind the features, its inverse into the
     classifier, so that the outputs stay. Both are computed in float64 and rounded once. The other methods train the
     modules named by `trainable` and the classifier, in the model's own dtype, but at least float32. `scheduler` is any
     of conf/scheduler. `options` are keys of the method (`epochs=100`), of the optimizer Adam as `optimizer__lr=1e-3`,
@@ -369,7 +369,7 @@ def _check_graph(model: Model, pair: TaskPair) -> None:
     if model.trained() and not model.training_features(x).requires_grad:
         raise ConfigError(
             f"immunize: features of {model.name} have no gradients: its forward computes them without; let it, or take "
-            "closed_form or learning_curve"
+            "closed_form, learning_curve or decoys"
         )
 
 

@@ -101,6 +101,6 @@ def combined(method: Method, pair: TaskPair) -> Method:
     if type(method).step is Method.step:
         raise ConfigError(
             f"method={method.name} does its work at once and for one harmful task, not for {len(pair.harmful_tasks)}; "
-            "give it one, or take another method (closed_form, learning_curve)"
+            "give it one, or take another method (closed_form, learning_curve, decoys)"
         )
     return Combined(method)

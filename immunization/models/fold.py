@@ -116,7 +116,10 @@ def _gives(net: nn.Module, images: Tensor, expected: Tensor) -> bool:
     """Whether the features of `net` are `expected` up to rounding."""
     try:
         features = net.forward_head(net.forward_features(images), pre_logits=True)
-    except (TypeError, RuntimeError):  # the net calls this module with more than a tensor, or elsewhere on another width
+    except (
+        TypeError,
+        RuntimeError,
+    ):  # the net calls this module with more than a tensor, or elsewhere on another width
         return False
     return features.shape == expected.shape and bool((features - expected).norm() <= 1e-9 * expected.norm())
 

@@ -1,0 +1,133 @@
+"""What a slow harmful probe costs and tells: `python benchmarks/decoys.py --runs FILE --page PAGE`.
+
+Every run is one of `launch.py`, with `method=decoys` and a number of squeezed directions, or with another method.
+FILE has a line of JSON for each, and a run goes on where it stopped; PAGE gets the medians. `--tracks` names some of
+`TRACKS`; those that read real data need `--data`, the folder of docs/install.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from itertools import permutations
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import immunization
+from immunization.errors import UserError
+
+MEASURES = {
+    "steps_ratio/harmful": "harmful steps",
+    "steps_ratio/primary": "primary",
+    "benign": "benign",
+    "leak/auc": "AUC, no label",
+    "leak/auc_random": "the same, random direction",
+    "leak/with_1": "1 label",
+    "leak/without_1": "1 label, random directions",
+    "leak/worth_1": "told, 1 label",
+    "leak/worth_5": "told, 5 labels",
+}
+OPTIONS = ["tracker=none", "figures=false", "evaluation=[learning_curves,leak]"]
+DATA = {
+    "house_prices": ["dataset=house_prices", "dataset.root={data}/house_prices"],
+    "resnet18_cars": ["experiment=resnet18_cars_small", "dataset.benign_root={data}/caltech101"],
+    "vit_cars": ["experiment=vit_cars_small", "dataset.benign_root={data}/caltech101"],
+    "minilm_banking77": ["experiment=minilm_banking77"],
+}
+DIMENSIONS = {
+    "digits": [None, 2, 4, 8, 16, 24, 32, 48],
+    "house_prices": [None, 4, 16, 32],
+    "resnet18_cars": [None, 128, 160, 256, 384, 480],
+    "vit_cars": [None, 96, 128, 160],
+    "minilm_banking77": [None, 128, 160, 256],
+}
+OTHERS = ("learning_curve", "closed_form", "condition_number")
+
+
+def settings(track: str, data: str) -> list[tuple[str, list[str]]]:
+    """Labels of the methods of a track, and the overrides of each of their runs."""
+    if track == "digits":
+        chosen = []
+        for primary, harmful in permutations(range(10), 2):
+            benign = [digit for digit in range(10) if digit not in (primary, harmful)]
+            third = benign[harmful % 8], benign[(harmful + 3) % 8]
+            chosen.append([f"dataset.primary={primary}", f"dataset.harmful={harmful}", f"dataset.benign={list(third)}"])
+    else:
+        chosen = [[part.format(data=data) for part in DATA[track]] + [f"data_root={data}"]]
+        if track == "house_prices":
+            chosen = [[*chosen[0], f"dataset.seed={seed}"] for seed in range(3)]
+    methods = [(f"decoys, m = {m or 'least'}", [f"method.dimensions={m or 'null'}"]) for m in DIMENSIONS[track]]
+    methods = [(label, ["method=decoys", *options]) for label, options in methods]
+    others = OTHERS if track in ("digits", "house_prices") else OTHERS[:2]
+    methods += [(name, [f"method={name}"]) for name in others]
+    return [(label, [*data_of, *method]) for label, method in methods for data_of in chosen]
+
+
+def measured(overrides: list[str]) -> dict[str, Any]:
+    """What one run measures, the slowest benign task counting; or why it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            result = immunization.run([*overrides, *OPTIONS], folder=folder, quiet=True)
+        except UserError as error:
+            return {"error": str(error)}
+    metrics = result.metrics
+    benign = [value for name, value in metrics.items() if name.startswith("steps_ratio/benign") and value is not None]
+    found = {name: metrics.get(name) for name in MEASURES if name != "benign"} | {"benign": max(benign, default=None)}
+    return found | {"seconds": result.seconds["immunize"], "flags": sorted(result.flags)}
+
+
+def page(lines: list[dict[str, Any]]) -> str:
+    """Markdown: for each track a table of the medians over its runs."""
+    parts = [INTRODUCTION]
+    for track in DIMENSIONS:
+        own = [line for line in lines if line["track"] == track and "error" not in line]
+        if not own:
+            continue
+        parts.append(f"## {track}\n\n| method | runs | {' | '.join(MEASURES.values())} | seconds |")
+        parts.append("|---|---:|" + "---:|" * (len(MEASURES) + 1))
+        for label in dict.fromkeys(line["label"] for line in own):
+            runs = [line for line in own if line["label"] == label]
+            cells = [_median([run.get(name) for run in runs]) for name in [*MEASURES, "seconds"]]
+            parts.append(f"| {label} | {len(runs)} | {' | '.join(cells)} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+INTRODUCTION = """# What hiding costs
+
+Medians of `python benchmarks/decoys.py`. *Steps* are those of gradient descent on a fresh probe, as a multiple of the
+baseline's; benign tasks are two digits, or Caltech-101, that no method was shown, of which the slower counts. *Told* is
+what an attacker with the map's singular directions gains in test accuracy over one with random directions
+(`evaluation.leak`). 2^20 steps are the most that are counted.
+"""
+
+
+def _median(values: list[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{median(known):.3g}" if known else "-"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=Path, required=True, help="lines of JSON; a run goes on where it stopped")
+    parser.add_argument("--page", type=Path, help="Markdown to write")
+    parser.add_argument("--tracks", nargs="*", default=list(DIMENSIONS), choices=list(DIMENSIONS))
+    parser.add_argument("--data", default="data", help="folder of the real data")
+    options = parser.parse_args()
+    lines = [json.loads(line) for line in options.runs.read_text().splitlines()] if options.runs.exists() else []
+    done = {(line["track"], *line["options"]) for line in lines}
+    for track in options.tracks:
+        for label, overrides in settings(track, options.data):
+            named = [part for part in overrides if options.data not in part]
+            if (track, *named) not in done:
+                lines.append({"track": track, "label": label, "options": named, **measured(overrides)})
+                with options.runs.open("a") as file:
+                    file.write(json.dumps(lines[-1]) + "\n")
+    if options.page:
+        options.page.write_text(page(lines))
+
+
+if __name__ == "__main__":
+    main()
