@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,8 @@ from immunization.errors import ConfigError
 from immunization.models.adapted import BODY, Adapted, Passed, adapted
 from immunization.models.blocks import Block, Found, find, tensor_of
 from immunization.models.fold import recorded
+from immunization.models.halves import Half, halves
+from immunization.models.named import Named
 from immunization.runs.net_facts import IMAGES
 
 log = logging.getLogger(__name__)
@@ -68,7 +70,10 @@ def take_apart(net: nn.Module, size: int | None = None) -> NetParts:
     net.set_submodule(classifier, nn.Identity())
     sample = sample_of(net, config["input_size"])
     found = find(net, partial(features_of, net), onto(sample, head.weight).clone())
-    return NetParts(net, head.requires_grad_(True), classifier, config, units_of(net, sample), sample, found)
+    parts = NetParts(net, head.requires_grad_(True), classifier, config, [], sample, found)
+    reads_texts = isinstance(net, Adapted) and isinstance(net.body, Named) and found.innermost
+    units = halves(net, found, parts.last_block(), onto(sample, head.weight)) if reads_texts else []
+    return replace(parts, units=units or units_of(net, sample))
 
 
 def sample_of(net: nn.Module, input_size: Sequence[int]) -> Tensor:
@@ -189,7 +194,10 @@ class Network(nn.Module):
     def find_units(self) -> None:
         """Take the units anew by their names, after layers of the net were replaced."""
         net = self.whole.net
-        self.units = [(name, net.get_submodule(name) if isinstance(f, nn.Module) else f) for name, f in self.units]
+        self.units = [
+            (name, f if isinstance(f, Half) or not isinstance(f, nn.Module) else net.get_submodule(name))
+            for name, f in self.units
+        ]
 
     def part(self, name: str) -> list[nn.Module]:
         """Modules of a part of the net: of none (`head`), `last`, of what was `trained`, `full`.

@@ -11,8 +11,13 @@ from helpers.texts import WORDS, tokenizer, write
 
 import immunization
 from immunization import ConfigError, DataError
+from immunization.data.fields import names_of, pack
 from immunization.models import libraries
+from immunization.models.adapted import Adapted
+from immunization.models.blocks import Operations
+from immunization.models.chain import features_of, take_apart
 from immunization.models.libraries import described, made
+from immunization.models.named import Named
 from immunization.runs import files
 
 pytest.importorskip("transformers", "4.50")
@@ -82,6 +87,33 @@ def test_audits_read_blocks_before_the_last(name):
     assert result.metrics["attack/block_probe/final_baseline"] > 0.5  # of three classes
     assert len(result.about["blocks"]["depth"]) >= 3
     assert result.about["blocks"]["before"]
+
+
+@pytest.mark.parametrize("name", hub.TEXTS)
+def test_what_the_last_block_of_a_text_model_reads_can_be_kept(name):
+    fields = {key: x for key, x in hub.batches(name, 4, 0)[0].items() if key != "labels"}
+    x = pack(fields)
+    x = torch.nn.functional.pad(x, (0, 3))  # as in a batch of longer texts
+    x[:, 0, -3:] = int(name == "roberta")
+    config = hub.net(name).config
+    config.num_hidden_layers = 7
+    net = type(hub.net(name))(config).eval()
+    parts = take_apart(Adapted(Named(net, names_of(fields)), x))
+    (_, before), (block, behind) = parts.units
+    assert block == parts.last_block()
+    weights = list(parts.net.get_submodule(block).requires_grad_(True).parameters())
+    assert not {*weights} & {*before.parameters()}
+    assert {*weights} <= {*behind.parameters()}
+    with Operations() as all_of_it:
+        expected = features_of(parts.net, x)
+    kept = before(x).detach()
+    assert kept.shape == (len(x), x.shape[2], 32 + x.shape[1])
+    with Operations() as half:
+        found = parts.net.forward_head(behind(kept), pre_logits=True)
+    assert half.total < 0.25 * all_of_it.total  # of seven blocks
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    gradients = [torch.autograd.grad(features.sum(), weights[0]) for features in (expected, found)]
+    torch.testing.assert_close(*gradients)
 
 
 def test_a_folder_that_was_saved_into_before_holds_the_last_net_alone(tmp_path):
