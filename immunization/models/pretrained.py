@@ -64,6 +64,12 @@ class OfLibrary(Timm):
             self.compare_with(Timm(pair, net=before))
             self._stripped = True
 
+    def _compare(self, pair: ImagePair, name: str, reference: str | None, **options: Any) -> None:
+        """Take the net with the weights of `reference` as the baseline, with those of `name` where that is `hub`."""
+        if reference is not None:
+            checkpoint = None if reference == "hub" else reference
+            self.compare_with(type(self)(pair, name, checkpoint=checkpoint, reference=None, **options))
+
     def facts(self) -> dict[str, Any]:
         return super().facts() | {"timm": False} | self.made
 
@@ -101,9 +107,7 @@ class Transformers(OfLibrary):
         options = {"trainable": trainable, "head_decay": head_decay, "channels_last": channels_last, "amp": amp}
         self._take(pair, name, net, config, stored, reference, **options)
         self.unfitted = isinstance(net, Encoder) and not head
-        if reference is not None:
-            weights = None if reference == "hub" else reference
-            self.compare_with(Transformers(pair, name, checkpoint=weights, reference=None, **options))
+        self._compare(pair, name, reference, **options)
 
     def _task(self, role: str) -> Task:
         task = super()._task(role)
@@ -167,10 +171,7 @@ class Torchvision(OfLibrary):
                 net.load_state_dict(known.get_state_dict(progress=False, check_hash=True, weights_only=True))
         options = {"trainable": trainable, "head_decay": head_decay, "channels_last": channels_last, "amp": amp}
         self._take(pair, name, net, transforms_of(known, arguments), stored, reference, **options)
-        if reference is not None:
-            weights = None if reference == "hub" else reference
-            before = {"checkpoint": weights, "reference": None, "arguments": arguments, "pretrained": pretrained}
-            self.compare_with(Torchvision(pair, name, **before, **options))
+        self._compare(pair, name, reference, arguments=arguments, pretrained=pretrained, **options)
 
 
 def check_images(pair: object, name: str) -> None:

@@ -198,8 +198,9 @@ def test_a_sentence_encoder_from_a_folder_gets_a_head_and_a_run_of_it_is_audited
         outputs = [loaded(input_ids=i, attention_mask=m) for i, m in ((ids, mask), longer)]
     torch.testing.assert_close(*outputs)  # padding is not read
     audit = [*model, "experiment=audit", f"model.checkpoint={tmp_path / 'run'}", "attack=[closed_form_probe]"]
-    audited = immunization.run(audit, tmp_path / "audit")
-    assert audited.metrics[OWN] == result.metrics[OWN]
+    for name, reference in (("own", []), ("named", ["model.reference=hub"])):  # this one's head is fitted anew
+        audited = immunization.run([*audit, *reference], tmp_path / name)
+        assert audited.metrics[OWN] == audited.metrics[f"{OWN}_baseline"] == result.metrics[OWN]
 
 
 @pytest.mark.slow
