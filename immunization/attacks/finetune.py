@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from immunization.attacks.altered import pruned, redrawn
 from immunization.attacks.base import Attack, AttackCurve, areas, step_grid
-from immunization.attacks.recipes import WEIGHT_DECAY, WHOLE, Budget, Optimizer, Recipe, Schedule, read_recipes
+from immunization.attacks.optimizers import optimizer_named
+from immunization.attacks.recipes import WEIGHT_DECAY, WHOLE, Budget, Recipe, Schedule, read_recipes
 from immunization.attacks.search import require_optuna, search
 from immunization.attacks.tuning import Course, ShouldStop, Tuner
 from immunization.attacks.victim import Victim
@@ -26,7 +27,7 @@ from immunization.runs.records import Stage
 OWN = ("schedule", "head_first", "decay", "average", "mirror", "smoothing")
 """Settings of a recipe that are options of an attack."""
 
-Rates = Mapping[Optimizer, Sequence[float]]
+Rates = Mapping[str, Sequence[float]]
 
 
 class FineTune(Attack):
@@ -51,7 +52,7 @@ class FineTune(Attack):
     """The rates in conf/attack, for every optimizer."""
 
     scope: str
-    optimizer: Optimizer
+    optimizer: str
     rates: Sequence[float]
     steps: AtLeastOne
     epochs: Sequence[AtLeastOne] | None
@@ -72,6 +73,7 @@ class FineTune(Attack):
             raise ConfigError(
                 f"give {self.group}.search, which looks for settings, or {self.group}.replay, which has them"
             )
+        optimizer_named(self.optimizer, f"{self.group}.optimizer")
         self.epochs = sorted(self.epochs or ())
         if self.search:
             require_optuna()
@@ -98,7 +100,7 @@ class FineTune(Attack):
     def recipe(self, rate: float) -> Recipe:
         """The recipe of the fixed grid with one of its rates."""
         own = {name: getattr(self, name) for name in OWN}
-        return Recipe(rate, self.optimizer, self.batch_size, self.scope, WEIGHT_DECAY[self.optimizer], **own)
+        return Recipe(rate, self.optimizer, self.batch_size, self.scope, WEIGHT_DECAY.get(self.optimizer, 0.0), **own)
 
     def known_recipes(self) -> list[Recipe]:
         """The grids of this attack and its relatives in conf/attack, but for rates of 0: a search begins with them."""

@@ -1,8 +1,11 @@
 """Linear probes of frozen features: by gradients, quasi-Newton methods, whitening, in closed form, behind a map."""
 
-from collections.abc import Callable, Sequence
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -11,10 +14,18 @@ from torch import Tensor, nn
 
 from immunization.attacks.base import Rows
 from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeCurves
+from immunization.attacks.optimizers import Maker, optimizer_named
 from immunization.attacks.victim import Victim
 from immunization.checks import AtLeastOne, NonNegative
 from immunization.runs.records import Stage
 from immunization.theory.probe import ridge_weights
+
+log = logging.getLogger(__name__)
+
+ROOM = 2**28
+"""Bytes that the pairs of L-BFGS may take."""
+
+Pairs = deque[tuple[np.ndarray, np.ndarray]]
 
 
 class LinearProbe(ProbeAttack):
@@ -65,14 +76,14 @@ class ClosedFormProbe(ProbeAttack):
 
 
 class TorchProbe(ProbeAttack):
-    """A head trained by an optimizer of torch, every learning rate in a parameter group of its own."""
+    """A head trained by an optimizer with each learning rate."""
 
     tries = "rates"
 
     rates: Sequence[float]
 
-    def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """The optimizer of parameter groups, which have the learning rates."""
+    def maker(self) -> Maker:
+        """What makes an optimizer of one parameter."""
         raise NotImplementedError
 
     def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
@@ -83,13 +94,13 @@ class TorchProbe(ProbeAttack):
     ) -> None:
         """Train `weights` [settings, ...] in place; with `basis`, those of the features are basis @ weights."""
         parameters = [nn.Parameter(part) for part in weights]  # views: the optimizer writes into `weights`
-        optimizer = self.optimizer(
-            [{"params": [p], "lr": rate} for p, rate in zip(parameters, self.settings, strict=True)]
-        )
+        make = self.maker()  # some optimizers look at all of their parameters: each rate has its own
+        optimizers = [make([p], lr=rate) for p, rate in zip(parameters, self.settings, strict=True)]
         for step in range(1, self.steps + 1):
             for parameter, gradient in zip(parameters, gradient_of(weights), strict=True):
                 parameter.grad = gradient
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
             if curves.due(step) and curves.record(step, weights if basis is None else basis @ weights):
                 break
 
@@ -101,8 +112,8 @@ class Momentum(TorchProbe):
 
     momentum: float
 
-    def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(groups, momentum=self.momentum)
+    def maker(self) -> Maker:
+        return partial(torch.optim.SGD, momentum=self.momentum)
 
     def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
         # it is the same in every basis: in that of the Hessian a step costs k C operations instead of D k C
@@ -111,44 +122,69 @@ class Momentum(TorchProbe):
 
 
 class Adam(TorchProbe):
-    """Adam on features scaled to lambda_1 = 1, with decoupled weight decay (AdamW)."""
+    """Adam with decoupled weight decay (AdamW), on features scaled to lambda_1 = 1.
+
+    Or any other `optimizer` of torch or timm (`optimizer_named`), with further `arguments`.
+    """
 
     order = None
 
+    optimizer: str
     weight_decay: NonNegative
+    arguments: Mapping[str, Any]
 
-    def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(groups, weight_decay=self.weight_decay)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.maker()
+
+    def maker(self) -> Maker:
+        decay = {"weight_decay": self.weight_decay}
+        return partial(optimizer_named(self.optimizer, f"{self.group}.optimizer", **self.arguments), **decay)
 
 
 class LBFGS(ProbeAttack, group="attack.lbfgs"):
-    """scipy's L-BFGS-B without bounds, `memory` pairs; a step is an iteration, compute counts its line searches too."""
+    """L-BFGS in float64 with exact line search, which the l2 loss has in closed form: a step takes one gradient.
+
+    It remembers `memory` pairs of a step and the change of the gradient; None: as many as there are features, or as fit
+    into `ROOM` bytes. With D pairs it ends after D steps, as conjugate gradients would without rounding. What the pairs
+    cost is counted, too.
+    """
 
     order = None
 
-    memory: AtLeastOne
+    memory: AtLeastOne | None
 
     def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
-        from scipy.optimize import minimize
+        factor, error = problem.factor.cpu().numpy(), -problem.target.cpu().numpy()  # F w - c
+        weights, gradient, passes = np.zeros(problem.shape), factor.T @ error, 0.0
+        pairs: Pairs = deque(maxlen=self.pairs(problem))
+        for step in range(1, self.steps + 1):
+            direction = -quasi_newton(gradient, pairs)
+            passes += 1 + 8 * len(pairs) * weights.size / problem.per_pass
+            along = factor @ direction
+            length = -np.vdot(gradient, direction) / (np.vdot(along, along) or np.inf)
+            weights += length * direction
+            error += length * along
+            last, gradient = gradient, factor.T @ error
+            bend = gradient - last
+            if length * np.vdot(direction, bend) > 0 < np.vdot(bend, bend):
+                pairs.append((length * direction, bend))
+            elif pairs:  # rounding has made the pairs useless: begin anew
+                pairs.clear()
+            else:
+                break
+            if curves.record(step, as_weights(weights, problem), passes):
+                break
 
-        factor, target = problem.factor.cpu().numpy(), problem.target.cpu().numpy()
-        calls = step = 0
-
-        def loss(w: np.ndarray) -> tuple[float, np.ndarray]:
-            nonlocal calls
-            calls += 1
-            residual = factor @ w.reshape(problem.shape) - target
-            return np.square(residual).sum() / 2, (factor.T @ residual).ravel()
-
-        def callback(w: np.ndarray) -> None:
-            nonlocal step
-            step += 1
-            if curves.record(step, as_weights(w, problem), calls):
-                raise StopIteration
-
-        options = {"maxiter": self.steps, "maxfun": 20 * self.steps, "maxcor": self.memory, "ftol": 0, "gtol": 0}
-        start = np.zeros(problem.shape).ravel()
-        minimize(loss, start, jac=True, method="L-BFGS-B", callback=callback, options=options)
+    def pairs(self, problem: LeastSquares) -> int:
+        """Pairs that are remembered."""
+        d, c = problem.shape
+        fit = max(1, ROOM // (2 * 8 * d * c))
+        if self.memory is None and fit < d:
+            log.info(
+                "L-BFGS remembers %d pairs, which take %d MiB, and not one for each of %d features", fit, ROOM >> 20, d
+            )
+        return self.memory or min(d, fit)
 
 
 class ConjugateGradients(ProbeAttack):
@@ -235,6 +271,20 @@ def steepest_descent(problem: LeastSquares, curves: ProbeCurves, gains: np.ndarr
         error -= sigma * direction
         if curves.due(step) and curves.record(step, problem.vectors @ torch.from_numpy(moved).to(problem.vectors)):
             break
+
+
+def quasi_newton(gradient: np.ndarray, pairs: Pairs) -> np.ndarray:
+    """The gradient times the inverse Hessian that L-BFGS makes of `pairs`, the oldest first, by two loops."""
+    moved, shares = gradient.copy(), []
+    for step, bend in reversed(pairs):
+        shares.append(np.vdot(step, moved) / np.vdot(step, bend))
+        moved -= shares[-1] * bend
+    if pairs:
+        step, bend = pairs[-1]
+        moved *= np.vdot(step, bend) / np.vdot(bend, bend)
+    for step, bend in pairs:
+        moved += (shares.pop() - np.vdot(bend, moved) / np.vdot(step, bend)) * step
+    return moved
 
 
 def as_weights(w: np.ndarray, problem: LeastSquares) -> Tensor:

@@ -2,9 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,20 +15,14 @@ from immunization.checks import AtLeastTwo, Fraction, NonNegative, Share, check_
 from immunization.errors import ConfigError
 from immunization.runs.records import Stage
 
-Optimizer = Literal["sgd", "adamw"]
 Schedule = Literal["constant", "linear", "cosine"]
 Norms = Literal["train", "eval"]
 
 WHOLE = ("head", "last", "full")
 """Parts with which every step passes the whole net; with others, what stands before them is passed once."""
 
-OPTIMIZERS: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": partial(torch.optim.SGD, momentum=0.9),
-    "adamw": torch.optim.AdamW,
-}
-
-WEIGHT_DECAY: dict[Optimizer, float] = {"sgd": 0.0, "adamw": 0.01}
-"""The fixed grids': torch's defaults."""
+WEIGHT_DECAY = {"sgd": 0.0, "adamw": 0.01}
+"""The fixed grids': torch's defaults. Of others it is 0."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +40,7 @@ class Recipe:
     """
 
     rate: NonNegative
-    optimizer: Optimizer
+    optimizer: str
     batch_size: AtLeastTwo
     part: str
     weight_decay: NonNegative

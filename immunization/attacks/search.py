@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
 from immunization.attacks.base import areas
-from immunization.attacks.recipes import OPTIMIZERS, Budget, Norms, Optimizer, Recipe, Schedule
+from immunization.attacks.optimizers import OPTIMIZERS
+from immunization.attacks.recipes import Budget, Norms, Recipe, Schedule
 from immunization.attacks.tuning import Course, ShouldStop, Tuner
 from immunization.errors import ConfigError
 
@@ -92,7 +93,9 @@ def draw(trial: Trial, known: Sequence[Recipe], parts: Sequence[str], rows: int)
     )
     return Recipe(
         rate=trial.suggest_float("rate", min(*RATES, *rates), max(*RATES, *rates), log=True),
-        optimizer=cast(Optimizer, trial.suggest_categorical("optimizer", list(OPTIMIZERS))),
+        optimizer=trial.suggest_categorical(
+            "optimizer", list(dict.fromkeys([*OPTIMIZERS, *(r.optimizer for r in known)]))
+        ),
         batch_size=trial.suggest_categorical("batch_size", sorted(sizes | {n for n in BATCH_SIZES if n <= rows})),
         part=trial.suggest_categorical("part", list(parts)),
         weight_decay=trial.suggest_categorical("weight_decay", WEIGHT_DECAYS),

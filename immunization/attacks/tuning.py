@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from immunization.attacks.altered import BATCH, renew
+from immunization.attacks.optimizers import optimizer_named
 from immunization.attacks.probes import svd_flops
-from immunization.attacks.recipes import OPTIMIZERS, WHOLE, Budget, Recipe
+from immunization.attacks.recipes import WHOLE, Budget, Recipe
 from immunization.data.fields import mirrored as mirror
 from immunization.data.task import Task
 from immunization.errors import DegenerateSpectrum
@@ -158,7 +159,7 @@ class Tuner:
         groups: dict[int, list[nn.Parameter]] = {}
         for parameter in opened.parameters:
             groups.setdefault(depths.get(parameter, 0), []).append(parameter)
-        optimizer = OPTIMIZERS[recipe.optimizer](
+        optimizer = optimizer_named(recipe.optimizer, "attack.*.optimizer")(
             [{"params": group, "share": recipe.decay**depth} for depth, group in groups.items()],
             lr=recipe.rate,
             weight_decay=recipe.weight_decay,

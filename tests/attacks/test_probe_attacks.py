@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from helpers.matrices import orthonormal
-from helpers.victims import noisy_classes, victim_of
+from helpers.matrices import orthonormal, with_spectrum
+from helpers.victims import noisy_classes, regression, victim_of
 from sklearn.linear_model import LogisticRegression
 
 from immunization.attacks import (
@@ -47,15 +47,47 @@ def test_operations_are_those_of_the_formulas(attack, flops):
     assert attack.run(victim_of(noisy_classes(), THETA), "immunized").flops.tolist() == flops
 
 
-def test_line_searches_and_iterations_cost_what_they_take():
-    """L-BFGS evaluates the loss at least once a step and once more at the start; logistic regression iterates."""
+def test_iterations_cost_what_they_take():
+    """A step of L-BFGS takes one gradient, and 8 operations a weight for each pair; logistic regression iterates."""
     victim = victim_of(noisy_classes(), THETA)
-    calls = (LBFGS(steps=8).run(victim, "immunized").flops - EXTRACT) / GRADIENT
-    assert torch.equal(calls, calls.round())
-    assert calls[0] >= 2
-    assert calls[-1] - calls[0] >= 7
+    taken = LBFGS(steps=4, memory=2).run(victim, "immunized").flops - EXTRACT
+    pairs = torch.tensor([0, 1, 1 + 2, 1 + 2 + 2])
+    assert taken.tolist() == pytest.approx((torch.arange(1, 5) * GRADIENT + 8 * D * C * pairs).tolist())
     logistic = LogisticProbe(strengths=[0.1]).run(victim, "immunized")
     assert logistic.flops.item() == EXTRACT + SVD + GRADIENT * logistic.steps.item()
+
+
+@pytest.mark.trains
+def test_lbfgs_ends_after_as_many_steps_as_features():
+    """It remembers as many pairs. torch's takes more, with as large a memory and a line search."""
+    dim, level = 16, 1e-6
+    x = with_spectrum(torch.logspace(0, -2, dim, dtype=torch.float64), 80, dim, seed=0)
+    victim = victim_of(regression(x, torch.linalg.svd(x, full_matrices=False).U.sum(1)), torch.eye(dim).double())
+    curve = LBFGS().run(victim, "immunized")
+    assert curve.excess[curve.steps < 0.9 * dim].min() > level > curve.excess[curve.steps == dim].item()
+    assert (LBFGS(memory=3).run(victim, "immunized").excess[curve.steps <= dim] > level).all()
+
+    problem, steps = LBFGS().problem(victim, "immunized"), 0
+    weights = torch.zeros(problem.shape, dtype=torch.float64, requires_grad=True)
+    options = {"history_size": dim, "max_iter": 1, "tolerance_grad": 0, "tolerance_change": 0}
+    torchs = torch.optim.LBFGS([weights], line_search_fn="strong_wolfe", **options)
+
+    def loss():
+        weights.grad = 1e4 * problem.gradient(weights.detach())  # torch takes no pair below 1e-10
+        return 1e4 * (problem.factor @ weights.detach() - problem.target).square().sum() / 2
+
+    while problem.excess(weights.detach()) > level and steps < 400:
+        torchs.step(loss)
+        steps += 1
+    assert dim <= steps < 400
+
+
+def test_lbfgs_says_where_it_remembers_fewer(caplog, monkeypatch):
+    monkeypatch.setattr("immunization.attacks.probes.ROOM", 4 * 16 * D * C)
+    with caplog.at_level("INFO"):
+        curve = LBFGS().run(victim_of(noisy_classes(), THETA), "immunized")
+    assert "remembers 4 pairs" in caplog.text
+    assert torch.equal(curve.excess, LBFGS(memory=4).run(victim_of(noisy_classes(), THETA), "immunized").excess)
 
 
 @pytest.mark.parametrize("strength", [1e-3, 1.0])

@@ -23,7 +23,7 @@ from immunization.attacks import (
     Pruned,
     Scratch,
     Victim,
-    recipes,
+    optimizers,
     tuning,
     victim,
 )
@@ -231,7 +231,7 @@ def test_earlier_blocks_have_smaller_rates(resnet, monkeypatch):
         made.append(torch.optim.SGD(groups, **options))
         return made[-1]
 
-    monkeypatch.setitem(recipes.OPTIMIZERS, "sgd", optimizer)
+    monkeypatch.setitem(optimizers.OPTIMIZERS, "sgd", optimizer)
     own = tuner_of(resnet)
     own.train(replace(PLAIN, part="full", decay=0.5), Budget([1], own.step_cost(replace(PLAIN, part="full"))), 0)
     shares = [group["share"] for group in made[0].param_groups]
