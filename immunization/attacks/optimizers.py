@@ -53,11 +53,13 @@ def _torchs(name: str) -> Maker | None:
 
 
 def _timms(name: str, key: str) -> Maker:
-    from timm.optim import create_optimizer_v2, list_optimizers
+    from timm import optim
 
-    if name.removeprefix("lookahead_") in (known := list_optimizers()):
-        return partial(create_optimizer_v2, opt=name)
-    near = get_close_matches(name, [*OPTIMIZERS, *dir(torch.optim), *known], n=5)
+    known = list(map(str, optim.list_optimizers()))  # type: ignore[attr-defined]
+    if name.removeprefix("lookahead_") in known:
+        return partial(optim.create_optimizer_v2, opt=name)  # type: ignore[attr-defined]
+    names = {each.lower(): each for each in (*dir(torch.optim), *known)}
+    near = [names[each] for each in get_close_matches(name.lower(), names, n=5)]
     raise ConfigError(
         f"{key}={name}: there is none of this name in torch.optim, whose classes are named as they are (Rprop), or in "
         f"timm.optim; {'near are ' + ', '.join(near) if near else 'timm.optim.list_optimizers() has its names'}"

@@ -57,29 +57,14 @@ def test_iterations_cost_what_they_take():
     assert logistic.flops.item() == EXTRACT + SVD + GRADIENT * logistic.steps.item()
 
 
-@pytest.mark.trains
 def test_lbfgs_ends_after_as_many_steps_as_features():
-    """It remembers as many pairs. torch's takes more, with as large a memory and a line search."""
+    """It remembers as many pairs, also where kappa is 1e10; with fewer it takes more."""
     dim, level = 16, 1e-6
-    x = with_spectrum(torch.logspace(0, -2, dim, dtype=torch.float64), 80, dim, seed=0)
+    x = with_spectrum(torch.logspace(0, -5, dim, dtype=torch.float64), 80, dim, seed=0)
     victim = victim_of(regression(x, torch.linalg.svd(x, full_matrices=False).U.sum(1)), torch.eye(dim).double())
     curve = LBFGS().run(victim, "immunized")
     assert curve.excess[curve.steps < 0.9 * dim].min() > level > curve.excess[curve.steps == dim].item()
     assert (LBFGS(memory=3).run(victim, "immunized").excess[curve.steps <= dim] > level).all()
-
-    problem, steps = LBFGS().problem(victim, "immunized"), 0
-    weights = torch.zeros(problem.shape, dtype=torch.float64, requires_grad=True)
-    options = {"history_size": dim, "max_iter": 1, "tolerance_grad": 0, "tolerance_change": 0}
-    torchs = torch.optim.LBFGS([weights], line_search_fn="strong_wolfe", **options)
-
-    def loss():
-        weights.grad = 1e4 * problem.gradient(weights.detach())  # torch takes no pair below 1e-10
-        return 1e4 * (problem.factor @ weights.detach() - problem.target).square().sum() / 2
-
-    while problem.excess(weights.detach()) > level and steps < 400:
-        torchs.step(loss)
-        steps += 1
-    assert dim <= steps < 400
 
 
 def test_lbfgs_says_where_it_remembers_fewer(caplog, monkeypatch):
