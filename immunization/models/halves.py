@@ -12,6 +12,11 @@ from immunization.models.adapted import BODY, Adapted, logits_of
 from immunization.models.blocks import Found
 from immunization.models.named import Named
 
+GROUPS = 4
+"""Into so many, by their length, the texts of a batch are parted."""
+WORTHWHILE = 0.7
+"""Share of a batch's tokens, those that pad it included, that is left at most where it is parted."""
+
 
 class Reached(Exception):
     """A pass has come to a block, which reads this."""
@@ -50,13 +55,28 @@ class Before(Half):
 
 
 class From(Half):
-    """What `Before` gives -> features [N, D]: the blocks before hand on what they get."""
+    """What `Before` gives -> features [N, D]: the blocks before hand on what they get.
+
+    Texts of unlike lengths are passed in `GROUPS`, each cut to its longest, unless somebody watches what modules give.
+    """
 
     def __init__(self, body: Named, block: nn.Module, modules: list[nn.Module], skipped: dict[nn.Module, bool]) -> None:
         super().__init__(body, block, modules)
         self._skipped = (skipped,)
 
     def forward(self, x: Tensor) -> Tensor:
+        body, _ = self._net
+        read = body.mask(x[..., x.shape[-1] - len(body.fields) :].mT)
+        lengths = (read * torch.arange(1, x.shape[1] + 1, device=x.device)).amax(1)
+        order = lengths.argsort()
+        parts = order.tensor_split(GROUPS)
+        tokens = sum(len(rows) * int(lengths[rows].max()) for rows in parts if len(rows))
+        watched = any(module._forward_hooks for module in self.part.modules())
+        if watched or tokens > WORTHWHILE * len(x) * int(lengths.max()):
+            return self._passed(x)
+        return torch.cat([self._passed(x[rows, : int(lengths[rows].max())]) for rows in parts])[order.argsort()]
+
+    def _passed(self, x: Tensor) -> Tensor:
         body, block = self._net
         hidden, fields = x.tensor_split([x.shape[-1] - len(body.fields)], -1)
 
