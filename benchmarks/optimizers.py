@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +16,8 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # kron compiles its functions, for minutes
 
 import torch
 from limits import QUIET, measured, victim_of

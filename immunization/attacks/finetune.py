@@ -73,7 +73,7 @@ class FineTune(Attack):
             raise ConfigError(
                 f"give {self.group}.search, which looks for settings, or {self.group}.replay, which has them"
             )
-        optimizer_named(self.optimizer, f"{self.group}.optimizer")
+        optimizer_named(self.optimizer, f"{self.group}.optimizer", weight_decay=self.recipe(0.0).weight_decay)
         self.epochs = sorted(self.epochs or ())
         if self.search:
             require_optuna()

@@ -138,16 +138,15 @@ class Adam(TorchProbe):
         self.maker()
 
     def maker(self) -> Maker:
-        decay = {"weight_decay": self.weight_decay}
-        return partial(optimizer_named(self.optimizer, f"{self.group}.optimizer", **self.arguments), **decay)
+        options = {"weight_decay": self.weight_decay, **self.arguments}
+        return optimizer_named(self.optimizer, f"{self.group}.optimizer", **options)
 
 
 class LBFGS(ProbeAttack, group="attack.lbfgs"):
     """L-BFGS in float64 with exact line search, which the l2 loss has in closed form: a step takes one gradient.
 
-    It remembers `memory` pairs of a step and the change of the gradient; None: as many as there are features, or as fit
-    into `ROOM` bytes. With D pairs it ends after D steps, as conjugate gradients would without rounding. What the pairs
-    cost is counted, too.
+    It remembers `memory` pairs of a step and the change of the gradient, whose cost is counted; None: as many as there
+    are features, or as fit into `ROOM` bytes. So it ends after D steps, as conjugate gradients would without rounding.
     """
 
     order = None
@@ -157,7 +156,10 @@ class LBFGS(ProbeAttack, group="attack.lbfgs"):
     def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
         factor, error = problem.factor.cpu().numpy(), -problem.target.cpu().numpy()  # F w - c
         weights, gradient, passes = np.zeros(problem.shape), factor.T @ error, 0.0
-        pairs: Pairs = deque(maxlen=self.pairs(problem))
+        fit = max(1, ROOM // (2 * 8 * weights.size))
+        if self.memory is None and fit < len(weights):
+            log.info("L-BFGS remembers %d pairs (%d MiB), fewer than features: %d", fit, ROOM >> 20, len(weights))
+        pairs: Pairs = deque(maxlen=self.memory or min(len(weights), fit))
         for step in range(1, self.steps + 1):
             direction = -quasi_newton(gradient, pairs)
             passes += 1 + 8 * len(pairs) * weights.size / problem.per_pass
@@ -175,16 +177,6 @@ class LBFGS(ProbeAttack, group="attack.lbfgs"):
                 break
             if curves.record(step, as_weights(weights, problem), passes):
                 break
-
-    def pairs(self, problem: LeastSquares) -> int:
-        """Pairs that are remembered."""
-        d, c = problem.shape
-        fit = max(1, ROOM // (2 * 8 * d * c))
-        if self.memory is None and fit < d:
-            log.info(
-                "L-BFGS remembers %d pairs, which take %d MiB, and not one for each of %d features", fit, ROOM >> 20, d
-            )
-        return self.memory or min(d, fit)
 
 
 class ConjugateGradients(ProbeAttack):

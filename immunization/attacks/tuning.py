@@ -159,10 +159,9 @@ class Tuner:
         groups: dict[int, list[nn.Parameter]] = {}
         for parameter in opened.parameters:
             groups.setdefault(depths.get(parameter, 0), []).append(parameter)
-        optimizer = optimizer_named(recipe.optimizer, "attack.*.optimizer")(
+        optimizer = optimizer_named(recipe.optimizer, "attack.*.optimizer", weight_decay=recipe.weight_decay)(
             [{"params": group, "share": recipe.decay**depth} for depth, group in groups.items()],
             lr=recipe.rate,
-            weight_decay=recipe.weight_decay,
         )
         trained = nn.ModuleList([opened.network, opened.head])
         average = None

@@ -234,9 +234,9 @@ def test_earlier_blocks_have_smaller_rates(resnet, monkeypatch):
     monkeypatch.setitem(optimizers.OPTIMIZERS, "sgd", optimizer)
     own = tuner_of(resnet)
     own.train(replace(PLAIN, part="full", decay=0.5), Budget([1], own.step_cost(replace(PLAIN, part="full"))), 0)
-    shares = [group["share"] for group in made[0].param_groups]
+    shares = [group["share"] for group in made[-1].param_groups]
     assert sorted(shares, reverse=True) == [0.5**depth for depth in range(len(shares))]
-    assert [len(group["params"]) for group in made[0].param_groups if group["share"] == 1] == [2]
+    assert [len(group["params"]) for group in made[-1].param_groups if group["share"] == 1] == [2]
     network = resnet.network("immunized")
     depths, net = network.depths(), network.whole.net
     assert depths[net.layer4[0].conv1.weight] == depths[net.layer4[0].bn2.bias] < depths[net.layer3[0].conv1.weight]
@@ -263,6 +263,7 @@ ATTACKS = {
     "renewed": BlockProbe(samples=5, renewed=True, mirrored=False, enlarged=False, ridges=[0.1]),
     "logistic": LogisticProbe(),
     "adam": Adam(steps=8),
+    "adan": FineTune(optimizer="adan", rates=[0.01], steps=2, batch_size=12),
 }
 
 
