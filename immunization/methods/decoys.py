@@ -1,11 +1,14 @@
 """A map in closed form that squeezes what a harmful probe learns along, and decoys that hide where that is."""
 
+import math
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from immunization.checks import AboveOne, AtLeastOne, Positive
+from immunization.checks import AboveOne, AtLeastOne, Positive, Share
 from immunization.data.task import LEARNED, Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.base import Method
@@ -20,6 +23,10 @@ RIDGES = (10.0, 1.0, 0.1, 0.01, 0.001)
 """Tried where none is asked for, relative to the largest eigenvalue of K_H."""
 GRID = 2.0 ** torch.arange(21, dtype=torch.float64)
 """Steps of gradient descent at which probes are compared."""
+KEPT = (None, 0.3, 0.1, 0.03, 0.01, 0.001)
+"""Shares of the longest direction of the primary probe's way, above which directions stay out of B; None: none does."""
+ENOUGH = 1e4
+"""How much slower the harmful probe is where no further `KEPT` is tried."""
 SHARE = 1e-6
 """Of the longest direction, below which another one is taken to lie in the span of the others."""
 
@@ -41,10 +48,14 @@ class Decoys(Method):
     B holds the span of (K_H + ridge lambda_1 I)^-1 X_H^T Y_H. For a large ridge that is X_H^T Y_H itself: of a probe
     that starts at 0 the gradient is theta^T X_H^T Y_H, so that it finds next to nothing along what is not squeezed,
     and needs about kappa^2 times the steps for what is (docs/theory.md, section 8). For a small one it is the least
-    squares' own directions, which tell more. "auto" is that of `RIDGES` with the most steps of the harmful probe over
-    those of a fresh primary probe, which count from the baseline's on, both to `LEARNED` of what the baseline reaches
-    on validation rows (on training rows where there are none); of equals the largest. Several harmful tasks add their
-    directions, and the one that is learned first counts.
+    squares' own directions, which tell more. Several harmful tasks add their directions.
+
+    Directions of the way that the primary task's probe goes on the inputs, up to its last step, stay out of B: those
+    with at least a share `kept` of the longest one (null: none), so that a fresh probe is not slowed.
+
+    "auto" takes, of all `RIDGES` and `KEPT`, what slows the harmful probe most (of several tasks, the one learned
+    first) and a fresh primary probe not at all, on the validation and on the training rows; of equals, what tells and
+    keeps least. Where nothing leaves the primary probe as it was, what slows it least.
 
     The others of `dimensions` are decoys: random directions, so that B B^T, which anybody reads from theta, is not the
     span of the harmful task alone (`evaluation.leak`). Tasks whose signals lie in them become slower, too.
@@ -59,6 +70,7 @@ class Decoys(Method):
 
     dimensions: AtLeastOne | None
     ridge: Positive | Literal["auto"]
+    kept: Share | Literal["auto"] | None
     max_condition: AboveOne | Literal["auto"]
     rotate: bool
 
@@ -69,51 +81,103 @@ class Decoys(Method):
     @torch.no_grad()
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
-        theta, self.primary = theta_of(model, self.name), probe_of_inputs(pair.primary)
-        self.harmful = [(task, probe_of_inputs(task)) for task in pair.harmful_tasks.values()]
+        theta = theta_of(model, self.name)
+        self.primary = Course(pair.primary, probe_of_inputs(pair.primary))
+        self.harmful = [Course(task, probe_of_inputs(task)) for task in pair.harmful_tasks.values()]
         depth = 1 / (bound_for(model, self.max_condition) or DEEPEST)
         drawn = torch.randn(len(theta), self.dimensions or 0, dtype=torch.float64).to(theta.device)
-        maps = [self.squeezed(ridge, depth, drawn) for ridge in (RIDGES if self.ridge == "auto" else [self.ridge])]
-        best = max(maps, key=self.gain) if len(maps) > 1 else maps[0]
+        best = self.search(depth, drawn)
         rotation = torch.empty(theta.shape, dtype=torch.float64)
         theta.copy_(best @ nn.init.orthogonal_(rotation).to(best) if self.rotate else best)
-        rescale(theta, self.primary)
+        rescale(theta, self.primary.inputs)
 
-    def squeezed(self, ridge: float, depth: float, drawn: Tensor) -> Tensor:
-        """I - (1 - depth) B B^T, where `drawn` [D, m] are directions to take decoys from. Raises ConfigError."""
-        needed = _span(torch.cat([discriminants(probe, ridge) for _, probe in self.harmful], 1))
+    def search(self, depth: float, drawn: Tensor) -> Tensor:
+        """The map of the best `ridge` and `kept`; `drawn` [D, m] are directions to take decoys from."""
+        best, chosen = -math.inf, None
+        for kept in KEPT if self.kept == "auto" else [self.kept]:
+            for ridge in RIDGES if self.ridge == "auto" else [self.ridge]:
+                if (theta := self.squeezed(ridge, kept, depth, drawn)) is not None and (
+                    gain := self.gain(theta)
+                ) > best:
+                    best, chosen = gain, theta
+            if best >= ENOUGH:
+                break
+        if chosen is None:
+            raise ConfigError(
+                "method=decoys: nothing of the harmful task's directions is outside of the primary task's, or nothing "
+                "else is left; set method.kept higher or to null, or take another method"
+            )
+        return chosen
+
+    def gain(self, theta: Tensor) -> float:
+        """How much slower the harmful probe is; where the primary one is slower, too, below 1 by how much."""
+        primary = self.primary.slower(theta).max().item()
+        return min(task.slower(theta).min().item() for task in self.harmful) if primary <= 1 else 1e-9 / primary
+
+    def squeezed(self, ridge: float, kept: float | None, depth: float, drawn: Tensor) -> Tensor | None:
+        """I - (1 - depth) B B^T; None where nothing is left to squeeze, or to keep. Raises ConfigError."""
+        own = self.primary.path(math.inf if kept is None else kept)
+        directions, decoys = (
+            x - own @ (own.T @ x)
+            for x in (torch.cat([discriminants(task.inputs, ridge) for task in self.harmful], 1), drawn)
+        )
+        needed = _span(directions)
         size, least = needed.shape
         wanted = least if self.dimensions is None else self.dimensions
+        if not 0 < least < size:
+            return None
         if not least <= wanted < size:
             raise ConfigError(
                 f"method.dimensions={wanted} of {size} features: the harmful task needs {least}, and at least one must "
                 f"be left; set it from {least} to {size - 1}, or null for no decoys"
             )
-        basis = torch.linalg.qr(torch.cat([needed, drawn[:, : wanted - least]], 1)).Q
+        basis = torch.linalg.qr(torch.cat([needed, decoys[:, : wanted - least]], 1)).Q
         return torch.eye(size).to(basis) - (1 - depth) * basis @ basis.T
-
-    def gain(self, theta: Tensor) -> float:
-        """Steps of the harmful probe that learns first over those of a primary one, each over the baseline's."""
-        slower = min(_slower(theta, task, probe) for task, probe in self.harmful)
-        return slower / max(_slower(theta, self.pair.primary, self.primary), 1.0)
 
     def finish(self, model: Model) -> None:
         super().finish(model)
-        fit_head(model, self.primary)
+        fit_head(model, self.primary.inputs)
 
 
-def _slower(theta: Tensor, task: Task, inputs: Probe) -> float:
-    """Steps of a probe behind theta over those of one of the inputs; the last of `GRID` where it never comes there."""
-    rows = task.val if len(task.val) else task.train
+@dataclass
+class Course:
+    """A probe of a task's inputs by gradient descent, and how much later one behind a map gets as far.
 
-    def curve(x: Tensor, probe: Probe) -> Tensor:
-        return task.measure(x @ probe.weights(GRID.to(x.device)), rows.y)
+    How far it gets is measured on the validation rows and on the training rows: the former are few, the latter fitted.
+    """
 
-    before = curve(rows.x.double(), inputs)
-    bar = task.chance + LEARNED * (before.max() - task.chance) - 1e-12
-    behind = Probe.fit(inputs.root @ theta, inputs.coefficients, 0.0, rank=task.rank)
-    first, base = (
-        GRID[int((own >= bar).int().argmax())] if (own >= bar).any() else GRID[-1]
-        for own in (curve(rows.x.double() @ theta, behind), before)
-    )
-    return (first / base).item()
+    task: Task
+    inputs: Probe
+
+    @cached_property
+    def bars(self) -> Tensor:
+        """The measure on either split, [2, 1], that the probe of the inputs comes to."""
+        best = self.curves(torch.eye(len(self.inputs.vectors)).to(self.inputs.vectors), self.inputs).amax(1, True)
+        return self.task.chance + LEARNED * (best - self.task.chance) - 1e-12
+
+    @cached_property
+    def steps(self) -> Tensor:
+        """Steps of the probe of the inputs to the bar on either split, [2]."""
+        return self.first(torch.eye(len(self.inputs.vectors)).to(self.inputs.vectors), self.inputs)
+
+    def curves(self, theta: Tensor, probe: Probe) -> Tensor:
+        """The measure [2, T] on either split after the steps of `GRID`."""
+        heads = theta @ probe.weights(GRID.to(theta.device))
+        splits = [split for split in (self.task.val, self.task.train) if len(split)]
+        return torch.stack([self.task.measure(rows.x.double() @ heads, rows.y) for rows in splits])
+
+    def first(self, theta: Tensor, probe: Probe) -> Tensor:
+        """Steps to the bar on either split; the last of `GRID` where it is never reached."""
+        there = self.curves(theta, probe) >= self.bars
+        return GRID.to(theta.device)[there.int().argmax(1).where(there.any(1), len(GRID) - 1)]
+
+    def slower(self, theta: Tensor) -> Tensor:
+        """Steps behind theta over those of the inputs, on either split."""
+        behind = Probe.fit(self.inputs.root @ theta, self.inputs.coefficients, 0.0, rank=self.task.rank)
+        return self.first(theta, behind) / self.steps
+
+    def path(self, share: float) -> Tensor:
+        """Orthonormal directions [D, k] of the heads on the way there, with at least `share` of the longest one."""
+        way = self.inputs.weights(GRID[self.steps.max().item() >= GRID].to(self.inputs.sigma))
+        u, sigma, _ = spectrum.svd(way.transpose(0, 1).flatten(1))
+        return u[:, sigma >= share * sigma[0]]
