@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from immunization.checks import AboveOne, AtLeastOne, Positive, Share
-from immunization.data.task import LEARNED, Task, TaskPair
+from immunization.data.task import LEARNED, Split, Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.base import Method
 from immunization.methods.linear_map import bound_for, fit_head, probe_of_inputs, rescale, theta_of
@@ -27,6 +27,7 @@ KEPT = (None, 0.3, 0.1, 0.03, 0.01, 0.001)
 """Shares of the longest direction of the primary probe's way, above which directions stay out of B; None: none does."""
 ENOUGH = 1e4
 """How much slower the harmful probe is where no further `KEPT` is tried."""
+ROWS = 1000
 SHARE = 1e-6
 """Of the longest direction, below which another one is taken to lie in the span of the others."""
 
@@ -143,11 +144,18 @@ class Decoys(Method):
 class Course:
     """A probe of a task's inputs by gradient descent, and how much later one behind a map gets as far.
 
-    How far it gets is measured on the validation rows and on the training rows: the former are few, the latter fitted.
+    How far it gets is measured on validation and on training rows, as the former may be few, and the latter are fitted:
+    on all, or on every n-th, so that these are at most twice `ROWS`.
     """
 
     task: Task
     inputs: Probe
+
+    @property
+    def splits(self) -> list[tuple[Split, slice]]:
+        """The splits with rows, and which of them are looked at."""
+        known = (split for split in (self.task.val, self.task.train) if len(split))
+        return [(split, slice(None, None, max(1, len(split) // ROWS))) for split in known]
 
     @cached_property
     def bars(self) -> Tensor:
@@ -163,8 +171,7 @@ class Course:
     def curves(self, theta: Tensor, probe: Probe) -> Tensor:
         """The measure [2, T] on either split after the steps of `GRID`."""
         heads = theta @ probe.weights(GRID.to(theta.device))
-        splits = [split for split in (self.task.val, self.task.train) if len(split)]
-        return torch.stack([self.task.measure(rows.x.double() @ heads, rows.y) for rows in splits])
+        return torch.stack([self.task.measure(s.x[rows].double() @ heads, s.y[rows]) for s, rows in self.splits])
 
     def first(self, theta: Tensor, probe: Probe) -> Tensor:
         """Steps to the bar on either split; the last of `GRID` where it is never reached."""
