@@ -27,6 +27,10 @@ def preconditioner(mode: Precondition, ridge: float, side: str = "input") -> dic
     return {"mode": mode, "ridge": ridge, "side": side}
 
 
+ROUNDING = 1e-9
+"""Length of a gradient, relative to its loss, below which it is none."""
+
+
 class ConditionNumber(HoldsPrimary):
     """Minimize L(D_P) + lambda_P R_well,p(H_P) + lambda_H R_ill(H_H) (Alg. 1); `task_weight` weighs L.
 
@@ -96,8 +100,8 @@ class ConditionNumber(HoldsPrimary):
             summed = distributed.summed([g for g in gradients if g is not None])
             return float(sum(g.square().sum().item() for g in summed) ** 0.5)
 
-        # a head that starts at zero gives the loss no gradient in theta
-        unit = norm(loss) or 1.0
+        # a head that starts at zero gives the loss no gradient in theta, nor does one that undoes it, up to rounding
+        unit = own if (own := norm(loss)) > ROUNDING * loss.abs().item() else 1.0
         return unit / (norm(well) or 1.0), unit / (norm(ill) or 1.0)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.matrices import gaussian
 from helpers.methods import fit, full_batches, gradient, make_pair, task
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import grad
 from torch.testing import assert_close
 
@@ -15,6 +15,7 @@ from immunization.data.task import Split, TaskPair
 from immunization.errors import DegenerateSpectrum
 from immunization.methods import ConditionNumber, ReleasedConditionNumber, RIllOnly
 from immunization.models import Batch, Linear
+from immunization.models.linear import InverseHead
 from immunization.training.batches import PairedBatches
 from immunization.training.loop import train
 
@@ -121,13 +122,16 @@ def test_balance_makes_the_gradients_equally_long_at_the_start_and_keeps_the_sca
     assert (method.scale_P, method.scale_H) != scales
 
 
-def test_balance_of_a_head_at_zero_is_among_the_regularizers():
-    """The loss then has no gradient in theta; both regularizers get one of length 1."""
+@pytest.mark.parametrize("head", ["zero", "inverse"])
+def test_balance_of_a_head_at_zero_or_one_that_undoes_theta_is_among_the_regularizers(head):
+    """The loss then has no gradient in theta, up to rounding; both regularizers get one of length 1."""
     pair = make_pair()
     model, method = Linear(pair, "identity"), ConditionNumber(lambda_P=1.0, lambda_H=1.0, epochs=1, balance=True)
+    if head == "inverse":
+        model.head = InverseHead(model.extractor, nn.Linear(pair.dim, pair.primary.outputs))
     method.setup(model, pair)
     terms = method.step(model, *full_batches(pair))
-    assert not gradient(terms["task_loss"], model).any()
+    assert gradient(terms["task_loss"], model).norm() < 1e-12
     for scale, name in ((method.scale_P, "r_well"), (method.scale_H, "r_ill")):
         assert_close((scale * gradient(terms[name], model)).norm().item(), 1.0)
 
