@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -20,6 +21,7 @@ from immunization.theory.singled_out import (
     random_rotation,
     read_directions,
     singled_out,
+    whitened,
 )
 from immunization.theory.statistics import Estimate, estimate
 
@@ -35,12 +37,15 @@ def bases(theta: Tensor | None, rows: Tensor, most: int) -> list[Tensor | None]:
     """What an attacker reads of features: all of them (None), principal directions, and what theta singles out.
 
     `theta` [D, E] is a map of features, None for an attacker without it; `rows` [N, D] are features before the map,
-    without labels. Bases [D, k], and of the subspace at the widest gap the directions along which rows vary most, too.
+    without labels. Bases [D, k]; of all features and of the two sides of the widest gap there are the directions along
+    which rows vary most, too, and all of them scaled to the same variance.
     """
-    every: list[Tensor | None] = [None, *principal(rows, torch.eye(rows.shape[1]).to(rows), most)]
+    everything = torch.eye(rows.shape[1]).to(rows)
     subspaces = [] if theta is None else singled_out(theta, most)
-    inside = [basis for side in subspaces[:2] if side.shape[1] > 1 for basis in principal(rows, side, most)]
-    return [*every, *subspaces, *inside]
+    read: list[Tensor | None] = [None, *subspaces]
+    for basis in (everything, *subspaces[:2]):
+        read += [*principal(rows, basis, most), whitened(rows, basis)]
+    return read
 
 
 def readings(
@@ -50,17 +55,14 @@ def readings(
 
     `train` [N, D] and `y` [N] are labelled rows, `held_out` [V + T, D] those of validation and test.
     """
-    targets, best, found = task.targets(y), torch.full((len(ridges),), -torch.inf, dtype=torch.float64), None
+    targets, val = task.targets(y), held_out[: len(task.val)]
+    best, chosen = [-math.inf] * len(ridges), [read_directions(train, targets, None, ridges)] * len(ridges)
     for basis in read:
-        predicted = read_directions(train, targets, held_out, basis, ridges)
-        score = task.measure(predicted[:, : len(task.val)], task.val.y).cpu()
-        better = score > best
-        best = torch.where(better, score, best)
-        found = (
-            predicted if found is None else torch.where(better.to(predicted.device)[:, None, None], predicted, found)
-        )
-    assert found is not None  # `read` holds at least all features
-    return found
+        fitted = read_directions(train, targets, basis, ridges)
+        for place, score in enumerate(task.measure(fitted(val), task.val.y).tolist()):
+            if score > best[place]:
+                best[place], chosen[place] = score, fitted
+    return torch.stack([fitted(held_out)[place] for place, fitted in enumerate(chosen)])
 
 
 class Leak(Component, group="evaluation.leak"):

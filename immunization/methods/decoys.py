@@ -133,6 +133,8 @@ class Decoys(Method):
                 f"be left; set it from {least} to {size - 1}, or null for no decoys"
             )
         basis = torch.linalg.qr(torch.cat([needed, decoys[:, : wanted - least]], 1)).Q
+        # rounding errors of theta show in which basis B was written
+        basis = basis @ nn.init.orthogonal_(torch.empty(wanted, wanted, dtype=torch.float64)).to(basis)
         return torch.eye(size).to(basis) - (1 - depth) * basis @ basis.T
 
     def finish(self, model: Model) -> None:

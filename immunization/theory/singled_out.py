@@ -1,6 +1,6 @@
 """What a linear map singles out: subspaces that its singular values set apart, and what they tell of a task."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from immunization.theory.probe import ridge_weights
 
 ALIKE = 1e-6
 """Relative difference of singular values up to which they are alike: rounding says which directions they belong to."""
+
+WHITENED = 1e-3
+"""Share of the largest singular value of rows below which they are not whitened."""
 
 DIRECTIONS = 20
 """Random directions of a subspace that its AUC is the mean of."""
@@ -55,6 +58,13 @@ def principal(rows: Tensor, basis: Tensor, most: int) -> list[Tensor]:
     return [basis @ vectors[:, :k] for k in counts(most) if k < vectors.shape[1]]
 
 
+def whitened(rows: Tensor, basis: Tensor) -> Tensor:
+    """Directions [D, k] inside of `basis` [D, k] along which rows [N, D] have mean square 1 and do not covary."""
+    inside = rows @ basis
+    _, sigma, vh = spectrum.svd(inside - inside.mean(0))
+    return basis @ vh.T[:, sigma > WHITENED * sigma[0]] / sigma[sigma > WHITENED * sigma[0]] * len(rows) ** 0.5
+
+
 def counts(most: int) -> list[int]:
     """1, 2, 3, 4, 6, 8, 12, 16, ... below `most`, and `most`."""
     doubled = (k for j in range(most.bit_length()) for k in (2**j, 3 * 2**j // 2) if k < most)
@@ -62,19 +72,23 @@ def counts(most: int) -> list[int]:
 
 
 def read_directions(
-    train: Tensor, targets: Tensor, held_out: Tensor, basis: Tensor | None, ridges: Sequence[float]
-) -> Tensor:
-    """Predictions [R, M, C] of rows `held_out` [M, D] by ridge regression on `train` [N, D] inside of `basis` [D, k].
+    train: Tensor, targets: Tensor, basis: Tensor | None, ridges: Sequence[float]
+) -> Callable[[Tensor], Tensor]:
+    """Ridge regression on `train` [N, D] inside of `basis` [D, k]: rows [M, D] -> predictions [R, M, C].
 
     Features and `targets` [N, C] are centered by the training rows; `ridges` [R] are relative to lambda_1. A `basis` of
     None are all features. Where the rows do not differ, their mean target is predicted.
     """
-    if basis is not None:
-        train, held_out = train @ basis, held_out @ basis
+
+    def inside(rows: Tensor) -> Tensor:
+        return rows if basis is None else rows @ basis
+
+    train = inside(train)
     mean, level = train.mean(0), targets.mean(0)
     u, sigma, vh = spectrum.svd(train - mean)
     relative = torch.tensor(ridges).to(sigma) * sigma[0] ** 2
-    return level + (held_out - mean) @ ridge_weights(sigma, vh.T, u.T @ (targets - level), relative)
+    weights = ridge_weights(sigma, vh.T, u.T @ (targets - level), relative)
+    return lambda rows: level + (inside(rows) - mean) @ weights
 
 
 def auc(scores: Tensor, labels: Tensor, classes: int) -> Tensor:

@@ -18,13 +18,12 @@ PAIRS = [(0, 1), (3, 8), (4, 9), (2, 7), (5, 6)]
 OPTIONS = {"labels": [1, 5], "draws": 10, "ridges": [0.01, 0.1, 1.0]}
 
 
-def quiet_classes(count, dim=60, rows=300):
+def quiet_classes(count, shift, dim=60, rows=300):
     """Classes that differ along directions of little variance, which no principal component shows."""
     x, labels = gaussian(3 * rows, dim, seed=1), torch.arange(3 * rows) % count
-    x[:, :count] = 0.2 * x[:, :count] + 0.5 * torch.eye(count).double()[labels]
-    return Task(
-        "quiet", *map(Split, (x @ orthonormal(dim, dim, seed=2)).split(rows), labels.split(rows)), classes=count
-    )
+    x[:, :count] = 0.3 * x[:, :count] + shift * torch.eye(count).double()[labels]
+    x = x @ orthonormal(dim, dim, seed=2)
+    return Task("quiet", *map(Split, x.split(rows), labels.split(rows)), classes=count)
 
 
 def squeezed(directions, depth=1e-3):
@@ -38,17 +37,17 @@ def measured(task, theta):
     return Leak(**OPTIONS)(compare(TaskPair("pair", task, task), theta))
 
 
-@pytest.mark.parametrize("classes", [2, 10])
-def test_a_map_that_squeezes_what_tells_the_classes_is_found(classes):
-    task = quiet_classes(classes)
+@pytest.mark.parametrize(("classes", "shift"), [(2, 0.5), (10, 0.8)])
+def test_a_map_that_squeezes_what_tells_the_classes_is_found(classes, shift):
+    task = quiet_classes(classes, shift)
     told = measured(task, squeezed(discriminants(probe_of_inputs(task), 0.1)))
-    assert told.metrics["leak/worth_5"] > 0.1
-    assert told.metrics["leak/worth_low_5"] > 0
-    gain = told.metrics["leak/with_5"] - told.metrics["leak/without_5"]
-    assert told.metrics["leak/worth_5"] == pytest.approx(gain, abs=1e-12)
+    assert told.metrics["leak/worth_1"] > 0.1
+    assert told.metrics["leak/worth_low_1"] > 0.05
+    gain = told.metrics["leak/with_1"] - told.metrics["leak/without_1"]
+    assert told.metrics["leak/worth_1"] == pytest.approx(gain, abs=1e-12)
     assert "weights_tell_the_task" in told.flags
     untold = measured(task, squeezed(gaussian(60, classes, seed=3)))
-    assert untold.metrics["leak/worth_5"] < 0.02
+    assert untold.metrics["leak/worth_1"] < 0.02
     assert "weights_tell_the_task" not in untold.flags
 
 
