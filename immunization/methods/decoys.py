@@ -25,8 +25,6 @@ GRID = 2.0 ** torch.arange(21, dtype=torch.float64)
 """Steps of gradient descent at which probes are compared."""
 KEPT = (None, 0.3, 0.1, 0.03, 0.01, 0.001)
 """Shares of the longest direction of the primary probe's way, above which directions stay out of B; None: none does."""
-ENOUGH = 1e4
-"""How much slower the harmful probe is where no further `KEPT` is tried."""
 ROWS = 1000
 SHARE = 1e-6
 """Of the longest direction, below which another one is taken to lie in the span of the others."""
@@ -95,13 +93,14 @@ class Decoys(Method):
     def search(self, depth: float, drawn: Tensor) -> Tensor:
         """The map of the best `ridge` and `kept`; `drawn` [D, m] are directions to take decoys from."""
         best, chosen = -math.inf, None
+        most = min((GRID[-1] / task.steps).min().item() for task in self.harmful)
         for kept in KEPT if self.kept == "auto" else [self.kept]:
             for ridge in RIDGES if self.ridge == "auto" else [self.ridge]:
                 if (theta := self.squeezed(ridge, kept, depth, drawn)) is not None and (
                     gain := self.gain(theta)
                 ) > best:
                     best, chosen = gain, theta
-            if best >= ENOUGH:
+            if best >= most:  # never learned: no other map is slower
                 break
         if chosen is None:
             raise ConfigError(
