@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -16,12 +15,11 @@ from immunization.runs.records import Role, of_role
 from immunization.theory.singled_out import (
     auc,
     ends,
-    principal,
     random_directions,
     random_rotation,
     read_directions,
     singled_out,
-    whitened,
+    varying,
 )
 from immunization.theory.statistics import Estimate, estimate
 
@@ -44,7 +42,7 @@ def bases(theta: Tensor | None, rows: Tensor, most: int) -> list[Tensor | None]:
     subspaces = [] if theta is None else singled_out(theta, most)
     read: list[Tensor | None] = [None, *subspaces]
     for basis in (everything, *subspaces[:2]):
-        read += [*principal(rows, basis, most), whitened(rows, basis)]
+        read += varying(rows, basis, most)
     return read
 
 
@@ -56,13 +54,10 @@ def readings(
     `train` [N, D] and `y` [N] are labelled rows, `held_out` [V + T, D] those of validation and test.
     """
     targets, val = task.targets(y), held_out[: len(task.val)]
-    best, chosen = [-math.inf] * len(ridges), [read_directions(train, targets, None, ridges)] * len(ridges)
-    for basis in read:
-        fitted = read_directions(train, targets, basis, ridges)
-        for place, score in enumerate(task.measure(fitted(val), task.val.y).tolist()):
-            if score > best[place]:
-                best[place], chosen[place] = score, fitted
-    return torch.stack([fitted(held_out)[place] for place, fitted in enumerate(chosen)])
+    fits = [read_directions(train, targets, basis, ridges) for basis in read]
+    scores = torch.stack([task.measure(predict(val), task.val.y) for predict in fits])
+    best = scores.cpu().numpy().argmax(0)  # of equals the first, which torch does not promise
+    return torch.stack([fits[place](held_out)[ridge] for ridge, place in enumerate(best)])
 
 
 class Leak(Component, group="evaluation.leak"):

@@ -314,14 +314,18 @@ def over_tasks(terms: Mapping[str, Terms], combine: Combine) -> Terms:
     return mean | {f"loss_{role}": own["loss"].detach() for role, own in terms.items()}
 
 
-class Identity(Method):
-    """theta_I = theta_0; `epochs` is accepted so that sweeps can mix methods, and ignored."""
+class Untrained(Method):
+    """A method without iterations; `epochs` is accepted so that sweeps can mix methods, and ignored."""
 
     several = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.epochs = 0
+
+
+class Identity(Untrained):
+    """theta_I = theta_0."""
 
 
 class Unmodified(Method):

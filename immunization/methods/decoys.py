@@ -6,15 +6,16 @@ from functools import cached_property
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from immunization.checks import AboveOne, AtLeastOne, Positive, Share
 from immunization.data.task import LEARNED, Split, Task, TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import Method
+from immunization.methods.base import Untrained
 from immunization.methods.linear_map import bound_for, fit_head, probe_of_inputs, rescale, theta_of
 from immunization.models.base import Model
 from immunization.theory import spectrum
+from immunization.theory.optimal_map import rotation
 from immunization.theory.probe import Probe, ridge_weights
 
 DEEPEST = 1e6
@@ -24,8 +25,9 @@ RIDGES = (10.0, 1.0, 0.1, 0.01, 0.001)
 GRID = 2.0 ** torch.arange(21, dtype=torch.float64)
 """Steps of gradient descent at which probes are compared."""
 KEPT = (None, 0.3, 0.1, 0.03, 0.01, 0.001)
-"""Shares of the longest direction of the primary probe's way, above which directions stay out of B; None: none does."""
+"""Shares of the longest direction of the primary probe's path, from which on directions stay out; None: none does."""
 ROWS = 1000
+"""Rows of a split, about, on which probes are compared."""
 SHARE = 1e-6
 """Of the longest direction, below which another one is taken to lie in the span of the others."""
 
@@ -41,7 +43,7 @@ def _span(directions: Tensor) -> Tensor:
     return u[:, sigma > SHARE * sigma[0]]
 
 
-class Decoys(Method):
+class Decoys(Untrained):
     """theta = (I - (1 - 1/kappa) B B^T) R: all directions of a subspace B [D, m] are squeezed alike, to 1/kappa.
 
     B holds the span of (K_H + ridge lambda_1 I)^-1 X_H^T Y_H. For a large ridge that is X_H^T Y_H itself: of a probe
@@ -49,7 +51,7 @@ class Decoys(Method):
     and needs about kappa^2 times the steps for what is (docs/theory.md, section 8). For a small one it is the least
     squares' own directions, which tell more. Several harmful tasks add their directions.
 
-    Directions of the way that the primary task's probe goes on the inputs, up to its last step, stay out of B: those
+    Directions of the path of the primary task's probe on the inputs, up to where it has learned, stay out of B: those
     with at least a share `kept` of the longest one (null: none), so that a fresh probe is not slowed.
 
     "auto" takes, of all `RIDGES` and `KEPT`, what slows the harmful probe most (of several tasks, the one learned
@@ -65,17 +67,12 @@ class Decoys(Method):
     """
 
     folds = True
-    several = True
 
     dimensions: AtLeastOne | None
     ridge: Positive | Literal["auto"]
     kept: Share | Literal["auto"] | None
     max_condition: AboveOne | Literal["auto"]
     rotate: bool
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.epochs = 0
 
     @torch.no_grad()
     def setup(self, model: Model, pair: TaskPair) -> None:
@@ -86,19 +83,20 @@ class Decoys(Method):
         depth = 1 / (bound_for(model, self.max_condition) or DEEPEST)
         drawn = torch.randn(len(theta), self.dimensions or 0, dtype=torch.float64).to(theta.device)
         best = self.search(depth, drawn)
-        rotation = torch.empty(theta.shape, dtype=torch.float64)
-        theta.copy_(best @ nn.init.orthogonal_(rotation).to(best) if self.rotate else best)
+        theta.copy_(best @ rotation(len(theta)).to(best) if self.rotate else best)
         rescale(theta, self.primary.inputs)
 
     def search(self, depth: float, drawn: Tensor) -> Tensor:
         """The map of the best `ridge` and `kept`; `drawn` [D, m] are directions to take decoys from."""
         best, chosen = -math.inf, None
         most = min((GRID[-1] / task.steps).min().item() for task in self.harmful)
+        ridges = RIDGES if self.ridge == "auto" else [self.ridge]
+        directions = [torch.cat([discriminants(task.inputs, ridge) for task in self.harmful], 1) for ridge in ridges]
         for kept in KEPT if self.kept == "auto" else [self.kept]:
-            for ridge in RIDGES if self.ridge == "auto" else [self.ridge]:
-                if (theta := self.squeezed(ridge, kept, depth, drawn)) is not None and (
-                    gain := self.gain(theta)
-                ) > best:
+            own = self.primary.directions(math.inf if kept is None else kept)
+            for harmful in directions:
+                theta = self.squeezed(harmful, own, depth, drawn)
+                if theta is not None and (gain := self.gain(theta)) > best:
                     best, chosen = gain, theta
             if best >= most:  # never learned: no other map is slower
                 break
@@ -114,13 +112,12 @@ class Decoys(Method):
         primary = self.primary.slower(theta).max().item()
         return min(task.slower(theta).min().item() for task in self.harmful) if primary <= 1 else 1e-9 / primary
 
-    def squeezed(self, ridge: float, kept: float | None, depth: float, drawn: Tensor) -> Tensor | None:
-        """I - (1 - depth) B B^T; None where nothing is left to squeeze, or to keep. Raises ConfigError."""
-        own = self.primary.path(math.inf if kept is None else kept)
-        directions, decoys = (
-            x - own @ (own.T @ x)
-            for x in (torch.cat([discriminants(task.inputs, ridge) for task in self.harmful], 1), drawn)
-        )
+    def squeezed(self, harmful: Tensor, own: Tensor, depth: float, drawn: Tensor) -> Tensor | None:
+        """I - (1 - depth) B B^T for directions `harmful` [D, n] and `drawn`, less those of an orthonormal `own` [D, k].
+
+        None where nothing is left to squeeze, or to keep. Raises ConfigError.
+        """
+        directions, decoys = (x - own @ (own.T @ x) for x in (harmful, drawn))
         needed = _span(directions)
         size, least = needed.shape
         wanted = least if self.dimensions is None else self.dimensions
@@ -133,7 +130,7 @@ class Decoys(Method):
             )
         basis = torch.linalg.qr(torch.cat([needed, decoys[:, : wanted - least]], 1)).Q
         # rounding errors of theta show in which basis B was written
-        basis = basis @ nn.init.orthogonal_(torch.empty(wanted, wanted, dtype=torch.float64)).to(basis)
+        basis = basis @ rotation(wanted).to(basis)
         return torch.eye(size).to(basis) - (1 - depth) * basis @ basis.T
 
     def finish(self, model: Model) -> None:
@@ -159,33 +156,41 @@ class Course:
         return [(split, slice(None, None, max(1, len(split) // ROWS))) for split in known]
 
     @cached_property
-    def bars(self) -> Tensor:
-        """The measure on either split, [2, 1], that the probe of the inputs comes to."""
-        best = self.curves(torch.eye(len(self.inputs.vectors)).to(self.inputs.vectors), self.inputs).amax(1, True)
-        return self.task.chance + LEARNED * (best - self.task.chance) - 1e-12
+    def before(self) -> Tensor:
+        """The measure of the probe of the inputs, as in `curves`."""
+        return self.curves(self.path)
+
+    @cached_property
+    def path(self) -> Tensor:
+        """Heads [T, D, C] of the probe of the inputs after the steps of `GRID`."""
+        return self.inputs.weights(GRID.to(self.inputs.sigma))
 
     @cached_property
     def steps(self) -> Tensor:
-        """Steps of the probe of the inputs to the bar on either split, [2]."""
-        return self.first(torch.eye(len(self.inputs.vectors)).to(self.inputs.vectors), self.inputs)
+        """Steps of the probe of the inputs to `LEARNED` of its best on either split, [2]."""
+        return self.first(self.before)
 
-    def curves(self, theta: Tensor, probe: Probe) -> Tensor:
-        """The measure [2, T] on either split after the steps of `GRID`."""
-        heads = theta @ probe.weights(GRID.to(theta.device))
+    @cached_property
+    def spanned(self) -> tuple[Tensor, Tensor]:
+        """Left singular vectors and singular values of the heads on the way there."""
+        heads = self.path[self.steps.max() >= GRID.to(self.path)]
+        return spectrum.svd(heads.transpose(0, 1).flatten(1))[:2]
+
+    def curves(self, heads: Tensor) -> Tensor:
+        """The measure [2, T] on either split with heads [T, D, C]."""
         return torch.stack([self.task.measure(s.x[rows].double() @ heads, s.y[rows]) for s, rows in self.splits])
 
-    def first(self, theta: Tensor, probe: Probe) -> Tensor:
+    def first(self, curves: Tensor) -> Tensor:
         """Steps to the bar on either split; the last of `GRID` where it is never reached."""
-        there = self.curves(theta, probe) >= self.bars
-        return GRID.to(theta.device)[there.int().argmax(1).where(there.any(1), len(GRID) - 1)]
+        there = curves >= self.task.chance + LEARNED * (self.before.amax(1, True) - self.task.chance) - 1e-12
+        return GRID.to(curves.device)[there.int().argmax(1).where(there.any(1), len(GRID) - 1)]
 
     def slower(self, theta: Tensor) -> Tensor:
         """Steps behind theta over those of the inputs, on either split."""
         behind = Probe.fit(self.inputs.root @ theta, self.inputs.coefficients, 0.0, rank=self.task.rank)
-        return self.first(theta, behind) / self.steps
+        return self.first(self.curves(theta @ behind.weights(GRID.to(theta.device)))) / self.steps
 
-    def path(self, share: float) -> Tensor:
-        """Orthonormal directions [D, k] of the heads on the way there, with at least `share` of the longest one."""
-        way = self.inputs.weights(GRID[self.steps.max().item() >= GRID].to(self.inputs.sigma))
-        u, sigma, _ = spectrum.svd(way.transpose(0, 1).flatten(1))
+    def directions(self, share: float) -> Tensor:
+        """Orthonormal directions [D, k] of the way there, with at least `share` of the longest one."""
+        u, sigma = self.spanned
         return u[:, sigma >= share * sigma[0]]

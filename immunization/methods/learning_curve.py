@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge, Le
-from torch import Tensor, nn
+from torch import Tensor
 
 from immunization.checks import AboveOne, AtLeastOne, Fraction, NonNegative
 from immunization.data.task import LEARNED, Task, TaskPair
@@ -24,7 +24,7 @@ from immunization.methods.linear_map import (
     theta_of,
 )
 from immunization.models.base import Batch, Model
-from immunization.theory.optimal_map import nearest_bounded, optimal_map
+from immunization.theory.optimal_map import nearest_bounded, optimal_map, rotation
 from immunization.theory.probe import Probe, excess, residuals
 
 Horizon = Annotated[int, Ge(0), Le(40)] | Sequence[AtLeastOne]
@@ -228,8 +228,7 @@ class LearningCurve(OfCurves):
     def finish(self, model: Model) -> None:
         super().finish(model)
         if self.rotate:
-            rotation = nn.init.orthogonal_(torch.empty(self.theta.shape, dtype=torch.float64))
-            self.theta.copy_(self.theta.double() @ rotation.to(self.theta.device))
+            self.theta.copy_(self.theta.double() @ rotation(len(self.theta)).to(self.theta.device))
         if self.largest is not None:
             rescale(self.theta, self.primary)
         fit_head(model, self.primary)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from immunization.checks import AboveOne, NonNegative
 from immunization.data.task import SPLITS, Task, TaskPair
 from immunization.errors import ConfigError
-from immunization.methods.base import Method
+from immunization.methods.base import Untrained
 from immunization.models.base import Model
 from immunization.theory import spectrum
 from immunization.theory.optimal_map import Spread, bounded_map, optimal_map
@@ -90,7 +90,7 @@ def fit_head(model: Model, inputs: Probe) -> None:
     model.set_head(torch.linalg.solve(theta_of(model, "fit_head").double(), inputs.optimum()).T)
 
 
-class ClosedForm(Method):
+class ClosedForm(Untrained):
     """theta = K_P^-1/2 Q Delta R, which attains the ceiling of RIR; see `optimal_map` for the options.
 
     `max_condition` bounds the condition number of theta by the least ridge that does (`bounded_map`), so that number
@@ -101,17 +101,12 @@ class ClosedForm(Method):
     """
 
     folds = True
-    several = True
 
     primary_ratio: NonNegative
     ridge: NonNegative
     spread: Spread
     rotate: bool
     max_condition: AboveOne | Literal["auto"] | None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.epochs = 0
 
     @torch.no_grad()
     def setup(self, model: Model, pair: TaskPair) -> None:

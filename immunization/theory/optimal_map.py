@@ -69,7 +69,12 @@ def optimal_map(
     a = torch.cat([inside, v_p[p:].T], 1)
     if generator is None:
         return a
-    return a @ nn.init.orthogonal_(torch.empty(a.shape, dtype=a.dtype), generator=generator).to(a)
+    return a @ rotation(len(a), generator).to(a)
+
+
+def rotation(size: int, generator: torch.Generator | None = None) -> Tensor:
+    """A random rotation R [D, D] in float64, drawn by `generator`, or by torch's global one."""
+    return nn.init.orthogonal_(torch.empty(size, size, dtype=torch.float64), generator=generator)
 
 
 def bounded_map(

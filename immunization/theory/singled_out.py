@@ -51,18 +51,16 @@ def _spectrum(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return u, sigma, sigma[:-1] - sigma[1:] > ALIKE * sigma[:-1] + noise
 
 
-def principal(rows: Tensor, basis: Tensor, most: int) -> list[Tensor]:
-    """Bases [D, k] of the k directions inside of `basis` along which rows [N, D] vary most, k as in `singled_out`."""
-    inside = rows @ basis
-    vectors = spectrum.svd(inside - inside.mean(0))[2].T
-    return [basis @ vectors[:, :k] for k in counts(most) if k < vectors.shape[1]]
+def varying(rows: Tensor, basis: Tensor, most: int) -> list[Tensor]:
+    """Bases [D, k] of the k directions inside of `basis` along which rows [N, D] vary most, k as in `singled_out`.
 
-
-def whitened(rows: Tensor, basis: Tensor) -> Tensor:
-    """Directions [D, k] inside of `basis` [D, k] along which rows [N, D] have mean square 1 and do not covary."""
+    The last has all directions, scaled so that the rows have variance 1 along each (but for those of nearly none).
+    """
     inside = rows @ basis
     _, sigma, vh = spectrum.svd(inside - inside.mean(0))
-    return basis @ vh.T[:, sigma > WHITENED * sigma[0]] / sigma[sigma > WHITENED * sigma[0]] * len(rows) ** 0.5
+    seen = sigma > WHITENED * sigma[0]
+    whitened = basis @ vh.T[:, seen] / sigma[seen] * len(rows) ** 0.5
+    return [*(basis @ vh.T[:, :k] for k in counts(most) if k < len(vh)), whitened]
 
 
 def counts(most: int) -> list[int]:
