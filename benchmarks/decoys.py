@@ -101,13 +101,16 @@ def page(lines: list[dict[str, Any]]) -> str:
 
 INTRODUCTION = """# What hiding costs
 
-Medians of `python benchmarks/decoys.py`, by the number m of squeezed directions
-([theory](../theory.md#a-map-in-closed-form)); *least* has those that the harmful task needs, and no decoy. *Steps*
-are those of gradient descent on a fresh probe, as a multiple of the baseline's, at most 2^20 of them. *Benign* tasks
-are two digits that no method was shown; the slower one counts. *Told* is what an attacker with the map's singular
-directions gains in test accuracy over one with random directions (`evaluation.leak`). Labels are per class; of House
-Prices, a regression, they are so many rows in all, of which nobody learns anything. Digits are 90 ordered pairs, ten
-of them for methods that train.
+```sh
+python benchmarks/decoys.py --runs docs/results/decoys.jsonl --page docs/results/decoys.md --data data
+```
+
+Medians, by the number m of squeezed directions ([theory](../theory.md#a-map-in-closed-form)); *least* has those that
+the harmful task needs, and no decoy. *Steps* are those of gradient descent on a fresh probe, as a multiple of the
+baseline's, at most 2^20 of them. *Benign* tasks are two digits, or 20 classes of Caltech-101, that no method was
+shown; the slower one counts. *Told* is what an attacker with the map's singular directions gains in test accuracy
+over one with random directions (`evaluation.leak`). Labels are per class; of House Prices, a regression, they are so
+many rows in all, of which nobody learns anything. Digits are 90 ordered pairs, ten of them for methods that train.
 """
 
 
