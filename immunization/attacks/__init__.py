@@ -25,7 +25,7 @@ from immunization.attacks.probes import (
     Undo,
     WhitenedProbe,
 )
-from immunization.attacks.read_weights import ReadWeights
+from immunization.attacks.read_weights import ReadWeights, Spread
 from immunization.attacks.suite import Suite, run_attacks, run_transfer
 from immunization.attacks.victim import Victim, require_held_out
 from immunization.errors import Inapplicable

@@ -17,7 +17,7 @@ from immunization.checks import Count, Positive
 from immunization.data.task import Task
 from immunization.errors import Inapplicable
 from immunization.runs.records import Stage
-from immunization.theory.spectrum import power_of_two
+from immunization.theory.singled_out import unit_rows
 
 
 class Neighbours(Predictor, group="attack.neighbours"):
@@ -81,8 +81,3 @@ def logistic_regression(train: Any, labels: Any, strength: float, steps: int) ->
         warnings.simplefilter("ignore", ConvergenceWarning)
         warnings.filterwarnings("ignore", message="The number of unique classes")  # few rows of many
         return LogisticRegression(C=strength, max_iter=steps).fit(train, labels)
-
-
-def unit_rows(x: Tensor) -> Tensor:
-    """Rows [N, D] of length 1, however short they were; rows of 0 stay."""
-    return F.normalize(x / power_of_two(x), eps=torch.finfo(x.dtype).tiny)

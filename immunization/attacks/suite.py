@@ -34,7 +34,7 @@ from immunization.terminal import doing, progress_bar
 log = logging.getLogger(__name__)
 
 NUMBERED: dict[str, dict[str, str]] = {
-    "standard-5": {
+    "standard-6": {
         "block_probe": "501fe470",
         "frozen_blocks": "c33a2359",
         "block_probe_renewed": "cdbdb3a6",
@@ -44,6 +44,7 @@ NUMBERED: dict[str, dict[str, str]] = {
         "logistic_probe": "38207f26",
         "neighbours": "145c36ad",
         "read_weights": "d99d9b36",
+        "spread": "4d83ced4",
         "finetune_trained": "78cfbab0",
         "fresh_part": "a6d29471",
         "random_net": "d765c98f",

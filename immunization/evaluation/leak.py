@@ -55,9 +55,15 @@ def readings(
     """
     targets, val = task.targets(y), held_out[: len(task.val)]
     fits = [read_directions(train, targets, basis, ridges) for basis in read]
-    scores = torch.stack([task.measure(predict(val), task.val.y) for predict in fits])
-    best = scores.cpu().numpy().argmax(0)  # of equals the first, which torch does not promise
+    best = best_on_validation(task, (predict(val) for predict in fits))
     return torch.stack([fits[place](held_out)[ridge] for ridge, place in enumerate(best)])
+
+
+def best_on_validation(task: Task, predictions: Iterable[Tensor]) -> list[int]:
+    """Of several predictions [S, V, outputs] of validation rows the place of the best one, for each of S settings."""
+    scores = torch.stack([task.measure(own, task.val.y) for own in predictions])
+    best: list[int] = scores.cpu().numpy().argmax(0).tolist()  # of equals the first, which torch does not promise
+    return best
 
 
 class Leak(Component, group="evaluation.leak"):

@@ -13,7 +13,7 @@ from immunization.theory.statistics import ROUNDING, interval
 
 HELD, UNTRAINED, UNNUMBERED = "held", "not attacked by training", "not attacked by standard"
 """No attack learns the task: of the suite `standard`; none fine-tuned all that was trained; of another list."""
-SUITES = {"quick": 6, "standard": 5, "nightly": 7, "depth": 4, "depth-vit": 3, "curves": 3, "blocks": 4}
+SUITES = {"quick": 7, "standard": 6, "nightly": 8, "depth": 4, "depth-vit": 3, "curves": 3, "blocks": 4}
 """The numbers of the suites as they are now."""
 FASTER = 0.8
 """A probe with less than this share of the baseline's steps counts as faster; one step of its grid is rounding."""

@@ -14,6 +14,9 @@ ALIKE = 1e-6
 WHITENED = 1e-3
 """Share of the largest singular value of rows below which they are not whitened."""
 
+NEAR = 3
+"""Nearest rows among which rows have to be of each other to be near."""
+
 DIRECTIONS = 20
 """Random directions of a subspace that its AUC is the mean of."""
 
@@ -61,6 +64,38 @@ def varying(rows: Tensor, basis: Tensor, most: int) -> list[Tensor]:
     seen = sigma > WHITENED * sigma[0]
     whitened = basis @ vh.T[:, seen] / sigma[seen] * len(rows) ** 0.5
     return [*(basis @ vh.T[:, :k] for k in counts(most) if k < len(vh)), whitened]
+
+
+def whitened_by_neighbours(rows: Tensor, basis: Tensor) -> Tensor:
+    """`basis` [D, k] as [D, k], in which the scatter of near neighbours among `rows` [N, D] is nearly white.
+
+    Rows that are among the `NEAR` nearest ones of each other, by the angle from the mean, mostly share their class, so
+    that their differences stand for the scatter within classes, which is known without a label. A ridge of the mean
+    variance is added. Where no rows are near each other, all differences from the mean count.
+    """
+    inside = rows @ basis
+    centered = inside - inside.mean(0)
+    near = torch.zeros(len(rows), len(rows), dtype=torch.bool, device=rows.device)
+    near.scatter_(1, nearest(unit_rows(centered), NEAR)[1], True)
+    one, other = (near & near.T).triu().nonzero(as_tuple=True)
+    differences = inside[one] - inside[other] if len(one) else centered
+    scatter = differences.T @ differences
+    ridge = scatter.trace() / len(scatter)
+    values, vectors = torch.linalg.eigh(scatter + ridge * torch.eye(len(scatter)).to(scatter))
+    return basis @ (vectors / values.clamp(min=torch.finfo(values.dtype).tiny).sqrt())
+
+
+def nearest(units: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Cosines and places [N, count] of the nearest other rows of each of `units` [N, D], rows of length 1."""
+    likeness = units @ units.T
+    likeness.fill_diagonal_(-torch.inf)
+    cosines, places = likeness.topk(min(count, len(units) - 1))
+    return cosines, places
+
+
+def unit_rows(x: Tensor) -> Tensor:
+    """Rows [N, D] of length 1, however short they were; rows of 0 stay."""
+    return torch.nn.functional.normalize(x / spectrum.power_of_two(x), eps=torch.finfo(x.dtype).tiny)
 
 
 def counts(most: int) -> list[int]:

@@ -43,7 +43,7 @@ def _numbered(name):
 
 @pytest.mark.parametrize(
     ("name", "version", "digest"),
-    [("standard", "standard-5", "882a8b3ebc5f67f0"), ("depth", "depth-4", "01da4e6de63746fe")],
+    [("standard", "standard-6", "f454fe9a6b5000dc"), ("depth", "depth-4", "01da4e6de63746fe")],
 )
 def test_a_numbered_suite_is_never_changed(name, version, digest):
     """Whoever changes an attacker, its settings or the list gives the suite another number, and this test its hash."""
@@ -57,10 +57,10 @@ def test_a_changed_suite_says_in_what():
         config = compose([*overrides])
         return {name: build(config, f"attack.{name}") for name in config.attack}
 
-    assert not changes(attacks("attack=[standard,adam]"), "standard-5")
+    assert not changes(attacks("attack=[standard,adam]"), "standard-6")
     others = attacks("attack=[standard]", "attack.fresh_part.epochs=[1]", "~attack.neighbours")
-    assert changes(others, "standard-5") == ["without neighbours", "another fresh_part"]
-    assert changes(attacks("attack=[standard]"), "standard-5", 5) == ["with at most 5 images of each class"]
+    assert changes(others, "standard-6") == ["without neighbours", "another fresh_part"]
+    assert changes(attacks("attack=[standard]"), "standard-6", 5) == ["with at most 5 images of each class"]
     assert not changes(others, "mine-1", 5)
 
 
@@ -76,13 +76,13 @@ def test_pages_know_the_numbers_of_the_suites():
     files = [*(CONF / "attack" / f"{name}.yaml" for name in sorted(SEVERAL - {"probes"})), *written]
     versions = {OmegaConf.load(path).suite.version for path in files}
     assert versions == {f"{name}-{number}" for name, number in NUMBERS.items()}
-    assert [newer(suite) for suite in ("standard-3", "standard-5", "depth-vit-2", "mine-1", "")] == [
-        "standard-5", "", "depth-vit-3", "", ""]  # fmt: skip
+    assert [newer(suite) for suite in ("standard-3", "standard-6", "depth-vit-2", "mine-1", "")] == [
+        "standard-6", "", "depth-vit-3", "", ""]  # fmt: skip
 
 
 def test_suites_grow_from_quick_to_nightly():
     quick, standard, nightly = map(_numbered, ("quick", "standard", "nightly"))
-    assert (nightly["suite"]["version"], quick["suite"]["version"]) == ("nightly-7", "quick-6")
+    assert (nightly["suite"]["version"], quick["suite"]["version"]) == ("nightly-8", "quick-7")
     assert quick["attack"].keys() < standard["attack"].keys() < nightly["attack"].keys()
 
 

@@ -50,7 +50,8 @@ DIRECT = ("closed_form_probe", "strip", "weights_float32", "weights_bfloat16", "
 @pytest.mark.parametrize("method", LINEAR)
 def test_every_method(tmp_path, method):
     epochs = [] if method in ("closed_form", "identity") else ["method.epochs=3"]
-    agree(*run_on_both([*SMALL, "log_every=1", f"method={method}", *epochs], tmp_path)[:2])
+    leak = ["evaluation.leak.labels=[1]", "evaluation.leak.draws=1"]
+    agree(*run_on_both([*SMALL, "log_every=1", f"method={method}", *epochs, *leak], tmp_path)[:2])
 
 
 def test_the_released_code_s_method(tmp_path):

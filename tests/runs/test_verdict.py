@@ -126,7 +126,7 @@ def test_what_the_model_is_worth_comes_first():
     assert first.endswith("0.07 of what theta_0 is worth is removed (95 % interval 0.02 to 0.11).")
     assert few == "With so many images of each class, 5: 0.02 (-0.18 to 0.22), 10: 0.04 (-0.16 to 0.24)."
     assert suite == (
-        "Attackers are those of standard-1, an earlier suite: do not compare with runs of standard-5; theta_0 is "
+        "Attackers are those of standard-1, an earlier suite: do not compare with runs of standard-6; theta_0 is "
         "public, and every attacker has it."
     )
     assert held.startswith("It does not hold")
