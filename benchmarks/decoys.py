@@ -15,6 +15,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+import timm
+import torch
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+from torchvision.datasets import ImageFolder
+from torchvision.transforms.v2 import Compose, Resize
+
 import immunization
 from immunization.errors import UserError
 
@@ -35,6 +43,7 @@ DATA = {
     "house_prices": ["dataset=house_prices", "dataset.root={data}/house_prices"],
     "resnet18_cars": ["experiment=resnet18_cars_small", *BENIGN],
     "vit_cars": ["experiment=vit_cars_small", *BENIGN],
+    "resnet18_1000": ["dataset=arrays", "dataset.normalize=none", "method.max_condition=64"],
     "minilm_banking77": ["experiment=minilm_banking77"],
 }
 DIMENSIONS = {
@@ -42,6 +51,7 @@ DIMENSIONS = {
     "house_prices": [None, 4, 16, 32],
     "resnet18_cars": [None, 128, 160, 256, 384, 480],
     "vit_cars": [None, 96, 128, 160],
+    "resnet18_1000": [None, 128, 256, 384],
     "minilm_banking77": [None, 128, 160, 256],
 }
 OTHERS = ("learning_curve", "closed_form", "condition_number")
@@ -55,6 +65,8 @@ def settings(track: str, data: str) -> list[tuple[str, list[str]]]:
             benign = [digit for digit in range(10) if digit not in (primary, harmful)]
             third = benign[harmful % 8], benign[(harmful + 3) % 8]
             chosen.append([f"dataset.primary={primary}", f"dataset.harmful={harmful}", f"dataset.benign={list(third)}"])
+    elif track == "resnet18_1000":
+        chosen = [[*DATA[track], f"dataset.path={thousand_classes(data)}"]]
     else:
         chosen = [[part.format(data=data) for part in DATA[track]] + [f"data_root={data}"]]
         if track == "house_prices":
@@ -66,6 +78,42 @@ def settings(track: str, data: str) -> list[tuple[str, list[str]]]:
     return [(label, [*data_of, *method]) for label, method in methods for data_of in chosen] + [
         (name, [*data_of, f"method={name}"]) for name in others for data_of in few
     ]
+
+
+def thousand_classes(data: str) -> Path:
+    """Features of the pretrained ResNet18 as a file: of ImageNet's 1,000 classes, as the net itself tells them, and cars.
+
+    The images of the primary task are one of each class of ImageNet, 250 of ten of them, and Caltech-101.
+    """
+    path = Path(tempfile.gettempdir()) / "resnet18_1000.npz"
+    if path.exists():
+        return path
+    net = timm.create_model("resnet18")
+    net.load_state_dict(load_file(Path(data) / "weights/resnet18_imagenet.safetensors"))
+    net.eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(net), is_training=False)
+    arrays: dict[str, Any] = {}
+
+    def features(*folders: str, seen: Any = transform) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = [], []
+        for folder in folders:
+            images = ImageFolder(Path(data) / folder, seen)
+            for batch, labels in DataLoader(images, batch_size=64):
+                with torch.inference_mode():
+                    x.append(net.forward_head(net.forward_features(batch), pre_logits=True))
+                y.append(labels)
+        return torch.cat(x).double(), torch.cat(y)
+
+    splits = [f"{folder}/{split}" for folder in ("imagenette224", "caltech101") for split in ("train", "val")]
+    x, _ = features("imagenet1k_sample/val", *splits)
+    arrays |= {"primary_x": x, "primary_y": (x.float() @ net.fc.weight.T + net.fc.bias).argmax(1)}
+    squashed = Compose([Resize((224, 224)), *transform.transforms[-2:]])
+    for split, name in (("train", "harmful"), ("val", "harmful_test")):
+        arrays[f"{name}_x"], arrays[f"{name}_y"] = features(f"stanford_cars80/{split}", seen=squashed)
+    for split, name in (("train", "benign"), ("val", "benign_test")):
+        arrays[f"{name}_x"], arrays[f"{name}_y"] = features(f"caltech101/{split}")
+    np.savez(path, **{name: value.detach().numpy() for name, value in arrays.items()})
+    return path
 
 
 def measured(overrides: list[str]) -> dict[str, Any]:
@@ -130,7 +178,11 @@ def main() -> None:
     done = {(line["track"], *line["options"]) for line in lines}
     for track in options.tracks:
         for label, overrides in settings(track, options.data):
-            named = [part.replace(options.data, "data") for part in overrides if "data_root=" not in part]
+            named = [
+                part.replace(options.data, "data")
+                for part in overrides
+                if not part.startswith(("data_root=", "dataset.path="))
+            ]
             if (track, *named) not in done:
                 lines.append({"track": track, "label": label, "options": named, **measured(overrides)})
                 with options.runs.open("a") as file:

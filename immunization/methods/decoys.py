@@ -78,13 +78,16 @@ class Decoys(Untrained):
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
         theta = theta_of(model, self.name)
-        self.primary = Course(pair.primary, probe_of_inputs(pair.primary))
-        self.harmful = [Course(task, probe_of_inputs(task)) for task in pair.harmful_tasks.values()]
-        depth = 1 / (bound_for(model, self.max_condition) or DEEPEST)
-        drawn = torch.randn(len(theta), self.dimensions or 0, dtype=torch.float64).to(theta.device)
-        best = self.search(depth, drawn)
+        best = self.map(model, pair)
         theta.copy_(best @ rotation(len(theta)).to(best) if self.rotate else best)
         rescale(theta, self.primary.inputs)
+
+    def map(self, model: Model, pair: TaskPair) -> Tensor:
+        """theta [D, D] in float64, before it is rotated."""
+        self.primary = Course(pair.primary, probe_of_inputs(pair.primary))
+        self.harmful = [Course(task, probe_of_inputs(task)) for task in pair.harmful_tasks.values()]
+        drawn = torch.randn(pair.dim, self.dimensions or 0, dtype=torch.float64).to(pair.primary.train.x.device)
+        return self.search(1 / (bound_for(model, self.max_condition) or DEEPEST), drawn)
 
     def search(self, depth: float, drawn: Tensor) -> Tensor:
         """The map of the best `ridge` and `kept`; `drawn` [D, m] are directions to take decoys from."""

@@ -12,6 +12,7 @@ from immunization.checks import AboveOne, AtLeastOne, Fraction, NonNegative
 from immunization.data.task import LEARNED, Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.methods.base import MIN_GAIN, Method, Terms
+from immunization.methods.decoys import Decoys
 from immunization.methods.linear_map import (
     SLACK,
     bound_for,
@@ -95,7 +96,8 @@ class LearningCurve(OfCurves):
     theta.
 
     `start="auto"`: linear models of at most `FEW` features are first trained shortly from theta_0 and from the closed
-    form (`optimal_map`), and go on from the better of the two; "model" is theta_0, as for all others.
+    form (`optimal_map`), and go on from the better of the two; "model" is theta_0, as for all others; "decoys" the map
+    of `Decoys`.
 
     The curves are steep in theta: at a constant rate Adam oscillates, and a difference in the last bit of theta grows
     to the leading one within tens of steps. Let the rate decay to 0 (scheduler=cosine).
@@ -116,7 +118,7 @@ class LearningCurve(OfCurves):
     patience: AtLeastOne | None
     rotate: bool
     max_condition: AboveOne | Literal["auto"] | None
-    start: Literal["model", "auto"]
+    start: Literal["model", "auto", "decoys"]
 
     def setup(self, model: Model, pair: TaskPair) -> None:
         if self.patience and not all(len(task.val) for task in pair.shown.values()):
@@ -140,7 +142,9 @@ class LearningCurve(OfCurves):
         else:
             self.aim, weights = c.new_zeros(len(self.grid), *c.shape), torch.ones_like(squares)
         self.weights = (weights / (weights @ (c - self.aim[0]).square().sum(1)))[:, None]
-        if self.start == "auto" and not model.deep and pair.dim <= FEW and self.epochs:
+        if self.start == "decoys":
+            self.theta.data.copy_(Decoys().map(model, pair))
+        elif self.start == "auto" and not model.deep and pair.dim <= FEW and self.epochs:
             self._choose_start(model)
 
     def _choose_start(self, model: Model) -> None:

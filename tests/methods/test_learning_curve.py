@@ -12,7 +12,7 @@ from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.evaluation import Comparison, LearningCurves, PrimaryPerformance
 from immunization.evaluation.rir import condition_ratios
-from immunization.methods import LearningCurve
+from immunization.methods import Decoys, LearningCurve
 from immunization.methods.learning_curve import horizons
 from immunization.methods.linear_map import generalizing_step, probe_of_inputs
 from immunization.models import Linear
@@ -193,3 +193,13 @@ def test_a_few_columns_start_where_a_trial_came_lowest(monkeypatch):
     monkeypatch.setattr("immunization.methods.learning_curve.optimal_map", lambda *_: torch.eye(5).double())
     found["theta_0"] = loss("auto")  # both trials begin there
     assert found["auto"] < found["theta_0"] - 0.01 < found["model"] - 0.1, found
+
+
+def test_training_may_start_from_the_map_of_decoys():
+    pair = digits(seed=0)
+    model, other = Linear(pair), Linear(pair)
+    LearningCurve(epochs=1, start="decoys").setup(model, pair)
+    Decoys(rotate=False).setup(other, pair)
+    mine, theirs = (m.extractor.theta.detach() for m in (model, other))
+    torch.testing.assert_close(mine * (theirs.norm() / mine.norm()), theirs)
+    assert torch.linalg.cond(mine) == pytest.approx(1e6, rel=1e-3)
