@@ -54,6 +54,8 @@ DIMENSIONS = {
     "resnet18_1000": [None, 128, 256, 384],
     "minilm_banking77": [None, 128, 160, 256],
 }
+PLACES = ("data_root=", "dataset.path=")
+"""Overrides that say where this machine has its data."""
 OTHERS = ("learning_curve", "closed_form", "condition_number")
 
 
@@ -81,7 +83,7 @@ def settings(track: str, data: str) -> list[tuple[str, list[str]]]:
 
 
 def thousand_classes(data: str) -> Path:
-    """Features of the pretrained ResNet18 as a file: of ImageNet's 1,000 classes, as the net itself tells them, and cars.
+    """A file of features of the pretrained ResNet18: of 1,000 classes of ImageNet, as the net tells them, and of cars.
 
     The images of the primary task are one of each class of ImageNet, 250 of ten of them, and Caltech-101.
     """
@@ -178,11 +180,7 @@ def main() -> None:
     done = {(line["track"], *line["options"]) for line in lines}
     for track in options.tracks:
         for label, overrides in settings(track, options.data):
-            named = [
-                part.replace(options.data, "data")
-                for part in overrides
-                if not part.startswith(("data_root=", "dataset.path="))
-            ]
+            named = [part.replace(options.data, "data") for part in overrides if not part.startswith(PLACES)]
             if (track, *named) not in done:
                 lines.append({"track": track, "label": label, "options": named, **measured(overrides)})
                 with options.runs.open("a") as file:
