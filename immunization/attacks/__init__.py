@@ -22,6 +22,7 @@ from immunization.attacks.probes import (
     ConjugateGradients,
     LinearProbe,
     Momentum,
+    Rounded,
     Undo,
     WhitenedProbe,
 )

@@ -11,8 +11,16 @@ from torch.nn.utils import prune
 
 from immunization.errors import Inapplicable
 from immunization.models.chain import Network, norms_of
+from immunization.models.formats import Per, round_layers
 
-Precision = Literal["float32", "bfloat16", "int8"]
+Precision = Literal[
+    "float32", "bfloat16",
+    "int8", "int8_per_tensor", "int8_groups",
+    "int4", "int4_per_tensor", "int4_groups",
+    "int3", "int3_per_tensor", "int3_groups",
+]  # fmt: skip
+"""Number formats of weights; integers have one scale per output, per tensor, or for each `GROUP` inputs."""
+GROUP = 32
 Module = TypeVar("Module", bound=nn.Module)
 
 BATCH = 64
@@ -21,19 +29,16 @@ BATCH = 64
 
 @torch.no_grad()
 def rounded(module: Module, precision: Precision | None) -> Module:
-    """`module` with its parameters rounded in place; int8 has one scale per tensor and leaves vectors as they are."""
-    if precision is not None:
-        for parameter in module.parameters():
-            parameter.copy_(round_to(parameter, precision))
+    """`module` with its weights rounded in place; to integers only those of layers that multiply by them."""
+    if precision is None:
+        return module
+    if precision.startswith("int"):
+        kind, _, shared = precision.partition("_")
+        per: Per = {"": "channel", "per_tensor": "tensor", "groups": GROUP}[shared]
+        return round_layers(module, int(kind[3:]), per)
+    for parameter in module.parameters():
+        parameter.copy_(parameter.to(getattr(torch, precision)))
     return module
-
-
-def round_to(x: Tensor, precision: Precision) -> Tensor:
-    """The nearest values that `precision` holds, in the dtype of `x`."""
-    if precision != "int8":
-        return x.to(getattr(torch, precision)).to(x.dtype)
-    scale = x.abs().max() / 127
-    return x if x.ndim < 2 or not scale > 0 else (x / scale).round() * scale
 
 
 def pruned(network: Network, part: str, share: float) -> Network:

@@ -1,5 +1,6 @@
 """Linear probes of frozen features: by gradients, quasi-Newton methods, whitening, in closed form, behind a map."""
 
+import copy
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from immunization.attacks.base import Rows
+from immunization.attacks.altered import Precision
+from immunization.attacks.base import AttackCurve, Rows, areas
 from immunization.attacks.least_squares import LeastSquares, ProbeAttack, ProbeCurves
 from immunization.attacks.optimizers import Maker, optimizer_named
 from immunization.attacks.victim import Victim
@@ -33,6 +35,29 @@ class LinearProbe(ProbeAttack):
 
     def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
         steepest_descent(problem, curves, np.ones((1, len(problem.sigma))), self.steps)
+
+
+class Rounded(LinearProbe, group="attack.rounded"):
+    """`LinearProbe` on features of an extractor whose weights the attacker rounds first, to each of `formats`.
+
+    What a map squeezes by more than a format's steps comes back at the size of the rounding errors, so that a probe
+    learns from it soon. The format with the best validation curve is kept; `setting` has its bits.
+    """
+
+    setting_name = "bits"
+
+    formats: Sequence[Precision]
+
+    def run(self, victim: Victim, stage: Stage) -> AttackCurve:
+        curves, floor = [], victim.task.chance
+        for form in self.formats:
+            attack = copy.copy(self)
+            attack.precision = form
+            curve = LinearProbe.run(attack, victim, stage)
+            curves.append(replace(curve, setting=float("".join(filter(str.isdigit, form.partition("_")[0])))))
+        best = int(torch.stack([areas(curve.val[None], floor)[0] for curve in curves]).argmax())
+        spent = sum(curve.flops[-1].item() for place, curve in enumerate(curves) if place != best)
+        return replace(curves[best], others=spent)
 
 
 class WhitenedProbe(ProbeAttack):

@@ -45,6 +45,7 @@ NUMBERED: dict[str, dict[str, str]] = {
         "neighbours": "145c36ad",
         "read_weights": "d99d9b36",
         "spread": "4d83ced4",
+        "rounded": "5ba6c1f3",
         "finetune_trained": "78cfbab0",
         "fresh_part": "a6d29471",
         "random_net": "d765c98f",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from immunization.models.fold import LinearMap
 
+Module = TypeVar("Module", bound=nn.Module)
 Per = Literal["tensor", "channel"] | int
 """What shares a scale: a whole weight, what leads to one output, or so many of an output's inputs that lie together."""
 
@@ -64,6 +65,15 @@ def round_weights(weight: Tensor, bits: int, per: Per = "channel", axis: int = 0
     return torch.cat(parts, 1).view(rows.shape).movedim(0, axis)
 
 
+@torch.no_grad()
+def round_layers(net: Module, bits: int, per: Per = "channel") -> Module:
+    """`net` with the weights of its linear layers, convolutions and folded map rounded in place by `round_weights`."""
+    for layer, name, axis in _products(net):
+        weight = getattr(layer, name)
+        weight.copy_(round_weights(weight, bits, per, axis))
+    return net
+
+
 def _to_integers(x: Tensor, bits: int) -> Tensor:
     """Each row of x [rows, n] in symmetric integers times a scale."""
     scale = (x.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)).clamp(min=torch.finfo(x.dtype).tiny)
@@ -90,12 +100,11 @@ def in_format(net: nn.Module, form: str | Format, images: Sequence[Tensor] = ())
         return _in_half(net, how.dtype)
     layers = list(_products(net))
     ranges = _ranges(net, [layer for layer, _, _ in layers], images) if how.activations else {}
-    for layer, name, axis in layers:
-        weight = getattr(layer, name)
-        if how.weights:
-            weight.copy_(round_weights(weight, how.weights, how.per, axis))
+    if how.weights:
+        round_layers(net, how.weights, how.per)
+    for layer, name, _ in layers:
         if how.mantissa:
-            weight.copy_(cut(weight, how.mantissa))
+            getattr(layer, name).copy_(cut(getattr(layer, name), how.mantissa))
             _round_inputs(layer, partial(cut, bits=how.mantissa))
         if how.activations:
             _round_inputs(layer, partial(_affine, bits=how.activations, span=ranges.get(layer)))

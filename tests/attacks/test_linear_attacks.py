@@ -1,10 +1,12 @@
 """Attacks on a linear map: steps against theory, tuning, precision, what cannot be attacked."""
 
+import math
+
 import pytest
 import torch
 from helpers.matrices import gaussian, orthonormal
 from helpers.options import OPTIONS
-from helpers.victims import classes, quadratic, victim_of
+from helpers.victims import classes, noisy_classes, quadratic, victim_of
 
 from immunization import run
 from immunization.attacks import (
@@ -16,17 +18,21 @@ from immunization.attacks import (
     LinearProbe,
     LogisticProbe,
     Momentum,
+    Rounded,
     Undo,
     Victim,
     WhitenedProbe,
     run_attacks,
 )
-from immunization.attacks.altered import round_to
+from immunization.attacks.altered import rounded
 from immunization.config import build, compose
 from immunization.data.task import Split, Task, TaskPair
 from immunization.errors import ConfigError
 from immunization.evaluation import Comparison
+from immunization.methods.decoys import discriminants
+from immunization.methods.linear_map import probe_of_inputs
 from immunization.models import Linear
+from immunization.models.fold import LinearMap
 from immunization.runs.result import Result
 from immunization.runs.verdict import verdict
 
@@ -161,15 +167,39 @@ def test_few_shot_attackers_have_as_many_rows_of_each_class():
 
 def test_rounded_weights():
     x = gaussian(20, 20, seed=0)
-    assert torch.equal(round_to(x, "float32"), x.float().double())
-    assert ((round_to(x, "bfloat16") - x).abs() <= 2.0**-8 * x.abs()).all()
-    assert len(round_to(x, "int8").unique()) <= 255
-    assert (round_to(x, "int8") - x).abs().max() <= x.abs().max() / 254 * (1 + 1e-9)
+
+    def to(precision):
+        return rounded(LinearMap(x.clone()), precision).theta.detach()
+
+    assert torch.equal(to("float32"), x.float().double())
+    assert ((to("bfloat16") - x).abs() <= 2.0**-8 * x.abs()).all()
+    assert len(to("int8_per_tensor").unique()) <= 255
+    assert (to("int8_per_tensor") - x).abs().max() <= x.abs().max() / 254 * (1 + 1e-9)
+    assert ((to("int4") - x).abs() <= x.abs().amax(0) / 14 * (1 + 1e-9)).all()  # outputs are columns
+    assert max(len(column.unique()) for column in to("int3").T) <= 7 < len(to("int3").unique())
     task, theta = quadratic(1e6)
     rotation = orthonormal(2, 2, seed=5)
-    coarse = LinearProbe(precision="int8").run(victim_of(task, theta @ rotation), "immunized")
+    coarse = LinearProbe(precision="int8_per_tensor").run(victim_of(task, theta @ rotation), "immunized")
     assert coarse.kappa != pytest.approx(1e6, rel=0.1)
-    assert LinearProbe(precision="int8").run(victim_of(task, theta), "baseline").kappa == pytest.approx(1)
+    assert LinearProbe(precision="int8_per_tensor").run(victim_of(task, theta), "baseline").kappa == pytest.approx(1)
+
+
+def test_an_attacker_who_rounds_brings_back_what_was_squeezed():
+    task = noisy_classes(dim=40, rows=300)
+    basis = torch.linalg.qr(discriminants(probe_of_inputs(task), 0.1)).Q
+    squeezed = torch.eye(40).double() - (1 - 1e-4) * basis @ basis.T
+    victim = victim_of(task, squeezed @ orthonormal(40, 40, seed=3))
+
+    def steps(attack, stage):
+        curve = attack.run(victim, stage)
+        there = curve.val >= 0.9 * curve.val.max()
+        return curve.steps[there.int().argmax()].item() if curve.val.max() > 0.5 else math.inf
+
+    exact, coarse = LinearProbe(steps=1024), Rounded(steps=1024, formats=["int8", "int4"])
+    assert steps(exact, "immunized") > 20 * steps(coarse, "immunized")
+    assert steps(coarse, "baseline") == steps(exact, "baseline")  # the map of theta_0 is I, which every format holds
+    assert coarse.run(victim, "immunized").setting == 4
+    assert coarse.run(victim, "immunized").others > 0
 
 
 def test_a_start_other_than_the_baseline_is_attacked_too():
