@@ -21,6 +21,7 @@ Precision = Literal[
 ]  # fmt: skip
 """Number formats of weights; integers have one scale per output, per tensor, or for each `GROUP` inputs."""
 GROUP = 32
+SHARED: dict[str, Per] = {"": "channel", "per_tensor": "tensor", "groups": GROUP}
 Module = TypeVar("Module", bound=nn.Module)
 
 BATCH = 64
@@ -34,8 +35,7 @@ def rounded(module: Module, precision: Precision | None) -> Module:
         return module
     if precision.startswith("int"):
         kind, _, shared = precision.partition("_")
-        per: Per = {"": "channel", "per_tensor": "tensor", "groups": GROUP}[shared]
-        return round_layers(module, int(kind[3:]), per)
+        return round_layers(module, int(kind[3:]), SHARED[shared])
     for parameter in module.parameters():
         parameter.copy_(parameter.to(getattr(torch, precision)))
     return module
