@@ -1,18 +1,14 @@
 """A net's own head before and after immunization: on test images, in number formats, on classes outside D_P."""
 
-import copy
 import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
-from immunization.checks import AtLeastOne, Component, NonNegative
+from immunization.checks import Component
 from immunization.compute.machine import onto
 from immunization.data.class_folders import Order
 from immunization.data.image_folders import Crop, open_task
@@ -24,7 +20,7 @@ from immunization.evaluation.measures import Measures
 from immunization.evaluation.primary import interval_of
 from immunization.models.chain import reads, twice
 from immunization.models.reading import outputs_of
-from immunization.runs.records import STAGES, Record, Stage
+from immunization.runs.records import STAGES, Stage
 
 NOT_KEPT = "the net as it was before training is not kept"
 
@@ -80,115 +76,6 @@ class OwnHead:
         decisions = [x.argmax(1) if x.shape[1] > 1 else x[:, 0] > 0 for x in logits.values()]
         measures.put("changed_predictions", (decisions[0] != decisions[1]).sum().item(), **of)
         return measures
-
-
-def _int8(net: nn.Module) -> nn.Module:
-    """Linear layers in int8 by torch's dynamic quantization on a CPU; convolutions stay in float32."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch announces that this module goes
-        quantize = getattr(getattr(torch.ao, "quantization", None), "quantize_dynamic", None)
-        if quantize is None:
-            raise NotImplementedError("this version of torch has no torch.ao.quantization")
-        return quantize(net.float().cpu(), {nn.Linear})
-
-
-class _Half(TorchFunctionMode):
-    """float16 as GPUs have it: sums in float32, each result rounded. A CPU without it takes 30 times as long."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> object:
-        result = func(*args, **(kwargs or {}))
-        return tree_map_only(Tensor, lambda x: x.half().float() if x.dtype == torch.float32 else x, result)
-
-
-FORMATS: dict[str, tuple[Callable[[nn.Module], nn.Module], torch.dtype]] = {
-    "float64": (nn.Module.double, torch.float64),
-    "float32": (nn.Module.float, torch.float32),
-    "float16": (nn.Module.half, torch.float16),
-    "bfloat16": (nn.Module.bfloat16, torch.bfloat16),
-    "int8": (_int8, torch.float32),
-}
-"""Formats: how to convert a net, and the dtype of its images."""
-
-
-class Deployment(Component, group="evaluation.deployment"):
-    """Accuracy of the whole net with its own head on primary test images, in formats that people run nets in.
-
-    `deployment/accuracy_<format>`, also with `_baseline`, on up to `images` evenly spaced images. Flag
-    `breaks_in_low_precision`: in some format it is more than `tolerance` below the baseline's. Flag
-    `fold_stripped_by_reset`: timm's `reset_classifier` throws the folded map away. Linear models have no such measures.
-    """
-
-    names = ("deployment/*",)
-
-    images: AtLeastOne
-    tolerance: NonNegative
-
-    @torch.no_grad()
-    def __call__(self, comparison: Comparison) -> Measures:
-        measures, model = Measures(), comparison.model
-        if not model.deep:
-            return measures
-        if model.stripped_by:
-            measures.flag(
-                "fold_stripped_by_reset",
-                f"{model.stripped_by} throws the folded map away: no module before the pooling could hold it",
-            )
-        if reason := comparison.no_test("primary"):
-            measures.miss(reason, *(f"deployment/accuracy_{form}" for form in FORMATS), stage=STAGES)
-            return measures
-        nets, batches = nets_of(comparison), self._batches(comparison)
-        broken = [self._compare(comparison, form, nets, batches, measures) for form in FORMATS]
-        if any(broken):
-            measures.flag("breaks_in_low_precision", "; ".join(filter(None, broken)))
-        return measures
-
-    def _batches(self, comparison: Comparison) -> list[tuple[Tensor, Tensor]]:
-        """Images and labels of evenly spaced rows of the primary test split."""
-        model, part = comparison.model, comparison.tasks["primary"].test
-        rows = torch.linspace(0, len(part) - 1, min(self.images, len(part))).round().long()
-        return list(model.image_batches("primary", "test", rows))
-
-    def _compare(
-        self,
-        comparison: Comparison,
-        form: str,
-        nets: Mapping[Stage, nn.Module | None],
-        batches: list[tuple[Tensor, Tensor]],
-        measures: Measures,
-    ) -> str:
-        """Measure both nets in a format; returns what it breaks, if anything."""
-        task, accuracy = comparison.tasks["primary"], dict[Stage, float]()
-        labels = torch.cat([labels for _, labels in batches])
-        for stage, net in nets.items():
-            reason = "" if net is not None else NOT_KEPT
-            if net is not None:
-                try:
-                    logits = logits_in(net, form, batches).to(labels.device, comparison.model.dtype)
-                    accuracy[stage] = task.measure(logits, labels).item()
-                except Exception as error:  # the machine lacks an operation in the format, or the net's code does
-                    reason = f"the net does not run in {form}: {' '.join(str(error).split())[:100]}"
-            value = accuracy.get(stage)
-            measures.add(Record(f"deployment/accuracy_{form}", value, stage=stage, reason=reason))
-        if len(accuracy) == 2 and accuracy["baseline"] - accuracy["immunized"] > self.tolerance + 1e-9:
-            return f"primary accuracy in {form} is {accuracy['immunized']:.3f}, before {accuracy['baseline']:.3f}"
-        return ""
-
-
-def logits_in(net: nn.Module, form: str, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Outputs [n, classes] of a copy of `net` in one of `FORMATS`, for all images of `batches`, on the CPU."""
-    convert, dtype = FORMATS[form]
-    converted, device = convert(copy.deepcopy(net)).eval(), next(net.parameters()).device
-    if form == "int8":
-        device = torch.device("cpu")
-    if form != "float16" or device.type != "cpu":
-        like = torch.empty(0, device=device, dtype=dtype)
-        return torch.cat([converted(onto(images, like)).cpu() for images, _ in batches])
-    converted.float()  # weights stay rounded
-    with _Half():
-        rounded = (images.half().float() if images.is_floating_point() else images for images, _ in batches)
-        return torch.cat([converted(images) for images in rounded])
 
 
 NAMES = ("accuracy", "called_primary")

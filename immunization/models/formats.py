@@ -68,7 +68,7 @@ def round_weights(weight: Tensor, bits: int, per: Per = "channel", axis: int = 0
 @torch.no_grad()
 def round_layers(net: Module, bits: int, per: Per = "channel") -> Module:
     """`net` with the weights of its linear layers, convolutions and folded map rounded in place by `round_weights`."""
-    for layer, name, axis in _products(net):
+    for layer, name, axis in products(net):
         weight = getattr(layer, name)
         weight.copy_(round_weights(weight, bits, per, axis))
     return net
@@ -98,7 +98,7 @@ def in_format(net: nn.Module, form: str | Format, images: Sequence[Tensor] = ())
     net = net.float()
     if how.dtype != torch.float32:
         return _in_half(net, how.dtype)
-    layers = list(_products(net))
+    layers = list(products(net))
     ranges = _ranges(net, [layer for layer, _, _ in layers], images) if how.activations else {}
     if how.weights:
         round_layers(net, how.weights, how.per)
@@ -111,7 +111,7 @@ def in_format(net: nn.Module, form: str | Format, images: Sequence[Tensor] = ())
     return net
 
 
-def _products(net: nn.Module) -> Iterator[tuple[nn.Module, str, int]]:
+def products(net: nn.Module) -> Iterator[tuple[nn.Module, str, int]]:
     """Layers that multiply by a weight, its name, and the axis of its outputs."""
     for layer in net.modules():
         if isinstance(layer, nn.modules.conv._ConvTransposeNd):

@@ -8,6 +8,7 @@ from pathlib import Path
 from helpers.repository import ROOT
 
 from immunization.attacks.flags import MEANINGS
+from immunization.models.formats import FORMATS
 from immunization.results.page import flags_page
 
 PAGE = (ROOT / "docs" / "flags.md").read_text()
@@ -16,8 +17,13 @@ PAGE = (ROOT / "docs" / "flags.md").read_text()
 def flag_of(node: ast.expr) -> str | None:
     """The name of a flag as the page writes it, `few_samples_<role>`; None where the code passes one on."""
     if isinstance(node, ast.JoinedStr):
-        return "".join(part.value if isinstance(part, ast.Constant) else "<role>" for part in node.values)
+        return "".join(part.value if isinstance(part, ast.Constant) else placeholder(part) for part in node.values)
     return node.value if isinstance(node, ast.Constant) else None
+
+
+def placeholder(part: ast.expr) -> str:
+    """What the page has where the code fills in a task, or the number format `form`."""
+    return "<format>" if isinstance(part, ast.FormattedValue) and ast.unparse(part.value) == "form" else "<role>"
 
 
 def raised_in(path: Path) -> Iterator[str]:
@@ -43,8 +49,9 @@ def test_every_flag_is_explained() -> None:
 
 def test_every_flag_has_its_anchor() -> None:
     for name in re.findall(r"</a>`([^`]+)` \|", PAGE):
-        for role in ("primary", "harmful", "benign") if "<role>" in name else ("",):
-            assert f'<a id="{name.replace("<role>", role)}"></a>' in PAGE
+        fillings = {"<role>": ("primary", "harmful", "benign"), "<format>": FORMATS}
+        for part, filled in [*(item for item in fillings.items() if item[0] in name)] or [("", ("",))]:
+            assert all(f'<a id="{name.replace(part, own)}"></a>' in PAGE for own in filled), name
 
 
 def test_reports_link_to_it_where_it_lies_beside_them(tmp_path) -> None:
