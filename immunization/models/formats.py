@@ -19,20 +19,29 @@ from immunization.models.fold import LinearMap
 Module = TypeVar("Module", bound=nn.Module)
 Per = Literal["tensor", "channel"] | int
 """What shares a scale: a whole weight, what leads to one output, or so many of an output's inputs that lie together."""
+Range = Literal["images", "mean", "call", "row"]
+"""Whose extremes bound activations: all images', the means of each image's, a call's, or those of each row of it."""
+Integers = Literal["symmetric", "signed", "unsigned"]
+"""Integers of weights; of 8 bits from -127, from -128 (torch: the scale is max / 127.5), or from the least weight."""
+CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a format rounds. `weights`, `activations`: bits of an integer, None for none; `per`: who shares a scale.
+    """How a format rounds. `weights`, `activations`: bits of an integer or, of weights, a float8; None for none.
 
-    `dtype`: every value, also between layers, is one of it. `mantissa`: bits that are left to what enters products.
+    `per`: which weights share a scale; `integers`: theirs. `range`: that of activations. `mantissa`: bits that are left
+    to what enters products. `convolutions` may stay as they are. `dtype`: every value, also between layers, is one.
     """
 
-    weights: int | None = None
+    weights: int | torch.dtype | None = None
     per: Per = "channel"
+    integers: Integers = "symmetric"
     activations: int | None = None
-    dtype: torch.dtype = torch.float32
+    range: Range = "images"
     mantissa: int | None = None
+    convolutions: bool = True
+    dtype: torch.dtype = torch.float32
 
 
 FORMATS = {
@@ -52,16 +61,18 @@ FORMATS = {
 
 
 @torch.no_grad()
-def round_weights(weight: Tensor, bits: int, per: Per = "channel", axis: int = 0) -> Tensor:
-    """`weight` rounded to integers times a scale: the largest size among those that share it / (2^(bits-1) - 1).
+def round_weights(
+    weight: Tensor, bits: int | torch.dtype, per: Per = "channel", axis: int = 0, integers: Integers = "symmetric"
+) -> Tensor:
+    """`weight` in integers of `bits`, or in a float8, times a scale: for the largest size among those that share it.
 
     `axis` is that of outputs. A group of `per` weights lies along the inputs of one output; the last may be smaller.
-    Same shape and dtype. Zeros stay zeros.
+    Zeros stay zeros, but for `unsigned` integers, which begin at the least weight. Same shape and dtype.
     """
     rows = weight.movedim(axis, 0)
     flat = rows.reshape(1 if per == "tensor" else len(rows), -1)
     size = per if isinstance(per, int) else flat.shape[1]
-    parts = [_to_integers(part, bits) for part in flat.split(size, 1)]
+    parts = [_rounded(part, bits, integers) for part in flat.split(size, 1)]
     return torch.cat(parts, 1).view(rows.shape).movedim(0, axis)
 
 
@@ -74,10 +85,29 @@ def round_layers(net: Module, bits: int, per: Per = "channel") -> Module:
     return net
 
 
-def _to_integers(x: Tensor, bits: int) -> Tensor:
-    """Each row of x [rows, n] in symmetric integers times a scale."""
-    scale = (x.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)).clamp(min=torch.finfo(x.dtype).tiny)
-    return (x / scale).round() * scale
+def _rounded(x: Tensor, bits: int | torch.dtype, integers: Integers) -> Tensor:
+    """Each row of x [rows, n] with a scale of its own."""
+    if integers == "unsigned":
+        return _between(x, bits, *x.aminmax(dim=1, keepdim=True))
+    most = torch.finfo(bits).max if isinstance(bits, torch.dtype) else 2 ** (bits - 1) - 1
+    scale = x.abs().amax(1, keepdim=True) / (most + 0.5 * (integers == "signed"))
+    scale = scale.clamp(min=torch.finfo(x.dtype).tiny)
+    if isinstance(bits, torch.dtype):
+        return (x / scale).to(bits).to(x) * scale
+    return (x / scale).round().clamp(max=most) * scale
+
+
+def _between(x: Tensor, bits: int, low: Tensor, high: Tensor, zero: bool = False) -> Tensor:
+    """`x`, cut off at `low` and `high`, in 2^bits - 1 equal steps, moved so that `zero` is among them."""
+    scale = ((high - low) / (2**bits - 1)).clamp(min=torch.finfo(x.dtype).tiny)
+    low = (low / scale).round() * scale if zero else low
+    return ((x - low) / scale).round().clamp(0, 2**bits - 1) * scale + low
+
+
+def cut(x: Tensor, bits: int) -> Tensor:
+    """float32 `x` with `bits` of its 23 of mantissa, rounded to the nearest, halves away from 0."""
+    drop = 23 - bits
+    return ((x.contiguous().view(torch.int32) + (1 << (drop - 1))) & -(1 << drop)).view(torch.float32)
 
 
 @torch.no_grad()
@@ -85,9 +115,9 @@ def in_format(net: nn.Module, form: str | Format, images: Sequence[Tensor] = ())
     """A copy of `net`, in eval mode, that computes as `net` does in one of `FORMATS`, and is of the same class.
 
     It takes and gives float32 (float64 for that format). Linear layers, convolutions and attention are rounded, and so
-    is the folded map; embeddings, norms and biases only by float16 and bfloat16. Integer activations have a zero point,
-    and one scale for what enters a layer: that of all `images`, batches that the net reads; without images, each call
-    has its own. Raises ValueError for an unknown name.
+    is the folded map; embeddings, norms and biases only by float16 and bfloat16. Integer activations have one scale for
+    what enters a layer or a pooling: that of all `images`, batches that the net reads; without images, each call has
+    its own. A hook before the others of a layer sees what is not rounded yet. Raises ValueError for an unknown name.
     """
     if isinstance(form, str) and form not in FORMATS:
         raise ValueError(f"{form!r} is no number format; there are {', '.join(FORMATS)}")
@@ -98,85 +128,84 @@ def in_format(net: nn.Module, form: str | Format, images: Sequence[Tensor] = ())
     net = net.float()
     if how.dtype != torch.float32:
         return _in_half(net, how.dtype)
-    layers = list(products(net))
-    ranges = _ranges(net, [layer for layer, _, _ in layers], images) if how.activations else {}
-    if how.weights:
-        round_layers(net, how.weights, how.per)
-    for layer, name, _ in layers:
+    layers = [one for one in products(net) if how.convolutions or not isinstance(one[0], CONVOLUTIONS)]
+    if how.activations:
+        _round_activations(net, [layer for layer, _, _ in layers], how, images)
+    for layer, name, axis in layers:
+        weight = getattr(layer, name)
+        if how.weights:
+            weight.copy_(round_weights(weight, how.weights, how.per, axis, how.integers))
         if how.mantissa:
-            getattr(layer, name).copy_(cut(getattr(layer, name), how.mantissa))
+            weight.copy_(cut(weight, how.mantissa))
             _round_inputs(layer, partial(cut, bits=how.mantissa))
-        if how.activations:
-            _round_inputs(layer, partial(_affine, bits=how.activations, span=ranges.get(layer)))
     return net
 
 
 def products(net: nn.Module) -> Iterator[tuple[nn.Module, str, int]]:
     """Layers that multiply by a weight, its name, and the axis of its outputs."""
     for layer in net.modules():
-        if isinstance(layer, nn.modules.conv._ConvTransposeNd):
+        if isinstance(layer, nn.modules.conv._ConvTransposeNd) or type(layer).__name__ == "Conv1D":  # of transformers
             yield layer, "weight", 1
-        elif isinstance(layer, (nn.Linear, nn.modules.conv._ConvNd)):
+        elif isinstance(layer, (nn.Linear, *CONVOLUTIONS)):
             yield layer, "weight", 0
         elif isinstance(layer, LinearMap):
             yield layer, "theta", 1
-        elif type(layer).__name__ == "Conv1D":  # of transformers
-            yield layer, "weight", 1
         elif isinstance(layer, nn.MultiheadAttention) and layer.in_proj_weight is not None:
             yield layer, "in_proj_weight", 0
 
 
+def _round_inputs(layer: nn.Module, to: Callable[[Tensor], Tensor]) -> None:
+    """From now on every tensor that enters `layer` by position is rounded by `to`; masks come by name."""
+    layer.register_forward_pre_hook(lambda _m, inputs: tree_map_only(Tensor, to, inputs))
+
+
 def _in_half(net: nn.Module, dtype: torch.dtype) -> nn.Module:
     """`net` with its weights, and what enters and leaves each of its modules, rounded to `dtype`; sums are float32."""
-    to = partial(_to_dtype, dtype=dtype)
+
+    def to(x: Tensor) -> Tensor:
+        return x.to(dtype).to(x.dtype) if x.is_floating_point() else x
+
     for tensor in (*net.parameters(), *net.buffers()):
-        if tensor.is_floating_point():
-            tensor.copy_(to(tensor))
+        tensor.copy_(to(tensor))
     for module in net.modules():
         _round_inputs(module, to)
         module.register_forward_hook(lambda _m, _i, output: tree_map_only(Tensor, to, output))
     return net
 
 
-def _to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype).to(x.dtype) if x.is_floating_point() else x
+def _round_activations(net: nn.Module, layers: Sequence[nn.Module], how: Format, images: Sequence[Tensor]) -> None:
+    """From now on activations are integers: with a range known beforehand also those that are pooled."""
+    known = how.range in ("images", "mean")
+    layers = [*layers, *(m for m in net.modules() if known and "Pool" in type(m).__name__)]
+    ranges = _ranges(net, layers, images, how.range) if known else {}
+    for layer in layers:
+
+        def to(x: Tensor, span: tuple[Tensor, Tensor] | None = ranges.get(layer)) -> Tensor:
+            low, high = span or (_extremes(x) if how.range == "row" else x.aminmax())
+            return _between(x, how.activations, low.to(x).clamp(max=0), high.to(x).clamp(min=0), zero=True)
+
+        _round_inputs(layer, to)
 
 
-def cut(x: Tensor, bits: int) -> Tensor:
-    """float32 `x` with `bits` of its 23 of mantissa, rounded to the nearest, halves away from 0."""
-    drop = 23 - bits
-    return ((x.float().contiguous().view(torch.int32) + (1 << (drop - 1))) & -(1 << drop)).view(torch.float32)
+def _extremes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Least and largest value of each row of x [n, ...]: [n, 1, ...]."""
+    low, high = x.flatten(1).aminmax(dim=1)
+    shape = (-1, *[1] * (x.ndim - 1))
+    return low.view(shape), high.view(shape)
 
 
-def _affine(x: Tensor, bits: int, span: Tensor | None) -> Tensor:
-    """`x` in integers from 0 to 2^bits - 1 with a zero point, over `span` (least, largest) or that of `x` itself."""
-    if not x.is_floating_point():
-        return x
-    low, high = torch.stack(x.aminmax()) if span is None else span.to(x.device)
-    scale = ((high.clamp(min=0) - low.clamp(max=0)) / (2**bits - 1)).clamp(min=torch.finfo(x.dtype).tiny)
-    zero = (-low.clamp(max=0) / scale).round()
-    return ((x / scale + zero).round().clamp(0, 2**bits - 1) - zero) * scale
-
-
-def _round_inputs(layer: nn.Module, to: Callable[[Tensor], Tensor]) -> None:
-    """From now on every tensor that enters `layer` by position is rounded by `to`; masks come by name."""
-
-    layer.register_forward_pre_hook(lambda _m, inputs: tree_map_only(Tensor, to, inputs))
-
-
-def _ranges(net: nn.Module, layers: Iterable[nn.Module], images: Sequence[Tensor]) -> dict[nn.Module, Tensor]:
-    """(least, largest) value [2] that enters each layer, over all images."""
-    seen: dict[nn.Module, Tensor] = {}
-
-    def keep(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-        if args:
-            span = torch.stack(args[0].aminmax())
-            old = seen.get(layer, span)
-            seen[layer] = torch.stack([torch.minimum(old[0], span[0]), torch.maximum(old[1], span[1])])
-
+def _ranges(
+    net: nn.Module, layers: Iterable[nn.Module], images: Sequence[Tensor], kind: Range
+) -> dict[nn.Module, tuple[Tensor, Tensor]]:
+    """(least, largest) value that enters each layer: the extremes over all images, or the means of each image's."""
+    seen: dict[nn.Module, list[Tensor]] = {layer: [] for layer in layers}
     with ExitStack() as hooks:
-        for layer in layers:
+        for layer, spans in seen.items():
+            keep = partial(lambda spans, _m, inputs: spans.append(torch.stack(_extremes(inputs[0])).flatten(1)), spans)
             hooks.enter_context(layer.register_forward_pre_hook(keep))
         for batch in images:
             net(batch)
-    return seen
+    ends = {layer: torch.cat(spans, 1) for layer, spans in seen.items() if spans}
+    if kind == "mean":
+        return {layer: (low.mean(), high.mean()) for layer, (low, high) in ends.items()}
+    return {layer: (low.min(), high.max()) for layer, (low, high) in ends.items()}

@@ -75,6 +75,15 @@ def test_weights_are_rounded_with_a_scale_for_each_channel_tensor_or_group():
     assert torch.equal(round_weights(torch.zeros(2, 2), 8), torch.zeros(2, 2))
 
 
+def test_integers_may_be_lopsided_and_weights_in_float8():
+    signed = round_weights(torch.tensor([[7.5, -7.5, 3.2]]), 4, integers="signed")
+    torch.testing.assert_close(signed, torch.tensor([[7.0, -8.0, 3.0]]))
+    unsigned = round_weights(torch.tensor([[-1.5, 14.5 - 1, 2.4]]), 4, integers="unsigned")  # steps of 1 from -1.5
+    torch.testing.assert_close(unsigned, torch.tensor([[-1.5, 13.5, 2.5]]))
+    float8 = round_weights(torch.tensor([[448.0, 17.0, -1.0]]), torch.float8_e4m3fn)
+    torch.testing.assert_close(float8, torch.tensor([[448.0, 16.0, -1.0]]))
+
+
 @torch.no_grad()
 def test_activations_are_rounded_over_the_range_of_images_or_of_each_call():
     net, seen = nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), []
@@ -89,6 +98,22 @@ def test_activations_are_rounded_over_the_range_of_images_or_of_each_call():
     low[0].register_forward_pre_hook(lambda _m, inputs: seen.append(inputs[0]))
     low(torch.tensor([[-1.0, 1.55]]))
     torch.testing.assert_close(seen[2], torch.tensor([[-1.0, 1.55]]))
+
+
+@torch.no_grad()
+def test_ranges_are_means_or_of_rows_and_pooling_is_rounded_where_they_are_known():
+    images, seen = torch.tensor([[[[1.0]]], [[[3.0]]]]), []
+    net = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(1, 1, 1))
+    for kind in ("mean", "row", "call"):
+        copy = in_format(net, Format(activations=8, range=kind), [images])
+        assert len(copy[0]._forward_pre_hooks) == (kind == "mean")
+        copy[1].register_forward_pre_hook(lambda _m, inputs: seen.append(inputs[0].flatten().tolist()))
+        copy(torch.tensor([[[[0.1]]], [[[2.55]]]]))
+    assert seen[0] == pytest.approx([26 / 255, 2.0])  # cut off at the mean of 1 and 3, in steps of 2 / 255
+    assert seen[1] == pytest.approx([0.1, 2.55])
+    assert seen[2] == pytest.approx([0.1, 2.55])
+    kept = in_format(net, Format(4, convolutions=False))
+    assert torch.equal(kept[1].weight, net[1].weight)
 
 
 @torch.no_grad()
