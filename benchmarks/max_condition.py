@@ -15,20 +15,17 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from immunization import run
-from immunization.results.plot import INK, LINES, MARKERS, PALETTE, fit_log, inked, legend_below, panel_axes
+from immunization.results.plot import LINES, MARKERS, PALETTE, fit_log, inked, legend_below, panel_axes
 from immunization.runs.result import Result
 
-FORMATS = ("float32", "bfloat16", "int8")
-"""float16 costs a CPU a second an image, and keeps three more bits than bfloat16."""
+FORMATS = ("float32", "bfloat16", "int8", "int4")
 COLUMNS = (
     "rir",
     "test/rir",
     "steps_ratio/harmful",
     "steps_ratio/primary",
-    *(f"deployment/accuracy_{form}" for form in FORMATS),
+    *(f"deployment/{measure}_{form}" for measure in ("accuracy", "steps") for form in FORMATS),
 )
-LEAST_STEPS = 500
-"""The harmful steps ratio that a default should keep."""
 LOSSES = {"bfloat16": 1, "int8": 3}
 """Points of accuracy that a default may lose in a format."""
 
@@ -61,21 +58,18 @@ def line(name: str, metrics: Mapping[str, float | None], flags: Collection[str] 
 
 
 def draw(tables: Mapping[str, Rows], path: Path) -> None:
-    """Harmful steps ratio above, points of accuracy lost in each format below; a column for each experiment."""
+    """Harmful steps in each format above, points of accuracy lost below; a column for each experiment."""
     with inked():
         figure, axes = panel_axes(2 * len(tables), 3.6, 2.3, legend_rows=1, columns=len(tables))
         for i, (experiment, rows) in enumerate(tables.items()):
             steps, lost = axes[i], axes[i + len(tables)]
-            ratios = [result.metrics["steps_ratio/harmful"] for result in rows.values()]
-            steps.plot(range(len(rows)), ratios, color=INK, marker=MARKERS[0])
-            for j, result in enumerate(rows.values()):
-                if "capped_harmful" in result.flags:
-                    steps.annotate(
-                        "at least", (j, ratios[j]), (0, 6), textcoords="offset points", ha="center", fontsize=8
-                    )
-            steps.axhline(LEAST_STEPS, color=INK, linestyle=":", linewidth=1)
+            drawn = []
+            for j, form in enumerate(FORMATS):
+                ratios = [result.metrics[f"deployment/steps_{form}"] for result in rows.values()]
+                steps.plot(range(len(rows)), ratios, color=PALETTE[j + 1], linestyle=LINES[j], marker=MARKERS[j])
+                drawn += ratios
             steps.set(title=experiment, ylabel="harmful steps ratio")
-            fit_log(steps.yaxis, ratios)
+            fit_log(steps.yaxis, drawn)
             for j, form in enumerate(FORMATS):
                 name, color = f"deployment/accuracy_{form}", PALETTE[j + 1]
                 points = [100 * (r.metrics[f"{name}_baseline"] - r.metrics[name]) for r in rows.values()]
