@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from immunization.checks import Seed, check_value
 from immunization.compute import machine, randomness
@@ -31,6 +32,7 @@ from immunization.methods import Unmodified
 from immunization.models import Linear, Model, Timm
 from immunization.models.activations import take
 from immunization.models.adapted import Adapted, adapted, check_net, logits_of, released
+from immunization.models.deployed import deployed, kind_of
 from immunization.models.fold import LinearMap, folded_map, unfold
 from immunization.models.libraries import is_pretrained, save_config, save_pretrained
 from immunization.models.named import Named
@@ -184,13 +186,14 @@ def save(model: nn.Module, folder: str | Path, result: Result | None = None, **a
 @randomness.isolated_rng()
 @torch.enable_grad()
 def audit(
-    model: nn.Module,
+    model: nn.Module | ExportedProgram | str | Path,
     primary_loader: Loaders | None = None,
     harmful_loader: Loaders | None = None,
-    reference: nn.Module | None = None,
+    reference: nn.Module | ExportedProgram | str | Path | None = None,
     *,
     attacks: str | Sequence[str] | None = None,
     budget: Literal["quick", "standard", "nightly"] | None = None,
+    features: str | None = None,
     seed: int = 0,
     verbose: bool | None = None,
     **options: Any,
@@ -204,11 +207,13 @@ def audit(
     `train`, `test` and, if there are such rows, `val`. They are read once into memory.
 
     `model` is a classifier as for `immunize`. It is compared with `reference`, the classifier before immunization
-    (None: without the map that `immunize` folded in). Or `model` is what `load` returns for a linear map, which is
-    compared with its inputs; its loaders give rows [n, D]. `budget` is a numbered suite of attackers, which also says
-    what the model is worth and how much of that is removed (docs/attacks.md). Alternatively `attacks` names one or
-    several of conf/attack (None: those of experiment=audit). `options` are keys of attacks, as `adam__steps=100`.
-    `verdict` of the result has sentences. `verbose` is as for `immunize`. Raises ConfigError, DataError.
+    (None: without the map that `immunize` folded in). Either may be what was deployed, which is only run: a quantized
+    net, TorchScript, an exported program, or the path of an ONNX file, with `features` the name of a tensor (None: what
+    the last layer reads). Or `model` is what `load` returns for a linear map, which is compared with its inputs; its
+    loaders give rows [n, D]. `budget` is a numbered suite of attackers, which also says what the model is worth and how
+    much of that is removed (docs/attacks.md). Alternatively `attacks` names one or several of conf/attack (None: those
+    of experiment=audit). `options` are keys of attacks, as `adam__steps=100`. `verdict` of the result has sentences.
+    `verbose` is as for `immunize`. Raises ConfigError, DataError.
     """
     check_value("seed", seed, Seed)
     check_value("verbose", verbose, bool | None)
@@ -243,8 +248,8 @@ def audit(
         like, make = model.theta.double(), partial(_linear, model)
     else:
         loaders = _loaders(model, primary_loader, harmful_loader)
-        net = _copy(model, loaders)
-        before = _before(net) if reference is None else _copy(reference, loaders)
+        net = _audited(model, loaders, features)
+        before = _before(net) if reference is None else _audited(reference, loaders, features)
         data, like = _source(net, loaders)
         if folded_map(net) is not None:
             like = like.double()  # what the map spreads over many orders of magnitude is measured as it is
@@ -342,6 +347,14 @@ def _source(net: nn.Module, loaders: Mapping[str, LabeledBatches], augment: bool
     square = len(shape) == 4 and shape[2] == shape[3] and not isinstance(net, Adapted)
     like = weights.float() if weights.dtype.itemsize < 4 else weights
     return ImagePair("loaders", tasks, cache=None, augment=augment, size=shape[3] if square else None), like
+
+
+def _audited(model: Any, loaders: dict[str, LabeledBatches], features: str | None) -> nn.Module:
+    """What `_copy` gives; also of a net that was compiled, and of one that can only be run."""
+    model, read = getattr(model, "_orig_mod", model), next(iter(loaders.values()))
+    if kind_of(model) is None:
+        return _copy(model, loaders)
+    return adapted(_named(deployed(model, read.first(), read.fields, features), loaders), read.first())
 
 
 def _copy(model: nn.Module, loaders: dict[str, LabeledBatches]) -> nn.Module:

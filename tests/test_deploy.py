@@ -51,6 +51,17 @@ def test_exports_answer_the_same(net, images, start, tmp_path, monkeypatch):
     torch.testing.assert_close(known["again"](images[:3]), net(images[:3]), rtol=1e-4, atol=1e-5)  # any batch size
 
 
+@pytest.mark.parametrize("net", ["test_resnet"], indirect=True, scope="module")
+def test_what_was_exported_is_audited(net, images, tmp_path, monkeypatch):
+    known = names(net, images, tmp_path, monkeypatch)
+    with torch.no_grad():
+        exec(block("torch.export.save"), known)
+    known |= {"immunization": immunization, "harmful_loader": loader(3, 1, 60, 32), "net_before": net}
+    exec(block("immunization.audit(program"), known)
+    assert known["result"].metrics["worth/theta_0"] is not None
+    assert "only_run" in known["result"].flags
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     "net", ["test_resnet", pytest.param("test_vit", marks=pytest.mark.slow)], indirect=True, scope="module"

@@ -122,7 +122,8 @@ class BlockProbe(Attack, group="attack.block_probe"):
             return victim.once((*place, end, stage), read)
 
         outputs = passed(network())
-        if self.enlarged and (larger := at_twice_the_size(network(), images["train"])):
+        enlarged = self.enlarged and not victim.model.fixed  # else theta_0 alone could read images of another size
+        if enlarged and (larger := at_twice_the_size(network(), images["train"])):
             outputs |= passed(larger, TWICE)
         if self.tiles:
             if (tiled := in_tiles(network(), images["train"])) is None:
@@ -222,6 +223,8 @@ class FreshFrom(BlockProbe, group="attack.fresh_from"):
         return self.scope == "trained" and victim.same_outside(self.scope)
 
     def read(self, victim: Victim, stage: Stage) -> Outputs:
+        victim.check_changeable(self.reference)
+
         def drawn() -> Network:
             with torch.random.fork_rng():
                 torch.manual_seed(WEIGHTS)

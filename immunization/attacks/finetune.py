@@ -124,6 +124,7 @@ class FineTune(Attack):
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
         victim.network("baseline")  # Inapplicable where there is no net
+        victim.check_changeable(self.reference)
         few = self.rows(victim.task)
         rows = None if few is None else tuple(few.tolist())
         splits = {"train": victim.images("train", rows)}

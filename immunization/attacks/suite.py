@@ -127,6 +127,9 @@ def run_attacks(
             outcome.put(outcomes[-1], role, victim.task.measure_name, measures)
     for flag, reason in flags_of(outcomes).items():
         measures.flag(of_role(flag, role), reason)
+    if fixed := victim.model.fixed:
+        left_out = [name for name, curves in run.curves.items() if isinstance(curves, Inapplicable)]
+        measures.flag(of_role("only_run", role), f"{fixed}. Left out: {', '.join(left_out) or 'none'}")
     partial = {name: part for name in references if (part := attacks[name].partial)}
     without_model = {name: curve for name, curve in references.items() if name not in partial}
     bar = prices.measure(outcomes, without_model, victim, measures)
@@ -252,7 +255,7 @@ class _Run:
                 try:
                     return attack.run(victim, stage)
                 except Inapplicable as error:
-                    if stage == "baseline":
+                    if stage == "baseline" or victim.model.fixed:
                         raise
                     # it applies to the baseline: there is nothing left to learn from
                     log.info("attack %s guesses on %s: %s", name + draw, PLACES[stage], error)

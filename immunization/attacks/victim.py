@@ -95,7 +95,9 @@ class Victim:
         self.task = replace(self.task, train=_some(self.task.train, rows))
 
     def extractor(self, stage: Stage, precision: Precision | None = None) -> nn.Module:
-        """A copy of the extractor, its weights rounded to `precision`."""
+        """A copy of the extractor, its weights rounded to `precision`. Raises Inapplicable."""
+        if precision is not None:
+            self.check_changeable()
         if stage != "immunized" and self.model.before is not None:
             return rounded(copy.deepcopy(self.model.before.extractor), precision)
         extractor = copy.deepcopy(self.model.extractor)
@@ -133,6 +135,8 @@ class Victim:
         """A copy of the whole net, images -> features [N, D], all of it trainable and in eval mode."""
         if not self.model.deep:
             raise Inapplicable("a linear map has no layers to fine-tune: this attack needs a deep net")
+        if precision is not None:
+            self.check_changeable()
         if stage == "immunized":
             network = self.model.network()
         elif self.model.before is not None:
@@ -143,6 +147,12 @@ class Victim:
             before = self.model.before
             network.trained = self.once("changed", lambda: self._changed(before))
         return rounded(network, precision).to(next(network.parameters())).eval().requires_grad_(True)
+
+    def check_changeable(self, reference: bool = False) -> None:
+        """Raise Inapplicable where nobody can change the net of a stage; `reference`: that of the baseline."""
+        for model in (None if reference and self.model.before else self.model, self.model.before):
+            if model is not None and model.fixed:
+                raise Inapplicable(model.fixed)
 
     def same_outside(self, part: str) -> bool:
         """Whether theta_I and the baseline have the same modules, and differ in nothing but a part of them."""
@@ -171,6 +181,8 @@ class Victim:
     def _changed(self, reference: Model) -> list[str]:
         """Modules of the net whose weights or statistics are not those of the net it is compared with, by name."""
         after, before = (model.network().state_dict() for model in (self.model, reference))
+        if after.keys().isdisjoint(before):  # another kind of net
+            return ["whole"]
         own = [n for n, x in after.items() if n not in before or not torch.equal(x, before[n].to(x))]
         return list(dict.fromkeys(name.rpartition(".")[0] for name in own))
 

@@ -69,6 +69,10 @@ class Deployment(Component, group="evaluation.deployment"):
                 "fold_stripped_by_reset",
                 f"{model.stripped_by} throws the folded map away: no module before the pooling could hold it",
             )
+        if model.fixed:  # it is in the one format that it was deployed in
+            known = [f"deployment/{measure}_{form}" for form in self.forms for measure in ("accuracy", "steps", "few")]
+            measures.miss(model.fixed, *known)
+            return measures
         nets, own = nets_of(comparison), _images(comparison, "primary", "test", self.images)
         if reason := comparison.no_test("primary"):
             measures.miss(reason, *(f"deployment/accuracy_{form}" for form in self.forms), stage=STAGES)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from immunization.compute.machine import onto
 from immunization.errors import ConfigError
+from immunization.models.deployed import kind_of
 from immunization.models.fold import FOLD, ORIGINAL, READ, Place, fold_into, folded_map, recorded
 from immunization.models.named import NET, Named, name_of, own
 
@@ -200,10 +201,12 @@ def check_net(what: str, net: object) -> None:
     """Raise ConfigError for what is no net, or none that can be copied and trained."""
     if not isinstance(net, nn.Module):
         raise ConfigError(f"{what} must be an nn.Module, not {type(net).__name__}")
+    if kind := kind_of(net):
+        raise ConfigError(
+            f"{what} is {kind}, which can be audited and not changed: give the nn.Module it was made from"
+        )
     if hasattr(net, "_orig_mod"):
         raise ConfigError(f"{what} was made by torch.compile: give the net itself (._orig_mod) and compile the result")
-    if isinstance(net, torch.jit.ScriptModule):
-        raise ConfigError(f"{what} is TorchScript: give the nn.Module it was made from")
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in net.parameters() if p.is_floating_point()})
     if not dtypes:
         raise ConfigError(f"{what}, a {type(net).__name__}, has no weights: give a net with a linear classifier")

@@ -30,13 +30,16 @@ class Operations(TorchDispatchMode):
     That one follows modules by gradients, which views of weights may lack, and takes up to three times as long.
     """
 
+    counting = True
+    """False while an artefact runs, which says itself what it costs."""
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output, count = func(*args, **(kwargs or {})), flop_registry.get(func._overloadpacket)
-        if count is not None:
+        if count is not None and self.counting:
             self.total += count(*args, **(kwargs or {}), out_val=output)
         return output
 

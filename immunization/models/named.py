@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from immunization.data.fields import MASK, POSITIONAL, unpack
+from immunization.models.deployed import Deployed
 
 NET = "net."
 """Begins the names of the modules of a net whose fields are named."""
@@ -22,7 +23,8 @@ class Named(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         read = self.mask(x).any(0).nonzero()
-        x = x[..., : int(read.max()) + 1 if len(read) else None]  # what pads all texts alike costs nothing
+        if not isinstance(self.net, Deployed):  # which may read texts of one length alone
+            x = x[..., : int(read.max()) + 1 if len(read) else None]  # what pads all texts alike costs nothing
         if self.fields == (POSITIONAL,):
             return self.net(x[:, 0])
         return self.net(**unpack(x, self.fields))
@@ -46,5 +48,6 @@ def own(net: nn.Module) -> nn.Module:
 
 
 def name_of(net: nn.Module) -> str:
-    """How a net's own class is called."""
-    return type(own(net)).__name__
+    """How a net's own class is called, or what was deployed."""
+    net = own(net)
+    return net.title if isinstance(net, Deployed) else type(net).__name__

@@ -24,6 +24,7 @@ from immunization.errors import ConfigError
 from immunization.models.activations import Stream
 from immunization.models.adapted import BODY, Adapted, released
 from immunization.models.chain import Network, Tail, Whole, first_with, in_form, parameters, take_apart
+from immunization.models.deployed import Deployed
 from immunization.models.fold import folded_map, unfold
 from immunization.models.reading import Reader, room_for
 from immunization.models.weights import create, head_size, known_arguments, name_of, read_checkpoint
@@ -98,6 +99,7 @@ class Timm(Reader):
         )
         self.parts = take_apart(net, pair.size)
         self.head, self.net, self.config = self.parts.head, self.parts.net, self.parts.config
+        self.fixed = next((part.fixed for part in self.net.modules() if isinstance(part, Deployed)), None)
         if "fields" not in self.config:  # of texts
             pair.check_channels(self.architecture, self.config["input_size"][0])
         self.fold = trainable == "fold"
@@ -126,6 +128,7 @@ class Timm(Reader):
     def compare_with(self, before: Timm) -> None:
         """Take another net as the baseline; both then read images, at the blocks that the baseline has."""
         self._before = (before,)  # in a tuple: it is no part of this net
+        self.fixed = self.fixed or before.fixed
         if {name for name, _ in self.net.named_modules()}.issuperset(before.parts.found.outputs):
             self.parts = replace(self.parts, found=before.parts.found)  # what is dead gives nothing to find it by
         self.reference, self._original_head = before.reference, before._original_head
