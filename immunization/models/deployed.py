@@ -46,8 +46,8 @@ class Step(nn.Module):
 class Deployed(nn.Module):
     """An artefact as a net whose parameters are data: inputs -> blocks -> features -> `head`.
 
-    `inputs` are some that it reads, the shortest text first, in batches of `rows`; `features` names the tensor that is taken for them. Raises
-    ConfigError.
+    `inputs` are some that it reads, the shortest text first, in batches of `rows`; `features` names the tensor that is
+    taken for them. Raises ConfigError.
     """
 
     def __init__(self, artefact: Artefact, inputs: Sequence[Tensor], rows: int, features: str | None = None) -> None:
