@@ -60,7 +60,7 @@ def line(name: str, metrics: Mapping[str, float | None], flags: Collection[str] 
 def draw(tables: Mapping[str, Rows], path: Path) -> None:
     """Harmful steps in each format above, points of accuracy lost below; a column for each experiment."""
     with inked():
-        figure, axes = panel_axes(2 * len(tables), 3.6, 2.3, legend_rows=1, columns=len(tables))
+        figure, axes = panel_axes(2 * len(tables), 3.6, 2.3, legend_rows=2, columns=len(tables))
         for i, (experiment, rows) in enumerate(tables.items()):
             steps, lost = axes[i], axes[i + len(tables)]
             drawn = []
@@ -83,7 +83,7 @@ def draw(tables: Mapping[str, Rows], path: Path) -> None:
                 names = ["none" if bound == "null" else bound for bound in rows]
                 ax.set_xticks(range(len(rows)), names)
                 ax.set_xlabel("method.max_condition")
-        legend_below(figure, axes[-1], columns=len(FORMATS))
+        legend_below(figure, axes[-1], columns=2 * len(tables))
         figure.savefig(path, dpi=110, facecolor="white")
 
 
