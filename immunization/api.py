@@ -250,7 +250,7 @@ def audit(
         loaders = _loaders(model, primary_loader, harmful_loader)
         net = _audited(model, loaders, features)
         before = _before(net) if reference is None else _audited(reference, loaders, features)
-        data, like = _source(net, loaders)
+        data, like = _source(net, loaders, before=before)
         if folded_map(net) is not None:
             like = like.double()  # what the map spreads over many orders of magnitude is measured as it is
         make = partial(_compared, net, before)
@@ -337,14 +337,18 @@ def _loaders(
     return checked
 
 
-def _source(net: nn.Module, loaders: Mapping[str, LabeledBatches], augment: bool = False) -> tuple[ImagePair, Tensor]:
+def _source(
+    net: nn.Module, loaders: Mapping[str, LabeledBatches], augment: bool = False, before: nn.Module | None = None
+) -> tuple[ImagePair, Tensor]:
     """The tasks of loaders for a net, and a tensor of the dtype and on the device in which it computes.
 
     That is float32 at least: rounding to 16 bits would decide the rank of features.
     """
     tasks = {role: ImageTask(role, (), {WHOLE: loader}) for role, loader in loaders.items()}
     weights, shape = next(net.parameters()), next(iter(loaders.values())).first().shape
-    square = len(shape) == 4 and shape[2] == shape[3] and not isinstance(net, Adapted)
+    square = (
+        len(shape) == 4 and shape[2] == shape[3] and not all(isinstance(one, Adapted) for one in (net, before or net))
+    )
     like = weights.float() if weights.dtype.itemsize < 4 else weights
     return ImagePair("loaders", tasks, cache=None, augment=augment, size=shape[3] if square else None), like
 

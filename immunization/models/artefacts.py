@@ -17,8 +17,8 @@ from immunization.errors import ConfigError
 from immunization.models.blocks import tensor_of
 
 LAYER = re.compile("mm|linear|conv|gemm|matmul|embedding|gather|attention|transformer", re.IGNORECASE)
-SAME = ("detach.default", "alias.default")
-"""Operations of torch that give what they read, and that some libraries leave out now and then."""
+SAME = ("detach.default", "alias.default", "clone.default", "as_strided_.default")
+"""Operations of torch that give what they read, done or not as libraries and the order of numbers in memory have it."""
 OF_SHAPES = ("Shape", "Size")
 """Operations of ONNX that read no values of a tensor."""
 DTYPES = {"float": "float32", "double": "float64"} | {n: n for n in ("float16", "int64", "int32", "uint8", "bool")}

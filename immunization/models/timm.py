@@ -22,9 +22,19 @@ from immunization.data.images import ImagePair
 from immunization.data.task import Split, Task
 from immunization.errors import ConfigError
 from immunization.models.activations import Stream
-from immunization.models.adapted import BODY, Adapted, released
-from immunization.models.chain import Network, Tail, Whole, first_with, in_form, parameters, take_apart
-from immunization.models.deployed import Deployed
+from immunization.models.adapted import BODY, Adapted, adapted, released
+from immunization.models.chain import (
+    Network,
+    Tail,
+    Whole,
+    data_config,
+    first_with,
+    in_form,
+    noise,
+    parameters,
+    take_apart,
+)
+from immunization.models.deployed import Deployed, deployed
 from immunization.models.fold import folded_map, unfold
 from immunization.models.reading import Reader, room_for
 from immunization.models.weights import create, head_size, known_arguments, name_of, read_checkpoint
@@ -34,6 +44,10 @@ log = logging.getLogger(__name__)
 
 MOST_IN_LAST = 0.4
 """Share of a net's weights above which its last block is said to be large."""
+
+
+ROWS = 16
+"""Images of noise on which the net in a file is tried."""
 
 
 class Timm(Reader):
@@ -69,12 +83,18 @@ class Timm(Reader):
             raise ConfigError(
                 f"model.arguments must be options of timm.create_model, {{num_classes: 10}}, or null, not {arguments!r}"
             )
+        file = Path(checkpoint) if net is None and checkpoint and Path(checkpoint).suffix == ".onnx" else None
+        if file is not None:
+            net, checkpoint = (
+                in_file(file.expanduser(), create(str(name), None, False, dict(arguments or {})), pair.size),
+                None,
+            )
         stored, asked = None if checkpoint is None else read_checkpoint(checkpoint), name
         said = stored.net() if stored and (":" in str(name) or not arguments) else None
         if said and ":" in str(name):  # a folder or a repository, which need not be there again
             name = said[0]
         self.arguments = dict(arguments or (said[1] if said else {}))
-        self.weights, self.license, stripped = "the caller's own", None, None
+        self.weights, self.license, stripped = "the caller's own" if file is None else file.name, None, None
         if net is None:
             if stored and "num_classes" not in self.arguments and (outputs := head_size(name, stored.tensors)):
                 self.arguments["num_classes"] = outputs
@@ -280,3 +300,11 @@ class Timm(Reader):
         if self.head.bias is None:
             facts["head_bias"] = False
         return facts | {"classes": self.head.out_features, "dtype": name_of(self.head.weight.dtype)}
+
+
+def in_file(path: Path, like: nn.Module, size: int | None) -> nn.Module:
+    """The net in an ONNX file, which reads images that are prepared as for `like`, of `size` or its own."""
+    config = data_config(like, size)
+    net = adapted(deployed(path, noise(config["input_size"], ROWS)), noise(config["input_size"]))
+    net.data_config = config
+    return net

@@ -111,6 +111,8 @@ def assemble(
             f"method={method.name} on {model.name} is not trained by several processes: nets whose layers are trained "
             "are, by methods that simulate no attacker and without method.keep; start it without torchrun"
         )
+    if model.fixed and not isinstance(method, Identity | Unmodified):
+        raise ConfigError(f"method={method.name} changes a net, and {model.fixed}: audit it with experiment=audit")
     if model.doubt and model.trains_layers and not isinstance(method, Identity | Unmodified):
         log.warning(model.doubt)
     if pair.about.get("keep") and not method.keeps:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.images import loader
+from helpers.images import draw_folder, loader
 from torch import Tensor, nn
 
 import immunization
@@ -254,6 +254,30 @@ def test_an_audit_of_a_script_finds_what_one_of_the_net_does(net):
     assert compiled.metrics == own.metrics
     for name in ("attack/closed_form_probe/final", "attack/closed_form_probe/final_baseline"):
         assert script.metrics[name] == own.metrics[name] > 0.5
+
+
+@torch.no_grad()
+def test_the_order_of_numbers_in_memory_changes_nothing(net):
+    pooled = nn.Sequential(net.stem, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), net.fc)  # then not of one kind
+    made, other = deployed(scripted(pooled), IMAGES), IMAGES.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(made(other), pooled(IMAGES))
+
+
+def test_the_command_line_audits_a_file(net, onnx_files, tmp_path):
+    roots = [draw_folder(tmp_path / name, classes, 8, 4, seed) for name, classes, seed in (("p", 4, 0), ("h", 3, 1))]
+    options = ["dataset=image_folders", "model=timm", "model.name=test_resnet", "dataset.size=16", "tracker=none"]
+    options += [
+        f"dataset.primary_root={roots[0]}",
+        f"dataset.harmful_root={roots[1]}",
+        "figures=false",
+        "evaluation=[]",
+    ]
+    options += [f"model.checkpoint={onnx_files('float32')}", "attack=[closed_form_probe,finetune_trained]"]
+    result = immunization.run(["experiment=audit", *options], tmp_path / "audit")
+    assert result.reasons["only_run"].endswith("Left out: finetune_trained")
+    assert result.metrics["attack/closed_form_probe/final"] is not None
+    with pytest.raises(ConfigError, match=r"method=condition_number changes a net, and float32\.onnx is run as it is"):
+        immunization.run(["method=condition_number", *options], tmp_path / "run")
 
 
 def test_who_would_change_it_is_left_out_and_it_is_said(net, onnx_files):
