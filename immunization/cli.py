@@ -16,6 +16,7 @@ from yaml import YAMLError
 
 from immunization import __version__
 from immunization.checks import CONF, read_yaml
+from immunization.compute.compiler import spare_the_compiler
 from immunization.config import CHOOSE
 from immunization.errors import UserError
 from immunization.multirun.callback import SweepSummary
@@ -32,6 +33,7 @@ def main(cfg: DictConfig) -> float:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
+    spare_the_compiler()
     with importing("importing torch"):
         from immunization.compute.machine import keep_freed_memory
         from immunization.runner import record_failure, run

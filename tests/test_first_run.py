@@ -82,3 +82,7 @@ def test_nothing_of_the_report_is_loaded_with_the_runner_no_matplotlib_with_the_
     assert "immunization.results.run_figures" in (runner := done.imported[: done.imported.index("immunization.runner")])
     assert not {"pandas", "jinja2", "wandb", "matplotlib", "sklearn"} & {name.partition(".")[0] for name in runner}
     assert "sklearn" not in {name.partition(".")[0] for name in done.imported}
+
+
+def test_no_compiler_is_loaded_to_train(done):
+    assert not [name for name in done.imported if name.startswith(("torch._dynamo", "sympy"))]

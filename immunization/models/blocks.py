@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 LEAST = 8
 """Of a net with fewer blocks, its classifier counted as one, the costliest are taken apart as far as they can be."""
@@ -34,11 +33,13 @@ class Operations(TorchDispatchMode):
     """False while an artefact runs, which says itself what it costs."""
 
     def __init__(self) -> None:
+        from torch.utils.flop_counter import flop_registry  # imports triton
+
         super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0.0
+        self.total, self.counts = 0.0, flop_registry
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output, count = func(*args, **(kwargs or {})), flop_registry.get(func._overloadpacket)
+        output, count = func(*args, **(kwargs or {})), self.counts.get(func._overloadpacket)
         if count is not None and self.counting:
             self.total += count(*args, **(kwargs or {}), out_val=output)
         return output

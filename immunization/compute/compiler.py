@@ -1,0 +1,34 @@
+"""Optimizers of torch without torch's compiler, which every one of them imports, and which a command seldom needs."""
+
+import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+NAME = "torch._dynamo"
+
+
+class Compiler(ModuleType):
+    """Stands for `torch._dynamo` until more is asked of it than optimizers do; then that is imported in its place."""
+
+    @staticmethod
+    def graph_break(*_: Any) -> None:
+        """Outside of the compiler there is no graph to break."""
+
+    @staticmethod
+    def disable(function: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
+        """What is not compiled needs no guard against it."""
+        return function
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":  # the import system asks for these
+            raise AttributeError(name)
+        if sys.modules.get(NAME) is self:
+            del sys.modules[NAME]
+        return getattr(importlib.import_module(NAME), name)
+
+
+def spare_the_compiler() -> None:
+    """Let the optimizers of this process do without `torch._dynamo`: two fifths of the time of a short command."""
+    sys.modules.setdefault(NAME, Compiler(NAME))
