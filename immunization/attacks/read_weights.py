@@ -53,7 +53,7 @@ class ReadWeights(Predictor, group="attack.read_weights"):
         """theta [D, D] of a stage, whose features were `before` [N, D]."""
         if has_map(victim):
             return victim.theta(stage, self.precision).to(before)
-        change = victim.features(stage, "train", self.precision) - before
+        change = finite(victim.features(stage, "train", self.precision)) - before
         return torch.eye(before.shape[1]).to(before) + torch.linalg.pinv(before) @ change
 
 
@@ -81,7 +81,7 @@ class Spread(Predictor, group="attack.spread"):
         before: Stage = "baseline" if has_map(victim) else stage
         features, every = self.features(victim, before), victim.features(before, "train", self.precision)
         labelled, others = self._chosen(task)
-        train = every[torch.cat([labelled, others]).to(every.device)]
+        train = finite(every)[torch.cat([labelled, others]).to(every.device)]
         held_out, y = torch.cat([features.val, features.test]), task.train.y[labelled.to(task.train.y.device)]
         read = [torch.eye(train.shape[1]).to(train)]
         if has_map(victim):
@@ -135,6 +135,13 @@ class Spread(Predictor, group="attack.spread"):
 def has_map(victim: Victim) -> bool:
     """Whether theta_I ends in a linear map that anybody finds in the weights."""
     return victim.model.last_map(victim.model.extractor) is not None
+
+
+def finite(features: Tensor) -> Tensor:
+    """`features` as they are. Raises Inapplicable where some are no numbers."""
+    if not torch.isfinite(features).all():
+        raise Inapplicable("the features hold NaN or infinite values")
+    return features
 
 
 def _evenly(rows: Tensor, most: int) -> Tensor:

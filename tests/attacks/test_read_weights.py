@@ -100,3 +100,29 @@ def test_trained_layers_of_a_net(tmp_path):
     for attacker in (attack, spread(samples=5)):
         for stage in ("immunized", "baseline"):
             assert 0 <= attacker.run(victim, stage).final <= 1
+
+
+def with_constant_features(folder, value):
+    """A net whose every feature is this value."""
+
+    def fill(model):
+        for module in model.extractor.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.weight.zero_()
+                module.bias.fill_(value)
+
+    return net_victim(colored_pair(folder), fill, "test_resnet", "last")
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_equal_features_tell_nothing(tmp_path, value):
+    victim = with_constant_features(tmp_path, value)
+    assert spread().run(victim, "immunized").final <= 0.7
+    assert ReadWeights(ridges=[0.01], **FEW).run(victim, "immunized").final <= 1  # reads theta_0's features, too
+
+
+def test_features_that_are_no_numbers_are_named(tmp_path):
+    victim = with_constant_features(tmp_path, float("nan"))
+    for attacker in (ReadWeights(ridges=[0.01], **FEW), spread()):
+        with pytest.raises(Inapplicable, match="NaN"):
+            attacker.run(victim, "immunized")
