@@ -56,7 +56,8 @@ class Decoys(Untrained):
 
     "auto" takes, of all `RIDGES` and `KEPT`, what slows the harmful probe most (of several tasks, the one learned
     first) and a fresh primary probe not at all, on the validation and on the training rows; of equals, what tells and
-    keeps least. Where nothing leaves the primary probe as it was, what slows it least.
+    keeps least. Where nothing slows the one and not the other, what slows the harmful probe most of all beside the
+    primary one.
 
     The others of `dimensions` are decoys: random directions, so that B B^T, which anybody reads from theta, is not the
     span of the harmful task alone (`evaluation.leak`). Tasks whose signals lie in them become slower, too.
@@ -111,9 +112,10 @@ class Decoys(Untrained):
         return chosen
 
     def gain(self, theta: Tensor) -> float:
-        """How much slower the harmful probe is; where the primary one is slower, too, below 1 by how much."""
+        """How much slower the harmful probe is; if it is not, or the primary one is, too, their ratio, far below 1."""
         primary = self.primary.slower(theta).max().item()
-        return min(task.slower(theta).min().item() for task in self.harmful) if primary <= 1 else 1e-9 / primary
+        harmful: float = min(task.slower(theta).min().item() for task in self.harmful)
+        return harmful if primary <= 1 < harmful else 1e-9 * harmful / primary
 
     def squeezed(self, harmful: Tensor, own: Tensor, depth: float, drawn: Tensor) -> Tensor | None:
         """I - (1 - depth) B B^T for directions `harmful` [D, n] and `drawn`, less those of an orthonormal `own` [D, k].
