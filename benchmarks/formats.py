@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -142,7 +143,7 @@ more than .05 or more than a factor of 2.
 
 ```sh
 pip install '.[formats]'
-python benchmarks/formats.py --runs docs/results/formats.jsonl --page docs/results/formats.md
+python benchmarks/formats.py --runs docs/results/formats.jsonl --page docs/results/formats.md --deploy docs/deploy.md
 ```
 
 Versions: {versions}.
@@ -188,6 +189,33 @@ def page(lines: Sequence[dict[str, Any]]) -> str:
         errors = {(line["tool"], line["option"]): line["error"] for line in own if "error" in line}
         text += ["", *(f"- {tool}, {option}: {why.replace('|', '/')}" for (tool, option), why in errors.items())]
     return "\n".join([*text, GPU])
+
+
+EXCERPT = {
+    "torch": ("float16", "bfloat16"),
+    "torchao": ("PT2E, X86Inductor",),
+    "optimum-quanto": ("qint8", "qfloat8", "qint4"),
+    "onnxruntime": ("float32", "dynamic, per_channel", "static", "MatMulNBits, 4 bits"),
+    "openvino": ("save_model", "save_model, compress_to_fp16=False, f32"),
+    "nncf": ("quantize", "compress_weights", "compress_weights, INT4_ASYM"),
+    "litert-torch": ("dynamic_wi8", "static_wi8_ai8", "weight_only_wi4"),
+    "executorch": ("XNNPACK, int8",),
+}
+"""What docs/deploy.md shows."""
+
+
+def excerpt(lines: Sequence[dict[str, Any]]) -> str:
+    """The table of docs/deploy.md: own accuracy / harmful steps."""
+    of = {(line["net"], line["bound"], line["tool"], line["option"]): line for line in lines if "error" not in line}
+    shown = [(name, bound) for name in NETS for bound in ("64", "1e4")]
+    rows = [f"| tool | option | {' | '.join(', '.join(one) for one in shown)} |", "|---" * (len(shown) + 2) + "|"]
+    for tool, options in EXCERPT.items():
+        for option in options:
+            found = [of.get((*one, tool, option)) for one in shown]
+            cells = [f"{line['own']:.2f} / {line['steps']:,}" if line else "" for line in found]
+            number = next(line["version"] for line in found if line)
+            rows.append(f"| {tool} {number} | {option} | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
 
 
 BOUND_NAMES = {"before": "before", "64": "64", "1e4": "1e4", "none": "no bound"}
@@ -263,6 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=Path("docs/results/formats.jsonl"))
     parser.add_argument("--page", type=Path, help="write the tables here")
+    parser.add_argument("--deploy", type=Path, help="docs/deploy.md, whose table is made anew")
     parser.add_argument("--folder", type=Path, default=Path("outputs/formats"), help="where the nets are kept")
     parser.add_argument("--nets", nargs="*", default=list(NETS))
     parser.add_argument("--bounds", nargs="*", default=list(BOUNDS))
@@ -281,6 +310,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(json.dumps(line), flush=True)
     if args.page:
         args.page.write_text(page(lines))
+    if args.deploy:
+        text = args.deploy.read_text()
+        args.deploy.write_text(re.sub(r"\| tool \| option \|.*?\n(?=\n)", lambda _: excerpt(lines), text, flags=re.S))
 
 
 if __name__ == "__main__":

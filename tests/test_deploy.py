@@ -73,6 +73,9 @@ def test_onnx_answers_the_same(net, images, tmp_path, monkeypatch):
     for n in (1, 3):  # any batch size
         (few,) = known["session"].run(None, {"images": images[:n].numpy()})
         torch.testing.assert_close(torch.from_numpy(few), net(images[:n]), rtol=1e-4, atol=1e-5)
+    exec(block("quantize_dynamic"), known)
+    (int8,) = known["onnxruntime"].InferenceSession("int8.onnx").run(None, {"images": images.numpy()})
+    assert 0 < (torch.from_numpy(int8) - net(images)).abs().max() < net(images).abs().max()
 
 
 @torch.no_grad()
@@ -80,10 +83,13 @@ def test_serving_and_numbers_of_fewer_bits(net, images, tmp_path, monkeypatch):
     known = names(net, images, tmp_path, monkeypatch)
     exec(block("immunization.load"), known)
     assert torch.equal(known["probabilities"].argmax(1), net(images).argmax(1))
-    exec(block("quantize_dynamic"), known)
-    for name in ("half", "int8"):
-        assert torch.isfinite(known[name]).all()
-        assert known[name].shape == (8, 4)
+    exec(block("bfloat16()"), known)
+    exec(block("in_format"), known)
+    assert known["rounded"].keys() >= {"float16", "int8", "int4"}
+    for given in (known["half"], *known["rounded"].values()):
+        assert torch.isfinite(given).all()
+        assert given.shape == (8, 4)
+    assert (known["half"] - known["rounded"]["bfloat16"]).abs().max() < 0.1 * net(images).abs().max()
 
 
 def test_the_hub_by_the_function_of_timm(net, images, tmp_path, monkeypatch):
