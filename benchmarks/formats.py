@@ -147,7 +147,7 @@ python benchmarks/formats.py --runs docs/results/formats.jsonl --page docs/resul
 ```
 
 Versions: {versions}.
-The processor has AVX2 alone: without VNNI the 8 bits of some tools saturate, and without AMX or AVX512 OpenVINO's
+The processor has AVX2 alone: without VNNI the 8 bits of some tools may saturate, and without AMX or AVX512 OpenVINO's
 bfloat16 is float32.
 """
 GPU = """
