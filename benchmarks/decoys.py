@@ -161,6 +161,7 @@ baseline's, at most 2^20 of them. *Benign* tasks are two digits, or 20 classes o
 shown; the slower one counts. *Told* is what an attacker with the map's singular directions gains in test accuracy
 over one with random directions (`evaluation.leak`). Labels are per class; of House Prices, a regression, they are so
 many rows in all, of which nobody learns anything. Digits are 90 ordered pairs, ten of them for methods that train.
+The primary task of `resnet18_1000` has the 1,000 classes of ImageNet, as the net itself tells them, on 6,800 images.
 """
 
 
