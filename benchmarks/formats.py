@@ -135,7 +135,8 @@ def tried(option: Option, net: Net, bar: float) -> dict[str, Any]:
 INTRODUCTION = """# What deployment tools leave of an immunization
 
 {nets} were fitted to digits 0 to 3 and immunized against a probe for 4 to 6: by
-`learning_curve` under the default bound, 64, and under 1e4, and by `closed_form` without a bound. What every tool made
+`learning_curve` under the default bound, 64, and under 1e4 (its maps attain condition numbers of 311 and 8,310), and by
+`closed_form` without a bound. What every tool made
 of them is read itself: own accuracy on {own} test rows by its logits, and on the tensor before its last linear layer
 the steps of a harmful probe to 90 % of the way to the best of the net before. 1,048,576: it never got there. In
 brackets what `immunization.models.formats.in_format` says, told each tool's conventions; **bold** where it is off by
