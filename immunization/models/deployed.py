@@ -229,9 +229,15 @@ def kind_of(net: object) -> str | None:
         return "an exported program"
     if not isinstance(net, nn.Module):
         return None
-    own = any(x.is_quantized or type(x) not in (Tensor, nn.Parameter) for x in (*net.parameters(), *net.buffers()))
+    own = any(_is_packed(x) for x in (*net.parameters(), *net.buffers()))
     packed = own or any(hasattr(module, "_packed_params") for module in net.modules())
     return f"a quantized {type(net).__name__}" if packed else None
+
+
+def _is_packed(x: Tensor) -> bool:
+    """Whether a tensor stands for others that it holds, as those of torchao and optimum-quanto; not torch's DTensor."""
+    made_of_others = hasattr(type(x), "__tensor_flatten__") and not type(x).__module__.startswith("torch.")
+    return x.is_quantized or made_of_others
 
 
 def deployed(net: Any, inputs: Tensor, fields: Sequence[str] = (), features: str | None = None) -> Deployed:

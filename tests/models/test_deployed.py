@@ -347,3 +347,13 @@ def test_what_is_only_run_is_not_immunized(net, tmp_path):
             with pytest.raises(ConfigError, match=r"which can be audited and not changed: give the nn\.Module"):
                 call()
     assert kind_of(net) is None
+
+
+def test_a_parameter_of_another_class_of_tensor_makes_no_quantized_net():
+    class Marked(torch.Tensor):
+        pass
+
+    net = nn.Linear(2, 2)
+    net.weight = nn.Parameter(torch.ones(2, 2).as_subclass(Marked))
+    assert type(net.weight) is Marked
+    assert kind_of(net) is None
