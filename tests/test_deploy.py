@@ -73,7 +73,12 @@ def test_onnx_answers_the_same(net, images, tmp_path, monkeypatch):
     for n in (1, 3):  # any batch size
         (few,) = known["session"].run(None, {"images": images[:n].numpy()})
         torch.testing.assert_close(torch.from_numpy(few), net(images[:n]), rtol=1e-4, atol=1e-5)
-    exec(block("quantize_dynamic"), known)
+    try:
+        exec(block("quantize_dynamic"), known)
+    except Exception as error:
+        if before("torch", (2, 14)) and "ShapeInferenceError" in str(error):
+            pytest.skip("this torch exports shapes that onnx's own inference refuses")
+        raise
     (int8,) = known["onnxruntime"].InferenceSession("int8.onnx").run(None, {"images": images.numpy()})
     assert 0 < (torch.from_numpy(int8) - net(images)).abs().max() < net(images).abs().max()
 

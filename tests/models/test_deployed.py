@@ -95,7 +95,7 @@ def onnx_files(net: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Call
                 return next(self.rows, None)
 
         if kind == "dynamic":
-            ort.quantize_dynamic(file("float32"), path)
+            ort.quantize_dynamic(file("float32"), path, weight_type=ort.QuantType.QUInt8)
         else:
             ort.quantize_static(file("float32"), path, Rows(), quant_format=ort.QuantFormat[kind])
         return path
