@@ -11,7 +11,7 @@ from torch.nn.utils import prune
 
 from immunization.errors import Inapplicable
 from immunization.models.chain import Network, norms_of
-from immunization.models.formats import Per, round_layers
+from immunization.models.formats import GROUP, Per, round_layers
 
 Precision = Literal[
     "float32", "bfloat16",
@@ -20,7 +20,6 @@ Precision = Literal[
     "int3", "int3_per_tensor", "int3_groups",
 ]  # fmt: skip
 """Number formats of weights; integers have one scale per output, per tensor, or for each `GROUP` inputs."""
-GROUP = 32
 SHARED: dict[str, Per] = {"": "channel", "per_tensor": "tensor", "groups": GROUP}
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -67,7 +67,7 @@ class LearningCurves(Component, group="evaluation.learning_curves"):
     share: Share
 
     def __post_init__(self) -> None:
-        self.grid = torch.tensor([round(2 ** (j / 4)) for j in range(4 * self.octaves + 1)])
+        self.grid = step_grid(self.octaves)
 
     def __call__(self, comparison: Comparison) -> Measures:
         measures, pair, grid = Measures(), comparison.pair, self.grid.tolist()
@@ -170,6 +170,11 @@ class LearningCurves(Component, group="evaluation.learning_curves"):
     def _threshold(self, baseline: Tensor, task: Task) -> Tensor:
         """What counts as learned [...], of curves [..., T] of the baseline's probe."""
         return task.chance + self.share * (baseline.amax(-1) - task.chance)
+
+
+def step_grid(octaves: int) -> Tensor:
+    """Steps [4 octaves + 1] at which a probe is measured: round(2^(j/4)), from 1 to 2^octaves."""
+    return torch.tensor([round(2 ** (j / 4)) for j in range(4 * octaves + 1)])
 
 
 def steps_to(threshold: Tensor, curves: Tensor, grid: Tensor) -> Tensor:

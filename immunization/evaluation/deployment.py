@@ -15,7 +15,7 @@ from immunization.compute.machine import onto
 from immunization.data.task import LEARNED, MARGIN, Split, Task
 from immunization.errors import ConfigError
 from immunization.evaluation.comparison import Comparison
-from immunization.evaluation.convergence import held_out_curve, steps_to
+from immunization.evaluation.convergence import held_out_curve, step_grid, steps_to
 from immunization.evaluation.measures import Measures
 from immunization.evaluation.own_head import NOT_KEPT, nets_of
 from immunization.models.formats import FORMATS, in_format, products
@@ -25,8 +25,8 @@ from immunization.theory.probe import Probe
 from immunization.theory.singled_out import read_directions
 from immunization.theory.spectrum import EPS32
 
-GRID = torch.tensor([round(2 ** (j / 4)) for j in range(81)])
-"""Steps at which a harmful probe is measured, as in `LearningCurves`."""
+GRID = step_grid(20)
+"""Steps at which a harmful probe is measured, as by default in `LearningCurves`."""
 FEW, RIDGE = 5, 0.1
 """Labelled images of a class, and the ridge relative to lambda_1, of the attacker with few images."""
 
@@ -168,9 +168,8 @@ class Harmful:
     def probed(self, net: nn.Module, form: str) -> tuple[Tensor, float]:
         """Test measure [T] of a gradient-descent probe over `GRID`, and that of ridge regression with few images."""
         y = self.train.labels
-        train, test = (
-            outputs_in(net, form, own.images, self.calibration)[0].to(y.device) for own in (self.train, self.test)
-        )
+        features, _ = outputs_in(net, form, [*self.train.images, *self.test.images], self.calibration)
+        train, test = features.to(y.device).split([len(y), len(self.test.labels)])
         probe, rows = Probe.of(train, self.task.targets(y), EPS32), self.task.few(FEW, 0).to(y.device)
         few = read_directions(train[rows], self.task.targets(y[rows]), None, [RIDGE])(test)[0]
         curve, _ = held_out_curve(probe, self.task, test, GRID.to(train.device))

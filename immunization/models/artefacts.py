@@ -173,11 +173,17 @@ class OnnxFile(Artefact):
         return {name: torch.from_numpy(np.asarray(x)) for name, x in found.items()}
 
 
+def is_packed(x: Tensor) -> bool:
+    """Whether a tensor stands for others that it holds, as those of torchao and optimum-quanto; not torch's DTensor."""
+    made_of_others = hasattr(type(x), "__tensor_flatten__") and not type(x).__module__.startswith("torch.")
+    return x.is_quantized or made_of_others
+
+
 def plain(x: Tensor) -> Tensor:
     """A copy of a tensor as an ordinary one: neither quantized nor of a library's own layout or class."""
     if x.is_mkldnn:
         return x.to_dense()
-    return x.dequantize() if x.is_quantized or type(x) not in (Tensor, nn.Parameter) else x.detach().clone()
+    return x.dequantize() if is_packed(x) else x.detach().clone()
 
 
 def numbers(weight: Any) -> list[Tensor]:

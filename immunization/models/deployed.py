@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from immunization.data.fields import MASK, unpack
 from immunization.errors import ConfigError
-from immunization.models.artefacts import Artefact, OnnxFile, Operation, Program, numbers
+from immunization.models.artefacts import Artefact, OnnxFile, Operation, Program, is_packed, numbers
 from immunization.models.blocks import Operations
 
 LOOKUP = re.compile("embedding|gather", re.IGNORECASE)
@@ -229,15 +229,9 @@ def kind_of(net: object) -> str | None:
         return "an exported program"
     if not isinstance(net, nn.Module):
         return None
-    own = any(_is_packed(x) for x in (*net.parameters(), *net.buffers()))
+    own = any(is_packed(x) for x in (*net.parameters(), *net.buffers()))
     packed = own or any(hasattr(module, "_packed_params") for module in net.modules())
     return f"a quantized {type(net).__name__}" if packed else None
-
-
-def _is_packed(x: Tensor) -> bool:
-    """Whether a tensor stands for others that it holds, as those of torchao and optimum-quanto; not torch's DTensor."""
-    made_of_others = hasattr(type(x), "__tensor_flatten__") and not type(x).__module__.startswith("torch.")
-    return x.is_quantized or made_of_others
 
 
 def deployed(net: Any, inputs: Tensor, fields: Sequence[str] = (), features: str | None = None) -> Deployed:

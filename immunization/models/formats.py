@@ -23,6 +23,8 @@ Range = Literal["images", "mean", "call", "row"]
 """Whose extremes bound activations: all images', the means of each image's, a call's, or those of each row of it."""
 Integers = Literal["symmetric", "signed", "unsigned"]
 """Integers of weights; of 8 bits from -127, from -128 (torch: the scale is max / 127.5), or from the least weight."""
+GROUP = 32
+"""Inputs of an output that share a scale in the formats that end in `_groups`."""
 CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 
 
@@ -55,7 +57,7 @@ FORMATS = {
     "int8_weights": Format(8),
     "int4": Format(4),
     "int4_per_tensor": Format(4, "tensor"),
-    "int4_groups": Format(4, 32),
+    "int4_groups": Format(4, GROUP),
 }
 """Formats by name."""
 
