@@ -9,7 +9,7 @@ from torch import Tensor
 from immunization.attacks.base import AttackCurve, Predictor, as_outputs
 from immunization.attacks.victim import Victim
 from immunization.checks import AtLeastOne, Fraction, Positive
-from immunization.data.task import Task
+from immunization.data.task import Task, evenly
 from immunization.errors import Inapplicable
 from immunization.evaluation.leak import MORE, bases, best_on_validation, readings
 from immunization.runs.records import Stage
@@ -100,8 +100,8 @@ class Spread(Predictor, group="attack.spread"):
             labelled = torch.arange(len(task.train))
         others = torch.ones(len(task.train), dtype=torch.bool)
         others[labelled] = False
-        labelled = _evenly(labelled, self.most)
-        return labelled, _evenly(others.nonzero()[:, 0], self.most - len(labelled))
+        labelled, others = labelled[evenly(len(labelled), self.most)], others.nonzero()[:, 0]
+        return labelled, others[evenly(len(others), self.most - len(labelled))]
 
     def spread(self, train: Tensor, y: Tensor, held_out: Tensor, basis: Tensor, classes: int) -> Tensor:
         """Scores [alphas, M, classes] of rows `held_out` [M, D]; `y` [n] are the labels of the first of `train` [N, D].
@@ -142,10 +142,3 @@ def finite(features: Tensor) -> Tensor:
     if not torch.isfinite(features).all():
         raise Inapplicable("the features hold NaN or infinite values")
     return features
-
-
-def _evenly(rows: Tensor, most: int) -> Tensor:
-    """At most `most` of `rows`, evenly spaced."""
-    if len(rows) <= most:
-        return rows
-    return rows[torch.linspace(0, len(rows) - 1, max(most, 0)).round().long()]

@@ -281,6 +281,11 @@ class Task:
         return replace(self, **moved, eps=eps)
 
 
+def evenly(count: int, most: int) -> Tensor:
+    """Places [n] of at most `most` of `count` rows, evenly spaced."""
+    return torch.linspace(0, count - 1, min(most, count)).round().long()
+
+
 def _sketch(values: Tensor) -> tuple[float, float, float]:
     """How many, their norm, and the share of it along a fixed direction, which tells what stands where."""
     values = values.detach().cpu().double().flatten()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from immunization.checks import AtLeastOne, Component, NonNegative, Share
 from immunization.compute.machine import onto
-from immunization.data.task import LEARNED, MARGIN, Split, Task
+from immunization.data.task import LEARNED, MARGIN, Split, Task, evenly
 from immunization.errors import ConfigError
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.convergence import held_out_curve, step_grid, steps_to
@@ -211,7 +211,7 @@ def _images(comparison: Comparison, role: Role, split: str, most: int) -> Images
     part: Split = getattr(comparison.tasks[role], split)
     if not len(part):
         return Images([], part.y)
-    rows = torch.linspace(0, len(part) - 1, min(most, len(part))).round().long()
+    rows = evenly(len(part), most)
     images, labels = zip(*comparison.model.image_batches(role, split, rows), strict=True)
     return Images(list(images), torch.cat(labels))
 

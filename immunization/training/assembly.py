@@ -14,7 +14,7 @@ from torch import Tensor
 from immunization.checks import AtLeastOne
 from immunization.compute import distributed
 from immunization.data.images import ImagePair, ImageTask
-from immunization.data.task import TaskPair
+from immunization.data.task import TaskPair, evenly
 from immunization.errors import ConfigError
 from immunization.methods import Identity, Method, Unmodified, combined
 from immunization.models import Model
@@ -46,7 +46,7 @@ class Debug:
                 own = [(labels == label).nonzero()[:, 0] for label in labels.unique()]
                 rows = torch.cat([places[: max(1, self.rows // len(own))] for places in own]).sort().values
             else:
-                rows = torch.linspace(0, len(train) - 1, min(self.rows, len(train))).round().long()
+                rows = evenly(len(train), self.rows)
             few = train.take(rows)
             if isinstance(task, ImageTask):
                 few = replace(few, identity=f"{train.identity} {rows.tolist()}")
