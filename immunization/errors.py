@@ -32,6 +32,12 @@ class OtherEnded(UserError):
 class Preempted(SystemExit):
     """The process was told to end by a signal; its exit code is 128 + the signal's number, as shells have it."""
 
+    why = ""  # in the words of a cluster's launcher that ended it
+
+
+class Requeued(Preempted):
+    """A cluster's launcher has put the job back into the queue; the exit code is the launcher's."""
+
 
 class Inapplicable(Exception):
     """An attack that does not exist for this model or these data; the message is the reason."""

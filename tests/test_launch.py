@@ -191,7 +191,7 @@ def test_ctrl_c_names_the_folder_and_how_to_go_on(tmp_path, cli, monkeypatch):
     said = cli("dataset.max_samples=20", code=130)
     assert said == f"interrupted: the same command with hydra.run.dir={tmp_path / 'run'} resume=true goes on"
     result = Result.read(tmp_path / "run")
-    assert (result.status, result.error) == ("failed", "interrupted")
+    assert (result.status, result.error) == ("interrupted", "interrupted")
 
 
 def test_an_objective_that_nothing_measures_is_refused_before_the_run(cli, tmp_path):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from immunization.errors import DataError
 from immunization.results.formatting import spreadsheet
 from immunization.runs.environment import command_of
-from immunization.runs.filenames import CONFIG, REFUSED, RUN_LOG
+from immunization.runs.filenames import CONFIG, LOST, REFUSED, RUN_LOG
 from immunization.runs.numbers import unspelled
 from immunization.runs.result import Result
 from immunization.runs.resume import read_config, result_settings
@@ -102,7 +102,7 @@ class Run:
         return self.track, _key(self.settings, lambda name: True), self.result.seed
 
 
-Kind = Literal["failed", "interrupted", "unfinished", "unreadable", "repeated"]
+Kind = Literal["failed", "interrupted", "requeued", "lost", "unfinished", "unreadable", "repeated"]
 
 
 @dataclass
@@ -166,15 +166,22 @@ def collect(paths: Iterable[str | Path]) -> Collection:
             run = _read(folder)
         except DataError as error:
             kind: Kind = "unreadable" if _file(folder).exists() else "unfinished"
-            collection.problems.append(Problem(folder, kind, str(error)))
+            if lost := _lost(folder):
+                kind = "lost"
+            collection.problems.append(Problem(folder, kind, lost or str(error)))
             continue
         if (refused := folder / REFUSED).exists():  # what completed here is none of this multirun's
             collection.problems.append(Problem(folder, "failed", refused.read_text()))
             continue
         if run.result.status != "completed":
             kind, why = ("failed", run.result.error or "no reason given")
+            lost = _lost(folder)
             if run.result.interrupted:
-                kind, why = "interrupted", "resume=true goes on with it"
+                kind = "requeued" if run.result.status == "requeued" else "interrupted"
+                more = (run.result.error or "").partition(": ")[2]
+                why = "; ".join(filter(None, [lost, more, "resume=true goes on with it"]))
+            elif lost:
+                kind, why = "lost", lost
             collection.problems.append(Problem(folder, kind, why, run if run.config else None))
             continue
         if before := latest.get(run.identity):
@@ -211,9 +218,14 @@ def _run_folders(path: Path) -> Iterator[Path]:
         raise DataError(f"{path} does not exist; give folders of runs or sweeps, or {Result.file} files")
     for folder, subfolders, files in os.walk(path):
         subfolders.sort()
-        if {Result.file, CONFIG, RUN_LOG} & set(files):
+        if {Result.file, CONFIG, RUN_LOG, LOST} & set(files):
             subfolders.clear()  # what lies deeper belongs to the run
             yield Path(folder)
+
+
+def _lost(folder: Path) -> str:
+    """Why the engine of a multirun lost the job of a folder; empty where it did not."""
+    return (folder / LOST).read_text() if (folder / LOST).exists() else ""
 
 
 def _file(place: Path) -> Path:

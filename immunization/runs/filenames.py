@@ -7,6 +7,7 @@ OVERRIDES = "overrides.yaml"
 ENVIRONMENT = "environment.json"
 RUN_LOG = "run.log"
 REFUSED = "refused.txt"  # why a job of a multirun left what it found here as it is; until the multirun ends
+LOST = "lost.txt"  # why an engine lost the job of a multirun that was to run here; until one begins here
 METRICS = "metrics.jsonl"
 CHECKPOINT = "checkpoint.pt"
 WEIGHTS = "immunized.safetensors"

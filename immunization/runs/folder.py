@@ -54,6 +54,7 @@ class RunFolder:
                 ) from error
             stack.enter_context(_logging_to(file))
             stack.enter_context(files.locked(self.path / filenames.RUN_LOG))
+            (self.path / filenames.LOST).unlink(missing_ok=True)
             self._stack = stack.pop_all()
         return self
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypedDict
 
-from immunization.errors import DataError, UserError
+from immunization.errors import DataError, Requeued, UserError
 from immunization.runs import files
 from immunization.runs.interpretation import Measured
 from immunization.runs.numbers import number
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 NUMBERS = ("value", "undetermined")
 """Fields of records that are rows of a table."""
-INTERRUPTED = "interrupted"  # the error of a run that was told to stop
+INTERRUPTED = "interrupted"  # the status of a run that was told to stop
 
 
 class Curve(TypedDict):
@@ -58,7 +58,7 @@ class Result:
     dataset: str
     model: str
     method: str
-    status: Literal["completed", "failed"] = "failed"
+    status: Literal["completed", "failed", "interrupted", "requeued"] = "failed"
     records: Records = field(default_factory=Records)
     reasons: dict[str, str] = field(default_factory=dict)
     curves: dict[str, Curve] = field(default_factory=dict)
@@ -94,7 +94,8 @@ class Result:
     @property
     def interrupted(self) -> bool:
         """Whether the run was told to stop, by Ctrl-C or a signal, and `resume=true` goes on with it."""
-        return self.status == "failed" and self.error == INTERRUPTED
+        before = self.status == "failed" and self.error == INTERRUPTED  # as earlier versions wrote it
+        return before or self.status in ("interrupted", "requeued")
 
     @property
     def metrics(self) -> dict[str, float | None]:
@@ -113,13 +114,15 @@ class Result:
         return self.about.get("own_measures", [])
 
     def fail(self, error: BaseException) -> None:
-        """Mark the run as failed by `error`; measures taken before are kept."""
+        """Mark the run as failed by `error`, interrupted or requeued; measures taken before are kept."""
         self.status = "failed"
         if isinstance(error, UserError):
             self.error = str(error)
+        elif isinstance(error, KeyboardInterrupt | SystemExit):
+            self.status = "requeued" if isinstance(error, Requeued) else "interrupted"
+            self.error = ": ".join(filter(None, [self.status, getattr(error, "why", "")]))
         else:
-            stopped = isinstance(error, KeyboardInterrupt | SystemExit)
-            self.error = INTERRUPTED if stopped else f"{type(error).__name__}: {error}"
+            self.error = f"{type(error).__name__}: {error}"
 
     def as_dict(self) -> dict[str, Any]:
         """The content of result.json: non-finite numbers are None, and every metric that is None has a reason."""
@@ -145,7 +148,7 @@ class Result:
         sound = (
             all(value is None or isinstance(value, int | float) for value in (*numbers, *result.metrics.values()))
             and all(isinstance(curve, dict) and len(curve.get("x", ())) == len(curve.get("y", "?")) for curve in curves)
-            and (isinstance(result.seed, int) or result.status == "failed")  # it may be for this seed that it failed
+            and (isinstance(result.seed, int) or result.status != "completed")  # it may be for this seed that it failed
             and isinstance(result.flags, list)
         )
         if not sound:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from immunization.errors import Preempted
+from immunization.errors import Preempted, Requeued
 
 Handler = Callable[[int, FrameType | None], object] | int | None  # what `signal.getsignal` returns
 
@@ -103,7 +103,11 @@ class Stop:
         number, self.asked = self.asked, None
         before = self.before[number]
         try:
-            if callable(before) and before is not _leave:
+            submitits = getattr(before, "__module__", "").startswith("submitit.")
+            if submitits and number != signal.SIGTERM:  # which submitit lets pass
+                _hand_over(before, number)
+                return
+            if callable(before) and before is not _leave and not submitits:
                 before(number, None)
                 return
             print(f"error: {signal.Signals(number).name}: {message}", file=sys.stderr, flush=True)
@@ -111,3 +115,16 @@ class Stop:
         except BaseException as error:
             self.raised = error
             raise
+
+
+def _hand_over(handler: Handler, number: int) -> None:
+    """To submitit, which puts the job back into the queue and exits, or raises why it does not."""
+    assert callable(handler)
+    try:
+        handler(number, None)
+    except SystemExit as end:
+        raise Requeued(end.code) from None
+    except Exception as error:
+        end = Preempted(128 + number)
+        end.why = str(error)
+        raise end from error

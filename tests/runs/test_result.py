@@ -13,7 +13,7 @@ import torch
 from helpers.made_runs import made_result
 from rich.console import Console
 
-from immunization.errors import DataError
+from immunization.errors import DataError, Requeued
 from immunization.results.formatting import NONE, number
 from immunization.results.screen import line, show
 from immunization.runs import environment, files
@@ -138,17 +138,18 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, text, message):
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("error", "status", "message"),
     [
-        (DataError("column 'LotArea' is missing"), "column 'LotArea' is missing"),
-        (ValueError("bad"), "ValueError: bad"),
-        (KeyboardInterrupt(), "interrupted"),
+        (DataError("column 'LotArea' is missing"), "failed", "column 'LotArea' is missing"),
+        (ValueError("bad"), "failed", "ValueError: bad"),
+        (KeyboardInterrupt(), "interrupted", "interrupted"),
+        (Requeued(-1), "requeued", "requeued"),
     ],
 )
-def test_a_failed_run_keeps_its_measures(error, message):
+def test_a_failed_run_keeps_its_measures(error, status, message):
     failed = result()
     failed.fail(error)
-    assert (failed.status, failed.error) == ("failed", message)
+    assert (failed.status, failed.error) == (status, message)
     assert failed.metrics == METRICS
 
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from immunization.config import compose
 from immunization.data.pixels import sklearn_digits
 from immunization.errors import ConfigError, DataError
 from immunization.methods import Method
+from immunization.results.collect import collect
 from immunization.runs.filenames import CHECKPOINT
 from immunization.runs.tracker import Tracker
 from immunization.training import checkpoint
@@ -280,7 +282,7 @@ def test_signals_are_given_back(tmp_path):
 
 
 def test_whoever_listened_before_decides_what_follows_the_checkpoint(tmp_path, monkeypatch):
-    """As submitit does: it requeues the job on SIGUSR2, and lets SIGTERM pass."""
+    """As launchers of clusters do, which put the job back into the queue on SIGUSR2."""
     heard = []
     monkeypatch.setattr(checkpoint.Checkpointer, "write", lambda self, step, state: heard.append(step))
     step = Method.epoch_end
@@ -295,6 +297,49 @@ def test_whoever_listened_before_decides_what_follows_the_checkpoint(tmp_path, m
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert heard == [4, "requeued"]
+
+
+@pytest.mark.parametrize(
+    ("number", "countdown", "code", "status", "why"),
+    [
+        (signal.SIGTERM, 3, 143, "interrupted", ""),  # scancel: submitit's handler would let it pass
+        (signal.SIGUSR2, 3, -1, "requeued", ""),
+        (
+            signal.SIGUSR2,
+            -1,
+            128 + signal.SIGUSR2,
+            "interrupted",
+            "Job not requeued because: timed-out too many times.",
+        ),
+    ],
+)
+def test_signals_of_slurm_under_submitit_end_the_run_after_its_checkpoint(
+    tmp_path, monkeypatch, number, countdown, code, status, why
+):
+    job = pytest.importorskip("submitit.core.job_environment")
+    environment = SimpleNamespace(global_rank=0, _requeue=lambda countdown: None)
+    delayed = SimpleNamespace(function=print, _timeout_min=60, _timeout_countdown=countdown)
+    handler = job.SignalHandler(environment, None, delayed)
+    step = Method.epoch_end
+    monkeypatch.setattr(
+        Method,
+        "epoch_end",
+        lambda self, model, epoch: os.kill(os.getpid(), number) if epoch == 2 else step(self, model, epoch),
+    )
+    listens = handler.bypass if number == signal.SIGTERM else handler.checkpoint_and_try_requeue
+    before = signal.signal(number, listens)
+    try:
+        with pytest.raises(SystemExit) as end:
+            run([*QUICK, "method.epochs=5"], folder=tmp_path)
+    finally:
+        signal.signal(number, before)
+    assert end.value.code == code
+    result = Result.read(tmp_path)
+    assert (result.status, result.interrupted) == (status, True)
+    assert result.error == (f"{status}: {why}" if why else status)
+    assert (tmp_path / CHECKPOINT).exists()
+    (problem,) = collect([tmp_path]).problems
+    assert (problem.kind, why in problem.message, "resume=true" in problem.message) == (status, True, True)
 
 
 # --- Disks ------------------------------------------------------------------------------------------------------------
