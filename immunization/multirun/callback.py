@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from immunization.config import TRACK
 from immunization.errors import UserError
+from immunization.multirun.composing import SharedComposition
 from immunization.runs.filenames import REFUSED
 from immunization.training.signals import imported
 from immunization.usage import explained
@@ -145,6 +146,8 @@ def _validate(sweeper: Sweeper, batch: list[Sequence[str]]) -> None:
     assert context is not None
     _track(config, batch)
     loader = context.config_loader
+    if not isinstance(loader.load_sweep_config, SharedComposition):
+        setattr(loader, "load_sweep_config", SharedComposition(loader))  # noqa: B010  # launchers ask the same loader
     is_group = cache(lambda key: bool(loader.get_group_options(key)))
     seen: set[str] = set()
     for overrides in batch:

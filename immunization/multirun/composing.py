@@ -1,0 +1,50 @@
+"""The configurations of a multirun's jobs, composed once for all that differ in values alone."""
+
+import pickle
+from collections.abc import Sequence
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+
+
+class SharedComposition:
+    """`load_sweep_config` of a Hydra loader, which parses every YAML and merges all groups anew for every job.
+
+    Here it is called once for the jobs of one shape: the same words in the same order, but for scalar values of keys
+    that are no groups. The others get a copy with their own values, which is what the loader's merge ends with.
+    """
+
+    def __init__(self, loader: ConfigLoader) -> None:
+        self.compose, self.groups_of = loader.load_sweep_config, loader.get_group_options
+        self.parsed: dict[str, tuple[str, Override | None]] = {}
+        self.composed: dict[tuple[str, ...], bytes] = {}
+
+    def __call__(self, master: DictConfig, words: Sequence[str]) -> DictConfig:
+        """The configuration of the job with these overrides; errors are those of Hydra."""
+        shape, values = zip(*map(self._parse, words), strict=True) if words else ((), ())
+        if shape not in self.composed:
+            config = self.compose(master, list(words))
+            self.composed[shape] = pickle.dumps(config)
+            return config
+        config = pickle.loads(self.composed[shape])
+        for override in filter(None, values):
+            OmegaConf.update(config, override.key_or_group, override.value())
+        config.hydra.overrides.task = list(words)
+        job = config.hydra.job
+        rule = job.config.override_dirname
+        named = sorted(word for word in words if word.partition("=")[0].lstrip("+~") not in rule.exclude_keys)
+        job.override_dirname = rule.item_sep.join(named).replace("=", rule.kv_sep)
+        return config
+
+    def _parse(self, word: str) -> tuple[str, Override | None]:
+        """What a word adds to the shape, and the override whose value is the job's own; each word is parsed once."""
+        if word not in self.parsed:
+            (override,) = OverridesParser.create().parse_overrides([word])
+            key = override.key_or_group
+            plain = not (override.is_delete() or override.is_add() or override.is_force_add())
+            plain = plain and isinstance(override.value(), str | int | float | None) and not key.startswith("hydra.")
+            own = plain and override.package is None and not self.groups_of(key)
+            self.parsed[word] = (key, override) if own else (word, None)
+        return self.parsed[word]
