@@ -49,21 +49,24 @@ def bases(theta: Tensor | None, rows: Tensor, most: int) -> list[Tensor | None]:
 def readings(
     task: Task, train: Tensor, y: Tensor, held_out: Tensor, read: Iterable[Tensor | None], ridges: Sequence[float]
 ) -> Tensor:
-    """Predictions [R, V + T, outputs] for each ridge, of that basis of `read` which is best on the V validation rows.
+    """Predictions [..., R, V + T, outputs] for each ridge, of that basis of `read` which is best on validation rows.
 
-    `train` [N, D] and `y` [N] are labelled rows, `held_out` [V + T, D] those of validation and test.
+    `train` [..., N, D] and `y` [..., N] are labelled rows of each draw, `held_out` [V + T, D] those of validation, V,
+    and test.
     """
-    targets, val = task.targets(y), held_out[: len(task.val)]
+    targets, val = task.targets(y.flatten()).unflatten(0, y.shape), held_out[: len(task.val)]
     fits = [read_directions(train, targets, basis, ridges) for basis in read]
-    best = best_on_validation(task, (predict(val) for predict in fits))
-    return torch.stack([fits[place](held_out)[ridge] for ridge, place in enumerate(best)])
+    best = best_on_validation(task, (predict(val) for predict in fits)).to(held_out.device)
+    predictions = held_out.new_empty(*best.shape, len(held_out), targets.shape[-1])
+    for place in best.unique().tolist():
+        predictions[best == place] = fits[place](held_out)[best == place]
+    return predictions
 
 
-def best_on_validation(task: Task, predictions: Iterable[Tensor]) -> list[int]:
-    """Of several predictions [S, V, outputs] of validation rows the place of the best one, for each of S settings."""
+def best_on_validation(task: Task, predictions: Iterable[Tensor]) -> Tensor:
+    """Of several predictions [..., V, outputs] of validation rows the place of the best one, [...]."""
     scores = torch.stack([task.measure(own, task.val.y) for own in predictions])
-    best: list[int] = scores.cpu().numpy().argmax(0).tolist()  # of equals the first, which torch does not promise
-    return best
+    return torch.from_numpy(scores.cpu().numpy().argmax(0))  # of equals the first, which torch does not promise
 
 
 class Leak(Component, group="evaluation.leak"):
@@ -148,14 +151,11 @@ class Leak(Component, group="evaluation.leak"):
         self, task: Task, train: Tensor, held_out: Tensor, read: Sequence[Tensor | None], labels: int
     ) -> Tensor:
         """What each test row adds to the measure in each draw, [draws, N], by the ridge that is best on validation."""
-        scores = []
-        for draw in range(self.draws):
-            rows = task.few(labels, draw).to(train.device)
-            predicted = readings(task, train[rows], task.train.y[rows], held_out, read, self.ridges)
-            val, test = predicted.split([len(task.val), len(task.test)], 1)
-            best = int(task.measure(val, task.val.y).argmax())
-            scores.append(task.scores(test[best], task.test.y))
-        return torch.stack(scores).cpu()
+        rows = torch.stack([task.few(labels, draw) for draw in range(self.draws)]).to(train.device)
+        predicted = readings(task, train[rows], task.train.y[rows], held_out, read, self.ridges)
+        val, test = predicted.split([len(task.val), len(task.test)], -2)
+        best = task.measure(val, task.val.y).argmax(-1)
+        return task.scores(test[torch.arange(self.draws), best], task.test.y).cpu()
 
 
 def _auc(task: Task, rows: Tensor, basis: Tensor) -> float:

@@ -199,11 +199,14 @@ def excess(residual: Tensor) -> Tensor:
 
 
 def ridge_weights(sigma: Tensor, vectors: Tensor, coefficients: Tensor, ridges: Tensor) -> Tensor:
-    """Ridge regression V diag(sigma / (sigma^2 + ridge)) c [R, D, C], for ridges [R]; 0 along directions of sigma 0."""
+    """Ridge regression V diag(sigma / (sigma^2 + ridge)) c [..., R, D, C]; 0 along directions of sigma 0.
+
+    For `sigma` [..., k], `vectors` V [..., D, k], `coefficients` c [..., k, C] and `ridges` [..., R].
+    """
     scale = spectrum.power_of_two(sigma)  # so that squares do not leave the range of float64
-    scaled = sigma / scale
-    gain = torch.nan_to_num(scaled / (scaled.square() + ridges[:, None] / scale / scale)) / scale
-    return vectors @ (gain[:, :, None] * coefficients)
+    scaled = (sigma / scale).unsqueeze(-2)
+    gain = torch.nan_to_num(scaled / (scaled.square() + ridges.unsqueeze(-1) / scale / scale)) / scale
+    return vectors.unsqueeze(-3) @ (gain.unsqueeze(-1) * coefficients.unsqueeze(-3))
 
 
 def leave_one_out(features: Tensor, targets: Tensor, ridges: Sequence[float]) -> Tensor:

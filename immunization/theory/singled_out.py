@@ -107,20 +107,21 @@ def counts(most: int) -> list[int]:
 def read_directions(
     train: Tensor, targets: Tensor, basis: Tensor | None, ridges: Sequence[float]
 ) -> Callable[[Tensor], Tensor]:
-    """Ridge regression on `train` [N, D] inside of `basis` [D, k]: rows [M, D] -> predictions [R, M, C].
+    """Ridge regression on `train` [..., N, D] inside of `basis` [D, k]: rows [M, D] -> predictions [..., R, M, C].
 
-    Features and `targets` [N, C] are centered by the training rows; `ridges` [R] are relative to lambda_1. A `basis` of
-    None are all features. Where the rows do not differ, their mean target is predicted.
+    Features and `targets` [..., N, C] are centered by the training rows; `ridges` [R] are relative to lambda_1. A
+    `basis` of None are all features. Where the rows do not differ, their mean target is predicted.
     """
 
     def inside(rows: Tensor) -> Tensor:
         return rows if basis is None else rows @ basis
 
     train = inside(train)
-    mean, level = train.mean(0), targets.mean(0)
+    mean, level = train.mean(-2, keepdim=True), targets.mean(-2, keepdim=True)
     u, sigma, vh = spectrum.svd(train - mean)
-    relative = torch.tensor(ridges).to(sigma) * sigma[0] ** 2
-    weights = ridge_weights(sigma, vh.T, u.T @ (targets - level), relative)
+    relative = torch.tensor(ridges).to(sigma) * sigma[..., :1] ** 2
+    weights = ridge_weights(sigma, vh.mT, u.mT @ (targets - level), relative)
+    mean, level = mean.unsqueeze(-3), level.unsqueeze(-3)  # beside the ridges
     return lambda rows: level + (inside(rows) - mean) @ weights
 
 

@@ -125,7 +125,7 @@ def compressed(features: Tensor | Iterable[Tensor], eps: float = EPS) -> tuple[T
 
 
 def svd(matrix: Tensor, full_matrices: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """U, sigma and V^T of `matrix` [m, D], as `torch.linalg.svd` has them, also where LAPACK's fast driver gives up.
+    """U, sigma and V^T of `matrix` [..., m, D], as `torch.linalg.svd` has them, also where LAPACK's fast driver fails.
 
     Divide and conquer (gesdd) fails on some matrices with many equal singular values, which maps of a step-shaped
     spectrum have; gesvd, several times slower, does not. Raises LinAlgError for NaN and infinite values.
@@ -135,6 +135,10 @@ def svd(matrix: Tensor, full_matrices: bool = False) -> tuple[Tensor, Tensor, Te
     except torch.linalg.LinAlgError:
         if not torch.isfinite(matrix).all():
             raise
+        if matrix.ndim > 2:
+            parts = [svd(own, full_matrices) for own in matrix.flatten(0, -3)]
+            u, sigma, vh = (torch.stack(part).unflatten(0, matrix.shape[:-2]) for part in zip(*parts, strict=True))
+            return u, sigma, vh
         u, sigma, vh = scipy.linalg.svd(matrix.cpu().numpy(), full_matrices=full_matrices, lapack_driver="gesvd")
         return torch.from_numpy(u).to(matrix), torch.from_numpy(sigma).to(matrix), torch.from_numpy(vh).to(matrix)
 
