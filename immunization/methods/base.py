@@ -29,6 +29,9 @@ CHECKS = 10
 MIN_GAIN = 1e-3
 """Smallest gain of a score that counts as one."""
 
+ROUGH = 1e-8
+"""Smallest eigenvalue of a Gram matrix, relative to the largest one, of which rounding leaves six digits."""
+
 
 class LogRatios:
     """Logarithms of ratio (i) of harmful tasks and of ratio (ii) of the primary one, on their training inputs."""
@@ -49,6 +52,15 @@ class LogRatios:
         """The same of features with the Gram of `factor`."""
         rank, before = self.baseline(model, role)
         return math.log(self.tasks[role].condition_number(factor, rank)) - before
+
+    def roughly(self, model: Model, role: str) -> float:
+        """`of` to six digits at half its cost, from the features' Gram matrix; infinite where it does not tell them."""
+        factor = model.factor(self.tasks[role]).double()
+        rank, before = self.baseline(model, role)
+        wide = len(factor) < factor.shape[1]
+        values = torch.linalg.eigvalsh(factor @ factor.mT if wide else factor.mT @ factor)
+        smallest, largest = values[-rank].item(), values[-1].item()
+        return math.log(largest / smallest) - before if 0 < ROUGH * largest < smallest else math.inf
 
     def baseline(self, model: Model, role: str) -> tuple[int, float]:
         """Rank and log kappa of a task before immunization, computed once."""
@@ -236,7 +248,7 @@ class Stopping(Callback):
                 raise ConfigError("method.max_accuracy_drop needs a validation split: set dataset.val_fraction above 0")
             if not model.deep:
                 log.warning("method.max_accuracy_drop does little here: %s starts with a head at chance", model.name)
-            self.accuracy, self.best = method.accuracy(model), _kept(model)
+            self.accuracy, self.best = method.accuracy(model), parameters_of(model)
 
     def epoch_end(self, model: Model, epoch: int) -> bool:
         method = self.method
@@ -250,10 +262,14 @@ class Stopping(Callback):
                 return True
         elif not self.scores(epoch):
             return False
-        score = self.score_of(model)
-        if method.latest or score > self.score + MIN_GAIN:
-            self.score, self.epoch, self.best = score, epoch, _kept(model)
+        self.compare(model, epoch)
         return method.patience is not None and bool(self.best) and epoch - self.epoch >= method.patience
+
+    def compare(self, model: Model, epoch: int) -> None:
+        """Keep the parameters after this epoch if their score is the best so far."""
+        score = self.score_of(model)
+        if self.method.latest or score > self.score + MIN_GAIN:
+            self.score, self.epoch, self.best = score, epoch, parameters_of(model)
 
     def scores(self, epoch: int) -> bool:
         """Whether a score is taken after this epoch."""
@@ -271,7 +287,8 @@ class Stopping(Callback):
         return {name: getattr(self, name) for name in ("score", "epoch", "best")}
 
 
-def _kept(model: Model) -> dict[str, Tensor]:
+def parameters_of(model: Model) -> dict[str, Tensor]:
+    """A copy of what training may change in a model, for `load_into`."""
     return {name: tensor.clone() for name, tensor in kept_of(model).items()}
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from immunization.checks import Share
 from immunization.data.task import Task, TaskPair
-from immunization.methods.base import MIN_GAIN, Callback, Method, Stopping
+from immunization.methods.base import MIN_GAIN, Callback, Method, Stopping, parameters_of
 from immunization.methods.linear_map import fit_head, probe_of_inputs
-from immunization.models.base import Model
+from immunization.models.base import Model, kept_of, load_into
 from immunization.theory.optimal_map import conditioned
 
 BOUND = 0.99
@@ -25,6 +25,8 @@ HIGHEST = 6.0
 START, SETTLED = 0.25, 0.5
 """Shares of the training: unconstrained until START; then the target falls from (ii) at START to the bound at SETTLED,
 since weights that will hold kappa(H_P) often let it rise first."""
+UNSCORED = 2**26
+"""Bytes of iterates that wait for their scores at most."""
 LARGE, SELDOM = 256, 5
 """Models of more features are measured every SELDOM epochs only: their condition numbers cost more than a step."""
 
@@ -46,13 +48,41 @@ class Bound(Stopping):
         self.allowed: float | None = None  # log (ii) at START, or the target if that is larger
         self.acted = False
         self.every = SELDOM if method.pair.dim > LARGE else 1
+        self.stops = method.patience is not None or method.max_accuracy_drop is not None
+        self.unscored: list[tuple[int, dict[str, Tensor]]] = []
+        self.model, self.room = model, UNSCORED // sum(part.nbytes for part in kept_of(model).values())
 
     def epoch_end(self, model: Model, epoch: int) -> bool:
-        if self.scores(epoch) or self.method.max_accuracy_drop is not None:
-            self.ratio = self.method.ratios.of(model, "primary")
-        if self.scores(epoch) and epoch + 1 >= START * self.method.epochs:
+        controls = self.scores(epoch) and epoch + 1 >= START * self.method.epochs
+        if self.stops or controls:
+            self.ratio = self._log_ratio(model)
+        if controls:
             self._control(self.ratio, (epoch + 1) / self.method.epochs)
-        return super().epoch_end(model, epoch)
+        if self.stops:
+            return super().epoch_end(model, epoch)
+        if self.scores(epoch):
+            self.unscored.append((epoch, parameters_of(model)))
+            if len(self.unscored) > self.room:
+                self._score()
+        return False
+
+    def _log_ratio(self, model: Model) -> float:
+        """log (ii), rough where it is so far below the bound that neither controller nor bound see a difference."""
+        if not self.method.pair.primary.width:
+            rough = self.method.ratios.roughly(model, "primary")
+            if rough < self.limit - MARGIN - LARGEST - MIN_GAIN:
+                return rough
+        return self.method.ratios.of(model, "primary")
+
+    def _score(self) -> None:
+        """Score the iterates that were not: a run that holds the bound by itself never needs their scores."""
+        last = parameters_of(self.model)
+        for epoch, parameters in self.unscored:
+            load_into(self.model, parameters)
+            self.ratio = self._log_ratio(self.model)
+            self.compare(self.model, epoch)
+        load_into(self.model, last)
+        self.unscored = []
 
     def _control(self, ratio: float, share: float) -> None:
         """Set the factor by log (ii) after this share of the training."""
@@ -76,7 +106,9 @@ class Bound(Stopping):
         ratios = self.method.ratios
         return min(ratios.of_factor(factor(ratios.tasks[role]).double(), model, role) for role in ratios.harmful)
 
+    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
+        self._score()
         own = {name: getattr(self, name) for name in ("multiplier", "factor", "allowed", "acted")}
         return super().state_dict() | own
 
@@ -84,9 +116,9 @@ class Bound(Stopping):
     def finish(self, model: Model) -> None:
         method, theta = self.method, model.linear_map()
         last = method.ratios.of(model, "primary")
-        stops = method.patience is not None or method.max_accuracy_drop is not None
-        if last <= self.limit and not self.acted and not stops:
+        if last <= self.limit and not self.acted and not self.stops:
             return  # the weights held the bound by themselves: the run is what it is without one
+        self._score()
         maps = [] if theta is None or last <= self.limit else self._nearest(model, theta.double())
         super().finish(model)
         score, nearest = max(maps, key=lambda candidate: candidate[0], default=(-math.inf, None))
