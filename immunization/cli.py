@@ -51,7 +51,7 @@ def main(cfg: DictConfig) -> float:
         return math.nan
 
     try:
-        result = run(cfg, folder, overrides, quiet=sweep)
+        result = run(cfg, folder, overrides, quiet=sweep, ahead=SweepSummary.ahead())
     except Exception as error:
         if sweep:  # recorded in result.json; the other jobs go on, and the summary at the end counts it
             return failed(record_failure(cfg, folder, error))

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from immunization.checks import CONF, AtLeastOne, Positive, Seed, check_arguments, check_value
+from immunization.checks import CONF, AtLeastOne, Positive, Seed, check_arguments, check_value, read_yaml
 from immunization.compute import keys, machine, randomness
 from immunization.config import build, check_components, factory, target_of
 from immunization.data.images import ImagePair
@@ -109,7 +109,7 @@ def resolve(config: DictConfig, overrides: Iterable[str] = (), tables: Mapping[s
 def _check_files(config: DictConfig) -> None:
     """Raise ConfigError where what a file says would silently be lost: local.yaml on a group, or a group's own file."""
     path = CONF / "local.yaml"  # it stands before the groups, which win over what it says of them
-    own, known = (OmegaConf.load(file) if file.is_file() else {} for file in (path, CONF / "config.yaml"))
+    own, known = (read_yaml("local") or {}, read_yaml("config")) if path.is_file() else ({}, {})
     for key in own:
         if key not in known:
             raise ConfigError(f"{path}: {key} is none of its keys, which are {', '.join(map(str, known))}")

@@ -19,6 +19,7 @@ from immunization.errors import BusyError, ConfigError, OtherEnded, UserError
 from immunization.evaluation import Comparison, Measures, evaluate
 from immunization.experiment import Experiment, assemble, read_data, resolve
 from immunization.models.weights import exported, original, rounding_flag
+from immunization.multirun.ahead import Ahead
 from immunization.results import model_card
 from immunization.results.screen import present
 from immunization.runs import files
@@ -51,6 +52,7 @@ def run(
     overrides: Iterable[str] | None = None,
     quiet: bool = False,
     tables: Mapping[str, Any] | None = None,
+    ahead: Ahead | None = None,
 ) -> Result:
     """Run one experiment and return its Result, which is also written to result.json in the run folder.
 
@@ -61,7 +63,7 @@ def run(
     `figures=true`.
 
     `tables` are the DataFrames of dataset=arrays by task, `{"primary": frame, "harmful": frame}`. The run folder holds
-    their digests, by which `resume=true` knows them.
+    their digests, by which `resume=true` knows them. `ahead` is what a multirun trained before this job's turn.
 
     Raises UserError for a mistake in the configuration or the data, after writing a result.json with status `failed`.
     Raises KeyboardInterrupt on Ctrl-C and Preempted, an exit with code 143, on SIGTERM, both after a checkpoint.
@@ -94,7 +96,7 @@ def run(
             distributed.agree(folder)
             with run.recording(), stop.unmasked(), heartbeat(aloud=not quiet and not sys.stderr.isatty()):
                 run.begin(config, overrides)
-                experiment, parts = train(config, overrides, run, stop, state, tables, quiet)
+                experiment, parts = train(config, overrides, run, stop, state, tables, quiet, ahead)
                 measure(experiment, parts, run, flags)
             present(run.result, run.trackers, quiet, experiment.figures, experiment.objective)
     return run.result
@@ -128,12 +130,15 @@ def train(
     state: dict[str, Any] | None,
     tables: Mapping[str, Any] | None = None,
     quiet: bool = True,
+    ahead: Ahead | None = None,
 ) -> tuple[Experiment, Parts]:
     """The experiment, and its parts with the model immunized. `state` is that of the checkpoint to go on from.
 
-    Unless `quiet`, the classes of each task are printed, with the output that means each.
+    Unless `quiet`, the classes of each task are printed, with the output that means each. What was trained `ahead` is
+    taken as it is.
     """
-    experiment = resolve(config, overrides, tables)
+    ready = ahead.take(tuple(overrides)) if ahead and state is None else None
+    experiment = ready.experiment if ready else resolve(config, overrides, tables)
     leads = not distributed.rank()
     tracker = experiment.tracker() if leads and experiment.tracker else None  # a mistake in its options is said now
     if experiment.attack:
@@ -141,7 +146,7 @@ def train(
 
         check_places(experiment.baselines, experiment.published)
     with waiting("preparing data, model and optimizer"):
-        parts = assemble(experiment)
+        parts = ready.parts if ready else assemble(experiment)
     for attack in experiment.attack.values():
         attack.check(parts.model)
     if experiment.suite and experiment.suite.benign and not parts.pair.benign_tasks:
@@ -158,6 +163,10 @@ def train(
             print(*table, "", sep="\n", flush=True)
         if experiment.immunize is False or parts.method.epochs:
             run.keep_original(*original(parts.model))
+    if ready:
+        ready.deliver(run.result, run.trackers)
+        run.result.seconds["immunize"] = ready.session.seconds
+        return experiment, parts
     options = experiment.checkpoint if leads else {"seconds": None}
     session = TrainingSession(
         parts,

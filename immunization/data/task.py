@@ -187,7 +187,12 @@ class Task:
         return F.one_hot(y, self.classes).double()
 
     def loss(self, logits: Tensor, y: Tensor, smoothing: float = 0.0) -> Tensor:
-        """Mean training loss: squared error, binary cross-entropy, or, for more classes, smoothed cross-entropy."""
+        """Mean training loss: squared error, binary cross-entropy, or, for more classes, smoothed cross-entropy.
+
+        Of logits [N, outputs] and labels or targets [N]; [J] for stacks [J, N, outputs] and [J, N] of J jobs.
+        """
+        if logits.ndim > 2:
+            return torch.stack([self.loss(*own, smoothing) for own in zip(logits, y, strict=True)])
         if not self.classes:
             return F.mse_loss(logits[:, 0], y)
         if logits.shape[1] == 1:

@@ -133,6 +133,9 @@ class Method(Component, group="method"):
     """How many harmful images of a class stand side by side in a batch, where rows are stored."""
     role = "harmful"
     """Of the task that `setup` is given as the harmful one."""
+    side_by_side: ClassVar[tuple[str, ...] | None] = None
+    """Options in which jobs differ where `step` also takes stacks, of linear models and full batches with a leading
+    dimension for jobs; None where it does not."""
     several = False
     """Whether `setup` and `step` take all of `pair.harmful_tasks`; the losses of one that does not are combined."""
     latest = False

@@ -43,6 +43,7 @@ class ConditionNumber(HoldsPrimary):
     """
 
     remembers = ("scale_P", "scale_H")
+    side_by_side = ("lambda_P", "lambda_H", "task_weight")
 
     lambda_P: NonNegative
     lambda_H: NonNegative
@@ -135,6 +136,7 @@ class RIllOnly(Method):
     """
 
     remembers = ("scale",)
+    side_by_side = ()
 
     normalize: bool
     precondition: Precondition

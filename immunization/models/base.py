@@ -23,7 +23,10 @@ Regularizer = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one task, `first` in a pass; `root` [k, D] (full batches): upper trapezoidal with the Gram of `x`."""
+    """Rows of one task, `first` in a pass; `root` [k, D] (full batches): upper trapezoidal with the Gram of `x`.
+
+    Of J jobs side by side, `x`, `y` and `root` have a leading dimension J.
+    """
 
     x: Tensor
     y: Tensor

@@ -86,7 +86,10 @@ class Linear(Model):
     def forward(self, x: Tensor) -> Tensor:
         if self.linear_map() is None:
             return super().forward(x)
-        return x @ (self.extractor.theta @ self.head.weight.T)  # O(N D) instead of O(N D^2)
+        theta, omega = self.extractor.theta, self.head.weight
+        if x.ndim > 2:  # side by side: a product of a stack with vectors would have other last bits than each alone
+            return torch.stack([rows @ (a @ w.T) for rows, a, w in zip(x, theta, omega, strict=True)])
+        return x @ (theta @ omega.T)  # O(N D) instead of O(N D^2)
 
     def outputs(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         return self(batch.x), None  # the features, O(N D^2), are not computed for them

@@ -3,11 +3,11 @@
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
@@ -23,6 +23,7 @@ from immunization.training.signals import imported
 from immunization.usage import explained
 
 if TYPE_CHECKING:
+    from immunization.multirun.ahead import Ahead
     from immunization.results.collect import Collection
 
 
@@ -30,11 +31,13 @@ class SweepSummary(Callback):
     """A Hydra callback: the table over all jobs of a multirun, of their run folders, and exit code 1 if one failed.
 
     `begun` is the key of the folder that this process fills, a run's or a sweep's, and its configuration; `jobs` holds
-    the overrides of the jobs of this command: others in the folder are in the table, but not in the exit code.
+    the overrides of the jobs of this command: others in the folder are in the table, but not in the exit code. `ahead`
+    gives what this process may train ahead, where it runs all jobs itself.
     """
 
     begun: ClassVar[tuple[str, DictConfig] | None] = None
     jobs: ClassVar[list[Sequence[str]]] = []
+    ahead: ClassVar[Callable[[], "Ahead | None"]] = staticmethod(lambda: None)
 
     def on_run_start(self, config: DictConfig, **kwargs: object) -> None:
         """Remember which folder is filled."""
@@ -118,6 +121,12 @@ def _forget_refusals(folder: Path) -> None:
         refused.unlink()
 
 
+def _ahead(*arguments: Any) -> "Ahead":
+    from immunization.multirun.ahead import Ahead  # which imports torch
+
+    return Ahead(*arguments)
+
+
 def _track(config: DictConfig, batch: list[Sequence[str]]) -> None:
     """Put the jobs of a track of the leaderboard in the order of their methods, and say what is missing of it."""
     if any(word.startswith(TRACK) for word in batch[0]):
@@ -146,6 +155,8 @@ def _validate(sweeper: Sweeper, batch: list[Sequence[str]]) -> None:
     assert context is not None
     _track(config, batch)
     loader = context.config_loader
+    if config.hydra.launcher._target_ == "hydra._internal.core_plugins.basic_launcher.BasicLauncher":
+        SweepSummary.ahead = cache(partial(_ahead, loader, config, batch))
     if not isinstance(loader.load_sweep_config, SharedComposition):
         setattr(loader, "load_sweep_config", SharedComposition(loader))  # noqa: B010  # launchers ask the same loader
     is_group = cache(lambda key: bool(loader.get_group_options(key)))

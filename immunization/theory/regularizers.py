@@ -143,24 +143,39 @@ def with_gradients(value: Tensor, gradients: Mapping[Any, Tensor]) -> Tensor:
     return by_hand(value, lambda upstream: [upstream * gradient for gradient in gradients.values()], *gradients)
 
 
+def _each(slope_of: Slope, stack: Tensor, divided: bool) -> tuple[Tensor, Tensor]:
+    """R [J] and dR/dH [J, n, n] of a stack of matrices, NaN where one's do not exist."""
+    values, slopes = [], []
+    for hessian in stack:
+        try:
+            value, slope = slope_of(hessian, divided=divided)
+        except (DegenerateSpectrum, torch.linalg.LinAlgError):
+            value, slope = math.nan, torch.zeros_like(hessian)
+        values.append(scalar(value, hessian))
+        slopes.append(slope)
+    return torch.stack(values), torch.stack(slopes)
+
+
 def _of_features(features: Tensor, theta: Tensor | None, slope_of: Slope) -> Tensor:
-    """R(H) of H = F^T F through the smaller one of its Grams.
+    """R(H) of H = F^T F through the smaller one of its Grams; of stacked features [J, N, D] each, [J].
 
     The gradient in F is 2 F dR/dH; with `theta`, it is the preconditioned K^-1 grad_theta R = 2 theta dR/dH, in which K
     has cancelled. dR/dH is a function f(H) with f(0) = 0, so that F f(F^T F) = f(F F^T) F.
     """
     f = features.detach().double()
     # the Gram that takes fewer operations: behind theta, the one of the samples needs a product more
-    wide = len(f) < f.shape[1] if theta is None else 2 * len(f) < f.shape[1]
-    value, slope = slope_of(f @ f.mT if wide else f.mT @ f, divided=wide and theta is not None)
+    rows, columns = f.shape[-2:]
+    wide = rows < columns if theta is None else 2 * rows < columns
+    gram, divided = f @ f.mT if wide else f.mT @ f, wide and theta is not None
+    value, slope = slope_of(gram, divided=divided) if f.ndim == 2 else _each(slope_of, gram, divided)
 
     def gradient(upstream: Tensor) -> list[Tensor]:
         if theta is None:
             product = slope @ f if wide else f @ slope
         else:
             start = theta.detach().double()
-            product = start @ f.T @ slope @ f if wide else start @ slope
-        return [product.mul_(2 * upstream).to(features.dtype)]
+            product = start @ f.mT @ slope @ f if wide else start @ slope
+        return [product.mul_(2 * upstream[..., None, None]).to(features.dtype)]
 
     return by_hand(scalar(value, features), gradient, features if theta is None else theta)
 
@@ -168,12 +183,12 @@ def _of_features(features: Tensor, theta: Tensor | None, slope_of: Slope) -> Ten
 def r_well_of_features(
     features: Tensor, theta: Tensor | None = None, rank: int | None = None, power: float = math.inf
 ) -> Tensor:
-    """R_well,p(F^T F) for features F [N, D] of known rank k, by default D.
+    """R_well,p(F^T F) for features F [N, D] of known rank k, by default D; [J] for features [J, N, D].
 
     Gradient to `features`; or, where `theta` [D_in, D] is given, the preconditioned gradient to theta,
     K^-1 grad_theta R_well = 2 theta dR/dH (docs/theory.md, section 3), and none to the features. See `r_well_slope`.
     """
-    k = features.shape[1] if rank is None else rank
+    k = features.shape[-1] if rank is None else rank
     return _of_features(features, theta, partial(r_well_slope, rank=k, power=power))
 
 

@@ -36,8 +36,10 @@ LOG_LINES = 40  # lines of metrics.jsonl a run writes by default
 class Monitor:
     """Sends the terms of a step and all condition numbers, of a net those of every `period` steps, to every tracker."""
 
-    def __init__(self, model: Model, pair: TaskPair, result: Result, trackers: Sequence[Tracker] = ()) -> None:
+    def __init__(self, model: Model, pair: TaskPair, result: Result | None, trackers: Sequence[Tracker] = ()) -> None:
+        """Without a `result`, lines wait for the one that `deliver` names."""
         self.model, self.result, self.trackers = model, result, trackers
+        self.waiting: list[tuple[int, list[Record], dict[str, float]]] = []
         self.tasks = pair.shown
         factors = {role: model.baseline_factor(role, task) for role, task in self.tasks.items()}
         self.ranks = {role: task.rank_of(factors[role]) for role, task in self.tasks.items()}
@@ -53,6 +55,7 @@ class Monitor:
         return kappas
 
     def state_dict(self) -> dict[str, Any]:
+        assert self.result is not None  # checkpoints are those of a run
         return {"baseline": self.baseline, "labels": self.labels, "kappa": self.kappa, "metrics": self.result.metrics}
 
     def places(self) -> dict[str, Any]:
@@ -69,6 +72,7 @@ class Monitor:
         if state["labels"] != self.labels or not all(math.isclose(before[r], now[r], rel_tol=1e-6) for r in now):
             raise ValueError("the inputs, features or labels are others than before")
         self.kappa = state["kappa"]
+        assert self.result is not None
         self.result.records.add(*from_flat(state["metrics"], {}).values())
 
     def __call__(self, step: int, terms: Mapping[str, Tensor]) -> dict[str, float]:
@@ -84,11 +88,20 @@ class Monitor:
         records = [Record(name, term.item()) for name, term in terms.items()]
         for measure, of in (("kappa", self.kappa), ("ratio", ratio), ("rir", {"harmful": rir})):
             records += [Record(measure, value, role, split="train") for role, value in of.items()]
-        self.result.records.add(*records)
         values = {record.of.name: record.value for record in records}
-        for tracker in self.trackers:
-            tracker.log(step, values)
+        self.waiting.append((step, records, values))
+        if self.result is not None:
+            self.deliver(self.result, self.trackers)
         return values
+
+    def deliver(self, result: Result, trackers: Sequence[Tracker]) -> None:
+        """Give the lines that wait, and those to come, to a result and to trackers."""
+        self.result, self.trackers = result, trackers
+        for step, records, values in self.waiting:
+            result.records.add(*records)
+            for tracker in trackers:
+                tracker.log(step, values)
+        self.waiting = []
 
 
 class TrainingSession:
@@ -115,11 +128,12 @@ class TrainingSession:
         self.monitor, self.keeper, self.state = monitor, keeper, state
         self.progress, self.started, self.steps = Progress(), time.perf_counter(), 0
         self.earlier = state["seconds"] if state else 0.0
+        self.took: float | None = None
 
     @property
     def seconds(self) -> float:
-        """Wall-clock time since the session was made, and before it was interrupted."""
-        return self.earlier + time.perf_counter() - self.started
+        """Wall-clock time since the session was made, and before it was interrupted; a share of it, side by side."""
+        return self.earlier + time.perf_counter() - self.started if self.took is None else self.took
 
     def where(self) -> str:
         """The step that is being taken, in words."""
@@ -129,6 +143,13 @@ class TrainingSession:
 
     def fit(self) -> None:
         """Train in place. Raises Diverged, DataError where `state` does not fit, Preempted on SIGTERM."""
+        per_epoch = self.prepare()
+        if self.method.epochs and per_epoch != 0:
+            self._train(per_epoch)
+        self.method.finish(self.model)
+
+    def prepare(self) -> int | None:
+        """Everything before the first step; the number of steps of an epoch, None where a loader cannot say it."""
         method, model = self.method, self.model
         method.setup(model, self.pair)
         generator = torch.Generator().manual_seed(self.seed)
@@ -141,15 +162,14 @@ class TrainingSession:
             self.monitor.period = per_epoch if per_epoch and model.trains_layers else 1
             if self.state is None:
                 self.monitor(0, {})
-        if method.epochs and per_epoch != 0:
-            self._train(per_epoch)
-        method.finish(model)
+        if per_epoch:
+            self.steps = self.debug.steps or method.epochs * per_epoch
+        return per_epoch
 
     def _train(self, per_epoch: int | None) -> None:
         """Train for all epochs, of `per_epoch` steps each; None where a loader cannot say how many it has."""
         optimizer, scheduler = self.make
         if per_epoch is not None:
-            self.steps = self.debug.steps or self.method.epochs * per_epoch
             self.method.epochs = math.ceil(self.steps / per_epoch)
         elif scheduler:
             raise DataError("a scheduler needs it, and the harmful loader cannot say how many batches it gives")
@@ -166,14 +186,14 @@ class TrainingSession:
             inside.enter_context(machine.gpu_memory(f"method.batch_size={self.method.batch_size}", remedy))
             if self.keeper:
                 inside.enter_context(self.keeper.stop.after_steps())
-            if self.monitor:
+            if self.monitor and self.monitor.result:
                 inside.enter_context(self.debug.watching(self.monitor.result.folder))
             parts = self.method, self.model, self.batches, self.optimizer
-            train(*parts, self._after_step, self.progress, self.scheduler, self.debug.steps, self._logged)
+            train(*parts, self._after_step, self.progress, self.scheduler, self.debug.steps, self.logged)
         if self.keeper:
             self.keeper.finish(self.progress.step, self.state_dict)
 
-    def _logged(self, step: int) -> bool:
+    def logged(self, step: int) -> bool:
         """Whether a step is one that the monitor logs."""
         if not self.monitor:
             return False
@@ -184,7 +204,7 @@ class TrainingSession:
 
     def _after_step(self, step: int, terms: dict[str, Tensor]) -> None:
         self.bar.update()
-        if self.monitor and self._logged(step):
+        if self.monitor and self.logged(step):
             values = self.monitor(step, terms)
             shown = {name: f"{values[name]:.3g}" for name in ("loss", "rir", "lr") if name in values}
             self.bar.set_postfix(shown, refresh=False)
