@@ -1,10 +1,13 @@
-"""Hooks of mkdocs.yml: pages of the site from outside docs/, and links between them."""
+"""Hooks of mkdocs.yml: pages from outside docs/, links, tables generated from the code, and formulas as MathML."""
 
+import html
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
+from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
@@ -13,9 +16,13 @@ PAGES = {
     "results.md": "RESULTS.md",
     "sweeps.md": "sweeps/README.md",
     "examples.md": "examples/README.md",
+    "changelog.md": "CHANGELOG.md",
 }
 """Pages of the site, and the files of the repository that they are."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)")
+
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\s*\\([(\[])(.*?)\\[)\]]\s*</\1>', re.S)
+"""A formula as pymdownx.arithmatex leaves it: between \\( and \\) in the text, \\[ and \\] on lines of its own."""
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -39,4 +46,18 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         relative = posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or ".")
         return f"{picture}[{text}]({relative}{anchor or ''})"
 
-    return LINK.sub(moved, markdown)
+    sys.path += [place for place in (str(ROOT), str(ROOT / "docs")) if place not in sys.path]
+    from references import filled
+
+    return filled(LINK.sub(moved, markdown))
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Write formulas as MathML, which browsers draw without a script; one that does not parse ends the build."""
+
+    def drawn(formula: re.Match[str]) -> str:
+        tag, bracket, tex = formula.groups()
+        display = "inline" if bracket == "(" else "block"
+        return f'<{tag} class="arithmatex">{convert(html.unescape(tex), display=display)}</{tag}>'
+
+    return FORMULA.sub(drawn, content)

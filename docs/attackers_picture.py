@@ -1,4 +1,4 @@
-"""Draw docs/images/attackers.png, the picture of the README, from attackers.json: `python docs/attackers.py`."""
+"""Draw docs/images/attackers.png, the picture of forget.md, from attackers.json: `python docs/attackers_picture.py`."""
 
 import json
 from pathlib import Path

@@ -1,0 +1,187 @@
+"""Reference tables that site.py writes into pages, from the code: `python docs/references.py attackers` prints one.
+
+A page has the line `<!-- generated: attackers -->` where the table stands in the site.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from inspect import cleandoc
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from immunization import attacks as of_attacks
+from immunization import methods as of_methods
+from immunization.attacks import Attack, FineTune, FreshPart, ProbeAttack
+from immunization.checks import CONF
+
+GROUPS = (
+    *("dataset", "model", "method", "optimizer", "scheduler", "evaluation"),
+    *("attack", "tracker", "launcher", "debug"),
+)
+SUITES = ("quick", "standard", "nightly", "probes", "depth", "depth_vit")
+SOURCES = {
+    "condition_number": "Zheng et al., ICML 2025, Algorithm 1",
+    "released_condition_number": "the released code of Zheng et al.",
+    "r_ill_only": "Zheng et al., ablation",
+    "opt_kappa": "Zheng et al., baseline",
+    "imma": "Zheng and Yeh, ECCV 2024",
+    "clamp": "Sarker et al., CVPR 2026, from notes by others",
+    "sophon": "Deng et al., IEEE S&P 2024, arXiv 2404.12699",
+    "encoderlock": "EncoderLock, NDSS 2025, arXiv 2411.12508",
+    "tar": "TAR, ICLR 2025, arXiv 2408.00761",
+    "ntl": "non-transferable learning, ICLR 2022",
+}
+"""Of published methods; the others are this project's."""
+
+
+def options(path: Path) -> Iterator[tuple[str, str, str]]:
+    """Key, default and comment of every option in a YAML file; keys of nested options have dots."""
+    text = path.read_text()
+    lines = text.splitlines()
+
+    def walk(node: yaml.Node, above: str) -> Iterator[tuple[str, str, str]]:
+        for key, value in node.value:
+            name, place = f"{above}{key.value}", value.end_mark
+            if isinstance(value, yaml.MappingNode) and not value.flow_style:
+                yield from walk(value, f"{name}.")
+            elif name != "defaults" and key.value not in ("_target_", "_partial_"):
+                shown = " ".join(text[value.start_mark.index : place.index].split())
+                if isinstance(value, yaml.CollectionNode) and not value.flow_style:
+                    shown = "(several lines)"
+                rest = lines[place.line][place.column :] if place.line < len(lines) else ""
+                comment = re.match(r"\s*#\s*(.*)", rest)
+                yield name, shown, comment[1] if comment else ""
+
+    node = yaml.compose(text)
+    if isinstance(node, yaml.MappingNode):
+        yield from walk(node, "")
+
+
+def defaults(path: Path) -> list[str]:
+    """The files that a YAML file of a group takes its other keys from, relative to the group."""
+    entries = (yaml.safe_load(path.read_text()) or {}).get("defaults", [])
+    return [entry.partition("@")[0] for entry in entries if isinstance(entry, str) and entry != "_self_"]
+
+
+def about(path: Path) -> str:
+    """The first comment of a file, without its package."""
+    lines = []
+    for line in path.read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        if not line.startswith("# @package"):
+            lines.append(line.removeprefix("#").strip())
+    return " ".join(lines)
+
+
+def cell(text: str) -> str:
+    """Text that a cell of a Markdown table holds as it is."""
+    return text.replace("|", r"\|").replace("<", "&lt;")
+
+
+def prefix(path: Path, group: str) -> str:
+    """What comes before the keys of a file on the command line."""
+    package = re.search(r"^# @package (\S+)", path.read_text(), re.M)
+    place = package[1] if package else group
+    return "" if place == "_global_" or path.parent.name == "common" else f"{place}."
+
+
+def keys(path: Path, before: str, without: str = "\0") -> list[str]:
+    """The table of the options of a file; empty for none."""
+    found = [(key, value, comment) for key, value, comment in options(path) if not key.startswith(without)]
+    rows = [f"| `{before}{key}` | `{cell(value)}` | {cell(comment)} |" for key, value, comment in found]
+    return ["", "| key | default | meaning and range |", "|---|---|---|", *rows, ""] if rows else [""]
+
+
+def configuration() -> str:
+    """Every key of every file in conf/, with its default and comment."""
+    lines = ["## Values of every run", *keys(CONF / "config.yaml", "", "hydra.")]
+    for group in GROUPS:
+        lines += [f"## {group}", ""]
+        files = sorted((CONF / group).glob("common/*.yaml")) + sorted((CONF / group).glob("*.yaml"))
+        for path in files:
+            name = path.relative_to(CONF / group).with_suffix("").as_posix()
+            lines += [f"### `{group}={name}`" if "/" not in name else f"### Shared: `{name}`", "", about(path)]
+            if others := defaults(path):
+                lines += ["", "Also the keys of " + ", ".join(f"`{other}`" for other in others) + "."]
+            lines += keys(path, prefix(path, group))
+    return "\n".join(lines)
+
+
+def target(path: Path) -> type[Any] | None:
+    """The class that a file of conf/attack or conf/method configures, its own or that of the file it builds on."""
+    if named := (yaml.safe_load(path.read_text()) or {}).get("_target_"):
+        module = of_methods if path.parent.name == "method" else of_attacks
+        return getattr(module, named.rpartition(".")[2])
+    parents = (path.parent / f"{other}.yaml" for other in defaults(path) if not other.startswith("common/"))
+    return next((found for parent in parents if (found := target(parent))), None)
+
+
+def reads(attack: type[Attack]) -> tuple[str, str]:
+    """What an attacker reads of the released model, and what it trains."""
+    if attack.reference:
+        trains = "a fresh net" if issubclass(attack, FineTune) else "a regression"
+        return "nothing, or only parts that no defense changed", trains
+    if issubclass(attack, FreshPart):
+        return "all but the immunized layers", "these layers anew, and a head"
+    if issubclass(attack, FineTune):
+        return "all weights", "layers of the net and a head"
+    if attack.reads_blocks:
+        return "outputs of the blocks", "a regression"
+    if attack.__name__ in ("ReadWeights", "Spread"):
+        return "the weights of the map, and features", "a regression"
+    steps = issubclass(attack, ProbeAttack) and attack.__name__ != "ClosedFormProbe"
+    return "features", "a linear head, step by step" if steps else "a classifier, at once"
+
+
+def attackers() -> str:
+    """One row an attacker: what it does, reads and trains, and its suites."""
+    suites = {suite: members(suite) for suite in SUITES}
+    lines = ["| `attack=` | what it does | reads | trains | suites |", "|---|---|---|---|---|"]
+    for path in sorted((CONF / "attack").glob("*.yaml")):
+        if path.stem in SUITES:
+            continue
+        read, trained = reads(target(path))
+        within = ", ".join(f"`{suite}`" for suite, names in suites.items() if path.stem in names)
+        lines.append(f"| `{path.stem}` | {cell(about(path))} | {read} | {trained} | {within or 'none'} |")
+    return "\n".join(lines)
+
+
+def members(suite: str) -> set[str]:
+    """The attackers of a suite, those of the suites it builds on included."""
+    found = set()
+    for entry in defaults(CONF / "attack" / f"{suite}.yaml"):
+        found |= members(entry) if entry in SUITES else {entry}
+    return found
+
+
+def methods() -> str:
+    """One section a method: its docstring and options."""
+    lines = []
+    for path in sorted((CONF / "method").glob("*.yaml")):
+        source = SOURCES.get(path.stem, "this project")
+        text = cleandoc(target(path).__doc__ or "").replace("<", "&lt;")
+        lines += [f"## `{path.stem}`", "", f"*Source: {source}.*", "", text]
+        if others := defaults(path):
+            lines += [
+                "",
+                "Also the keys of " + ", ".join(f"[`{other}`](configuration.md#method)" for other in others) + ".",
+            ]
+        lines += keys(path, "method.")
+    return "\n".join(lines)
+
+
+TABLES = {made.__name__: made for made in (configuration, attackers, methods)}
+MARK = re.compile(r"<!-- generated: (\w+) -->")
+
+
+def filled(markdown: str) -> str:
+    """A page with its generated tables."""
+    return MARK.sub(lambda mark: TABLES[mark[1]](), markdown)
+
+
+if __name__ == "__main__":
+    print(TABLES[sys.argv[1]]())
