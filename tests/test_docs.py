@@ -27,7 +27,7 @@ def test_links_resolve(page: Path) -> None:
 def test_tests_that_pages_name_exist() -> None:
     pages = "".join(page.read_text() for page in PAGES)
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    named = set(re.findall(r"`(test_\w+)`", pages)) - {"test_resnet"}  # a net
+    named = set(re.findall(r"`(test_\w+)`", pages)) - {"test_resnet", "test_rows"}  # a net, and a measure
     assert len(named) > 40
     assert named <= set(re.findall(r"def (test_\w+)", tests))
 
