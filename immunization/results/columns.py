@@ -101,6 +101,12 @@ def mean(setting: Setting, of: Query) -> Cell:
     return _bounded(cell, math.inf in setting.bounded(of).values)
 
 
+def mean_alone(setting: Setting, of: Query) -> Cell:
+    """The mean without its spread."""
+    summary = setting.summary(of)
+    return Cell.of(summary.mean if summary.n else None)
+
+
 def mean_interval(setting: Setting, of: Query) -> Cell:
     """The interval of a mean of ratios, which are never below 0."""
     summary = setting.summary(of)
@@ -208,6 +214,23 @@ def unstarred(setting: Setting, objective: Query) -> Cell:
     reasons = lacking(setting, objective)
     more = f" and {len(reasons) - 2} more" if len(reasons) > 2 else ""
     return Cell("; ".join(reasons[:2]) + more or NONE)
+
+
+LACKS = {"(i)": "(i)", "Def. 3.1": "Def", "harmful": "harm", "primary": "prim"}
+"""How `lacking` begins, and the short word for it."""
+
+
+def lacks(setting: Setting, objective: Query) -> Cell:
+    """The same in a word each."""
+    reasons = lacking(setting, objective)
+    words = [next(word for start, word in LACKS.items() if reason.startswith(start)) for reason in reasons]
+    doubts = ["?" * (" unknown" in reason) for reason in reasons]
+    return Cell(" ".join(dict.fromkeys(map("".join, zip(words, doubts, strict=True)))) or NONE)
+
+
+def varied(setting: Setting, _: Query, key: str) -> Cell:
+    """The value of a key in which settings differ."""
+    return Cell(setting.varied.get(key, NONE))
 
 
 def first_change(setting: Setting, _: Query) -> Cell:

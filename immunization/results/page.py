@@ -19,6 +19,7 @@ from immunization.results.columns import ATTACKS, Column, listed
 from immunization.results.formatting import Cell, code, template
 from immunization.results.formatting import markdown as markdown_of
 from immunization.results.plot import Plot
+from immunization.results.searched import Searched
 from immunization.results.settings import (
     HARMFUL_STEPS,
     RATIO_HARMFUL,
@@ -33,7 +34,7 @@ from immunization.results.settings import (
     title,
 )
 from immunization.results.sweep_figures import draw
-from immunization.results.tables import Table, alignment, comparison, counts, meanings
+from immunization.results.tables import Table, alignment, brief, comparison, counts, meanings, relative
 from immunization.runs import files
 from immunization.runs.filenames import WEIGHTS, weights_of
 from immunization.runs.interpretation import attack_names, successes
@@ -43,6 +44,12 @@ from immunization.runs.verdict import verdict
 REPORT = "report.html"
 LISTED = (RATIO_HARMFUL, RATIO_PRIMARY, RIR, RIR._replace(split="test"), authors(RIR), HARMFUL_STEPS)
 """Measures in the report's list of runs, before MEASURES."""
+FIRST = ("_lambdas", "_pareto")
+"""Ends of the names of figures that stand before the tables of a page."""
+LACKING = (
+    "no ★ for: what does not hold in every run: (i) > 1, Definition 3.1, harmful steps > 1 and beyond doubt, primary "
+    "steps ≤ 1; ?: unknown."
+)
 MOST = 500
 """Most rows of the report's lists of runs and problems; the CSV has all."""
 
@@ -100,7 +107,8 @@ class Audit:
 class Section:
     """The runs of one group, with tables (the comparison first), figures and audits.
 
-    A terminal shows `conclusion` below the tables, and each line of `legend` once, below all sections.
+    A terminal shows `brief` instead of the tables, where there is one, and `conclusion` below it. Each line of `legend`
+    stands once, below all sections.
     """
 
     group: list[Setting]
@@ -109,6 +117,16 @@ class Section:
     legend: list[str]
     audits: Sequence[Audit] = ()
     conclusion: str = ""
+    brief: Table | None = None
+
+    @property
+    def first(self) -> list[Plot]:
+        """Figures that a page shows before its tables."""
+        return [plot for plot in self.plots if plot.name.endswith(FIRST)]
+
+    @property
+    def others(self) -> list[Plot]:
+        return [plot for plot in self.plots if plot not in self.first]
 
     @property
     def every_table(self) -> list[Table]:
@@ -130,20 +148,28 @@ def sections(collection: Collection, objective: str, figures: bool = True) -> li
     for i, group in enumerate(groups, 1):
         heading = title(group, groups)
         name = f"{i}_{re.sub(r'[^a-z0-9]+', '_', heading.lower()).strip('_')[:60]}"
-        more = (counts(group, f"{name}_counts", heading), alignment(group, f"{name}_alignment", heading))
+        more = (
+            relative(group, f"{name}_relative", heading, objective),
+            counts(group, f"{name}_counts", heading),
+            alignment(group, f"{name}_alignment", heading),
+        )
         tables = [comparison(group, name, heading, objective), *filter(None, more)]
-        legend = [*meanings(by_authors(group)), *(note for table in tables[1:] for note in table.notes)]
         audits = []
         for j, setting in enumerate(group, 1):
             if attacks := audit_of(setting, f"{name}_attacks_{j}", heading):
                 audits.append(attacks)
-                legend += attacks.notes
+        legend = [*meanings(by_authors(group)), *[LACKING] * (len(group) > 1)]
+        legend += [note for made in audits for note in made.notes]
+        search, of = Searched.of(group), in_convention(group, objective)
         part = Section(group, tables, draw(group, name, objective) if figures else [], legend, audits)
-        of = in_convention(group, objective)
+        part.brief = brief(group, heading, objective, search.found(group) if search else ())
+        told = [search.beside(group, objective)] if search else []
+        tables[0].notes[:0] = told
         if len(group) > 1 and (winner := best(group, objective)):
-            mean = number(winner.summary(of).mean)
             among = "of settings that slow harm and keep the primary task in every run"
-            part.conclusion = f"★ largest mean {of.name} {among}: {winner.label} ({mean})"
+            mean = number(winner.summary(of).mean)
+            told.append(f"★ largest mean {of.name} {among}: {winner.label} ({mean})")
+        part.conclusion = "\n".join(told)
         made.append(part)
     return made
 
@@ -206,12 +232,8 @@ def show(collection: Collection, parts: Sequence[Section], console: Console | No
     console = console or Console()
     plain = partial(console.print, markup=False, highlight=False)
     for part in parts:
-        names = {}
-        if any(setting.label != setting.method for setting in part.group):  # long names stand above, with a number each
-            names = {setting.label: f"{i} {setting.method}" for i, setting in enumerate(part.group, 1)}
-            plain("", *(f"{i} {setting.label}" for i, setting in enumerate(part.group, 1)), sep="\n")
-        for table in part.tables:
-            console.print("", table.only("terminal").renamed(names), sep="\n")
+        for table in [part.brief] if part.brief else [table.only("terminal") for table in part.tables]:
+            console.print("", table, sep="\n")
         for made in part.audits:
             console.print("", made.table.only("terminal"), sep="\n")
             plain(*made.sentences[:1])

@@ -5,22 +5,25 @@ from __future__ import annotations
 import io
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from colorsys import hls_to_rgb
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from immunization.results.formatting import markdown
 from immunization.results.settings import METHODS, Setting
+from immunization.runs.numbers import number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
+    from matplotlib.collections import PathCollection
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
@@ -29,6 +32,10 @@ INK = "#222222"
 PALETTE = tuple(METHODS.values())
 LINES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 1)), (0, (3, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+CROWDED = 10
+"""With more columns, cells of a heat map hold marks and no numbers."""
+DPI = 200
+"""Dots an inch of PNG files."""
 NEAR = 64
 """Between colors, of 255 a channel; less is not told apart for sure."""
 
@@ -69,7 +76,7 @@ class Plot:
     def png(self, folder: Path, pdf: bool = True) -> Path:
         """A picture on white in `folder`, and the same as PDF beside it; returns the path of the first."""
         path = folder / f"{self.name}.png"
-        self.figure.savefig(path, dpi=110, facecolor="white")
+        self.figure.savefig(path, dpi=DPI, facecolor="white")
         if pdf:
             self.figure.savefig(path.with_suffix(".pdf"), facecolor="white", metadata={"CreationDate": None})
         return path
@@ -232,11 +239,27 @@ def fit_log(axis: Axis, values: Sequence[float] | np.ndarray) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def color_bar(figure: Figure, drawn: AxesImage, ax: Axes, label: str = "", extend: str = "neither") -> None:
-    """A bar in the margin right of a heat map, as high as it."""
+def front(points: Mapping[Setting, tuple[float, float]]) -> list[Setting]:
+    """The settings, from left to right, that none beats: none has less of the first and more of the second number."""
+    found: list[Setting] = []
+    for setting in sorted(points, key=lambda setting: (points[setting][0], -points[setting][1])):
+        if not found or points[setting][1] > points[found[-1]][1]:
+            found.append(setting)
+    return found
+
+
+def color_bar(
+    figure: Figure,
+    drawn: AxesImage | PathCollection,
+    ax: Axes,
+    label: str = "",
+    extend: str = "neither",
+    form: Callable[[float, int], str] | None = None,
+) -> None:
+    """A bar in the margin right of a heat map, as high as it; `form` makes its labels."""
     beside, width = ax.get_position(), figure.get_size_inches()[0]
     place = (beside.x1 + 0.1 / width, beside.y0, 0.13 / width, beside.height)
-    figure.colorbar(drawn, cax=figure.add_axes(place), extend=extend).set_label(label)
+    figure.colorbar(drawn, cax=figure.add_axes(place), extend=extend, format=form).set_label(label)
 
 
 def image(ax: Axes, values: np.ndarray, x: Sequence[str], y: Sequence[str], **options: Any) -> AxesImage:
@@ -250,13 +273,53 @@ def image(ax: Axes, values: np.ndarray, x: Sequence[str], y: Sequence[str], **op
     return drawn
 
 
-def write_values(ax: Axes, values: np.ndarray, drawn: AxesImage, form: str = ".2g") -> None:
-    """The value of every cell of a heat map in it, dark on light and light on dark."""
+def over_two(
+    figure: Figure,
+    ax: Axes,
+    places: Mapping[Setting, tuple[float, float]],
+    levels: Sequence[Sequence[float]],
+    values: Mapping[Setting, float | None],
+    marks: Mapping[Setting, str],
+) -> None:
+    """Positive values of settings at their places, with their marks, in colors by their logarithms.
+
+    A heat map with the values in its cells, where `levels` of x and y make a grid; else points.
+    """
+    known = {setting: math.log10(value) for setting, value in values.items() if value and value > 0}
+    drawn: AxesImage | PathCollection
+    if levels:
+        colors, texts = np.full((len(levels[1]), len(levels[0])), np.nan), {}
+        for setting, (x, y) in places.items():
+            cell = levels[1].index(y), levels[0].index(x)
+            colors[cell] = known.get(setting, math.nan)
+            text = number(values[setting] or 0) if setting in known and len(levels[0]) <= CROWDED else ""
+            texts[cell] = (marks[setting] + text).strip()
+        names = [[number(value) for value in level] for level in levels]
+        drawn = image(ax, colors, *names, cmap="viridis", origin="lower", aspect="auto")
+        ax.tick_params(axis="x", rotation=45 if len(levels[0]) > CROWDED else 0)
+        write_values(ax, colors, drawn, texts=texts)
+    else:
+        x, y = np.array([places[setting] for setting in known]).T
+        drawn = ax.scatter(x, y, c=[*known.values()], cmap="viridis", s=28)
+        for setting in (setting for setting in places if marks[setting]):
+            ax.annotate(marks[setting].strip(), places[setting], (4, 4), textcoords="offset points", fontsize=11)
+        for axis, coordinate in zip((ax.xaxis, ax.yaxis), zip(*places.values(), strict=True), strict=True):
+            fit_log(axis, coordinate)
+    color_bar(figure, drawn, ax, form=lambda value, position: number(10**value))
+
+
+def write_values(
+    ax: Axes,
+    values: np.ndarray,
+    drawn: AxesImage,
+    form: str = ".2g",
+    texts: Mapping[tuple[int, int], str] = MappingProxyType({}),
+) -> None:
+    """The value of every cell of a heat map in it, or its text in `texts`, dark on light and light on dark."""
     for (row, column), value in np.ndenumerate(values):
-        if not math.isfinite(value):
-            continue
-        red, green, blue, _ = drawn.cmap(drawn.norm(value))
-        dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
-        ax.text(
-            column, row, format(value, form), ha="center", va="center", fontsize=8, color="white" if dark else "black"
-        )
+        color = INK
+        if math.isfinite(value):
+            red, green, blue, _ = drawn.cmap(drawn.norm(value))
+            color = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
+        text = texts.get((row, column), format(value, form) if math.isfinite(value) and not texts else "")
+        ax.text(column, row, text, ha="center", va="center", fontsize=8, color=color)

@@ -72,6 +72,7 @@ class Setting:
         self.first = [*runs, *others][0]
         self.method = self.first.result.method
         self.label = self.method
+        self.varied: dict[str, str] = {}  # the keys in which it differs from others of its method, and its values
 
     @property
     def results(self) -> list[Result]:
@@ -352,7 +353,9 @@ def named(group: Sequence[Setting], without: tuple[str, ...] = ("dataset.",)) ->
     for setting in group:
         same = [other.first.settings for other in group if other.method == setting.method]
         names = [name for name in varying(same) if not name.startswith(without) and not name.endswith("_partial_")]
-        setting.label = " ".join([setting.method, *(_label(name, setting.first.settings.get(name)) for name in names)])
+        words = [_label(name, setting.first.settings.get(name)) for name in names]
+        setting.label = " ".join([setting.method, *words])
+        setting.varied = {key: value or key for key, _, value in (word.partition("=") for word in words)}
     return sorted(group, key=lambda setting: (place(setting), setting.method))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from immunization.results import plot
 from immunization.results.attack_figures import NARROW
 from immunization.results.collect import varying
-from immunization.results.columns import AUTHORS, published
+from immunization.results.columns import AUTHORS, published, ratios
 from immunization.results.plot import INK, Look, Plot
 from immunization.results.run_figures import COLORS
 from immunization.results.seed_statistics import ROUNDING, rank_correlation
@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 SATURATED = 2.0
 """Heat maps of log10 RIR have their full colors from here on: RIR 100, more than the paper reports on average."""
 MOST = 8
-"""A figure of curves shows at most this many settings, those with the largest objective."""
+"""A figure of curves shows at most this many settings, those with the largest objective; a legend names as many."""
+WEIGHTS = ("method.lambda_H", "method.lambda_P")
 COLUMNS = 3
 """Heat maps side by side."""
 ALIKE = 1.01
@@ -58,13 +59,13 @@ def draw(
     group: Sequence[Setting], name: str, objective: str = "rir", kinds: Collection[str] | None = None
 ) -> list[Plot]:
     """Every figure, or those of `kinds`, that the runs of one group have the data for; `name` starts the file names."""
-    group = [setting for setting in group if setting.runs]
+    known = [setting for setting in group if setting.runs]
     plots = []
     with plot.inked():
-        for key, make in KINDS.items():
-            if (kinds is None or key in kinds) and (made := make(group, objective)):
+        for key, make in KINDS.items() if known else ():
+            if (kinds is None or key in kinds) and (made := make(group if make is lambdas else known, objective)):
                 figure, caption = made
-                plot.headline(figure, group)
+                plot.headline(figure, known)
                 plots.append(Plot(f"{name}_{key}", caption, figure))
     return plots
 
@@ -137,74 +138,100 @@ def pair_maps(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | 
 
 
 def lambdas(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | None:
-    """The objective over lambda_P and lambda_H, on the largest grid of settings that differ in nothing else."""
-    axes_of = ("method.lambda_H", "method.lambda_P")
-    others = [name for name in varying(setting.first.settings for setting in group) if name not in axes_of]
-    grids: dict[tuple[str, ...], list[Setting]] = {}
+    """The objective over two keys, of both weights where they vary, its spread over seeds, and harmful steps.
+
+    Of the settings that differ in nothing else, the most. A grid is a heat map; what a search tries are points.
+    """
+    names = varying(setting.first.settings for setting in group)
+    plain = [n for n in names if all(type(s.first.settings.get(n)) in (int, float) for s in group)]
+    x_key, y_key = keys = (*sorted(plain, key=lambda name: [*WEIGHTS, name].index(name)), "", "")[:2]
+    alike: dict[str, list[Setting]] = {}
     for setting in group:
-        if all(isinstance(setting.first.settings.get(name), int | float) for name in axes_of):
-            alike = (setting.method, *(str(setting.first.settings.get(name)) for name in others))
-            grids.setdefault(alike, []).append(setting)
-    if not grids:
+        others = (setting.method, *(str(setting.first.settings.get(name)) for name in names if name not in keys))
+        alike.setdefault(str(others), []).append(setting)
+    members = max(alike.values(), key=len)
+    places = {s: (s.first.settings[x_key], s.first.settings[y_key]) for s in members} if y_key else {}
+    levels = [sorted(set(level)) for level in zip(*places.values(), strict=True)]
+    of, winner = in_convention(group, objective), best(group, objective)
+    panels = {of.name: {setting: setting.median(of) for setting in members}}
+    if any(setting.summary(of).n > 1 for setting in members):
+        panels["largest / smallest seed"] = {s: v.max() / v.min() if len(v := s.seeds(of)) else None for s in members}
+    panels[HARMFUL_STEPS.name] = {setting: setting.median(HARMFUL_STEPS) for setting in members}
+    panels = {name: values for name, values in panels.items() if any((value or 0) > 0 for value in values.values())}
+    if not panels or min(map(len, levels), default=0) < 2:
         return None
-    (method, *_), members = max(grids.items(), key=lambda item: len(item[1]))
-    levels = [sorted({setting.first.settings[name] for setting in members}) for name in axes_of]
-    if min(map(len, levels)) < 2:
-        return None
-    cell = {tuple(setting.first.settings[name] for name in axes_of): setting for setting in members}
-    measures = dict.fromkeys([query_of(objective), HARMFUL_STEPS])
-    figure, axes = plot.panel_axes(len(measures), width=3.2, height=2.8, right=0.9, gap=1.7)
-    for ax, measure in zip(axes, measures, strict=True):
-        medians = [[cell[x, y].median(measure) if (x, y) in cell else None for x in levels[0]] for y in levels[1]]
-        values = np.array([[math.log10(m) if m and m > 0 else math.nan for m in row] for row in medians])
-        names = [[f"{value:.3g}" for value in level] for level in levels]
-        drawn = plot.image(ax, values, *names, cmap="viridis", origin="lower", aspect="auto")
-        plot.write_values(ax, values, drawn)
-        ax.set(title=f"log₁₀ {measure.name}", xlabel="lambda_H")
-        plot.color_bar(figure, drawn, ax)
-    axes[0].set_ylabel("lambda_P")
-    return figure, f"{method} over both weights, log₁₀ of the median over runs; blank without a value."
+    failed = {s: f"{len(s.failed)} of {len(s.failed + s.runs)} at {places[s]}" for s in members if s.failed}
+    marks = {s: "★ " * (s is winner) + "✗ " * (s in failed) for s in members}
+    sizes = (min(max(3.2, 0.56 * len(levels[0])), 8.0), min(max(2.8, 0.36 * len(levels[1])), 8.0))
+    grid = 2 * len(members) > len(levels[0]) * len(levels[1])
+    width, height = sizes if grid else (3.2, 2.8)
+    figure, axes = plot.panel_axes(len(panels), width, height, right=0.9, gap=1.7)
+    for ax, (heading, values) in zip(axes, panels.items(), strict=True):
+        plot.over_two(figure, ax, places, levels if grid else (), values, marks)
+        ax.set(title=heading, xlabel=x_key.removeprefix("method."), ylabel=y_key.removeprefix("method."))
+    told = f" ✗: runs failed, {'; '.join(failed.values())}." if failed else ""
+    told += (
+        f" Numbers are left out of more than {plot.CROWDED} columns." if grid and len(levels[0]) > plot.CROWDED else ""
+    )
+    return figure, (
+        f"{members[0].method}, medians over runs, colors by their logarithms. ★: the largest mean {of.name} among "
+        f"{KEEPS}.{told}"
+    )
 
 
 def pareto(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | None:
-    """RIR against what the primary task pays, one point per setting, with the front and the point a user would choose.
+    """What is traded, one point a setting: (i) for (ii), harmful for primary steps, RIR for loss on the primary task.
 
-    An invertible linear map cannot change what a retrained head reaches in the end; then the steps it takes are shown.
-    None where either is the same for all settings.
+    With the front, which none beats in both, and the point that a user would choose. Where either is the same for all
+    settings there is nothing to trade.
     """
-    reach = {setting: setting.summary(RIR).mean for setting in group if len(setting.values(RIR))}
-    lost = {setting: loss for setting in reach if (loss := setting.price) is not None}
-    slower = {setting: steps for setting in reach if (steps := setting.median(PRIMARY_STEPS))}
-    by_loss = bool(lost) and max(lost.values()) - min(lost.values()) >= NARROW
-    price = lost if by_loss else slower
-    points = [setting for setting in price if reach[setting] > 0]
-    x, y = (np.array([values[setting] for setting in points]) for values in (price, reach))
-    if len(points) < 2 or y.max() <= ALIKE * y.min() or (not by_loss and x.max() <= ALIKE * x.min()):
+    i, ii, _ = ratios(group, in_convention(group, objective))
+    trades = {
+        ("(ii): κ of the primary task / baseline", "(i): κ of the harmful task / baseline"): (ii, i),
+        ("steps of a fresh primary probe / baseline", "steps of the harmful probe / baseline"): (
+            PRIMARY_STEPS,
+            HARMFUL_STEPS,
+        ),
+        ("lost on the primary task, held out", "RIR"): (None, RIR),
+    }
+    panels = {}
+    for names, (x_of, y_of) in trades.items():
+        found = {s: (s.median(x_of) if x_of else s.price, s.median(y_of)) for s in group}
+        points = {s: (x, y) for s, (x, y) in found.items() if x is not None and y and y > 0 and (x > 0 or not x_of)}
+        own = np.array([*points.values()], dtype=float).reshape(-1, 2)
+        (x, y), (x_low, y_low) = own.max(0, initial=-math.inf), own.min(0, initial=math.inf)
+        if y > ALIKE * y_low and (x > ALIKE * x_low if x_of else x - x_low >= NARROW):
+            panels[names] = points
+    if not panels:
         return None
-    front = [i for i in np.argsort(x) if y[i] >= y[x <= x[i]].max()]
-    edge = np.append(x[front], x.max()), np.append(y[front], y.max())  # paying more never makes the best worse
-    chosen = best(points, objective)
-    figure, (ax,) = plot.panel_axes(1, width=4.2, height=3.2)
-    ax.step(*edge, where="post", color=INK, linewidth=1.0, alpha=0.5, label="front")
-    _points(ax, group, points, x, y)
-    if chosen is not None:
-        i = points.index(chosen)
-        ax.plot(x[i], y[i], "o", markersize=14, fillstyle="none", color=INK, label="chosen")
-    ax.axhline(1, color=INK, linewidth=0.8, linestyle=":")
-    ax.axvline(0 if by_loss else 1, color=INK, linewidth=0.8, linestyle=":")
-    ax.set(ylabel="RIR", xlabel="lost on the primary task, held out")
-    plot.fit_log(ax.yaxis, [*y, 1.0])
-    if not by_loss:
-        plot.fit_log(ax.xaxis, [*x, 1.0])
-        ax.set_xlabel("steps of a fresh primary probe / baseline")
-    plot.legend_below(figure, ax, columns=1)
-    mark = "Circled" if chosen else "No setting is circled, which would be"
-    paid = "the steps of a fresh primary probe (at most the last of its grid)"
-    if by_loss:
-        paid = "the loss on the primary task"
+    chosen, look, labels = best(group, objective), plot.looks(group), short_labels(group)
+    edges = {names: plot.front(points) for names, points in panels.items()}
+    named = {*group} if len(group) <= MOST else {chosen, *(setting for edge in edges.values() for setting in edge)}
+    figure, axes = plot.panel_axes(len(panels), width=3.6, height=3.2)
+    for ax, (names, points) in zip(axes, panels.items(), strict=True):
+        corners = [points[setting] for setting in edges[names]]
+        corners.append((max(place[0] for place in points.values()), corners[-1][1]))  # to pay more is no worse
+        ax.step(*zip(*corners, strict=True), where="post", color=INK, linewidth=1.0, alpha=0.5, label="front")
+        for setting, place in points.items():
+            style = {"label": labels[setting]} if setting in named else {"alpha": 0.3}
+            ax.plot(*place, look[setting].marker, color=look[setting].color, **style)
+        if chosen in points:
+            ax.plot(*points[chosen], "o", markersize=14, fillstyle="none", color=INK, label="★")
+        ax.axhline(1, color=INK, linewidth=0.8, linestyle=":")
+        ax.axvline(neutral := 0 if names[1] == "RIR" else 1, color=INK, linewidth=0.8, linestyle=":")
+        ax.set(xlabel=names[0], ylabel=names[1])
+        plot.fit_log(ax.yaxis, [*(place[1] for place in points.values()), 1.0])
+        if neutral:
+            plot.fit_log(ax.xaxis, [*(place[0] for place in points.values()), 1.0])
+    plot.legend_below(figure, axes[0])
     return figure, (
-        f"Mean RIR against {paid}, one point per setting. Up and left is better; no setting beats "
-        f"one on the front in both. {mark}: the largest {objective} among {KEEPS}."
+        "Medians over runs, one point per setting. Up and left is better; no setting beats one on the front in both. "
+        + (
+            f"Circled (★): the largest mean {objective} among {KEEPS}."
+            if chosen
+            else f"No ★, which would be among {KEEPS}."
+        )
+        + (f" Faint: {len(group) - len(named)} settings on no front." if len(named) < len(group) else "")
     )
 
 
@@ -263,11 +290,11 @@ def alignment(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | 
 
 
 KINDS = {
+    "lambdas": lambdas,
+    "pareto": pareto,
     "figure1": norm_ratio,
     "figure2": pair_maps,
     "figure3": probes,
-    "lambdas": lambdas,
-    "pareto": pareto,
     "collateral": collateral,
     "alignment": alignment,
 }
@@ -308,8 +335,9 @@ def _curves(
         for setting in group:
             if band := _band(setting, family, role):
                 x, middle, low, high = band
-                color, line = look[setting].color, look[setting].line
-                ax.plot(x, middle, color=color, linestyle=line, label=names[setting])
+                color, line, marker = look[setting]
+                every = (2 * group.index(setting) % 10, max(1, len(x) // 6))  # where those of others are not
+                ax.plot(x, middle, color=color, linestyle=line, marker=marker, markevery=every, label=names[setting])
                 if len(setting.runs) > 1 and len(group) <= BANDS:
                     edge: dict[str, Any] = {"linewidth": 0.6, "linestyle": line, "edgecolor": color}
                     ax.fill_between(x, low, high, facecolor=(color, 0.1), **edge)

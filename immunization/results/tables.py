@@ -4,9 +4,10 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import rich.table
@@ -18,12 +19,21 @@ from rich.text import Text
 from immunization.results.columns import (
     AUTHORS,
     COUNTS,
+    MEASURES,
+    NOTHING,
     Column,
+    label,
+    lacks,
+    mean,
+    mean_alone,
+    middle,
     own_measures,
     pair_columns,
     published,
     ratios,
     setting_columns,
+    size,
+    varied,
 )
 from immunization.results.formatting import NONE, Cell, markdown, spreadsheet
 from immunization.results.seed_statistics import ENOUGH, paired_ratio, rank_correlation, ties
@@ -56,6 +66,12 @@ ALIGNMENT = {SCORE: "score", Query("alignment/kernel"): "kernel", Query("alignme
 GAP = 2
 """Blanks between columns on a terminal."""
 
+LINES = 25
+"""Most settings on a terminal."""
+
+ROOM = 36
+"""Letters that keys and values of settings may take of a line on a terminal."""
+
 LONG = 60
 """Cells of more letters are broken into lines on a page."""
 
@@ -67,7 +83,7 @@ STAR = " ★"
 class Table:
     """Rows of cells under a header; `name` is a file name. Columns without numbers are left-aligned.
 
-    `columns` are those that the header comes from, if it does.
+    `columns` are those that the header comes from, if it does. `brief`: what is too wide for a terminal is only named.
     """
 
     name: str
@@ -76,6 +92,7 @@ class Table:
     rows: list[list[Cell]]
     notes: list[str] = field(default_factory=list)
     columns: Sequence[Column] = ()
+    brief: bool = False
 
     @classmethod
     def of(
@@ -97,23 +114,27 @@ class Table:
         """On a terminal: numbers are never broken; columns beyond the width follow in further tables."""
         columns = []
         for name, *cells in zip(self.header, *([cell.text for cell in row] for row in self.rows), strict=True):
-            wide = max(map(len, [*name.split(), *cells]))  # a header is no wider than its words or the cells below it
+            wide = max(
+                1, *map(len, [*name.split(), *cells])
+            )  # a header is no wider than its words or the cells below it
             columns.append([textwrap.fill(name, wide, break_on_hyphens=False), *cells])
         widths = [max(cell_len(line) for text in column for line in text.split("\n")) + GAP for column in columns]
         yield Text(self.title, "italic")
-        start = 1
-        while start < len(columns):
-            stop = start + 1
-            while stop < len(columns) and widths[0] + sum(widths[start : stop + 1]) <= options.max_width:
-                stop += 1
-            table = rich.table.Table(box=None, padding=(0, GAP, 0, 0))
-            for i in (places := [0, *range(start, stop)]):
+        parts: list[list[int]] = [[0]]
+        for i in range(1, len(columns)):
+            if len(parts[-1]) > 1 and sum(widths[k] for k in (*parts[-1], i)) - GAP > options.max_width:
+                parts.append([0])
+            parts[-1].append(i)
+        for part in parts[:1] if self.brief else parts:
+            table = rich.table.Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
+            for i in part:
                 side: Literal["left", "right"] = "right" if i else "left"
                 table.add_column(Text(columns[i][0]), justify=side, vertical="bottom", overflow="fold", no_wrap=i > 0)
             for k, row in enumerate(self.rows, 1):
-                table.add_row(*(Text(columns[i][k], "bold" if row[i].strong else "") for i in places))
-            yield from (Text(), table) if start > 1 else (table,)
-            start = stop
+                table.add_row(*(Text(columns[i][k], "bold" if row[i].strong else "") for i in part))
+            yield from (table,) if part is parts[0] else (Text(), table)
+        if self.brief and (left := [self.header[i] for part in parts[1:] for i in part[1:]]):
+            yield Text(f"Too wide for here, and in the report: {', '.join(left)}.")
 
     def only(self, view: str) -> Self:
         """The columns of one view, without notes; a table without `columns` is returned unchanged."""
@@ -123,12 +144,6 @@ class Table:
         rows = [[row[i] for i in chosen] for row in self.rows]
         columns = [self.columns[i] for i in chosen]
         return type(self)(self.name, self.title, [self.header[i] for i in chosen], rows, columns=columns)
-
-    def renamed(self, names: Mapping[str, str]) -> Self:
-        """With other names of some rows."""
-        texts = {old + star: new + star for old, new in names.items() for star in ("", STAR)}
-        rows = [[Cell(texts.get(first.text, first.text)), *others] for first, *others in self.rows]
-        return replace(self, rows=rows)
 
     def frame(self, form: Callable[[Cell], str], heading: Callable[[str], str]) -> "pd.DataFrame":
         """The cells and the header as text."""
@@ -202,10 +217,7 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     further = [query for query in dict.fromkeys([of, *own_measures(results)]) if query not in named]
     winner = best(group, objective) if len(group) > 1 else None
     table = Table.of(name, heading, setting_columns(group, of, further), group)
-    for place, column in enumerate(table.columns):
-        strong = _strong(group, column.of) if column.best else ()
-        for setting, row in zip(group, table.rows, strict=True):
-            row[place].strong = setting in strong
+    _embolden(table, group, group)
     if winner:
         table.rows[group.index(winner)][0].text += STAR
     facts = [f"{name}: {text}" for name, text in group[0].first.result.about.items() if isinstance(text, str)]
@@ -226,7 +238,6 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
         table.notes.append(f"no ★ for: what keeps a setting from being among {KEEPS}; a/b: in a of its b runs.")
     if winner:
         table.notes.append(f"★: the largest mean of the objective, {of.name}, among {KEEPS}.")
-        table.notes += _paired(winner, group, named[-1])
     if of.stage == "start":
         table.notes.append("The baseline of (i) and (ii) is theta_0 (Eq. 17), not the inputs (Eq. 15).")
     if published(group[0].first) and not authors:
@@ -267,8 +278,8 @@ def alignment(group: Sequence[Setting], name: str, heading: str) -> Table | None
     if not outcomes:
         return None
     rows = []
-    for label, outcome in outcomes.items():
-        row = [Cell(label), Cell(str(len(outcome)), len(outcome))]
+    for name_of, outcome in outcomes.items():
+        row = [Cell(name_of), Cell(str(len(outcome)), len(outcome))]
         for predictor in ALIGNMENT:
             r, p = rank_correlation(first_pairs(group, predictor), outcome)
             row.append(Cell(NONE) if math.isnan(r) else Cell(f"{number(r)} (p {number(p)})", r, words=True))
@@ -306,17 +317,80 @@ def _other_pairs(group: Sequence[Setting]) -> Iterator[str]:
         )
 
 
-def _paired(winner: Setting, group: Sequence[Setting], rir: Query) -> Iterator[str]:
-    """What other settings come to, relative to the winner on the same seeds and pairs, by measure.
+def relative(group: Sequence[Setting], name: str, heading: str, objective: str = "rir") -> Table | None:
+    """What settings come to relative to ★ on the same seeds and pairs; None without ★ or three seeds.
 
-    Nothing of settings with lower bounds, which have no ratio.
+    Settings with lower bounds have no ratio.
     """
-    for of, text in {rir: "RIR", HARMFUL_STEPS: "Harmful steps", PRIMARY_STEPS: "Primary steps"}.items():
-        own = winner.bounded(of)
-        ratios = {s.label: paired_ratio(s.bounded(of), own) for s in group if s is not winner}
-        known = [f"{name} {number(r.mean)} ({number(r.low)} to {number(r.high)})" for name, r in ratios.items() if r]
-        if known:
-            yield f"{text} relative to ★, paired by run, geometric mean and 95 % interval: {', '.join(known)}."
+    of = in_convention(group, objective)
+    if len(group) < 2 or (winner := best(group, objective)) is None:
+        return None
+    measures = {ratios(group, of)[-1]: "RIR", HARMFUL_STEPS: "harmful steps", PRIMARY_STEPS: "primary steps"}
+    others = [setting for setting in group if setting is not winner]
+
+    def cell(column: Column, setting: Setting) -> Cell:
+        if not column.of.measure:
+            return column.cell(setting, column.of)
+        ratio = paired_ratio(setting.bounded(column.of), winner.bounded(column.of))
+        text = f"{number(ratio.mean)} ({number(ratio.low)} to {number(ratio.high)})" if ratio else NONE
+        return Cell(text, ratio.mean, words=True) if ratio else Cell(text)
+
+    columns = [
+        Column(NOTHING, "method", label, always=True),
+        *(Column(m, text, middle) for m, text in measures.items()),
+    ]
+    table = Table.of(name, f"{heading}: relative to ★ {winner.label}", columns, others, cell)
+    table.notes = ["Geometric mean of the ratio to ★ on the same seeds and pairs of classes, with its 95 % interval."]
+    return table if len(table.header) > 1 else None
+
+
+def brief(group: Sequence[Setting], heading: str, objective: str = "rir", marked: Collection[Setting] = ()) -> Table:
+    """One line a setting for a terminal of 80 columns: what tells it apart, means over seeds, and what ★ lacks.
+
+    `marked` settings, a search's best, have ◆. Where there are more than LINES, those with the largest objective.
+    """
+    of, winner = in_convention(group, objective), best(group, objective) if len(group) > 1 else None
+    i, ii, rir = ratios(group, of)
+    further = dict.fromkeys([of, *own_measures(result for setting in group for result in setting.results)])
+    marks = {s: (STAR[1:] if s is winner else "") + ("◆" if s in marked else "") for s in group}
+    keys = list(dict.fromkeys(key for setting in group for key in setting.varied))
+    wide = sum(max(len(key), *(len(setting.varied.get(key, "")) for setting in group)) + GAP for key in keys)
+    title, several = [heading + (AUTHORS if by_authors(group) else "")], len({setting.method for setting in group}) > 1
+    if several or not keys or wide > ROOM:
+        names = {s: f"{n} {s.method}" if keys else s.label for n, s in enumerate(group, 1)}
+        first = [Column(NOTHING, "method", lambda s, _: Cell(f"{names[s]} {marks[s]}".strip()), always=True)]
+        title = [*(f"{n} {s.label}" for n, s in enumerate(group, 1)), "", *title] if keys else title
+    else:
+        first = [Column(NOTHING, "", lambda s, _: Cell(marks[s]), always=True)]
+        first += [Column(NOTHING, key, partial(varied, key=key)) for key in keys]
+    columns = [
+        *first,
+        *[Column(NOTHING, "runs", size, always=True)] * (len(group) == 1 or len({len(s.runs) for s in group}) > 1),
+        *(Column(NOTHING, kind, partial(size, runs=kind)) for kind in ("failed", "interrupted")),
+        Column(i, "(i)", mean_alone, always=True, best=True),
+        Column(ii, "(ii)", mean_alone, always=True, best=True),
+        Column(rir, "RIR", mean, always=True, best=True),
+        *(Column(query, query.name, mean, always=True) for query in further if query not in (i, ii, rir)),
+        *[Column(of, "no ★ for", lacks)] * (len(group) > 1),
+        Column(HARMFUL_STEPS, "harmful steps", middle),
+        Column(PRIMARY_STEPS, "primary steps", middle),
+        *MEASURES,
+    ]
+    rows = list(group)
+    if len(rows) > LINES:
+        rows.sort(key=lambda setting: (setting.summary(of).n == 0, -setting.summary(of).mean))
+        title.append(f"the {LINES} with the largest {of.name} of {len(rows)}; the report has all")
+        rows = rows[:LINES]
+    table = Table.of("", "\n".join(title), columns, rows)
+    _embolden(table, group, rows)
+    return replace(table, brief=True)
+
+
+def _embolden(table: Table, group: Sequence[Setting], rows: Sequence[Setting]) -> None:
+    for place, column in enumerate(table.columns):
+        strong = _strong(group, column.of) if column.best else ()
+        for setting, row in zip(rows, table.rows, strict=True):
+            row[place].strong = setting in strong
 
 
 def meanings(authors: bool) -> list[str]:

@@ -21,7 +21,7 @@ from immunization.results.collect import collect
 from immunization.results.formatting import NONE
 from immunization.results.seed_statistics import paired_p, paired_ratio, rank_correlation, summarize, ties
 from immunization.results.settings import RATIO_PRIMARY, RIR, Setting, best, settings, title
-from immunization.results.tables import _strong, alignment, comparison, counts, pair_counts
+from immunization.results.tables import _strong, alignment, comparison, counts, pair_counts, relative
 
 
 @pytest.fixture
@@ -125,9 +125,8 @@ def test_settings_with_lower_bounds_have_no_ratio_to_the_best(tmp_path):
             flags = ["capped_harmful"] * (method == "condition_number")
             measures = {"steps_ratio/harmful": steps, "steps_ratio/primary": 1.0}
             make_run(tmp_path / f"{seed}{method}", method, seed, flags=flags, measures=measures)
-    notes = str(table(tmp_path).notes)
-    assert "Primary steps relative to ★" in notes
-    assert "Harmful steps relative to ★" not in notes
+    (group,) = settings(collect([tmp_path]))
+    assert relative(group, "name", "Heading").header == ["method", "RIR", "primary steps"]
 
 
 def test_what_only_rounding_brings_above_1_is_not_above_1(tmp_path):
@@ -435,10 +434,10 @@ def test_settings_are_compared_with_the_best_one_run_by_run(tmp_path):
     found = paired_ratio(a, b)
     assert (found.mean, found.low, found.high) == pytest.approx((np.exp(np.mean(logs)), low, high))
     (group,) = settings(collect([tmp_path]))
-    notes = comparison(group, "name", "Heading").notes
-    assert (
-        "RIR relative to ★, paired by run, geometric mean and 95 % interval: opt_kappa 0.262 (0.24 to 0.286)." in notes
-    )
+    table = relative(group, "name", "Heading")
+    assert table.title == "Heading: relative to ★ closed_form"
+    found = [dict(zip(table.header, (cell.text for cell in row), strict=True)) for row in table.rows]
+    assert [(row["method"], row["RIR"]) for row in found] == [("opt_kappa", "0.262 (0.24 to 0.286)")]
     assert paired_ratio(-a, b) is None
     assert paired_ratio(a[:2], b) is None
 
