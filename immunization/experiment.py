@@ -113,7 +113,7 @@ def _check_files(config: DictConfig) -> None:
     for key in own:
         if key not in known:
             raise ConfigError(f"{path}: {key} is none of its keys, which are {', '.join(map(str, known))}")
-    for group in ("experiment", "launcher", "sweeps"):
+    for group in ("experiment", "launcher", "sweeper", "sweeps"):
         if isinstance(ignored := config.get(group), DictConfig):
             raise ConfigError(
                 f"{group}: a file of this group lacks the first line `# @package _global_`, without which what it sets "

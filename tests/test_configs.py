@@ -91,7 +91,7 @@ def test_every_option_composes_and_its_keys_are_its_constructors(group, option):
 def unexplained(path: Path) -> list[str]:
     """Lines of a file that do not say what they mean; the whole of one that must say above what it is."""
     lines = path.read_text().splitlines()
-    setup = bool(set(path.relative_to(CONF).parts) & {*SETUPS, "config.yaml"} - {"launcher"})
+    setup = bool(set(path.relative_to(CONF).parts) & {*SETUPS, "config.yaml"} - {"launcher", "sweeper"})
     chosen = any(re.match(r"defaults:(?! \[override)", line) for line in lines)
     if setup or (chosen and "\n_target_:" not in path.read_text()):
         return [] if any(line.startswith("# ") and not line.startswith("# @") for line in lines) else lines

@@ -46,8 +46,9 @@ def commands(page: Path) -> list[list[str]]:
     split = []
     for line in found:
         line = re.sub("<[^>]*>", lambda place: known.get(place[0], "placeholder"), line.partition("  #")[0])
-        words = shlex.split(re.sub(r"range\((\d+),\d+\)", r"\1", line.partition(";")[0]))
-        multirun = "-m" in words or any(word.startswith("sweeps=") for word in words)
+        line = re.sub(r"(?:tag\(log,)?interval\((\d+),\d+\)+|range\((\d+),\d+\)", r"\1\2", line.partition(";")[0])
+        words = shlex.split(line)
+        multirun = "-m" in words or any(word.startswith(("sweeps=", "sweeper=")) for word in words)
         if not any("..." in word or "$" in word or word.startswith("--") for word in words):
             jobs = (word.partition(",")[0] if multirun and "[" not in word else word for word in words)
             split.append([word for word in jobs if word != "-m"])

@@ -45,7 +45,8 @@ def test_wheel_holds_the_package_and_its_configuration(wheel):
     shipped = set(zipfile.ZipFile(wheel).namelist())
     code = {path.relative_to(ROOT).as_posix() for path in (ROOT / "immunization").rglob("*.py")}
     assert code | {f"immunization/{name}" for name in CONFIGS} <= shipped
-    assert {name.split("/")[0] for name in shipped} == {"immunization", wheel.stem.rsplit("-", 3)[0] + ".dist-info"}
+    folders = {"immunization", "hydra_plugins", wheel.stem.rsplit("-", 3)[0] + ".dist-info"}
+    assert {name.split("/")[0] for name in shipped} == folders
     assert "immunization/conf/local.yaml" not in shipped
     for_agents = {f"immunization/conf/{path.relative_to(ROOT).as_posix()}" for path in ROOT.glob("sweeps/wandb/*.yaml")}
     assert len(for_agents) == 3

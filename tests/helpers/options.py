@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 from immunization.checks import CONF
 from immunization.config import compose
 
-SETUPS = ("experiment", "hparams", "hydra", "debug", "launcher", "sweeps")
+SETUPS = ("experiment", "hparams", "hydra", "debug", "launcher", "sweeper", "sweeps")
 """Groups of values for other groups, without objects of their own."""
 
 MULTIPLE = ("evaluation", "attack")

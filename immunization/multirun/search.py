@@ -1,0 +1,246 @@
+"""`sweeper=optuna`: what the runs of a multirun measure decides which settings are tried next.
+
+The study is a file of the sweep folder. A trial is one setting, on all seeds and pairs of classes that are given. What
+trial n proposes depends on `seed`, n and the trials before it alone: a search that was killed runs again what was
+proposed and not measured, and ends as if it had not been killed.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override
+from omegaconf import OmegaConf
+
+from immunization.checks import AtLeastOne, Component, Count, Seed
+from immunization.errors import ConfigError
+from immunization.results import rows
+from immunization.results.collect import PAIR, collect
+from immunization.results.searched import Searched
+from immunization.results.seed_statistics import ROUNDING
+from immunization.results.settings import Setting, in_convention
+from immunization.runs.result import Result
+
+try:
+    import optuna
+    from optuna.trial import BaseTrial, FrozenTrial, Trial, TrialState
+except ImportError as error:
+    raise ConfigError("sweeper=optuna needs optuna: pip install 'immunization[search]'") from error
+
+STUDY = "search.db"
+REPEATED = ("seed", *PAIR)
+"""Keys of which a trial runs every value."""
+FAILED = 1e9
+"""By how much a trial with a failed run misses every constraint."""
+
+
+class Constraint(NamedTuple):
+    """What a measure has to be: above (`>`, `>=`) or below (`<`, `<=`) a bound."""
+
+    measure: str
+    sign: str
+    bound: float
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """Read `ratio_harmful > 1`; ConfigError for anything else."""
+        if match := re.fullmatch(r"\s*([^\s<>=]+)\s*([<>]=?)\s*([-+]?[\d.]+(?:e[-+]?\d+)?)\s*", text):
+            return cls(match[1], match[2], float(match[3]))
+        hint = "write a measure, one of > >= < <=, and a number, as in 'ratio_harmful > 1'"
+        raise ConfigError(f"hydra.sweeper.constraints: {text!r} is none; {hint}")
+
+    def missed(self, setting: Setting) -> float:
+        """By how much the worst run of a setting misses it, at most 0 if none does; 1 where a run has no value."""
+        values = setting.values(in_convention([setting], self.measure))
+        if len(values) < len(setting.runs):
+            return 1.0
+        slack = ROUNDING * max(1.0, abs(self.bound)) * (-1 if "=" in self.sign else 1)
+        return float(self.bound - values.min() if self.sign[0] == ">" else values.max() - self.bound) + slack
+
+
+class Options(Component, group="hydra.sweeper"):
+    """The values of conf/sweeper/optuna.yaml."""
+
+    trials: AtLeastOne
+    batch: AtLeastOne
+    random: Count
+    objectives: Sequence[str] | None
+    constraints: Sequence[str]
+    seed: Seed
+    params: Mapping[str, Any]
+
+
+class Search:
+    """Asks for a batch of trials, launches their jobs, and tells what they measured, until there are enough.
+
+    `missed` holds by how much each trial misses the constraints, `folders` the jobs of the run folders, and `lost` the
+    trials of which a job did not end.
+    """
+
+    def __init__(self, sweeper: Any, arguments: Sequence[str], options: Mapping[str, Any]) -> None:
+        self.sweeper, config = sweeper, sweeper.config
+        self.options = Options(**options)
+        self.folder = Path(config.hydra.sweep.dir)
+        self.ignored = config.hydra.job.config.override_dirname.exclude_keys
+        self.objectives = list(self.options.objectives or [config.objective])
+        self.signs = [-1 if name[0] == "-" else 1 for name in self.objectives]
+        self.measures = [name.removeprefix("-") for name in self.objectives]
+        self.constraints = [Constraint.of(text) for text in self.options.constraints]
+        words = [*(f"{key}={value}" for key, value in self.options.params.items()), *arguments]
+        parser = OverridesParser.create(config_loader=sweeper.hydra_context.config_loader)
+        self.overrides = {own.get_key_element(): own for own in parser.parse_overrides(words)}
+        if not any(own.is_sweep_override() and key not in REPEATED for key, own in self.overrides.items()):
+            raise ConfigError("sweeper=optuna: nothing is searched; give method.lambda_P='tag(log,interval(1,1000))'")
+        self.study = self._study({key: own.input_line or "" for key, own in self.overrides.items()})
+        self.missed: dict[int, list[float]] = {}
+        self.folders: dict[Path, frozenset[str]] = {}
+        self.lost: set[int] = set()
+
+    def _study(self, words: Mapping[str, str]) -> optuna.Study:
+        """That of the sweep folder, begun or gone on with; ConfigError if it is of another search."""
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        study = optuna.create_study(
+            study_name="search",
+            storage=f"sqlite:///{self.folder.resolve() / STUDY}",
+            directions=["maximize" if sign > 0 else "minimize" for sign in self.signs],
+            load_if_exists=True,
+        )
+        command = [word for key, word in words.items() if key not in self.ignored]
+        asked = [*command, *self.objectives, *self.options.constraints]
+        if (before := study.user_attrs.get("asked", asked)) != asked:
+            raise ConfigError(
+                f"{self.folder} holds a search of {' '.join(set(before) - set(asked))}, which this command has not; "
+                "another hydra.sweep.dir=... starts a new one"
+            )
+        study.set_user_attr("asked", asked)
+        return study
+
+    def run(self) -> list[Any]:
+        """All batches; returns what the launcher returned for each."""
+        OmegaConf.save(self.sweeper.config, self.folder / "multirun.yaml")
+        returned = []
+        while batch := self.ask():
+            jobs = {trial: self.jobs(trial) for trial in batch}
+            every = [job for own in jobs.values() for job in own]
+            if new := [job for job in every if not self.completed(job)]:
+                self.sweeper.validate_batch_is_legal(new)
+                first = batch[0].number * len(every) // len(batch) + every.index(new[0])
+                returned.append(self.sweeper.launcher.launch(new, initial_job_idx=first))
+                for job in returned[-1]:
+                    _ = job.return_value  # raises the exception that ended it
+            for trial, own in jobs.items():
+                self.tell(trial.number, own)
+            self.sum_up()
+        return returned
+
+    def ask(self) -> list[Trial]:
+        """The next trials: first those that were proposed and never measured, then new ones."""
+        left = [trial for trial in self._trials(TrialState.RUNNING) if trial.number not in self.lost]
+        batch = []
+        for trial in left[: self.options.batch]:
+            self._seed(trial.number)
+            batch.append(Trial(self.study, trial._trial_id))
+        for number in range(len(self._trials()), self.options.trials)[: self.options.batch - len(batch)]:
+            self._seed(number)
+            batch.append(self.study.ask())
+            self.jobs(batch[-1])  # draws, which the next trial of the batch has to know
+        return batch
+
+    def _seed(self, number: int) -> None:
+        """Let the draws of a trial depend on nothing but its number and the trials before it."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Optuna 5 has another way for constraints, which 4 has not
+            self.study.sampler = optuna.samplers.TPESampler(
+                seed=self.options.seed + number,
+                n_startup_trials=self.options.random,
+                multivariate=True,
+                constant_liar=True,
+                constraints_func=(lambda trial: self.missed[trial.number]) if self.constraints else None,
+            )
+
+    def jobs(self, trial: BaseTrial) -> list[list[str]]:
+        """The overrides of a trial's jobs, one for every seed and pair of classes."""
+        values = {key: _values(trial, own) for key, own in self.overrides.items()}
+        return [[f"{key}={value}" for key, value in zip(values, job, strict=True)] for job in product(*values.values())]
+
+    def tell(self, number: int, jobs: Sequence[Sequence[str]]) -> None:
+        """Tell the study what a trial measured; one with a job that did not end stays open, for the next command."""
+        folders = [folder for job in jobs if (folder := self.folder_of(job))]
+        found = collect(folders) if folders else None
+        failed = sum(problem.kind == "failed" for problem in found.problems) if found else 0
+        if found is None or len(found.runs) + failed < len(jobs):
+            self.lost.add(number)
+            return
+        values, self.missed[number] = None, [FAILED] * len(self.constraints)
+        if not failed:
+            setting = Setting(found.runs)
+            for name in [*self.measures, *(constraint.measure for constraint in self.constraints)]:
+                if not any(name in result.metrics for result in setting.results):
+                    raise ConfigError(
+                        f"sweeper=optuna: the runs do not measure {name}; evaluation=[...] chooses what is"
+                    )
+            self.missed[number] = [constraint.missed(setting) for constraint in self.constraints]
+            means = [setting.summary(in_convention([setting], name)) for name in self.measures]
+            values = [mean.mean for mean in means] if all(mean.n for mean in means) else None
+        self.study.tell(number, values, None if values else TrialState.PRUNED)
+
+    def folder_of(self, job: Sequence[str]) -> Path | None:
+        """The run folder of a job, by the overrides that stand in it."""
+        for path in self.folder.iterdir():
+            if path not in self.folders and (words := rows.overrides_of(path)):
+                self.folders[path] = rows.job(words, self.ignored)
+        wanted = rows.job(job, self.ignored)
+        return next((path for path, words in self.folders.items() if words == wanted), None)
+
+    def completed(self, job: Sequence[str]) -> bool:
+        """Whether a job of this multirun has run already, for a setting can be proposed twice."""
+        folder = self.folder_of(job)
+        return bool(folder and (folder / Result.file).exists() and Result.read(folder).status == "completed")
+
+    def sum_up(self) -> None:
+        """Write and print how far the search is, and its best trials: one, or the front of several objectives."""
+        done, failed = self._trials(TrialState.COMPLETE), self._trials(TrialState.PRUNED)
+        within = [trial for trial in done if max(trial.system_attrs.get("constraints", ()), default=0) <= 0]
+        points = [[sign * value for sign, value in zip(self.signs, trial.values, strict=True)] for trial in within]
+        front = [t for t, own in zip(within, points, strict=True) if not any(_beats(other, own) for other in points)]
+        best = dict.fromkeys(folder.name for t in front if (folder := self.folder_of(self.jobs(t)[0])))
+        outside, counts = len(done) - len(within), (len(done) + len(failed), len(failed))
+        said = Searched(self.objectives, list(self.options.constraints), *counts, outside, len(self.lost), list(best))
+        said.write(self.folder)
+        print(f"search: trial {said.trials} of {self.options.trials}; {said.line}", flush=True)
+
+    def _trials(self, *states: TrialState) -> list[FrozenTrial]:
+        return self.study.get_trials(deepcopy=False, states=states or None)
+
+
+def _beats(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether `one` is better in something and worse in nothing."""
+    return one != other and all(a >= b for a, b in zip(one, other, strict=True))
+
+
+def _values(trial: BaseTrial, override: Override) -> list[str]:
+    """The value that a trial proposes for a key, or all of a repeated one; numbers of an interval are rounded."""
+    key, sweep = override.get_key_element(), override.value()
+    if not override.is_sweep_override():
+        return [override.get_value_element_as_str()]
+    if isinstance(sweep, IntervalSweep):
+        if key in REPEATED:
+            raise ConfigError(f"sweeper=optuna: every trial runs all values of {key}; an interval has too many")
+        low, high, log = sweep.start or 0, sweep.end or 0, "log" in sweep.tags
+        if isinstance(low, int) and isinstance(high, int):
+            return [str(trial.suggest_int(key, low, high, log=log))]
+        drawn = trial.suggest_float(key, low, high, log=log)
+        return [f"{min(max(float(f'{drawn:.{3 if log else 5}g}'), low), high):.6g}"]
+    values = list(override.sweep_string_iterator())
+    if key in REPEATED:
+        return values
+    if override.is_range_sweep():  # in order
+        return [values[trial.suggest_int(key, 0, len(values) - 1)]]
+    return [trial.suggest_categorical(key, values)]
