@@ -425,7 +425,7 @@ def test_slugs_are_safe_file_names(text, name):
 def conf(tmp_path, monkeypatch) -> Path:
     """A copy of conf/ in the place of the shipped one."""
     copied = Path(shutil.copytree(CONF, tmp_path / "conf"))
-    for module in ("config", "experiment"):
+    for module in ("checks", "config", "experiment"):
         monkeypatch.setattr(f"immunization.{module}.CONF", copied)
     return copied
 
