@@ -134,8 +134,8 @@ def train(
 ) -> tuple[Experiment, Parts]:
     """The experiment, and its parts with the model immunized. `state` is that of the checkpoint to go on from.
 
-    Unless `quiet`, the classes of each task are printed, with the output that means each. What was trained `ahead` is
-    taken as it is.
+    Unless `quiet`, the classes of each task are printed, with the output that means each. What was prepared and
+    trained `ahead` is taken as it is.
     """
     ready = ahead.take(tuple(overrides)) if ahead and state is None else None
     experiment = ready.experiment if ready else resolve(config, overrides, tables)
@@ -163,9 +163,7 @@ def train(
             print(*table, "", sep="\n", flush=True)
         if experiment.immunize is False or parts.method.epochs:
             run.keep_original(*original(parts.model))
-    if ready:
-        ready.deliver(run.result, run.trackers)
-        run.result.seconds["immunize"] = ready.session.seconds
+    if ready and ready.deliver(run.result, run.trackers):
         return experiment, parts
     options = experiment.checkpoint if leads else {"seconds": None}
     session = TrainingSession(

@@ -25,7 +25,7 @@ HIGHEST = 6.0
 START, SETTLED = 0.25, 0.5
 """Shares of the training: unconstrained until START; then the target falls from (ii) at START to the bound at SETTLED,
 since weights that will hold kappa(H_P) often let it rise first."""
-UNSCORED = 2**26
+UNSCORED = 2**24
 """Bytes of iterates that wait for their scores at most."""
 LARGE, SELDOM = 256, 5
 """Models of more features are measured every SELDOM epochs only: their condition numbers cost more than a step."""

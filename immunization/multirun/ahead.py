@@ -9,7 +9,7 @@ from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from immunization.compute import distributed, randomness
+from immunization.compute import randomness
 from immunization.config import check_trust, slug
 from immunization.errors import UserError
 from immunization.experiment import Experiment, assemble, resolve
@@ -17,30 +17,56 @@ from immunization.runs.folder import log
 from immunization.runs.result import Result
 from immunization.runs.tracker import Tracker
 from immunization.training import side_by_side
-from immunization.training.assembly import Parts
+from immunization.training.assembly import Debug, Parts
 from immunization.training.session import Monitor, TrainingSession
 
-MOST, BYTES, SEARCHED = 64, 2**30, 256
+MOST, BYTES, SEARCHED = 32, 2**30, 256
 """Jobs that are trained together at most, bytes of their training inputs, and jobs among which they are looked for."""
+Job = tuple[str, ...]
+"""The overrides of a job, as they were typed."""
 OWN = ("dataset", "method", "name", "objective", "pair", "seed", "tags")
 """Keys of a configuration in which they may differ, as far as their data have one shape."""
 
 
 @dataclass
 class Prepared:
-    """A job that was trained and is still to be measured; `random` is the state of its random numbers."""
+    """A job that is still to be measured, and its `session` where it was trained side by side with `others`.
+
+    `random` is the state of its random numbers before the training.
+    """
 
     experiment: Experiment
     parts: Parts
-    session: TrainingSession
-    together: int = 1
+    session: TrainingSession | None = None
+    others: int = 0
     random: dict[str, Any] = field(default_factory=randomness.states)
 
-    def deliver(self, result: Result, trackers: Sequence[Tracker]) -> None:
-        """Give what was logged during the training to the job's own result and trackers."""
-        log.info("trained side by side with %d other jobs of this multirun", self.together - 1)
-        assert self.session.monitor is not None
+    @property
+    def kind(self) -> object:
+        """What jobs side by side agree in; None for one that is trained alone."""
+        experiment = self.experiment
+        if experiment.debug != Debug() or experiment.checkpoint.get("every") or not experiment.immunize:
+            return None
+        shared = {key: value for key, value in experiment.settings.items() if key not in OWN}
+        kind = side_by_side.kind_of(self.parts, experiment.optimizer)
+        return kind and (*kind, repr(shared))
+
+    def begin(self) -> TrainingSession:
+        """Its training, whose log waits for its turn."""
+        parts, own = self.parts, self.experiment
+        monitor = Monitor(parts.model, parts.trained_on, None)
+        made = TrainingSession(parts, own.optimizer, own.scheduler, own.seed, monitor, log_every=own.log_every)
+        self.session = made
+        return made
+
+    def deliver(self, result: Result, trackers: Sequence[Tracker]) -> bool:
+        """Give what was logged during the training to the job's own result and trackers; False: it was not trained."""
+        if self.session is None or self.session.monitor is None:
+            return False
+        log.info("trained side by side with %d other jobs of this multirun", self.others)
         self.session.monitor.deliver(result, trackers)
+        result.seconds["immunize"] = self.session.seconds
+        return True
 
 
 class Ahead:
@@ -52,12 +78,13 @@ class Ahead:
     def __init__(self, loader: ConfigLoader, master: DictConfig, jobs: Sequence[Sequence[str]]) -> None:
         self.loader, self.master = loader, master
         self.waiting = [tuple(job) for job in jobs]
-        self.prepared: dict[tuple[str, ...], Prepared] = {}
+        self.prepared: dict[Job, Prepared] = {}
+        self.spare: dict[Job, Prepared] = {}
 
     def take(self, overrides: Sequence[str]) -> Prepared | None:
-        """The job whose turn it is, once trained together with those that wait; None: it has to be trained alone.
+        """The job whose turn it is, prepared, and trained where that goes together with jobs that wait; None: neither.
 
-        Random numbers go on where the job left them.
+        Random numbers go on where preparing the job left them.
         """
         if (job := tuple(overrides)) not in self.waiting:
             return None
@@ -69,47 +96,36 @@ class Ahead:
             randomness.restore(found.random)
         return found
 
-    def _fit(self, first: tuple[str, ...]) -> None:
+    def _fit(self, first: Job) -> None:
         """Train a job, and up to `MOST` that wait and differ from it in numbers alone."""
-        if not (like := self._prepare(first)):
+        if not (like := self.spare.pop(first, None) or self._prepare(first, anew=False)):
             return
-        jobs, kind = {first: like}, side_by_side.kind_of(like.session)
-        inputs = sum(task.train.x.nbytes for task in like.parts.trained_on.shown.values())
-        most = min(MOST, BYTES // inputs) if kind is not None else 0
-        for job in self.waiting[:SEARCHED]:
-            other = None if job in jobs or len(jobs) >= most else self._prepare(job, like.experiment)
-            if other and side_by_side.kind_of(other.session) == kind:
-                jobs[job] = other
+        jobs, kind = {first: like}, like.kind
+        if kind is not None:
+            most = min(MOST, BYTES // sum(task.train.x.nbytes for task in like.parts.pair.tasks.values()))
+            for job in self.waiting[:SEARCHED]:
+                if job in jobs or job in self.prepared or len(jobs) >= most:
+                    continue
+                if other := self.spare.pop(job, None) or self._prepare(job):
+                    (jobs if other.kind == kind else self.spare)[job] = other
+            self.spare = dict(list(self.spare.items())[:most])
         if len(jobs) > 1:
             print(f"{len(jobs)} jobs that differ in numbers alone are trained side by side", flush=True)
-            ended = side_by_side.fit([own.session for own in jobs.values()])
-            jobs = {job: replace(own, together=len(jobs)) for job, own in jobs.items() if own.session in ended}
-            self.prepared |= jobs
+            ended = side_by_side.fit([own.begin() for own in jobs.values()])
+            jobs = {job: replace(own, others=len(jobs) - 1) for job, own in jobs.items() if own.session in ended}
+        self.prepared |= jobs
 
-    def _prepare(self, job: tuple[str, ...], like: Experiment | None = None) -> Prepared | None:
-        """A job before its training; None for one that differs in more, was begun before, or is wrong."""
+    def _prepare(self, job: Job, anew: bool = True) -> Prepared | None:
+        """A job before its training; None for one that is wrong, or, with `anew`, that was begun before."""
         try:
             config = self.loader.load_sweep_config(self.master, list(job))
             named = f"*_{slug(config.hydra.job.override_dirname)}"
-            if self.master.resume and next(Path(self.master.hydra.sweep.dir).glob(named), None):
+            if anew and self.master.resume and next(Path(self.master.hydra.sweep.dir).glob(named), None):
                 return None
             OmegaConf.set_struct(config, False)
             del config["hydra"]
             check_trust(config, job)
             experiment = resolve(config, job)
-            alone = not experiment.immunize or experiment.checkpoint.get("every") or distributed.size() > 1
-            if alone or (like and _shared(experiment) != _shared(like)):
-                return None
-            parts = assemble(experiment)
+            return Prepared(experiment, assemble(experiment))
         except (UserError, OmegaConfBaseException):  # it says so itself when its turn comes
             return None
-        monitor = Monitor(parts.model, parts.trained_on, None)
-        session = TrainingSession(
-            parts, experiment.optimizer, experiment.scheduler, experiment.seed, monitor, log_every=experiment.log_every
-        )
-        return Prepared(experiment, parts, session)
-
-
-def _shared(experiment: Experiment) -> dict[str, Any]:
-    """The settings that jobs side by side have in common."""
-    return {key: value for key, value in experiment.settings.items() if key not in OWN}

@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ from immunization.errors import UserError
 from immunization.methods.base import Method, checked_step
 from immunization.models import Linear
 from immunization.models.base import Batch
+from immunization.training.assembly import Parts
 from immunization.training.loop import Watch
 from immunization.training.session import TrainingSession
 
@@ -22,18 +23,19 @@ ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers that step every number for itself, so that those of a stack are those of its jobs."""
 
 
-def kind_of(session: TrainingSession) -> tuple[Any, ...] | None:
-    """What sessions must agree in to be trained side by side; None for one that is trained alone.
+def kind_of(parts: Parts, make: Callable[..., torch.optim.Optimizer]) -> tuple[Any, ...] | None:
+    """What trainings must agree in to take place side by side; None for one that takes place alone.
 
     That is a linear map without a bias of up to `SMALL` features, in full batches, by a method whose steps take stacks:
     products of larger ones take most of a step.
     """
-    method, model, pair = session.method, session.model, session.pair
-    make, varied = session.make[0], method.side_by_side
-    alone = session.state is not None or session.debug.steps or session.debug.profile or method.batch_size is not None
-    if alone or type(model) is not Linear or model.linear_map() is None or not method.epochs or pair.dim > SMALL:
+    method, model, pair = parts.method, parts.model, parts.trained_on
+    varied = method.side_by_side
+    if varied is None or method.batch_size is not None or not method.epochs or len(pair.shown) != 2:
         return None
-    if varied is None or len(pair.shown) != 2 or getattr(make, "func", None) not in ELEMENTWISE:
+    if type(model) is not Linear or model.linear_map() is None or pair.dim > SMALL:
+        return None
+    if getattr(make, "func", None) not in ELEMENTWISE:
         return None
 
     def shape(task: Task) -> tuple[Any, ...]:

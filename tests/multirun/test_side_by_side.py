@@ -1,0 +1,114 @@
+"""Jobs that are trained side by side are, bit for bit, what each of them is alone."""
+
+import json
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from immunization.__main__ import start
+from immunization.config import compose
+from immunization.experiment import assemble, resolve
+from immunization.multirun.ahead import Prepared
+
+pytestmark = pytest.mark.trains
+
+QUICK = ("tracker=none", "method.epochs=30", "evaluation=[rir,definition,primary]")
+ROWS = "dataset.max_samples=60"
+ALONE = "checkpoint.every=1000000"
+"""More steps than there are: nothing is written, but a run with checkpoints of its own is trained alone."""
+
+
+@pytest.fixture
+def multirun(tmp_path, monkeypatch, capsys):
+    """Run jobs into a folder, also where some fail; what was printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "")
+
+    def run(folder: str, *arguments: str) -> str:
+        rows = () if any(word.startswith("dataset.max_samples=") for word in arguments) else (ROWS,)
+        monkeypatch.setattr(sys, "argv", ["launch.py", "-m", *QUICK, *rows, *arguments, f"hydra.sweep.dir={folder}"])
+        GlobalHydra.instance().clear()
+        with suppress(SystemExit):  # of failed jobs
+            start()
+        return capsys.readouterr().out
+
+    return run
+
+
+def of(folder: str, *names: str) -> dict[str, tuple[object, ...]]:
+    """What runs left that must agree, by the number of the job."""
+    found = {}
+    for path in sorted(Path(folder).glob("*/result.json")):
+        result = json.loads(path.read_text())
+        kept = [path.parent / name for name in ("immunized.safetensors", "metrics.jsonl")]
+        said = {key: result[key] for key in ("status", "error", "metrics", "flags")}
+        found[path.parent.name.partition("_")[0]] = (said, *[p.read_bytes() if p.exists() else None for p in kept])
+    return found
+
+
+GRIDS = {
+    "lambdas": ("method.lambda_P=0.1,1", "method.lambda_H=3,30", "seed=0"),
+    "seeds": ("seed=0,1,2,3", "method.lambda_H=1,2"),
+    "the ratio is held": ("method.lambda_P=0.1,1", "method.lambda_H=3,30", "method.hold_primary=0.3"),
+    "R_ill alone": ("method=r_ill_only", "seed=0,1,2,3", "dataset.max_samples=20"),
+}
+
+
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+def test_every_file_has_the_bytes_of_a_job_alone(multirun, grid):
+    said = multirun("together", *grid)
+    assert "jobs that differ in numbers alone are trained side by side" in said
+    assert "side by side" not in multirun("alone", *grid, ALONE)
+    together, alone = of("together"), of("alone")
+    assert len(together) == len(alone) > 2
+    assert together == alone
+
+
+def test_a_job_that_diverges_says_so_and_leaves_the_others_as_they_are(multirun):
+    grid = ("method.balance=false", "method.lambda_P=1,1e305,2", "seed=0")
+    multirun("together", *grid)
+    multirun("alone", *grid, ALONE)
+    together, alone = of("together"), of("alone")
+    assert together == alone
+    statuses = [said["status"] for said, *_ in together.values()]
+    assert statuses.count("failed") == 1
+    assert "diverged" in together["1"][0]["error"]
+
+
+def test_jobs_that_are_there_are_not_trained_again(multirun):
+    multirun("jobs", "seed=0", "method.lambda_H=1,2")
+    said = multirun("jobs", "seed=0", "method.lambda_H=1,2,3,4", "resume=true")
+    assert said.count("completed before") == 2
+    assert "2 jobs that differ in numbers alone are trained side by side" in said
+    assert {said["status"] for said, *_ in of("jobs").values()} == {"completed"}
+
+
+def test_methods_of_one_sweep_are_kept_apart(multirun):
+    said = multirun("jobs", "method=condition_number,r_ill_only,identity,imma", "seed=0,1")
+    assert {said["status"] for said, *_ in of("jobs").values()} == {"completed"}
+    assert said.count("side by side") <= 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("method.batch_size=16",),
+        ("method=imma",),
+        ("method=identity",),
+        ("model.bias=true", "method.precondition=ridge"),
+        ("debug=one_step",),
+        ("method.epochs=0",),
+        ("checkpoint.every=10",),
+        ("immunize=false",),
+    ],
+)
+def test_what_is_trained_alone(words):
+    def kind(*overrides: str) -> object:
+        experiment = resolve(compose(["tracker=none", "dataset.max_samples=40", *overrides]))
+        return Prepared(experiment, assemble(experiment)).kind
+
+    assert kind("seed=1") is not None
+    assert kind(*words) is None
