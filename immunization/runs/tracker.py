@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,9 @@ from immunization.runs.result import Curve, Result
 
 log = logging.getLogger(__name__)
 
+PATIENCE = 5.0
+"""Seconds of a run in which a tracker that waits is not started."""
+
 DataTable = tuple[list[str], list[list[str | float | bool | None]]]  # header and rows
 
 
@@ -27,6 +31,8 @@ class Tracker:
     """
 
     run_id: str | None = None
+    waits = False
+    """Whether nobody looks at the run before it has ended: `start`, which takes seconds, can then wait."""
 
     def start(self, folder: Path, config: dict[str, Any], name: str, group: str, tags: list[str]) -> None:
         """Open a run called `name` in `group`; files of the tracker go into the run folder."""
@@ -47,29 +53,51 @@ class Tracker:
 class Guarded(Tracker):
     """Another tracker, of which the first failure is a warning and the last call but `close`: the run goes on.
 
-    A UserError of its start ends the run: somebody can mend it.
+    A UserError of its start ends the run: somebody can mend it. One that `waits` starts with the first line logged
+    after `PATIENCE`, or at the end of a shorter run, whose table is then on the screen.
     """
 
     def __init__(self, tracker: Tracker) -> None:
         self.tracker, self.failed = tracker, False
+        self.waiting: tuple[float, tuple[Any, ...], dict[str, Any]] | None = None
+        self.lines: list[tuple[int, dict[str, float | None]]] = []
 
     @property
     def run_id(self) -> str | None:  # type: ignore[override]  # read alone: the tracker's own
         return self.tracker.run_id
 
     def start(self, *arguments: Any, **options: Any) -> None:
+        self.waiting = time.monotonic(), arguments, options
+        if not self.tracker.waits:
+            self._start()
+
+    def _start(self) -> None:
+        """Start the tracker if it waits, and give it the lines so far."""
+        if self.waiting is None:
+            return
+        (_, arguments, options), self.waiting = self.waiting, None
         self._call("start", *arguments, **options)
+        for line in self.lines:
+            self._call("log", *line)
+        self.lines = []
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        if self.waiting and time.monotonic() - self.waiting[0] < PATIENCE:
+            self.lines.append((step, dict(metrics)))
+            return
+        self._start()
         self._call("log", step, metrics)
 
     def finish(self, result: Result, figures: list[Path]) -> None:
+        self._start()
         self._call("finish", result, figures)
 
     def report(self, *arguments: Any) -> None:
+        self._start()
         self._call("report", *arguments)
 
     def close(self, failed: bool) -> None:
+        self._start()
         self.failed = False
         self._call("close", failed)
 

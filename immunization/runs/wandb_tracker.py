@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 STEPS = "curves/step"  # what the curves are drawn against: steps of the probe or attack, not of the training
 NO_STEPS = ("spectrum/", "/compute", "/excess")
 """In names of curves that are left to result.json: against an index, against operations, and twice as much to send."""
+OFFLINE = ("offline", "dryrun", "disabled")
+ACCOUNTS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+HOST = "api.wandb.ai"
 POINTS = 64  # at most about so many of each curve: thousands of runs have to fit into a project
 
 
@@ -56,6 +59,16 @@ class Wandb(Tracker):
         self.model, self.link = model, link
         self.run: Any = None  # a wandb.Run from `start` to `close`
         self.folder = Path()
+
+    @property
+    def waits(self) -> bool:  # type: ignore[override]  # read alone
+        """Whether the run is an offline one, as far as that is known without importing W&B."""
+        if mode := self.mode if self.mode != "auto" else os.environ.get("WANDB_MODE"):
+            return mode in OFFLINE
+        settings = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb"), "settings").expanduser()
+        host = urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc
+        account = any(map(os.environ.get, ACCOUNTS)) or _in_netrc([HOST, host])
+        return not (account or settings.is_file() or Path("wandb/settings").is_file())
 
     def start(self, folder: Path, config: dict[str, Any], name: str, group: str, tags: list[str]) -> None:
         # W&B's reports about itself, which it sends in offline mode too
@@ -152,12 +165,12 @@ class Wandb(Tracker):
 
         settings = wandb.setup().settings
         mode = self.mode if self.mode != "auto" else os.environ.get("WANDB_MODE") or settings.mode
-        if mode in ("offline", "dryrun", "disabled"):
+        if mode in OFFLINE:
             return mode, ""
-        account = settings.api_key or any(map(os.environ.get, ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")))
+        account = settings.api_key or any(map(os.environ.get, ACCOUNTS))
         hosts = [urlsplit(settings.base_url).netloc]
         if settings.base_url == wandb.Settings.model_fields["base_url"].default:
-            hosts.append("api.wandb.ai")  # where `wandb login` was before the default server moved
+            hosts.append(HOST)  # where `wandb login` was before the default server moved
         if account or _in_netrc(hosts):
             return "online", ""
         return "offline", "has no account here (`wandb login`), this run is tracked offline"

@@ -77,6 +77,45 @@ def test_a_tracker_that_fails_is_left_out_and_ends_no_run(where, calls, tmp_path
     assert len(re.findall(rf"the tracker Broken failed in {where} \(\w+Error: no network\)", caplog.text)) == 1
 
 
+@pytest.mark.parametrize("end", ["finish", "failed", "long"])
+def test_a_tracker_that_waits_starts_after_a_short_run_and_gets_every_line(end, tmp_path, monkeypatch):
+    waiting = Broken("nowhere")
+    waiting.waits = True
+    guarded = Guarded(waiting)
+    start(guarded, tmp_path)
+    for step in range(3):
+        guarded.log(step, {"loss": 1.0})
+    assert waiting.calls == []
+    if end == "finish":
+        guarded.finish(Result(0, "d", "m", "identity"), [])
+    if end == "long":
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + 60)
+        guarded.log(3, {"loss": 1.0})
+        assert waiting.calls == ["start", "log", "log", "log", "log"]
+    guarded.close(failed=end == "failed")
+    calls = {"finish": ["finish"], "failed": [], "long": ["log"]}[end]
+    assert waiting.calls == ["start", "log", "log", "log", *calls, "close"]
+
+
+@pytest.mark.parametrize(
+    ("given", "waits"),
+    [
+        ({}, True),
+        ({"WANDB_MODE": "offline"}, True),
+        ({"WANDB_MODE": "online"}, False),
+        ({"WANDB_API_KEY": "0" * 40}, False),
+        ({"WANDB_API_KEY": "0" * 40, "WANDB_MODE": "offline"}, True),
+    ],
+)
+def test_only_an_offline_run_waits(given, waits, environ, monkeypatch):
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert Wandb().waits is waits
+    assert Wandb(mode="online").waits is False
+    assert Wandb(mode="offline").waits is True
+
+
 def test_a_mistake_that_a_user_can_mend_ends_the_run(tmp_path):
     class Unset(Tracker):
         def start(self, *_, **__) -> None:
@@ -260,7 +299,7 @@ def test_a_failure_of_wandb_is_one_warning_and_the_run_is_still_closed(tmp_path,
     def lost(*args, **kwargs):
         raise ConnectionResetError("connection lost")
 
-    monkeypatch.setattr(type(tracker.tracker.run), "log", lost)
+    monkeypatch.setattr(wandb.Run, "log", lost)
     tracker.log(0, {"loss": 1.0})
     tracker.log(1, {"loss": 1.0})
     tracker.close(failed=False)
