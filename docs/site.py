@@ -41,7 +41,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         picture, text, target, anchor = link.groups()
         path = posixpath.normpath(posixpath.join(here, target))
         uri = site.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
-        if uri is None or not uri.endswith((".md", ".png")):
+        if uri is None or not uri.endswith((".md", ".png", ".svg")):
             return text
         relative = posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or ".")
         return f"{picture}[{text}]({relative}{anchor or ''})"
