@@ -1,4 +1,4 @@
-"""What a YAML builds: its options with their ranges, in annotations, and with their defaults, in the YAML.
+"""Options of YAML files: their ranges, in annotations, and the messages derived from them.
 
 A range is all that its errors are made of: `epochs: Count`, in a `Component` or under `@checked`.
 """

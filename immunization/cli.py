@@ -1,4 +1,4 @@
-"""The command line, light on purpose (no torch): help, completion and mistakes in arguments are answered at once."""
+"""The command line. It does not load torch, so that help, completion and wrong arguments are answered at once."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""From configurations to objects: composing, checking and building. No torch: the command line imports it first."""
+"""From configurations to objects: compose, check and build. The command line imports this first, without torch."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def hparams(kind: str) -> dict[str, dict[str, Any]]:
 
 
 class _Shared(dict):
-    """What is stored, not copied anew for every question to Hydra: that would take most of the time of `--help`."""
+    """A dict that deep-copies to itself, since copies would take most of the time of `--help`."""
 
     def __deepcopy__(self, memo: object) -> _Shared:
         return self

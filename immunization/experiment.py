@@ -1,4 +1,4 @@
-"""What a configuration asks for, as objects: checked and looked up once, then assembled. Nothing else reads it."""
+"""A configuration as checked objects. Only this module reads a configuration."""
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Standard output and error, what is being done, and the wait before a run has anything to show: shorter, too."""
+"""Terminal output, progress, and start-up time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the YAML groups offer, for `--help` and for messages: options of each group, and values with their comments."""
+"""Options and values of the YAML groups with their comments, for `--help` and for messages."""
 
 import re
 import sys

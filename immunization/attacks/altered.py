@@ -1,4 +1,4 @@
-"""Nets as attackers alter them before they use them: rounded, pruned, drawn anew, with statistics of their images."""
+"""Nets that an attacker alters before use: rounded, pruned, re-initialized, or with new BatchNorm statistics."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Attackers who read any blocks of the net, pooled in several ways, and choose them on validation rows."""
+"""Attackers who read the blocks of a net, pooled in several ways, and choose blocks on validation rows."""
 
 from __future__ import annotations
 

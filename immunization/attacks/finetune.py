@@ -1,4 +1,4 @@
-"""Attacks that train the net itself beside a fresh head: fine-tuning, LoRA, of a pruned part, or of one drawn anew."""
+"""Attackers who train the net with a fresh head: fine-tuning, LoRA, pruning, and training of fresh layers."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Flags over all attacks of a run: one function each, which names the attacks whose figures are less than they seem."""
+"""Flags over all attacks of a run. Each function names the attacks whose numbers say less than they seem to."""
 
 from collections.abc import Callable, Iterable, Iterator
 

@@ -1,4 +1,4 @@
-"""Cache of finished attack curves: those of one run, and those on the baseline, which runs and machines share."""
+"""Cache of finished attack curves: of one run, and of the baseline for all runs and machines."""
 
 import errno
 import hashlib

@@ -1,4 +1,4 @@
-"""Attacks that fit a linear head to frozen features: the least-squares problem, its curves, and the loop they share."""
+"""Attackers who fit a linear head to frozen features: the least-squares problem, its curves and the shared loop."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

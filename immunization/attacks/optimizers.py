@@ -1,4 +1,4 @@
-"""Optimizers by their names in torch and timm: the one place where an attacker's `optimizer` is looked up."""
+"""Optimizers by name, from torch and timm. Attackers look up their `optimizer` only here."""
 
 from collections.abc import Callable
 from difflib import get_close_matches

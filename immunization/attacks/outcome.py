@@ -1,4 +1,4 @@
-"""One attack on every stage of a victim: where it stands between chance and the baseline, and its records."""
+"""One attack on every stage of a victim: its place between guessing and the baseline's best, and its records."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What images show without a model: their pixels, and how well their patches fit patches of training images."""
+"""Image descriptors without a model: pixels, and how well patches match patches of training images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attackers who predict from frozen features what no gradient finds: near training rows, and logistic regression."""
+"""Attackers who predict from frozen features without gradients: nearest rows, and logistic regression."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the harmful task costs: by the cheapest attack, before and after immunization, and without the model."""
+"""Cost and price of the harmful task: the cheapest attack before, after, and without the model."""
 
 import math
 from collections.abc import Container, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Linear probes of frozen features: by gradients, quasi-Newton methods, whitening, in closed form, behind a map."""
+"""Linear probes of frozen features: gradient descent, quasi-Newton, whitening, closed form, and behind a map."""
 
 import copy
 import logging

@@ -1,4 +1,4 @@
-"""Attackers who read in the released weights along which directions the task lies."""
+"""Attackers who read from the released weights in which directions the harmful task lies."""
 
 from collections.abc import Sequence
 

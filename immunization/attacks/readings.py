@@ -1,4 +1,4 @@
-"""Readings of the outputs of blocks: which are fitted, compared on validation rows, and averaged."""
+"""Readings of block outputs: fitting, comparison on validation rows, and averaging."""
 
 from __future__ import annotations
 

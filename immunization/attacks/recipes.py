@@ -1,4 +1,4 @@
-"""The settings of one fine-tuning, whether they are fixed, searched for or read from a file, and what it may spend."""
+"""Settings of one fine-tuning, fixed, searched or read from a file, and its budget of operations."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Attackers that search: recipes proposed by Optuna, measured on validation rows within one budget of operations."""
+"""Attackers that search: Optuna proposes recipes, measured on validation rows within a budget of operations."""
 
 from __future__ import annotations
 

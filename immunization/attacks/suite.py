@@ -1,4 +1,4 @@
-"""Numbered lists of attackers, run on theta_I and on what it is compared with, and measured."""
+"""Numbered suites of attackers, run on theta_I, the baseline and the references."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Suite(Component, group="suite"):
     """A numbered list of attackers, in result.json and on every page; rows of different versions are never compared.
 
     Beside all of the attacker's images, worth is measured at each number of `images` of each class, with `draws` sets
-    of them; attackers who train a net have the first of these, which stands for all. `theta_0`: whether the attacker
+    of them; attackers who train a net use the first draw only. `theta_0`: whether the attacker
     can have the net as it was before immunization, too; where it is public no defense takes anything away. `benign`:
     names of those who also learn the benign tasks, which shows what immunization costs honest users. `most`: images of
     each class that attackers train on; None: all there are. Raises ConfigError.

@@ -1,4 +1,4 @@
-"""The one loop of all attacks that train a net: a fresh head and a part of the net, on mini-batches, by a recipe."""
+"""The loop of all attacks that train a net: a fresh head and a part of the net, on mini-batches, by a recipe."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

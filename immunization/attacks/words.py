@@ -1,4 +1,4 @@
-"""What texts show without a model: words and characters, weighted by how rare they are (TF-IDF)."""
+"""Text descriptors without a model: TF-IDF of words and characters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers of torch without torch's compiler, which every one of them imports, and which a command seldom needs."""
+"""Import of torch's optimizers without torch's compiler, which a command seldom needs."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""Training of one net by several processes (torchrun): every process computes the features of its share of a batch.
+"""Training of one net by several processes (torchrun). Each computes the features of its share of a batch.
 
 The shares are gathered before any method or head sees them; backward, every process sends the gradient of its own rows
 through the net, and the optimizer gets the sums over all. With one process, every function here does nothing.

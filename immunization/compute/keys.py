@@ -1,4 +1,4 @@
-"""One way to make the key under which something is kept: named parts, each hashed by its content.
+"""Cache keys: named parts, each hashed by its content.
 
 A key has all that the value depends on: inputs (`content` of files, tensors), code (`source` of this package, `code` of
 classes of anybody else's), `versions` of the libraries, and of a net (`net`) what it makes of a fixed image besides its

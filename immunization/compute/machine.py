@@ -1,4 +1,4 @@
-"""The device a run works on, its threads, and copies to a GPU that nothing waits for."""
+"""The device of a run, its threads, and asynchronous copies to a GPU."""
 
 import ctypes
 import math

@@ -1,4 +1,4 @@
-"""Folders with a folder per class: which classes, in which order, and the images of each; what is left out is named."""
+"""Folders with one folder per class: the classes, their order and images, and what was left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables as matrices: categories one-hot, dates as days, gaps filled. All of it is said and counted."""
+"""Tables as matrices: one-hot categories, dates as days, filled gaps. All of it is counted and reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of images: which are read, and how one becomes pixels. What a file holds is known by its content alone."""
+"""Image files: which formats are read, and how a file becomes pixels. The content decides, not the name."""
 
 from __future__ import annotations
 

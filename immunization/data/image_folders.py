@@ -1,4 +1,4 @@
-"""Image tasks from folders with one folder a class, or from any data set timm can open."""
+"""Image tasks from folders with one folder per class, or from any data set that timm can open."""
 
 from __future__ import annotations
 

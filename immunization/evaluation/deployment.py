@@ -1,4 +1,4 @@
-"""Both sides of an immunized net in number formats: what it keeps of its own task, and whether harm stays slow."""
+"""An immunized net in number formats: whether its own task stays, and whether the harmful task stays slow."""
 
 from __future__ import annotations
 

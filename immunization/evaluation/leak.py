@@ -1,4 +1,4 @@
-"""What the weights of an immunized map tell of the harmful task: to who has no label of it, and to who has a few."""
+"""What the weights of a map tell about the harmful task: to an attacker without labels, and with a few."""
 
 from __future__ import annotations
 

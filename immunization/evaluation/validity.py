@@ -1,4 +1,4 @@
-"""Flags that warn where the scores of a run say less than they seem to."""
+"""Flags for numbers of a run that say less than they seem to."""
 
 import torch
 from torch import nn

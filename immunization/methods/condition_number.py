@@ -1,4 +1,4 @@
-"""The paper's method ("Ours", Alg. 1), as its authors released it, and its ablation to R_ill only."""
+"""Our variant of Algorithm 1 of the paper, the variant of its released code, and the ablation to R_ill."""
 
 import math
 from functools import partial

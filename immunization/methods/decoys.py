@@ -1,4 +1,4 @@
-"""A map in closed form that squeezes what a harmful probe learns along, and decoys that hide where that is."""
+"""A map in closed form that squeezes the directions a harmful probe learns along, and hides them among decoys."""
 
 import math
 from dataclasses import dataclass

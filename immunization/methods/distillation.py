@@ -1,4 +1,4 @@
-"""What a net keeps of theta_0: features and class probabilities, distilled, and weights that move little."""
+"""Distillation of theta_0: features and class probabilities of images to keep, and weights that move little."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence

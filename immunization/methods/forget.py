@@ -1,4 +1,4 @@
-"""Features that forget: what tells harmful classes apart is lost, also for those who whiten, solve or cut the net."""
+"""Training of layers so that harmful classes cannot be told apart, by probes, whitening or in earlier blocks."""
 
 import logging
 from collections.abc import Iterator, Sequence

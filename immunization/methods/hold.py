@@ -1,4 +1,4 @@
-"""Ratio (ii) as a constraint: a controller of the weight of the term that lowers kappa(H_P), and where a run ends."""
+"""A bound on ratio (ii): a controller of the weight that lowers kappa(H_P), and the choice of the final state."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Immunization of the learning curve itself: the attacker's gradient descent, solved, and differentiated in theta."""
+"""Immunization of the probe's learning curve: gradient descent in closed form, differentiated in theta."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""What passes of a deployed net show: which operations it does on what, which constants they read, and any tensor."""
+"""Operations, constants and tensors of a deployed net, recorded in passes."""
 
 import re
 from collections.abc import Collection, Sequence

@@ -1,4 +1,4 @@
-"""Files of weights that others wrote, read as data: no code of theirs is run, and what was taken of them is said."""
+"""Weights that other programs wrote, read as data. No code in them is run."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Nets as people deploy them, which are run and never changed: quantized, TorchScript, exported, or in an ONNX file.
+"""Deployed nets, which are run and never changed: quantized, TorchScript, exported programs and ONNX files.
 
 A tensor is narrow if all that comes later depends on the inputs through it alone. Of the narrow ones between two layers
 the largest is a block; the last one before the last layer holds the features.

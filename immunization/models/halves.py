@@ -1,4 +1,4 @@
-"""A net of texts in two units: up to its last block, of which what the block reads can be kept, and from there on."""
+"""A text net in two units: everything before its last block, whose input can be cached, and the rest."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

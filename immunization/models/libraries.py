@@ -1,4 +1,4 @@
-"""Nets of torchvision and Hugging Face: what says how one was made, and the same net made from that.
+"""Nets of torchvision and Hugging Face: the facts that describe one, and the net made from these facts.
 
 Facts of such a net: `library`, and `config` of its class `architecture` in transformers, or, in torchvision, the name
 and the `arguments` of its builder. A file chooses no code by them: classes and builders are those of the libraries, and

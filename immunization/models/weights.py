@@ -1,4 +1,4 @@
-"""Weights on disk: written once, in the dtype the net came in, with facts in the header, and read as tensors only.
+"""Weights on disk: written once in the net's own dtype, with facts in the header, and read as tensors only.
 
 The facts of a net: `architecture` and `arguments` for timm.create_model (`timm` false: of another library, see
 models/libraries.py, or a class of the caller's own), `data_config`, `weights` and their `license`; `dtype` of the

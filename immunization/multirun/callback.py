@@ -1,4 +1,4 @@
-"""What a multirun does beside its jobs: it protects earlier runs, sums up at the end, and fails if a job failed."""
+"""The end of a multirun: earlier runs are protected, results summed up, and a failed job fails the command."""
 
 import os
 import sys

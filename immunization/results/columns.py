@@ -1,4 +1,4 @@
-"""Columns of every table: a query, a heading, how the runs of a setting become a cell, and the views that show it.
+"""Columns of every table: a query, a heading, the cell made of a setting's runs, and the tables that show it.
 
 To show a measure of your own in all tables, add one entry to MEASURES.
 """

@@ -1,4 +1,4 @@
-"""The end of a run: its sheet on the terminal, or one line, then figures, an audit's page, the end of its trackers."""
+"""The end of a run: its sheet or line on the terminal, figures, an audit's page, and the end of its trackers."""
 
 import logging
 import sys

@@ -1,4 +1,4 @@
-"""environment.json: what a run was made with, so that its numbers can be traced and repeated."""
+"""environment.json: code version, libraries, device and command, so that numbers can be traced and repeated."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Every file of a run folder by its name; result.json is `Result.file`."""
+"""Names of the files in a run folder. That of result.json is `Result.file`."""
 
 from pathlib import Path
 

@@ -206,7 +206,7 @@ def read_archive(path: Path) -> dict[str, Any]:
 
 
 def lock_of(path: Path) -> Path:
-    """The file to lock for something that is kept at `path`: an empty one, which stays for whoever waits for it."""
+    """The empty file to lock for something kept at `path`. It is never deleted: waiters would hold an unlinked file."""
     return path.parent / ".locks" / path.stem
 
 

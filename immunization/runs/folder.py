@@ -1,4 +1,4 @@
-"""The folder of one run: made, locked, logged to and filled; what fails on the way is recorded in it."""
+"""The folder of one run: created, locked, logged to and filled. It also records a failure."""
 
 import errno
 import logging

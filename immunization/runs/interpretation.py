@@ -1,4 +1,4 @@
-"""What the numbers of a run mean: which attacks learn the task, at what cost, which are bounds, and how surely."""
+"""What the numbers of a run mean: which attacks succeed, at what cost, which numbers are bounds, and how surely."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a file of weights may say of its net: which of timm's models it is, and how it wants its images. No more."""
+"""What a file of weights may say about its net: the timm model, its arguments and the image preparation."""
 
 from collections.abc import Mapping
 from pathlib import Path

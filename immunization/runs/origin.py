@@ -1,4 +1,4 @@
-"""Where an audited checkpoint comes from: its run folder says on which data, and with which model, it was made."""
+"""The origin of an audited checkpoint: the data and the model of the run that made it."""
 
 import copy
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Which keys of a configuration decide the numbers of a run, and whether a folder holds the completed run already."""
+"""Which configuration keys decide the numbers of a run, and whether a folder already holds the completed run."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: into metrics.jsonl always, and to a tracker such as W&B (conf/tracker) besides."""
+"""Where numbers of a run go: always to metrics.jsonl, and to a tracker such as W&B (conf/tracker)."""
 
 import hashlib
 import json

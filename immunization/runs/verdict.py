@@ -1,4 +1,4 @@
-"""What runs say in words: that harm became easier, which attacks learn the task, at what cost, and how surely."""
+"""The verdict of a run in sentences: whether harm became easier, which attacks succeed, at what cost, how surely."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tracker for Weights & Biases, https://wandb.ai, and what a run shows there: its name, curves, attacks, model."""
+"""The Weights & Biases tracker, https://wandb.ai: name, curves, attacks and model of a run."""
 
 import logging
 import netrc

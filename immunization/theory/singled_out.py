@@ -1,4 +1,4 @@
-"""What a linear map singles out: subspaces that its singular values set apart, and what they tell of a task."""
+"""Subspaces that the singular values of a linear map set apart, and what they tell about a task."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,4 @@
-"""How surely held-out rows say what they say: Wilson's interval, and 95 % intervals over resamples of rows."""
+"""Confidence of held-out measures: Wilson's interval, and 95 % intervals over resampled rows."""
 
 import math
 from collections.abc import Iterator

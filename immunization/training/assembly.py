@@ -1,4 +1,4 @@
-"""What a training and its measures are made of, put together from objects; `debug` shortens or watches it."""
+"""Data, model and method put together for a training and its measures. `debug` shortens or watches it."""
 
 import copy
 import logging

@@ -1,4 +1,4 @@
-"""Checkpoints: everything a run needs to go on after it was killed as if nothing had happened."""
+"""Checkpoints: everything that a killed run needs to continue as if it had not been interrupted."""
 
 import json
 import logging

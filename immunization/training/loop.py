@@ -1,4 +1,4 @@
-"""The loop of a training, and whether it diverges, seen without waiting for a GPU in every step."""
+"""The training loop, and a check for divergence that does not wait for the GPU in every step."""
 
 import math
 from collections.abc import Callable

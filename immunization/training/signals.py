@@ -1,4 +1,4 @@
-"""Signals that end a run: a training first comes to the end of its step, and into a checkpoint."""
+"""Signals that end a run: a training first finishes its step and writes a checkpoint."""
 
 import os
 import signal
