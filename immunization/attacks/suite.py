@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from immunization.attacks.outcome import Outcome
 from immunization.attacks.recipes import found_settings
 from immunization.attacks.victim import Victim
 from immunization.attacks.worth import Curves, Draw
-from immunization.checks import AtLeastOne, Component
+from immunization.checks import AtLeastOne, Component, Positive
 from immunization.data.task import CONSTANT
 from immunization.errors import Inapplicable
 from immunization.evaluation.measures import Measures
@@ -71,7 +72,8 @@ class Suite(Component, group="suite"):
     of them; attackers who train a net use the first draw only. `theta_0`: whether the attacker
     can have the net as it was before immunization, too; where it is public no defense takes anything away. `benign`:
     names of those who also learn the benign tasks, which shows what immunization costs honest users. `most`: images of
-    each class that attackers train on; None: all there are. Raises ConfigError.
+    each class that attackers train on; None: all there are. `minutes`: after so many of all attacks together none is
+    begun; those left out are named, and the list is no longer that of its version. Raises ConfigError.
     """
 
     option = "attack/common/suite"
@@ -82,6 +84,15 @@ class Suite(Component, group="suite"):
     theta_0: Literal["secret", "public"]
     benign: Sequence[str]
     most: AtLeastOne | None
+    minutes: Positive | None
+
+    def __post_init__(self) -> None:
+        self.began: float | None = None
+
+    def over(self) -> bool:
+        """Whether `minutes` have passed since this was first asked."""
+        self.began = time.monotonic() if self.began is None else self.began
+        return self.minutes is not None and time.monotonic() - self.began >= 60 * self.minutes
 
 
 def changes(attacks: Mapping[str, Attack], version: str, most: int | None = None) -> list[str]:
@@ -137,6 +148,9 @@ def run_attacks(
     measures.about[of_role("attacks_capped", role)] = [each.name for each in outcomes if each.capped]
     if suite is not None:
         changed = changes(attacks, suite.version, suite.most)
+        if run.late:
+            changed.append(f"without what suite.minutes={suite.minutes:g} left no time for: {', '.join(run.late)}")
+            measures.flag(of_role("suite_cut_short", role), f"suite.minutes={suite.minutes:g}: {', '.join(run.late)}")
         measures.about[of_role("suite", role)] = {
             "version": suite.version,
             "theta_0": suite.theta_0,
@@ -186,6 +200,7 @@ class _Run:
     suite: Suite | None
     curves: dict[str, Curves | Inapplicable] = field(default_factory=dict)
     few: dict[int, dict[int, dict[str, Curves]]] = field(default_factory=dict)
+    late: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.untouched = {name for name, attack in self.attacks.items() if attack.untouched(self.victim)}
@@ -221,6 +236,10 @@ class _Run:
         progress = progress_bar(ordered, bar_format="{desc} |{bar}|", leave=False)
         for number, (name, attack) in enumerate(progress, 1):
             where = f"attack {number} of {len(ordered)}, {name}"
+            if self.suite is not None and self.suite.over():
+                self.late.append(name)
+                self.curves[name] = Inapplicable(f"suite.minutes={self.suite.minutes:g} were over")
+                continue
             try:
                 self.curves[name] = self.stages(name, attack, progress, where)
             except Inapplicable as error:
@@ -230,6 +249,9 @@ class _Run:
             for images, draws in self.few.items():  # now, as what it reads of the net is not kept for long
                 for draw, curves in draws.items():
                     if draw and attack.trains:
+                        continue
+                    if self.suite is not None and self.suite.over():
+                        self.late.append(f"{name} with {images} images, draw {draw + 1}")
                         continue
                     own, of_draw = copy.copy(attack), f"{where}, {images} images a class, draw {draw + 1}"
                     own.samples, own.seed = images, attack.seed + draw

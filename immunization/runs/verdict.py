@@ -34,7 +34,13 @@ from immunization.runs.records import WORST, Record, Role, of_role
 EASIER = "harmful_faster"  # the flag that comes before every figure: what was immunized is attacked faster than before
 NOT_SLOWER = "harmful_not_slower"  # a harmful probe is learned as fast as before, as far as the test rows show
 TOLD = "weights_tell_the_task"  # the released weights themselves help an attacker
-DOUBTS = ("only_run", "head_at_chance", "other_data", "unknown_data")  # flags that question what was attacked
+DOUBTS = (
+    "only_run",
+    "suite_cut_short",
+    "head_at_chance",
+    "other_data",
+    "unknown_data",
+)  # flags that question what was attacked
 MOST = 3
 """Attacked tasks of which a sentence names each; of more, it names the one that is learned fastest."""
 

@@ -308,3 +308,23 @@ def test_benign_tasks_are_learned_by_attackers_of_the_run(tmp_path):
         run([*DEEP, "method=identity", "attack=[neighbours]", suite], tmp_path)
     with pytest.raises(ConfigError, match=r"suite\.benign: the data have no benign task"):
         run([*DEEP, "method=identity", "attack=[neighbours]", suite.replace("nobody", "neighbours")], tmp_path)
+
+
+def test_a_budget_names_what_it_leaves_out(victim, monkeypatch):
+    """Attackers without the model come first; the clock moves on by a minute whenever it is looked at."""
+    minutes = iter(range(1000))
+    monkeypatch.setattr("immunization.attacks.suite.time.monotonic", lambda: 60.0 * next(minutes))
+    suite = Suite(version="test-1", images=[2], draws=2, minutes=3)
+    few = {"mirrored": False, "ridges": [0.1]}
+    measures = run_attacks({"near": Neighbours(), "raw": RawInputs(**few)}, victim, suite=suite)
+    left = "raw with 2 images, draw 2, near"
+    assert measures.flags["suite_cut_short"] == f"suite.minutes=3: {left}"
+    assert measures.about["suite"]["changed"] == [f"without what suite.minutes=3 left no time for: {left}"]
+    assert "suite.minutes=3 were over" in measures.reasons.values()
+
+
+def test_a_budget_that_suffices_changes_nothing(victim):
+    attacks = {"near": Neighbours(), "raw": RawInputs(mirrored=False, ridges=[0.1])}
+    suites = [Suite(version="test-1", images=[2], minutes=minutes) for minutes in (60, None)]
+    some, all_ = (run_attacks(attacks, victim, suite=suite) for suite in suites)
+    assert (some.flags, some.about, some.metrics) == (all_.flags, all_.about, all_.metrics)
