@@ -111,7 +111,11 @@ class Ahead:
             self.spare = dict(list(self.spare.items())[:most])
         if len(jobs) > 1:
             print(f"{len(jobs)} jobs that differ in numbers alone are trained side by side", flush=True)
-            ended = side_by_side.fit([own.begin() for own in jobs.values()])
+            try:
+                ended = side_by_side.fit([own.begin() for own in jobs.values()])
+            except (RuntimeError, TypeError, ValueError) as error:  # memory, or a method of somebody's own
+                log.warning("side by side it does not go (%s: %s); each is trained alone", type(error).__name__, error)
+                ended = []
             jobs = {job: replace(own, others=len(jobs) - 1) for job, own in jobs.items() if own.session in ended}
         self.prepared |= jobs
 

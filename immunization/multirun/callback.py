@@ -41,7 +41,7 @@ class SweepSummary(Callback):
 
     def on_run_start(self, config: DictConfig, **kwargs: object) -> None:
         """Remember which folder is filled."""
-        SweepSummary.begun = "hydra.run.dir", config
+        SweepSummary.begun, SweepSummary.ahead = ("hydra.run.dir", config), staticmethod(lambda: None)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: object) -> None:
         """Refuse to overwrite the runs of an earlier sweep; prepare for many jobs, and for jobs in other processes."""
@@ -51,6 +51,7 @@ class SweepSummary(Callback):
         path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(path)
         SweepSummary.begun, SweepSummary.jobs = ("hydra.sweep.dir", config), []
+        SweepSummary.ahead = staticmethod(lambda: None)
         try:
             folder = Path(config.hydra.sweep.dir)
         except OmegaConfBaseException as error:

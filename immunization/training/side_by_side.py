@@ -15,6 +15,7 @@ from immunization.errors import UserError
 from immunization.methods.base import Method, checked_step
 from immunization.models import Linear
 from immunization.models.base import Batch
+from immunization.terminal import doing, progress_bar
 from immunization.training.assembly import Parts
 from immunization.training.loop import Watch
 from immunization.training.session import TrainingSession
@@ -26,14 +27,17 @@ ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 def kind_of(parts: Parts, make: Callable[..., torch.optim.Optimizer]) -> tuple[Any, ...] | None:
     """What trainings must agree in to take place side by side; None for one that takes place alone.
 
-    That is a linear map without a bias of up to `SMALL` features, in full batches, by a method whose steps take stacks:
-    products of larger ones take most of a step.
+    That is a linear map without a bias in float64 of up to `SMALL` features (products of larger ones take most of a
+    step), in full batches, by a method whose steps take stacks.
     """
     method, model, pair = parts.method, parts.model, parts.trained_on
-    varied = method.side_by_side
+    stepping = next(vars(cls) for cls in type(method).__mro__ if "step" in vars(cls))
+    varied = stepping.get("side_by_side")  # who overrides `step` has to say it anew
     if varied is None or method.batch_size is not None or not method.epochs or len(pair.shown) != 2:
         return None
-    if type(model) is not Linear or model.linear_map() is None or pair.dim > SMALL:
+    if type(model) is not Linear or model.linear_map() is None or pair.dim > SMALL or model.dtype != torch.float64:
+        return None
+    if method.options.get("precondition") not in ("cancelled", "none"):  # K^-1 is not applied to stacks
         return None
     if getattr(make, "func", None) not in ELEMENTWISE:
         return None
@@ -56,8 +60,11 @@ def fit(sessions: Sequence[TrainingSession]) -> list[TrainingSession]:
     for session in sessions:
         session.prepare()
     stack = _Stack(sessions)
-    while stack.running:
-        stack.step()
+    named = f"{len(sessions)} jobs side by side"
+    with doing(lambda: f"{named}: step {stack.steps:,}"), progress_bar(desc=named, unit="step") as bar:
+        while stack.running:
+            stack.step()
+            bar.update()
     share = (time.perf_counter() - started) / len(sessions)
     for session in stack.ended:
         session.took = share
@@ -69,6 +76,7 @@ class _Stack:
 
     def __init__(self, sessions: Sequence[TrainingSession]) -> None:
         self.ended: list[TrainingSession] = []
+        self.steps = 0
         batches = [next(session.batches.epoch()) for session in sessions]
         able = [place for place, own in enumerate(batches) if _first_terms(sessions[place], own)]
         self.running = dict(enumerate(sessions[place] for place in able))
@@ -92,6 +100,7 @@ class _Stack:
 
     def step(self) -> None:
         """One step of all jobs."""
+        self.steps += 1
         if all(self.bounds):
             self.method.bound.factor = self.primary.x.new_tensor([bound.factor for bound in self.bounds])
         terms = self.method.step(self.model, self.primary, self.harmful)

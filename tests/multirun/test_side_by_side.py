@@ -11,6 +11,7 @@ from hydra.core.global_hydra import GlobalHydra
 from immunization.__main__ import start
 from immunization.config import compose
 from immunization.experiment import assemble, resolve
+from immunization.methods import ConditionNumber
 from immunization.multirun.ahead import Prepared
 
 pytestmark = pytest.mark.trains
@@ -47,6 +48,24 @@ def of(folder: str, *names: str) -> dict[str, tuple[object, ...]]:
         said = {key: result[key] for key in ("status", "error", "metrics", "flags")}
         found[path.parent.name.partition("_")[0]] = (said, *[p.read_bytes() if p.exists() else None for p in kept])
     return found
+
+
+class Stepping(ConditionNumber):
+    """One's own step, which may not take stacks."""
+
+    def step(self, model, primary, harmful):
+        return super().step(model, primary, harmful)
+
+
+class Failing(ConditionNumber):
+    """One that says it takes stacks, and does not."""
+
+    side_by_side = ("lambda_H",)
+
+    def step(self, model, primary, harmful):
+        if primary.x.ndim > 2:
+            raise RuntimeError("no stacks")
+        return super().step(model, primary, harmful)
 
 
 GRIDS = {
@@ -86,6 +105,13 @@ def test_jobs_that_are_there_are_not_trained_again(multirun):
     assert {said["status"] for said, *_ in of("jobs").values()} == {"completed"}
 
 
+def test_jobs_that_cannot_be_stacked_are_trained_alone(multirun):
+    own = (f"method._target_={__name__}.Failing", f"trusted=[{__name__}]", "method.lambda_H=1,2", "seed=0")
+    multirun("jobs", *own)
+    assert {said["status"] for said, *_ in of("jobs").values()} == {"completed"}
+    assert any("RuntimeError: no stacks" in path.read_text() for path in Path("jobs").glob("*/run.log"))
+
+
 def test_methods_of_one_sweep_are_kept_apart(multirun):
     said = multirun("jobs", "method=condition_number,r_ill_only,identity,imma", "seed=0,1")
     assert {said["status"] for said, *_ in of("jobs").values()} == {"completed"}
@@ -103,6 +129,9 @@ def test_methods_of_one_sweep_are_kept_apart(multirun):
         ("method.epochs=0",),
         ("checkpoint.every=10",),
         ("immunize=false",),
+        ("method.precondition=ridge",),
+        ("dtype=float32",),
+        (f"method._target_={__name__}.Stepping", f"trusted=[{__name__}]"),
     ],
 )
 def test_what_is_trained_alone(words):
