@@ -45,7 +45,10 @@ def test_the_lowest_versions_are_those_that_are_tried():
     """Every library has one, and `make test-lowest` installs it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *(text for name in ("test", "lora", "notebook", "onnx", "search") for text in extras[name])]
+    wanted = [
+        *project["dependencies"],
+        *(text for name in ("test", "lora", "notebook", "onnx", "search") for text in extras[name]),
+    ]
     wanted = [text for text in wanted if not text.startswith("immunization[")]
     floors = {canonical(text): re.search(r">=([\w.]+)", text)[1] for text in wanted}
     lines = (line.partition("#")[0].strip() for line in LOWEST.read_text().splitlines())

@@ -13,6 +13,7 @@ from immunization.compute import randomness
 from immunization.config import check_trust, slug
 from immunization.errors import UserError
 from immunization.experiment import Experiment, assemble, resolve
+from immunization.models import Linear
 from immunization.runs.folder import log
 from immunization.runs.result import Result
 from immunization.runs.tracker import Tracker
@@ -22,6 +23,8 @@ from immunization.training.session import Monitor, TrainingSession
 
 MOST, BYTES, SEARCHED = 32, 2**30, 256
 """Jobs that are trained together at most, bytes of their training inputs, and jobs among which they are looked for."""
+LINEAR = f"{Linear.__module__.rpartition('.')[0]}.{Linear.__name__}"
+"""How configurations name the model."""
 Job = tuple[str, ...]
 """The overrides of a job, as they were typed."""
 OWN = ("dataset", "method", "name", "objective", "pair", "seed", "tags")
@@ -120,12 +123,17 @@ class Ahead:
         self.prepared |= jobs
 
     def _prepare(self, job: Job, anew: bool = True) -> Prepared | None:
-        """A job before its training; None for one that is wrong, or, with `anew`, that was begun before."""
+        """A job before its training; None for one that is wrong or no linear model in full batches.
+
+        With `anew` also for one that was begun before.
+        """
         try:
             config = self.loader.load_sweep_config(self.master, list(job))
             named = f"*_{slug(config.hydra.job.override_dirname)}"
             if anew and self.master.resume and next(Path(self.master.hydra.sweep.dir).glob(named), None):
                 return None
+            if config.model.get("_target_") != LINEAR or config.method.get("batch_size", 0) is not None:
+                return None  # before its data are read
             OmegaConf.set_struct(config, False)
             del config["hydra"]
             check_trust(config, job)
