@@ -13,7 +13,6 @@ from immunization.compute import randomness
 from immunization.config import check_trust, slug
 from immunization.errors import UserError
 from immunization.experiment import Experiment, assemble, resolve
-from immunization.models import Linear
 from immunization.runs.folder import log
 from immunization.runs.result import Result
 from immunization.runs.tracker import Tracker
@@ -23,8 +22,8 @@ from immunization.training.session import Monitor, TrainingSession
 
 MOST, BYTES, SEARCHED = 32, 2**30, 256
 """Jobs that are trained together at most, bytes of their training inputs, and jobs among which they are looked for."""
-LINEAR = f"{Linear.__module__.rpartition('.')[0]}.{Linear.__name__}"
-"""How configurations name the model."""
+LINEAR = "immunization.models.Linear"
+"""The `_target_` of models that may be trained side by side."""
 Job = tuple[str, ...]
 """The overrides of a job, as they were typed."""
 OWN = ("dataset", "method", "name", "objective", "pair", "seed", "tags")
