@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = {
     "index.md": "README.md",
     "results.md": "RESULTS.md",
-    "sweeps.md": "sweeps/README.md",
+    "grids.md": "sweeps/README.md",
     "examples.md": "examples/README.md",
     "changelog.md": "CHANGELOG.md",
 }

@@ -18,7 +18,7 @@ from immunization import __version__
 from immunization.checks import CONF, read_yaml
 from immunization.compute.compiler import spare_the_compiler
 from immunization.config import CHOOSE
-from immunization.errors import UserError
+from immunization.errors import Preempted, UserError
 from immunization.multirun.callback import SweepSummary
 from immunization.terminal import importing, robust_streams
 from immunization.training.signals import imported
@@ -80,9 +80,10 @@ def cli() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand exceptions to us instead of printing a trimmed traceback
     try:
         main()
-    except KeyboardInterrupt:
-        print(f"error: {SweepSummary.interrupted()}", file=sys.stderr, flush=True)
-        sys.exit(130)
+    except (KeyboardInterrupt, Preempted) as end:
+        if isinstance(end, KeyboardInterrupt) or SweepSummary.many():  # a run has said it
+            print(f"error: {SweepSummary.interrupted()}", file=sys.stderr, flush=True)
+        sys.exit(end.code if isinstance(end, Preempted) else 130)
     except TypeError as error:
         if _VERBOSE or "/hydra/" not in traceback.extract_tb(error.__traceback__)[-1].filename.replace("\\", "/"):
             raise

@@ -120,6 +120,7 @@ OmegaConf.register_new_resolver("slug", slug, replace=True)
 OmegaConf.register_new_resolver("folder_of", folder_of, replace=True)
 OmegaConf.register_new_resolver("class_of", class_of, replace=True)
 OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
+OmegaConf.register_new_resolver("cores", lambda model: 1 if model.endswith(".Linear") else 4, replace=True)  # of a job
 
 
 if not (CONF / "local.yaml").is_file():  # which is optional

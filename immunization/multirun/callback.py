@@ -18,8 +18,9 @@ from omegaconf.errors import OmegaConfBaseException
 from immunization.config import TRACK
 from immunization.errors import UserError
 from immunization.multirun.composing import SharedComposition
+from immunization.multirun.engines import outlive
 from immunization.runs.filenames import REFUSED
-from immunization.training.signals import imported
+from immunization.training.signals import end_at_once, imported
 from immunization.usage import explained
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class SweepSummary(Callback):
         """Refuse to overwrite the runs of an earlier sweep; prepare for many jobs, and for jobs in other processes."""
         imported()  # as far as this process runs no job itself
         setattr(Sweeper, "validate_batch_is_legal", _validate)  # noqa: B010
+        outlive()
         # processes that launchers start have to find this package
         path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(path)
@@ -68,13 +70,22 @@ class SweepSummary(Callback):
         job_return.cfg = job_return.hydra_cfg = None
 
     @classmethod
+    def many(cls) -> bool:
+        """Whether this process runs the jobs of a sweep."""
+        return cls.begun is not None and cls.begun[0] == "hydra.sweep.dir"
+
+    @classmethod
     def interrupted(cls) -> str:
-        """After Ctrl-C: print what a multirun has done so far, and return the line that says how to go on."""
+        """After Ctrl-C: print what a multirun has done so far, and return the line that says how to go on.
+
+        Once more ends the process at once.
+        """
+        end_at_once()
         key, config = cls.begun or ("hydra.run.dir", None)
         folder = None if config is None else Path(OmegaConf.select(config, key))
         if folder is None or not folder.is_dir():
             return "interrupted before the run began"
-        if key == "hydra.sweep.dir" and config is not None:
+        if cls.many() and config is not None:
             with suppress(UserError):  # no job has begun
                 _summary(config)
             _forget_refusals(folder)

@@ -42,6 +42,12 @@ def _leave(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
+def end_at_once() -> None:
+    """From here on Ctrl-C and SIGTERM end the process without a word more: what can be kept is being kept."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: os._exit(128 + number))
+
+
 class Stop:
     """SIGTERM, Ctrl-C and a cluster launcher's signal: while `held`, a first one waits for a step and a checkpoint."""
 

@@ -279,6 +279,13 @@ def test_every_launcher_composes(path):
     assert here or cfg.hydra.job.env_set.OMP_NUM_THREADS is not None
 
 
+@pytest.mark.parametrize(("model", "cores"), [("linear", 1), ("resnet18", 4)])
+def test_a_job_on_slurm_asks_for_the_cores_that_its_model_is_worth(model, cores):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    launcher = compose_with_hydra(["launcher=submitit_slurm", f"model={model}"]).hydra.launcher
+    assert launcher.cpus_per_task == cores
+
+
 def test_jobs_that_fail_before_their_run_begins_are_counted(tmp_path):
     """An interpolation that cannot be, met as soon as resume=true compares configurations."""
     options = ("sweeps=mnist_pairs", "dataset=digits", "pair=01,3-5", "resume=true", "hydra.sweep.dir=runs")
