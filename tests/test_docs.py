@@ -51,7 +51,7 @@ def commands(page: Path) -> list[list[str]]:
         multirun = "-m" in words or any(word.startswith(("sweeps=", "sweeper=")) for word in words)
         if not any("..." in word or "$" in word or word.startswith("--") for word in words):
             jobs = (word.partition(",")[0] if multirun and "[" not in word else word for word in words)
-            split.append([word for word in jobs if word != "-m"])
+            split.append([word for word in jobs if word not in ("-m", "launcher=ray")])  # which needs Ray
     return split
 
 

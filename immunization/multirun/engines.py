@@ -5,6 +5,7 @@ Launchers of Hydra end with the first job that does not return. Here every job i
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,8 +30,6 @@ from immunization.training.signals import end_at_once
 
 PATIENCE = 30.0
 """Seconds that jobs wait in Slurm's queue before it is said why."""
-SETTLING = 10.0
-"""Seconds in which the result of a job that has ended appears on a shared disk, or the job in the queue again."""
 FAREWELL = 20.0
 """Seconds that jobs which were told to stop have for a checkpoint before the command ends without them."""
 QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
@@ -199,6 +198,7 @@ class Submitit(Engine):
     """Jobs of hydra-submitit-launcher, in processes of this machine: as many at once as there are cores for."""
 
     name = "submitit"
+    settling = 1.0  # seconds in which the result of a job appears on a shared disk, or the job in the queue again
 
     def submit(self) -> str:
         from submitit import AutoExecutor
@@ -244,16 +244,16 @@ class Submitit(Engine):
                 return job.results()[0]
             except Exception as error:  # what the job raised, with its traceback
                 return _words(error)
-        (word, settling), now = self.ending(job), time.monotonic()
-        if not word:
+        now = time.monotonic()
+        if not (word := self.ending(job)):
             self.over.pop(number, None)
-        elif now - self.over.setdefault(number, now) >= settling:
+        elif now - self.over.setdefault(number, now) >= self.settling:
             return f"{self.name} job {job.job_id}: {word}{_said(job.paths.stderr)}"
         return None
 
-    def ending(self, job: Any) -> tuple[str, float]:
-        """How a job without a result has ended, nothing while it runs, and the seconds that one may still come."""
-        return "" if job.get_info()["jobState"] == "RUNNING" else f"its process ended, see {job.paths.stderr}", 1.0
+    def ending(self, job: Any) -> str:
+        """How a job without a result has ended; nothing while it runs."""
+        return "" if job.get_info()["jobState"] == "RUNNING" else f"its process ended, see {job.paths.stderr}"
 
     def cancel(self) -> None:
         self.ended |= {number: _return(self.jobs[number]) for number in self.waiting}
@@ -267,6 +267,7 @@ class Slurm(Submitit):
     """Jobs of hydra-submitit-launcher on a cluster, as one array; squeue knows them, also without accounting."""
 
     name, array = "Slurm", ""
+    settling = 10.0
 
     def hand_over(self) -> str:
         jobs = self.executor.map_array(self.function, *zip(*self.waiting.values(), strict=True))
@@ -302,13 +303,15 @@ class Slurm(Submitit):
             self.say(line)
         self.told.add(key or line)
 
-    def ending(self, job: Any) -> tuple[str, float]:
+    def ending(self, job: Any) -> str:
         state, reason = self.states.get(job.job_id, ["PENDING", ""])
         why = "" if reason in ("", "None") else f" ({reason})"
-        return "" if state in (*QUEUED, *RUNNING) else f"{state}{why}", SETTLING
+        return "" if state in (*QUEUED, *RUNNING) else f"{state}{why}"
 
     def cancel(self) -> None:
+        self.began, self.settling = time.monotonic(), 0.0
         if self.array:
+            self.due = 0.0
             subprocess.run(["scancel", self.array], check=True)
 
 
@@ -389,11 +392,9 @@ def _rows(ids: set[str], *command: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _words(error: BaseException) -> str:
-    """An error in one line; of a traceback in it the last line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip().strip("-")]
-    if any(line.startswith("Traceback") for line in lines):
-        lines = [line for line in lines if not line.startswith(("File ", "- ", "You can check"))][-1:]
-    return " ".join(lines)[:400] or type(error).__name__
+    """An error in one line, without the traceback that it quotes."""
+    text = re.sub(r"(?s)^.*Traceback \(most recent call last\):\n(?: .*?\n)*(?=\S)|\n-{5,}\n.*", "", str(error))
+    return " ".join(text.split())[:400] or type(error).__name__
 
 
 def _said(log: Path) -> str:

@@ -173,7 +173,7 @@ def test_jobs_that_wait_in_the_queue_say_why_once(queue, monkeypatch, capsys):
 
 def test_slurms_word_for_a_lost_job_is_that_of_squeue_and_of_its_log(queue, monkeypatch):
     slurm, answers = queue
-    monkeypatch.setattr(engines, "SETTLING", 0.0)
+    slurm.settling = 0.0
     answers.write_text("7_0|OUT_OF_MEMORY|None\n7_1|FAILED|NonZeroExitCode\n8_2|RUNNING|None\n")
     slurm.look()
     (slurm.logs / "log").write_text("a line\nslurmstepd: error: Exceeded job memory limit\n")
