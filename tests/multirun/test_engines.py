@@ -2,11 +2,11 @@
 
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -220,6 +220,16 @@ class Command:
     def runs(self, seed: int) -> bool:
         return any(path.stat().st_size for path in self.sweep.glob(f"*seed={seed}/metrics.jsonl"))
 
+    def kill(self, seed: int) -> None:
+        """The process that has the job's log open."""
+        log = str(self.of(seed) / RUN_LOG)
+        for place in Path("/proc").glob("[0-9]*/fd/*"):
+            with suppress(OSError):
+                if place.readlink() == Path(log):
+                    os.kill(int(place.parts[2]), signal.SIGKILL)
+                    return
+        raise AssertionError(f"no process has {log} open")
+
     def problems(self) -> dict[int, tuple[str, str]]:
         """Kind and message by seed."""
         found = collect([self.sweep]).problems
@@ -251,7 +261,7 @@ def test_slurm_with_jobs_cancelled_killed_out_of_memory_and_out_of_time(slurm, t
     wait_for(lambda: all(map(command.runs, (1, 2, 3, 4))))
     array = command.said.read_text().partition("scancel ")[2].partition("`")[0]
     subprocess.run(["scancel", f"{array}_1"], check=True)
-    subprocess.run(["scancel", "--signal=KILL", f"{array}_2"], check=True)
+    command.kill(2)
     command.gate(3, says="memory")
     assert process.wait(300) == 1
     said, problems = command.said.read_text(), command.problems()
@@ -327,14 +337,11 @@ def test_ray_with_a_node_stopped_amid_its_job(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_joblib_with_a_process_killed_amid_its_job(tmp_path):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    if not shutil.which("fuser"):
-        pytest.skip("fuser (Debian's psmisc), which finds the process of a job, is missing")
     command = Command(tmp_path, "launcher=joblib", "hydra.launcher.n_jobs=2", "seed=range(0,4)")
     command.gate(0, 1)
     process = command.start()
     wait_for(lambda: command.runs(0) and command.runs(1))
-    holds = subprocess.run(["fuser", command.of(0) / RUN_LOG], capture_output=True, text=True, check=True)
-    os.kill(int(holds.stdout.split()[0]), signal.SIGKILL)
+    command.kill(0)
     time.sleep(1)
     command.opened()
     assert process.wait(300) == 1
