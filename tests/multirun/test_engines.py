@@ -292,7 +292,7 @@ def test_slurm_with_jobs_cancelled_killed_out_of_memory_and_out_of_time(slurm, t
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_command_cancels_its_jobs_on_slurm(slurm, tmp_path, number, code):
-    command = Command(tmp_path, *ON_SLURM, "seed=0,1", "hydra.launcher.additional_parameters={hold: true}")
+    command = Command(tmp_path, *ON_SLURM, "seed=0,1", "+hydra.launcher.additional_parameters.hold=true")
     process = command.start()
     wait_for(lambda: "jobs wait for JobHeldUser" in command.said.read_text())
     process.send_signal(number)
