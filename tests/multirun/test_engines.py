@@ -203,8 +203,13 @@ class Command:
     def start(self) -> subprocess.Popen:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
         command = [sys.executable, str(ROOT / "launch.py"), "-m", *self.arguments]
-        with self.said.open("w") as said:
-            return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=said, stderr=subprocess.STDOUT)
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test runner in the background ignores it
+        try:
+            with self.said.open("w") as said:
+                streams = {"stdout": said, "stderr": subprocess.STDOUT}
+                return subprocess.Popen(command, cwd=self.folder, env=environment, **streams)
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def gate(self, *numbers: int, says: str = "wait") -> None:
         for number in numbers:
