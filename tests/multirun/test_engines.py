@@ -198,7 +198,7 @@ class Command:
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.folder, self.sweep, self.said = folder, folder / "sweep", folder / "said"
         gates = () if (folder / "conf").exists() else written(folder)
-        self.arguments = [*gates, *arguments, "resume=true", f"hydra.sweep.dir={self.sweep}"]
+        self.arguments = [*gates, *arguments, "log_every=1", "resume=true", f"hydra.sweep.dir={self.sweep}"]
 
     def start(self) -> subprocess.Popen:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
@@ -223,7 +223,8 @@ class Command:
         return next(path for path in self.sweep.iterdir() if path.name.endswith(f"seed={seed}"))
 
     def runs(self, seed: int) -> bool:
-        return any(path.stat().st_size for path in self.sweep.glob(f"*seed={seed}/metrics.jsonl"))
+        """Whether the job has taken steps; the first line is written before them."""
+        return any(path.read_text().count("\n") > 1 for path in self.sweep.glob(f"*seed={seed}/metrics.jsonl"))
 
     def kill(self, seed: int) -> None:
         """The process that has the job's log open."""
