@@ -302,7 +302,7 @@ def test_a_signal_to_the_command_cancels_its_jobs_on_slurm(slurm, tmp_path, numb
     process = command.start()
     wait_for(lambda: "jobs wait for JobHeldUser" in command.said.read_text())
     process.send_signal(number)
-    assert process.wait(60) == code
+    assert process.wait(180) == code
     said = command.said.read_text()
     assert "Slurm: cancelling 2 jobs; once more ends at once" in said
     assert "resume=true goes on" in said.splitlines()[-1]
@@ -368,7 +368,7 @@ def test_a_signal_to_the_command_has_local_jobs_write_checkpoints(tmp_path):
     process = command.start()
     wait_for(lambda: all(map(command.runs, range(cores))))
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 143
+    assert process.wait(180) == 143
     said = command.said.read_text()
     assert f"submitit: {cores + 2} jobs submitted, at most {cores} at once" in said
     assert f"0 completed, {cores} interrupted" in said
