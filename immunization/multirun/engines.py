@@ -326,6 +326,7 @@ class Ray(Engine):
         from hydra_plugins.hydra_ray_launcher._launcher_util import launch_job_on_ray
 
         where, inner = self.joined(dict(self.inner.ray_cfg.init)), self.inner
+        signal.signal(signal.SIGTERM, _preempted)  # again: Ray's own handler prints its stack and dies
         parts, state = (inner.hydra_context, inner.ray_cfg.remote), Singleton.get_state()
         self.tasks = {n: launch_job_on_ray(*parts, self.composed(n), inner.task_function, state) for n in self.jobs}
         cores, nodes = ray.cluster_resources().get("CPU", 0), sum(node["Alive"] for node in ray.nodes())
