@@ -7,8 +7,8 @@ proposed and not measured, and ends as if it had not been killed.
 
 from __future__ import annotations
 
+import math
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -29,6 +29,7 @@ from immunization.runs.result import Result
 
 try:
     import optuna
+    import torch  # of Optuna's Gaussian process
     from optuna.trial import BaseTrial, FrozenTrial, Trial, TrialState
 except ImportError as error:
     raise ConfigError("sweeper=optuna needs optuna: pip install 'immunization[search]'") from error
@@ -36,8 +37,8 @@ except ImportError as error:
 STUDY = "search.db"
 REPEATED = ("seed", *PAIR)
 """Keys of which a trial runs every value."""
-FAILED = 1e9
-"""By how much a trial with a failed run misses every constraint."""
+RAN = "ran"
+"""The constraint that only a trial with a failed run, or without a value of an objective, misses."""
 
 
 class Constraint(NamedTuple):
@@ -60,8 +61,9 @@ class Constraint(NamedTuple):
         values = setting.values(in_convention([setting], self.measure))
         if len(values) < len(setting.runs):
             return 1.0
-        slack = ROUNDING * max(1.0, abs(self.bound)) * (-1 if "=" in self.sign else 1)
-        return float(self.bound - values.min() if self.sign[0] == ">" else values.max() - self.bound) + slack
+        worst, bound = values.min() if self.sign[0] == ">" else values.max(), math.asinh(self.bound)
+        short = (bound - math.asinh(worst)) * (1 if self.sign[0] == ">" else -1)
+        return short + ROUNDING * max(1.0, abs(bound)) * (-1 if "=" in self.sign else 1)
 
 
 class Options(Component, group="hydra.sweeper"):
@@ -79,8 +81,8 @@ class Options(Component, group="hydra.sweeper"):
 class Search:
     """Asks for a batch of trials, launches their jobs, and tells what they measured, until there are enough.
 
-    `missed` holds by how much each trial misses the constraints, `folders` the jobs of the run folders, and `lost` the
-    trials of which a job did not end.
+    `folders` holds the jobs of the run folders, and `lost` the trials of which a job did not end. The study has asinh
+    of measures, which is linear near 0 and a logarithm far from it: ratios spread by factors.
     """
 
     def __init__(self, sweeper: Any, arguments: Sequence[str], options: Mapping[str, Any]) -> None:
@@ -91,14 +93,13 @@ class Search:
         self.objectives = list(self.options.objectives or [config.objective])
         self.signs = [-1 if name[0] == "-" else 1 for name in self.objectives]
         self.measures = [name.removeprefix("-") for name in self.objectives]
-        self.constraints = [Constraint.of(text) for text in self.options.constraints]
+        self.constraints = {text: Constraint.of(text) for text in self.options.constraints}
         words = [*(f"{key}={value}" for key, value in self.options.params.items()), *arguments]
         parser = OverridesParser.create(config_loader=sweeper.hydra_context.config_loader)
         self.overrides = {own.get_key_element(): own for own in parser.parse_overrides(words)}
         if not any(own.is_sweep_override() and key not in REPEATED for key, own in self.overrides.items()):
             raise ConfigError("sweeper=optuna: nothing is searched; give method.lambda_P='tag(log,interval(1,1000))'")
         self.study = self._study({key: own.input_line or "" for key, own in self.overrides.items()})
-        self.missed: dict[int, list[float]] = {}
         self.folders: dict[Path, frozenset[str]] = {}
         self.lost: set[int] = set()
 
@@ -136,7 +137,7 @@ class Search:
                 for job in returned[-1]:
                     _ = job.return_value  # raises the exception that ended it
             for trial, own in jobs.items():
-                self.tell(trial.number, own)
+                self.tell(trial, own)
             self.sum_up()
         return returned
 
@@ -155,41 +156,43 @@ class Search:
 
     def _seed(self, number: int) -> None:
         """Let the draws of a trial depend on nothing but its number and the trials before it."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Optuna 5 has another way for constraints, which 4 has not
-            self.study.sampler = optuna.samplers.TPESampler(
-                seed=self.options.seed + number,
-                n_startup_trials=self.options.random,
-                multivariate=True,
-                constant_liar=True,
-                constraints_func=(lambda trial: self.missed[trial.number]) if self.constraints else None,
-            )
+        torch.set_num_threads(1)  # of the sampler; a run sets its own
+        sampler = optuna.samplers.GPSampler(seed=self.options.seed + number, n_startup_trials=self.options.random)
+        self.study.sampler = sampler
 
     def jobs(self, trial: BaseTrial) -> list[list[str]]:
         """The overrides of a trial's jobs, one for every seed and pair of classes."""
         values = {key: _values(trial, own) for key, own in self.overrides.items()}
         return [[f"{key}={value}" for key, value in zip(values, job, strict=True)] for job in product(*values.values())]
 
-    def tell(self, number: int, jobs: Sequence[Sequence[str]]) -> None:
-        """Tell the study what a trial measured; one with a job that did not end stays open, for the next command."""
+    def tell(self, trial: Trial, jobs: Sequence[Sequence[str]]) -> None:
+        """Tell the study what a trial measured; one with a job that did not end stays open, for the next command.
+
+        A failed one counts as the worst so far in everything.
+        """
         folders = [folder for job in jobs if (folder := self.folder_of(job))]
         found = collect(folders) if folders else None
         failed = sum(problem.kind == "failed" for problem in found.problems) if found else 0
         if found is None or len(found.runs) + failed < len(jobs):
-            self.lost.add(number)
+            self.lost.add(trial.number)
             return
-        values, self.missed[number] = None, [FAILED] * len(self.constraints)
+        done = self._trials(TrialState.COMPLETE)
+        values = [min((s * t.values[i] for t in done), default=0.0) * s for i, s in enumerate(self.signs)]
+        missed = {name: max([1.0, *(t.constraints[name] for t in done)]) for name in self.constraints} | {RAN: 1.0}
         if not failed:
             setting = Setting(found.runs)
-            for name in [*self.measures, *(constraint.measure for constraint in self.constraints)]:
+            for name in [*self.measures, *(constraint.measure for constraint in self.constraints.values())]:
                 if not any(name in result.metrics for result in setting.results):
                     raise ConfigError(
                         f"sweeper=optuna: the runs do not measure {name}; evaluation=[...] chooses what is"
                     )
-            self.missed[number] = [constraint.missed(setting) for constraint in self.constraints]
             means = [setting.summary(in_convention([setting], name)) for name in self.measures]
-            values = [mean.mean for mean in means] if all(mean.n for mean in means) else None
-        self.study.tell(number, values, None if values else TrialState.PRUNED)
+            missed |= {name: constraint.missed(setting) for name, constraint in self.constraints.items()}
+            if all(mean.n for mean in means):
+                values, missed[RAN] = [math.asinh(mean.mean) for mean in means], 0.0
+        for name, amount in missed.items():
+            trial.set_constraint(name, amount)
+        self.study.tell(trial, values)
 
     def folder_of(self, job: Sequence[str]) -> Path | None:
         """The run folder of a job, by the overrides that stand in it."""
@@ -206,13 +209,14 @@ class Search:
 
     def sum_up(self) -> None:
         """Write and print how far the search is, and its best trials: one, or the front of several objectives."""
-        done, failed = self._trials(TrialState.COMPLETE), self._trials(TrialState.PRUNED)
-        within = [trial for trial in done if max(trial.system_attrs.get("constraints", ()), default=0) <= 0]
+        done = self._trials(TrialState.COMPLETE)
+        failed = sum(trial.constraints[RAN] > 0 for trial in done)
+        within = [trial for trial in done if max(trial.constraints.values()) <= 0]
         points = [[sign * value for sign, value in zip(self.signs, trial.values, strict=True)] for trial in within]
         front = [t for t, own in zip(within, points, strict=True) if not any(_beats(other, own) for other in points)]
         best = dict.fromkeys(folder.name for t in front if (folder := self.folder_of(self.jobs(t)[0])))
-        outside, counts = len(done) - len(within), (len(done) + len(failed), len(failed))
-        said = Searched(self.objectives, list(self.options.constraints), *counts, outside, len(self.lost), list(best))
+        counts = len(done), failed, len(done) - len(within) - failed, len(self.lost)
+        said = Searched(self.objectives, list(self.options.constraints), *counts, list(best))
         said.write(self.folder)
         print(f"search: trial {said.trials} of {self.options.trials}; {said.line}", flush=True)
 

@@ -65,7 +65,8 @@ class Launcher:
 
 
 def searched(folder: Path, *arguments: str, launcher: Launcher | None = None, objective="rir", **options):
-    """The search, which has run, and its launcher."""
+    """The search, which has run, and its launcher; its proposals are random unless `random` says otherwise."""
+    options = {"random": 40} | options
     job = {"config": {"override_dirname": {"exclude_keys": ["resume"]}}}
     config = OmegaConf.create({"objective": objective, "hydra": {"sweep": {"dir": str(folder)}, "job": job}})
     launcher = launcher or Launcher(folder)
@@ -85,13 +86,13 @@ def said(folder: Path) -> Searched:
 
 
 def test_the_best_is_near_the_largest_within_the_constraints_and_is_the_star(tmp_path):
-    searched(tmp_path, trials=24, random=8)
+    searched(tmp_path, trials=20, random=8)
     [group] = settings(collect([tmp_path]))
     star = best(group, "rir")
     assert star.summary(search.in_convention(group, "rir")).mean > 800
     assert said(tmp_path).found(group) == [star]
-    assert said(tmp_path).beside(group, "rir") == "Search of 24 trials: ★ is its best trial."
-    assert 0 < said(tmp_path).outside < 12
+    assert said(tmp_path).beside(group, "rir") == "Search of 20 trials: ★ is its best trial."
+    assert 0 < said(tmp_path).outside < 10
 
 
 @pytest.mark.parametrize("dies", [4, 7])
@@ -120,11 +121,11 @@ def test_every_seed_runs_in_every_trial_and_their_mean_counts(tmp_path):
     assert {job[-1] for job in launcher.jobs} == {"seed=0", "seed=2"}
     trial = made.study.trials[0]
     values = [float(word.partition("=")[2]) for word in launcher.jobs[0][:2]]
-    assert trial.value == pytest.approx(hill(*values, 1)["rir"])
+    assert trial.value == pytest.approx(math.asinh(hill(*values, 1)["rir"]))
 
 
 def test_a_failed_run_is_no_best_and_the_search_keeps_away(tmp_path):
-    searched(tmp_path, launcher=Launcher(tmp_path, fails=lambda p, h: p > 100), trials=12)
+    searched(tmp_path, launcher=Launcher(tmp_path, fails=lambda p, h: p > 100), trials=12, random=8)
     told = said(tmp_path)
     assert 0 < told.failed < 8
     [name] = told.best
