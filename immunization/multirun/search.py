@@ -105,7 +105,7 @@ class Search:
 
     def _study(self, words: Mapping[str, str]) -> optuna.Study:
         """That of the sweep folder, begun or gone on with; ConfigError if it is of another search."""
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.folder.mkdir(parents=True, exist_ok=True)
         study = optuna.create_study(
             study_name="search",

@@ -302,7 +302,7 @@ def over_two(
         x, y = np.array([places[setting] for setting in known]).T
         drawn = ax.scatter(x, y, c=[*known.values()], cmap="viridis", s=28)
         for setting in (setting for setting in places if marks[setting]):
-            ax.annotate(marks[setting].strip(), places[setting], (4, 4), textcoords="offset points", fontsize=11)
+            ax.text(*places[setting], marks[setting].strip(), ha="center", va="center", fontsize=11)
         for axis, coordinate in zip((ax.xaxis, ax.yaxis), zip(*places.values(), strict=True), strict=True):
             fit_log(axis, coordinate)
     color_bar(figure, drawn, ax, form=lambda value, position: number(10**value))

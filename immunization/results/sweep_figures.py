@@ -207,6 +207,7 @@ def pareto(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
     chosen, look, labels = best(group, objective), plot.looks(group), short_labels(group)
     edges = {names: plot.front(points) for names, points in panels.items()}
     named = {*group} if len(group) <= MOST else {chosen, *(setting for edge in edges.values() for setting in edge)}
+    named = named if len(named) <= MOST else {chosen}
     figure, axes = plot.panel_axes(len(panels), width=3.6, height=3.2)
     for ax, (names, points) in zip(axes, panels.items(), strict=True):
         corners = [points[setting] for setting in edges[names]]
@@ -231,7 +232,7 @@ def pareto(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
             if chosen
             else f"No ★, which would be among {KEEPS}."
         )
-        + (f" Faint: {len(group) - len(named)} settings on no front." if len(named) < len(group) else "")
+        + (" Faint: without a line in the legend." if len(named) < len(group) else "")
     )
 
 

@@ -209,7 +209,7 @@ def test_what_a_search_tried_are_points_and_the_legend_names_the_front(tmp_path)
     assert points.figure.axes[0].collections[0].get_offsets().shape == (12, 2)
     (legend,) = traded.figure.legends
     assert len(legend.get_texts()) == 5 + 1 + 2  # settings 0 to 4 are the front; the largest RIR; front and ★
-    assert "Faint: 6 settings on no front" in traded.caption
+    assert "Faint: without a line in the legend" in traded.caption
 
 
 CASES = {
