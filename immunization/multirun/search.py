@@ -145,12 +145,11 @@ class Search:
         """The next trials: first those that were proposed and never measured, then new ones."""
         left = [trial for trial in self._trials(TrialState.RUNNING) if trial.number not in self.lost]
         batch = []
-        for trial in left[: self.options.batch]:
-            self._seed(trial.number)
-            batch.append(Trial(self.study, trial._trial_id))
-        for number in range(len(self._trials()), self.options.trials)[: self.options.batch - len(batch)]:
+        numbers = [*(trial.number for trial in left), *range(len(self._trials()), self.options.trials)]
+        for number in numbers[: self.options.batch]:
             self._seed(number)
-            batch.append(self.study.ask())
+            known = next((trial for trial in left if trial.number == number), None)
+            batch.append(Trial(self.study, known._trial_id) if known else self.study.ask())
             self.jobs(batch[-1])  # draws, which the next trial of the batch has to know
         return batch
 

@@ -108,6 +108,24 @@ def test_a_search_that_was_killed_ends_as_if_it_had_not_been(dies, tmp_path):
     assert said(tmp_path / "killed") == said(tmp_path / "whole")
 
 
+def test_a_search_that_was_killed_while_it_proposed_goes_on_the_same(tmp_path, monkeypatch):
+    """A trial is in the study before its values are."""
+    _, whole = searched(tmp_path / "whole", trials=8, random=2)
+    dying, draws = Launcher(tmp_path / "killed"), search.Search.jobs
+
+    def jobs(self, trial):
+        if trial.number == 5:
+            raise Killed
+        return draws(self, trial)
+
+    monkeypatch.setattr(search.Search, "jobs", jobs)
+    with pytest.raises(Killed):
+        searched(tmp_path / "killed", launcher=dying, trials=8, random=2)
+    monkeypatch.undo()
+    _, rest = searched(tmp_path / "killed", trials=8, random=2)
+    assert dying.jobs + rest.jobs == whole.jobs
+
+
 def test_more_trials_go_on_from_those_that_there_are(tmp_path):
     _, whole = searched(tmp_path / "whole", trials=6, random=1, batch=2)
     _, first = searched(tmp_path / "parts", trials=2, random=1, batch=2)
