@@ -221,7 +221,7 @@ def audit(
     check_value("attacks", attacks, str | Sequence[str] | None)
     check_value("budget", budget, Literal["quick", "standard", "nightly"] | None)
     if budget and attacks:
-        raise ConfigError("audit: budget is a list of attacks; give one of budget and attacks")
+        raise ConfigError("audit: budget and attacks are both given; give one of them")
     if harmful_loader is None:
         raise ConfigError(
             "audit: harmful_loader is None; a single loader is that of the harmful task, audit(model, "
@@ -385,8 +385,8 @@ def _check_graph(model: Model, pair: TaskPair) -> None:
     x = onto(take(pair.harmful.train.x, torch.arange(2)), model.head.weight)
     if model.trained() and not model.training_features(x).requires_grad:
         raise ConfigError(
-            f"immunize: features of {model.name} have no gradients: its forward computes them without; let it, or take "
-            "closed_form, learning_curve or decoys"
+            f"immunize: features of {model.name} have no gradients; remove torch.no_grad() from its forward, or "
+            "use method=closed_form, learning_curve or decoys"
         )
 
 

@@ -72,7 +72,7 @@ def resolve(config: DictConfig, overrides: Iterable[str] = (), tables: Mapping[s
     """
     _check_files(config)
     for key in sorted(OmegaConf.missing_keys(config)):
-        raise ConfigError(f"{key}: Missing mandatory value: {key}")
+        raise ConfigError(f"{key} has no value; give {key}=<value>")
     settings: dict[str, Any] = OmegaConf.to_container(config, resolve=True)
     if not settings.get("attack") and isinstance(settings["suite"], dict) and "_target_" not in settings["suite"]:
         settings |= {"suite": None, "published": None}  # what an experiment says of its attackers, who were left out
@@ -92,7 +92,7 @@ def resolve(config: DictConfig, overrides: Iterable[str] = (), tables: Mapping[s
         values["suite"] = build(settings, "suite")
         if unknown := [name for name in values["suite"].benign if name not in values["attack"]]:
             known = ", ".join(values["attack"])
-            raise ConfigError(f"suite.benign: {unknown[0]} is none of the attacks, which are {known}")
+            raise ConfigError(f"suite.benign: {unknown[0]} is not one of the attacks of this run; choose from {known}")
     if any(override.startswith("objective=") for override in overrides):
         check_objective(str(values["objective"]), values["evaluation"], values["attack"])
     for group in ("tracker", "dataset", "model", "optimizer"):
@@ -112,7 +112,7 @@ def _check_files(config: DictConfig) -> None:
     own, known = (read_yaml("local") or {}, read_yaml("config")) if path.is_file() else ({}, {})
     for key in own:
         if key not in known:
-            raise ConfigError(f"{path}: {key} is none of its keys, which are {', '.join(map(str, known))}")
+            raise ConfigError(f"{path}: there is no key {key}; allowed are {', '.join(map(str, known))}")
     for group in ("experiment", "launcher", "sweeper", "sweeps"):
         if isinstance(ignored := config.get(group), DictConfig):
             raise ConfigError(

@@ -164,7 +164,7 @@ def test_mistakes_are_named(net):
     split = {"train": loader(3, 1), "test": single}
     immunization.immunize(net, loader(4, 0), split, "condition_number", epochs=1, augmented=True)
     headless = nn.Sequential(nn.Flatten(), nn.Linear(768, 4))
-    with pytest.raises(ConfigError, match="nothing with weights stands before the classifier"):
+    with pytest.raises(ConfigError, match="no layer with weights before its classifier"):
         immunization.immunize(headless, loader(4, 0), loader(3, 1))
     with pytest.raises(ConfigError, match=r"model\.trainable=zz: no module of Sequential .*; there are 1 and"):
         immunization.immunize(rows_net(), loader(4, 0), loader(3, 1), "forget", trainable="zz")

@@ -450,7 +450,7 @@ def test_environment_variables_give_them_too(monkeypatch):
 
 def test_a_local_file_that_speaks_of_a_group_is_refused(conf):
     (conf / "local.yaml").write_text("tracker: {entity: me}\n")
-    with pytest.raises(ConfigError, match=r"local\.yaml: tracker is none of its keys, which are .*data_root"):
+    with pytest.raises(ConfigError, match=r"local\.yaml: there is no key tracker; allowed are .*data_root"):
         resolve(compose(["tracker=wandb"]))
 
 

@@ -274,7 +274,7 @@ def test_a_folder_that_hydra_cannot_read_says_how_it_is_quoted(tmp_path, cli, fo
 
 def test_an_optimizer_of_several_losses_a_step_is_refused(cli):
     chosen = ("optimizer=sgd", "optimizer._target_=torch.optim.LBFGS", "~optimizer.momentum", "~optimizer.weight_decay")
-    assert "takes several losses a step" in cli(*chosen, "dataset.max_samples=20")
+    assert "computes several losses a step" in cli(*chosen, "dataset.max_samples=20")
 
 
 @pytest.mark.parametrize(

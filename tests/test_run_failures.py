@@ -101,7 +101,7 @@ def test_a_fault_of_the_program_is_raised_and_logged_with_its_traceback(tmp_path
         (["dataset.harmful=0"], ConfigError, "dataset.primary=0, dataset.harmful=0"),
         (["method.batch_size=1000"], ConfigError, "method.batch_size=1000 is above the 80 training rows"),
         (["optimizer.betas=[2,2]"], ConfigError, "optimizer: Invalid beta"),
-        (["optimizer.betas=[0.9]"], ConfigError, "optimizer.betas=[0.9]: give both, as [0.9,0.999]"),
+        (["optimizer.betas=[0.9]"], ConfigError, "optimizer.betas=[0.9] must have two numbers, such as [0.9,0.999]"),
         (["optimizer.betas=3"], ConfigError, "optimizer: "),
         (["method.precondition=ridge", "method.ridge=0", "method.batch_size=70"], DegenerateSpectrum, "ridge=0"),
         (

@@ -68,7 +68,7 @@ def redrawn(network: Network, part: str = "full") -> Network:
     left = {parameter: name for name, parameter in drawn.named_parameters() if not torch.isfinite(parameter).all()}
     for old, new in zip(network.part(part), drawn.part(part), strict=True):
         if names := [left[parameter] for parameter in new.parameters() if parameter in left]:
-            raise Inapplicable(f"nobody knows how to draw the weights {', '.join(names)} anew")
+            raise Inapplicable(f"no initializer is known for the weights {', '.join(names)}")
         old.load_state_dict(new.state_dict())
     return network
 

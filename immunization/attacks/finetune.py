@@ -266,7 +266,7 @@ class LoRA(FineTune, group="attack.lora"):
         try:
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError as error:
-            raise ConfigError("attack=[lora] needs peft: pip install peft") from error
+            raise ConfigError("attack=[lora] needs peft; install it with pip install peft") from error
         layers = [
             name
             for name, module in network.named_modules()

@@ -80,7 +80,9 @@ def chosen(
         part = slice(*(end and int(end) for end in ends.groups())) if ends else slice(0)
         names = names[part]
         if not names:
-            raise ConfigError(f"{key}={classes} is no class of {len(folders)}: write a range such as 0:{len(folders)}")
+            raise ConfigError(
+                f"{key}={classes} is outside of the {len(folders)} classes; write a range such as 0:{len(folders)}"
+            )
         numbered = order is None and all(name.isdecimal() for name in folders)
         if numbered and {*names} != {*in_order(folders, "natural")[part]}:
             raise ConfigError(
@@ -99,7 +101,7 @@ def chosen(
                 )
         if unknown := [entry for entry in classes if entry not in places and str(entry) not in folders]:
             raise ConfigError(
-                f"{key}: {unknown[0]} is none of the {len(folders)} class folders, nor a place below that"
+                f"{key}: {unknown[0]} is neither one of the {len(folders)} class folders nor the position of one"
             )
         names = [places.get(entry, str(entry)) for entry in classes]
     if len(names) < least or len(set(names)) < len(names):

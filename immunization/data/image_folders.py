@@ -223,7 +223,7 @@ def _places(role: str, folder: Path, train: str, test: str) -> dict[str, Path]:
     unknown = sorted(set(class_folders(testing)) - set(class_folders(training)))
     if unknown:
         raise DataError(
-            f"{testing}: class {unknown[0]} is not in {training}; the classes of both must agree, or "
+            f"{testing}: class {unknown[0]} is not in {training}; both need the same classes, or "
             f"dataset.{role}.test=none holds out images of {training.name}/ instead"
         )
     return {train: training, test: testing}
@@ -241,7 +241,7 @@ def _open_source(role: str, source: str, folder: Path | None, split: str, option
     # any other name makes timm read the folder, and torch's folder is the whole of it for every split
     if not source.lower().startswith(SOURCES) or source.lower() in ("torch/folder", "torch/image_folder"):
         written = ", ".join(f"{known}<name>" for known in SOURCES)
-        raise ConfigError(f'{key} is no source with splits: write one of {written}, or "" for a folder per class')
+        raise ConfigError(f'{key} is not a source with splits; write one of {written}, or "" for a folder per class')
     own = f"dataset.{role}_root=<folder> dataset.{role}.source= reads a folder instead (docs/install.md)"
     try:
         with redirect_stdout(None):  # timm prints what to install

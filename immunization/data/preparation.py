@@ -62,7 +62,7 @@ def classes_of_roles(least: int, **given: int | Sequence[int] | Sequence[Sequenc
                 raise ConfigError(f"dataset.{kind}={wrong[0]}: at least two different classes of 0 to 9 are needed")
         if not groups:
             remedy = "at least one" if kind == "harmful" else "at least one, or null for no such task"
-            raise ConfigError(f"dataset.{kind} is an empty list: give {remedy}")
+            raise ConfigError(f"dataset.{kind} is an empty list; give {remedy}")
         roles |= dict(zip(roles_of(kind, ["-".join(map(str, own)) for own in groups]), groups, strict=True))
     if sum(map(len, roles.values())) > len(set().union(*roles.values())):
         shown = ", ".join(f"dataset.{kind}={classes}" for kind, classes in given.items())

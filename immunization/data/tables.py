@@ -68,7 +68,7 @@ def read_table(path: Path, dialect: Dialect | None = None, **options: Any) -> pd
         return pd.read_csv(io.StringIO(text), low_memory=False, **marks, **options)
     except UnicodeDecodeError as error:
         remedy = "save it as UTF-8, or name its encoding (dataset=arrays, text), such as dataset.csv.encoding=cp1252"
-        raise DataError(f"{path} is no text in {error.encoding.upper()}: {error.reason}; {remedy}") from error
+        raise DataError(f"{path} is not text in {error.encoding.upper()}: {error.reason}; {remedy}") from error
     except (OSError, EOFError, ValueError, zlib.error, csv.Error, MemoryError) as error:
         said = f"{error.strerror}" if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
         raise DataError(f"{path} cannot be read as a table: {said or type(error).__name__}") from error

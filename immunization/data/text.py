@@ -174,7 +174,7 @@ def open_text(
     for split in known.keys() - {"train"}:
         if unknown := sorted(known[split] - known["train"]):
             raise DataError(
-                f"{places[split]}: label {unknown[0]} is not in {places['train']}; the labels of both must agree, or "
+                f"{places[split]}: label {unknown[0]} is not in {places['train']}; both need the same labels, or "
                 f"{key}.{split}=none holds out texts of {places['train'].name} instead"
             )
         if lacking := sorted(known["train"] - known[split]):
@@ -280,7 +280,7 @@ def _content(path: str) -> str:
     try:
         return Path(path).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is no text in UTF-8 ({error}): save it so, or remove it") from error
+        raise DataError(f"{path} is not text in UTF-8 ({error}); save it as UTF-8, or remove it") from error
 
 
 def tokenized(
@@ -338,7 +338,7 @@ def tokenizer_in(folder: str) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ConfigError("texts need transformers: pip install 'immunization[text]'") from error
+        raise ConfigError("texts need transformers; install it with pip install 'immunization[text]'") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of a folder without one
@@ -349,7 +349,7 @@ def tokenizer_in(folder: str) -> Any:
             f"model.name={folder} has no tokenizer ({said}): save the model's there, tokenizer.save_pretrained(folder)"
         ) from error
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
-        raise ConfigError(f"model.name={folder}: its tokenizer has no token to pad with: set its pad_token and save it")
+        raise ConfigError(f"model.name={folder}: its tokenizer has no pad_token; set one and save the tokenizer")
     if tokenizer.pad_token is None:
         log.info("the tokenizer in %s pads with nothing of its own, and here with %s", folder, tokenizer.eos_token)
         tokenizer.pad_token = tokenizer.eos_token

@@ -56,7 +56,9 @@ class Deployment(Component, group="evaluation.deployment"):
 
     def __post_init__(self) -> None:
         if wrong := [form for form in self.formats or () if form not in FORMATS]:
-            raise ConfigError(f"evaluation.deployment.formats: {wrong[0]} is none of {', '.join(FORMATS)}")
+            raise ConfigError(
+                f"evaluation.deployment.formats: {wrong[0]} is not a number format; choose from {', '.join(FORMATS)}"
+            )
         self.forms = list(self.formats or FORMATS)
 
     @torch.no_grad()

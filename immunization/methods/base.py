@@ -250,7 +250,7 @@ class Stopping(Callback):
             if not len(method.pair.primary.val):
                 raise ConfigError("method.max_accuracy_drop needs a validation split: set dataset.val_fraction above 0")
             if not model.deep:
-                log.warning("method.max_accuracy_drop does little here: %s starts with a head at chance", model.name)
+                log.warning("method.max_accuracy_drop has little effect: the head of %s starts at chance", model.name)
             self.accuracy, self.best = method.accuracy(model), parameters_of(model)
 
     def epoch_end(self, model: Model, epoch: int) -> bool:

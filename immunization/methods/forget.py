@@ -81,7 +81,7 @@ class Forget(Method):
         scored = self.patience or self.max_accuracy_drop is not None
         if scored and not (len(pair.primary.val) and len(pair.harmful.val)):
             key = "patience" if self.patience else "max_accuracy_drop"
-            raise ConfigError(f"method.{key} needs validation rows of both tasks: set dataset.val_fraction above 0")
+            raise ConfigError(f"method.{key} needs validation rows of both tasks; set dataset.val_fraction above 0")
         if self.path:
             self.check_path(pair.harmful)
         model.head.requires_grad_(self.train_head or not model.deep)

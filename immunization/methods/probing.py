@@ -104,7 +104,7 @@ class NTL(AgainstHead):
         trained = model.chain.trained_blocks() if model.trains_layers else []
         if self.block not in (None, *trained):
             known = f"{model.name} trains {', '.join(trained)}" if trained else f"{model.name} trains none: set null"
-            raise ConfigError(f"method.block={self.block} is no trained block; {known}")
+            raise ConfigError(f"method.block={self.block} is not a trained block; {known}")
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:
         task = self.pair.harmful

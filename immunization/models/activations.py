@@ -202,7 +202,7 @@ def collect(
         if bad and not skip:
             raise unreadable(title, bad)
         if not labels:
-            raise DataError(f"{title}: no image can be read{': ' + bad[0].why if bad else ''}")
+            raise DataError(f"{title}: no image could be read{': ' + bad[0].why if bad else ''}")
         if kinds:
             among = ", ".join(f"{kind}: {count}" for kind, count in kinds.most_common())
             log.info("%s, all read as RGB with 8 bits; among them %s", title, among)

@@ -126,9 +126,7 @@ class OnnxFile(Artefact):
         except ImportError as error:
             raise ConfigError(f"{path}: ONNX files need pip install 'immunization[onnx]'") from error
         except Exception as error:  # of protobuf, of onnx, of the file system
-            raise ConfigError(
-                f"{path} is no ONNX file that can be read: {' '.join(str(error).split())[:200]}"
-            ) from error
+            raise ConfigError(f"{path} cannot be read as an ONNX file: {' '.join(str(error).split())[:200]}") from error
         graph, array = self._model.graph, self._onnx.numpy_helper.to_array
         constants = {x.name: [array(x)] for x in graph.initializer}
         own = [x.name for x in graph.input if x.name not in constants]

@@ -58,7 +58,9 @@ class NetParts:
         }
         if large := [name for name, size in sizes.items() if size >= LEAST_IN_LAST * sum(sizes.values())]:
             return large[-1]
-        raise ConfigError("the net has no submodule with weights before its classifier: there is no block to train")
+        raise ConfigError(
+            "the net has no layer with weights before its classifier, so no block can be trained; choose another model"
+        )
 
 
 def take_apart(net: nn.Module, size: int | None = None) -> NetParts:
@@ -347,7 +349,9 @@ def units_of(net: nn.Module, sample: Tensor) -> list[tuple[str, Unit]]:
     """
     like = next(net.parameters(), None)
     if like is None:
-        raise ConfigError("nothing with weights stands before the classifier, so there is nothing to immunize")
+        raise ConfigError(
+            "the net has no layer with weights before its classifier, so nothing can be immunized; choose another model"
+        )
     image = onto(sample[:1], like).clone()  # which a module may write into
     whole, prefix = (net.body, BODY) if isinstance(net, Adapted) else (net, "")
     with recorded(whole.named_children()) as ran:

@@ -85,7 +85,9 @@ def fold_place(net: nn.Module, input_size: Sequence[int]) -> Place:
             return place
         stripped = stripped or Place(place.name, place.convolution, "reset_classifier")
     if stripped is None:
-        raise ConfigError(f"{type(net).__name__}: behind no module of it a linear map is one of its features")
+        raise ConfigError(
+            f"{type(net).__name__}: no layer takes a folded map; choose a method that trains layers, such as forget"
+        )
     return stripped
 
 

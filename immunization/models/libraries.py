@@ -73,7 +73,9 @@ def transformers() -> Any:
     try:
         return import_module("transformers")
     except ImportError as error:
-        raise ConfigError("models of Hugging Face need transformers: pip install 'immunization[text]'") from error
+        raise ConfigError(
+            "models of Hugging Face need transformers; install it with pip install 'immunization[text]'"
+        ) from error
 
 
 def described(net: nn.Module) -> Facts:
@@ -226,6 +228,6 @@ def explained(name: str, answers: bool = True) -> Iterator[None]:
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         why = " ".join(str(error).split())[:200] if answers else "the Hugging Face hub does not answer"
         raise ConfigError(
-            f"model.name={name}: the model cannot be had ({why}); give a folder with config.json and weights in "
+            f"model.name={name}: the model could not be loaded ({why}); give a folder with config.json and weights in "
             "safetensors, as save_pretrained writes them, or connect to the Hugging Face hub"
         ) from error

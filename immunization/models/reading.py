@@ -70,7 +70,9 @@ class Reader(Model):
         pair = TaskPair.of(self.images.name, tasks, about)
         if self.fold:
             if self.images.augment:
-                log.warning("dataset.augment does nothing: features are read once, and a map is folded in behind them")
+                log.warning(
+                    "dataset.augment has no effect: features are computed once, and a map is folded in behind them"
+                )
             pair = pair.to(self.images.device, torch.float64)
             return Folded(self, self.parts, pair), pair
         kept = all(isinstance(task.train.x, Tensor) for task in pair.shown.values())

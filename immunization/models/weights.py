@@ -134,7 +134,7 @@ class Checkpoint(NamedTuple):
 
 def _not_had(name: str, why: str) -> ConfigError:
     return ConfigError(
-        f"model.name={name}: its pretrained weights cannot be had ({why}); "
+        f"model.name={name}: its pretrained weights could not be downloaded ({why}); "
         "connect to the Hugging Face hub, or give model.checkpoint=<file>, or model.pretrained=false"
     )
 

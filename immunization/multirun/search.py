@@ -32,7 +32,7 @@ try:
     import torch  # of Optuna's Gaussian process
     from optuna.trial import BaseTrial, FrozenTrial, Trial, TrialState
 except ImportError as error:
-    raise ConfigError("sweeper=optuna needs optuna: pip install 'immunization[search]'") from error
+    raise ConfigError("sweeper=optuna needs optuna; install it with pip install 'immunization[search]'") from error
 
 STUDY = "search.db"
 REPEATED = ("seed", *PAIR)

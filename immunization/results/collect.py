@@ -239,7 +239,7 @@ def _read(place: Path) -> Run:
     result = Result.read(place)
     if place.is_file():
         if ROW not in result.about:
-            raise DataError(f"{place} is no row of the leaderboard")
+            raise DataError(f"{place} is not a row of the leaderboard")
         result.folder = place
         row = result.about.pop(ROW)
         return Run(result, **row | {"config": unspelled(row["config"])})

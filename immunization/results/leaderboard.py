@@ -45,7 +45,7 @@ def rows_below(paths: Iterable[Path]) -> list[Path]:
     if not files_of_rows:
         raise DataError(f"no row in or below {', '.join(map(str, paths))}: {made}")
     if run := next((row.parent for row in files_of_rows if row.name in (Result.file, ENVIRONMENT)), None):
-        raise DataError(f"{run} is a run, and no row of the leaderboard: {made} of its tracks")
+        raise DataError(f"{run} is a run and not a row of the leaderboard: {made} of its tracks")
     return files_of_rows
 
 

@@ -73,7 +73,7 @@ def _row(run: Run) -> tuple[Path, Result]:
     folder, content = run.folder, run.result.as_dict()
     overrides, place = overrides_of(folder), folder / ENVIRONMENT
     if (track := track_of(overrides)) is None:
-        raise DataError(f"{folder} is no run of a track: none of its overrides is {TRACK}<track>")
+        raise DataError(f"{folder} is not a run of a track: none of its overrides is {TRACK}<track>")
     if track != slug(track):  # which is to be a folder, and the file is not always one's own
         raise DataError(f"{folder / OVERRIDES}: {track!r} is no name of a track")
     try:

@@ -231,7 +231,7 @@ def locked(path: Path, wait: bool = False, meanwhile: Callable[[], object] = lam
         meanwhile()
         lock.acquire(blocking=True)
     except OSError as error:
-        log.warning("%s cannot be locked (%s): nothing keeps a second process out", path, error)
+        log.warning("%s cannot be locked (%s); a second process could write into the same folder", path, error)
     try:
         yield lock.is_locked
     finally:

@@ -88,14 +88,14 @@ def completed(
     if result is None or result.status != "completed":
         if settings is None and (kept := [name for name in KEPT if (folder / name).exists()]):
             raise ConfigError(
-                f"{folder} holds an interrupted run ({', '.join(kept)}): resume=true goes on with it; another folder "
-                "(hydra.run.dir=...), or this one once it is deleted, starts afresh"
+                f"{folder} holds an interrupted run ({', '.join(kept)}); resume=true continues it; another folder "
+                "(hydra.run.dir=...), or this one once it is deleted, starts a new run"
             )
         return None
     if settings is None:
         raise ConfigError(
-            f"{folder} holds a completed run: its configuration with resume=true returns it, another folder "
-            "(hydra.run.dir=...) starts a new one"
+            f"{folder} holds a completed run; resume=true with its configuration loads it, another folder "
+            "(hydra.run.dir=...) starts a new run"
         )
     if differing := different(result_settings(before), result_settings(settings)):
         raise ConfigError(
@@ -103,13 +103,15 @@ def completed(
             "(hydra.run.dir=..., with -m hydra.sweep.dir=...) starts a new one"
         )
     if not (folder / WEIGHTS).exists():
-        log.warning("%s is gone: the result stands, and another folder makes the weights again", folder / WEIGHTS)
+        log.warning(
+            "%s is missing; the result is kept, and a run in another folder makes the weights again", folder / WEIGHTS
+        )
     if recorded_inputs(folder):
         try:
             now = inputs()
         except Exception as error:  # whatever a data set of anybody's raises
             reason = f"{error}" if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            log.warning("%s: its inputs cannot be read now, the result stands as it is: %s", folder, reason)
+            log.warning("%s: its inputs cannot be read now; the result is kept: %s", folder, reason)
         else:
             check_inputs(folder, now)
     return result
@@ -131,7 +133,7 @@ def check_inputs(folder: Path, now: Mapping[str, Any]) -> None:
     """
     before, now = recorded_inputs(folder), files.plain(now)
     if gone := [name for name in before if name not in now]:
-        log.warning("%s: %s not there any more, the result stands as it is", folder, ", ".join(gone))
+        log.warning("%s: %s not there any more; the result is kept", folder, ", ".join(gone))
     if changed := [name for name in before if name in now and not _same(before[name], now[name])]:
         raise DataError(
             f"{folder} does not fit this run any more, these have another content now: {', '.join(changed)}. It stays "

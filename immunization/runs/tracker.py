@@ -124,7 +124,9 @@ class Recorder(Tracker):
             with suppress(FileNotFoundError):
                 kept = path.read_bytes()[: state["bytes"]]
             if hashlib.sha256(kept).hexdigest() != state["sha256"]:
-                raise DataError(f"{path} was altered since the checkpoint; another hydra.run.dir=... starts afresh")
+                raise DataError(
+                    f"{path} was changed since the checkpoint; give another hydra.run.dir=... to start a new run"
+                )
         self.digest = hashlib.sha256(kept)
         self.file = path.open("r+b" if state else "wb")
         self.file.truncate(len(kept))

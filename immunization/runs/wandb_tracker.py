@@ -231,7 +231,7 @@ def _in_netrc(hosts: list[str]) -> bool:
         except FileNotFoundError:
             continue
         except (OSError, netrc.NetrcParseError) as error:
-            log.warning("W&B stays offline, %s cannot be read: %s", path, error)
+            log.warning("W&B stays offline because %s could not be read: %s", path, error)
             return False
         return any(accounts.authenticators(host) for host in hosts)
     return False

@@ -108,15 +108,15 @@ def assemble(
         model, pair = made.read(data, method.folds)
     if distributed.size() > 1 and (method.alone or method.keep or not model.trains_layers):
         raise ConfigError(
-            f"method={method.name} on {model.name} is not trained by several processes: nets whose layers are trained "
-            "are, by methods that simulate no attacker and without method.keep; start it without torchrun"
+            f"method={method.name} on {model.name} cannot be trained by several processes, which "
+            "needs trained layers, a method that simulates no attacker, and method.keep=0; start it without torchrun"
         )
     if model.fixed and not isinstance(method, Identity | Unmodified):
         raise ConfigError(f"method={method.name} changes a net, and {model.fixed}: audit it with experiment=audit")
     if model.doubt and model.trains_layers and not isinstance(method, Identity | Unmodified):
         log.warning(model.doubt)
     if pair.about.get("keep") and not method.keeps:
-        told = "method=%s does nothing with the images of dataset.keep_root; most methods can, by method.keep"
+        told = "method=%s ignores the images of dataset.keep_root; set method.keep above 0 where the method has it"
         log.warning(told, method.name)
     method, shown = combined(method, pair), pair.harmful_tasks
     if samples is not None:

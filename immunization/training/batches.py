@@ -169,8 +169,8 @@ def batches_of(
     if batch_size is not None and model.loaders is not None:
         if shots > 1:
             log.warning(
-                "method.shots=%d does nothing: images that are augmented, or too many to keep, come in the order of "
-                "their loaders; use fewer images and dataset.augment=false",
+                "method.shots=%d has no effect: the images are augmented or too many to cache, so loaders order them; "
+                "use fewer images and dataset.augment=false",
                 shots,
             )
         loaders = model.loaders(batch_size).items()

@@ -80,10 +80,10 @@ def read(folder: Path, config: Mapping[str, Any] | None) -> dict[str, Any] | Non
         log.warning("%s; the run starts from the beginning", reason)
         return None
     if version != VERSION:
-        raise DataError(f"{path} was made by another version; another hydra.run.dir=... starts afresh")
+        raise DataError(f"{path} was made by another version; give another hydra.run.dir=... to start a new run")
     if differing := different(result_settings(before), result_settings(config)):
         raise ConfigError(
-            f"{folder} holds a run of another configuration ({', '.join(differing)}): give that one to go on with it, "
-            "or another hydra.run.dir=... to start afresh"
+            f"{folder} holds a run of another configuration ({', '.join(differing)}); give its values to resume it, "
+            "or another hydra.run.dir=... to start a new run"
         )
     return state

@@ -31,11 +31,14 @@ def optimizer_of(
     except IndexError as error:  # of betas, which torch does not count
         if "betas" not in (given := getattr(make, "keywords", {})):
             raise
-        raise ConfigError(f"optimizer.betas={given['betas']}: give both, as [0.9,0.999]") from error
+        raise ConfigError(f"optimizer.betas={given['betas']} must have two numbers, such as [0.9,0.999]") from error
     except (TypeError, ValueError) as error:  # torch's way to refuse a value
         raise ConfigError(f"optimizer: {error}") from error
     if isinstance(made, torch.optim.LBFGS):
-        raise ConfigError("optimizer._target_=torch.optim.LBFGS: takes several losses a step; choose another optimizer")
+        raise ConfigError(
+            "optimizer._target_=torch.optim.LBFGS computes several losses a step, which is not supported; use "
+            "optimizer=adam, sgd or nesterov"
+        )
     return made
 
 
@@ -82,7 +85,7 @@ def _fitted(node: object, steps: int, key: str) -> dict[str, Any]:
         ends = [0, *(fitted.get("milestones") or ()), steps]
         lengths = [end - start for start, end in pairwise(ends)] if len(ends) > 2 else [steps] * len(node["schedulers"])
         if len(lengths) != len(node["schedulers"]):
-            raise ConfigError(f"{key}.milestones: there must be one fewer than {key}.schedulers")
+            raise ConfigError(f"{key}.milestones: give one entry fewer than {key}.schedulers has")
         fitted["schedulers"] = [
             _fitted(part, length, f"{key}.schedulers[{place}]")
             for place, (part, length) in enumerate(zip(node["schedulers"], lengths, strict=True))
@@ -96,7 +99,7 @@ def _steps(value: object, steps: int, key: str, most: int | None = None) -> Any:
     if isinstance(value, list):
         fitted = [_steps(length, steps, f"{key}[{place}]", steps - 1) for place, length in enumerate(value)]
         if any(a >= b for a, b in pairwise(value)) or fitted != sorted(fitted):
-            raise ConfigError(f"{key}={value}: each must be above the one before")
+            raise ConfigError(f"{key}={value}: each value must be larger than the one before it")
         return fitted
     if value is None:
         return None

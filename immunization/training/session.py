@@ -237,5 +237,5 @@ class TrainingSession:
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise DataError(
                 f"{self.keeper.path if self.keeper else CHECKPOINT} does not fit this run ({error}): the data, the "
-                "weights or the program have changed; another hydra.run.dir=... starts afresh"
+                "weights or the program have changed; give another hydra.run.dir=... to start a new run"
             ) from error

@@ -124,7 +124,7 @@ def test_without_resume_no_attack_that_is_done_is_thrown_away(tmp_path, ran, mon
     assert (tmp_path / ATTACKS).exists()
     assert any("closed_form_probe" in name for name in read_curves(tmp_path / ATTACKS))
     with pytest.raises(
-        ConfigError, match=r"holds an interrupted run \(attacks\.safetensors\): resume=true goes on with it"
+        ConfigError, match=r"holds an interrupted run \(attacks\.safetensors\); resume=true continues it"
     ):
         run([*AUDIT, "resume=false"], folder=tmp_path)
     assert (tmp_path / ATTACKS).exists()

@@ -304,7 +304,9 @@ def test_attackers_may_have_some_of_the_images_only(colors):
 
 def test_benign_tasks_are_learned_by_attackers_of_the_run(tmp_path):
     suite = "suite={_target_: immunization.attacks.Suite, version: test-1, benign: [nobody]}"
-    with pytest.raises(ConfigError, match=r"suite\.benign: nobody is none of the attacks, which are neighbours"):
+    with pytest.raises(
+        ConfigError, match=r"suite\.benign: nobody is not one of the attacks of this run; choose from neighbours"
+    ):
         run([*DEEP, "method=identity", "attack=[neighbours]", suite], tmp_path)
     with pytest.raises(ConfigError, match=r"suite\.benign: the data have no benign task"):
         run([*DEEP, "method=identity", "attack=[neighbours]", suite.replace("nobody", "neighbours")], tmp_path)

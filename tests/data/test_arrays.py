@@ -213,7 +213,7 @@ def test_other_separators_and_decimal_commas_are_named_with_the_remedy(tables):
     fails(DataError, told, "'dataset.csv.sep=\";\"'", "for decimal commas 'dataset.csv.decimal=\",\"'", **own)
     assert same(pair, read(own, csv=commas))
     own = tables(sep="\t", encoding="utf-16")
-    fails(DataError, "primary.csv is no text in UTF-8", "dataset.csv.encoding=cp1252", **own)
+    fails(DataError, "primary.csv is not text in UTF-8", "dataset.csv.encoding=cp1252", **own)
     fails(DataError, r"separated by '\t'", r"""'dataset.csv.sep="\t"'""", csv={"encoding": "utf-16"}, **own)
     assert same(pair, read(own, csv={"encoding": "utf-16", "sep": r"\t"}))
     own = tables(decimal=",")  # between quotes

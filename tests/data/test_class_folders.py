@@ -242,7 +242,7 @@ def test_tables_that_say_two_things(tmp_path):
          r"dataset\.harmful\.order="),
         ([0, 1], None, "so that numbers are names, and none is called 0"),
         ([1, 13], None, "none is called 13"),
-        ([-1, -2], None, "-1 is none of the 12 class folders"),
+        ([-1, -2], None, "-1 is neither one of the 12 class folders"),
     ],
     ids=str,
 )  # fmt: skip

@@ -147,7 +147,7 @@ def test_bad_rows_are_left_out_where_asked_and_labels_without_test_texts_are_sai
         ({"harmful": {"train": "nothing"}}, r"no texts called nothing; set dataset\.harmful\.train to one of"),
         ({"harmful": {"test": "train"}}, r"dataset\.harmful: train, val and test must be different texts"),
         ({"harmful": {"texts": "x"}}, r"there is no key dataset\.harmful\.texts; allowed here are text, label, train"),
-        ({"harmful": {"classes": ["h0", "h7"]}}, r"h7 is none of"),
+        ({"harmful": {"classes": ["h0", "h7"]}}, r"h7 is neither one of"),
         ({"harmful_root": "nowhere"}, r"dataset\.harmful_root: .*nowhere not found; it must be a table with a text"),
         ({"harmful_root": None}, r"dataset\.harmful_root is not set: give a table with a text and a label column"),
         ({"harmful_root": __file__}, r"text\.py is no table, \.csv, \.csv\.gz, \.parquet, .*set dataset\.harmful_root"),
@@ -191,7 +191,7 @@ def test_a_folder_without_a_tokenizer_and_too_many_tokens_are_refused(roots, tmp
     with pytest.raises(ConfigError, match=r"its tokenizer gives a text token \d+, the model knows 8"):
         tokenized(opened(roots), str(tmp_path / "net"), TAKES, 16, 8)
     tokenizer(tmp_path / "mute", pad_token=None)
-    with pytest.raises(ConfigError, match=r"its tokenizer has no token to pad with: set its pad_token and save it"):
+    with pytest.raises(ConfigError, match=r"its tokenizer has no pad_token; set one and save the tokenizer"):
         tokenized(opened(roots), str(tmp_path / "mute"), TAKES, 16, 64)
     with pytest.raises(ConfigError, match=r"dataset\.tokens=99: the model in .*net reads at most 16"):
         tokenized(opened(roots, tokens=99), str(tmp_path / "net"), TAKES, 16, 64)

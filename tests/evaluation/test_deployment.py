@@ -100,5 +100,5 @@ def test_a_map_that_four_bits_take_away_is_flagged(tmp_path):
 
 
 def test_a_format_that_there_is_not():
-    with pytest.raises(ConfigError, match="int5 is none of float64"):
+    with pytest.raises(ConfigError, match="int5 is not a number format; choose from float64"):
         Deployment(formats=["int5"])

@@ -37,7 +37,7 @@ def test_ctrl_c_keeps_a_checkpoint_which_is_not_thrown_away(tmp_path, monkeypatc
     assert process.stderr.splitlines()[-1] == last
     assert "Traceback" not in process.stderr
     assert (folder / CHECKPOINT).exists()
-    with pytest.raises(ConfigError, match=r"holds an interrupted run .*: resume=true goes on with it; another folder"):
+    with pytest.raises(ConfigError, match=r"holds an interrupted run .*; resume=true continues it; another folder"):
         run([*LONG], folder=folder)
     assert (folder / CHECKPOINT).exists()
 

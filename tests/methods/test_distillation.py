@@ -121,5 +121,5 @@ def test_images_to_keep_that_nothing_keeps_are_told(net, caplog, options, told):
     keep = str(Path(net.keep[0].folders[0]).parent)
     data = [f"dataset.primary_root={roots[0]}", f"dataset.harmful_root={roots[1]}", f"dataset.keep_root={keep}"]
     assemble(resolve(compose([*NET, *data, "method=ntl", *options])))
-    warning = "method=ntl does nothing with the images of dataset.keep_root; most methods can, by method.keep"
+    warning = "method=ntl ignores the images of dataset.keep_root; set method.keep above 0 where the method has it"
     assert (warning in caplog.text) == told

@@ -248,4 +248,4 @@ def test_images_of_loaders_are_not_grouped_and_a_warning_says_so(tmp_path, caplo
     batches_of(model, tasks, 16, torch.Generator(), shots=1)
     assert "method.shots" not in caplog.text
     batches_of(model, tasks, 16, torch.Generator(), shots=4)
-    assert "method.shots=4 does nothing" in caplog.text
+    assert "method.shots=4 has no effect" in caplog.text

@@ -73,7 +73,9 @@ def test_ntls_distance_is_of_the_block_that_it_is_told(folders):
     maps = seen["layer3.0"]
     assert maps.ndim == 4
     torch.testing.assert_close(found, mmd(*maps.flatten(1).split([len(primary.x), len(harmful.x)])))
-    with pytest.raises(ConfigError, match=r"method\.block=layer2\.0 is no trained block; test_resnet trains layer3\.0"):
+    with pytest.raises(
+        ConfigError, match=r"method\.block=layer2\.0 is not a trained block; test_resnet trains layer3\.0"
+    ):
         NTL(epochs=1, batch_size=16, block="layer2.0").setup(model, tasks)
 
 

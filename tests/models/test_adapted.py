@@ -143,7 +143,7 @@ def test_a_transformer_of_another_image_size():
 def test_features_without_a_graph_and_several_dtypes_are_named():
     net = Small()
     net.block.register_forward_hook(lambda module, x, output: output.detach())
-    with pytest.raises(ConfigError, match=r"features of Small have no gradients: .* take closed_form, "):
+    with pytest.raises(ConfigError, match=r"features of Small have no gradients; .* use method=closed_form, "):
         immunization.immunize(net, loader(4, 0), loader(3, 1), "condition_number", trainable="stem", epochs=1)
     net = Small()
     net.stem.half()

@@ -254,13 +254,15 @@ def test_mistakes_are_named(texts, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="has no tokenizer"):
         immunization.run([*model, f"model.name={tmp_path / 'bert'}"], tmp_path / "b")
     (tmp_path / "bert/model.safetensors").write_bytes(b"no weights")
-    with pytest.raises(ConfigError, match=r"the model cannot be had \(Error while deserializing header"):
+    with pytest.raises(ConfigError, match=r"the model could not be loaded \(Error while deserializing header"):
         immunization.run([*model, f"model.name={tmp_path / 'bert'}"], tmp_path / "f")
     os.remove(tmp_path / "bert/model.safetensors")
     torch.save({}, tmp_path / "bert/pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"the model cannot be had .* give a folder with config\.json and weights in"):
+    with pytest.raises(
+        ConfigError, match=r"the model could not be loaded .* give a folder with config\.json and weights in"
+    ):
         immunization.run([*model, f"model.name={tmp_path / 'bert'}"], tmp_path / "c")
-    with pytest.raises(ConfigError, match=r"model\.name=nobody/nothing: the model cannot be had"):
+    with pytest.raises(ConfigError, match=r"model\.name=nobody/nothing: the model could not be loaded"):
         immunization.run([*model, "model.name=nobody/nothing"], tmp_path / "d")
     import transformers
 
@@ -270,5 +272,5 @@ def test_mistakes_are_named(texts, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"Encoder cannot read inputs of shape .*: You .* specify"):
         immunization.run([*model, f"model.name={tmp_path / 't5'}"], tmp_path / "g")
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"need transformers: pip install 'immunization\[text\]'"):
+    with pytest.raises(ConfigError, match=r"need transformers; install it with pip install 'immunization\[text\]'"):
         immunization.run([*model, "model.name=a"], tmp_path / "e")

@@ -101,7 +101,7 @@ def test_two_runs_of_one_name_are_refused(tmp_path):
 
 
 def test_a_run_of_no_track_is_refused(tmp_path):
-    with pytest.raises(DataError, match="is no run of a track: none of its overrides is experiment=leaderboard/"):
+    with pytest.raises(DataError, match="is not a run of a track: none of its overrides is experiment=leaderboard/"):
         write([make_run(tmp_path / "run")], tmp_path / "rows")
 
 
@@ -160,7 +160,7 @@ def test_rows_stay_in_their_folder_whatever_a_run_says_of_its_track(track, tmp_p
 def test_overrides_that_are_none_are_of_no_track(text, tmp_path):
     made = track_run(tmp_path / "run")
     (made / "overrides.yaml").write_text(f"{text}\n")
-    with pytest.raises(DataError, match="is no run of a track"):
+    with pytest.raises(DataError, match="is not a run of a track"):
         write([made], tmp_path / "rows")
 
 
@@ -184,7 +184,7 @@ def test_an_edited_row_is_not_trusted(tmp_path):
 def test_another_result_is_no_row(tmp_path):
     path = (make_run(tmp_path / "run") / "result.json").rename(tmp_path / "other.json")
     (problem,) = collect([path]).problems
-    assert (problem.kind, problem.message) == ("unreadable", f"{path} is no row of the leaderboard")
+    assert (problem.kind, problem.message) == ("unreadable", f"{path} is not a row of the leaderboard")
 
 
 def test_the_command(tmp_path, capsys):

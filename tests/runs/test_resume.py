@@ -44,7 +44,7 @@ def test_a_result_without_its_weights_and_data_stays(tables, capsys):
     result = run(options, folder=folder)
     assert (result.status, kept(folder)) == ("completed", before)
     said = capsys.readouterr().err
-    assert f"{WEIGHTS} is gone: the result stands" in said
+    assert f"{WEIGHTS} is missing; the result is kept" in said
     assert "its inputs cannot be read now" in said
 
 

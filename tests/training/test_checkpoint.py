@@ -252,7 +252,7 @@ def test_a_damaged_checkpoint_is_named_and_the_run_starts_again(half, damage, wh
 def test_an_altered_history_is_named(half):
     path = half / "metrics.jsonl"
     path.write_text(path.read_text().replace('"step": 1', '"step": 7'))
-    with pytest.raises(DataError, match=r"metrics\.jsonl was altered since the checkpoint; .*starts afresh"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl was changed since the checkpoint; .*start a new run"):
         run([*NINE, "resume=true"], folder=half)
 
 

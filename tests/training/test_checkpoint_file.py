@@ -82,7 +82,7 @@ def test_a_checkpoint_of_another_version_or_configuration_is_refused(keeper, tmp
     archive = io.BytesIO()
     torch.save({"version": checkpoint.VERSION + 1, "config": CONFIG, "state": {}}, archive)
     (tmp_path / CHECKPOINT).write_bytes(archive.getvalue())
-    with pytest.raises(DataError, match=r"made by another version; another hydra.run.dir=... starts afresh"):
+    with pytest.raises(DataError, match=r"made by another version; give another hydra.run.dir=... to start a new run"):
         checkpoint.read(tmp_path, CONFIG)
 
 
