@@ -1,14 +1,17 @@
 """What the documents say is what the project does: examples run, tables are current, links resolve."""
 
+import ast
 import importlib.util
 import re
 import shlex
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from helpers.pages import missing, outputs, printed
 from helpers.repository import ROOT
 
+import immunization
 from immunization.config import compose
 from immunization.runner import run
 
@@ -30,6 +33,26 @@ def test_tests_that_pages_name_exist() -> None:
     named = set(re.findall(r"`(test_\w+)`", pages)) - {"test_resnet", "test_rows"}  # a net, and a measure
     assert len(named) > 40
     assert named <= set(re.findall(r"def (test_\w+)", tests))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pictures_have_a_text_and_python_parses(page: Path) -> None:
+    text = page.read_text()
+    assert "![](" not in text
+    for block in re.findall(r"```python\n(.*?)```", text, re.S):
+        ast.parse(dedent(block))
+
+
+def test_make_targets_that_pages_name_exist() -> None:
+    named = set(re.findall(r"^make ([\w-]+)|`make ([\w-]+)", "".join(page.read_text() for page in PAGES), re.M))
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert {one or other for one, other in named} <= set(targets)
+    assert len(named) >= 5
+
+
+def test_the_page_of_the_python_interface_is_complete() -> None:
+    shown = re.findall(r"^::: immunization\.[\w.]*?(\w+)$", (ROOT / "docs" / "reference.md").read_text(), re.M)
+    assert sorted(shown) == immunization.__all__
 
 
 def test_hyperparameters_page_is_current() -> None:
