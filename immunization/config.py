@@ -307,7 +307,7 @@ def _check_values(value: object, key: str, nested: Collection[str]) -> None:
     if key in nested or not isinstance(value, Mapping | list):
         return
     if "_target_" in value:
-        raise ConfigError(f"{key}._target_={value['_target_']}: values are expected there, and no class")
+        raise ConfigError(f"{key}._target_={value['_target_']}: a class is given where values are expected")
     places = {f"{key}.{name}": part for name, part in value.items()} if isinstance(value, Mapping) else {}
     for place, part in (places or {f"{key}[{i}]": part for i, part in enumerate(value)}).items():
         _check_values(part, place, nested)
@@ -353,8 +353,8 @@ def check_trust(cfg: DictConfig, overrides: Iterable[str]) -> None:
     """A file must not declare its own code as trusted: `trusted` counts from the command line alone."""
     if cfg.get("trusted") and not any(override.lstrip("+").startswith("trusted=") for override in overrides):
         raise ConfigError(
-            f"trusted={list(cfg.trusted)} stands in a configuration file; if you trust these packages, say so on the "
-            "command line"
+            f"trusted={list(cfg.trusted)} is set in a configuration file, where it does not count; if you trust these "
+            "packages, give it on the command line"
         )
 
 

@@ -150,7 +150,7 @@ def train(
     for attack in experiment.attack.values():
         attack.check(parts.model)
     if experiment.suite and experiment.suite.benign and not parts.pair.benign_tasks:
-        raise ConfigError("suite.benign: the data have no benign task; name one, or set suite.benign=[]")
+        raise ConfigError("suite.benign needs a benign task, and the data have none; name one, or set suite.benign=[]")
     run.result.about, run.result.method, run.result.model = parts.pair.about, parts.method.name, parts.model.name
     log.info("%s: %s", parts.pair.name, parts.pair.about)
     if tracker is not None:  # only here, as a run whose data are missing has nothing to track

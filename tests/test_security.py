@@ -141,7 +141,7 @@ def test_kept_activations_that_hold_code_are_computed_again(trap, tmp_path, caps
     assert "are damaged" in capsys.readouterr().err
 
 
-NESTED = "values are expected there, and no class"
+NESTED = "a class is given where values are expected"
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_a_malicious_experiment_file(tmp_path, monkeypatch, capsys):
     arguments = ["--config-dir", str(tmp_path / "conf"), "experiment=evil", f"hydra.run.dir={tmp_path / 'run'}"]
     monkeypatch.setattr(sys, "argv", ["launch.py", *arguments, *QUICK])
     GlobalHydra.instance().clear()
-    with pytest.raises(SystemExit, match=r"trusted=\['subprocess'\] stands in a configuration file"):
+    with pytest.raises(SystemExit, match=r"trusted=\['subprocess'\] is set in a configuration file"):
         start()
     assert not ran.exists()
 

@@ -342,7 +342,7 @@ def tokenizer_in(folder: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of a folder without one
-            raise ValueError("it has no words")
+            raise ValueError("its vocabulary is empty")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         said = " ".join(str(error).split())[:150]
         raise ConfigError(

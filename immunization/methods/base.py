@@ -99,7 +99,7 @@ class Keep(Callback):
 
     def __init__(self, model: Model, pair: TaskPair, weight: float, within: Callable[[Model, Tensor], Tensor]) -> None:
         if not (model.trains_layers and model.trained()):
-            raise ConfigError("method.keep distills layers of a net, and none is trained: set method.keep=0")
+            raise ConfigError("method.keep distills trained layers, and no layer is trained; set method.keep=0")
         self.distillation, self.weight, self.within = Distillation(model, pair), weight, within
 
     def add(self, model: Model, primary: Batch, terms: Terms) -> Terms:

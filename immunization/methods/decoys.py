@@ -106,8 +106,8 @@ class Decoys(Untrained):
                 break
         if chosen is None:
             raise ConfigError(
-                "method=decoys: nothing of the harmful task's directions is outside of the primary task's, or nothing "
-                "else is left; set method.kept higher or to null, or take another method"
+                "method=decoys: no direction of the harmful task lies outside of the primary task's, or no other is "
+                "left; set method.kept higher or to null, or take another method"
             )
         return chosen
 

@@ -90,7 +90,7 @@ class Forget(Method):
         self.mean, self.size = self.distillation.mean, self.distillation.size
         self.sizes = self._inner_sizes(model, pair.primary.train.x) if self.inner else {}
         if self.inner and not self.sizes:
-            log.warning("method.inner has nothing to collapse: no block before the last one is trained")
+            log.warning("method.inner has no effect: no block before the last one is trained")
         self.bank, self.labels = self.mean.new_empty(0, len(self.mean)), pair.harmful.train.y[:0]
 
     def check_path(self, task: Task) -> None:

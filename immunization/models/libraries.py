@@ -50,7 +50,7 @@ class Encoder(nn.Module):
     def __init__(self, whole: nn.Module, part: str, pooled: bool) -> None:
         super().__init__()
         if part not in PARTS:
-            raise DataError(f"{part!r} is no part of an encoder; there are {', '.join(PARTS[1:])}")
+            raise DataError(f"{part!r} is not a part of an encoder; choose from {', '.join(PARTS[1:])}")
         self.encoder = whole.get_submodule(part) if part else whole
         self.config, self.part, self.pooled = whole.config, part, pooled
         self.head: nn.Module = nn.Identity()
@@ -116,13 +116,13 @@ def _made(where: str, facts: Mapping[str, Any], device: str) -> nn.Module:
     except (TypeError, ValueError, AttributeError, KeyError, ImportError, RuntimeError) as error:
         said = " ".join(str(error).split())[:200]
         raise DataError(f"{where}{library} makes no {name} of its configuration ({said})") from error
-    raise DataError(f"{where}names the library {library!r}, which is none of torchvision and transformers")
+    raise DataError(f"{where}names the library {library!r}; expected torchvision or transformers")
 
 
 def _of_transformers(where: str, name: str, facts: Mapping[str, Any]) -> nn.Module:
     library, options = transformers(), facts.get("config")
     if not isinstance(options, Mapping) or not isinstance(options.get("model_type"), str):
-        raise DataError(f"{where}says of no model_type of transformers that its config is for")
+        raise DataError(f"{where}has no model_type of transformers in its config")
     check_options(where, options)
     if name == "Encoder":
         whole = library.AutoModel.from_config(library.AutoConfig.for_model(**options))

@@ -273,7 +273,7 @@ def sample_of(pair: ImagePair, config: dict[str, Any]) -> Tensor:
 def head_for(net: Encoder, pair: ImagePair, config: dict[str, Any]) -> tuple[int, int]:
     """Features of an encoder, and classes of D_P, to which a head is fitted once its features are read."""
     if (task := pair.tasks.get("primary")) is None:
-        raise ConfigError("the model has no classifier: give a primary task to fit one to, or a checkpoint that has it")
+        raise ConfigError("the model has no classifier; give a primary task to fit one, or a checkpoint that has one")
     read = Named(net, config["fields"]) if "fields" in config else net
     return outputs_of_two(read, sample_of(pair, config)).shape[1], len(task.classes)
 

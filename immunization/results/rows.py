@@ -75,7 +75,7 @@ def _row(run: Run) -> tuple[Path, Result]:
     if (track := track_of(overrides)) is None:
         raise DataError(f"{folder} is not a run of a track: none of its overrides is {TRACK}<track>")
     if track != slug(track):  # which is to be a folder, and the file is not always one's own
-        raise DataError(f"{folder / OVERRIDES}: {track!r} is no name of a track")
+        raise DataError(f"{folder / OVERRIDES}: {track!r} is not the name of a track")
     try:
         environment = dict(json.loads(place.read_text())) if place.is_file() else {}
     except (ValueError, TypeError) as error:

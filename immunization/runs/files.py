@@ -163,7 +163,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     except (ValueError, RecursionError):
         facts = None
     if not isinstance(facts, dict):
-        raise DataError(f"{path}: what its header says of the net is no JSON object")
+        raise DataError(f"{path}: the description of the net in its header is not a JSON object")
     return tensors, facts
 
 

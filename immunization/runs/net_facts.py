@@ -55,7 +55,7 @@ def images_of(path: Path, facts: Facts) -> dict[str, Any]:
         numbers = isinstance(value, list | tuple) and all(_number(item) for item in value) and len(value)
         fits = {"input_size": numbers == 3, "mean": numbers, "std": numbers, "crop_pct": _number(value)}
         if not fits.get(key, isinstance(value, str)):
-            raise DataError(f"{path}: {key} of its data_config is {value!r}, which is no {key} of images")
+            raise DataError(f"{path}: {key} of its data_config is {value!r}, which is not a valid {key} of images")
     return {key: tuple(value) if isinstance(value, list) else value for key, value in said.items()}
 
 

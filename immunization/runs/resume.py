@@ -136,7 +136,7 @@ def check_inputs(folder: Path, now: Mapping[str, Any]) -> None:
         log.warning("%s: %s not there any more; the result is kept", folder, ", ".join(gone))
     if changed := [name for name in before if name in now and not _same(before[name], now[name])]:
         raise DataError(
-            f"{folder} does not fit this run any more, these have another content now: {', '.join(changed)}. It stays "
+            f"{folder} does not match this run any more: the content of {', '.join(changed)} has changed. It stays "
             "as it is; another folder (hydra.run.dir=..., with -m hydra.sweep.dir=...) runs on what is there now"
         )
 

@@ -132,7 +132,7 @@ class Wandb(Tracker):
             artifact, aliases = made
             logged = self.run.log_artifact(artifact, aliases=aliases)
             if self.link and self.run.offline:  # only a server can link it
-                log.warning("W&B is offline: the model is not linked to %s (tracker.link)", self.link)
+                log.warning("W&B is offline, so the model is not linked to %s (tracker.link)", self.link)
             elif self.link:
                 self.run.link_artifact(logged, self.link, aliases=aliases)
 

@@ -76,7 +76,7 @@ def read(folder: Path, config: Mapping[str, Any] | None) -> dict[str, Any] | Non
         content = files.read_archive(path)
         version, before, state = (content[key] for key in ("version", "config", "state"))
     except (DataError, KeyError, TypeError) as error:
-        reason = error if isinstance(error, DataError) else f"{path} is no checkpoint"
+        reason = error if isinstance(error, DataError) else f"{path} is not a checkpoint"
         log.warning("%s; the run starts from the beginning", reason)
         return None
     if version != VERSION:

@@ -308,7 +308,7 @@ def test_benign_tasks_are_learned_by_attackers_of_the_run(tmp_path):
         ConfigError, match=r"suite\.benign: nobody is not one of the attacks of this run; choose from neighbours"
     ):
         run([*DEEP, "method=identity", "attack=[neighbours]", suite], tmp_path)
-    with pytest.raises(ConfigError, match=r"suite\.benign: the data have no benign task"):
+    with pytest.raises(ConfigError, match=r"suite\.benign needs a benign task"):
         run([*DEEP, "method=identity", "attack=[neighbours]", suite.replace("nobody", "neighbours")], tmp_path)
 
 

@@ -143,7 +143,7 @@ def test_collapse_of_inner_blocks_by_hand(net):
 def test_without_inner_blocks_it_says_so(net, caplog):
     terms, _ = stepped(Forget(epochs=1, batch_size=16, inner=1.0), *opened(net))
     assert "inner" not in terms
-    assert "method.inner has nothing to collapse" in caplog.text
+    assert "method.inner has no effect" in caplog.text
 
 
 def test_the_path_is_that_of_the_batch_and_the_rows_that_this_pass_has_shown():

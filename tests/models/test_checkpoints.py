@@ -297,7 +297,7 @@ def folder_made(folder: Path) -> Path:
 @pytest.mark.parametrize("header", ["[1]", "{", "[" * 10**5])
 def test_a_header_that_is_no_object_is_refused(header, tmp_path):
     files.write_tensors(tmp_path / WEIGHTS, net().state_dict(), {"immunization": header})
-    with pytest.raises(DataError, match="its header says of the net is no JSON object"):
+    with pytest.raises(DataError, match="the description of the net in its header is not a JSON object"):
         immunization.load(tmp_path)
 
 

@@ -158,7 +158,7 @@ def test_a_builder_of_torchvision_is_found_by_its_tensors_and_outputs():
             "sets backbone_config, which may load",
         ),
         ({"config": {}}, "no model_type of transformers"),
-        ({"library": "os"}, "the library 'os', which is none of torchvision and transformers"),
+        ({"library": "os"}, "the library 'os'; expected torchvision or transformers"),
         ({"library": "torchvision", "architecture": "os"}, "names the model 'os'"),
         (
             {"library": "torchvision", "architecture": "resnet18", "arguments": {"weights": "DEFAULT"}},

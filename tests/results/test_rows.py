@@ -151,7 +151,7 @@ def test_rows_stay_in_their_folder_whatever_a_run_says_of_its_track(track, tmp_p
     overrides = [f"experiment=leaderboard/{track.replace('{tmp}', str(tmp_path))}", "method=identity"]
     (made / "overrides.yaml").write_text(yaml.safe_dump(overrides))
     before = set(tmp_path.rglob("*"))
-    with pytest.raises(DataError, match=r"overrides\.yaml: .* is no name of a track"):
+    with pytest.raises(DataError, match=r"overrides\.yaml: .* is not the name of a track"):
         write([made], tmp_path / "runs" / "rows")
     assert set(tmp_path.rglob("*")) == before
 

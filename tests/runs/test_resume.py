@@ -68,7 +68,9 @@ def test_a_result_is_none_of_other_data_of_the_same_name(tables):
     options, folder = tables
     before = kept(folder)
     csv(folder.parent, table(first="3.0,0.2,0.3"))
-    with pytest.raises(DataError, match=r"does not fit this run any more.* dataset harmful/\w+, .*dataset.harmful_csv"):
+    with pytest.raises(
+        DataError, match=r"does not match this run any more.* dataset harmful/\w+, .*dataset.harmful_csv"
+    ):
         run(options, folder=folder)
     assert kept(folder) == before
     csv(folder.parent, HARMFUL)
@@ -93,7 +95,7 @@ def test_a_result_is_none_of_other_weights_or_images_of_the_same_name_size_and_t
     with torch.no_grad():
         net.layer4[-1].conv2.weight.mul_(2)
     torch.save(net.state_dict(), tmp_path / "net.pt")
-    with pytest.raises(DataError, match=r"another content now: model\.checkpoint\."):
+    with pytest.raises(DataError, match=r"the content of model\.checkpoint has changed\."):
         run(options, folder=tmp_path / "run")
     with torch.no_grad():
         net.layer4[-1].conv2.weight.div_(2)
@@ -107,7 +109,7 @@ def test_a_result_is_none_of_other_weights_or_images_of_the_same_name_size_and_t
         other.save(path)
         os.truncate(path, max(path.stat().st_size, status.st_size))
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    with pytest.raises(DataError, match="another content now: dataset harmful/train"):
+    with pytest.raises(DataError, match="the content of dataset harmful/train"):
         run(options, folder=tmp_path / "run")
     assert kept(tmp_path / "run") == before
     again = run(options, folder=tmp_path / "other")  # of the same cache
@@ -143,4 +145,4 @@ def test_a_run_again_from_its_folder(tmp_path):
     config = (tmp_path / "run" / "config.yaml").read_text()
     (tmp_path / "run" / "config.yaml").write_text(config.replace("trusted: []", "trusted: [evil]"))
     refused = launched(*given, cwd=tmp_path)
-    assert refused.stderr.startswith("error: trusted=['evil'] stands in a configuration file")
+    assert refused.stderr.startswith("error: trusted=['evil'] is set in a configuration file")
