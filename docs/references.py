@@ -19,7 +19,7 @@ from immunization.checks import CONF
 
 GROUPS = (
     *("dataset", "model", "method", "optimizer", "scheduler", "evaluation"),
-    *("attack", "tracker", "launcher", "debug"),
+    *("attack", "tracker", "launcher", "sweeper", "debug"),
 )
 SUITES = ("quick", "standard", "nightly", "probes", "depth", "depth_vit")
 SOURCES = {
@@ -77,9 +77,15 @@ def about(path: Path) -> str:
     return " ".join(lines)
 
 
+def prose(text: str) -> str:
+    """Text whose angle brackets stay, outside of `code`, where Markdown leaves them as they are."""
+    parts = text.split("`")
+    return "`".join(part if i % 2 else part.replace("<", "&lt;") for i, part in enumerate(parts))
+
+
 def cell(text: str) -> str:
-    """Text that a cell of a Markdown table holds as it is."""
-    return text.replace("|", r"\|").replace("<", "&lt;")
+    """The same in a cell of a table."""
+    return prose(text).replace("|", r"\|")
 
 
 def prefix(path: Path, group: str) -> str:
@@ -92,7 +98,7 @@ def prefix(path: Path, group: str) -> str:
 def keys(path: Path, before: str, without: str = "\0") -> list[str]:
     """The table of the options of a file; empty for none."""
     found = [(key, value, comment) for key, value, comment in options(path) if not key.startswith(without)]
-    rows = [f"| `{before}{key}` | `{cell(value)}` | {cell(comment)} |" for key, value, comment in found]
+    rows = [f"| `{before}{key}` | {cell(f'`{value}`')} | {cell(comment)} |" for key, value, comment in found]
     return ["", "| key | default | meaning and range |", "|---|---|---|", *rows, ""] if rows else [""]
 
 
@@ -163,7 +169,7 @@ def methods() -> str:
     lines = []
     for path in sorted((CONF / "method").glob("*.yaml")):
         source = SOURCES.get(path.stem, "this project")
-        text = cleandoc(target(path).__doc__ or "").replace("<", "&lt;")
+        text = prose(cleandoc(target(path).__doc__ or ""))
         lines += [f"## `{path.stem}`", "", f"*Source: {source}.*", "", text]
         if others := defaults(path):
             lines += [

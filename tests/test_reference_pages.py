@@ -27,6 +27,12 @@ def leaves(content: dict, above: str = "") -> Iterator[str]:
             yield f"{above}{key}"
 
 
+def test_every_group_is_on_the_page() -> None:
+    """But named set-ups, grids, and what stands behind `--help`; defaults by data set have a page of their own."""
+    groups = {path.name for path in CONF.iterdir() if path.is_dir()}
+    assert groups - {"experiment", "hparams", "hydra", "sweeps"} == set(references.GROUPS)
+
+
 @pytest.mark.parametrize("group", references.GROUPS)
 def test_every_key_of_the_configuration_is_on_its_page(group: str) -> None:
     page = references.configuration()
