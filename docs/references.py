@@ -90,9 +90,11 @@ def cell(text: str) -> str:
 
 def prefix(path: Path, group: str) -> str:
     """What comes before the keys of a file on the command line."""
+    if path.parent.name == "common":
+        return "suite." if path.stem == "suite" else f"{group}.<name>." if group == "attack" else f"{group}."
     package = re.search(r"^# @package (\S+)", path.read_text(), re.M)
     place = package[1] if package else group
-    return "" if place == "_global_" or path.parent.name == "common" else f"{place}."
+    return "" if place == "_global_" else f"{place}."
 
 
 def keys(path: Path, before: str, without: str = "\0") -> list[str]:
